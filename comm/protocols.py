@@ -1,0 +1,59 @@
+"""The two seams of the comm floor: how bytes move (``Transport``) and how a tensor is summed (``AllReduce``).
+
+An algorithm is written once against ``Transport``; a transport knows nothing of algorithms. Everything that a caller
+above this floor needs is in ``Group`` (comm/group.py), which holds one transport and one ledger.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Transport(Protocol):
+    """Moves byte tensors between the ranks of one group.
+
+    Every method is collective: all ranks call the same methods in the same order with the same sizes. Every wait has
+    a deadline and raises ``CollectiveTimeoutError`` naming the ranks that did not come. Received tensors belong to
+    the caller. ``bytes_sent`` grows by exactly the payload bytes this rank sent to others.
+    """
+
+    rank: int
+    world_size: int
+    bytes_sent: int
+
+    def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        """All-to-all: ``slices[i]`` goes to rank i, the result's entry i came from rank i (own entry included)."""
+        ...
+
+    def gather(self, buf: Tensor) -> list[Tensor]:
+        """All-gather: the buffers of all ranks in rank order (own entry included). Sizes are equal on all ranks."""
+        ...
+
+    def shift(self, buf: Tensor) -> Tensor:
+        """One ring step: send ``buf`` to rank + 1, return what rank - 1 sent (same size)."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The library's own sum, when it has one (gloo, NCCL): what ``native`` uses. Returns a new tensor."""
+        ...
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class AllReduce(Protocol):
+    """Sums a tensor over the group: same shape and dtype, bit-identical on every rank, the input left as it was."""
+
+    name: str
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
+        """Bytes one rank sends for a tensor of ``num_elems``, exactly as the transport counts them."""
+        ...
+
+    def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Elementwise bound on |result - exact sum| for these per-rank inputs; follows from the algorithm."""
+        ...

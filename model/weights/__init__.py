@@ -1,0 +1,1 @@
+"""Where a rank's tensors come from: one seam (``source``), several kinds of source behind it."""

@@ -1,0 +1,122 @@
+"""The one frozen tree of options of ``serve``; flags (``flags``) and YAML keys are derived from these fields.
+
+Each field's metadata carries its help text. A value is checked where it is born; an unknown key is an error.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def _option(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar})
+
+
+def _require(ok: bool, name: str, value: object, want: str) -> None:
+    if not ok:
+        flag = "--" + name.replace("_", "-")
+        raise ValueError(f"{flag} must be {want}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """Which model, in which numbers, on which device."""
+
+    model: str = _option(
+        "smollm2-135m", "a known name, a Hugging Face folder or repo id, a .gguf file, or random:SHAPE"
+    )
+    served_model_name: str | None = _option(None, "the name clients use; default: the model's own", metavar="NAME")
+    device: str = _option("auto", "where ranks run; auto takes CUDA when there is one", ("auto", "cpu", "cuda"))
+    dtype: str = _option(
+        "auto",
+        "numbers of weights and activations; auto: the checkpoint's own (float16 and float32 files: bfloat16 on CPU)",
+        ("auto", "float32", "bfloat16", "float16"),
+    )
+    seed: int = _option(0, "seed of random: weights and of requests that bring none (0: a fresh one per request)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelOptions:
+    """How the model is split, and how partial sums are added."""
+
+    tp: int = _option(1, "ranks the model is split over", metavar="N")
+    tp_split: tuple[float, ...] | None = _option(
+        None, "relative shares of work per rank, for unlike devices, such as 2,1", metavar="A,B"
+    )
+    allreduce: str = _option(
+        "auto",
+        "algorithm that sums the ranks' partial results; auto: native",
+        ("auto", "native", "ring", "one-shot", "two-shot"),
+    )
+    comm_timeout_s: float = _option(60.0, "longest a rank waits in one collective before it gives up", metavar="S")
+
+    def __post_init__(self) -> None:
+        _require(self.tp >= 1, "tp", self.tp, "at least 1")
+        _require(self.comm_timeout_s > 0, "comm_timeout_s", self.comm_timeout_s, "above 0")
+        if self.tp_split is not None:
+            _require(len(self.tp_split) == self.tp, "tp_split", self.tp_split, f"{self.tp} numbers, one per rank")
+            _require(all(share > 0 for share in self.tp_split), "tp_split", self.tp_split, "all above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How much runs at once."""
+
+    max_model_len: int | None = _option(
+        None,
+        "longest prompt plus answer, in tokens; default: the model's context, less if memory is short",
+        metavar="N",
+    )
+    max_num_seqs: int = _option(64, "sequences in one step", metavar="N")
+    max_num_batched_tokens: int = _option(
+        512, "tokens in one step; longer prompts are prefilled in chunks", metavar="N"
+    )
+    block_size: int = _option(16, "tokens per KV cache block", metavar="N")
+    kv_cache_memory: int | None = _option(
+        None,
+        "bytes of KV cache over all ranks, such as 2GiB; default: what max_num_seqs needs, at most a share of memory",
+        metavar="BYTES",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(
+            self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2"
+        )
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"at least --max-num-seqs ({self.max_num_seqs}), or running sequences could not all take a step",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpOptions:
+    """The outside door."""
+
+    host: str = _option("127.0.0.1", "address to listen on")
+    port: int = _option(8000, "port to listen on; 0 takes a free one", metavar="N")
+    api_key: str | None = _option(None, "when set, every route but /health* and /metrics wants it as a Bearer token")
+    max_queued_requests: int = _option(256, "requests waiting or running before new ones get 429", metavar="N")
+    max_body_bytes: int = _option(4 << 20, "largest request body", metavar="BYTES")
+    shutdown_grace_s: float = _option(30.0, "after SIGTERM, how long running requests may take to finish", metavar="S")
+    rank_timeout_s: float = _option(10.0, "a rank silent for so long is taken for dead", metavar="S")
+    step_timeout_s: float = _option(120.0, "a step that takes longer is taken for hung", metavar="S")
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeConfig:
+    model: ModelOptions = field(default_factory=ModelOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    http: HttpOptions = field(default_factory=HttpOptions)
+
+
+def option_fields() -> dict[str, tuple[str, Any]]:
+    """Every option by name: the group it lives in and its dataclass field. Names are unique over the groups."""
+    groups = {"model": ModelOptions, "parallel": ParallelOptions, "engine": EngineOptions, "http": HttpOptions}
+    return {f.name: (group, f) for group, cls in groups.items() for f in fields(cls)}

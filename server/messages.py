@@ -1,0 +1,138 @@
+"""What the HTTP process and the rank processes say to each other: msgspec structs over zmq, nothing pickled.
+
+Channels, all local to one server: HTTP process -> rank 0 (``ToEngine``), every rank -> HTTP process (``FromRank``),
+rank 0 -> ranks 1.. (``ToFollower``).
+"""
+
+import msgspec
+
+from tightwire.model.sampling_params import SamplingParams
+from tightwire.model.step import StepPlan
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True):
+    """One sequence to continue. ``id`` is unique among the live requests of this server."""
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+class CancelRequest(msgspec.Struct, frozen=True, tag=True):
+    """Stop these at the next step and free their blocks; unknown ids are ignored. A ``Finished`` still comes."""
+
+    ids: list[str]
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Leave the loop and exit 0."""
+
+
+ToEngine = AddRequest | CancelRequest | Stop
+ToFollower = StepPlan | Stop
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probability of one token, and the most likely ones at its place, best first.
+
+    ``rank`` is the chosen token's place in that order, from 1; logprobs are of the unmodified distribution (before
+    temperature and penalties), as vLLM reports them by default.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class Output(msgspec.Struct, frozen=True, tag=True):
+    """New tokens of one request. The last one of a request has ``finish_reason``; nothing follows it.
+
+    ``finish_reason``: ``stop`` (stop token; ``stop_token_id`` says which, and it is the last of ``token_ids``),
+    ``length``, ``cancelled`` or ``error`` (``message`` says what). ``prompt_logprobs`` comes once, with the first
+    token: entry 0 is None (nothing precedes it).
+    """
+
+    id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    message: str | None = None
+    queue_s: float | None = None  # with the first token: from arrival at the engine to the first scheduled step
+
+
+class CommCount(msgspec.Struct, frozen=True, array_like=True):
+    """Totals since start of one (op, algorithm, phase) on rank 0, from the ledger."""
+
+    op: str
+    algorithm: str
+    phase: str
+    calls: int
+    bytes_sent: int
+    seconds: float
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Gauges and counters of the engine at the end of a step; counters count from start."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_steps: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    comm: list[CommCount] = []
+
+
+class StepResult(msgspec.Struct, frozen=True, tag=True):
+    """What one engine step brought; ``outputs`` may be empty (a prefill chunk), ``stats`` is current."""
+
+    outputs: list[Output]
+    stats: EngineStats
+
+
+class Stage(msgspec.Struct, frozen=True, tag=True):
+    """Start-up progress of one rank. ``fraction`` of this stage, 0 to 1; ``seconds`` is set when it is done."""
+
+    rank: int
+    name: str
+    fraction: float
+    seconds: float | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """This rank has loaded, warmed up, and would answer. Facts for the log, /v1/models and /comm."""
+
+    rank: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    peak_host_bytes: int
+    seconds: dict[str, float]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Sent about twice a second from a thread of its own. ``doing`` names the stage, or the step and collective."""
+
+    rank: int
+    step: int
+    doing: str
+    busy_s: float  # how long it has been doing it; 0 when idle
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """This rank cannot go on; it exits after sending this."""
+
+    rank: int
+    doing: str
+    message: str
+    traceback: str
+
+
+FromRank = StepResult | Stage | Ready | Heartbeat | Failed
