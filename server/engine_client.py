@@ -1,0 +1,60 @@
+"""The seam between HTTP routes and the engine: what a route may ask, and the ways the engine says no.
+
+``client`` implements it over zmq; tests implement it in a dozen lines.
+"""
+
+import enum
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tightwire.server.messages import AddRequest, EngineStats, Output
+
+
+class Phase(enum.StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"  # SIGTERM came: what runs may finish, nothing new starts
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineState:
+    phase: Phase
+    reason: str = ""  # what is loading, or why it died
+
+
+class EngineUnavailableError(Exception):
+    """Loading, draining or dead; the message says which and why. HTTP 503."""
+
+
+class QueueFullError(Exception):
+    """As many requests wait or run as the server accepts. HTTP 429 with Retry-After."""
+
+
+class EngineClient(Protocol):
+    """What routes see of the engine."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The newest counters; None before the first step."""
+        ...
+
+    def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
+        """Start these sequences (n > 1, or several prompts) and yield their outputs as they come, interleaved.
+
+        All are accepted or none. The iterator ends when each has had its ``finish_reason``. Closing it early
+        (``aclose``, client gone) cancels what still runs.
+
+        Raises:
+            EngineUnavailableError: before the first output, or in the middle when the engine dies.
+            QueueFullError: before the first output.
+        """
+        ...
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        """End these; their ``Output`` with finish_reason ``cancelled`` still comes."""
+        ...
