@@ -1,0 +1,45 @@
+"""Puts one rank's model together: weights, cache, layers, and the AllReduce by name."""
+
+from collections.abc import Callable
+
+import torch
+from tightwire.comm.group import Group
+from tightwire.comm.registry import make_all_reduce
+from tightwire.model.weights.resident import load_resident
+
+from tightwire.model.config import LlamaConfig
+from tightwire.model.kv_cache import make_kv_cache
+from tightwire.model.layout import Layout
+from tightwire.model.llama import Llama
+from tightwire.model.parallel import TensorParallel
+from tightwire.model.runner import ModelRunner
+from tightwire.model.weights.source import CheckpointReader
+
+
+def build_runner(
+    config: LlamaConfig,
+    reader: CheckpointReader,
+    group: Group,
+    layout: Layout,
+    *,
+    all_reduce: str,
+    dtype: torch.dtype,
+    max_model_len: int,
+    num_blocks: int,
+    block_size: int,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> ModelRunner:
+    """Load this rank's weights onto ``group.device`` and return what executes step plans.
+
+    Args:
+        progress: called with the share of weight bytes loaded, 0 to 1.
+    Raises:
+        ModelError: the checkpoint lacks a tensor or holds it in another shape.
+        ValueError: an unknown AllReduce name.
+    """
+    shard = layout.shards[group.rank]
+    reduce = make_all_reduce(all_reduce, group)
+    weights = load_resident(reader, config, shard, dtype=dtype, device=group.device, progress=progress)
+    cache = make_kv_cache(config, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=group.device)
+    model = Llama(config, TensorParallel(group, layout, reduce), weights, cache, max_model_len)
+    return ModelRunner(model, cache)

@@ -1,0 +1,101 @@
+"""The Llama forward pass of one rank, over packed sequences and a paged cache.
+
+Knows layers, not requests: it gets tokens, positions and a block table, and gives hidden states. Where weights live is
+their ``WeightSource``'s business, how ranks meet is ``TensorParallel``'s.
+
+Source: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from tightwire.kernels.attention import paged_attention, write_kv
+from tightwire.kernels.linear import linear
+from tightwire.kernels.norm import add_rms_norm, rms_norm
+from tightwire.kernels.rope import apply_rope
+from tightwire.kernels.swiglu import swiglu
+from torch import Tensor
+
+from tightwire.model.config import LlamaConfig
+from tightwire.model.kv_cache import KVCache
+from tightwire.model.parallel import TensorParallel
+from tightwire.model.rope_table import rope_table
+from tightwire.model.weights.source import LayerWeights, WeightSource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One step on the device: B sequences packed into T rows, index tensors int32."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor  # where each row's key and value go: block * P + offset
+    query_start_B1: Tensor  # first row of each sequence, and T at the end
+    context_lens_B: Tensor
+    block_tables_BM: Tensor
+
+
+class Llama:
+    """One rank's layers. ``forward`` leaves the new tokens' keys and values in the cache."""
+
+    def __init__(
+        self, config: LlamaConfig, parallel: TensorParallel, weights: WeightSource, cache: KVCache, max_positions: int
+    ) -> None:
+        self._config = config
+        self._parallel = parallel
+        self._weights = weights
+        self._cache = cache
+        self._cos_SE, self._sin_SE = rope_table(config, max_positions, cache.keys.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """(T, D) hidden states, before the final norm."""
+        cos_TE, sin_TE = self._cos_SE[batch.positions_T], self._sin_SE[batch.positions_T]
+        eps = self._config.norm_eps
+        residual_TD = self._parallel.embed(self._weights.outer.embedding, batch.token_ids_T)
+        update_TD: Tensor | None = None  # what the previous block adds; joined with the norm that follows it
+        for index in range(self._config.num_layers):
+            weights = self._weights.layer(index)
+            if update_TD is None:
+                normed_TD = rms_norm(residual_TD, weights.attention_norm, eps)
+            else:
+                normed_TD, residual_TD = add_rms_norm(update_TD, residual_TD, weights.attention_norm, eps)
+            update_TD = self._attention(normed_TD, weights, index, batch, cos_TE, sin_TE)
+            normed_TD, residual_TD = add_rms_norm(update_TD, residual_TD, weights.mlp_norm, eps)
+            update_TD = self._mlp(normed_TD, weights)
+            self._weights.release(index)
+        assert update_TD is not None, "a model has at least one layer"
+        return residual_TD + update_TD
+
+    @torch.inference_mode()
+    def logits(self, hidden_RD: Tensor) -> Tensor | None:
+        """(R, V) float32 on rank 0, None elsewhere."""
+        outer = self._weights.outer
+        return self._parallel.logits(rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps), outer.head)
+
+    def _attention(
+        self, x_TD: Tensor, weights: LayerWeights, index: int, batch: Batch, cos_TE: Tensor, sin_TE: Tensor
+    ) -> Tensor:
+        shard, head_dim = self._parallel.shard, self._config.head_dim
+        num_heads, num_kv_heads = shard.local_heads, shard.local_kv_heads
+        qkv_THE = linear(x_TD, weights.qkv, weights.qkv_bias).view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        # Queries and keys stand side by side and turn by the same angles: one call serves both.
+        rotated_THE = apply_rope(qkv_THE[:, : num_heads + num_kv_heads], cos_TE, sin_TE)
+        q_THE, k_TKE = rotated_THE.split((num_heads, num_kv_heads), dim=1)
+        v_TKE = qkv_THE[:, num_heads + num_kv_heads :]
+        keys_NKPE, values_NKPE = self._cache.keys[index], self._cache.values[index]
+        write_kv(k_TKE, v_TKE, keys_NKPE, values_NKPE, batch.slots_T)
+        mixed_THE = paged_attention(
+            q_THE,
+            keys_NKPE,
+            values_NKPE,
+            batch.query_start_B1,
+            batch.context_lens_B,
+            batch.block_tables_BM,
+            head_dim**-0.5,
+        )
+        return self._parallel.row_linear(mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias)
+
+    def _mlp(self, x_TD: Tensor, weights: LayerWeights) -> Tensor:
+        gated_TF = swiglu(linear(x_TD, weights.gate_up, weights.gate_up_bias))
+        return self._parallel.row_linear(gated_TF, weights.down, weights.down_bias)

@@ -1,0 +1,57 @@
+"""Tensor parallelism: the only place in the model where ranks meet.
+
+Column-parallel matrices (q, k, v, gate, up) need nothing here: each rank multiplies its own rows. Their row-parallel
+partners (o, down) leave every rank with a partial sum, and one AllReduce makes it whole: two per layer. The embedding
+and the head are split over the vocabulary.
+
+Source: Megatron-LM, arXiv 1909.08053, section 3.
+"""
+
+import torch
+import torch.nn.functional as F
+from tightwire.comm.collectives import all_gather
+from tightwire.comm.group import Group
+from tightwire.kernels.linear import linear
+from torch import Tensor
+
+from tightwire.comm.protocols import AllReduce
+from tightwire.model.layout import Layout
+
+
+class TensorParallel:
+    """One rank's view of the split: its shard, the group, and the AllReduce it was given."""
+
+    def __init__(self, group: Group, layout: Layout, all_reduce: AllReduce) -> None:
+        self.shard = layout.shards[group.rank]
+        self.all_reduce = all_reduce
+        self._group = group
+        self._layout = layout
+
+    def embed(self, local_table_VD: Tensor, token_ids_T: Tensor) -> Tensor:
+        """(T, D) embeddings. Each token is known to one rank; the others add exact zeros."""
+        if self._group.world_size == 1:
+            return F.embedding(token_ids_T, local_table_VD)
+        rows = self.shard.vocab_rows
+        mine_T = (token_ids_T >= rows.start) & (token_ids_T < rows.stop)
+        local_ids_T = torch.where(mine_T, token_ids_T - rows.start, 0)
+        return self.all_reduce(F.embedding(local_ids_T, local_table_VD).mul_(mine_T.unsqueeze(-1)))
+
+    def row_linear(self, local_x_TF: Tensor, local_weight_DF: Tensor, bias_D: Tensor | None) -> Tensor:
+        """(T, D): multiply this rank's columns, then sum over ranks. The bias is given to rank 0 alone."""
+        partial_TD = linear(local_x_TF, local_weight_DF, bias_D)
+        return partial_TD if self._group.world_size == 1 else self.all_reduce(partial_TD)
+
+    def logits(self, hidden_RD: Tensor, local_head_VD: Tensor) -> Tensor | None:
+        """(R, V) float32 on rank 0, None on the others.
+
+        Cost: (W - 1) R max_vocab_rows elements sent by each rank, because the gather is to all.
+        """
+        local_RV = linear(hidden_RD, local_head_VD)
+        if self._group.world_size == 1:
+            return local_RV.float()
+        padding = self._layout.max_vocab_rows - local_RV.shape[1]
+        gathered = all_gather(self._group, F.pad(local_RV, (0, padding)).contiguous())
+        if self._group.rank != 0:
+            return None
+        parts = [part[:, : len(s.vocab_rows)] for part, s in zip(gathered, self._layout.shards, strict=True)]
+        return torch.cat(parts, dim=1).float()

@@ -1,0 +1,58 @@
+"""Turns a step plan into tensors, runs the model, and gives rank 0 its logits. One runner per rank."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tightwire.model.kv_cache import KVCache
+from tightwire.model.llama import Batch, Llama
+from tightwire.model.step import StepPlan
+
+
+class ModelRunner:
+    """Executes plans in order. All ranks of a group execute the same plans."""
+
+    def __init__(self, model: Llama, cache: KVCache) -> None:
+        self._model = model
+        self._block_size = cache.block_size
+        self._device = cache.keys.device
+
+    def execute(self, plan: StepPlan) -> Tensor | None:
+        """Run one forward pass; keys and values of the new tokens are in the cache afterwards.
+
+        Returns:
+            Logits (R, V) float32 of ``plan.logit_rows`` on rank 0; None on other ranks, and when R is 0.
+        """
+        hidden_TD = self._model.forward(self._batch(plan))
+        rows_R = _int32(plan.logit_rows)
+        if not len(rows_R):
+            return None
+        return self._model.logits(hidden_TD[self._to_device(rows_R)])
+
+    def _batch(self, plan: StepPlan) -> Batch:
+        query_lens_B, context_lens_B = _int32(plan.query_lens), _int32(plan.context_lens)
+        block_tables_BM = _int32(plan.block_tables).reshape(len(query_lens_B), -1)
+        query_start_B1 = np.zeros(len(query_lens_B) + 1, dtype=np.int32)
+        np.cumsum(query_lens_B, out=query_start_B1[1:])
+        sequence_T = np.repeat(np.arange(len(query_lens_B)), query_lens_B)
+        first_position_B = context_lens_B - query_lens_B
+        positions_T = (
+            np.arange(query_start_B1[-1], dtype=np.int32) + (first_position_B - query_start_B1[:-1])[sequence_T]
+        )
+        block, offset = positions_T // self._block_size, positions_T % self._block_size
+        slots_T = block_tables_BM[sequence_T, block] * self._block_size + offset
+        return Batch(
+            token_ids_T=self._to_device(_int32(plan.token_ids)),
+            positions_T=self._to_device(positions_T),
+            slots_T=self._to_device(slots_T),
+            query_start_B1=self._to_device(query_start_B1),
+            context_lens_B=self._to_device(context_lens_B),
+            block_tables_BM=self._to_device(block_tables_BM),
+        )
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.tensor(array, dtype=torch.int32, device=self._device)
+
+
+def _int32(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype="<i4")
