@@ -1,0 +1,85 @@
+"""Causal attention over a paged KV cache, for a packed batch of sequences of unlike lengths, and the cache's writer.
+
+The cache of one layer is two tensors (N blocks, K heads, P tokens per block, E). A sequence owns the blocks its row of
+the block table names, in order; token i of a sequence sits in slot ``block_table[i // P] * P + i % P``. Slots that no
+sequence has written may hold anything, NaN included.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def write_kv_reference(
+    k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
+) -> None:
+    """Store this step's keys and values at their slots (block * P + offset within the block)."""
+    tokens_per_block = k_cache_NKPE.shape[2]
+    block_T = torch.div(slot_T, tokens_per_block, rounding_mode="floor").long()
+    offset_T = (slot_T % tokens_per_block).long()
+    k_cache_NKPE[block_T, :, offset_T] = k_TKE
+    v_cache_NKPE[block_T, :, offset_T] = v_TKE
+
+
+def paged_attention_reference(
+    q_THE: Tensor,
+    k_cache_NKPE: Tensor,
+    v_cache_NKPE: Tensor,
+    query_start_B1: Tensor,
+    context_lens_B: Tensor,
+    block_table_BM: Tensor,
+    scale: float,
+) -> Tensor:
+    """``softmax(q k^T * scale) v`` per sequence, in plain torch.
+
+    Gathers every sequence's keys and values into one packed (S, K, E), and attends once under a block-diagonal causal
+    mask, with the query heads of a KV head folded into the rows.
+
+    Cost: T * heads_per_kv_head * S scores per KV head, S the sum of all context lengths: right, not fast.
+    """
+    num_tokens, num_heads, head_dim = q_THE.shape
+    _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
+    per_kv_head = num_heads // num_kv_heads
+    key_seq_S, key_pos_S = _sequence_and_position(context_lens_B)
+    query_lens_B = query_start_B1.diff()
+    query_seq_T, query_pos_T = _sequence_and_position(query_lens_B)
+    query_pos_T = query_pos_T + (context_lens_B - query_lens_B).long()[query_seq_T]
+
+    block_S = block_table_BM[key_seq_S, key_pos_S // tokens_per_block].long()
+    offset_S = key_pos_S % tokens_per_block
+    k_KSE = k_cache_NKPE[block_S, :, offset_S].transpose(0, 1)
+    v_KSE = v_cache_NKPE[block_S, :, offset_S].transpose(0, 1)
+    visible_TS = (query_seq_T[:, None] == key_seq_S) & (query_pos_T[:, None] >= key_pos_S)
+
+    q_KRE = q_THE.reshape(num_tokens, num_kv_heads, per_kv_head, head_dim).permute(1, 0, 2, 3).flatten(1, 2)
+    visible_RS = visible_TS.repeat_interleave(per_kv_head, dim=0)
+    out_KRE = F.scaled_dot_product_attention(q_KRE[None], k_KSE[None], v_KSE[None], attn_mask=visible_RS, scale=scale)[
+        0
+    ]
+    return out_KRE.unflatten(1, (num_tokens, per_kv_head)).permute(1, 0, 2, 3).reshape(q_THE.shape)
+
+
+def _sequence_and_position(lens_B: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of ``sum(lens)`` packed items: which sequence it belongs to, and its place in it."""
+    lens_B = lens_B.long()
+    seq = torch.repeat_interleave(torch.arange(len(lens_B), device=lens_B.device), lens_B)
+    first = lens_B.cumsum(0) - lens_B
+    return seq, torch.arange(len(seq), device=lens_B.device) - first[seq]
+
+
+def write_kv(k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor) -> None:
+    write_kv_reference(k_TKE, v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
+
+
+def paged_attention(
+    q_THE: Tensor,
+    k_cache_NKPE: Tensor,
+    v_cache_NKPE: Tensor,
+    query_start_B1: Tensor,
+    context_lens_B: Tensor,
+    block_table_BM: Tensor,
+    scale: float,
+) -> Tensor:
+    return paged_attention_reference(
+        q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, scale
+    )
