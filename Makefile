@@ -1,0 +1,68 @@
+# make serve   one command from a fresh clone to a served model
+# make test    every check and test that needs no GPU
+#
+# Variables: PYTHON (3.11 or newer), MODEL, TP, HOST, PORT, ARGS (more flags of `tightwire serve`, or of pytest),
+# PIP_FLAGS (such as --extra-index-url URL, where the default index offers no CPU build of torch).
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= smollm2-135m
+TP ?= 2
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+PIP_FLAGS ?=
+
+bin := $(VENV)/bin
+# A stamp is newer than what it was installed from, so an up-to-date environment costs nothing.
+installed := $(VENV)/.installed
+installed_dev := $(VENV)/.installed-dev
+sources := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check gpu-test bench clean
+
+help:
+	@awk '/^#/ {sub(/^# ?/, ""); print; next} {exit}' $(firstword $(MAKEFILE_LIST))
+
+# `pull` first, and by itself: it says what it fetches. A model that is not in the catalog is opened by `serve`.
+serve: $(installed)
+	@case "$(MODEL)" in smollm2-135m) $(bin)/tightwire pull $(MODEL) ;; esac
+	@exec $(bin)/tightwire serve $(MODEL) --tp $(TP) --host $(HOST) --port $(PORT) $(ARGS)
+
+test: check
+	$(bin)/tightwire pull
+	$(bin)/python -m pytest -q -rs -m "not gpu and not multi_gpu" $(ARGS)
+
+check: $(installed_dev)
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/pyright
+	$(bin)/lint-imports
+
+gpu-test: $(installed_dev)
+	$(bin)/python -m pytest -q -rs -m "gpu or multi_gpu" $(ARGS)
+
+# Measures a server of its own: start-up, time to first token and tokens per second at concurrency 1 and 16.
+bench: $(installed)
+	$(bin)/tightwire pull
+	$(bin)/tightwire bench serve $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+# pip is the last thing a new environment gets, so an interrupted one is made again.
+$(bin)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$$($(PYTHON) --version 2>&1) is too old: Tightwire needs Python 3.11 or newer." \
+	       "Name one, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(installed): $(sources) | $(bin)/pip
+	$(bin)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS) -e .
+	@touch $@
+
+# The extra contains the rest, so it satisfies both stamps.
+$(installed_dev): $(sources) | $(bin)/pip
+	$(bin)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS) -e '.[dev]'
+	@touch $(installed) $@

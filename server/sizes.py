@@ -1,0 +1,31 @@
+"""Byte sizes as people write them: ``2GiB``, ``512MB``, ``4096``."""
+
+import re
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
+_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
+_UNITS |= {prefix: 1024**power for power, prefix in enumerate("KMGT", start=1)}
+_BY_LOWER_NAME = {name.lower(): factor for name, factor in _UNITS.items()}
+
+
+def parse_bytes(text: str) -> int:
+    """``1.5GiB`` -> 1610612736. GB is 10**9, GiB and G are 2**30; case does not matter.
+
+    Raises:
+        ValueError: not a number with one of the known units.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _BY_LOWER_NAME:
+        raise ValueError(f"{text!r} is not a size; write it as 2GiB, 512MB or 1048576")
+    return int(float(match[1]) * _BY_LOWER_NAME[match[2].lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """The shortest of B, KiB, MiB, GiB, TiB with one decimal where it is not zero."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f}".removesuffix(".0") + unit

@@ -1,0 +1,47 @@
+"""The command line: finds the verb in one table and imports only what that verb needs."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import tightwire
+
+# Verb -> ("module:function", one line of help). The function takes the remaining arguments and returns an exit code.
+VERBS = {
+    "serve": ("tightwire.server.cli:serve", "serve a model over the OpenAI HTTP API, split over ranks"),
+    "generate": ("tightwire.server.cli:generate", "continue one prompt on the terminal, without a server"),
+    "chat": ("tightwire.server.terminal_chat:main", "chat on the terminal with a running server"),
+    "bench": ("tightwire.server.bench.cli:main", "measure; `tightwire bench --help` lists what"),
+    "pull": ("tightwire.server.cli:pull", "fetch a model of the catalog into the cache"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Exit codes: 0 done, 1 failed while running, 2 refused before anything was started."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if verb in ("-h", "--help", "help"):
+        sys.stdout.write(_usage())
+        return 0
+    if verb in ("-V", "--version"):
+        sys.stdout.write(f"tightwire {tightwire.__version__}\n")
+        return 0
+    if verb not in VERBS:
+        sys.stderr.write(f"tightwire: unknown verb {verb!r}; choose one of {', '.join(VERBS)}\n")
+        return 2
+    module, function = VERBS[verb][0].split(":")
+    return getattr(importlib.import_module(module), function)(rest)
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    verbs = "".join(f"  {verb:<{width}}  {text}\n" for verb, (_, text) in VERBS.items())
+    return (
+        "usage: tightwire VERB [ARGUMENT ...]\n\n"
+        f"{tightwire.__doc__}\n\n{verbs}\n"
+        "`tightwire VERB --help` explains each flag with its default; `tightwire --version` prints the version.\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
