@@ -1,0 +1,29 @@
+"""``tightwire bench VERB``: picks the bench and imports only that one."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+# verb -> (where its main(argv) lives, what it measures)
+VERBS: dict[str, tuple[str, str]] = {
+    "serve": ("tightwire.server.bench.serve:main", "load on a running server: TTFT, TPOT, ITL, end to end, tokens/s"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one bench; returns the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        sys.stdout.write(_usage())
+        return 0 if args else 2
+    verb, *rest = args
+    if verb not in VERBS:
+        sys.stderr.write(f"tightwire bench: unknown bench {verb!r}; choose one of {', '.join(VERBS)}\n")
+        return 2
+    module, _, name = VERBS[verb][0].partition(":")
+    return getattr(importlib.import_module(module), name)(rest)
+
+
+def _usage() -> str:
+    lines = [f"  {verb:8} {help}" for verb, (_, help) in VERBS.items()]
+    return "\n".join(["usage: tightwire bench VERB [options]", "", *lines, "", "VERB --help explains its options\n"])

@@ -1,0 +1,169 @@
+"""One streamed request, measured at the client.
+
+The clock starts when the request is handed to the connection. Time spent waiting for a client slot belongs to the
+load generator (``load``), not to the server, and is never in a sample.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import httpx
+
+from tightwire.server.bench.workload import Prompt
+from tightwire.server.remote import (
+    Remote,
+    RemoteError,
+    SseDecoder,
+    choice_text,
+    describe,
+    error_text,
+    first_choice,
+    parse_event,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Sample:
+    """What one request brought; times in seconds from when it was sent.
+
+    ``ttft_s`` is the first event with text. ``itl_s`` are the gaps between events with text: a server that puts several
+    tokens into one event has fewer and longer ones. ``num_generated`` is the server's own count (usage); where it sends
+    none, events with text are counted and ``usage`` is False.
+    """
+
+    index: int = 0
+    sent_s: float = 0.0  # since the arm began
+    late_s: float = 0.0  # how much later than planned it was sent (request-rate load only)
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    itl_s: list[float] = field(default_factory=list)
+    num_prompt: int = 0
+    num_cached: int = 0  # prompt tokens that a prefix cache supplied
+    num_generated: int = 0
+    usage: bool = False
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per token after the first."""
+        if self.error or self.ttft_s is None or self.e2e_s is None or self.num_generated < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.num_generated - 1)
+
+
+class BenchClient:
+    """Sends prompts to one server over connections that are kept open."""
+
+    def __init__(self, remote: Remote, *, timeout_s: float, extra_body: Mapping[str, Any]) -> None:
+        self._remote = remote
+        self._timeout_s = timeout_s
+        self._extra_body = dict(extra_body)
+        # No limit on connections: waiting for one would count as the server's time.
+        self._http = httpx.AsyncClient(
+            headers=dict(remote.headers),
+            timeout=remote.timeout(timeout_s),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0),
+            trust_env=remote.trust_env,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def measure(self, prompt: Prompt) -> Sample:
+        """Send one prompt and read its stream to the end; a failure is a sample with ``error``, never an exception."""
+        route = "chat/completions" if prompt.is_chat else "completions"
+        request = self._http.build_request("POST", f"{self._remote.base}/{route}", json=self._body(prompt))
+        sample = Sample()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._read(request, sample)
+        except TimeoutError:
+            sample.error = f"no end of the answer within {self._timeout_s:g} s"
+        except httpx.HTTPError as error:
+            sample.error = f"connection: {describe(error)}"
+        return sample
+
+    def _body(self, prompt: Prompt) -> dict[str, Any]:
+        return {
+            "model": self._remote.model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **prompt.body(),
+            **self._extra_body,
+        }
+
+    async def _read(self, request: httpx.Request, sample: Sample) -> None:
+        began = time.perf_counter()
+        response = await self._http.send(request, stream=True)
+        try:
+            if response.status_code != 200:
+                await response.aread()
+                sample.error = f"HTTP {response.status_code}: {error_text(response)}"
+                return
+            reader = _StreamReader(sample, began)
+            decoder = SseDecoder()
+            async for chunk in response.aiter_bytes():
+                now = time.perf_counter()
+                for data in decoder.feed(chunk):
+                    reader.event(data, now)
+            reader.end()
+        finally:
+            await response.aclose()
+
+
+class _StreamReader:
+    """Fills a sample from the events of its stream."""
+
+    def __init__(self, sample: Sample, began: float) -> None:
+        self._sample = sample
+        self._began = began
+        self._last_text: float | None = None
+        self._num_texts = 0
+        self._num_events = 0
+
+    def event(self, data: str, now: float) -> None:
+        sample = self._sample
+        if data == "[DONE]" or sample.error:
+            return
+        try:
+            event = parse_event(data)
+        except RemoteError as error:
+            sample.error = f"stream: {error}"
+            return
+        self._num_events += 1
+        choice = first_choice(event)
+        if choice is not None:
+            if choice_text(choice):
+                self._text(now)
+            sample.e2e_s = now - self._began
+            sample.finish_reason = choice.get("finish_reason") or sample.finish_reason
+        if isinstance(event.get("usage"), dict):
+            self._usage(event["usage"])
+
+    def _text(self, now: float) -> None:
+        self._num_texts += 1
+        if self._last_text is None:
+            self._sample.ttft_s = now - self._began
+        else:
+            self._sample.itl_s.append(now - self._last_text)
+        self._last_text = now
+
+    def _usage(self, usage: dict[str, Any]) -> None:
+        self._sample.usage = True
+        self._sample.num_prompt = usage.get("prompt_tokens") or 0
+        self._sample.num_generated = usage.get("completion_tokens") or 0
+        self._sample.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def end(self) -> None:
+        sample = self._sample
+        if not sample.usage:
+            sample.num_generated = self._num_texts
+        if sample.error is None and sample.finish_reason is None:
+            sample.error = f"the stream broke off after {self._num_events} events, without a finish_reason"

@@ -1,0 +1,74 @@
+"""Where a measurement was made: enough to know, a year later, whether two results can be compared."""
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import tightwire
+
+_PACKAGES = ("torch", "transformers", "numpy", "httpx", "uvicorn")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Facts about this machine and this checkout; says nothing of a server that runs elsewhere."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "os": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "python": platform.python_version(),
+        "tightwire": tightwire.__version__,
+        "git_revision": git_revision(),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "command": sys.argv,
+    }
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def git_revision() -> str | None:
+    """The commit of the checkout this code runs from, ``-dirty`` when it has changes; None outside a checkout."""
+    folder = Path(__file__).resolve().parent
+    git = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=False)
+        tracked = subprocess.run(
+            ["git", "-C", str(folder), "ls-files", "--error-unmatch", Path(__file__).name],
+            capture_output=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    # Installed into a virtual environment inside another project, that project's commit would be a lie.
+    return done.stdout.strip() or None if tracked.returncode == 0 else None
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

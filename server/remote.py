@@ -1,0 +1,174 @@
+"""What a client of an OpenAI server needs, ours or anybody's: its URL, its model, its errors, its event stream.
+
+Shared by the terminal chat and the bench. Knows nothing of our own engine, so whatever is measured through it is
+measured alike on every server.
+"""
+
+import ipaddress
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+_CONNECT_TIMEOUT_S = 10.0
+_ERROR_CHARS = 500  # of a body that is no OpenAI error: enough to recognise a proxy's page
+
+
+class RemoteError(Exception):
+    """The server cannot be used as asked; the message says why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remote:
+    """A server that answered, and the model chosen on it."""
+
+    base: str  # ends with /v1
+    model: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def root(self) -> str:
+        """Where /health and /metrics live."""
+        return self.base.removesuffix("/v1")
+
+    @property
+    def trust_env(self) -> bool:
+        """Whether proxies of the environment apply: never to this host itself."""
+        return not is_loopback(self.base)
+
+    def timeout(self, seconds: float) -> httpx.Timeout:
+        return httpx.Timeout(seconds, connect=_CONNECT_TIMEOUT_S)
+
+
+class SseDecoder:
+    """Turns the bytes of a text/event-stream into the data of its events.
+
+    Lines end at newlines alone: JSON may hold U+2028 and its like unescaped, at which ``str.splitlines`` (and so
+    ``httpx.Response.iter_lines``) would cut an event in two.
+    """
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self._data: list[str] = []
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """Data of the events that ``chunk`` completes."""
+        *lines, self._tail = (self._tail + chunk).split(b"\n")
+        events: list[str] = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].decode("utf-8", "replace").removeprefix(" "))
+            elif not line and self._data:
+                events.append("\n".join(self._data))
+                self._data.clear()
+        return events
+
+
+def api_base(url: str) -> str:
+    """``http://host:8000``, with or without a slash or /v1, as ``http://host:8000/v1``."""
+    parsed = httpx.URL(url if "://" in url else f"http://{url}")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise RemoteError(f"--url must look like http://127.0.0.1:8000, got {url!r}")
+    return str(parsed).rstrip("/").removesuffix("/v1").rstrip("/") + "/v1"
+
+
+def is_loopback(url: str) -> bool:
+    host = httpx.URL(url).host
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def connect(url: str, *, model: str | None = None, api_key: str | None = None) -> Remote:
+    """Ask the server which models it has, and settle on one.
+
+    Raises:
+        RemoteError: nothing answers, the key is refused, the server is not ready, or it has no such model.
+    """
+    base = api_base(url)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        response = httpx.get(
+            f"{base}/models", headers=headers, timeout=_CONNECT_TIMEOUT_S, trust_env=not is_loopback(base)
+        )
+    except httpx.HTTPError as error:
+        raise RemoteError(
+            f"no server answers at {base} ({describe(error)}); start one with `tightwire serve`, or name it with --url"
+        ) from error
+    return Remote(base=base, model=_choose_model(response, model, base), headers=headers)
+
+
+def _choose_model(response: httpx.Response, wanted: str | None, base: str) -> str:
+    if response.status_code in (401, 403):
+        raise RemoteError(f"{base} refuses the API key ({error_text(response)}); give the right one with --api-key")
+    if response.status_code == 404 and wanted:
+        return wanted  # a server without a model list may still have the model
+    if response.status_code != 200:
+        raise RemoteError(f"{base}/models answered {response.status_code}: {error_text(response)}")
+    try:
+        names = [str(entry["id"]) for entry in response.json()["data"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RemoteError(f"{base}/models is not an OpenAI model list; is --url right?") from error
+    if wanted and wanted not in names:
+        raise RemoteError(f"{base} has no model {wanted!r}; it has {', '.join(names) or 'none'}")
+    if not wanted and not names:
+        raise RemoteError(f"{base} lists no models; name one with --model")
+    return wanted or names[0]
+
+
+def error_text(response: httpx.Response) -> str:
+    """What an error answer says; its body must have been read."""
+    try:
+        return error_message(response.json())
+    except ValueError:
+        return response.text.strip()[:_ERROR_CHARS] or response.reason_phrase
+
+
+def error_message(body: Any) -> str:
+    """The message of an OpenAI error object, or of the other shapes that servers use."""
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        if isinstance(error, dict):
+            return str(error.get("message") or error.get("detail") or json.dumps(error)[:_ERROR_CHARS])
+        return str(error)
+    return json.dumps(body)[:_ERROR_CHARS]
+
+
+def describe(error: BaseException) -> str:
+    """An exception in words; some of httpx's have no text of their own."""
+    return str(error) or type(error).__name__
+
+
+def parse_event(data: str) -> dict[str, Any]:
+    """The JSON object of one stream event.
+
+    Raises:
+        RemoteError: it is none, or it is an error of the server's.
+    """
+    try:
+        event = json.loads(data)
+    except ValueError as error:
+        raise RemoteError(f"an event is not JSON: {data[:80]}") from error
+    if not isinstance(event, dict) or event.get("error"):
+        raise RemoteError(error_message(event))
+    return event
+
+
+def first_choice(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The event's choice; None for an event without one (usage, keep-alive)."""
+    choices = event.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+
+
+def choice_text(choice: Mapping[str, Any]) -> str:
+    """The text a choice adds, of either endpoint; may be empty."""
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
+        return delta.get("content") or delta.get("reasoning_content") or ""
+    return choice.get("text") or ""
