@@ -1,0 +1,72 @@
+"""The model as HTTP sees it: its name and limits, its tokenizer, and the slot both appear in once it is loaded."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as Backend
+
+
+class TextTokenizer(Protocol):
+    """What routes need of ``model.tokenizer.Tokenizer``."""
+
+    @property
+    def backend(self) -> Backend:
+        """The `tokenizers` object, for the bytes of single tokens."""
+        ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The prompt of a conversation, ready for the assistant's turn.
+
+        Raises:
+            ValueError: the model's template refuses these messages.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """Facts of the running model, known once its ranks are ready."""
+
+    name: str  # what clients call it
+    max_model_len: int  # prompt and answer, in tokens
+    vocab_size: int  # rows of the embedding; ids at or above it do not exist
+    root: str = ""  # the folder or file it came from
+    tp: int = 1
+    allreduce: str = "native"
+    dtype: str = ""
+    default_seed: int = 0  # for requests that bring none; 0: a fresh one per request
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal seeds give equal text only under an equal fingerprint: these change the last bits of a sum."""
+        return "-".join(["tightwire", f"tp{self.tp}", self.allreduce, *([self.dtype] if self.dtype else [])])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    info: ModelInfo
+    tokenizer: TextTokenizer
+
+
+class ModelSlot:
+    """Empty while the model loads; whoever starts the ranks fills it once, before the engine says ready."""
+
+    def __init__(self, model: ServedModel | None = None) -> None:
+        self._model = model
+
+    @property
+    def model(self) -> ServedModel | None:
+        return self._model
+
+    def fill(self, *, info: ModelInfo, tokenizer: TextTokenizer) -> None:
+        self._model = ServedModel(info=info, tokenizer=tokenizer)
