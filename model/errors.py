@@ -1,0 +1,9 @@
+"""What can be wrong with a model that someone named; every message says what was given and what would work."""
+
+
+class ModelError(ValueError):
+    """The model cannot be opened or served: not found, damaged, or of a kind that is not supported."""
+
+
+class ChatTemplateError(ValueError):
+    """These messages cannot be rendered: there is no chat template, or the template itself refused them."""
