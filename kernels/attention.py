@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tightwire.kernels.attention_cpu import paged_attention_cpu
+
 
 def write_kv_reference(
     k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
@@ -80,6 +82,23 @@ def paged_attention(
     block_table_BM: Tensor,
     scale: float,
 ) -> Tensor:
-    return paged_attention_reference(
-        q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, scale
-    )
+    """Causal attention of this step's packed queries over each sequence's cached tokens, this step's included.
+
+    Sequence b's queries are rows ``query_start[b]`` to ``query_start[b + 1]`` of q and stand for its last tokens.
+    On CPU, a row's bits depend on its own sequence alone (``attention_cpu``).
+
+    Args:
+        q_THE: (T, H, E); may be a view into a wider matrix as long as E is contiguous.
+        k_cache_NKPE, v_cache_NKPE: (N, K, P, E), H a multiple of K.
+        query_start_B1: (B + 1,) int32, from 0 to T.
+        context_lens_B: (B,) int32, tokens in the cache, at least the sequence's queries.
+        block_table_BM: (B, M) int32; entries past a sequence's last block are not read.
+    Returns:
+        (T, H, E), contiguous, in q's dtype.
+    Raises:
+        ValueError: shapes, dtypes or (on CPU) lengths and block numbers that do not fit together.
+    """
+    arguments = (q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, scale)
+    if q_THE.device.type != "cpu":
+        return paged_attention_reference(*arguments)
+    return paged_attention_cpu(*arguments)

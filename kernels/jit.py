@@ -1,0 +1,51 @@
+"""How CPU kernels are compiled: numba, without the GIL, kept on disk between runs.
+
+A kernel takes integers and floats only (addresses, sizes, strides), so it has one specialization, its call costs well
+under a microsecond of dispatch, and the first start on a machine compiles each kernel once.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tightwire.kernels.backend import require_numba
+
+require_numba()
+
+import numba
+
+_log = logging.getLogger(__name__)
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """Compile a function that kernels call; it becomes part of each of them."""
+    return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile an entry point at its first call and cache the machine code.
+
+    The cache lies beside the source, or in the user's cache folder when that is read-only; with neither, the kernel is
+    compiled anew at each start, and the log says so. numba never contracts or reorders float operations unless told
+    to, and it is not told: equal inputs give equal bits.
+    """
+    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    try:
+        dispatcher.enable_caching()
+    except RuntimeError as error:
+        _log.warning("kernel %s is compiled at every start: %s", function.__name__, error)
+        return dispatcher
+    # numba looks at the age of the kernel's own file alone; a changed helper in a neighbour must count as well.
+    cache_file = dispatcher._cache._cache_file
+    cache_file._source_stamp = (cache_file._source_stamp, _sources_stamp())
+    return dispatcher
+
+
+def _sources_stamp() -> tuple[tuple[str, int, int], ...]:
+    """Name, age and size of every source file of this folder."""
+    folder = Path(__file__).parent
+    with os.scandir(folder) as entries:
+        stats = [(entry.name, entry.stat()) for entry in entries if entry.name.endswith(".py")]
+    return tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats))
