@@ -36,6 +36,11 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
 
+    @property
+    def backend(self) -> Backend:
+        """The library's own object, for what streams token by token."""
+        return self._backend
+
     @cached_property
     def vocab_size(self) -> int:
         """Ids run from 0 to one less. A model's own vocabulary may be padded beyond."""

@@ -13,22 +13,15 @@ Knows nothing of requests. Stop strings are found in ``stop_strings``, on the te
 import codecs
 import json
 import re
-from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from tightwire.model.byte_tokenizer import byte_characters
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
 _SENTENCEPIECE = [f"Replace({_SPACE_MARK!r}, ' ')", "ByteFallback", "Fuse", "Strip(' ', 1, 0)"]
-
-
-@lru_cache(maxsize=1)
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: a printable character for every byte; those without one of their own start at U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenTable:
@@ -49,6 +42,7 @@ class TokenTable:
                 f"ByteLevel alone, or by {_SENTENCEPIECE}, the last optional"
             )
         self.strips_space = steps[3:] == _SENTENCEPIECE[3:]
+        self._byte_of_char = {char: byte for byte, char in enumerate(byte_characters())}
         self._bytes: dict[int, bytes] = {}
 
     def is_silent(self, token_id: int) -> bool:
@@ -81,7 +75,7 @@ class TokenTable:
     def _make_bytes(self, token_id: int) -> bytes:
         piece = self._piece(token_id)
         if self.byte_level:
-            table = _byte_of_char()
+            table = self._byte_of_char
             # Added tokens are kept as written: one with a character outside the alphabet is plain text.
             return bytes(table[char] for char in piece) if all(char in table for char in piece) else piece.encode()
         byte = self.fallback_byte(token_id)

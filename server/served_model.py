@@ -1,11 +1,13 @@
 """The model as HTTP sees it: its name and limits, its tokenizer, and the slot both appear in once it is loaded."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Backend
+
+from tightwire.server.detokenize import TokenTable
 
 
 class TextTokenizer(Protocol):
@@ -23,11 +25,11 @@ class TextTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The prompt of a conversation, ready for the assistant's turn.
 
         Raises:
-            ValueError: the model's template refuses these messages.
+            ChatTemplateError: the model's template refuses these messages.
         """
         ...
 
@@ -56,17 +58,19 @@ class ModelInfo:
 class ServedModel:
     info: ModelInfo
     tokenizer: TextTokenizer
+    tokens: TokenTable
 
 
 class ModelSlot:
     """Empty while the model loads; whoever starts the ranks fills it once, before the engine says ready."""
 
-    def __init__(self, model: ServedModel | None = None) -> None:
-        self._model = model
+    def __init__(self) -> None:
+        self._model: ServedModel | None = None
 
     @property
     def model(self) -> ServedModel | None:
         return self._model
 
     def fill(self, *, info: ModelInfo, tokenizer: TextTokenizer) -> None:
-        self._model = ServedModel(info=info, tokenizer=tokenizer)
+        """Raises ValueError when this tokenizer's text cannot be streamed."""
+        self._model = ServedModel(info=info, tokenizer=tokenizer, tokens=TokenTable(tokenizer.backend))
