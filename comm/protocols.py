@@ -23,15 +23,22 @@ class Transport(Protocol):
     bytes_sent: int
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """All-to-all: ``slices[i]`` goes to rank i, the result's entry i came from rank i (own entry included)."""
+        """All-to-all: ``slices[i]`` goes to rank i, the result's entry i came from rank i (own entry included).
+
+        All ranks cut alike: what comes from each rank is as long as this rank's own entry. The own entry may be the
+        given tensor itself.
+        """
         ...
 
-    def gather(self, buf: Tensor) -> list[Tensor]:
-        """All-gather: the buffers of all ranks in rank order (own entry included). Sizes are equal on all ranks."""
+    def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """All-gather: the buffers of all ranks in rank order (own entry included, maybe ``buf`` itself).
+
+        ``sizes``: bytes of each rank's buffer, the same list on all ranks; None: all are as long as ``buf``.
+        """
         ...
 
-    def shift(self, buf: Tensor) -> Tensor:
-        """One ring step: send ``buf`` to rank + 1, return what rank - 1 sent (same size)."""
+    def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
+        """One ring step: send ``buf`` to rank + 1, return the ``recv_bytes`` (None: as many) that rank - 1 sent."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:

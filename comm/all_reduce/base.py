@@ -1,0 +1,68 @@
+"""What every AllReduce does around its algorithm: check the input, keep it untouched, record the call."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.group import Group
+from tightwire.comm.summing import SUMMABLE
+
+
+class BaseAllReduce(ABC):
+    """Sums a tensor over ``group``; a subclass says how, what it sends, and how exact it is.
+
+    All ranks call with the same shape and dtype (fp32, bf16 or fp16), in the same order. The result is a new
+    contiguous tensor that belongs to the caller, the same bits on every rank and in every run. One thread per group.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, group: Group) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self._transport = group.transport
+        self._ledger = group.ledger
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum over ranks of ``x``, any shape.
+
+        Raises:
+            TypeError: a dtype that cannot be summed.
+            CollectiveTimeoutError, PeerLostError: a rank did not come; the group is of no use any more.
+        """
+        if x.dtype not in SUMMABLE:
+            raise TypeError(f"all_reduce sums {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert it first")
+        if self.world_size == 1 or x.numel() == 0:
+            return x.clone(memory_format=torch.contiguous_format)
+        transport, ledger = self._transport, self._ledger
+        sent_before = transport.bytes_sent
+        ledger.begin("all_reduce", self.name, x.nbytes)
+        sum_N = self._reduce(x.reshape(-1))
+        ledger.end(transport.bytes_sent - sent_before)
+        return sum_N.view(x.shape)
+
+    @abstractmethod
+    def _reduce(self, x_N: Tensor) -> Tensor:
+        """The sum of the contiguous ``x_N`` (N > 0) over at least two ranks, as a new tensor; ``x_N`` is only read."""
+
+    @abstractmethod
+    def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
+        """Bytes this rank sends to others for ``num_elems`` elements, exactly."""
+
+    @abstractmethod
+    def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Elementwise bound on |result - exact sum| for the ranks' ``inputs``, float64; inf where the sum overflows."""
+
+
+def slice_lengths(num_elems: int, num_slices: int) -> list[int]:
+    """Lengths of consecutive slices: all of ceil(n / slices) elements but the last ones, which may be short or empty."""
+    length = -(-num_elems // num_slices)
+    return [max(0, min(length, num_elems - i * length)) for i in range(num_slices)]
+
+
+def as_bytes(x_N: Tensor) -> Tensor:
+    """The memory of a contiguous one-dimensional tensor as uint8, not copied."""
+    return x_N.view(torch.uint8)

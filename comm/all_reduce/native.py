@@ -1,0 +1,29 @@
+"""The library's own AllReduce: gloo's or NCCL's. The baseline the others are measured against."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.summing import rounded_hops_bound
+
+
+class NativeAllReduce(BaseAllReduce):
+    """Hands the tensor to the library.
+
+    Cost: counted as a ring's 2 (N-1)/N * M bytes, rounded down to whole elements; the library does not say what it
+    really sends. Exactness: sums in the tensor's dtype, in an order of the library's choosing. Gloo's ring (torch
+    2.13) gives all ranks the same bits, but with three or more ranks the order of an element's sum depends on its
+    place in the tensor and on the tensor's size; with two ranks addition commutes and it does not.
+    """
+
+    name = "native"
+
+    def _reduce(self, x_N: Tensor) -> Tensor:
+        return self._transport.all_reduce(x_N)
+
+    def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
+        return 2 * (self.world_size - 1) * num_elems // self.world_size * elem_bytes
+
+    def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
+        return rounded_hops_bound(inputs)

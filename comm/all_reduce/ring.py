@@ -1,0 +1,51 @@
+"""Ring: slices travel around the ranks and collect partial sums, then travel around once more. The classic.
+
+Each rank talks to its two neighbours only, which suits links that all-to-all traffic would clog; in exchange it waits
+2 (N-1) times.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.all_reduce.base import BaseAllReduce, as_bytes, slice_lengths
+from tightwire.comm.summing import rounded_hops_bound
+
+
+class RingAllReduce(BaseAllReduce):
+    """N-1 shifts that add, N-1 shifts that copy.
+
+    Cost: each slice is sent once per phase by all ranks but one, so 2 M less the two slices this rank does not send:
+    2 (N-1)/N * M when N divides the elements. Exactness: partial sums travel in the tensor's dtype, so each hop rounds
+    once; slice j is summed in the order j, j+1, ... around the ring, so an element's sum depends on its slice when
+    there are more than two ranks. All ranks hold the bits of the rank that added last.
+    """
+
+    name = "ring"
+
+    def _reduce(self, x_N: Tensor) -> Tensor:
+        num_ranks, rank, shift = self.world_size, self.rank, self._transport.shift
+        lengths = slice_lengths(x_N.numel(), num_ranks)
+        own = x_N.split(lengths)
+        partial = own[rank]
+        for hop in range(1, num_ranks):
+            index = (rank - hop) % num_ranks
+            received = shift(as_bytes(partial), lengths[index] * x_N.element_size())
+            partial = torch.add(received.view(x_N.dtype), own[index])
+        slices = {(rank + 1) % num_ranks: partial}
+        for hop in range(num_ranks - 1):
+            index = (rank - hop) % num_ranks
+            partial = shift(as_bytes(partial), lengths[index] * x_N.element_size()).view(x_N.dtype)
+            slices[index] = partial
+        return torch.cat([slices[index] for index in range(num_ranks)])
+
+    def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
+        if self.world_size == 1:
+            return 0
+        lengths = slice_lengths(num_elems, self.world_size)
+        unsent = lengths[(self.rank + 1) % self.world_size] + lengths[(self.rank + 2) % self.world_size]
+        return (2 * num_elems - unsent) * elem_bytes
+
+    def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
+        return rounded_hops_bound(inputs)

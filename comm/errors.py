@@ -1,0 +1,29 @@
+"""What goes wrong between ranks, by name, so that a server can say which rank failed instead of printing a socket."""
+
+from collections.abc import Iterable
+
+
+class CommError(RuntimeError):
+    """A collective failed. The group is unusable from now on; close it. ``ranks`` are those at fault, if known."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(sorted(ranks))
+
+
+class CollectiveTimeoutError(CommError):
+    """Some ranks did not come to a collective in time: hung, stopped, or still busy elsewhere. ``ranks`` names them."""
+
+
+class PeerLostError(CommError):
+    """The connection to some ranks broke: their processes died or closed the group. ``ranks`` names them."""
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 2`` or ``ranks 1 and 3``, for messages."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if not names:
+        return "an unknown rank"
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

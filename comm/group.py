@@ -1,0 +1,108 @@
+"""A group of ranks: one transport, one ledger, one deadline. What the floors above hold and pass on.
+
+``open_process_group`` joins processes over torch.distributed; ``in_process_groups`` makes ranks of threads, for tests.
+"""
+
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.ledger import Ledger
+from tightwire.comm.protocols import Transport
+from tightwire.comm.rendezvous import join
+from tightwire.comm.topology import Topology
+from tightwire.comm.transport.in_process import InProcessTransport, Meeting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """This rank's membership in a group. One thread runs its collectives; any thread may read ``ledger``."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    timeout_s: float
+    transport: Transport
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def close(self) -> None:
+        """Drop the connections, without waiting for other ranks. May be called twice."""
+        self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_process_group(
+    topology: Topology,
+    *,
+    store: Store,
+    device: torch.device,
+    timeout_s: float = 60.0,
+    name: str = "ranks",
+    interface: str | None = None,
+) -> Group:
+    """Join the ``topology.world_size`` processes that open the same ``name`` on the same ``store``.
+
+    CPU tensors travel over gloo (over the loopback interface when all ranks are on one host), CUDA tensors over NCCL.
+    Host names are never resolved.
+
+    Args:
+        store: any torch.distributed store that all ranks reach, such as a TCPStore. It is used to join and, after a
+            failure, to find out who is missing; keep it alive as long as the group.
+        device: this rank's ``cpu`` or ``cuda:N``.
+        timeout_s: the longest wait in joining and in each collective.
+        name: tells several groups on one store apart.
+        interface: gloo's network interface, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one that leads to
+            the store. (NCCL reads NCCL_SOCKET_IFNAME.)
+    Raises:
+        CollectiveTimeoutError: some ranks did not join in time; names them.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device}")
+    ledger = Ledger()
+    if topology.world_size == 1:
+        transport: Transport = InProcessTransport(Meeting(1), 0, timeout_s=timeout_s)
+    else:
+        transport = join(
+            topology,
+            store=store,
+            device=device,
+            timeout_s=timeout_s,
+            name=name,
+            interface=interface,
+            describe=ledger.current,
+        )
+    return Group(
+        rank=topology.rank,
+        world_size=topology.world_size,
+        device=device,
+        timeout_s=timeout_s,
+        transport=transport,
+        ledger=ledger,
+    )
+
+
+def in_process_groups(world_size: int, timeout_s: float = 30.0) -> list[Group]:
+    """One group per rank, all in this process; give each to a thread of its own."""
+    meeting = Meeting(world_size)
+    groups = []
+    for rank in range(world_size):
+        ledger = Ledger()
+        transport = InProcessTransport(meeting, rank, timeout_s=timeout_s, describe=ledger.current)
+        groups.append(
+            Group(
+                rank=rank,
+                world_size=world_size,
+                device=torch.device("cpu"),
+                timeout_s=timeout_s,
+                transport=transport,
+                ledger=ledger,
+            )
+        )
+    return groups

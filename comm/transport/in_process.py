@@ -1,0 +1,138 @@
+"""Ranks as threads of one process, which hand tensors to each other at a meeting point.
+
+For tests and for trying an algorithm at world sizes a machine has no cores for. It keeps every promise of the seam
+(deadlines that name ranks, exact byte counts, copies owned by the receiver) but says nothing about speed.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError, name_ranks
+from tightwire.comm.summing import sum_in_rank_order
+
+_Result = TypeVar("_Result")
+
+
+class Meeting:
+    """Where the threads of one group meet: each brings an item, all leave with everyone's items in rank order."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._changed = threading.Condition()
+        self._brought: dict[int, object] = {}
+        self._round = 0
+        self._items: list[object] = []
+        self._left: set[int] = set()
+        self._missing: frozenset[int] | None = None  # set once by the first rank whose patience ended
+
+    def swap(self, rank: int, item: object, *, timeout_s: float, doing: str) -> list[object]:
+        """Bring ``item``; return the items of all ranks.
+
+        Raises:
+            CollectiveTimeoutError: some ranks did not come within ``timeout_s``.
+            PeerLostError: a rank that has not come has closed its group.
+        The meeting is over for good after either.
+        """
+        with self._changed:
+            if self._missing is not None:
+                raise CollectiveTimeoutError(
+                    f"rank {rank} came to {doing} after the others had given up", self._missing
+                )
+            self._brought[rank] = item
+            if len(self._brought) == self.world_size:
+                return self._complete()
+            this_round = self._round
+            deadline = time.monotonic() + timeout_s
+            while self._round == this_round:
+                self._raise_if_hopeless(rank, timeout_s, doing)
+                if not self._changed.wait(deadline - time.monotonic()) and self._round == this_round:
+                    self._missing = frozenset(range(self.world_size)) - frozenset(self._brought)
+                    self._changed.notify_all()
+            return self._items
+
+    def leave(self, rank: int) -> None:
+        """``rank`` will not come any more: whoever waits for it fails now and not at the deadline."""
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    def _complete(self) -> list[object]:
+        self._items = [self._brought[rank] for rank in range(self.world_size)]
+        self._brought = {}
+        self._round += 1
+        self._changed.notify_all()
+        return self._items
+
+    def _raise_if_hopeless(self, rank: int, timeout_s: float, doing: str) -> None:
+        gone = self._left - set(self._brought)
+        if gone:
+            raise PeerLostError(f"rank {rank} lost {name_ranks(gone)} in {doing}: the group was closed there", gone)
+        if self._missing is not None:
+            raise CollectiveTimeoutError(
+                f"rank {rank} waited {timeout_s:.1f} s in {doing}; {name_ranks(self._missing)} did not come",
+                self._missing,
+            )
+
+
+class InProcessTransport:
+    """One rank's end of a ``Meeting``. ``describe`` names the collective under way, for messages."""
+
+    def __init__(
+        self, meeting: Meeting, rank: int, *, timeout_s: float, describe: Callable[[], str | None] = lambda: None
+    ) -> None:
+        self.rank = rank
+        self.world_size = meeting.world_size
+        self.bytes_sent = 0
+        self._meeting = meeting
+        self._timeout_s = timeout_s
+        self._describe = describe
+        self._failure: CommError | None = None
+
+    def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        assert len(slices) == self.world_size, f"{len(slices)} slices for {self.world_size} ranks"
+        brought = self._swap(list(slices), "exchange")
+        received = [parts[self.rank].clone() for parts in brought]
+        self.bytes_sent += sum(part.numel() for part in slices) - slices[self.rank].numel()
+        return self._depart(received)
+
+    def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        received = [part.clone() for part in self._swap(buf, "gather")]
+        self.bytes_sent += (self.world_size - 1) * buf.numel()
+        return self._depart(received)
+
+    def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
+        received = self._swap(buf, "shift")[self.rank - 1].clone()
+        self.bytes_sent += buf.numel() if self.world_size > 1 else 0
+        return self._depart(received)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sums in rank order; counts what a library's ring would send, so that ``native`` has one formula."""
+        result = sum_in_rank_order(self._swap(x, "all_reduce"))
+        self.bytes_sent += 2 * (self.world_size - 1) * x.numel() // self.world_size * x.element_size()
+        return self._depart(result.contiguous())
+
+    def barrier(self) -> None:
+        self._swap(torch.empty(0, dtype=torch.uint8), "barrier")
+
+    def close(self) -> None:
+        self._meeting.leave(self.rank)
+
+    def _swap(self, item: object, method: str) -> list:
+        if self._failure is not None:
+            raise self._failure
+        doing = self._describe() or method
+        try:
+            return self._meeting.swap(self.rank, item, timeout_s=self._timeout_s, doing=doing)
+        except CommError as failure:
+            self._failure = failure
+            raise
+
+    def _depart(self, result: _Result) -> _Result:
+        """Wait until all have copied what they need: a sender may overwrite its buffer as soon as it returns."""
+        self._swap(None, "departure")
+        return result

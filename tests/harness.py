@@ -1,0 +1,206 @@
+"""Ranks for tests: real processes over gloo (``run_ranks``, ``Ranks``) or threads of this process (``run_in_process``).
+
+A rank function is a module-level function ``fn(group, *args)``; it and its arguments and results are pickled. Processes
+are forked from a server that has imported torch once, so a rank starts in milliseconds instead of seconds.
+
+    results = run_ranks(2, _sum_ones)                  # one call, processes started and ended
+    with Ranks(4) as ranks:                            # several calls on the same processes and group
+        first = ranks.run(_sum_ones)
+"""
+
+import importlib.util
+import multiprocessing
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.errors import CommError
+from tightwire.comm.group import Group, in_process_groups, open_process_group
+from tightwire.comm.topology import Topology
+
+
+class RankFailedError(AssertionError):
+    """A rank function raised, or its process died. The message holds the first rank's traceback."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, collective_timeout_s: float = 30.0
+) -> list[Any]:
+    """Run ``fn(group, *args)`` in ``world_size`` processes joined over gloo; their results in rank order.
+
+    Raises:
+        RankFailedError: with the traceback of the first rank that raised or the exit code of one that died; the other
+            processes have been killed.
+        TimeoutError: not all were done after ``timeout_s``; all have been killed.
+    """
+    with Ranks(world_size, collective_timeout_s=collective_timeout_s) as ranks:
+        return ranks.run(fn, *args, timeout_s=timeout_s)
+
+
+def run_in_process(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Any]:
+    """Run ``fn(group, *args)`` in ``world_size`` threads; their results in rank order, or the first one's exception."""
+
+    def run_rank(group: Group) -> Any:
+        # A group that closes frees the other threads at once when this one raises.
+        with group:
+            return fn(group, *args)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(run_rank, group) for group in in_process_groups(world_size, timeout_s)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, CommError)):
+        raise error  # what went wrong first; CommErrors are what the other ranks saw of it
+    return [future.result() for future in futures]
+
+
+class Ranks:
+    """``world_size`` processes that hold one group and run functions until closed. A failure ends them all."""
+
+    def __init__(self, world_size: int, *, collective_timeout_s: float = 30.0) -> None:
+        self.world_size = world_size
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])
+        self._folder = tempfile.TemporaryDirectory(prefix="tightwire-ranks-")
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main,
+                args=(rank, world_size, f"{self._folder.name}/store", collective_timeout_s, theirs),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """``fn(group, *args)`` on every rank; results in rank order. Raises as ``run_ranks`` does."""
+        outcomes = self.outcomes(fn, *args, timeout_s=timeout_s, until_failure=True)
+        for outcome in outcomes.values():
+            if isinstance(outcome, RankFailedError):
+                self.kill()
+                raise outcome
+        if len(outcomes) < self.world_size:
+            self.kill()
+            late = sorted(set(range(self.world_size)) - set(outcomes))
+            raise TimeoutError(f"{fn.__qualname__}: ranks {late} were not done after {timeout_s:g} s")
+        return [outcomes[rank] for rank in range(self.world_size)]
+
+    def outcomes(
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, until_failure: bool = False
+    ) -> dict[int, Any]:
+        """Like ``run`` for tests that break ranks on purpose: each rank's result or RankFailedError, in order of time.
+
+        Ranks that are not done after ``timeout_s`` are absent.
+        """
+        call = pickle.dumps((_where(fn), pickle.dumps(args)))
+        for pipe in self._pipes:
+            pipe.send_bytes(call)
+        outcomes: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(outcomes) < self.world_size:
+            pending = [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]
+            for ready in wait(pending, timeout=max(0.0, deadline - time.monotonic())) or [None]:
+                if not isinstance(ready, Connection):
+                    return outcomes
+                rank = self._pipes.index(ready)
+                outcomes[rank] = self._outcome(rank)
+                if until_failure and isinstance(outcomes[rank], RankFailedError):
+                    return outcomes
+        return outcomes
+
+    def _outcome(self, rank: int) -> Any:
+        try:
+            ok, value = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(5)
+            return RankFailedError(rank, f"rank {rank} died with exit code {self.processes[rank].exitcode}")
+        return value if ok else RankFailedError(rank, f"rank {rank} raised:\n{value}")
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def close(self) -> None:
+        """End the processes; those that do not end by themselves within seconds are killed."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + 5
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+        for process in self.processes:
+            process.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _rank_main(rank: int, world_size: int, store_path: str, collective_timeout_s: float, pipe: Connection) -> None:
+    torch.set_num_threads(1)  # as many ranks as cores, or more
+    try:
+        group = open_process_group(
+            Topology(rank, world_size),
+            store=FileStore(store_path, world_size),
+            device=torch.device("cpu"),
+            timeout_s=collective_timeout_s,
+        )
+    except Exception:  # noqa: BLE001, whatever it is goes to the parent
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        return
+    with group:
+        while True:
+            try:
+                where, args = pickle.loads(pipe.recv_bytes())
+            except (EOFError, OSError):
+                return
+            try:
+                outcome = pickle.dumps((True, _load(where)(group, *pickle.loads(args))))
+            except Exception:  # noqa: BLE001, whatever it is goes to the parent
+                outcome = pickle.dumps((False, traceback.format_exc()))
+            try:
+                pipe.send_bytes(outcome)
+            except OSError:
+                return  # the test has gone on without this rank
+
+
+def _where(fn: Callable[..., Any]) -> tuple[str, str, str]:
+    """Module name, file and qualified name: test modules imported by path cannot be found by name in a new process."""
+    file = sys.modules[fn.__module__].__file__
+    if file is None or "<" in fn.__qualname__:
+        raise ValueError(f"{fn.__qualname__} must be a module-level function, so that other processes can import it")
+    return fn.__module__, str(Path(file).resolve()), fn.__qualname__
+
+
+def _load(where: tuple[str, str, str]) -> Callable[..., Any]:
+    name, path, qualname = where
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, f"cannot load {path}"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    found: Any = sys.modules[name]
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
