@@ -71,7 +71,7 @@ def plan_tiles(
     """Cut the batch into tiles, costliest first, so that threads finish together.
 
     ``work`` is int64: 64 counters for sorting, then three numbers per tile: sequence, first row of the packed queries,
-    tokens. Strides are bytes.
+    tokens. The first counter ends as 0, for threads to draw tiles from. Strides are bytes.
 
     Returns:
         Number of tiles and number of keys they visit in all; or minus one and the first sequence whose lengths or
@@ -116,6 +116,7 @@ def plan_tiles(
             simd.store_i64(tile, seq)
             simd.store_i64(tile + 8, start + first)
             simd.store_i64(tile + 16, tokens)
+    simd.store_i64(work, 0)
     return num_tiles, keys_in_all
 
 
@@ -212,16 +213,20 @@ def attend(
 
         num_keys = first_position + tokens
         for first_key in range(0, num_keys, KEYS):
+            index = first_key // tokens_per_block
+            in_block = first_key % tokens_per_block
             for key in range(KEYS):
-                position = first_key + key
                 key_row = wide + 4 * padded * (key % LANES)
                 value_row = values + 4 * padded * key
-                if position < num_keys:
-                    block = simd.load_i32(block_table + seq * table_stride + 4 * (position // tokens_per_block))
-                    offset = block * cache_block_stride
-                    offset += (kv_head * tokens_per_block + position % tokens_per_block) * token_bytes
+                if first_key + key < num_keys:
+                    offset = simd.load_i32(block_table + seq * table_stride + 4 * index) * cache_block_stride
+                    offset += (kv_head * tokens_per_block + in_block) * token_bytes
                     _widen(k_cache + offset, cache_kind, head_dim, key_row, stage)
                     _widen(v_cache + offset, cache_kind, head_dim, value_row, stage)
+                    in_block += 1
+                    if in_block == tokens_per_block:
+                        in_block = 0
+                        index += 1
                 else:
                     _clear(key_row, padded)
                     _clear(value_row, padded)
@@ -255,8 +260,12 @@ def _widen(source: int, kind: int, count: int, target: int, stage: int) -> None:
     """``count`` numbers of ``kind`` become float32; ``target`` has room for whole vectors."""
     size = 4 if kind == FLOAT32 else 2
     whole = count // LANES * LANES
-    for at in range(0, whole, LANES):
-        simd.store(target + 4 * at, _load(source + size * at, kind))
+    if kind == BFLOAT16:
+        for at in range(0, whole, LANES):
+            simd.store(target + 4 * at, simd.load_bf16(source + 2 * at))
+    else:
+        for at in range(0, whole, LANES):
+            simd.store(target + 4 * at, _load(source + size * at, kind))
     if whole < count:
         # A vector load would read past the end of the cache's last row.
         _clear(stage, LANES)

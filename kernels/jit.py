@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 def helper(function: Callable[..., Any]) -> Any:
     """Compile a function that kernels call; it becomes part of each of them."""
-    return numba.njit(nogil=True, error_model="numpy")(function)
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
