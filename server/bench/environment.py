@@ -2,8 +2,10 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +20,6 @@ def describe_environment() -> dict[str, Any]:
     """Facts about this machine and this checkout; says nothing of a server that runs elsewhere."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": platform.node(),
         "os": platform.platform(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -28,8 +29,14 @@ def describe_environment() -> dict[str, Any]:
         "tightwire": tightwire.__version__,
         "git_revision": git_revision(),
         "packages": {name: found for name in _PACKAGES if (found := _version(name))},
-        "command": sys.argv,
+        "command": _without_secrets(sys.argv),
     }
+
+
+def _without_secrets(argv: Sequence[str]) -> list[str]:
+    """The command line as it may be kept in a file and shown to others."""
+    shown = [re.sub(r"^(--api-key=).*", r"\1***", word) for word in argv]
+    return ["***" if before == "--api-key" else word for before, word in zip(["", *shown], shown, strict=False)]
 
 
 def cpu_name() -> str:

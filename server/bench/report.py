@@ -39,12 +39,13 @@ def show(console: Console, summary: dict[str, Any], doubts: Sequence[str]) -> No
     console.print(table)
     console.print(
         f"{summary['output_tokens_per_s']:.1f} output tokens/s, {summary['total_tokens_per_s']:.1f} tokens/s in all, "
-        f"{summary['requests_per_s']:.2f} requests/s, {summary['mean_in_flight']:.1f} in flight on average"
+        f"{summary['requests_per_s']:.2f} requests/s, {summary['mean_in_flight']:.1f} in flight on average",
+        soft_wrap=True,
     )
     for error, count in summary["errors"].items():
-        console.print(f"failed {count} times: {error}", style="red", markup=False)
+        console.print(f"failed {count} times: {error}", style="red", markup=False, soft_wrap=True)
     for doubt in [*doubts, *([f"stopped early: {summary['stopped']}"] if summary["stopped"] else [])]:
-        console.print(f"note: {doubt}", style="yellow", markup=False)
+        console.print(f"note: {doubt}", style="yellow", markup=False, soft_wrap=True)
     console.print()
 
 

@@ -153,6 +153,7 @@ class ServeBench:
             f"{server['model']} at {server['url']}: {workload['name']} prompts{lengths}, "
             f"{workload['output_len']} output tokens, seed {workload['seed']}",
             markup=False,
+            soft_wrap=True,
         )
         if server["startup_s"] is not None:
             self._console.print(f"the server was ready {server['startup_s']:.2f} s after its start")
@@ -174,17 +175,24 @@ async def fit_prompt_length(client: BenchClient, workload: SyntheticWorkload, in
     Raises:
         RemoteError: the server refuses the prompt, or no number of words comes within 2 % of the length.
     """
-    counted = 0
+    counted, tokens_per_word = 0, 1.0
+    tried: tuple[int, int] | None = None
     for attempt in range(_FIT_ATTEMPTS):
         sample = await client.measure(workload.probe(attempt))
         if sample.error:
             raise RemoteError(f"a trial request failed: {sample.error}")
-        counted = sample.num_prompt
+        words, counted = workload.num_words, sample.num_prompt
         if not sample.usage or counted == input_len:
             return
-        if workload.num_words == 1 and counted > input_len:
+        if words == 1 and counted > input_len:
             raise RemoteError(f"one word is already {counted} prompt tokens here, more than --input-len {input_len}")
-        workload.num_words = max(1, workload.num_words + input_len - counted)
+        # The slope between two trials leaves out the template's own tokens; near ones would only give noise.
+        if tried is None:
+            tokens_per_word = counted / words
+        elif abs(words - tried[0]) > 2:
+            tokens_per_word = (counted - tried[1]) / (words - tried[0])
+        tried = words, counted
+        workload.num_words = max(1, words + round((input_len - counted) / max(1.0, tokens_per_word)))
     if abs(counted - input_len) > max(2, 0.02 * input_len):
         raise RemoteError(f"cannot make prompts of {input_len} tokens for this server; the nearest had {counted}")
 

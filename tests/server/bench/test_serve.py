@@ -1,0 +1,196 @@
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_openai import FakeServer, running
+
+from tightwire.server.bench.cli import main
+
+SMALL = ["--input-len", "12", "--output-len", "4", "--num-requests", "6"]
+
+
+def bench(fake: FakeServer, *argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
+    """Run ``bench serve`` against ``fake``: exit code, last line, everything before it and stderr."""
+    with running(fake):
+        status = main(["serve", "--url", fake.url, *SMALL, *argv])
+    captured = capsys.readouterr()
+    *text, last = captured.out.splitlines()
+    return status, json.loads(last), "\n".join([*text, captured.err])
+
+
+def test_several_concurrencies_in_one_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fake = FakeServer(token_s=0.005, metrics="# HELP x\ntightwire_startup_seconds 3.25\n")
+
+    status, result, text = bench(fake, "--concurrency", "1,3", "--output", str(tmp_path), capsys=capsys)
+
+    assert status == 0
+    assert [arm["load"] for arm in result["arms"]] == ["concurrency 1", "concurrency 3"]
+    for arm in result["arms"]:
+        assert (arm["succeeded"], arm["failed"], arm["generated_tokens"], arm["prompt_tokens"]) == (6, 0, 24, 72)
+        assert arm["ttft_s"]["n"] == arm["tpot_s"]["n"] == arm["e2e_s"]["n"] == 6
+        assert arm["itl_s"]["n"] == 18
+        assert 0 < arm["tpot_s"]["p50"] <= arm["tpot_s"]["p99"] < arm["e2e_s"]["p50"]
+    assert fake.peak_in_flight == 3
+    assert result["server"]["startup_s"] == 3.25
+    assert result["environment"]["git_revision"] is not None
+    assert "concurrency 3: 6/6 requests" in text
+    assert "ready 3.25 s after its start" in text
+
+
+def test_no_prompt_is_sent_twice_and_a_seed_repeats_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, unseeded = FakeServer(), FakeServer(), FakeServer()
+
+    for fake in (first, second):
+        bench(fake, "--concurrency", "1", "--warmups", "2", "--seed", "5", capsys=capsys)
+    bench(unseeded, "--warmups", "2", capsys=capsys)
+
+    prompts = [body["prompt"] for body in first.bodies]
+    assert len(set(prompts)) == len(prompts) == 1 + 2 + 6  # a trial for the length, warm-ups, measured
+    assert prompts == [body["prompt"] for body in second.bodies]
+    assert not set(prompts) & {body["prompt"] for body in unseeded.bodies}
+    assert all(body["ignore_eos"] is True and body["temperature"] == 0 for body in first.bodies)
+
+
+@pytest.mark.parametrize("tokens_per_word", [1, 2])
+def test_prompts_are_fitted_to_the_servers_own_count(capsys: pytest.CaptureFixture[str], tokens_per_word: int) -> None:
+    fake = FakeServer(tokens_per_word=tokens_per_word, template_tokens=10)
+
+    _, result, _ = bench(fake, "--endpoint", "chat", "--input-len", "100", capsys=capsys)
+
+    assert result["arms"][0]["prompt_tokens"] == 6 * 100
+    assert result["workload"]["num_words"] == 90 // tokens_per_word
+    assert "messages" in fake.bodies[0]
+
+
+def test_a_request_rate_is_an_open_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(first_token_s=0.5)
+
+    status, result, _ = bench(fake, "--request-rate", "300", capsys=capsys)
+
+    assert status == 0
+    assert result["arms"][0]["load"] == "rate 300/s"
+    assert fake.peak_in_flight == 6
+
+
+def test_raw_samples_are_kept_as_json_and_csv(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, result, _ = bench(FakeServer(), "--output", str(tmp_path), "--label", "a", "--api-key", "k", capsys=capsys)
+
+    json_path, csv_path = map(Path, result["files"])
+    kept = json.loads(json_path.read_text())
+    rows = list(csv.DictReader(csv_path.read_text(encoding="utf-8").splitlines()))
+    assert json_path.name.startswith("a-")
+    assert kept["schema"] == result["schema"] == "tightwire.bench.serve/1"
+    assert len(kept["arms"][0]["samples"]) == len(rows) == 6
+    assert float(rows[3]["ttft_s"]) == kept["arms"][0]["samples"][3]["ttft_s"]
+    assert rows[0]["error"] == ""
+
+
+def test_prompts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"prompt {i}"}) + "\n" for i in range(7)), encoding="utf-8")
+    fake = FakeServer()
+
+    status, _, _ = bench(fake, "--prompts", str(path), "--warmups", "1", capsys=capsys)
+
+    assert status == 0
+    assert [body["prompt"] for body in fake.bodies] == [f"prompt {i}" for i in range(7)]
+    assert "ignore_eos" not in fake.bodies[0]
+
+    status, result, _ = bench(FakeServer(), "--prompts", str(path), "--warmups", "2", capsys=capsys)
+    assert status == 1
+    assert "has 7 prompts" in result["error"]
+
+
+def test_figures_that_may_mislead_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, text = bench(FakeServer(ends_after=2, cached_tokens=5), capsys=capsys)
+
+    assert "6 of 6 answers ended before their length" in text
+    assert "a prefix cache supplied 30 prompt tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "argv", "says"),
+    [
+        ({}, ["--model", "other"], "has no model 'other'; it has fake-model"),
+        ({"api_key": "right"}, ["--api-key", "wrong"], "refuses the API key (bad key)"),
+        ({"refuses": (400, "too long for the context")}, [], "a trial request failed: HTTP 400: too long"),
+        ({"refuses": (503, "draining"), "refuses_from": 1}, [], "every warm-up request failed; the last: HTTP 503"),
+        ({"refuses": (503, "draining"), "refuses_from": 2}, ["--warmups", "1"], "all requests failed: HTTP 503"),
+        ({"template_tokens": 50}, [], "one word is already 51 prompt tokens here, more than --input-len 12"),
+    ],
+)
+def test_nothing_usable_is_a_clear_failure(
+    behaviour: dict[str, Any], argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, result, text = bench(FakeServer(**behaviour), *argv, capsys=capsys)
+
+    assert status == 1
+    assert says in result["error"]
+    assert says in text
+
+
+def test_a_server_that_dies_in_the_middle_leaves_what_was_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake = FakeServer(refuses=(503, "rank 1 died"), refuses_from=1 + 1 + 5)
+
+    status, result, _ = bench(
+        fake, "--num-requests", "40", "--warmups", "1", "--output", str(tmp_path), "--concurrency", "1,2", capsys=capsys
+    )
+
+    assert status == 1
+    assert "10 requests in a row failed; the last: HTTP 503: rank 1 died" in result["error"]
+    assert [(arm["succeeded"], arm["failed"]) for arm in result["arms"]] == [(5, 10)]
+    assert len(json.loads(Path(result["files"][0]).read_text())["arms"][0]["samples"]) == 15
+
+
+def test_no_server_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--url", "http://127.0.0.1:9"]) == 1
+
+    captured = capsys.readouterr()
+    assert "no server answers at http://127.0.0.1:9/v1" in captured.err
+    assert "tightwire serve" in json.loads(captured.out.splitlines()[-1])["error"]
+
+
+def test_an_output_that_cannot_be_written_is_found_before_measuring(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    fake = FakeServer()
+
+    status, result, _ = bench(fake, "--output", str(tmp_path / "file"), capsys=capsys)
+
+    assert status == 1
+    assert "cannot be written" in result["error"]
+    assert fake.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--concurrency", "0"], "above 0, got 0"),
+        (["--concurrency", "1.5"], "whole numbers"),
+        (["--request-rate", "a"], "numbers with commas between"),
+        (["--request-rate", "nan"], "numbers with commas between"),
+        (["--concurrency", "1,2", "--num-requests", "1,2,3"], "one for each of the 2 loads"),
+        (["--concurrency", "1", "--request-rate", "1"], "not allowed with"),
+        (["--input-len", "0"], "--input-len must be at least 1"),
+        (["--extra-body", "[]"], "expected a JSON object"),
+        (["--timeout", "0"], "--timeout must be above 0"),
+    ],
+)
+def test_bad_options_are_refused(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["serve", *argv])
+
+    assert exit_.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_an_unknown_bench_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["swim"]) == 2
+    assert "unknown bench 'swim'; choose one of serve" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+    assert "serve" in capsys.readouterr().out
