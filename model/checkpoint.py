@@ -167,7 +167,7 @@ def _fetch_repo(repo_id: str) -> Path:
         return Path(snapshot_download(repo_id, allow_patterns=[*_HUB_SMALL_FILES, *_HUB_WEIGHTS]))
     except ModelError:
         raise
-    except Exception as error:  # network, hub and disk each have their own
+    except Exception as error:  # noqa: BLE001 - network, hub and disk each raise their own
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise ModelError(
             f"no such folder: {repo_id!r}, and the repo of that name could not be fetched: {reason}"

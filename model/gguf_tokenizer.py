@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
-from tightwire.model.tokenizer import Tokenizer
+from tightwire.model.tokenizer import Tokenizer, set_template
 from tightwire.model.weights.gguf_file import GgufFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -63,11 +63,12 @@ def tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
     else:
         raise ModelError(f"{file.path}: tokenizer model {kind!r} is not supported; supported: gpt2, llama")
     _add_special(backend, tokens, file.get("tokenizer.ggml.token_type", []))
-    _add_bos_and_eos(backend, file, tokens, kind)
+    special_tokens = _special_texts(file, tokens)
+    _add_bos_and_eos(backend, file, special_tokens)
     return Tokenizer(
         backend,
         chat_template=file.get("tokenizer.chat_template"),
-        special_tokens=_special_texts(file, tokens),
+        special_tokens=special_tokens,
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,
     )
@@ -137,17 +138,17 @@ def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:
         backend.add_special_tokens(chosen) if special else backend.add_tokens(chosen)
 
 
-def _add_bos_and_eos(backend: Backend, file: GgufFile, tokens: list[str], kind: str) -> None:
+def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str, str]) -> None:
     """What ``encode(..., add_special_tokens=True)`` puts around a text; llama.cpp's defaults where no key says."""
-    default_bos = kind == "llama" or file.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
-    template, used = ["$A"], []
-    for key, default, place in (("bos", default_bos, 0), ("eos", False, len(template))):
-        token_id = file.get(f"tokenizer.ggml.{key}_token_id")
-        if file.get(f"tokenizer.ggml.add_{key}_token", default) and token_id is not None:
-            used.append((tokens[token_id], token_id))
-            template.insert(place if key == "bos" else len(template), tokens[token_id])
-    if used:
-        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=used)
+    is_llama2 = file.get("tokenizer.ggml.model") == "llama"
+    is_llama3 = file.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
+    add_bos = file.get("tokenizer.ggml.add_bos_token", is_llama2 or is_llama3)
+    add_eos = file.get("tokenizer.ggml.add_eos_token", False)
+    set_template(
+        backend,
+        special_tokens.get("bos_token") if add_bos else None,
+        special_tokens.get("eos_token") if add_eos else None,
+    )
 
 
 def _special_texts(file: GgufFile, tokens: list[str]) -> dict[str, str]:

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
-from tightwire.model.byte_tokenizer import byte_characters
 from tightwire.model.chat_template import ChatTemplate
 from tightwire.model.errors import ChatTemplateError, ModelError
 from tightwire.model.weights.safetensors import read_json
@@ -54,23 +54,6 @@ class Tokenizer:
         """Text of ``ids``; incomplete UTF-8 becomes U+FFFD, ids without a token nothing."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes this token stands for inside a text; empty for an id without a token."""
-        token = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if token_id in self._added_ids:
-            return token.encode()
-        if self._is_byte_level:
-            return b"".join(_byte_level_bytes(self._byte_of, character) for character in token)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
-        return token.replace("\u2581", " ").encode()
-
-    def token_text(self, token_id: int) -> str:
-        """The token as shown in logprobs; bytes that are no whole character as U+FFFD."""
-        return self.token_bytes(token_id).decode(errors="replace")
-
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template_source is not None
@@ -97,25 +80,6 @@ class Tokenizer:
             raise ChatTemplateError("this model has no chat template; use /v1/completions, or an instruct model")
         return ChatTemplate(self._chat_template_source, self._special_tokens)
 
-    @cached_property
-    def _added_ids(self) -> frozenset[int]:
-        return frozenset(self._backend.get_added_tokens_decoder())
-
-    @cached_property
-    def _is_byte_level(self) -> bool:
-        decoder = self._backend.decoder
-        return decoder is not None and b"ByteLevel" in decoder.__getstate__()
-
-    @cached_property
-    def _byte_of(self) -> dict[str, int]:
-        return {character: byte for byte, character in enumerate(byte_characters())}
-
-
-def _byte_level_bytes(byte_of: Mapping[str, int], character: str) -> bytes:
-    """The byte a character stands for; a character outside the alphabet (an odd vocabulary) stands for itself."""
-    byte = byte_of.get(character)
-    return character.encode() if byte is None else bytes([byte])
-
 
 def tokenizer_from_folder(folder: Path, *, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     """From tokenizer.json with tokenizer_config.json beside it; through transformers when there is only another kind.
@@ -125,11 +89,14 @@ def tokenizer_from_folder(folder: Path, *, bos_token_id: int | None, eos_token_i
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
+    special_tokens = _special_tokens(folder, config)
     backend = _read_backend(folder)
+    _add_missing_tokens(backend, config)
+    _set_bos_and_eos(backend, config, special_tokens)
     return Tokenizer(
         backend,
         chat_template=_chat_template_source(folder, config),
-        special_tokens=_special_tokens(folder, config),
+        special_tokens=special_tokens,
         bos_token_id=bos_token_id,
         eos_token_ids=eos_token_ids,
     )
@@ -140,7 +107,7 @@ def _read_backend(folder: Path) -> Backend:
     if path.is_file():
         try:
             backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
             raise ModelError(f"{path}: cannot be read: {error}") from None
         # Training leftovers some files carry; a server must neither cut nor fill prompts.
         backend.no_truncation()
@@ -154,7 +121,7 @@ def _convert_with_transformers(folder: Path) -> Backend:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
-    except Exception as error:  # whatever the many tokenizer classes raise
+    except Exception as error:  # noqa: BLE001 - each of many tokenizer classes raises its own
         raise ModelError(
             f"{folder}: has no tokenizer.json, and transformers could not make one of what is there: {error}"
         ) from None
@@ -182,3 +149,31 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if key.endswith("_token") and isinstance(text, str):
             tokens[key] = text
     return tokens
+
+
+def _add_missing_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Tokens added after training are in both files as a rule; some folders have them in the configuration only."""
+    for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+        if backend.token_to_id(token["content"]) is None:
+            backend.add_tokens([AddedToken(**token)])
+
+
+def _set_bos_and_eos(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
+    """Llama 2 style folders say here, and not in tokenizer.json, whether texts get a BOS or an EOS."""
+    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
+        return
+    bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
+    eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
+    set_template(backend, bos, eos)
+
+
+def set_template(backend: Backend, bos: str | None, eos: str | None) -> None:
+    """Make ``encode`` with special tokens put these around every text."""
+    used = {text: backend.token_to_id(text) for text in (bos, eos) if text is not None}
+    missing = [text for text, token_id in used.items() if token_id is None]
+    if missing:
+        raise ModelError(f"the tokenizer is to add {', '.join(missing)} to texts, but has no such token")
+    template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(text, token_id) for text, token_id in used.items() if token_id is not None]
+    )

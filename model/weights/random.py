@@ -80,8 +80,8 @@ class RandomReader:
         key = zlib.crc32(name.encode()) ^ (self._seed * 0x9E3779B1 % _INT32)
         if len(shape) == 1:
             # A bias is the first column of a matrix of the same height.
-            columns, out = range(1), out.unsqueeze(1)
-        columns = range(shape[1]) if columns is None else columns
+            out, shape = out.unsqueeze(1), (*shape, 1)
+        columns = range(shape[-1]) if columns is None else columns
         # 8-byte rows in the estimate: the hash and its float copy live beside each other.
         for chunk in row_chunks(rows, 8 * len(columns) * (1 if out.is_cuda else 4)):
             out[chunk.start - rows.start : chunk.stop - rows.start].copy_(_uniform(key, chunk, columns, out.device))
