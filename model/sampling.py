@@ -51,6 +51,11 @@ class Sampler:
         self._penalties = PenaltyTables(vocab_size, self._device)
         self._batch: _Batch | None = None
 
+    @property
+    def num_penalty_slots(self) -> int:
+        """Sequences the penalty tables have room for; 0 while no live sequence has penalties."""
+        return self._penalties.num_slots
+
     @torch.inference_mode()
     def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
         """Next token of each row.

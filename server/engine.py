@@ -1,0 +1,207 @@
+"""The engine: one step of the scheduler, the model and the sampler at a time, on rank 0.
+
+Given everything it uses, so that tests run it without a model, a process or a clock. Not thread-safe: one loop calls
+``add``, ``cancel`` and ``step``. What the runner or the sampler raises goes through to that loop; a request that cannot
+run, or whose logits are not numbers, ends with an error of its own and leaves the others alone.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tightwire.model.sampling import Sampler
+from tightwire.model.step import StepPlan
+from tightwire.server.messages import AddRequest, CommCount, EngineStats, Output, StepResult, TokenLogprob
+from tightwire.server.request import Request, make_request, why_refused
+from tightwire.server.scheduler import Chunk, Limits, ScheduledStep, Scheduler
+
+_log = logging.getLogger(__name__)
+
+_NOT_FINITE = "the model's scores for this sequence are not finite numbers, so no token can be chosen"
+
+
+class Runner(Protocol):
+    """Runs one plan on this rank; gives (R, V) float32 logits for the plan's ``logit_rows``, None when R is 0."""
+
+    def execute(self, plan: StepPlan) -> Tensor | None: ...
+
+
+class Engine:
+    """Turns requests into tokens."""
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        sampler: Sampler,
+        limits: Limits,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        broadcast: Callable[[StepPlan], None] = lambda plan: None,
+        comm_counts: Callable[[], list[CommCount]] = list,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``broadcast`` hands each plan to the other ranks before this one runs it; ``comm_counts`` fills the stats."""
+        self._runner, self._sampler, self._broadcast = runner, sampler, broadcast
+        self._comm_counts, self._clock = comm_counts, clock
+        self._limits, self._vocab_size = limits, vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        if outside := [i for i in self._eos_token_ids if not 0 <= i < vocab_size]:
+            raise ValueError(f"end tokens {outside} are outside the vocabulary of {vocab_size}")
+        self._scheduler = Scheduler(limits)
+        self._requests: dict[str, Request] = {}
+        self._pending: list[Output] = []  # ends that happened between steps
+        self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a sequence; it joins the next step. One that cannot run gets its error with the next step."""
+        if message.id in self._requests:
+            # Its sender breaks the protocol. An error under this id would end the sequence that is running.
+            _log.error("request %s is already running; the second one of that id is ignored", message.id)
+            return
+        refusal = why_refused(message, vocab_size=self._vocab_size, max_model_len=self._limits.max_model_len)
+        if refusal is not None:
+            self._pending.append(Output(id=message.id, token_ids=[], finish_reason="error", message=refusal))
+            return
+        request = make_request(message, self._eos_token_ids, self._clock())
+        if request.params.max_tokens == 0 and not request.rows_to_score(0, request.num_prompt_tokens):
+            self._pending.append(_last_words(request, "length"))  # nothing to generate and nothing to score
+            return
+        self._requests[request.id] = request
+        self._scheduler.add(request)
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        """End these and free their blocks now; their last ``Output`` comes with the next step."""
+        for request_id in ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._forget(request)
+                self._pending.append(Output(id=request_id, token_ids=[], finish_reason="cancelled"))
+
+    def has_work(self) -> bool:
+        """Whether ``step`` would run something or has something to tell."""
+        return bool(self._pending or self._requests)
+
+    def step(self) -> StepResult:
+        """Run one forward pass, if any sequence needs one, and say what came of it."""
+        outputs, self._pending = self._pending, []
+        step = self._scheduler.schedule(self._clock())
+        if step is not None:
+            self._broadcast(step.plan)
+            logits_RV = self._runner.execute(step.plan)
+            if logits_RV is None:
+                assert not step.plan.logit_rows, "the engine runs on rank 0, which has the logits"
+                logits_RV = torch.empty((0, self._vocab_size))
+            self._num_steps += 1
+            self._take_in(step, logits_RV, outputs)
+        return StepResult(outputs=outputs, stats=self.stats())
+
+    def stats(self) -> EngineStats:
+        pool = self._scheduler.pool
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_steps=self._num_steps,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generation_tokens=self._num_generation_tokens,
+            comm=self._comm_counts(),
+        )
+
+    def _take_in(self, step: ScheduledStep, logits_RV: Tensor, outputs: list[Output]) -> None:
+        """Score prompts, sample, and append what each sequence got to ``outputs``."""
+        sampled: list[Request] = []
+        sampled_rows: list[int] = []
+        row = 0
+        for chunk in step.chunks:
+            request = chunk.request
+            request.num_computed = chunk.end
+            scored_rows = slice(row, row + len(chunk.scored))
+            row = scored_rows.stop + chunk.samples
+            if chunk.scored and not self._score(chunk, logits_RV[scored_rows]):
+                outputs.append(self._end(request, "error", _NOT_FINITE))
+            elif chunk.samples:
+                sampled.append(request)
+                sampled_rows.append(scored_rows.stop)
+            elif chunk.end == len(request.token_ids):  # echo only
+                self._num_prompt_tokens += request.num_prompt_tokens
+                outputs.append(self._end(request, "length"))
+        if sampled:
+            chosen_RV = logits_RV if len(sampled_rows) == len(logits_RV) else logits_RV[sampled_rows]
+            result = self._sampler.sample(chosen_RV, sampled)
+            for request, token_id, score in zip(sampled, result.token_ids, result.scores, strict=True):
+                logprobs = None if score is None else [TokenLogprob(*score)]
+                outputs.append(self._extend(request, token_id, logprobs))
+
+    def _score(self, chunk: Chunk, logits_RV: Tensor) -> bool:
+        """Append the chunk's prompt logprobs; False when they are not numbers."""
+        request, positions = chunk.request, chunk.scored
+        assert request.prompt_logprobs is not None
+        targets = request.token_ids[positions.start + 1 : positions.stop + 1]
+        scores = self._sampler.score(logits_RV, targets, request.params.prompt_logprobs or 0)
+        request.prompt_logprobs.extend(TokenLogprob(*score) for score in scores)
+        return not any(math.isnan(score.logprob) for score in scores)
+
+    def _extend(self, request: Request, token_id: int, logprobs: list[TokenLogprob] | None) -> Output:
+        """The output that one sampled token makes, the sequence's last one if it stops here."""
+        if token_id < 0:
+            return self._end(request, "error", _NOT_FINITE)
+        request.token_ids.append(token_id)
+        num_output = request.num_output_tokens
+        if num_output == 1:
+            self._num_prompt_tokens += request.num_prompt_tokens
+        self._num_generation_tokens += 1
+        finish_reason = None
+        if token_id in request.stop_ids:  # never before min_tokens: the sampler bans them
+            finish_reason = "stop"
+        elif num_output >= request.params.max_tokens:
+            finish_reason = "length"  # the context's end too: prompt + max_tokens was checked to fit
+        if finish_reason is not None:
+            self._forget(request)
+        return Output(
+            id=request.id,
+            token_ids=[token_id],
+            logprobs=logprobs,
+            prompt_logprobs=_once(request),
+            finish_reason=finish_reason,
+            stop_token_id=token_id if finish_reason == "stop" else None,
+            queue_s=_queue_s(request) if num_output == 1 else None,
+        )
+
+    def _end(self, request: Request, finish_reason: str, message: str | None = None) -> Output:
+        self._forget(request)
+        return _last_words(request, finish_reason, message)
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.id]
+        self._scheduler.remove(request)
+        self._sampler.release(request)
+
+
+def _last_words(request: Request, finish_reason: str, message: str | None = None) -> Output:
+    """An end without a new token; an echo still brings its prompt logprobs."""
+    return Output(
+        id=request.id,
+        token_ids=[],
+        prompt_logprobs=None if finish_reason == "error" else _once(request),
+        finish_reason=finish_reason,
+        message=message,
+        queue_s=None if finish_reason == "error" or request.num_output_tokens else _queue_s(request),
+    )
+
+
+def _once(request: Request) -> list[TokenLogprob | None] | None:
+    """The prompt's logprobs the first time, None after."""
+    logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+    return logprobs
+
+
+def _queue_s(request: Request) -> float | None:
+    return None if request.first_scheduled_s is None else request.first_scheduled_s - request.arrival_s

@@ -1,0 +1,233 @@
+"""Which sequences take part in the next step, with how many tokens, and in which cache blocks.
+
+Continuous batching, first come, first served. Each step has a budget of tokens. Running sequences that need one token
+come first, so a long prefill never stops the others; what is left goes to unfinished prefills, then to waiting
+sequences, oldest first. When blocks run out, the youngest running sequence gives up its own and goes back to the head
+of the queue, to be computed again.
+
+Nobody starves: whoever runs is older than whoever waits, only the youngest is preempted, and the oldest always gets at
+least one token, because the pool holds the longest sequence there may be and the budget is at least one token per
+sequence. So the oldest finishes, and everyone becomes the oldest.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from tightwire.model.step import StepPlan
+from tightwire.server.blocks import BlockPool
+from tightwire.server.request import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one engine may hold and do at once; all known once the cache is allocated."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int
+    max_scored_rows: int = 256  # prompt rows per step whose logits are asked for: 50 MB for 49152 tokens
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "num_blocks", "block_size", "max_scored_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}; "
+                "running sequences could not all take a step"
+            )
+        if self.num_blocks * self.block_size < self.max_model_len:
+            raise ValueError(
+                f"the KV cache holds {self.num_blocks} blocks of {self.block_size} = "
+                f"{self.num_blocks * self.block_size} tokens, less than one sequence of max_model_len="
+                f"{self.max_model_len}; give it more memory (--kv-cache-memory) or set --max-model-len to at most "
+                f"{self.num_blocks * self.block_size}"
+            )
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+class Chunk(NamedTuple):
+    """One sequence's part of a step: positions [start, end), and what its rows of logits are for."""
+
+    request: Request
+    start: int
+    end: int
+    scored: range  # positions whose logits score the next prompt token
+    samples: bool  # the last position's logits choose the next token
+
+
+class ScheduledStep(NamedTuple):
+    """``chunks`` are in the order of the plan's rows; each owns len(scored) + samples of its logits."""
+
+    plan: StepPlan
+    chunks: list[Chunk]
+
+
+class Scheduler:
+    """Waiting and running sequences and the block pool; ``schedule`` makes one step of them."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks)
+        self.waiting: deque[Request] = deque()  # oldest first, like running; all of running is older
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._num_planned = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a sequence whose tokens, with all it may generate, fit max_model_len."""
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a sequence that ended or was cancelled; its blocks are free at once."""
+        (self.running if request in self.running else self.waiting).remove(request)
+        self._free(request)
+
+    def has_requests(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def schedule(self, now_s: float) -> ScheduledStep | None:
+        """The next step, or None when there is nothing to do."""
+        if not self.has_requests():
+            return None
+        preempted_before = self.num_preemptions
+        step = _StepDraft(self.limits)
+        decodes = [r for r in self.running if r.num_to_compute == 1]
+        prefills = [r for r in self.running if r.num_to_compute > 1]
+        for request in decodes + prefills:
+            if request in step.preempted:
+                continue
+            num_tokens = step.affordable(request)
+            if num_tokens and self._grow(request, num_tokens, step):
+                step.take(request, num_tokens)
+        if self.num_preemptions == preempted_before:  # else the next in line is one that has just been put there
+            self._admit(step, now_s)
+        chunks = step.chunks()
+        assert chunks, "the oldest sequence always gets a token"
+        self._num_planned += 1
+        return ScheduledStep(make_plan(self._num_planned, chunks), chunks)
+
+    def _admit(self, step: "_StepDraft", now_s: float) -> None:
+        """Start waiting sequences, in order, while there is room for all of each and for those running to grow."""
+        while self.waiting and len(self.running) < self.limits.max_num_seqs:
+            request = self.waiting[0]
+            num_tokens = step.affordable(request)
+            if num_tokens == 0 or not self._has_room(request):
+                return
+            self.waiting.popleft()
+            self.running.append(request)
+            if request.first_scheduled_s is None:
+                request.first_scheduled_s = now_s
+            self._grow(request, num_tokens, step)
+            step.take(request, num_tokens)
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether starting ``request`` would leave every running sequence its prompt and one more block.
+
+        Without that margin a sequence just preempted would come back, be computed again, and be preempted again a few
+        tokens later. The only sequence always has room.
+        """
+        if not self.running:
+            return True
+        wanted = sum(self._blocks_soon(r) - len(r.blocks) for r in self.running)
+        return wanted + self._blocks_soon(request) <= self.pool.num_free
+
+    def _blocks_soon(self, request: Request) -> int:
+        num_tokens = len(request.token_ids) + self.limits.block_size
+        return max(len(request.blocks), self.limits.blocks_for(min(num_tokens, self.limits.max_model_len)))
+
+    def _grow(self, request: Request, num_tokens: int, step: "_StepDraft") -> bool:
+        """Give ``request`` blocks for its next tokens, preempting the youngest; False when that was itself."""
+        missing = self.limits.blocks_for(request.num_computed + num_tokens) - len(request.blocks)
+        if missing <= 0:
+            return True
+        while missing > self.pool.num_free:
+            victim = self.running[-1]
+            self._preempt(victim)
+            step.drop(victim)
+            if victim is request:
+                return False
+        request.blocks.extend(self.pool.allocate(missing))
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._free(request)
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def _free(self, request: Request) -> None:
+        self.pool.free(request.blocks)
+        del request.blocks[:]
+        request.num_computed = 0
+
+
+class _StepDraft:
+    """The step being put together: who takes how many tokens, and what is left of the budgets."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.preempted: set[Request] = set()
+        self._tokens: dict[Request, int] = {}
+        self._budget = limits.max_num_batched_tokens
+        self._scored_rows = limits.max_scored_rows
+
+    def affordable(self, request: Request) -> int:
+        """How many of its tokens ``request`` may compute in this step."""
+        num_tokens = min(request.num_to_compute, self._budget)
+        rows = request.rows_to_score(request.num_computed, request.num_computed + num_tokens)
+        if len(rows) > self._scored_rows:
+            num_tokens = rows.start + self._scored_rows - request.num_computed
+        return num_tokens
+
+    def take(self, request: Request, num_tokens: int) -> None:
+        self._tokens[request] = num_tokens
+        self._budget -= num_tokens
+        self._scored_rows -= len(request.rows_to_score(request.num_computed, request.num_computed + num_tokens))
+
+    def drop(self, request: Request) -> None:
+        """Take back what a preempted sequence was given; its rows to score are small change, left as spent."""
+        self.preempted.add(request)
+        self._budget += self._tokens.pop(request, 0)
+
+    def chunks(self) -> list[Chunk]:
+        return [_make_chunk(request, num_tokens) for request, num_tokens in self._tokens.items()]
+
+
+def _make_chunk(request: Request, num_tokens: int) -> Chunk:
+    start, end = request.num_computed, request.num_computed + num_tokens
+    complete = end == len(request.token_ids)
+    return Chunk(request, start, end, request.rows_to_score(start, end), complete and request.params.max_tokens > 0)
+
+
+def make_plan(index: int, chunks: Sequence[Chunk]) -> StepPlan:
+    """Pack the chunks into arrays, sequences one after the other."""
+    token_ids: list[int] = []
+    logit_rows: list[int] = []
+    block_tables = np.zeros((len(chunks), max(len(chunk.request.blocks) for chunk in chunks)), "<i4")
+    for b, (request, start, end, scored, samples) in enumerate(chunks):
+        if scored:
+            logit_rows.extend(range(len(token_ids) + scored.start - start, len(token_ids) + scored.stop - start))
+        token_ids.extend(request.token_ids[start:end])
+        if samples:
+            logit_rows.append(len(token_ids) - 1)
+        block_tables[b, : len(request.blocks)] = request.blocks
+    return StepPlan(
+        index=index,
+        token_ids=_int32_bytes(token_ids),
+        query_lens=_int32_bytes([chunk.end - chunk.start for chunk in chunks]),
+        context_lens=_int32_bytes([chunk.end for chunk in chunks]),
+        block_tables=block_tables.tobytes(),
+        logit_rows=_int32_bytes(logit_rows),
+    )
+
+
+def _int32_bytes(values: list[int]) -> bytes:
+    return np.array(values, "<i4").tobytes()

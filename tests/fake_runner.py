@@ -1,0 +1,70 @@
+"""A model without weights: the next token follows from what the plan says is in the cache, so a wrong plan shows as a
+wrong text. Used by the engine's and the scheduler's tests."""
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tightwire.model.step import StepPlan
+from tightwire.server.scheduler import Limits
+
+EMPTY = -1
+
+
+def int32(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, "<i4")
+
+
+def logits_after(context: list[int], vocab_size: int) -> np.ndarray:
+    """Normal numbers that depend on every token of ``context`` and its place."""
+    digest = hashlib.blake2b(np.array(context, "<i4").tobytes(), digest_size=8).digest()
+    return np.random.default_rng(int.from_bytes(digest, "little")).normal(0.0, 2.0, vocab_size).astype(np.float32)
+
+
+class FakeRunner:
+    """Keeps one token id per cache slot, as the model keeps keys and values, and checks every plan it gets."""
+
+    def __init__(self, limits: Limits, vocab_size: int) -> None:
+        self._limits, self._vocab_size = limits, vocab_size
+        self._slots = np.full((limits.num_blocks, limits.block_size), EMPTY)
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> Tensor | None:
+        token_ids, query_lens, context_lens = int32(plan.token_ids), int32(plan.query_lens), int32(plan.context_lens)
+        tables = int32(plan.block_tables).reshape(len(query_lens), -1)
+        self._check(plan, query_lens, context_lens, tables)
+        self.plans.append(plan)
+        contexts = self._write(token_ids, query_lens, context_lens, tables)
+        rows = [logits_after(contexts[row], self._vocab_size) for row in int32(plan.logit_rows)]
+        return torch.from_numpy(np.stack(rows)) if rows else None
+
+    def _write(
+        self, token_ids: np.ndarray, query_lens: np.ndarray, context_lens: np.ndarray, tables: np.ndarray
+    ) -> list[list[int]]:
+        """Write the new tokens; the context that each of the T rows sees."""
+        size, row, contexts = self._limits.block_size, 0, []
+        for query_len, context_len, table in zip(query_lens, context_lens, tables, strict=True):
+            for position in range(context_len - query_len, context_len):
+                self._slots[table[position // size], position % size] = token_ids[row]
+                row += 1
+            cached = self._slots[table].reshape(-1)[:context_len].tolist()
+            assert EMPTY not in cached, "the plan reads a slot that was never written"
+            contexts += [cached[: position + 1] for position in range(context_len - query_len, context_len)]
+        assert row == len(token_ids)
+        return contexts
+
+    def _check(self, plan: StepPlan, query_lens: np.ndarray, context_lens: np.ndarray, tables: np.ndarray) -> None:
+        limits = self._limits
+        assert plan.index == len(self.plans) + 1
+        assert query_lens.min() >= 1 and query_lens.sum() <= limits.max_num_batched_tokens
+        assert len(query_lens) <= limits.max_num_seqs
+        assert context_lens.max() <= limits.max_model_len
+        assert tables.min() >= 0 and tables.max() < limits.num_blocks
+        held = [table[: limits.blocks_for(n)] for table, n in zip(tables, context_lens, strict=True)]
+        assert tables.shape[1] == max(len(blocks) for blocks in held), "padded beyond the widest"
+        together = np.concatenate(held)
+        assert len(set(together.tolist())) == len(together), "two sequences share a block"
+        rows = int32(plan.logit_rows)
+        assert (np.diff(rows) > 0).all()

@@ -1,0 +1,211 @@
+import time
+
+import numpy as np
+import pytest
+from fake_runner import int32
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightwire.model.sampling_params import SamplingParams
+from tightwire.server.messages import AddRequest
+from tightwire.server.request import Request, make_request
+from tightwire.server.scheduler import Limits, ScheduledStep, Scheduler
+
+
+def limits(**changes: int) -> Limits:
+    values = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 64, "block_size": 4}
+    return Limits(**(values | changes))
+
+
+def request(num_tokens: int, name: str = "r", *, max_tokens: int = 8, prompt_logprobs: int | None = None) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+    return make_request(AddRequest(name, list(range(1, num_tokens + 1)), params), eos_token_ids=(), arrival_s=0.0)
+
+
+def run(scheduler: Scheduler) -> ScheduledStep:
+    """One step, as the engine does it: computed, and a token for those that sample."""
+    step = scheduler.schedule(0.0)
+    assert step is not None
+    for chunk in step.chunks:
+        chunk.request.num_computed = chunk.end
+        if chunk.samples:
+            chunk.request.token_ids.append(7)
+    return step
+
+
+def shares(step: ScheduledStep) -> dict[str, tuple[int, int]]:
+    return {chunk.request.id: (chunk.start, chunk.end) for chunk in step.chunks}
+
+
+def test_long_prefill_is_chunked_and_decodes_go_on() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.add(request(3, "short"))
+    assert shares(run(scheduler)) == {"short": (0, 3)}
+    scheduler.add(request(40, "long"))
+    scheduler.add(request(2, "late"))
+    assert shares(run(scheduler)) == {"short": (3, 4), "long": (0, 15)}
+    assert shares(run(scheduler)) == {"short": (4, 5), "long": (15, 30)}
+    last_of_prefill = run(scheduler)
+    assert shares(last_of_prefill) == {"short": (5, 6), "long": (30, 40), "late": (0, 2)}
+    assert [chunk.samples for chunk in last_of_prefill.chunks] == [True, True, True]
+    assert shares(run(scheduler)) == {"short": (6, 7), "long": (40, 41), "late": (2, 3)}
+
+
+def test_plan_is_packed_with_tables_as_wide_as_the_widest() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.add(request(3, "a", prompt_logprobs=0))
+    scheduler.add(request(6, "b"))
+    plan = run(scheduler).plan
+    assert int32(plan.token_ids).tolist() == [1, 2, 3, 1, 2, 3, 4, 5, 6]
+    assert int32(plan.query_lens).tolist() == int32(plan.context_lens).tolist() == [3, 6]
+    assert int32(plan.block_tables).reshape(2, -1).tolist() == [[0, 0], [1, 2]]
+    assert int32(plan.logit_rows).tolist() == [0, 1, 2, 8]  # two rows score the prompt, then both sample
+    plan = run(scheduler).plan
+    assert int32(plan.token_ids).tolist() == [7, 7]
+    assert int32(plan.context_lens).tolist() == [4, 7]
+    assert plan.index == 2
+
+
+def test_no_more_than_max_num_seqs_run() -> None:
+    scheduler = Scheduler(limits(max_num_seqs=2))
+    for name in "abc":
+        scheduler.add(request(2, name))
+    assert list(shares(run(scheduler))) == ["a", "b"]
+    scheduler.remove(scheduler.running[0])
+    assert list(shares(run(scheduler))) == ["b", "c"]
+
+
+def test_youngest_gives_way_and_returns_to_the_head_of_the_queue() -> None:
+    scheduler = Scheduler(limits(num_blocks=16, max_model_len=64, max_num_batched_tokens=64))
+    old, young, late = request(20, "old", max_tokens=44), request(20, "young", max_tokens=44), request(4, "late")
+    scheduler.add(old)
+    scheduler.add(young)
+    run(scheduler)
+    scheduler.add(late)
+    run(scheduler)
+    assert scheduler.running == [old, young, late]
+    while not scheduler.waiting:
+        run(scheduler)
+    assert list(scheduler.waiting) == [late]
+    while len(scheduler.waiting) < 2:
+        run(scheduler)
+    assert list(scheduler.waiting) == [young, late] and scheduler.num_preemptions == 2
+    assert young.num_computed == 0 and not young.blocks
+    assert scheduler.pool.num_used == len(old.blocks)
+
+
+def test_preempted_does_not_return_before_there_is_room_to_go_on() -> None:
+    scheduler = Scheduler(limits(num_blocks=16, max_num_batched_tokens=64))
+    old, young = request(20, "old", max_tokens=44), request(20, "young", max_tokens=44)
+    scheduler.add(old)
+    scheduler.add(young)
+    while len(old.token_ids) < 64:
+        run(scheduler)
+    assert scheduler.num_preemptions == 1
+    scheduler.remove(old)
+    assert list(shares(run(scheduler))) == ["young"]
+
+
+def test_victim_that_already_had_its_share_of_the_step_loses_it() -> None:
+    scheduler = Scheduler(limits(num_blocks=16, max_num_batched_tokens=24, max_num_seqs=2))
+    old, young = request(60, "old", max_tokens=4), request(2, "young")
+    scheduler.add(old)
+    run(scheduler)
+    scheduler.running.append(young)  # admission would have kept it waiting: the prompt of the old one has no room
+    young.blocks.extend(scheduler.pool.allocate(9))
+    young.num_computed = 1
+    step = run(scheduler)
+    assert shares(step) == {"old": (24, 47)} and list(scheduler.waiting) == [young]
+    assert len(int32(step.plan.token_ids)) == 23
+
+
+def test_cancelled_blocks_are_free_at_once() -> None:
+    scheduler = Scheduler(limits())
+    one, two = request(9, "one"), request(30, "two")
+    scheduler.add(one)
+    scheduler.add(two)
+    run(scheduler)
+    scheduler.remove(two)
+    assert scheduler.pool.num_used == len(one.blocks) == 3
+    scheduler.remove(one)
+    assert scheduler.pool.num_used == 0 and not scheduler.has_requests()
+    assert scheduler.schedule(0.0) is None
+
+
+def test_scored_rows_are_bounded_per_step() -> None:
+    scheduler = Scheduler(limits(max_scored_rows=5))
+    scheduler.add(request(9, "echo", prompt_logprobs=1))
+    scheduler.add(request(9, "other", prompt_logprobs=1))
+    first = run(scheduler)
+    assert shares(first) == {"echo": (0, 5)}
+    echo = scheduler.running[0]
+    assert echo.prompt_logprobs is not None
+    echo.prompt_logprobs.extend([None] * 5)
+    second = run(scheduler)
+    assert [chunk.scored for chunk in second.chunks] == [range(5, 8), range(2)]
+
+
+def test_limits_that_cannot_work_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="holds 15 blocks of 4 = 60 tokens, less than one sequence of max_model_len=64"
+    ):
+        limits(num_blocks=15)
+    with pytest.raises(ValueError, match="below max_num_seqs"):
+        limits(max_num_batched_tokens=3)
+    with pytest.raises(ValueError, match="block_size must be at least 1"):
+        limits(block_size=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12),
+    num_blocks=st.integers(15, 40),
+    max_num_seqs=st.integers(1, 6),
+    extra_budget=st.integers(0, 20),
+)
+def test_everyone_finishes_in_order_of_arrival_or_nearly(
+    lengths: list[tuple[int, int]], num_blocks: int, max_num_seqs: int, extra_budget: int
+) -> None:
+    """No starvation: running stays older than waiting, and the total number of steps is bounded."""
+    scheduler = Scheduler(
+        limits(
+            max_model_len=60,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra_budget,
+        )
+    )
+    requests = [request(prompt, str(i), max_tokens=out) for i, (prompt, out) in enumerate(lengths)]
+    for r in requests:
+        scheduler.add(r)
+    # Even one at a time, one token at a time, the oldest finishes within its length.
+    for _ in range(sum(prompt + out for prompt, out in lengths)):
+        if not scheduler.has_requests():
+            break
+        oldest = scheduler.running[0] if scheduler.running else scheduler.waiting[0]
+        step = run(scheduler)
+        assert oldest in {chunk.request for chunk in step.chunks}
+        order = [int(r.id) for r in [*scheduler.running, *scheduler.waiting]]
+        assert order == sorted(order)
+        for r in list(scheduler.running):
+            if r.num_output_tokens >= r.params.max_tokens:
+                scheduler.remove(r)
+    assert not scheduler.has_requests()
+    assert scheduler.pool.num_used == 0
+
+
+def test_scheduling_costs_little() -> None:
+    """Under 1 ms for 64 decoding sequences of 1000 tokens; the limit leaves room for a busy machine."""
+    scheduler = Scheduler(
+        limits(max_num_seqs=64, max_num_batched_tokens=65536, max_model_len=2048, num_blocks=8192, block_size=16)
+    )
+    for i in range(64):
+        scheduler.add(request(1000, str(i), max_tokens=1000))
+    run(scheduler)
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        step = scheduler.schedule(0.0)
+        seconds.append(time.perf_counter() - start)
+        assert step is not None and len(step.chunks) == 64
+    assert np.min(seconds) < 2e-3
