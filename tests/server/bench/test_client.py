@@ -24,7 +24,7 @@ async def test_times_are_those_of_the_stream() -> None:
     assert sample.ttft_s is not None
     assert 0.1 <= sample.ttft_s < 1.0
     assert len(sample.itl_s) == 5
-    assert 5 * 0.03 <= sum(sample.itl_s) + 0.01  # an event may be read later than it was sent, the next one not
+    assert sum(sample.itl_s) > 4 * 0.03  # the first may be read later than it was sent, the last not
     assert sample.e2e_s == pytest.approx(sample.ttft_s + sum(sample.itl_s))
     assert sample.tpot_s == pytest.approx(sum(sample.itl_s) / 5)
     assert (sample.num_prompt, sample.num_generated, sample.num_cached) == (4, 6, 2)
