@@ -42,4 +42,4 @@ def build_runner(
     weights = load_resident(reader, config, shard, dtype=dtype, device=group.device, progress=progress)
     cache = make_kv_cache(config, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=group.device)
     model = Llama(config, TensorParallel(group, layout, reduce), weights, cache, max_model_len)
-    return ModelRunner(model, cache)
+    return ModelRunner(model, cache, group.ledger)

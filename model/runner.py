@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightwire.comm.ledger import Ledger
 from tightwire.model.kv_cache import KVCache
 from tightwire.model.llama import Batch, Llama
 from tightwire.model.step import StepPlan
@@ -12,8 +13,9 @@ from tightwire.model.step import StepPlan
 class ModelRunner:
     """Executes plans in order. All ranks of a group execute the same plans."""
 
-    def __init__(self, model: Llama, cache: KVCache) -> None:
+    def __init__(self, model: Llama, cache: KVCache, ledger: Ledger) -> None:
         self._model = model
+        self._ledger = ledger
         self._block_size = cache.block_size
         self._device = cache.keys.device
 
@@ -23,6 +25,8 @@ class ModelRunner:
         Returns:
             Logits (R, V) float32 of ``plan.logit_rows`` on rank 0; None on other ranks, and when R is 0.
         """
+        # A step with any prompt in it sends messages of a prompt's size: that is what the two phases tell apart.
+        self._ledger.phase = "decode" if len(plan.token_ids) == len(plan.query_lens) else "prefill"
         hidden_TD = self._model.forward(self._batch(plan))
         rows_R = _int32(plan.logit_rows)
         if not len(rows_R):

