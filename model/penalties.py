@@ -103,7 +103,8 @@ class PenaltyTables:
         self._slots[id(row)], self._rows[id(row)] = slot, row
         self._count_SV[slot].zero_()
         self._prompt_SV[slot].zero_()
-        self._prompt_SV[slot, torch.tensor(row.token_ids[: row.num_prompt_tokens], device=self._device)] = True
+        prompt = torch.tensor(row.token_ids[: row.num_prompt_tokens], dtype=torch.int64, device=self._device)
+        self._prompt_SV[slot, prompt] = True
         self._num_counted[slot] = row.num_prompt_tokens
         return slot
 
