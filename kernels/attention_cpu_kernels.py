@@ -19,7 +19,8 @@ import math
 
 from tightwire.kernels import simd
 from tightwire.kernels.jit import helper, kernel
-from tightwire.kernels.simd import BFLOAT16, FLOAT32, LANES
+from tightwire.kernels.numbers import load_numbers, size_of, store_numbers
+from tightwire.kernels.simd import LANES
 
 KEYS = 64  # keys per block: four vectors of scores per row
 ROWS = 64  # most query rows per tile, unless one token alone has more heads per KV head
@@ -44,7 +45,7 @@ def scratch_floats(num_rows: int, head_dim: int) -> int:
     """Float32 numbers one thread needs: queries, sums, scores, maxima and sums of rows; widened keys and values."""
     padded = _padded(head_dim)
     per_row = 2 * padded + KEYS + 1 + LANES
-    return (num_rows + 4) * per_row + 2 * KEYS * padded + LANES * padded + LANES
+    return (num_rows + 4) * per_row + 2 * KEYS * padded + LANES * padded
 
 
 def _padded(head_dim: int) -> int:
@@ -168,9 +169,8 @@ def attend(
     Strides are bytes; ``out`` is contiguous, of q's kind; one KV head's tokens are contiguous inside a cache block.
     """
     padded = (head_dim + LANES - 1) // LANES * LANES
-    q_size = 4 if q_kind == FLOAT32 else 2
-    cache_size = 4 if cache_kind == FLOAT32 else 2
-    token_bytes = head_dim * cache_size
+    q_size = size_of(q_kind)
+    token_bytes = head_dim * size_of(cache_kind)
     while True:
         item = simd.fetch_add(counter)
         if item >= num_tiles * num_kv_heads:
@@ -194,15 +194,14 @@ def attend(
         keys_t = lane_sums + _VECTOR_BYTES * row_room
         values = keys_t + _ROW_BYTES * padded
         wide = values + 4 * padded * KEYS
-        stage = wide + 4 * padded * LANES
-        maxima = stage + _VECTOR_BYTES
+        maxima = wide + 4 * padded * LANES
 
         for row in range(row_room):
             target = queries + 4 * padded * row
             if row < rows:
                 token = first_row + row // heads_per_kv_head
                 head = first_head + row % heads_per_kv_head
-                _widen(q + token * q_token_stride + head * q_head_stride, q_kind, head_dim, target, stage)
+                _widen(q + token * q_token_stride + head * q_head_stride, q_kind, head_dim, target)
                 for at in range(0, 4 * padded, _VECTOR_BYTES):
                     simd.store(target + at, simd.mul(simd.load(target + at), simd.splat(scale_log2)))
             else:
@@ -221,8 +220,8 @@ def attend(
                 if first_key + key < num_keys:
                     offset = simd.load_i32(block_table + seq * table_stride + 4 * index) * cache_block_stride
                     offset += (kv_head * tokens_per_block + in_block) * token_bytes
-                    _widen(k_cache + offset, cache_kind, head_dim, key_row, stage)
-                    _widen(v_cache + offset, cache_kind, head_dim, value_row, stage)
+                    _widen(k_cache + offset, cache_kind, head_dim, key_row)
+                    _widen(v_cache + offset, cache_kind, head_dim, value_row)
                     in_block += 1
                     if in_block == tokens_per_block:
                         in_block = 0
@@ -252,56 +251,23 @@ def attend(
             head = first_head + row % heads_per_kv_head
             target = out + (token * num_kv_heads * heads_per_kv_head + head) * head_dim * q_size
             total = simd.splat(simd.sum_lanes(simd.load(lane_sums + _VECTOR_BYTES * row)))
-            _narrow_quotient(sums + 4 * padded * row, total, q_kind, head_dim, target, stage)
+            _narrow_quotient(sums + 4 * padded * row, total, q_kind, head_dim, target)
 
 
 @helper
-def _widen(source: int, kind: int, count: int, target: int, stage: int) -> None:
+def _widen(source: int, kind: int, count: int, target: int) -> None:
     """``count`` numbers of ``kind`` become float32; ``target`` has room for whole vectors."""
-    size = 4 if kind == FLOAT32 else 2
-    whole = count // LANES * LANES
-    if kind == BFLOAT16:
-        for at in range(0, whole, LANES):
-            simd.store(target + 4 * at, simd.load_bf16(source + 2 * at))
-    else:
-        for at in range(0, whole, LANES):
-            simd.store(target + 4 * at, _load(source + size * at, kind))
-    if whole < count:
-        # A vector load would read past the end of the cache's last row.
-        _clear(stage, LANES)
-        simd.copy_bytes(stage, source + size * whole, size * (count - whole))
-        simd.store(target + 4 * whole, _load(stage, kind))
+    size = size_of(kind)
+    for at in range(0, count, LANES):
+        simd.store(target + 4 * at, load_numbers(source + size * at, kind, count - at))
 
 
 @helper
-def _narrow_quotient(source: int, divisor: simd.Vector, kind: int, count: int, target: int, stage: int) -> None:
+def _narrow_quotient(source: int, divisor: simd.Vector, kind: int, count: int, target: int) -> None:
     """``source / divisor``, rounded once to ``kind``."""
-    size = 4 if kind == FLOAT32 else 2
-    whole = count // LANES * LANES
-    for at in range(0, whole, LANES):
-        _store(target + size * at, simd.div(simd.load(source + 4 * at), divisor), kind)
-    if whole < count:
-        _store(stage, simd.div(simd.load(source + 4 * whole), divisor), kind)
-        simd.copy_bytes(target + size * whole, stage, size * (count - whole))
-
-
-@helper
-def _load(address: int, kind: int) -> simd.Vector:
-    if kind == FLOAT32:
-        return simd.load(address)
-    if kind == BFLOAT16:
-        return simd.load_bf16(address)
-    return simd.load_f16(address)
-
-
-@helper
-def _store(address: int, value: simd.Vector, kind: int) -> None:
-    if kind == FLOAT32:
-        simd.store(address, value)
-    elif kind == BFLOAT16:
-        simd.store_bf16(address, value)
-    else:
-        simd.store_f16(address, value)
+    size = size_of(kind)
+    for at in range(0, count, LANES):
+        store_numbers(target + size * at, simd.div(simd.load(source + 4 * at), divisor), kind, count - at)
 
 
 @helper

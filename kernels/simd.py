@@ -7,6 +7,7 @@ CPU has (one AVX-512 register, two AVX2, four NEON).
 Addresses are integers (``Tensor.data_ptr()`` plus bytes). Nothing is bounds-checked: hosts check before they call.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -140,12 +141,42 @@ def _fetch_add(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.atomic_rmw("add", builder.inttoptr(address, _I64.as_pointer()), ir.Constant(_I64, 1), "seq_cst")
 
 
+def _load_part(load_whole: _Emit, number_bytes: int) -> _Emit:
+    """The first ``count`` lanes from memory, zeros in the others, without reading past them."""
+
+    def emit(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> ir.Value:
+        stage = cgutils.alloca_once(builder, _V_F32)
+        builder.store(_constant(0.0, _V_F32), stage)
+        stage = builder.ptrtoint(stage, _I64)
+        _copy_bytes(builder, stage, address, builder.mul(count, ir.Constant(_I64, number_bytes)))
+        return load_whole(builder, stage)
+
+    return emit
+
+
+def _store_part(store_whole: _Emit, number_bytes: int) -> _Emit:
+    """The first ``count`` lanes to memory, nothing past them."""
+
+    def emit(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, count: ir.Value) -> None:
+        stage = builder.ptrtoint(cgutils.alloca_once(builder, _V_F32), _I64)
+        store_whole(builder, stage, value)
+        _copy_bytes(builder, address, stage, builder.mul(count, ir.Constant(_I64, number_bytes)))
+
+    return emit
+
+
 load: Any = _operation(_load_as(_V_F32, 4), float32x16, types.int64)
 load_bf16: Any = _operation(_load_bf16, float32x16, types.int64)
 load_f16: Any = _operation(_load_f16, float32x16, types.int64)
 store: Any = _operation(_store_as(_V_F32, 4), types.void, types.int64, float32x16)
 store_bf16: Any = _operation(_store_bf16, types.void, types.int64, float32x16)
 store_f16: Any = _operation(_store_f16, types.void, types.int64, float32x16)
+load_part: Any = _operation(_load_part(_load_as(_V_F32, 4), 4), float32x16, types.int64, types.int64)
+load_part_bf16: Any = _operation(_load_part(_load_bf16, 2), float32x16, types.int64, types.int64)
+load_part_f16: Any = _operation(_load_part(_load_f16, 2), float32x16, types.int64, types.int64)
+store_part: Any = _operation(_store_part(_store_as(_V_F32, 4), 4), types.void, types.int64, float32x16, types.int64)
+store_part_bf16: Any = _operation(_store_part(_store_bf16, 2), types.void, types.int64, float32x16, types.int64)
+store_part_f16: Any = _operation(_store_part(_store_f16, 2), types.void, types.int64, float32x16, types.int64)
 load_scalar: Any = _operation(_load_as(_F32, 4), types.float32, types.int64)
 store_scalar: Any = _operation(_store_as(_F32, 4), types.void, types.int64, types.float32)
 load_i32: Any = _operation(_sign_extended(_I32, 4), types.int64, types.int64)
@@ -191,19 +222,41 @@ _EXP2 = [1.0, 0.6931471805599453, 0.24022650695910072, 0.05550410866482158]
 _EXP2 += [0.009618129107628477, 0.0013333558146428443, 0.00015403530393381608]
 
 
-def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2^x for x up to 127; exactly 1 at 0, exactly 0 below -126 (no denormals), NaN at NaN."""
-    tiny = builder.fcmp_ordered("<", x, _constant(-126.0, _V_F32))
-    x = builder.select(tiny, _constant(-126.0, _V_F32), x)
-    magic = _constant(12582912.0, _V_F32)  # 1.5 * 2^23: adding it rounds x to an integer, left in the low bits
-    shifted = builder.fadd(x, magic)
-    fraction = builder.fsub(x, builder.fsub(shifted, magic))
+_MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds a float32 to an integer, left in the low bits
+_LOG2_E = 1.4426950408889634
+_LOG2_E_LOW = 1.925963033500231e-08  # what float32 loses of it
+
+
+def _power_of_two(builder: ir.IRBuilder, shifted: ir.Value, fraction: ir.Value) -> ir.Value:
+    """2^(n + fraction), n the integer in the low bits of ``shifted``, -126 to 128 (infinity)."""
     power = _constant(_EXP2[-1], _V_F32)
     for coefficient in reversed(_EXP2[:-1]):
         power = _fma(builder, power, fraction, _constant(coefficient, _V_F32))
     exponent = builder.shl(builder.bitcast(shifted, _V_I32), _constant(23, _V_I32))
     scale = builder.bitcast(builder.add(exponent, _constant(127 << 23, _V_I32)), _V_F32)
-    return builder.select(tiny, _constant(0.0, _V_F32), builder.fmul(power, scale))
+    return builder.fmul(power, scale)
+
+
+def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2^x for x up to 127; exactly 1 at 0, exactly 0 below -126 (no denormals), NaN at NaN."""
+    tiny = builder.fcmp_ordered("<", x, _constant(-126.0, _V_F32))
+    x = builder.select(tiny, _constant(-126.0, _V_F32), x)
+    shifted = builder.fadd(x, _constant(_MAGIC, _V_F32))
+    fraction = builder.fsub(x, builder.fsub(shifted, _constant(_MAGIC, _V_F32)))
+    return builder.select(tiny, _constant(0.0, _V_F32), _power_of_two(builder, shifted, fraction))
+
+
+def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """e^x within two units in the last place; 0 below -87, infinity above 88.4, NaN at NaN."""
+    tiny = builder.fcmp_ordered("<", x, _constant(-87.0, _V_F32))
+    huge = builder.fcmp_ordered(">", x, _constant(88.4, _V_F32))
+    x = builder.select(builder.or_(tiny, huge), _constant(0.0, _V_F32), x)
+    shifted = _fma(builder, x, _constant(_LOG2_E, _V_F32), _constant(_MAGIC, _V_F32))
+    whole = builder.fsub(shifted, _constant(_MAGIC, _V_F32))
+    fraction = _fma(builder, x, _constant(_LOG2_E, _V_F32), builder.fneg(whole))
+    fraction = _fma(builder, x, _constant(_LOG2_E_LOW, _V_F32), fraction)
+    power = builder.select(tiny, _constant(0.0, _V_F32), _power_of_two(builder, shifted, fraction))
+    return builder.select(huge, _constant(math.inf, _V_F32), power)
 
 
 _V = float32x16
@@ -218,6 +271,7 @@ keep_first: Any = _operation(_keep_first, _V, _V, types.int64, types.float32)
 sum_lanes: Any = _operation(_fold(lambda builder, a, b: builder.fadd(a, b)), types.float32, _V)
 max_lanes: Any = _operation(_fold(_maximum), types.float32, _V)
 exp2: Any = _operation(_exp2, _V, _V)
+exp: Any = _operation(_exp, _V, _V)
 bf16_rounded: Any = _operation(_bf16_rounded, _V, _V)
 f16_rounded: Any = _operation(_f16_rounded, _V, _V)
 

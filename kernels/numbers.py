@@ -1,0 +1,49 @@
+"""Reading and writing a tensor's numbers as float32 lanes, whatever they are stored as; for CPU kernels."""
+
+from tightwire.kernels import simd
+from tightwire.kernels.jit import helper
+from tightwire.kernels.simd import BFLOAT16, FLOAT32, LANES
+
+
+@helper
+def size_of(kind: int) -> int:
+    return 4 if kind == FLOAT32 else 2
+
+
+@helper
+def load_numbers(address: int, kind: int, count: int) -> simd.Vector:
+    """Up to sixteen numbers; lanes from ``count`` on are zero, and nothing past the last number is read."""
+    if kind == BFLOAT16:
+        return simd.load_bf16(address) if count >= LANES else simd.load_part_bf16(address, count)
+    if kind == FLOAT32:
+        return simd.load(address) if count >= LANES else simd.load_part(address, count)
+    return simd.load_f16(address) if count >= LANES else simd.load_part_f16(address, count)
+
+
+@helper
+def store_numbers(address: int, value: simd.Vector, kind: int, count: int) -> None:
+    """Up to sixteen numbers, rounded to nearest even; nothing past ``count`` is written."""
+    if kind == BFLOAT16:
+        if count >= LANES:
+            simd.store_bf16(address, value)
+        else:
+            simd.store_part_bf16(address, value, count)
+    elif kind == FLOAT32:
+        if count >= LANES:
+            simd.store(address, value)
+        else:
+            simd.store_part(address, value, count)
+    elif count >= LANES:
+        simd.store_f16(address, value)
+    else:
+        simd.store_part_f16(address, value, count)
+
+
+@helper
+def rounded(value: simd.Vector, kind: int) -> simd.Vector:
+    """What storing and loading would give: torch rounds after every operation on a 16-bit tensor."""
+    if kind == BFLOAT16:
+        return simd.bf16_rounded(value)
+    if kind == FLOAT32:
+        return value
+    return simd.f16_rounded(value)
