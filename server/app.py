@@ -1,0 +1,42 @@
+"""The HTTP application: routers, the error envelope, the key, the request id. No engine, no processes, no globals."""
+
+from fastapi import FastAPI
+
+from tightwire import __version__
+from tightwire.server.auth import RequireKey
+from tightwire.server.config import HttpOptions
+from tightwire.server.engine_client import EngineClient
+from tightwire.server.errors import install_error_handlers
+from tightwire.server.metrics import Metrics
+from tightwire.server.openapi import make_openapi
+from tightwire.server.request_id import RequestId
+from tightwire.server.routes.chat import chat_router
+from tightwire.server.routes.completions import completions_router
+from tightwire.server.routes.models import models_router
+from tightwire.server.routes.observe import observe_router
+from tightwire.server.routes.tokenize import tokenize_router
+from tightwire.server.served_model import ModelSlot
+from tightwire.server.serving import Serving
+
+_DESCRIPTION = "The OpenAI dialect over one Llama, split over ranks. Every error is an ErrorBody."
+
+
+def make_app(*, engine: EngineClient, slot: ModelSlot, http: HttpOptions) -> FastAPI:
+    """The application for one engine.
+
+    Args:
+        slot: filled with the model's facts and tokenizer once they are there; until then (and while ``engine.state``
+            says loading) the process is live but not ready, and the API answers 503.
+    """
+    serving = Serving(engine=engine, slot=slot, http=http, metrics=Metrics(lambda: engine.stats))
+    app = FastAPI(
+        title="Tightwire", version=__version__, description=_DESCRIPTION, redirect_slashes=False, redoc_url=None
+    )
+    for make_router in (chat_router, completions_router, models_router, tokenize_router, observe_router):
+        app.include_router(make_router(serving))
+    app.openapi = make_openapi(app, closed=http.api_key is not None)
+    install_error_handlers(app)
+    if http.api_key is not None:
+        app.add_middleware(RequireKey, api_key=http.api_key)
+    app.add_middleware(RequestId)  # the last one added is the outermost
+    return app

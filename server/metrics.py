@@ -1,0 +1,123 @@
+"""What Prometheus reads: latencies observed where they happen, engine gauges read from its newest counters.
+
+Each app has a registry of its own, so two apps in one process (tests) do not meet.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from tightwire.server.messages import EngineStats
+
+# Seconds. A laptop takes 0.1 s per token and a minute per answer; a GPU is a hundred times faster.
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
+_REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400)
+
+
+class Metrics:
+    """``outcome`` of a sequence: stop, length, cancelled, error, or refused (queue full, not ready)."""
+
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        self.registry = CollectorRegistry()
+        self.time_to_first_token = self._histogram(
+            "tightwire_time_to_first_token_seconds", "From the request's arrival to its first token", _REQUEST_BUCKETS
+        )
+        self.inter_token_latency = self._histogram(
+            "tightwire_inter_token_latency_seconds", "Between one token of a sequence and the next", _TOKEN_BUCKETS
+        )
+        self.e2e_latency = self._histogram(
+            "tightwire_e2e_request_latency_seconds", "From the request's arrival to its last token", _REQUEST_BUCKETS
+        )
+        self.queue_time = self._histogram(
+            "tightwire_queue_seconds", "From arrival at the engine to the first scheduled step", _REQUEST_BUCKETS
+        )
+        self.requests = Counter(
+            "tightwire_requests", "Sequences ended, by outcome", ["outcome"], registry=self.registry
+        )
+        for outcome in ("stop", "length", "cancelled", "error", "refused"):
+            self.requests.labels(outcome)  # present from the start, so that a rate can be taken
+        self.registry.register(_EngineCollector(stats))
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type, as the scraper's Accept header wants it."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, help, buckets=buckets, registry=self.registry)
+
+
+class SequenceTimer:
+    """Observes one sequence from arrival to end; ``end`` counts once, the first outcome stands."""
+
+    def __init__(self, metrics: Metrics, arrived_s: float) -> None:
+        self._metrics = metrics
+        self._arrived_s = arrived_s  # on the clock of time.monotonic
+        self._last_token_s: float | None = None
+        self._ended = False
+
+    def saw_tokens(self, count: int, queue_s: float | None) -> None:
+        now_s = time.monotonic()
+        if queue_s is not None:
+            self._metrics.queue_time.observe(queue_s)
+        if not count:
+            return
+        if self._last_token_s is None:
+            self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
+        else:
+            self._metrics.inter_token_latency.observe((now_s - self._last_token_s) / count)
+        self._last_token_s = now_s
+
+    def end(self, outcome: str) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._metrics.requests.labels(outcome).inc()
+        if outcome in ("stop", "length"):
+            self._metrics.e2e_latency.observe(time.monotonic() - self._arrived_s)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's counters when scraped; an engine before its first step is at zero."""
+
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats() or EngineStats(
+            num_running=0,
+            num_waiting=0,
+            num_blocks=0,
+            num_free_blocks=0,
+            num_steps=0,
+            num_preemptions=0,
+            num_prompt_tokens=0,
+            num_generation_tokens=0,
+        )
+        used = (stats.num_blocks - stats.num_free_blocks) / stats.num_blocks if stats.num_blocks else 0.0
+        yield GaugeMetricFamily("tightwire_requests_running", "Sequences in the running batch", stats.num_running)
+        yield GaugeMetricFamily("tightwire_requests_waiting", "Sequences waiting for a place", stats.num_waiting)
+        yield GaugeMetricFamily("tightwire_kv_cache_usage_ratio", "KV cache blocks in use, 0 to 1", used)
+        yield CounterMetricFamily("tightwire_engine_steps", "Forward passes", stats.num_steps)
+        yield CounterMetricFamily("tightwire_prompt_tokens", "Prompt tokens computed", stats.num_prompt_tokens)
+        yield CounterMetricFamily("tightwire_generation_tokens", "Tokens sampled", stats.num_generation_tokens)
+        yield CounterMetricFamily(
+            "tightwire_preemptions", "Sequences put back for want of blocks", stats.num_preemptions
+        )
+        yield from _comm_metrics(stats)
+
+
+def _comm_metrics(stats: EngineStats) -> Iterator[Metric]:
+    labels = ["op", "algorithm", "phase"]
+    seconds = SummaryMetricFamily("tightwire_comm_seconds", "Time of rank 0 in collectives, and calls", labels=labels)
+    sent = CounterMetricFamily("tightwire_comm_bytes", "Bytes rank 0 sent in collectives", labels=labels)
+    for count in stats.comm:
+        values = [count.op, count.algorithm, count.phase]
+        seconds.add_metric(values, count_value=count.calls, sum_value=count.seconds)
+        sent.add_metric(values, count.bytes_sent)
+    yield seconds
+    yield sent
