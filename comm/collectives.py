@@ -19,6 +19,6 @@ def all_gather(group: Group, x: Tensor) -> list[Tensor]:
     transport, ledger = group.transport, group.ledger
     sent_before = transport.bytes_sent
     ledger.begin("all_gather", "direct", x.nbytes)
-    received = transport.gather(x.reshape(-1).view(torch.uint8))
+    received = transport.gather(x.contiguous().view(-1).view(torch.uint8))
     ledger.end(transport.bytes_sent - sent_before)
     return [buf.view(x.dtype).view(x.shape) for buf in received]

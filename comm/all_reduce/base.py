@@ -40,7 +40,7 @@ class BaseAllReduce(ABC):
         transport, ledger = self._transport, self._ledger
         sent_before = transport.bytes_sent
         ledger.begin("all_reduce", self.name, x.nbytes)
-        sum_N = self._reduce(x.reshape(-1))
+        sum_N = self._reduce(x.contiguous().view(-1))
         ledger.end(transport.bytes_sent - sent_before)
         return sum_N.view(x.shape)
 

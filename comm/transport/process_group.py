@@ -42,6 +42,7 @@ class ProcessGroupTransport(Transport):
         self._timeout_s = timeout_s
         self._describe = describe
         self._others = [(rank + i) % world_size for i in range(1, world_size)]
+        self._peer: int | None = None  # whom the wait under way is for, when it is for one rank
         self._failure: CommError | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -55,20 +56,25 @@ class ProcessGroupTransport(Transport):
         return result
 
     def close(self) -> None:
-        """Drop the connections; a collective of another rank that waits for this one fails at once."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.shutdown()
+        """Drop the connections; a collective of another rank that waits for this one fails at once.
+
+        Gloo closes its sockets when the object goes and in no other way (its abort and shutdown do nothing, torch
+        2.13), so nothing else may hold on to it.
+        """
+        self._group = None
 
     def _open_group(self) -> Any:
         if self._group is None:
             raise self._failure or CommError(f"rank {self.rank}: this group is closed")
         return self._group
 
-    def _failed(self, error: RuntimeError, peer: int | None = None) -> CommError:
-        """The error that names the ranks at fault, for a library ``error`` while waiting for ``peer`` (if known)."""
+    def _failed(self, error: RuntimeError) -> CommError:
+        """The error that names the ranks at fault, for a library ``error``."""
         if isinstance(error, CommError):
             return error
+        # The frames in the traceback hold the operations under way, and those the group that is to go.
+        error.__traceback__ = None
+        peer = self._peer
         doing = self._describe() or "a barrier"
         own = Note(
             timed_out=_is_timeout(error), missed=() if peer is None else (peer,), doing=f"rank {self.rank} in {doing}"
@@ -139,21 +145,24 @@ class GlooTransport(ProcessGroupTransport):
             self.bytes_sent += buf.numel()
 
     def _send_recv(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
-        """All at once, receives posted first; empty messages are not sent, as both sides know their size."""
-        peer: int | None = None
         try:
-            group = self._open_group()
-            works: list[tuple[int, Work]] = []
-            for peer, buf in receives:
-                if buf.numel():
-                    works.append((peer, group.recv([buf], peer, 0)))
-            for peer, buf in sends:
-                if buf.numel():
-                    works.append((peer, group.send([buf], peer, 0)))
-            for peer, work in works:  # noqa: B007, the except clause names it
-                work.wait()
+            self._transfer(sends, receives)
         except RuntimeError as error:
-            raise self._failed(error, peer) from error
+            raise self._failed(error) from error
+
+    def _transfer(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
+        """All at once, receives posted first; empty messages are not sent, as both sides know their size."""
+        group = self._open_group()
+        works: list[tuple[int, Work]] = []
+        for self._peer, buf in receives:
+            if buf.numel():
+                works.append((self._peer, group.recv([buf], self._peer, 0)))
+        for self._peer, buf in sends:
+            if buf.numel():
+                works.append((self._peer, group.send([buf], self._peer, 0)))
+        for self._peer, work in works:
+            work.wait()
+        self._peer = None
 
 
 class NcclTransport(ProcessGroupTransport):
@@ -162,6 +171,11 @@ class NcclTransport(ProcessGroupTransport):
     So a rank that never comes is not seen here but by NCCL's watchdog, which ends the process after the group's
     timeout and logs the collective; the launcher sees the process die.
     """
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.shutdown()
+        super().close()
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
         own_bytes = slices[self.rank].numel()
