@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightwire.kernels.attention_cpu import paged_attention_cpu
+from tightwire.kernels.attention_cpu import paged_attention_cpu, write_kv_cpu
 
 
 def write_kv_reference(
@@ -70,7 +70,19 @@ def _sequence_and_position(lens_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_kv(k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor) -> None:
-    write_kv_reference(k_TKE, v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
+    """Store this step's keys and values in the cache at their slots, in place.
+
+    Args:
+        k_TKE, v_TKE: (T, K, E) in the cache's dtype; may be views into a wider matrix as long as E is contiguous.
+        slot_T: (T,) int32, block * P + offset within the block.
+    Raises:
+        ValueError: on CPU, shapes or dtypes that do not fit together, or a slot outside the cache (what came before
+            it is written).
+    """
+    if k_cache_NKPE.device.type != "cpu":
+        write_kv_reference(k_TKE, v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
+    else:
+        write_kv_cpu(k_TKE, v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
 
 
 def paged_attention(

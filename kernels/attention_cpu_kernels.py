@@ -52,6 +52,41 @@ def _padded(head_dim: int) -> int:
     return -(-head_dim // LANES) * LANES
 
 
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def write_slots(
+    k: int,
+    k_token_stride: int,
+    k_head_stride: int,
+    v: int,
+    v_token_stride: int,
+    v_head_stride: int,
+    k_cache: int,
+    v_cache: int,
+    cache_block_stride: int,
+    slots: int,
+    num_tokens: int,
+    num_blocks: int,
+    num_kv_heads: int,
+    tokens_per_block: int,
+    head_bytes: int,
+) -> int:
+    """Copy each token's heads to its slot; returns minus one, or the first token whose slot is not in the cache."""
+    for token in range(num_tokens):
+        slot = simd.load_i32(slots + 4 * token)
+        if slot < 0 or slot >= num_blocks * tokens_per_block:
+            return token
+        block = slot // tokens_per_block
+        target = block * cache_block_stride + (slot - block * tokens_per_block) * head_bytes
+        for head in range(num_kv_heads):
+            place = target + head * tokens_per_block * head_bytes
+            simd.copy_bytes(k_cache + place, k + token * k_token_stride + head * k_head_stride, head_bytes)
+            simd.copy_bytes(v_cache + place, v + token * v_token_stride + head * v_head_stride, head_bytes)
+    return -1
+
+
 # --- planning -------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,9 @@ from functools import cache
 
 import torch
 
+# Some 50 us of the row kernels' work, above what waking a helper costs.
+_CHUNK_ELEMS = 1 << 17
+
 
 def run_on_threads(work: Callable[[], None], max_threads: int) -> None:
     """Call ``work`` in this thread and, at once, in up to ``max_threads - 1`` helpers; return when all are done.
@@ -32,6 +35,24 @@ def run_on_threads(work: Callable[[], None], max_threads: int) -> None:
         for helper in helpers:
             if not helper.cancel():
                 helper.result()
+
+
+def run_on_rows(run: Callable[[int, int], None], num_rows: int, row_elems: int) -> None:
+    """Call ``run(start, stop)`` over all rows, in this thread when they are few, else in chunks on several.
+
+    Rows must be independent of each other, so that the cut changes nothing but the time.
+    """
+    if num_rows * row_elems <= _CHUNK_ELEMS or torch.get_num_threads() == 1:
+        run(0, num_rows)
+        return
+    chunk_rows = max(1, _CHUNK_ELEMS // row_elems)
+    starts = iter(range(0, num_rows, chunk_rows))  # shared: taking from a range's iterator is atomic
+
+    def take_chunks() -> None:
+        for start in starts:
+            run(start, min(start + chunk_rows, num_rows))
+
+    run_on_threads(take_chunks, -(-num_rows // chunk_rows))
 
 
 @cache
