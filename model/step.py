@@ -7,7 +7,7 @@ int32 bytes, because a list of a few thousand Python ints costs more to encode t
 import msgspec
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One forward pass over B sequences, T new tokens in all, packed without padding.
 
     Rows are ordered by sequence; a sequence's new tokens are the last ``query_lens[b]`` of its ``context_lens[b]``.

@@ -27,7 +27,7 @@ Fields = Mapping[str, Field[Any]]
 
 _CLASSES = {"model": ModelOptions, "parallel": ParallelOptions, "engine": EngineOptions, "http": HttpOptions}
 ALL_GROUPS = tuple(_CLASSES)
-_POSITIONAL = "model"  # written without a flag: `tightwire serve MODEL`
+_MODEL_ARGUMENT = "model_argument"  # the model written without its flag: `tightwire serve MODEL`
 
 
 def fields_of(groups: Iterable[str]) -> dict[str, Field[Any]]:
@@ -35,15 +35,22 @@ def fields_of(groups: Iterable[str]) -> dict[str, Field[Any]]:
     return {name: field for name, (group, field) in option_fields().items() if group in groups}
 
 
-def make_parser(verb: str, description: str, groups: Sequence[str] = ALL_GROUPS) -> argparse.ArgumentParser:
-    """A parser with every option of ``groups`` and ``--config``; the caller may add arguments of its own verb."""
+def make_parser(
+    verb: str, description: str, groups: Sequence[str] = ALL_GROUPS, *, argument: str = "[MODEL]"
+) -> argparse.ArgumentParser:
+    """A parser with every option of ``groups`` and ``--config``.
+
+    ``argument`` is what is written without a flag: ``[MODEL]``, or one that the caller adds, such as ``PROMPT``.
+    """
     parser = argparse.ArgumentParser(
         prog=f"tightwire {verb}",
-        usage=f"tightwire {verb} [MODEL] [--FLAG VALUE ...] [--config FILE]",
+        usage=f"tightwire {verb} {argument} [--FLAG VALUE ...] [--config FILE]",
         description=description,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
+    if argument == "[MODEL]":
+        parser.add_argument(_MODEL_ARGUMENT, nargs="?", metavar="MODEL", help="the same as --model MODEL")
     for group in groups:
         add_flags(parser.add_argument_group(group, _CLASSES[group].__doc__), fields_of([group]))
     parser.add_argument(
@@ -60,6 +67,10 @@ def parse(
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         parser.error(f"unknown argument {unknown[0]!r}{_nearest(unknown[0].split('=')[0], flags)}")
+    if _MODEL_ARGUMENT in args:
+        if "model" in args:
+            parser.error(f"two models given: {args.model_argument} and --model {args.model}")
+        args.model = args.model_argument
     fields = fields_of(groups)
     try:
         values = read_yaml(args.config, fields) if "config" in args else {}
@@ -85,9 +96,7 @@ def add_flags(parser: argparse._ActionsContainer, fields: Fields) -> None:
     """One argument per field; one that is not given leaves no trace in the result, so that a file can fill it."""
     for name, field in fields.items():
         kind, _ = _kind(field)
-        if name == _POSITIONAL:
-            parser.add_argument(name, nargs="?", metavar="MODEL", help=_help(field), default=argparse.SUPPRESS)
-        elif kind is bool:
+        if kind is bool:
             parser.add_argument(
                 _flag(name), action=argparse.BooleanOptionalAction, help=_help(field), default=argparse.SUPPRESS
             )

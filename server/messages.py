@@ -28,8 +28,12 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave the loop and exit 0."""
 
 
+class StopFollowing(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``Stop`` for a follower, in the array form of ``StepPlan``, because a union cannot mix the two forms."""
+
+
 ToEngine = AddRequest | CancelRequest | Stop
-ToFollower = StepPlan | Stop
+ToFollower = StepPlan | StopFollowing
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -127,12 +131,16 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """This rank cannot go on; it exits after sending this."""
+    """This rank cannot go on; it exits after sending this.
+
+    ``symptom``: it failed for want of another rank, whose own report says more.
+    """
 
     rank: int
     doing: str
     message: str
     traceback: str
+    symptom: bool = False
 
 
 FromRank = StepResult | Stage | Ready | Heartbeat | Failed

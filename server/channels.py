@@ -1,0 +1,40 @@
+"""The zmq sockets between the processes of one server: every process binds one inbox, the others connect to it.
+
+Addresses are abstract Unix sockets with random names, so two servers never meet and a crash leaves no file behind.
+"""
+
+import os
+import secrets
+from typing import Any, TypeVar
+
+import zmq
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def make_address(name: str) -> str:
+    """A fresh address, unknown to any other server; ``name`` is for whoever lists the machine's sockets."""
+    return f"ipc://@tightwire-{secrets.token_hex(8)}-{name}"
+
+
+def connect_sender(context: Context, address: str) -> zmq.Socket[bytes]:
+    """A socket whose messages wait for the receiver, however late it binds; sending never blocks."""
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, 10)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(address)
+    return socket
+
+
+_AnySocket = TypeVar("_AnySocket", bound=zmq.Socket[Any])
+
+
+def bind_receiver(context: zmq.Context[_AnySocket], address: str) -> _AnySocket:
+    """An inbox that takes messages from this user's processes alone: abstract sockets have no file permissions."""
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+    socket.bind(address)
+    return socket

@@ -1,0 +1,96 @@
+"""The verbs ``serve``, ``generate`` and ``pull``: arguments in, exit code out; what is heavy is imported when needed.
+
+Ranks are started before this process imports anything heavy itself, so that their imports and ours overlap.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from tightwire.server.flags import make_parser, parse
+
+_OFFLINE_GROUPS = ("model", "parallel", "engine")
+
+
+def serve(argv: Sequence[str]) -> int:
+    """``tightwire serve``: exit code 0 after a signal, 1 when a rank was lost, 2 when refused."""
+    parser = make_parser("serve", "Serve a model over the OpenAI HTTP API, split over rank processes.")
+    config, _ = parse(parser, argv)
+    listening = importlib.import_module("tightwire.server.listener")
+    try:
+        listener = listening.open_listener(config.http)
+    except listening.PortTakenError as error:
+        return _refuse("serve", error)
+    with listener, importlib.import_module("tightwire.server.ranks").Ranks(config.parallel.tp) as ranks:
+        progress = importlib.import_module("tightwire.server.progress").make_progress(config.parallel.tp)
+        return importlib.import_module("tightwire.server.launch").serve(config, listener, ranks, progress)
+
+
+def generate(argv: Sequence[str]) -> int:
+    """``tightwire generate``: the text on standard output, everything else on standard error; codes as ``serve``."""
+    parser = make_parser(
+        "generate", "Continue one prompt on the terminal, without a server.", _OFFLINE_GROUPS, argument="PROMPT"
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue, as it is: no chat template")
+    parser.add_argument(
+        "--max-tokens", type=_at_least(1, int), default=128, metavar="N", help="tokens to add (default: 128)"
+    )
+    parser.add_argument(
+        "--temperature", type=_at_least(0, float), default=0.0, metavar="T", help="0: always the likeliest (default: 0)"
+    )
+    config, args = parse(parser, argv, _OFFLINE_GROUPS)
+    with importlib.import_module("tightwire.server.ranks").Ranks(config.parallel.tp) as ranks:
+        progress = importlib.import_module("tightwire.server.progress").make_progress(config.parallel.tp)
+        try:
+            return importlib.import_module("tightwire.server.offline").generate(
+                config,
+                ranks,
+                progress,
+                prompt=args.prompt,
+                max_tokens=args.max_tokens,
+                temperature=args.temperature,
+            )
+        except KeyboardInterrupt:
+            return 130
+
+
+def pull(argv: Sequence[str]) -> int:
+    """``tightwire pull``: the file's path on standard output; 1 when it cannot be fetched."""
+    catalog = importlib.import_module("tightwire.model.catalog")
+    parser = argparse.ArgumentParser(prog="tightwire pull", description="Fetch a known model into the cache folder.")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default="smollm2-135m",
+        choices=sorted(catalog.CATALOG),
+        metavar="NAME",
+        help=f"one of {', '.join(sorted(catalog.CATALOG))} (default: %(default)s)",
+    )
+    name = parser.parse_args(argv).name
+    progress = importlib.import_module("tightwire.server.progress").make_progress(1)
+    try:
+        path = catalog.pull(name, progress=lambda fraction: progress.fetching(name, fraction))
+    except ValueError as error:
+        return _refuse("pull", error, exit_code=1)
+    finally:
+        progress.close()
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _refuse(verb: str, error: Exception, exit_code: int = 2) -> int:
+    sys.stderr.write(f"tightwire {verb}: {error}\n")
+    return exit_code
+
+
+def _at_least(least: float, kind: type[int] | type[float]) -> Callable[[str], float]:
+    """An argparse type for numbers not below ``least``."""
+
+    def from_text(text: str) -> float:
+        number = kind(text)
+        if not number >= least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return number
+
+    return from_text

@@ -1,0 +1,190 @@
+"""The engine as the HTTP process sees it: submits requests to rank 0 over zmq and routes its outputs to their streams.
+
+Lives on one asyncio loop. Knows nothing of processes: ``launch`` tells it when the engine is ready, draining or dead.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tightwire.server.channels import bind_receiver, connect_sender
+from tightwire.server.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
+from tightwire.server.messages import (
+    AddRequest,
+    CancelRequest,
+    EngineStats,
+    FromRank,
+    Output,
+    StepResult,
+    Stop,
+    ToEngine,
+)
+
+_Inbox = asyncio.Queue[Output | None]  # None: the engine is dead, the reason is in ``state``
+
+
+class ZmqEngineClient:
+    """Implements ``EngineClient``.
+
+    Args:
+        to_engine: address of rank 0's inbox.
+        from_ranks: address all ranks report to; bound here.
+        max_queued_requests: sequences waiting or running before new ones are refused.
+        on_report: called with everything a rank says that is not a step's result.
+    """
+
+    def __init__(
+        self,
+        *,
+        to_engine: str,
+        from_ranks: str,
+        max_queued_requests: int,
+        on_report: Callable[[FromRank], None] = lambda message: None,
+    ) -> None:
+        self._max_queued_requests = max_queued_requests
+        self._on_report = on_report
+        self._state = EngineState(phase=Phase.LOADING, reason="starting")
+        self._stats: EngineStats | None = None
+        self._live: dict[str, _Inbox | None] = {}  # None: cancelled, nobody listens any more
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._context = zmq.asyncio.Context()
+        self._receiver: zmq.asyncio.Socket = bind_receiver(self._context, from_ranks)
+        self._sender = connect_sender(zmq.Context(self._context), to_engine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._receiving: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Start to listen to the ranks; needs a running loop."""
+        self._receiving = asyncio.create_task(self._receive(), name="engine client")
+
+    def close(self) -> None:
+        """Stop listening and drop the sockets."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self._receiver.close(linger=0)
+        self._sender.close(linger=0)
+        self._context.term()
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def stats(self) -> EngineStats | None:
+        return self._stats
+
+    @property
+    def num_live(self) -> int:
+        """Sequences the engine has not finished yet."""
+        return len(self._live)
+
+    def set_phase(self, phase: Phase, reason: str = "") -> None:
+        """Say where the engine stands; ``DEAD`` ends every stream with the reason, and nothing comes after it."""
+        if self._state.phase is Phase.DEAD:
+            return
+        self._state = EngineState(phase=phase, reason=reason)
+        if phase is Phase.DEAD:
+            for inbox in filter(None, self._live.values()):
+                inbox.put_nowait(None)
+            self._live.clear()
+            self._empty.set()
+
+    def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
+        """See ``EngineClient.submit``. Refuses at once; what is accepted is sent when the first output is asked for."""
+        self._admit(requests)
+        return self._stream(requests)
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        known = [id for id in ids if id in self._live]
+        if known:
+            self._send(CancelRequest(ids=known))
+
+    def cancel_all(self) -> None:
+        """End everything that runs, as when the time for it is up."""
+        self.cancel(list(self._live))
+
+    def stop_engine(self) -> None:
+        """Ask the ranks to leave their loops and exit."""
+        self._send(Stop())
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Whether every sequence has finished within ``timeout_s``."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _admit(self, requests: Sequence[AddRequest]) -> None:
+        if self._state.phase is not Phase.READY:
+            raise _unavailable(self._state)
+        if len(self._live) + len(requests) > self._max_queued_requests:
+            raise QueueFullError(
+                f"{len(self._live)} sequences wait or run and {len(requests)} more would exceed the limit of "
+                f"{self._max_queued_requests} (--max-queued-requests); try again later"
+            )
+
+    async def _stream(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
+        self._admit(requests)
+        inbox: _Inbox = asyncio.Queue()
+        pending = {request.id for request in requests}
+        assert len(pending) == len(requests) and pending.isdisjoint(self._live), "request ids must be unique"
+        for request in requests:
+            self._live[request.id] = inbox
+            self._send(request)
+        self._empty.clear()
+        try:
+            while pending:
+                output = await inbox.get()
+                if output is None:
+                    pending.clear()
+                    raise _unavailable(self._state)
+                if output.finish_reason is not None:
+                    pending.discard(output.id)
+                yield output
+        finally:
+            self._abandon(pending)
+
+    def _abandon(self, pending: set[str]) -> None:
+        """Cancel what nobody listens to; it counts as live until the engine has let go of it."""
+        gone = [id for id in pending if id in self._live]
+        for id in gone:
+            self._live[id] = None
+        self.cancel(gone)
+
+    def _send(self, message: ToEngine) -> None:
+        self._sender.send(self._encoder.encode(message))
+
+    async def _receive(self) -> None:
+        decoder = msgspec.msgpack.Decoder(FromRank)
+        while True:
+            message = decoder.decode(await self._receiver.recv())
+            if isinstance(message, StepResult):
+                self._stats = message.stats
+                for output in message.outputs:
+                    self._route(output)
+            else:
+                self._on_report(message)
+
+    def _route(self, output: Output) -> None:
+        inbox = self._live.get(output.id)
+        if inbox is not None:
+            inbox.put_nowait(output)
+        if output.finish_reason is not None:
+            self._live.pop(output.id, None)
+        if not self._live:
+            self._empty.set()
+
+
+def _unavailable(state: EngineState) -> EngineUnavailableError:
+    texts = {
+        Phase.LOADING: "the model is still loading",
+        Phase.DRAINING: "the server is shutting down and takes no new requests",
+        Phase.DEAD: "the engine has failed",
+    }
+    text = texts.get(state.phase, "the engine is not available")
+    return EngineUnavailableError(f"{text}: {state.reason}" if state.reason else text)

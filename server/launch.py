@@ -1,0 +1,149 @@
+"""``serve``: this process becomes the HTTP process. The ranks it is given are importing their libraries meanwhile.
+
+The door opens at once, in the loading state; then the model is looked at, what will run is decided and handed to the
+ranks. Everything that can be refused is refused before weights are read (exit code 2).
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable
+
+from tightwire.server.app import make_app
+from tightwire.server.config import ServeConfig
+from tightwire.server.engine_client import Phase
+from tightwire.server.http_server import HttpServer
+from tightwire.server.listener import url_of
+from tightwire.server.progress import Progress
+from tightwire.server.rank_setup import RankWork
+from tightwire.server.ranked_engine import RankedEngine, RankFailedError
+from tightwire.server.ranks import Ranks
+from tightwire.server.run_plan import Decision, prepare
+from tightwire.server.served_model import ModelInfo, ModelSlot
+
+# After a rank failed: the time in which /health says why, before this process ends.
+_LAST_WORDS_S = 1.0
+_CANCELLED_S = 2.0  # for cancelled requests to reach their clients
+
+
+def serve(config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: Progress) -> int:
+    """Serve until a signal (exit code 0), a refusal (2) or the loss of a rank (1)."""
+    return asyncio.run(_Server(config, listener, ranks, progress).run())
+
+
+class _StoppedError(Exception):
+    """A signal came before the model was ready."""
+
+
+class _Server:
+    """One life: load, serve, drain or fail."""
+
+    def __init__(self, config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: Progress) -> None:
+        self._config, self._listener, self._ranks, self._progress = config, listener, ranks, progress
+        self._slot = ModelSlot()
+        self._started_s = time.monotonic()
+
+    async def run(self) -> int:
+        self._stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        async with RankedEngine(self._config, self._ranks, self._progress) as engine:
+            app = make_app(engine=engine.client, slot=self._slot, http=self._config.http)
+            async with HttpServer(app, self._listener):
+                return await self._run(engine)
+
+    async def _run(self, engine: RankedEngine) -> int:
+        try:
+            await self._unless_stopped(engine.guard(self._load(engine)))
+            self._progress.close()
+            await engine.guard(self._stop.wait())
+            return await self._drain(engine)
+        except _StoppedError:
+            self._progress.say("stopped before the model was ready")
+            return 0
+        except ValueError as refusal:
+            self._progress.say(f"tightwire serve: {refusal}")
+            return 2
+        except RankFailedError as failure:
+            self._progress.say(f"tightwire serve: {failure}")
+            for rank, traceback in engine.tracebacks():
+                self._progress.say(f"--- rank {rank} ---\n{traceback}")
+            if self._slot.model is not None:
+                await asyncio.sleep(_LAST_WORDS_S)
+            return 1
+        finally:
+            self._progress.close()
+
+    async def _load(self, engine: RankedEngine) -> None:
+        """Until a request would be answered.
+
+        Raises:
+            ValueError: the model or the options are refused.
+        """
+        options = self._config.model
+        checkpoint, decision = await asyncio.to_thread(prepare, self._config, self._progress)
+        self._progress.say(decision.budget.table())
+        engine.load(RankWork(location=checkpoint.location, config=self._config, plan=decision.plan))
+        tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
+        info = ModelInfo(
+            name=options.served_model_name or checkpoint.name,
+            max_model_len=decision.plan.max_model_len,
+            vocab_size=checkpoint.config.vocab_size,
+            root=checkpoint.location,
+            tp=self._config.parallel.tp,
+            allreduce=decision.plan.allreduce,
+            dtype=decision.plan.dtype,
+            default_seed=options.seed,
+        )
+        self._slot.fill(info=info, tokenizer=tokenizer)
+        await engine.wait_ready()
+        self._announce(info, decision)
+
+    def _announce(self, info: ModelInfo, decision: Decision) -> None:
+        self._progress.say(describe_layout(decision))
+        self._progress.say(
+            f"ready in {time.monotonic() - self._started_s:.1f} s at {url_of(self._listener)}: {info.name} "
+            f"(tp {info.tp}, {info.dtype} on {decision.plan.device}, allreduce {info.allreduce}, "
+            f"context {info.max_model_len}, {decision.plan.num_blocks} KV blocks of "
+            f"{self._config.engine.block_size} tokens)"
+        )
+
+    async def _unless_stopped(self, loading: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(loading)
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not task.done():
+            task.cancel()
+            raise _StoppedError
+        task.result()
+
+    async def _drain(self, engine: RankedEngine) -> int:
+        """Let what runs finish within the grace time, cancel the rest, end the ranks."""
+        client, grace_s = engine.client, self._config.http.shutdown_grace_s
+        client.set_phase(Phase.DRAINING)
+        self._progress.say(f"shutting down: {client.num_live} sequences may finish within {grace_s:g} s")
+        if not await engine.guard(client.wait_idle(grace_s)):
+            self._progress.say(f"cancelling {client.num_live} sequences that did not finish")
+            client.cancel_all()
+            await engine.guard(client.wait_idle(_CANCELLED_S))
+        await engine.stop()
+        return 0
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            self._ranks.kill()
+            os._exit(128 + number)
+        self._stop.set()
+
+
+def describe_layout(decision: Decision) -> str:
+    """What each rank holds, a line each."""
+    mlp_size = sum(len(shard.mlp_columns) for shard in decision.layout.shards)
+    return "\n".join(
+        f"rank {shard.rank}: {shard.local_heads} heads, {shard.local_kv_heads} KV heads, "
+        f"{len(shard.mlp_columns)} of {mlp_size} MLP columns, {len(shard.vocab_rows)} vocabulary rows"
+        for shard in decision.layout.shards
+    )

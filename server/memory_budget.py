@@ -1,0 +1,168 @@
+"""Whether the model fits, and how much KV cache that leaves: sums made before anything is loaded.
+
+On a CPU all ranks share the host's memory; with CUDA each rank has a device of its own. The cache has the same number
+of blocks on every rank, so the tightest pool decides.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tightwire.model.config import LlamaConfig
+from tightwire.model.layout import Layout, Shard
+from tightwire.server.config import EngineOptions
+from tightwire.server.sizes import format_bytes
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# What a process holds before it has any tensor: the interpreter, torch, numba; with CUDA its context and cuBLAS.
+_RUNTIME_BYTES = {"cpu": 300 << 20, "cuda": 1 << 30}
+# Nothing else wants the free memory of a device; on a host other programs and the page cache do.
+_CACHE_SHARE = {"cpu": 0.4, "cuda": 0.9}
+_MAX_SCORED_ROWS = 256  # of one step: ``scheduler.Limits.max_scored_rows``
+
+
+class NotEnoughMemoryError(ValueError):
+    """It does not fit; the message holds the budget as a table and what would fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """Memory that some ranks share."""
+
+    name: str
+    available_bytes: int
+    ranks: range
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBytes:
+    """What one rank needs; the cache per block."""
+
+    weights: int
+    activations: int
+    runtime: int
+    block: int
+
+    @property
+    def fixed(self) -> int:
+        return self.weights + self.activations + self.runtime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryBudget:
+    """Sizes of the cache and of everything beside it."""
+
+    ranks: tuple[RankBytes, ...]
+    pools: tuple[Pool, ...]
+    num_blocks: int
+    max_model_len: int
+
+    def table(self) -> str:
+        """One line per rank and one per pool, for people."""
+        rows: list[tuple[str, ...]] = [("rank", "weights", "KV cache", "activations", "runtime", "total")]
+        for number, rank in enumerate(self.ranks):
+            cache = rank.block * self.num_blocks
+            sizes = (rank.weights, cache, rank.activations, rank.runtime, rank.fixed + cache)
+            rows.append((str(number), *map(format_bytes, sizes)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        for pool in self.pools:
+            need = sum(self.ranks[r].fixed + self.ranks[r].block * self.num_blocks for r in pool.ranks)
+            lines.append(f"{pool.name}: {format_bytes(need)} of {format_bytes(pool.available_bytes)} available")
+        return "\n".join(lines)
+
+
+def make_budget(
+    config: LlamaConfig, layout: Layout, options: EngineOptions, *, dtype: str, device: str, pools: Sequence[Pool]
+) -> MemoryBudget:
+    """Decide the number of cache blocks and the longest sequence.
+
+    Raises:
+        NotEnoughMemoryError: weights, cache or the longest sequence do not fit.
+        ValueError: --max-model-len beyond what the model was trained for.
+    """
+    longest = options.max_model_len or config.max_positions
+    if longest > config.max_positions:
+        raise ValueError(
+            f"--max-model-len {longest} exceeds the model's context of {config.max_positions} tokens; "
+            f"ask for at most {config.max_positions}"
+        )
+    ranks = tuple(rank_bytes(config, shard, options, dtype, device) for shard in layout.shards)
+    blocks_per_sequence = math.ceil(longest / options.block_size)
+    fitting = min(_fitting_blocks(ranks, pool) for pool in pools)
+    if options.kv_cache_memory is not None:
+        num_blocks = options.kv_cache_memory // sum(rank.block for rank in ranks)
+    else:
+        share = int(fitting * _CACHE_SHARE[device])
+        num_blocks = min(options.max_num_seqs * blocks_per_sequence, max(share, min(fitting, blocks_per_sequence)))
+    max_model_len = longest if options.max_model_len else min(longest, num_blocks * options.block_size)
+    budget = MemoryBudget(ranks=ranks, pools=tuple(pools), num_blocks=num_blocks, max_model_len=max_model_len)
+    _check(budget, options, fitting)
+    return budget
+
+
+def _check(budget: MemoryBudget, options: EngineOptions, fitting: int) -> None:
+    """Refuse a budget that does not add up, with a value that would."""
+    per_block = sum(rank.block for rank in budget.ranks)
+    block_size = options.block_size
+    needed = math.ceil((options.max_model_len or 2) / block_size)
+    if fitting < 1:
+        raise _refusal(budget, "the weights do not fit; free memory, or choose a smaller model or --dtype bfloat16")
+    if budget.num_blocks > fitting:
+        raise _refusal(budget, f"the KV cache does not fit; --kv-cache-memory {_whole_mib(fitting * per_block)} does")
+    if budget.num_blocks < needed and fitting < needed:
+        fix = f"--max-model-len {fitting * block_size} does"
+        raise _refusal(budget, f"one sequence of {options.max_model_len} tokens does not fit; {fix}")
+    if budget.num_blocks < needed:
+        want = _whole_mib(needed * per_block + (1 << 20))
+        raise _refusal(
+            budget,
+            f"--kv-cache-memory {format_bytes(options.kv_cache_memory or 0)} holds {budget.num_blocks * block_size} "
+            f"tokens, less than one sequence of {needed * block_size}; give at least {want}",
+        )
+
+
+def _refusal(budget: MemoryBudget, reason: str) -> NotEnoughMemoryError:
+    return NotEnoughMemoryError(f"not enough memory: {reason}\n{budget.table()}")
+
+
+def _whole_mib(num_bytes: int) -> str:
+    return f"{num_bytes >> 20}MiB"
+
+
+def _fitting_blocks(ranks: Sequence[RankBytes], pool: Pool) -> int:
+    left = pool.available_bytes - sum(ranks[r].fixed for r in pool.ranks)
+    return max(0, left) // sum(ranks[r].block for r in pool.ranks)
+
+
+def rank_bytes(config: LlamaConfig, shard: Shard, options: EngineOptions, dtype: str, device: str) -> RankBytes:
+    """What the rank with ``shard`` will hold."""
+    elem = DTYPE_BYTES[dtype]
+    return RankBytes(
+        weights=elem * num_weights(config, shard),
+        activations=_activation_bytes(config, shard, options, elem),
+        runtime=_RUNTIME_BYTES[device],
+        block=2 * config.num_layers * shard.local_kv_heads * options.block_size * config.head_dim * elem,
+    )
+
+
+def num_weights(config: LlamaConfig, shard: Shard) -> int:
+    """Numbers in this rank's part of the model."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    qkv_rows = (shard.local_heads + 2 * shard.local_kv_heads) * head_dim
+    columns = len(shard.mlp_columns)
+    layer = hidden * (qkv_rows + shard.local_heads * head_dim + 3 * columns + 2)
+    layer += (qkv_rows + hidden) * config.attention_bias + (2 * columns + hidden) * config.mlp_bias
+    tables = 1 if config.tied_embeddings else 2
+    return config.num_layers * layer + hidden * (tables * len(shard.vocab_rows) + 1)
+
+
+def _activation_bytes(config: LlamaConfig, shard: Shard, options: EngineOptions, elem_bytes: int) -> int:
+    """The widest moment of a step: the MLP's two halves beside the residual, or the logits.
+
+    Rank 0 gathers the logits of all sequences and of a few hundred scored prompt tokens, and samples from a copy.
+    """
+    num_tokens, num_rows = options.max_num_batched_tokens, options.max_num_seqs + _MAX_SCORED_ROWS
+    layer = elem_bytes * num_tokens * (4 * config.hidden_size + 3 * len(shard.mlp_columns))
+    return layer + 4 * num_rows * (3 * config.vocab_size if shard.rank == 0 else 2 * len(shard.vocab_rows))

@@ -1,0 +1,90 @@
+"""``generate``: the ranks without the HTTP process, for one prompt; text goes to standard output as it comes."""
+
+import asyncio
+import secrets
+import sys
+from typing import TextIO
+
+from tightwire.model.sampling_params import SamplingParams
+from tightwire.model.tokenizer import Tokenizer
+from tightwire.server.config import ServeConfig
+from tightwire.server.detokenize import Detokenizer, TokenTable
+from tightwire.server.engine_client import EngineUnavailableError
+from tightwire.server.messages import AddRequest
+from tightwire.server.progress import Progress
+from tightwire.server.rank_setup import RankWork
+from tightwire.server.ranked_engine import RankedEngine, RankFailedError
+from tightwire.server.ranks import Ranks
+from tightwire.server.run_plan import prepare
+
+
+def generate(
+    config: ServeConfig,
+    ranks: Ranks,
+    progress: Progress,
+    *,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    out: TextIO = sys.stdout,
+) -> int:
+    """Continue ``prompt``. Exit code 0; 2 when refused, 1 when a rank is lost."""
+    try:
+        return asyncio.run(_generate(config, ranks, progress, prompt, max_tokens, temperature, out))
+    except ValueError as refusal:
+        progress.say(f"tightwire generate: {refusal}")
+        return 2
+    except (RankFailedError, EngineUnavailableError) as failure:
+        progress.say(f"tightwire generate: {failure}")
+        return 1
+    finally:
+        progress.close()
+
+
+async def _generate(
+    config: ServeConfig,
+    ranks: Ranks,
+    progress: Progress,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    out: TextIO,
+) -> int:
+    async with RankedEngine(config, ranks, progress) as engine:
+        checkpoint, decision = await asyncio.to_thread(prepare, config, progress)
+        engine.load(RankWork(location=checkpoint.location, config=config, plan=decision.plan))
+        tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
+        request = AddRequest(
+            id="generate",
+            prompt_token_ids=_encode(tokenizer, prompt, decision.plan.max_model_len - max_tokens),
+            params=SamplingParams(
+                max_tokens=max_tokens, temperature=temperature, seed=config.model.seed or secrets.randbits(63)
+            ),
+        )
+        await engine.wait_ready()
+        progress.close()
+        await engine.guard(_print_answer(engine, request, tokenizer, out))
+        await engine.stop()
+    return 0
+
+
+def _encode(tokenizer: Tokenizer, prompt: str, most: int) -> list[int]:
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one word")
+    if len(ids) > most:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens and --max-tokens leaves room for {most}; shorten one of them"
+        )
+    return ids
+
+
+async def _print_answer(engine: RankedEngine, request: AddRequest, tokenizer: Tokenizer, out: TextIO) -> None:
+    detokenizer = Detokenizer(TokenTable(tokenizer.backend), after_text=True)
+    async for output in engine.client.submit([request]):
+        if output.finish_reason == "error":
+            raise ValueError(output.message)
+        out.writelines(detokenizer.push(token_id) for token_id in output.token_ids)
+        out.flush()
+    out.write(detokenizer.flush() + "\n")
+    out.flush()

@@ -1,0 +1,142 @@
+"""What one rank does with its work: join the others, load its part, then take its turn in ``rank_loop``.
+
+Imports torch and everything else that is heavy; ``worker`` is the light shell around it.
+"""
+
+import resource
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.group import Group, open_process_group
+from tightwire.comm.topology import Topology
+from tightwire.model.build import build_runner
+from tightwire.model.checkpoint import Checkpoint, open_checkpoint
+from tightwire.model.layout import Layout, make_layout
+from tightwire.model.runner import ModelRunner
+from tightwire.server.memory_budget import rank_bytes
+from tightwire.server.messages import Ready
+from tightwire.server.rank_loop import Follower, Leader
+from tightwire.server.rank_setup import RankIdentity, RankWork
+from tightwire.server.reporter import Reporter
+
+# Loading has no deadline of its own (a large model on a slow disk takes what it takes): the parent ends it on failure.
+_LOAD_DEADLINE = timedelta(hours=24)
+
+
+def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
+    """Live as one rank until told to stop."""
+    with reporter.stage("open"):
+        checkpoint = open_checkpoint(work.location, work.config.model.seed)
+        layout = make_layout(checkpoint.config, identity.world_size, work.config.parallel.tp_split)
+    with reporter.stage("join"):
+        store = _open_store(identity, work.config.parallel.comm_timeout_s)
+        group = _join(identity, work, store)
+        reporter.current_collective = group.ledger.current
+    try:
+        with reporter.stage("weights") as progress:
+            runner = _load(checkpoint, layout, group, work, progress)
+        _await_others(store, identity, reporter)
+        with _take_place(identity, work, checkpoint, group, runner, reporter) as place:
+            with reporter.stage("warm-up"):
+                place.warm_up()
+            reporter.send(_ready(identity, work, checkpoint, layout, reporter))
+            place.serve()
+    finally:
+        group.close()
+
+
+def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
+    """The rendezvous store: in rank 0, on the socket its parent opened on the loopback interface."""
+    if identity.world_size == 1:
+        if identity.store_fd is not None:
+            socket.socket(fileno=identity.store_fd).close()  # nobody will ask for it
+        return HashStore()
+    timeout = timedelta(seconds=timeout_s)
+    if identity.store_fd is None:
+        return TCPStore("127.0.0.1", identity.store_port, is_master=False, timeout=timeout)
+    return TCPStore(
+        "127.0.0.1",
+        identity.store_port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=identity.store_fd,
+    )
+
+
+def _join(identity: RankIdentity, work: RankWork, store: Store) -> Group:
+    device = torch.device("cpu")
+    if work.plan.device == "cuda":
+        device = torch.device("cuda", identity.rank)
+        torch.cuda.set_device(device)
+    return open_process_group(
+        Topology(identity.rank, identity.world_size),
+        store=store,
+        device=device,
+        timeout_s=work.config.parallel.comm_timeout_s,
+    )
+
+
+def _load(
+    checkpoint: Checkpoint, layout: Layout, group: Group, work: RankWork, progress: Callable[[float], None]
+) -> ModelRunner:
+    return build_runner(
+        checkpoint.config,
+        checkpoint.reader(),
+        group,
+        layout,
+        all_reduce=work.plan.allreduce,
+        dtype=getattr(torch, work.plan.dtype),
+        max_model_len=work.plan.max_model_len,
+        num_blocks=work.plan.num_blocks,
+        block_size=work.config.engine.block_size,
+        progress=progress,
+    )
+
+
+def _await_others(store: Store, identity: RankIdentity, reporter: Reporter) -> None:
+    """Wait here, where there is no deadline, until all have loaded; a collective would give up on a slow disk."""
+    reporter.begin("waiting for the other ranks to load")
+    store.set(f"loaded/{identity.rank}", "")
+    store.wait([f"loaded/{rank}" for rank in range(identity.world_size)], _LOAD_DEADLINE)
+
+
+def _take_place(
+    identity: RankIdentity,
+    work: RankWork,
+    checkpoint: Checkpoint,
+    group: Group,
+    runner: ModelRunner,
+    reporter: Reporter,
+) -> Leader | Follower:
+    if identity.rank:
+        return Follower(runner, identity.inboxes[identity.rank], reporter)
+    return Leader(
+        runner=runner,
+        model=checkpoint.config,
+        plan=work.plan,
+        options=work.config.engine,
+        group=group,
+        inbox=identity.inboxes[0],
+        followers=identity.inboxes[1:],
+        reporter=reporter,
+    )
+
+
+def _ready(identity: RankIdentity, work: RankWork, checkpoint: Checkpoint, layout: Layout, reporter: Reporter) -> Ready:
+    options, plan = work.config.engine, work.plan
+    sizes = rank_bytes(checkpoint.config, layout.shards[identity.rank], options, plan.dtype, plan.device)
+    return Ready(
+        rank=identity.rank,
+        max_model_len=plan.max_model_len,
+        num_blocks=plan.num_blocks,
+        block_size=options.block_size,
+        weight_bytes=sizes.weights,
+        kv_cache_bytes=sizes.block * plan.num_blocks,
+        peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        seconds=dict(reporter.seconds),
+    )

@@ -1,0 +1,204 @@
+"""The loops of a loaded rank: rank 0 runs the engine and sends each step's plan to the others, which follow.
+
+A plan is sent before rank 0 runs it itself, so that all meet in the first collective. Plans are ordered and numbered;
+a follower that sees a gap stops, because from there on its cache would differ.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Self
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from tightwire.comm.group import Group
+from tightwire.model.config import LlamaConfig
+from tightwire.model.runner import ModelRunner
+from tightwire.model.sampling import Sampler
+from tightwire.model.sampling_params import SamplingParams
+from tightwire.model.step import StepPlan
+from tightwire.server.channels import bind_receiver, connect_sender
+from tightwire.server.config import EngineOptions
+from tightwire.server.engine import Engine
+from tightwire.server.messages import (
+    AddRequest,
+    CancelRequest,
+    CommCount,
+    Output,
+    Stop,
+    StopFollowing,
+    ToEngine,
+    ToFollower,
+)
+from tightwire.server.rank_setup import RunPlan
+from tightwire.server.reporter import Reporter
+from tightwire.server.scheduler import Limits
+
+_IDLE_POLL_MS = 1000  # how often an idle rank looks up; messages wake it at once
+_WARM_UP_PROMPT_TOKENS = 24
+_WARM_UP_ANSWER_TOKENS = 4
+
+
+class Leader:
+    """Rank 0: requests in, steps out to the followers, results back to the parent."""
+
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        model: LlamaConfig,
+        plan: RunPlan,
+        options: EngineOptions,
+        group: Group,
+        inbox: str,
+        followers: Sequence[str],
+        reporter: Reporter,
+    ) -> None:
+        self._runner, self._group, self._reporter = runner, group, reporter
+        self._vocab_size, self._eos_token_ids = model.vocab_size, model.eos_token_ids
+        self._limits = Limits(
+            max_model_len=plan.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            num_blocks=plan.num_blocks,
+            block_size=options.block_size,
+        )
+        self._sampler = Sampler(model.vocab_size, group.device)
+        self._context = zmq.Context()
+        self._inbox = bind_receiver(self._context, inbox)
+        self._followers = [connect_sender(self._context, address) for address in followers]
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._warm_up_counts: dict[tuple[str, str, str], tuple[int, int, float]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for socket in (self._inbox, *self._followers):
+            socket.close(linger=0)
+        self._context.term()
+
+    def warm_up(self) -> None:
+        """Answer two requests of its own, greedy and drawn: whatever is compiled or allocated lazily happens here.
+
+        Raises:
+            RuntimeError: the answer is not a text; serving it would be worse than not starting.
+        """
+        engine = self._make_engine()
+        room = self._limits.max_model_len - 1
+        prompt = [token % self._vocab_size for token in range(1, 1 + min(_WARM_UP_PROMPT_TOKENS, room))]
+        max_tokens = min(_WARM_UP_ANSWER_TOKENS, self._limits.max_model_len - len(prompt))
+        for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
+            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.9, seed=1, ignore_eos=True)
+            engine.add(AddRequest(id=f"warm-up-{name}", prompt_token_ids=prompt, params=params))
+        outputs: list[Output] = []
+        while engine.has_work():
+            outputs += engine.step().outputs
+        for output in outputs:
+            if output.finish_reason not in (None, "length"):
+                raise RuntimeError(f"the model does not answer a first request: {output.message or output}")
+        self._send_followers(StopFollowing())
+        self._warm_up_counts = {count[:3]: count[3:] for count in self._group.ledger.counts()}
+
+    def serve(self) -> None:
+        """Run steps while there is work, sleep while there is none; until told to stop."""
+        engine = self._make_engine()
+        while self._take_messages(engine):
+            if engine.has_work():
+                self._reporter.send(engine.step())
+        self._send_followers(StopFollowing())
+
+    def execute(self, plan: StepPlan) -> Tensor:
+        """The engine's runner: this rank's part of a step that the followers already have."""
+        self._reporter.begin("step", plan.index)
+        logits_RV = self._runner.execute(plan)
+        if logits_RV is None:  # a step that only fills the cache asks for no row
+            return torch.empty(0, self._vocab_size, device=self._group.device)
+        return logits_RV
+
+    def _make_engine(self) -> Engine:
+        return Engine(
+            runner=self,
+            sampler=self._sampler,
+            limits=self._limits,
+            vocab_size=self._vocab_size,
+            eos_token_ids=self._eos_token_ids,
+            broadcast=self._send_followers,
+            comm_counts=self._comm_counts,
+        )
+
+    def _take_messages(self, engine: Engine) -> bool:
+        """Hand everything that has come to the engine, waiting for it when there is nothing else to do."""
+        if not engine.has_work():
+            self._reporter.idle()
+            while not self._inbox.poll(_IDLE_POLL_MS):
+                pass
+        with contextlib.suppress(zmq.Again):
+            while True:
+                message = self._decoder.decode(self._inbox.recv(zmq.NOBLOCK))
+                if isinstance(message, AddRequest):
+                    engine.add(message)
+                elif isinstance(message, CancelRequest):
+                    engine.cancel(message.ids)
+                elif isinstance(message, Stop):
+                    return False
+        return True
+
+    def _send_followers(self, message: ToFollower) -> None:
+        if self._followers:
+            encoded = self._encoder.encode(message)
+            for follower in self._followers:
+                follower.send(encoded)
+
+    def _comm_counts(self) -> list[CommCount]:
+        """The ledger's totals since the warm-up."""
+        counts: list[CommCount] = []
+        for now in self._group.ledger.counts():
+            calls, num_bytes, seconds = self._warm_up_counts.get(now[:3], (0, 0, 0.0))
+            counts.append(CommCount(*now[:3], now.calls - calls, now.bytes_sent - num_bytes, now.seconds - seconds))
+        return counts
+
+
+class Follower:
+    """Any other rank: runs the plans it is sent, in order."""
+
+    def __init__(self, runner: ModelRunner, inbox: str, reporter: Reporter) -> None:
+        self._runner, self._reporter = runner, reporter
+        self._context = zmq.Context()
+        self._inbox = bind_receiver(self._context, inbox)
+        self._decoder = msgspec.msgpack.Decoder(ToFollower)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inbox.close(linger=0)
+        self._context.term()
+
+    def warm_up(self) -> None:
+        """Follow rank 0 through its warm-up."""
+        self.serve()
+
+    def serve(self) -> None:
+        """Run plans until rank 0 says that there will be no more.
+
+        Raises:
+            RuntimeError: a plan is missing.
+        """
+        last: int | None = None
+        while isinstance(plan := self._receive(), StepPlan):
+            if last is not None and plan.index != last + 1:
+                raise RuntimeError(f"step {plan.index} came after step {last}: plans are missing")
+            last = plan.index
+            self._reporter.begin("step", plan.index)
+            self._runner.execute(plan)
+
+    def _receive(self) -> ToFollower:
+        if not self._inbox.poll(0):
+            self._reporter.idle()
+            while not self._inbox.poll(_IDLE_POLL_MS):
+                pass
+        return self._decoder.decode(self._inbox.recv())

@@ -1,0 +1,39 @@
+"""What a rank process is told over its standard input: who it is at once, what to run when that has been decided.
+
+Two lines of JSON. After them the pipe stays open and silent for the life of the server; its end means that the parent
+is gone. Ranks are started before the model has been looked at, because importing torch takes longer than that.
+"""
+
+import msgspec
+
+from tightwire.server.config import ServeConfig
+
+
+class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line: this rank's place and the addresses it needs to report from its first second."""
+
+    rank: int
+    world_size: int
+    parent_pid: int
+    to_parent: str  # zmq address that every rank reports to
+    inboxes: tuple[str, ...]  # zmq address of each rank's own inbox; rank 0 sends plans to those of the others
+    store_port: int  # of the rendezvous store, on the loopback interface
+    store_fd: int | None  # rank 0 only: the socket that already listens on that port
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``auto`` and absent options came to; the same on all ranks."""
+
+    device: str  # cpu or cuda
+    dtype: str
+    allreduce: str
+    max_model_len: int
+    num_blocks: int
+
+
+class RankWork(msgspec.Struct, frozen=True, kw_only=True):
+    """The second line. ``location`` opens the model without a network."""
+
+    location: str
+    config: ServeConfig
+    plan: RunPlan

@@ -1,0 +1,125 @@
+"""The rank processes as their parent sees them: start, hand over the work, notice the end, kill."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+import tightwire
+from tightwire.server.channels import make_address
+from tightwire.server.devices import num_cores
+from tightwire.server.rank_setup import RankIdentity, RankWork
+
+WORKER = (sys.executable, "-m", "tightwire.server.worker")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+class Ranks:
+    """N child processes, which end with the context at the latest.
+
+    Construct on the main thread: the kernel ties a child to the thread that started it.
+    """
+
+    def __init__(self, world_size: int, command: Sequence[str] = WORKER) -> None:
+        self.to_parent = make_address("parent")
+        self.inboxes = tuple(make_address(f"rank{rank}") for rank in range(world_size))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        # The store's socket listens before any rank runs, so that none can come too early or find the port taken.
+        with socket.create_server(("127.0.0.1", 0), backlog=max(64, world_size)) as listener:
+            for rank in range(world_size):
+                self._processes.append(self._start(rank, world_size, listener, command))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def _start(
+        self, rank: int, world_size: int, listener: socket.socket, command: Sequence[str]
+    ) -> subprocess.Popen[bytes]:
+        identity = RankIdentity(
+            rank=rank,
+            world_size=world_size,
+            parent_pid=os.getpid(),
+            to_parent=self.to_parent,
+            inboxes=self.inboxes,
+            store_port=listener.getsockname()[1],
+            store_fd=listener.fileno() if rank == 0 else None,
+        )
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            env=_environment(world_size),
+            pass_fds=[listener.fileno()] if rank == 0 else [],
+        )
+        self._tell(process, identity)
+        return process
+
+    def hand_out(self, work: RankWork) -> None:
+        """Tell every rank what to run. A rank that has died meanwhile is noticed by its exit, not here."""
+        for process in self._processes:
+            self._tell(process, work)
+
+    def _tell(self, process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(msgspec.json.encode(message) + b"\n")
+            process.stdin.flush()
+
+    def on_exit(self, loop: asyncio.AbstractEventLoop, callback: Callable[[int, int], None]) -> None:
+        """Call ``callback(rank, exit code)`` on ``loop`` as soon as a process ends; negative codes are signals."""
+
+        def wait(rank: int, process: subprocess.Popen[bytes]) -> None:
+            code = process.wait()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
+                loop.call_soon_threadsafe(callback, rank, code)
+
+        for rank, process in enumerate(self._processes):
+            threading.Thread(target=wait, args=(rank, process), daemon=True).start()
+
+    def kill(self) -> None:
+        """End all of them at once, stopped ones too, and reap them."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+        for process in self._processes:
+            # A process in an uninterruptible read from a dead file server cannot be reaped; the kernel ends it later.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether all have ended by themselves within ``timeout_s``."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while any(process.poll() is None for process in self._processes):
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+
+def _environment(world_size: int) -> dict[str, str]:
+    """The parent's environment with the cores dealt to the ranks, before any of their libraries starts its threads."""
+    threads = str(max(1, num_cores() // world_size))
+    source = str(Path(tightwire.__file__).parent.parent)
+    return {
+        **dict.fromkeys(_THREAD_VARIABLES, threads),
+        **os.environ,
+        # The ranks run the parent's own code, also where it was never installed.
+        "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")])),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order the memory budget was made in
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,92 @@
+"""Decides, before anything is loaded, what will run: device, numbers, split, cache. Refuses what cannot work, by name."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tightwire.model.checkpoint import Checkpoint, open_checkpoint
+from tightwire.model.config import LlamaConfig
+from tightwire.model.layout import Layout, make_layout
+from tightwire.server.config import ModelOptions, ServeConfig
+from tightwire.server.devices import CudaDevice, available_host_bytes, cuda_devices
+from tightwire.server.memory_budget import MemoryBudget, Pool, make_budget
+from tightwire.server.progress import Progress
+from tightwire.server.rank_setup import RunPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """The plan the ranks get, and what it was made from."""
+
+    plan: RunPlan
+    layout: Layout
+    budget: MemoryBudget
+
+
+def prepare(config: ServeConfig, progress: Progress) -> tuple[Checkpoint, Decision]:
+    """Find the model, fetching it if need be, and decide what will run. May be called off the main thread.
+
+    Raises:
+        ValueError: the model or an option is refused.
+    """
+    name = config.model.model
+    checkpoint = open_checkpoint(name, config.model.seed, progress=lambda done: progress.fetching(name, done))
+    return checkpoint, decide(config, checkpoint.config)
+
+
+def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
+    """Settle every ``auto``.
+
+    Raises:
+        ValueError: a split, device, dtype or size that cannot be had; says what can.
+    """
+    tp = config.parallel.tp
+    layout = make_layout(model, tp, config.parallel.tp_split)
+    gpus = cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if config.model.device != "cpu" else []
+    device = _choose_device(config.model.device, tp, gpus)
+    dtype = _choose_dtype(config.model, model, device)
+    budget = make_budget(model, layout, config.engine, dtype=dtype, device=device, pools=_pools(device, tp, gpus))
+    plan = RunPlan(
+        device=device,
+        dtype=dtype,
+        allreduce="native" if config.parallel.allreduce == "auto" else config.parallel.allreduce,
+        max_model_len=budget.max_model_len,
+        num_blocks=budget.num_blocks,
+    )
+    return Decision(plan=plan, layout=layout, budget=budget)
+
+
+def _choose_device(asked: str, tp: int, gpus: Sequence[CudaDevice]) -> str:
+    device = ("cuda" if gpus else "cpu") if asked == "auto" else asked
+    if device == "cuda" and not gpus:
+        raise ValueError(
+            "--device cuda: no CUDA device is visible (or this torch has no CUDA); --device cpu runs without one"
+        )
+    if device == "cuda" and tp > len(gpus):
+        raise ValueError(
+            f"--tp {tp} needs {tp} CUDA devices, one per rank, and {len(gpus)} are visible; "
+            f"use --tp {len(gpus)} or less, or --device cpu"
+        )
+    return device
+
+
+def _choose_dtype(options: ModelOptions, model: LlamaConfig, device: str) -> str:
+    if options.dtype == "float16" and model.dtype == "bfloat16":
+        raise ValueError(
+            "--dtype float16: the checkpoint is in bfloat16, whose range float16 does not have; "
+            "use --dtype bfloat16 or float32"
+        )
+    if options.dtype != "auto":
+        return options.dtype
+    return "bfloat16" if device == "cpu" else model.dtype
+
+
+def _pools(device: str, tp: int, gpus: Sequence[CudaDevice]) -> list[Pool]:
+    if device == "cpu":
+        return [Pool(name="host memory", available_bytes=available_host_bytes(), ranks=range(tp))]
+    return [
+        Pool(
+            name=f"cuda:{rank} ({gpus[rank].name})", available_bytes=gpus[rank].free_bytes, ranks=range(rank, rank + 1)
+        )
+        for rank in range(tp)
+    ]

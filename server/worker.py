@@ -1,0 +1,93 @@
+"""One rank process, from its first line: ties its life to the parent's, reports, and hands over to ``rank``.
+
+Light on purpose: nothing here imports torch, so that heartbeats flow and the parent's death is noticed while the heavy
+modules load. Started by ``ranks`` as ``python -m tightwire.server.worker``; not meant for people.
+"""
+
+import ctypes
+import importlib
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from typing import TypeVar
+
+import msgspec
+
+from tightwire.comm.errors import CommError
+from tightwire.server.messages import Failed
+from tightwire.server.rank_setup import RankIdentity, RankWork
+from tightwire.server.reporter import Reporter
+
+_PR_SET_PDEATHSIG = 1
+_T = TypeVar("_T")
+
+
+def main(body: str = "tightwire.server.rank:run") -> int:
+    """Run one rank to its end. ``body`` is what it does once it knows its work; tests give their own."""
+    _die_with_parent()
+    identity = _read_line(RankIdentity)
+    if os.getppid() != identity.parent_pid:
+        return 1  # the parent died before the kernel was told to watch it
+    work: queue.SimpleQueue[RankWork] = queue.SimpleQueue()
+    threading.Thread(target=_listen_to_parent, args=(work,), daemon=True).start()
+    reporter = Reporter(identity.rank, identity.to_parent)
+    try:
+        with reporter.stage("import"):
+            module, function = body.split(":")
+            run = getattr(importlib.import_module(module), function)
+        reporter.begin("waiting to be told the model")
+        run(identity, work.get(), reporter)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
+        reporter.send(
+            Failed(
+                rank=identity.rank,
+                doing=reporter.doing,
+                message=_describe(error),
+                traceback=traceback.format_exc(),
+                symptom=isinstance(error, CommError),
+            )
+        )
+        return 1
+    finally:
+        reporter.close()
+    return 0
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that ends, and leave signals to the parent.
+
+    A terminal, a service manager or a batch system signals every process; only the parent knows how to drain.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+
+
+def _read_line(kind: type[_T]) -> _T:
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        os._exit(1)  # the pipe ended: the parent is gone
+    return msgspec.json.decode(line, type=kind)
+
+
+def _listen_to_parent(work: queue.SimpleQueue[RankWork]) -> None:
+    """Take the second line, then wait for the end of the pipe, which comes when the parent is gone."""
+    work.put(_read_line(RankWork))
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _describe(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    # Libraries' own threads may not end by themselves; everything of ours is flushed.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
