@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
-from tightwire.model.tokenizer import Tokenizer, set_template
+from tightwire.model.tokenizer import Tokenizer
 from tightwire.model.weights.gguf_file import GgufFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -144,10 +144,22 @@ def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str,
     is_llama3 = file.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
     add_bos = file.get("tokenizer.ggml.add_bos_token", is_llama2 or is_llama3)
     add_eos = file.get("tokenizer.ggml.add_eos_token", False)
-    set_template(
+    _set_template(
         backend,
         special_tokens.get("bos_token") if add_bos else None,
         special_tokens.get("eos_token") if add_eos else None,
+    )
+
+
+def _set_template(backend: Backend, bos: str | None, eos: str | None) -> None:
+    """Make ``encode`` with special tokens put these around every text."""
+    used = {text: backend.token_to_id(text) for text in (bos, eos) if text is not None}
+    missing = [text for text, token_id in used.items() if token_id is None]
+    if missing:
+        raise ModelError(f"the tokenizer is to add {', '.join(missing)} to texts, but has no such token")
+    template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(text, token_id) for text, token_id in used.items() if token_id is not None]
     )
 
 

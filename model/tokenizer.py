@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from tightwire.model.chat_template import ChatTemplate
@@ -84,19 +84,19 @@ class Tokenizer:
 def tokenizer_from_folder(folder: Path, *, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     """From tokenizer.json with tokenizer_config.json beside it; through transformers when there is only another kind.
 
+    tokenizer.json alone decides what goes around a text: as in transformers 5, ``add_bos_token`` is not looked at.
+
     Raises:
         ModelError: there is no tokenizer, or it cannot be read.
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
-    special_tokens = _special_tokens(folder, config)
     backend = _read_backend(folder)
     _add_missing_tokens(backend, config)
-    _set_bos_and_eos(backend, config, special_tokens)
     return Tokenizer(
         backend,
         chat_template=_chat_template_source(folder, config),
-        special_tokens=special_tokens,
+        special_tokens=_special_tokens(folder, config),
         bos_token_id=bos_token_id,
         eos_token_ids=eos_token_ids,
     )
@@ -156,24 +156,3 @@ def _add_missing_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
     for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(token["content"]) is None:
             backend.add_tokens([AddedToken(**token)])
-
-
-def _set_bos_and_eos(backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """Llama 2 style folders say here, and not in tokenizer.json, whether texts get a BOS or an EOS."""
-    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
-        return
-    bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
-    eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
-    set_template(backend, bos, eos)
-
-
-def set_template(backend: Backend, bos: str | None, eos: str | None) -> None:
-    """Make ``encode`` with special tokens put these around every text."""
-    used = {text: backend.token_to_id(text) for text in (bos, eos) if text is not None}
-    missing = [text for text, token_id in used.items() if token_id is None]
-    if missing:
-        raise ModelError(f"the tokenizer is to add {', '.join(missing)} to texts, but has no such token")
-    template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
-    backend.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=[(text, token_id) for text, token_id in used.items() if token_id is not None]
-    )

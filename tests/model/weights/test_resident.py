@@ -1,0 +1,153 @@
+"""Fused slices of every rank join to the whole; bytes as announced; a rank's memory stays near its share."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import VARIANTS, make_tiny, tiny_config, tiny_tensors
+from tiny_gguf import make_tiny_gguf
+
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.layout import Shard, make_layout
+from tightwire.model.weights.resident import ResidentWeights, load_resident, weight_bytes
+
+CPU = torch.device("cpu")
+
+
+def tensors_of(weights: ResidentWeights) -> list[torch.Tensor]:
+    values = [getattr(layer, name) for layer in weights.layers for name in layer.__slots__]
+    values += [weights.outer.embedding, weights.outer.final_norm, weights.outer.head]
+    return [value for value in values if value is not None]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_bytes_are_exactly_those_announced(tmp_path: Path, variant: str, world_size: int) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m", **VARIANTS[variant])))
+    for shard in make_layout(checkpoint.config, world_size).shards:
+        fractions: list[float] = []
+        weights = load_resident(
+            checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, device=CPU, progress=fractions.append
+        )
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(weights)}
+        assert sum(storages.values()) == weight_bytes(checkpoint.config, shard, torch.bfloat16)
+        assert fractions == sorted(fractions)
+        assert fractions[-1] == 1.0
+
+
+def cut(x: torch.Tensor, heads: range, head_dim: int) -> torch.Tensor:
+    return x[heads.start * head_dim : heads.stop * head_dim]
+
+
+def expected_layer(tensors: dict[str, torch.Tensor], shard: Shard, head_dim: int) -> dict[str, torch.Tensor | None]:
+    """Layer 1 of one rank, written out tensor by tensor."""
+
+    def get(name: str) -> torch.Tensor | None:
+        return tensors.get(f"model.layers.1.{name}")
+
+    def stack(kind: str) -> torch.Tensor | None:
+        q, k, v = (get(f"self_attn.{n}_proj.{kind}") for n in "qkv")
+        if q is None or k is None or v is None:
+            return None
+        parts = (
+            cut(q, shard.query_heads, head_dim),
+            cut(k, shard.kv_heads, head_dim),
+            cut(v, shard.kv_heads, head_dim),
+        )
+        return torch.cat(parts)
+
+    def gate_up(kind: str) -> torch.Tensor | None:
+        gate, up = get(f"mlp.gate_proj.{kind}"), get(f"mlp.up_proj.{kind}")
+        return None if gate is None or up is None else torch.cat([x[list(shard.mlp_columns)] for x in (gate, up)])
+
+    out, down = get("self_attn.o_proj.weight"), get("mlp.down_proj.weight")
+    assert out is not None
+    assert down is not None
+    first = shard.rank == 0
+    return {
+        "attention_norm": get("input_layernorm.weight"),
+        "qkv": stack("weight"),
+        "qkv_bias": stack("bias"),
+        "attention_out": cut(out.T, shard.query_heads, head_dim).T,
+        "attention_out_bias": get("self_attn.o_proj.bias") if first else None,
+        "mlp_norm": get("post_attention_layernorm.weight"),
+        "gate_up": gate_up("weight"),
+        "gate_up_bias": gate_up("bias"),
+        "down": down[:, list(shard.mlp_columns)],
+        "down_bias": get("mlp.down_proj.bias") if first else None,
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("variant", ["plain", "tied", "odd-heads", "one-kv-head", "mlp-bias", "head-dim"])
+def test_each_rank_gets_its_slices(tmp_path: Path, variant: str, world_size: int) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m", **VARIANTS[variant])))
+    tensors = tiny_tensors(tiny_config(**VARIANTS[variant]))
+    for shard in make_layout(checkpoint.config, world_size).shards:
+        weights = load_resident(checkpoint.reader(), checkpoint.config, shard, dtype=torch.float32, device=CPU)
+        layer = weights.layer(1)
+        for name, want in expected_layer(tensors, shard, checkpoint.config.head_dim).items():
+            got = getattr(layer, name)
+            assert (got is None) == (want is None), name
+            if want is not None:
+                assert torch.equal(got, want), name
+        rows = list(shard.vocab_rows)
+        assert torch.equal(weights.outer.embedding, tensors["model.embed_tokens.weight"][rows])
+        head = "model.embed_tokens.weight" if checkpoint.config.tied_embeddings else "lm_head.weight"
+        assert torch.equal(weights.outer.head, tensors[head][rows])
+        assert torch.equal(weights.outer.final_norm, tensors["model.norm.weight"])
+        assert (weights.outer.head is weights.outer.embedding) == checkpoint.config.tied_embeddings
+
+
+_MEASURE = """
+import json, sys, torch
+from pathlib import Path
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.layout import make_layout
+from tightwire.model.weights.resident import load_resident, weight_bytes
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+torch.set_num_threads(1)
+checkpoint = open_checkpoint(sys.argv[1])
+shard = make_layout(checkpoint.config, 2).shards[1]
+torch.ones(100).bfloat16().float()
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+before = status("VmRSS")
+load = load_resident(checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, device=torch.device("cpu"))
+print(json.dumps([status("VmHWM") - before, weight_bytes(checkpoint.config, shard, torch.bfloat16)]))
+"""
+
+_BIG: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "vocab_size": 8192}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_peak_memory_of_a_rank_stays_near_its_share(tmp_path: Path, kind: str) -> None:
+    """Pages of the file that are mapped count too, so this bounds anonymous and file memory together."""
+    if kind == "gguf":
+        model = make_tiny_gguf(tmp_path / "m.gguf", "Q8_0", **_BIG)
+    else:
+        model = make_tiny(tmp_path / "m", dtype="bfloat16", **_BIG)
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(model)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    growth, share = json.loads(done.stdout)
+    assert share > 90e6
+    # The piece in hand: at most 8 MiB of file; for GGUF its float32 copy and the dequantizer's temporaries as well.
+    piece = (24 if kind == "safetensors" else 48) << 20
+    assert share * 0.98 <= growth <= share + piece, f"{growth / 1e6:.0f} MB for a share of {share / 1e6:.0f} MB"
