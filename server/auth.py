@@ -17,7 +17,7 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
-        self._digest = _digest(api_key)
+        self._digest = _digest(api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
@@ -30,7 +30,8 @@ class RequireKey:
     def _refusal(self, header: str | None) -> ApiError | None:
         scheme, _, key = (header or "").partition(" ")
         # Digests have one length, so the comparison tells nothing of the key, not even how long it is.
-        if scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip()), self._digest):
+        given = _digest(key.strip().encode("latin-1"))  # the bytes as they came
+        if scheme.lower() == "bearer" and hmac.compare_digest(given, self._digest):
             return None
         problem = "no API key was given" if header is None else "the API key is wrong"
         return ApiError(
@@ -41,5 +42,5 @@ class RequireKey:
         )
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
