@@ -76,6 +76,15 @@ def config_from_hf(
         ModelError: another architecture, rope kind, activation or a quantized checkpoint, or a size that is missing
             or makes no sense; names what was found and what is supported.
     """
+    try:
+        return _config_from_hf(config, generation or {}, default_dtype)
+    except ModelError:
+        raise
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ModelError(f"config.json: a value has the wrong type or makes no sense: {error}") from None
+
+
+def _config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any], default_dtype: str) -> LlamaConfig:
     _refuse_unsupported(config)
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     kv_heads = _size(config, "num_key_value_heads", heads)
@@ -83,6 +92,8 @@ def config_from_hf(
         raise ModelError(
             f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
         )
+    if config.get("head_dim") is None and hidden % heads:
+        raise ModelError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     head_dim = _size(config, "head_dim", hidden // heads)
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim={head_dim} is odd; rotary embeddings turn pairs")
@@ -106,8 +117,8 @@ def config_from_hf(
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         dtype=dtype,
-        bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=_union_ids((generation or {}).get("eos_token_id"), config.get("eos_token_id")),
+        bos_token_id=next(iter(_ids("bos_token_id", config.get("bos_token_id"))), None),
+        eos_token_ids=_ids("eos_token_id", generation.get("eos_token_id"), config.get("eos_token_id")),
     )
 
 
@@ -166,9 +177,11 @@ def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
     raise ModelError(f"config.json: rope scaling {kind!r} is not supported; supported: default, linear, llama3")
 
 
-def _union_ids(*values: int | Sequence[int] | None) -> tuple[int, ...]:
+def _ids(key: str, *values: int | Sequence[int] | None) -> tuple[int, ...]:
     """All ids named, in order, each once."""
     ids: list[int] = []
     for value in values:
         ids += [value] if isinstance(value, int) else list(value or ())
+    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
+        raise ModelError(f"config.json: {key} must be a token id or a list of them, got {ids}")
     return tuple(dict.fromkeys(ids))

@@ -21,6 +21,15 @@ def config_from_gguf(file: GgufFile) -> LlamaConfig:
     Raises:
         ModelError: another architecture or rope kind, experts, layers of unlike sizes, or a size that is missing.
     """
+    try:
+        return _config_from_gguf(file)
+    except ModelError:
+        raise
+    except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise ModelError(f"{file.path}: its metadata is damaged: {error}") from None
+
+
+def _config_from_gguf(file: GgufFile) -> LlamaConfig:
     arch = file.get("general.architecture")
     if arch != "llama":
         raise ModelError(f"{file.path}: architecture {arch!r} is not supported; supported: llama")
@@ -103,6 +112,8 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
     if kind not in (None, "none", "linear"):
         raise ModelError(f"{file.path}: rope scaling {kind!r} is not supported; supported: none, linear, llama3")
     if _ROPE_FREQS in file.tensors:
+        if factor != 1.0:
+            raise ModelError(f"{file.path}: {_ROPE_FREQS} together with a scaling factor of {factor} is not supported")
         return _llama3_scaling(file, head_dim)
     if kind == "none" or factor == 1.0:
         return RopeScaling()

@@ -57,7 +57,9 @@ class GgufFile:
         self._check_start()
         try:
             self._parse()
-        except (struct.error, UnicodeDecodeError, OverflowError) as error:
+        except ModelError:
+            raise
+        except (struct.error, ValueError, TypeError, ArithmeticError, MemoryError) as error:
             raise ModelError(f"{path}: truncated or damaged within its header: {error}") from None
         if int(self.get("split.count", 1)) > 1:
             raise ModelError(f"{path}: is one of several parts; join them first with llama-gguf-split --merge")

@@ -113,26 +113,23 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         raise ModelError(f"{path}: truncated or not a safetensors file: {file.size} bytes, header incomplete")
     try:
         header = json.loads(bytes(file.data[8 : 8 + header_bytes]))
-        entries = {
-            name: _Entry(file, info["dtype"], tuple(info["shape"]), 8 + header_bytes + info["data_offsets"][0])
-            for name, info in header.items()
-            if name != "__metadata__"
-        }
-        ends = [info["data_offsets"][1] for name, info in header.items() if name != "__metadata__"]
+        infos = {name: info for name, info in header.items() if name != "__metadata__"}
+        entries = {name: _entry(path, file, 8 + header_bytes, name, info) for name, info in infos.items()}
+        ends = [info["data_offsets"][1] for info in infos.values()]
+    except ModelError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{path}: its safetensors header is damaged: {error!r}") from None
     want = 8 + header_bytes + max(ends, default=0)
     if want > file.size:
         raise ModelError(f"{path}: truncated: {file.size} of {want} bytes; fetch it again")
-    for name, entry in entries.items():
-        _check_extent(path, name, entry, header[name]["data_offsets"])
     return entries
 
 
-def _check_extent(path: Path, name: str, entry: _Entry, data_offsets: list[int]) -> None:
-    if entry.dtype in _DTYPES:
-        want = math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize
-        if data_offsets[1] - data_offsets[0] != want:
-            raise ModelError(
-                f"{path}: tensor {name} says {entry.shape} {entry.dtype}, but its place is not {want} bytes"
-            )
+def _entry(path: Path, file: MappedFile, data_start: int, name: str, info: dict[str, Any]) -> _Entry:
+    """One line of the header, its size checked against its shape."""
+    begin, end = info["data_offsets"]
+    entry = _Entry(file, info["dtype"], tuple(info["shape"]), data_start + begin)
+    if entry.dtype in _DTYPES and (begin < 0 or end - begin != math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize):
+        raise ModelError(f"{path}: tensor {name} says {entry.shape} {entry.dtype}, but its place is {begin}..{end}")
+    return entry

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import VARIANTS, tiny_config
 from transformers import LlamaConfig as HfConfig
 
@@ -101,6 +103,9 @@ def test_dtype_under_both_names(key: str) -> None:
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size must be a whole number above 0, got 'many'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be"),
+        ({"hidden_size": 66}, "hidden_size=66 is not a multiple of num_attention_heads=4"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be"),
+        ({"rope_scaling": "linear"}, "wrong type"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ],
@@ -109,3 +114,19 @@ def test_refused_by_name(overrides: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError) as caught:
         config_from_hf(tiny_config(**overrides))
     assert named in str(caught.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = [*tiny_config(), "rope_scaling", "rope_parameters", "quantization_config", "head_dim", "partial_rotary_factor"]
+
+
+@given(key=st.sampled_from(KEYS), value=JSON)
+def test_any_value_is_accepted_or_refused_in_words(key: str, value: Any) -> None:
+    try:
+        config_from_hf(tiny_config(**{key: value}))
+    except ModelError as error:
+        assert "config.json: " in str(error)

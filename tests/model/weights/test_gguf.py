@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import VARIANTS, tiny_config, tiny_tensors
 from tiny_gguf import make_tiny_gguf
 
@@ -129,6 +131,28 @@ def test_truncated_files_are_named(tmp_path: Path, keep: float) -> None:
     path.write_bytes(data[: keep if isinstance(keep, int) else int(len(data) * keep)])
     with pytest.raises(ModelError, match=r"m\.gguf"):
         open_checkpoint(str(path))
+
+
+@pytest.fixture(scope="module")
+def header(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, int]:
+    """A tiny file, its bytes and where its tensors begin."""
+    path = make_tiny_gguf(tmp_path_factory.mktemp("fuzz") / "m.gguf")
+    return path, path.read_bytes(), min(tensor.offset for tensor in GgufFile(path).tensors.values())
+
+
+@settings(deadline=None, max_examples=200)
+@given(place=st.floats(0, 1, exclude_max=True), value=st.binary(min_size=1, max_size=8))
+def test_a_damaged_header_is_read_or_refused_in_words(
+    header: tuple[Path, bytes, int], place: float, value: bytes
+) -> None:
+    path, data, data_start = header
+    at = int(place * data_start)
+    damaged = path.with_name("damaged.gguf")
+    damaged.write_bytes(data[:at] + value + data[at + len(value) :])
+    try:
+        open_checkpoint(str(damaged))
+    except ModelError as error:
+        assert "damaged.gguf" in str(error) or "tensor" in str(error)
 
 
 def metadata_only(path: Path, arch: str = "llama", **values: str | int) -> GgufFile:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tiny import make_tiny, tiny_config, tiny_tensors
 
@@ -113,3 +115,21 @@ def test_damaged_header_and_index(tmp_path: Path) -> None:
     assert "header is damaged" in opening(folder)
     (folder / "model.safetensors.index.json").write_text("[]")
     assert "holds no JSON object" in opening(folder)
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    folder = make_tiny(tmp_path_factory.mktemp("fuzz") / "m")
+    return folder, (folder / "model.safetensors").read_bytes()
+
+
+@settings(deadline=None, max_examples=200)
+@given(place=st.floats(0, 1, exclude_max=True), value=st.binary(min_size=1, max_size=8))
+def test_a_damaged_header_is_read_or_refused_in_words(intact: tuple[Path, bytes], place: float, value: bytes) -> None:
+    folder, data = intact
+    at = int(place * (8 + int.from_bytes(data[:8], "little")))
+    (folder / "model.safetensors").write_bytes(data[:at] + value + data[at + len(value) :])
+    try:
+        open_checkpoint(str(folder))
+    except ModelError as error:
+        assert "model.safetensors" in str(error) or "tensor" in str(error)
