@@ -1,0 +1,118 @@
+"""The torch reference against float64 loops, the cache writer, and what the host functions refuse."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tightwire.kernels.attention import (
+    paged_attention,
+    paged_attention_reference,
+    write_kv,
+    write_kv_reference,
+)
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("query_lens", [(5, 1, 17, 1), (40, 64, 33, 1), (1, 1, 1, 1)])
+def test_reference_equals_a_loop_over_sequences(
+    device: str, query_lens: tuple[int, ...], paged_batch: Callable[..., Any]
+) -> None:
+    batch = paged_batch(query_lens=query_lens, context_lens=(40, 64, 33, 1))
+    *tensors, scale = batch.arguments()
+    want, bound = batch.expected()
+
+    got = paged_attention_reference(*(tensor.to(device) for tensor in tensors), scale).cpu()
+
+    assert got.shape == want.shape
+    assert ((got.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_write_kv_fills_its_slots_and_no_other(device: str, dtype: torch.dtype) -> None:
+    qkv = torch.randn(5, 10, 24, dtype=dtype, device=device)
+    k, v = qkv[:, 4:7], qkv[:, 7:]
+    slots = torch.tensor([31, 8, 0, 17, 16], dtype=torch.int32, device=device)
+    caches = [torch.full((4, 3, 8, 24), float("nan"), dtype=dtype, device=device) for _ in range(4)]
+
+    write_kv(k, v, caches[0], caches[1], slots)
+    write_kv_reference(k, v, caches[2], caches[3], slots)
+
+    for cache, rows in ((caches[0], k), (caches[1], v), (caches[2], k), (caches[3], v)):
+        flat = cache.transpose(1, 2).flatten(0, 1)
+        assert torch.equal(flat[slots.long()], rows)
+        assert int(flat.isnan().all(-1).all(-1).sum()) == 32 - 5
+
+
+@pytest.mark.parametrize("slot", [-1, 32])
+def test_write_kv_refuses_a_slot_outside_the_cache(slot: int) -> None:
+    k = torch.zeros(2, 3, 8)
+    cache = torch.zeros(4, 3, 8, 8)
+    with pytest.raises(ValueError, match=re.escape(f"token 1 has slot {slot}; the cache has slots 0 to 31")):
+        write_kv(k, k, cache, cache.clone(), torch.tensor([3, slot], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k_TKE": torch.zeros(2, 3, 16)}, "write_kv wants k and v (T, K, E)"),
+        ({"k_TKE": torch.zeros(2, 3, 8, dtype=torch.float16)}, "one dtype and int32 slots"),
+        ({"slot_T": torch.tensor([0, 1])}, "one dtype and int32 slots"),
+        ({"slot_T": torch.tensor([0], dtype=torch.int32)}, "slots (T,)"),
+        ({"v_cache_NKPE": torch.zeros(4, 3, 16, 8)}, "caches alike"),
+    ],
+)
+def test_write_kv_refuses_what_does_not_fit(change: dict[str, torch.Tensor], message: str) -> None:
+    fits = {
+        "k_TKE": torch.zeros(2, 3, 8),
+        "v_TKE": torch.zeros(2, 3, 8),
+        "k_cache_NKPE": torch.zeros(4, 3, 8, 8),
+        "v_cache_NKPE": torch.zeros(4, 3, 8, 8),
+        "slot_T": torch.tensor([0, 1], dtype=torch.int32),
+    }
+    with pytest.raises(ValueError, match=re.escape(message)):
+        write_kv(**(fits | change))
+
+
+def _with(arguments: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+    return (*arguments[:index], value, *arguments[index + 1 :])
+
+
+def test_attention_refuses_what_does_not_fit(paged_batch: Callable[..., Any]) -> None:
+    fits = paged_batch(query_lens=(3, 1), context_lens=(20, 9)).arguments()
+    q, k_cache, _, start, _lens, table, _ = fits
+    wrong = [
+        (0, q[:, :, :32], "H a multiple of K"),
+        (0, q[:, :8], "H a multiple of K"),
+        (0, q.double(), "attention knows torch.float32, torch.bfloat16, torch.float16"),
+        (1, k_cache.half(), "one for both caches"),
+        (1, k_cache.transpose(1, 2).contiguous().transpose(1, 2), "each cache block contiguous"),
+        (3, start.long(), "int32"),
+        (3, start[:-1], "3 query starts"),
+        (5, table.T.contiguous().T, "contiguous"),
+        (3, torch.tensor([0, 2, 3], dtype=torch.int32), "query starts go from 0 to 3, but q has rows 0 to 4"),
+        (3, torch.tensor([0, 5, 4], dtype=torch.int32), "sequence 1 has query rows 5 to 4 of 4"),
+        (4, torch.tensor([2, 9], dtype=torch.int32), "the queries must be the context's last tokens"),
+        (4, torch.tensor([20, 900], dtype=torch.int32), "sequence 1 .* context of 900 tokens"),
+        (5, table + 1000, "sequence 0 .* blocks there are|need a block of the"),
+        (5, table - 1000, "need a block of the"),
+    ]
+    for index, value, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            paged_attention(*_with(fits, index, value))
+
+
+def test_attention_of_nothing_is_nothing(paged_batch: Callable[..., Any]) -> None:
+    q, k_cache, v_cache, start, lens, table, scale = paged_batch(query_lens=(1,), context_lens=(3,)).arguments()
+    out = paged_attention(q[:0], k_cache, v_cache, start[:1], lens[:0], table[:0], scale)
+    assert out.shape == (0, *q.shape[1:])

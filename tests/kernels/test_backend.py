@@ -1,0 +1,26 @@
+import sys
+
+import pytest
+import torch
+
+from tightwire.kernels import backend
+
+
+def test_missing_numba_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend.require_numba()
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(RuntimeError, match="pip install 'numba"):
+        backend.require_numba()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_triton_runs_on_cuda_and_in_its_interpreter(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object() if installed else None)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert backend.triton_usable(cuda) == installed
+    assert not backend.triton_usable(cpu)
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend.triton_usable(cpu) == backend.triton_interpreted() == installed
