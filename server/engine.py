@@ -193,7 +193,7 @@ def _last_words(request: Request, finish_reason: str, message: str | None = None
         prompt_logprobs=None if finish_reason == "error" else _once(request),
         finish_reason=finish_reason,
         message=message,
-        queue_s=None if finish_reason == "error" or request.num_output_tokens else _queue_s(request),
+        queue_s=None if finish_reason == "error" else _queue_s(request),
     )
 
 

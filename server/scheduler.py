@@ -98,7 +98,6 @@ class Scheduler:
         """The next step, or None when there is nothing to do."""
         if not self.has_requests():
             return None
-        preempted_before = self.num_preemptions
         step = _StepDraft(self.limits)
         decodes = [r for r in self.running if r.num_to_compute == 1]
         prefills = [r for r in self.running if r.num_to_compute > 1]
@@ -108,8 +107,7 @@ class Scheduler:
             num_tokens = step.affordable(request)
             if num_tokens and self._grow(request, num_tokens, step):
                 step.take(request, num_tokens)
-        if self.num_preemptions == preempted_before:  # else the next in line is one that has just been put there
-            self._admit(step, now_s)
+        self._admit(step, now_s)  # never one just preempted: it gave up less than it would need
         chunks = step.chunks()
         assert chunks, "the oldest sequence always gets a token"
         self._num_planned += 1
@@ -193,9 +191,9 @@ class _StepDraft:
         self._scored_rows -= len(request.rows_to_score(request.num_computed, request.num_computed + num_tokens))
 
     def drop(self, request: Request) -> None:
-        """Take back what a preempted sequence was given; its rows to score are small change, left as spent."""
+        """Leave out a preempted sequence, though it was given tokens; what they took of the budgets stays spent."""
         self.preempted.add(request)
-        self._budget += self._tokens.pop(request, 0)
+        self._tokens.pop(request, None)
 
     def chunks(self) -> list[Chunk]:
         return [_make_chunk(request, num_tokens) for request, num_tokens in self._tokens.items()]

@@ -78,7 +78,7 @@ def test_shares_follow_the_filtered_distribution(
     assert not got[wanted == 0].any()
 
 
-@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize("top_p", [0.1, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("top_k", [0, 500, 1023, 1024, 1025, 3000])
 @pytest.mark.parametrize("spread", [0.01, 8.0])
 def test_cuts_beyond_the_first_look(top_p: float, top_k: int, spread: float) -> None:

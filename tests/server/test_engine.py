@@ -413,6 +413,19 @@ def test_a_pool_a_third_of_the_need_preempts_and_still_answers_right() -> None:
     assert engine.stats().num_free_blocks == limits.num_blocks
 
 
+def test_preempted_in_the_middle_of_an_echo() -> None:
+    """The old one outgrows the pool while the echo is prefilled a token per step; nothing is scored twice."""
+    limits = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=2, num_blocks=16, block_size=4)
+    engine, answers = make_engine(limits), {}
+    prompt = [i * 5 % VOCAB for i in range(40)]
+    engine.add(AddRequest("old", [5] * 4, params(max_tokens=40)))
+    engine.add(AddRequest("echo", prompt, params(max_tokens=5, prompt_logprobs=1)))
+    drain(engine, answers)
+    assert engine.stats().num_preemptions == 1
+    check_prompt_logprobs(prompt, answers["echo"].prompt_logprobs, top_n=1)
+    assert answers["echo"].token_ids == greedy_reference(prompt, 5)
+
+
 def test_same_seed_same_text_other_seed_other_text() -> None:
     def text(seed: int) -> list[int]:
         return alone(AddRequest("a", [5], params(temperature=1.0, seed=seed, max_tokens=12))).token_ids

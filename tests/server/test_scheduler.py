@@ -106,6 +106,19 @@ def test_preempted_does_not_return_before_there_is_room_to_go_on() -> None:
     assert list(shares(run(scheduler))) == ["young"]
 
 
+def test_admission_leaves_room_for_prompts_under_way() -> None:
+    scheduler = Scheduler(limits(num_blocks=16, max_num_batched_tokens=8))
+    scheduler.add(request(40, "long"))
+    scheduler.add(request(20, "next"))
+    run(scheduler)
+    assert scheduler.pool.num_free == 14  # enough for the next one alone, not for both
+    while scheduler.running[0].num_output_tokens < 8:
+        assert list(shares(run(scheduler))) == ["long"]
+    scheduler.remove(scheduler.running[0])
+    assert list(shares(run(scheduler))) == ["next"]
+    assert scheduler.num_preemptions == 0
+
+
 def test_victim_that_already_had_its_share_of_the_step_loses_it() -> None:
     scheduler = Scheduler(limits(num_blocks=16, max_num_batched_tokens=24, max_num_seqs=2))
     old, young = request(60, "old", max_tokens=4), request(2, "young")
