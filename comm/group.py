@@ -44,6 +44,7 @@ def open_process_group(
     store: Store,
     device: torch.device,
     timeout_s: float = 60.0,
+    join_timeout_s: float | None = None,
     name: str = "ranks",
     interface: str | None = None,
 ) -> Group:
@@ -56,7 +57,8 @@ def open_process_group(
         store: any torch.distributed store that all ranks reach, such as a TCPStore. It is used to join and, after a
             failure, to find out who is missing; keep it alive as long as the group.
         device: this rank's ``cpu`` or ``cuda:N``.
-        timeout_s: the longest wait in joining and in each collective.
+        timeout_s: the longest wait in each collective.
+        join_timeout_s: the longest wait for all ranks to be there; default: ``timeout_s``.
         name: tells several groups on one store apart.
         interface: gloo's network interface, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one that leads to
             the store. (NCCL reads NCCL_SOCKET_IFNAME.)
@@ -74,6 +76,7 @@ def open_process_group(
             store=store,
             device=device,
             timeout_s=timeout_s,
+            join_timeout_s=timeout_s if join_timeout_s is None else join_timeout_s,
             name=name,
             interface=interface,
             describe=ledger.current,

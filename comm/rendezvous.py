@@ -26,13 +26,14 @@ def join(
     store: Store,
     device: torch.device,
     timeout_s: float,
+    join_timeout_s: float,
     name: str,
     interface: str | None,
     describe: Callable[[], str | None],
 ) -> ProcessGroupTransport:
     """Connect this process to the other ranks; see ``comm.group.open_process_group``."""
     store = PrefixStore(f"tightwire/{name}", store)
-    one_host = _meet(topology, store, timeout_s)
+    one_host = _meet(topology, store, join_timeout_s)
     notes = FailureNotes(PrefixStore("notes", store), topology.rank, topology.world_size)
     pair_store = PrefixStore("rendezvous", store)
     try:
@@ -50,6 +51,7 @@ def join(
         notes,
         rank=topology.rank,
         world_size=topology.world_size,
+        device=device,
         timeout_s=timeout_s,
         describe=describe,
     )

@@ -15,8 +15,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +29,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from tightwire.comm.errors import CommError
 from tightwire.comm.group import Group, in_process_groups, open_process_group
 from tightwire.comm.topology import Topology
+from tightwire.comm.transport.process_group import GlooTransport, NcclTransport
 
 
 class RankFailedError(AssertionError):
@@ -67,6 +70,27 @@ def run_in_process(world_size: int, fn: Callable[..., Any], *args: Any, timeout_
     return [future.result() for future in futures]
 
 
+def run_nccl_calls(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Like ``run_ranks``, with the NCCL transport, whose calls gloo has too, in place of gloo's own."""
+    return run_ranks(world_size, _with_nccl_calls, fn, *args)
+
+
+def _with_nccl_calls(group: Group, fn: Callable[..., Any], *args: Any) -> Any:
+    gloo = group.transport
+    assert isinstance(gloo, GlooTransport)
+    transport = NcclTransport(
+        gloo._group,
+        gloo._notes,
+        rank=group.rank,
+        world_size=group.world_size,
+        device=group.device,
+        timeout_s=group.timeout_s,
+        describe=group.ledger.current,
+    )
+    transport.barrier()
+    return fn(replace(group, transport=transport), *args)
+
+
 class Ranks:
     """``world_size`` processes that hold one group and run functions until closed. A failure ends them all."""
 
@@ -91,39 +115,38 @@ class Ranks:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """``fn(group, *args)`` on every rank; results in rank order. Raises as ``run_ranks`` does."""
-        outcomes = self.outcomes(fn, *args, timeout_s=timeout_s, until_failure=True)
-        for outcome in outcomes.values():
+        results: dict[int, Any] = {}
+        for rank, outcome in self._outcomes(fn, args, timeout_s):
             if isinstance(outcome, RankFailedError):
                 self.kill()
                 raise outcome
-        if len(outcomes) < self.world_size:
+            results[rank] = outcome
+        if len(results) < self.world_size:
             self.kill()
-            late = sorted(set(range(self.world_size)) - set(outcomes))
+            late = sorted(set(range(self.world_size)) - set(results))
             raise TimeoutError(f"{fn.__qualname__}: ranks {late} were not done after {timeout_s:g} s")
-        return [outcomes[rank] for rank in range(self.world_size)]
+        return [results[rank] for rank in range(self.world_size)]
 
     def outcomes(
-        self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, until_failure: bool = False
+        self, fn: Callable[..., Any], *args: Any, enough: int | None = None, timeout_s: float = 60.0
     ) -> dict[int, Any]:
-        """Like ``run`` for tests that break ranks on purpose: each rank's result or RankFailedError, in order of time.
+        """Like ``run`` for tests that break ranks on purpose: each rank's result or RankFailedError, first come first.
 
-        Ranks that are not done after ``timeout_s`` are absent.
+        Returns when ``enough`` ranks (default: all) have answered; those not done after ``timeout_s`` are absent.
         """
+        return dict(islice(self._outcomes(fn, args, timeout_s), enough))
+
+    def _outcomes(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Iterator[tuple[int, Any]]:
         call = pickle.dumps((_where(fn), pickle.dumps(args)))
         for pipe in self._pipes:
             pipe.send_bytes(call)
-        outcomes: dict[int, Any] = {}
+        pending = dict(zip(self._pipes, range(self.world_size), strict=True))
         deadline = time.monotonic() + timeout_s
-        while len(outcomes) < self.world_size:
-            pending = [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]
-            for ready in wait(pending, timeout=max(0.0, deadline - time.monotonic())) or [None]:
-                if not isinstance(ready, Connection):
-                    return outcomes
-                rank = self._pipes.index(ready)
-                outcomes[rank] = self._outcome(rank)
-                if until_failure and isinstance(outcomes[rank], RankFailedError):
-                    return outcomes
-        return outcomes
+        while pending and (ready := wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pending.pop(pipe)
+                yield rank, self._outcome(rank)
 
     def _outcome(self, rank: int) -> Any:
         try:
@@ -164,6 +187,7 @@ def _rank_main(rank: int, world_size: int, store_path: str, collective_timeout_s
             store=FileStore(store_path, world_size),
             device=torch.device("cpu"),
             timeout_s=collective_timeout_s,
+            join_timeout_s=30.0,
         )
     except Exception:  # noqa: BLE001, whatever it is goes to the parent
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

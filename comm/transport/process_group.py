@@ -31,6 +31,7 @@ class ProcessGroupTransport(Transport):
         *,
         rank: int,
         world_size: int,
+        device: torch.device,
         timeout_s: float,
         describe: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -38,6 +39,7 @@ class ProcessGroupTransport(Transport):
         self.world_size = world_size
         self.bytes_sent = 0
         self._group = process_group
+        self._device = device
         self._notes = notes
         self._timeout_s = timeout_s
         self._describe = describe
@@ -166,9 +168,9 @@ class GlooTransport(ProcessGroupTransport):
 
 
 class NcclTransport(ProcessGroupTransport):
-    """NCCL's collectives, enqueued on the current CUDA stream; the host does not wait.
+    """The library's collective calls, which NCCL enqueues for the current CUDA stream; the host does not wait.
 
-    So a rank that never comes is not seen here but by NCCL's watchdog, which ends the process after the group's
+    So with NCCL a rank that never comes is not seen here but by NCCL's watchdog, which ends the process after the group's
     timeout and logs the collective; the launcher sees the process die.
     """
 
@@ -185,17 +187,13 @@ class NcclTransport(ProcessGroupTransport):
         return received
 
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        sizes = [buf.numel()] * self.world_size if sizes is None else sizes
-        gathered = buf.new_empty(sum(sizes))
-        received = list(gathered.split(list(sizes)))
-        try:
-            if len(set(sizes)) == 1:
-                self._open_group()._allgather_base(gathered, buf).wait()
-            else:
-                self._open_group().allgather([received], [buf]).wait()
-        except RuntimeError as error:
-            raise self._failed(error) from error
-        self.bytes_sent += (self.world_size - 1) * buf.numel()
+        own_bytes = buf.numel()
+        if sizes is None or len(set(sizes)) == 1:
+            received = self._all_gather(buf)
+        else:
+            # The library's own gather wants equal sizes, and padding would send bytes that nobody asked for.
+            received = self._all_to_all(buf.repeat(self.world_size), [own_bytes] * self.world_size, list(sizes))
+        self.bytes_sent += (self.world_size - 1) * own_bytes
         return received
 
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
@@ -209,9 +207,16 @@ class NcclTransport(ProcessGroupTransport):
 
     def barrier(self) -> None:
         """Waits on the host too, unlike the others: a barrier is for start-up and shutdown."""
-        self.gather(torch.zeros(1, dtype=torch.uint8, device="cuda"))
-        self.bytes_sent -= self.world_size - 1
-        torch.cuda.current_stream().synchronize()
+        tokens = self._all_gather(torch.zeros(1, dtype=torch.uint8, device=self._device))
+        torch.cat(tokens).cpu()
+
+    def _all_gather(self, buf: Tensor) -> list[Tensor]:
+        received = buf.new_empty(self.world_size * buf.numel())
+        try:
+            self._open_group()._allgather_base(received, buf).wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return list(received.chunk(self.world_size))
 
     def _all_to_all(self, buf: Tensor, outgoing: list[int], incoming: list[int]) -> list[Tensor]:
         received = buf.new_empty(sum(incoming))

@@ -85,7 +85,7 @@ def _store_dies_with_its_rank(group: Group, port: int) -> Seen:
 
 def _again_after_failure(group: Group) -> tuple[Seen, Seen] | None:
     if group.rank == BAD_RANK:
-        time.sleep(2.0)
+        time.sleep(30.0)
         return None
     return _watch(group, "one-shot", 1), _watch(group, "ring", 1)
 
@@ -96,16 +96,17 @@ def _survivors(outcomes: dict[int, Any]) -> dict[int, Seen]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_that_never_comes_is_named_by_all_others(name: str) -> None:
-    with Ranks(4, collective_timeout_s=0.6) as ranks:
-        seen = _survivors(ranks.outcomes(_bad_rank_never_comes, name, 1.4, timeout_s=20))
+    with Ranks(4, collective_timeout_s=1.0) as ranks:
+        seen = _survivors(ranks.outcomes(_bad_rank_never_comes, name, 30.0, enough=3))
+        ranks.kill()
 
     assert sorted(seen) == [0, 1, 3]
     for rank, failure in seen.items():
         assert failure.error == "CollectiveTimeoutError", failure
         assert failure.ranks == (BAD_RANK,), f"rank {rank}: {failure.message}"
-        assert "rank 2 of 4 did not come within 0.6 s" in failure.message
+        assert "rank 2 of 4 did not come within 1 s" in failure.message
         assert f"all_reduce {name} 1152 B, #2" in failure.message
-        assert failure.seconds < 3
+        assert failure.seconds < 5
         assert failure.doing is not None and failure.doing.startswith(f"all_reduce {name} 1152 B, #2")
 
 
@@ -129,7 +130,7 @@ def test_a_stopped_rank_is_named() -> None:
     with Ranks(3, collective_timeout_s=1.0) as ranks:
         stopper = threading.Timer(0.3, os.kill, (ranks.processes[BAD_RANK].pid, signal.SIGSTOP))
         stopper.start()
-        outcomes = ranks.outcomes(_watch, "two-shot", 1_000_000, timeout_s=3)
+        outcomes = ranks.outcomes(_watch, "two-shot", 1_000_000, enough=2)
         ranks.kill()
 
     assert sorted(outcomes) == [0, 1]
@@ -160,9 +161,10 @@ def test_the_store_may_die_with_its_rank() -> None:
 
 def test_a_failed_group_fails_again_at_once_for_the_same_reason() -> None:
     with Ranks(3, collective_timeout_s=0.5) as ranks:
-        first, second = ranks.outcomes(_again_after_failure, timeout_s=20)[0]
+        first, second = ranks.outcomes(_again_after_failure, enough=2)[0]
+        ranks.kill()
     assert second.error == first.error and second.ranks == first.ranks
-    assert second.seconds < 0.1
+    assert second.seconds < 0.3
 
 
 def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
-"""One contract for every AllReduce over every transport: the seam's promises (comm/protocols.py), checked on each rank."""
+"""One contract for every AllReduce over every transport: the seam's promises (comm/protocols.py), checked on each rank.
+
+"nccl-calls" is the NCCL transport over a gloo group (tests/harness.py): NCCL itself needs a GPU per rank.
+"""
 
 import hashlib
 from itertools import product
 
 import pytest
 import torch
-from harness import run_in_process, run_ranks
+from harness import run_in_process, run_nccl_calls, run_ranks
 from torch import Tensor
 
 from tightwire.comm.group import Group
@@ -16,6 +19,7 @@ SIZES = (0, 1, 7, 127, 128, 4096, 100_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OVER = {
     "gloo": (run_ranks, (1, 2, 3, 4)),
+    "nccl-calls": (run_nccl_calls, (2, 3)),
     "in-process": (run_in_process, (1, 2, 3, 4, 5, 8)),
 }
 TRANSPORTS = [(over, world_size) for over, (_, world_sizes) in OVER.items() for world_size in world_sizes]
@@ -121,7 +125,7 @@ def test_keeps_the_contract(over: str, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("over", "world_size"), [("gloo", 2), ("gloo", 3), ("in-process", 1), ("in-process", 4)])
+@pytest.mark.parametrize(("over", "world_size"), [("gloo", 2), ("nccl-calls", 3), ("in-process", 1), ("in-process", 4)])
 def test_takes_any_shape_and_layout(over: str, world_size: int, name: str) -> None:
     run, _ = OVER[over]
     run(world_size, _check_shapes, name)

@@ -1,0 +1,76 @@
+"""One contract for every transport: bytes arrive where they should, uneven ones too, and each is counted once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_in_process, run_nccl_calls, run_ranks
+from torch import Tensor
+
+from tightwire.comm.group import Group
+
+OVER = {"gloo": run_ranks, "nccl-calls": run_nccl_calls, "in-process": run_in_process}
+
+
+def _message(sender: int, receiver: int, num_bytes: int) -> Tensor:
+    return torch.arange(num_bytes).mul(7).add(sender * 31 + receiver * 101).to(torch.uint8)
+
+
+def _check_exchange(group: Group) -> None:
+    rank, num_ranks = group.rank, group.world_size
+    for sizes in ([5] * num_ranks, list(range(1, num_ranks + 1)), [9] + [0] * (num_ranks - 1)):
+        before = group.transport.bytes_sent
+        received = group.transport.exchange([_message(rank, peer, sizes[peer]) for peer in range(num_ranks)])
+        assert all(torch.equal(got, _message(peer, rank, sizes[rank])) for peer, got in enumerate(received)), sizes
+        assert group.transport.bytes_sent - before == sum(sizes) - sizes[rank]
+
+
+def _check_gather(group: Group) -> None:
+    rank, num_ranks = group.rank, group.world_size
+    for sizes in (None, list(range(1, num_ranks + 1)), [9] + [0] * (num_ranks - 1)):
+        lengths = [6] * num_ranks if sizes is None else sizes
+        before = group.transport.bytes_sent
+        received = group.transport.gather(_message(rank, 0, lengths[rank]), sizes)
+        assert all(torch.equal(got, _message(peer, 0, lengths[peer])) for peer, got in enumerate(received)), sizes
+        assert group.transport.bytes_sent - before == (num_ranks - 1) * lengths[rank]
+
+
+def _check_shift(group: Group) -> None:
+    rank, num_ranks = group.rank, group.world_size
+    left, right = (rank - 1) % num_ranks, (rank + 1) % num_ranks
+    before = group.transport.bytes_sent
+    assert torch.equal(group.transport.shift(_message(rank, right, 8)), _message(left, rank, 8))
+    assert torch.equal(group.transport.shift(_message(rank, right, rank), left), _message(left, rank, left))
+    assert group.transport.bytes_sent - before == 8 + rank
+
+
+def _check_ownership(group: Group) -> None:
+    """A sender may overwrite its buffer at once, a receiver what it received."""
+    for turn in range(20):
+        mine = torch.full((1000,), group.rank + turn, dtype=torch.uint8)
+        received = group.transport.gather(mine)
+        expected = [peer + turn for peer in range(group.world_size)]
+        assert [int(buf[-1]) for buf in received] == expected
+        for buf in received:
+            buf.fill_(255)
+        mine.fill_(254)
+
+
+def _check_barrier(group: Group) -> None:
+    before = group.transport.bytes_sent
+    for _ in range(5):
+        group.transport.barrier()
+    assert group.transport.bytes_sent == before
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("over", OVER)
+def test_moves_and_counts_bytes(over: str, world_size: int) -> None:
+    run: Callable[..., list[Any]] = OVER[over]
+    run(world_size, _check_all)
+
+
+def _check_all(group: Group) -> None:
+    for check in (_check_exchange, _check_gather, _check_shift, _check_ownership, _check_barrier):
+        check(group)
