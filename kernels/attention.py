@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightwire.kernels.attention_cpu import paged_attention_cpu, write_kv_cpu
+from tightwire.kernels.attention_cpu import paged_attention_cpu
+from tightwire.kernels.kv_cache_cpu import write_kv_cpu
 
 
 def write_kv_reference(

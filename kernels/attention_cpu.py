@@ -5,15 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from tightwire.kernels.attention_cpu_kernels import (
-    BUCKETS,
-    ROWS,
-    attend,
-    plan_tiles,
-    scratch_floats,
-    work_numbers,
-    write_slots,
-)
+from tightwire.kernels.attention_cpu_kernels import ROWS, attend, scratch_floats
+from tightwire.kernels.attention_cpu_plan import BUCKETS, plan_tiles, work_numbers
 from tightwire.kernels.simd import NUMBER_KIND
 from tightwire.kernels.threads import run_on_threads
 
@@ -103,54 +96,6 @@ def paged_attention_cpu(
     multiplications = num_keys * num_kv_heads * head_dim * (8 + rows)
     run_on_threads(attend_tiles, min(num_tiles * num_kv_heads, 1 + multiplications // _WORK_PER_THREAD))
     return out_THE
-
-
-def write_kv_cpu(k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor) -> None:
-    """``attention.write_kv`` for CPU tensors; see there."""
-    num_tokens, num_kv_heads, head_dim = shape = k_TKE.shape
-    num_blocks, cache_heads, tokens_per_block, cache_dim = k_cache_NKPE.shape
-    strides, dtype = k_cache_NKPE.stride(), k_cache_NKPE.dtype
-    if v_TKE.shape != shape or (num_kv_heads, head_dim) != (cache_heads, cache_dim) or len(slot_T) != num_tokens:
-        raise ValueError(
-            "write_kv wants k and v (T, K, E), caches (N, K, P, E) and slots (T,); "
-            f"got {tuple(shape)}, {tuple(v_TKE.shape)}, {tuple(k_cache_NKPE.shape)} and {tuple(slot_T.shape)}"
-        )
-    if k_TKE.dtype != dtype or v_TKE.dtype != dtype or v_cache_NKPE.dtype != dtype or slot_T.dtype != torch.int32:
-        raise ValueError(
-            "write_kv wants k, v and caches in one dtype and int32 slots; "
-            f"got {k_TKE.dtype}, {v_TKE.dtype}, {dtype}, {v_cache_NKPE.dtype} and {slot_T.dtype}"
-        )
-    if (
-        v_cache_NKPE.shape != k_cache_NKPE.shape
-        or v_cache_NKPE.stride() != strides
-        or strides[1:] != (tokens_per_block * head_dim, head_dim, 1)
-        or k_TKE.stride(2) != 1
-        or v_TKE.stride(2) != 1
-        or slot_T.stride(0) != 1
-    ):
-        raise ValueError("write_kv wants caches alike, and contiguous heads, cache blocks and slots")
-    number_bytes = k_cache_NKPE.element_size()
-    wrong = write_slots(
-        k_TKE.data_ptr(),
-        k_TKE.stride(0) * number_bytes,
-        k_TKE.stride(1) * number_bytes,
-        v_TKE.data_ptr(),
-        v_TKE.stride(0) * number_bytes,
-        v_TKE.stride(1) * number_bytes,
-        k_cache_NKPE.data_ptr(),
-        v_cache_NKPE.data_ptr(),
-        strides[0] * number_bytes,
-        slot_T.data_ptr(),
-        num_tokens,
-        num_blocks,
-        num_kv_heads,
-        tokens_per_block,
-        head_dim * number_bytes,
-    )
-    if wrong >= 0:
-        raise ValueError(
-            f"token {wrong} has slot {int(slot_T[wrong])}; the cache has slots 0 to {num_blocks * tokens_per_block - 1}"
-        )
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, lens: Tensor, table: Tensor) -> None:

@@ -31,7 +31,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     compiled anew at each start, and the log says so. numba never contracts or reorders float operations unless told
     to, and it is not told: equal inputs give equal bits.
     """
-    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
     try:
         dispatcher.enable_caching()
     except RuntimeError as error:

@@ -1,0 +1,260 @@
+"""LLVM code for the vector operations of ``simd``: functions that write instructions through an IR builder.
+
+Sixteen float32 lanes throughout. Nothing here carries fast-math flags: LLVM may neither reorder nor contract, so an
+operation gives the same bits on every CPU that has it, in every kernel it stands in.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+LANES = 16
+
+# llvmlite is not annotated: these say what is meant.
+Value = Any  # ir.Value
+Builder = Any  # ir.IRBuilder
+Emit = Callable[..., Value]
+
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+F32 = ir.FloatType()
+V_F32 = ir.VectorType(F32, LANES)
+V_I32 = ir.VectorType(I32, LANES)
+V_I16 = ir.VectorType(ir.IntType(16), LANES)
+V_F16 = ir.VectorType(ir.HalfType(), LANES)
+
+
+def constant(value: float, kind: ir.VectorType) -> ir.Constant:
+    return ir.Constant(kind, [value] * LANES)
+
+
+def splat(builder: Builder, scalar: Value, kind: ir.VectorType = V_F32) -> Value:
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, one, ir.Constant(V_I32, [0] * LANES))
+
+
+def load_as(kind: ir.Type, align: int) -> Emit:
+    def emit(builder: Builder, address: Value) -> Value:
+        return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+    return emit
+
+
+def store_as(kind: ir.Type, align: int) -> Emit:
+    def emit(builder: Builder, address: Value, value: Value) -> None:
+        builder.store(value, builder.inttoptr(address, kind.as_pointer()), align=align)
+
+    return emit
+
+
+def load_bf16(builder: Builder, address: Value) -> Value:
+    bits = builder.zext(load_as(V_I16, 2)(builder, address), V_I32)
+    return builder.bitcast(builder.shl(bits, constant(16, V_I32)), V_F32)
+
+
+def round_to_bf16(builder: Builder, value: Value) -> Value:
+    """The upper 16 bits, rounded to nearest even; NaN stays NaN (rounding up could carry it into infinity)."""
+    bits = builder.bitcast(value, V_I32)
+    odd = builder.and_(builder.lshr(bits, constant(16, V_I32)), constant(1, V_I32))
+    rounded = builder.add(builder.add(bits, constant(0x7FFF, V_I32)), odd)
+    kept = builder.select(builder.fcmp_unordered("uno", value, value), constant(0x7FC00000, V_I32), rounded)
+    return builder.trunc(builder.lshr(kept, constant(16, V_I32)), V_I16)
+
+
+def store_bf16(builder: Builder, address: Value, value: Value) -> None:
+    store_as(V_I16, 2)(builder, address, round_to_bf16(builder, value))
+
+
+def bf16_rounded(builder: Builder, value: Value) -> Value:
+    bits = builder.zext(round_to_bf16(builder, value), V_I32)
+    return builder.bitcast(builder.shl(bits, constant(16, V_I32)), V_F32)
+
+
+def load_f16(builder: Builder, address: Value) -> Value:
+    return builder.fpext(load_as(V_F16, 2)(builder, address), V_F32)
+
+
+def store_f16(builder: Builder, address: Value, value: Value) -> None:
+    store_as(V_F16, 2)(builder, address, builder.fptrunc(value, V_F16))
+
+
+def f16_rounded(builder: Builder, value: Value) -> Value:
+    return builder.fpext(builder.fptrunc(value, V_F16), V_F32)
+
+
+def sign_extended(kind: ir.Type, align: int) -> Emit:
+    return lambda builder, address: builder.sext(load_as(kind, align)(builder, address), I64)
+
+
+def copy_bytes(builder: Builder, target: Value, source: Value, count: Value) -> None:
+    byte_p = ir.IntType(8).as_pointer()
+    cgutils.raw_memcpy(builder, builder.inttoptr(target, byte_p), builder.inttoptr(source, byte_p), count, 1, align=1)
+
+
+def fetch_add(builder: Builder, address: Value) -> Value:
+    return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), ir.Constant(I64, 1), "seq_cst")
+
+
+def load_part(load_whole: Emit, number_bytes: int) -> Emit:
+    """The first ``count`` lanes from memory, zeros in the others, without reading past them."""
+
+    def emit(builder: Builder, address: Value, count: Value) -> Value:
+        stage = cgutils.alloca_once(builder, V_F32)
+        builder.store(constant(0.0, V_F32), stage)
+        stage = builder.ptrtoint(stage, I64)
+        copy_bytes(builder, stage, address, builder.mul(count, ir.Constant(I64, number_bytes)))
+        return load_whole(builder, stage)
+
+    return emit
+
+
+def store_part(store_whole: Emit, number_bytes: int) -> Emit:
+    """The first ``count`` lanes to memory, nothing past them."""
+
+    def emit(builder: Builder, address: Value, value: Value, count: Value) -> None:
+        stage = builder.ptrtoint(cgutils.alloca_once(builder, V_F32), I64)
+        store_whole(builder, stage, value)
+        copy_bytes(builder, address, stage, builder.mul(count, ir.Constant(I64, number_bytes)))
+
+    return emit
+
+
+def fma(builder: Builder, a: Value, b: Value, c: Value) -> Value:
+    kind = ir.FunctionType(V_F32, [V_F32] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), [a, b, c])
+
+
+def maximum(builder: Builder, a: Value, b: Value) -> Value:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def keep_first(builder: Builder, value: Value, count: Value, fill: Value) -> Value:
+    """Lanes below ``count`` of ``value``, ``fill`` in the others."""
+    lanes = ir.Constant(V_I32, list(range(LANES)))
+    inside = builder.icmp_signed("<", lanes, splat(builder, builder.trunc(count, I32), V_I32))
+    return builder.select(inside, value, splat(builder, fill))
+
+
+def fold(combine: Emit) -> Emit:
+    """Combine all lanes in a fixed tree: halves, quarters, and so on."""
+
+    def emit(builder: Builder, value: Value) -> Value:
+        for step in (8, 4, 2, 1):
+            other = ir.Constant(V_I32, [(lane + step) % LANES for lane in range(LANES)])
+            value = combine(builder, value, builder.shuffle_vector(value, value, other))
+        return builder.extract_element(value, ir.Constant(I32, 0))
+
+    return emit
+
+
+# 2^f on [-1/2, 1/2], coefficients ln(2)^k / k!: the first one left out is below 2e-8 of the result.
+_EXP2 = [1.0, 0.6931471805599453, 0.24022650695910072, 0.05550410866482158]
+_EXP2 += [0.009618129107628477, 0.0013333558146428443, 0.00015403530393381608]
+
+
+_MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds a float32 to an integer, left in the low bits
+_LOG2_E = 1.4426950408889634
+_LOG2_E_LOW = 1.925963033500231e-08  # what float32 loses of it
+
+
+def _power_of_two(builder: Builder, shifted: Value, fraction: Value) -> Value:
+    """2^(n + fraction), n the integer in the low bits of ``shifted``, -126 to 128 (infinity)."""
+    power = constant(_EXP2[-1], V_F32)
+    for coefficient in reversed(_EXP2[:-1]):
+        power = fma(builder, power, fraction, constant(coefficient, V_F32))
+    exponent = builder.shl(builder.bitcast(shifted, V_I32), constant(23, V_I32))
+    scale = builder.bitcast(builder.add(exponent, constant(127 << 23, V_I32)), V_F32)
+    return builder.fmul(power, scale)
+
+
+def exp2(builder: Builder, x: Value) -> Value:
+    """2^x for x up to 127; exactly 1 at 0, exactly 0 below -126 (no denormals), NaN at NaN."""
+    tiny = builder.fcmp_ordered("<", x, constant(-126.0, V_F32))
+    x = builder.select(tiny, constant(-126.0, V_F32), x)
+    shifted = builder.fadd(x, constant(_MAGIC, V_F32))
+    fraction = builder.fsub(x, builder.fsub(shifted, constant(_MAGIC, V_F32)))
+    return builder.select(tiny, constant(0.0, V_F32), _power_of_two(builder, shifted, fraction))
+
+
+def exp(builder: Builder, x: Value) -> Value:
+    """e^x within two units in the last place; 0 below -87, infinity above 88.4, NaN at NaN."""
+    tiny = builder.fcmp_ordered("<", x, constant(-87.0, V_F32))
+    huge = builder.fcmp_ordered(">", x, constant(88.4, V_F32))
+    x = builder.select(builder.or_(tiny, huge), constant(0.0, V_F32), x)
+    shifted = fma(builder, x, constant(_LOG2_E, V_F32), constant(_MAGIC, V_F32))
+    whole = builder.fsub(shifted, constant(_MAGIC, V_F32))
+    fraction = fma(builder, x, constant(_LOG2_E, V_F32), builder.fneg(whole))
+    fraction = fma(builder, x, constant(_LOG2_E_LOW, V_F32), fraction)
+    power = builder.select(tiny, constant(0.0, V_F32), _power_of_two(builder, shifted, fraction))
+    return builder.select(huge, constant(math.inf, V_F32), power)
+
+
+def transpose(builder: Builder, source: Value, source_stride: Value, target: Value, target_stride: Value) -> None:
+    """16 rows of 16 floats become columns; strides are bytes. Four rounds of swaps between rows 1, 2, 4, 8 apart."""
+
+    def row(base: Value, stride: Value, index: int) -> Value:
+        return builder.add(base, builder.mul(stride, ir.Constant(I64, index)))
+
+    rows = [load_as(V_F32, 4)(builder, row(source, source_stride, i)) for i in range(LANES)]
+    for step in (1, 2, 4, 8):
+        low = [lane if not lane & step else lane - step + LANES for lane in range(LANES)]
+        high = [lane + step if not lane & step else lane + LANES for lane in range(LANES)]
+        for i in (i for i in range(LANES) if not i & step):
+            a, b = rows[i], rows[i + step]
+            rows[i] = builder.shuffle_vector(a, b, ir.Constant(V_I32, low))
+            rows[i + step] = builder.shuffle_vector(a, b, ir.Constant(V_I32, high))
+    for i, value in enumerate(rows):
+        store_as(V_F32, 4)(builder, row(target, target_stride, i), value)
+
+
+def multiply_add(builder: Builder, factor: Value, vector: Value, total: Value) -> Value:
+    return fma(builder, builder.bitcast(factor, V_F32), builder.bitcast(vector, V_F32), total)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+def multiply_add_bf16_pairs(builder: Builder, factor: Value, vector: Value, total: Value) -> Value:
+    """total + factor[1] * vector[1] + factor[0] * vector[0] in each lane: AVX512-BF16."""
+    pairs = ir.VectorType(_BFloat(), 2 * LANES)
+    kind = ir.FunctionType(V_F32, [V_F32, pairs, pairs])
+    product = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(product, [total, builder.bitcast(factor, pairs), builder.bitcast(vector, pairs)])
+
+
+def tile_product(num_rows: int, num_vectors: int, accumulate: bool, step: Emit) -> Emit:
+    """Code for ``simd.make_tile_product``; ``step(builder, factor, vector, total)`` is one multiply-add, 32-bit lanes."""
+
+    def emit(
+        builder: Builder, c: Value, c_stride: Value, a: Value, a_stride: Value, b: Value, b_stride: Value, depth: Value
+    ) -> None:
+        def moved(base: Value, stride: Value, row: int, vector: int = 0) -> Value:
+            place = builder.add(base, builder.mul(stride, ir.Constant(I64, row)))
+            return builder.add(place, ir.Constant(I64, vector * LANES * 4))
+
+        cells = [(row, vec) for row in range(num_rows) for vec in range(num_vectors)]
+        places = {cell: moved(c, c_stride, *cell) for cell in cells}
+        sums = {cell: cgutils.alloca_once(builder, V_F32) for cell in cells}
+        for cell in cells:
+            start = load_as(V_F32, 4)(builder, places[cell]) if accumulate else constant(0.0, V_F32)
+            builder.store(start, sums[cell])
+        with cgutils.for_range(builder, depth) as loop:
+            b_row = builder.add(b, builder.mul(b_stride, loop.index))
+            a_column = builder.add(a, builder.mul(ir.Constant(I64, 4), loop.index))
+            vectors = [load_as(V_I32, 4)(builder, moved(b_row, b_stride, 0, vec)) for vec in range(num_vectors)]
+            scalars = [load_as(I32, 2)(builder, moved(a_column, a_stride, row)) for row in range(num_rows)]
+            factors = [splat(builder, scalar, V_I32) for scalar in scalars]
+            for row, vec in cells:
+                total = builder.load(sums[row, vec])
+                builder.store(step(builder, factors[row], vectors[vec], total), sums[row, vec])
+        for cell in cells:
+            store_as(V_F32, 4)(builder, places[cell], builder.load(sums[cell]))
+
+    return emit
