@@ -74,16 +74,16 @@ def test_new_tokens_are_counted_as_they_come() -> None:
 def test_slots_are_reused_clean_and_given_up_at_the_end() -> None:
     tables = PenaltyTables(VOCAB, torch.device("cpu"))
     assert tables.num_slots == 0
-    first, second = row([1], [2, 2], presence_penalty=1.0), row([4], [5], presence_penalty=1.0)
+    first, second = row([1], [2, 2], repetition_penalty=2.0), row([4], [5], repetition_penalty=2.0)
     tables.apply_(torch.zeros(2, VOCAB), [0, 1], [first, second])
     assert tables.num_slots == 2
     tables.release(first)
     tables.release(first)
-    third = row([7], [8], presence_penalty=1.0)
-    logits = torch.zeros(2, VOCAB)
+    third = row([7], [8], repetition_penalty=2.0)
+    logits = torch.ones(2, VOCAB)
     tables.apply_(logits, [0, 1], [second, third])
     assert tables.num_slots == 2
-    assert logits.nonzero().tolist() == [[0, 5], [1, 8]]
+    assert (logits == 0.5).nonzero().tolist() == [[0, 4], [0, 5], [1, 7], [1, 8]]
     tables.release(second)
     tables.release(third)
     assert tables.num_slots == 0
