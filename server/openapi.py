@@ -51,7 +51,7 @@ def operation(
     """``openapi_extra`` of one route. ``chunk``: what each event of its stream holds."""
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
     if chunk is not None:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": f"Events of {chunk.__name__}."}}
+        content["text/event-stream"] = {"schema": _event(chunk)}
     described: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status in sorted({401, 500, *errors}):
         error_content = {"application/json": {"schema": _ref(ErrorBody)}}
@@ -86,6 +86,16 @@ def _page(app: FastAPI, closed: bool) -> dict[str, Any]:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         page["security"] = [{"key": []}]
     return page
+
+
+def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
+    """A chunk, the ErrorBody of a stream that broke, or the end, which is no JSON."""
+    body = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorBody)]},
+    }
+    return {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, body]}}, "required": ["data"]}
 
 
 def _ref(kind: type) -> dict[str, str]:

@@ -94,14 +94,19 @@ def _check_logit_bias(value: Any) -> dict[int, float]:
     return bias
 
 
-_STRINGS = {"type": "array", "items": {"type": "string"}}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-
-_PROMPTS = [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS}]
-_BIASES = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPTS = [_TEXT, *({"type": "array", "minItems": 1, "items": items} for items in (_TEXT, _IDS["items"], _IDS))]
+_STOP = {**_TEXT, "maxLength": MAX_STOP_CHARS}
+_STOPS = [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]
+_BIASES = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
 
 # A field whose shape is a union has one check with one message, where pydantic would report every branch.
-Stop = Annotated[Any, BeforeValidator(_check_stop), WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS]})]
+Stop = Annotated[Any, BeforeValidator(_check_stop), WithJsonSchema({"anyOf": _STOPS})]
 Prompt = Annotated[Any, BeforeValidator(_check_prompt), WithJsonSchema({"anyOf": _PROMPTS})]
 LogitBias = Annotated[Any, BeforeValidator(_check_logit_bias), WithJsonSchema(_BIASES)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]

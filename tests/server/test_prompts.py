@@ -1,0 +1,55 @@
+"""From bodies to sequences: seeds, defaults that depend on the model, and work that must not hold up the loop."""
+
+import threading
+from typing import Any
+
+from fake_engine import INFO, byte_tokenizer
+
+from tightwire.server.body import check_fields
+from tightwire.server.prompts import make_sequences, off_loop
+from tightwire.server.schemas import CompletionBody
+from tightwire.server.served_model import ModelInfo, ModelSlot, ServedModel
+
+
+def _model(info: ModelInfo = INFO) -> ServedModel:
+    slot = ModelSlot()
+    slot.fill(info=info, tokenizer=byte_tokenizer())
+    assert slot.model is not None
+    return slot.model
+
+
+def _body(**fields: Any) -> CompletionBody:
+    return check_fields({"prompt": "a", **fields}, CompletionBody)
+
+
+def _seeds(body: CompletionBody, info: ModelInfo = INFO) -> list[int]:
+    sequences = make_sequences(body, _model(info), [[1]], max_tokens=None, default_max_tokens=16, logprobs=None)
+    return [sequence.params.seed for sequence in sequences]
+
+
+async def test_long_texts_are_tokenized_in_a_thread() -> None:
+    assert await off_loop(threading.get_ident, 100_000) != threading.get_ident()
+    assert await off_loop(threading.get_ident, 10) == threading.get_ident()
+
+
+def test_seeds() -> None:
+    assert _seeds(_body(n=3, seed=5)) == [5, 6, 7]
+    largest = 2**63 - 1
+    assert _seeds(_body(n=2, seed=largest)) == [largest, -(2**63)]
+    fresh = [_seeds(_body())[0] for _ in range(3)]
+    assert len(set(fresh)) == 3
+    info = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, default_seed=9)
+    assert _seeds(_body(n=2), info) == [9, 10]
+
+
+def test_default_max_tokens_shrinks_to_what_fits() -> None:
+    body, model = _body(), _model()
+    for length, expected in ((10, 16), (250, 6), (255, 1)):
+        [sequence] = make_sequences(body, model, [[1] * length], max_tokens=None, default_max_tokens=16, logprobs=None)
+        assert sequence.params.max_tokens == expected
+
+
+def test_vanishing_temperature_is_greedy() -> None:
+    body = _body(temperature=1e-30)
+    [sequence] = make_sequences(body, _model(), [[1]], max_tokens=1, default_max_tokens=16, logprobs=None)
+    assert sequence.params.temperature == 0.0
