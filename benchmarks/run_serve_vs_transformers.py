@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from quiet import wait_for_quiet
 from server_process import RunningServer, serving
 
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.bench.environment import describe_environment
 
 _HERE = Path(__file__).resolve().parent
+_QUIET = 0.1  # share of the cores that others may use
 _TURN_S = 1800.0  # longest one arm may take
 
 
@@ -37,10 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         turns: dict[str, list[dict[str, Any]]] = {}
         for round_ in range(1, given.rounds + 1):
             for tp in given.tp:
-                name = f"tightwire TP {tp}"
-                turns.setdefault(name, []).append(_server_turn(given, tp, round_, folder))
+                busy = _quiet(given)
+                turn = _server_turn(given, tp, round_, folder)
+                turns.setdefault(f"tightwire TP {tp}", []).append({**turn, "busy_before": busy})
             if not given.skip_peer:
-                turns.setdefault("transformers", []).append(_peer_turn(given, round_, folder))
+                busy = _quiet(given)
+                turn = _peer_turn(given, round_, folder)
+                turns.setdefault("transformers", []).append({**turn, "busy_before": busy})
         rows = {name: _row(results) for name, results in turns.items()}
         table = _markdown(given, rows)
         (folder / "table.md").write_text(table, encoding="utf-8")
@@ -48,6 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = {"schema": "tightwire.bench.serve_vs_transformers/1", "arms": rows, "options": _plain(given)}
     sys.stdout.write(json.dumps({**result, "environment": describe_environment()}) + "\n")
     return 0
+
+
+def _quiet(given: argparse.Namespace) -> float:
+    """How much of the machine others use as a turn begins; waited for, and said when it is too much."""
+    busy = wait_for_quiet(_QUIET, given.wait_for_quiet)
+    if busy >= _QUIET:
+        _say(f"other programs use {busy:.0%} of this machine: the figures of this turn are doubtful")
+    return busy
 
 
 def _server_turn(given: argparse.Namespace, tp: int, round_: int, folder: Path) -> dict[str, Any]:
@@ -110,8 +123,15 @@ def _row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     pooled = {key: [value for each in measured for value in each[key]] for key in measured[0]}
     medians = {key: statistics.median(values) for key, values in pooled.items()}
     spread = {key: [statistics.median(each[key]) for each in measured] for key in measured[0]}
+    busy = [turn["busy_before"] for turn in turns]
     ready = [turn["ready_s"] for turn in turns]
-    return {**medians, "ready_s": statistics.median(ready), "rounds": spread, "answer": turns[0]["check"]["text"]}
+    return {
+        **medians,
+        "ready_s": statistics.median(ready),
+        "rounds": spread,
+        "answer": turns[0]["check"]["text"],
+        "busy_before": busy,
+    }
 
 
 def _served(turn: dict[str, Any]) -> dict[str, list[float]]:
@@ -147,10 +167,9 @@ def _markdown(given: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> str
     for name, row in rows.items():
         if peer is not None and row is not peer:
             lines.append(f"| {name}: times as fast | {' | '.join(_ratios(row, peer))} |")
-    lines += [
-        "",
-        *(f"- {name} answers “The capital of France is” with {row['answer']!r}" for name, row in rows.items()),
-    ]
+    busy = max(share for row in rows.values() for share in row["busy_before"])
+    lines += ["", f"- other programs used at most {busy:.0%} of the cores as a turn began"]
+    lines += [f"- {name} answers “The capital of France is” with {row['answer']!r}" for name, row in rows.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -182,6 +201,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-len", type=int, default=64, help="tokens to generate (%(default)s)")
     add("--peer-threads", type=int, default=os.cpu_count() or 1, help="of transformers (%(default)s)")
     add("--skip-peer", action="store_true", help="measure the servers alone")
+    add(
+        "--wait-for-quiet", type=float, default=0.0, metavar="S", help="wait so long for others to finish (%(default)s)"
+    )
     add("--output", type=Path, metavar="DIR", help="keep raw samples, logs and the table there")
     return parser
 

@@ -16,10 +16,10 @@ from tightwire.server.bench.load import Arm
 SCHEMA = "tightwire.bench.serve/1"
 
 _LATENCIES = (
-    ("ttft_s", "TTFT", "first event with text"),
-    ("tpot_s", "TPOT", "per token after the first"),
-    ("itl_s", "ITL", "between events with text"),
-    ("e2e_s", "E2E", "whole request"),
+    ("ttft_s", "TTFT", "first text"),
+    ("tpot_s", "TPOT", "later tokens"),
+    ("itl_s", "ITL", "gaps in text"),
+    ("e2e_s", "E2E", "whole answer"),
 )
 _CSV_COLUMNS = [
     *("arm", "load", "index", "sent_s", "late_s", "ttft_s", "tpot_s", "e2e_s"),
