@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from tightwire.server.devices import num_cores
 from tightwire.server.rank_setup import RankIdentity, RankWork
 
 WORKER = (sys.executable, "-m", "tightwire.server.worker")
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -65,6 +68,7 @@ class Ranks:
             stdin=subprocess.PIPE,
             env=_environment(world_size),
             pass_fds=[listener.fileno()] if rank == 0 else [],
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, and no other thread runs yet
         )
         self._tell(process, identity)
         return process
@@ -109,6 +113,14 @@ class Ranks:
                 return False
             await asyncio.sleep(0.02)
         return True
+
+
+def _die_with_parent() -> None:
+    """Runs in the child before its program starts: the kernel kills it when its parent ends, however that ends.
+
+    Set here rather than by the child, because a child that is stopped before its first line could not.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _environment(world_size: int) -> dict[str, str]:

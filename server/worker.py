@@ -1,10 +1,9 @@
-"""One rank process, from its first line: ties its life to the parent's, reports, and hands over to ``rank``.
+"""One rank process, from its first line: listens to its parent, reports, and hands over to ``rank``.
 
-Light on purpose: nothing here imports torch, so that heartbeats flow and the parent's death is noticed while the heavy
-modules load. Started by ``ranks`` as ``python -m tightwire.server.worker``; not meant for people.
+Light on purpose: nothing here imports torch, so that heartbeats flow while the heavy modules load. The kernel ends it
+with its parent (``ranks`` asks for that); the end of its standard input says the same a second way. Started by ``ranks`` as ``python -m tightwire.server.worker``; not meant for people.
 """
 
-import ctypes
 import importlib
 import os
 import queue
@@ -21,16 +20,15 @@ from tightwire.server.messages import Failed
 from tightwire.server.rank_setup import RankIdentity, RankWork
 from tightwire.server.reporter import Reporter
 
-_PR_SET_PDEATHSIG = 1
 _T = TypeVar("_T")
 
 
 def main(body: str = "tightwire.server.rank:run") -> int:
     """Run one rank to its end. ``body`` is what it does once it knows its work; tests give their own."""
-    _die_with_parent()
+    _leave_signals_to_parent()
     identity = _read_line(RankIdentity)
     if os.getppid() != identity.parent_pid:
-        return 1  # the parent died before the kernel was told to watch it
+        return 1  # the parent died before the kernel was asked to watch it
     work: queue.SimpleQueue[RankWork] = queue.SimpleQueue()
     threading.Thread(target=_listen_to_parent, args=(work,), daemon=True).start()
     reporter = Reporter(identity.rank, identity.to_parent)
@@ -56,12 +54,8 @@ def main(body: str = "tightwire.server.rank:run") -> int:
     return 0
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends, and leave signals to the parent.
-
-    A terminal, a service manager or a batch system signals every process; only the parent knows how to drain.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _leave_signals_to_parent() -> None:
+    """A terminal, a service manager or a batch system signals every process; only the parent knows how to drain."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
 
