@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 from quiet import wait_for_quiet
-from server_process import RunningServer, serving
+from running_server import RunningServer, serving
 
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.bench.environment import describe_environment
