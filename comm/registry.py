@@ -6,6 +6,7 @@ from tightwire.comm.group import Group
 from tightwire.comm.protocols import AllReduce
 
 ALL_REDUCE = {
+    "auto": "tightwire.comm.all_reduce.auto:AutoAllReduce",
     "native": "tightwire.comm.all_reduce.native:NativeAllReduce",
     "one-shot": "tightwire.comm.all_reduce.one_shot:OneShotAllReduce",
     "ring": "tightwire.comm.all_reduce.ring:RingAllReduce",

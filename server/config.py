@@ -44,7 +44,7 @@ class ParallelOptions:
     )
     allreduce: str = _option(
         "auto",
-        "algorithm that sums the ranks' partial results; auto: native",
+        "algorithm that sums the ranks' partial results; auto: one-shot or two-shot by message size, both exact",
         ("auto", "native", "ring", "one-shot", "two-shot"),
     )
     comm_timeout_s: float = _option(60.0, "longest a rank waits in one collective before it gives up", metavar="S")

@@ -49,7 +49,7 @@ def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
     plan = RunPlan(
         device=device,
         dtype=dtype,
-        allreduce="native" if config.parallel.allreduce == "auto" else config.parallel.allreduce,
+        allreduce=config.parallel.allreduce,
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
     )
