@@ -62,17 +62,20 @@ def test_float32_tokens_equal(
         assert continue_prompts(local.engine, prompts, max_tokens=_NUM_TOKENS) == float32_answers
 
 
+@pytest.fixture(scope="module")
+def bfloat16_answers(folder: Path, prompts: list[list[int]]) -> list[Greedy]:
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    return [greedy(model, prompt, _NUM_TOKENS) for prompt in prompts]
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_bfloat16_parts_only_between_near_equals(
-    tp: int, checkpoint: Checkpoint, folder: Path, prompts: list[list[int]]
+    tp: int, checkpoint: Checkpoint, prompts: list[list[int]], bfloat16_answers: list[Greedy]
 ) -> None:
     """At the first token that differs, each side's choice is among the other's five best."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    theirs = [greedy(model, prompt, _NUM_TOKENS) for prompt in prompts]
-
     ours = _answers_with_top5(checkpoint, prompts, tp)
 
-    for mine, their in zip(ours, theirs, strict=True):
+    for mine, their in zip(ours, bfloat16_answers, strict=True):
         parted = next((i for i in range(_NUM_TOKENS) if mine.tokens[i] != their.tokens[i]), None)
         if parted is not None:
             assert mine.tokens[parted] in their.top5[parted]
