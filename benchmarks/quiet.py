@@ -1,26 +1,50 @@
-"""Whether this machine is quiet enough to measure on, from /proc/stat (Linux)."""
+"""How much of this machine others used: before a measurement, and while it ran (Linux).
 
+A median hides a neighbour who worked all along; the kernel's own accounts do not.
+"""
+
+import os
+import resource
 import time
 from pathlib import Path
 
 
-def busy_share(seconds: float = 1.0) -> float:
-    """The share of all cores that somebody used during these seconds, 0 to 1, while the caller slept."""
-    idle_before, total_before = _ticks()
-    time.sleep(seconds)
-    idle, total = _ticks()
-    return 1.0 - (idle - idle_before) / max(1, total - total_before)
+class OthersWatch:
+    """Core seconds that nobody of ours used, from its making to ``share``.
+
+    Ours are this process and all its descendants that have ended and been waited for, so ask when they have.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._busy_s, self._own_s = _busy_s(), _own_s()
+
+    def share(self) -> float:
+        """Of all cores, 0 to 1."""
+        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
+        cores = os.cpu_count() or 1
+        return min(1.0, max(0.0, others_s / (cores * (time.monotonic() - self._began))))
 
 
 def wait_for_quiet(below: float, timeout_s: float) -> float:
-    """Sleep until the machine has been quiet for three seconds; returns how busy it was at last."""
+    """Sleep until others use less than ``below`` of the cores; returns how much they used at last."""
     deadline = time.monotonic() + timeout_s
     while True:
-        busy = busy_share(3.0 if timeout_s else 1.0)
-        if busy < below or time.monotonic() >= deadline:
-            return busy
+        watch = OthersWatch()
+        time.sleep(3.0 if timeout_s else 1.0)
+        share = watch.share()
+        if share < below or time.monotonic() >= deadline:
+            return share
 
 
-def _ticks() -> tuple[int, int]:
-    fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return fields[3] + fields[4], sum(fields)  # idle and iowait; guest time is already within user time
+def _busy_s() -> float:
+    """Seconds that all cores together have worked since boot; iowait is idle, guest time is within user time."""
+    user, nice, system, _, _, irq, softirq, steal = (
+        int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    )
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)

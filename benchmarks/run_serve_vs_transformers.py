@@ -15,16 +15,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-from quiet import wait_for_quiet
+from quiet import OthersWatch, wait_for_quiet
 from running_server import RunningServer, serving
 
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.bench.environment import describe_environment
+
+Turn = Callable[[int, Path], dict[str, Any]]
 
 _HERE = Path(__file__).resolve().parent
 _QUIET = 0.1  # share of the cores that others may use
@@ -36,16 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.output or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        turns: dict[str, list[dict[str, Any]]] = {}
+        arms: dict[str, Turn] = {f"tightwire TP {tp}": partial(_server_turn, given, tp) for tp in given.tp}
+        if not given.skip_peer:
+            arms["transformers"] = partial(_peer_turn, given)
+        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
         for round_ in range(1, given.rounds + 1):
-            for tp in given.tp:
-                busy = _quiet(given)
-                turn = _server_turn(given, tp, round_, folder)
-                turns.setdefault(f"tightwire TP {tp}", []).append({**turn, "busy_before": busy})
-            if not given.skip_peer:
-                busy = _quiet(given)
-                turn = _peer_turn(given, round_, folder)
-                turns.setdefault("transformers", []).append({**turn, "busy_before": busy})
+            for name, turn in arms.items():
+                _say(f"round {round_}: {name}")
+                turns[name].append(_alone(given, turn, round_, folder))
         rows = {name: _row(results) for name, results in turns.items()}
         table = _markdown(given, rows)
         (folder / "table.md").write_text(table, encoding="utf-8")
@@ -55,17 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _quiet(given: argparse.Namespace) -> float:
-    """How much of the machine others use as a turn begins; waited for, and said when it is too much."""
-    busy = wait_for_quiet(_QUIET, given.wait_for_quiet)
-    if busy >= _QUIET:
-        _say(f"other programs use {busy:.0%} of this machine: the figures of this turn are doubtful")
-    return busy
+def _alone(given: argparse.Namespace, turn: Turn, round_: int, folder: Path) -> dict[str, Any]:
+    """Wait for a quiet machine, take the turn, and record how much of the machine others used meanwhile."""
+    wait_for_quiet(_QUIET, given.wait_for_quiet)
+    watch = OthersWatch()
+    result = turn(round_, folder)
+    others = watch.share()
+    if others >= _QUIET:
+        _say(f"other programs used {others:.0%} of this machine: the figures of this turn are doubtful")
+    return {**result, "others": others}
 
 
 def _server_turn(given: argparse.Namespace, tp: int, round_: int, folder: Path) -> dict[str, Any]:
     label = f"tp{tp}-round{round_}"
-    _say(f"round {round_}: tightwire serve --tp {tp}")
     with serving(given.model, ["--tp", str(tp), "--dtype", given.dtype], log=folder / f"{label}.log") as server:
         result = _bench(given, server, round_, folder, label)
         result["check"] = _check(server, result["server"]["model"])
@@ -89,7 +92,6 @@ def _bench(given: argparse.Namespace, server: RunningServer, round_: int, folder
 
 
 def _peer_turn(given: argparse.Namespace, round_: int, folder: Path) -> dict[str, Any]:
-    _say(f"round {round_}: transformers generate")
     path = open_checkpoint(given.model).path
     if path is None:
         raise SystemExit(f"{given.model} has no file that transformers could read; use --skip-peer")
@@ -123,14 +125,14 @@ def _row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     pooled = {key: [value for each in measured for value in each[key]] for key in measured[0]}
     medians = {key: statistics.median(values) for key, values in pooled.items()}
     spread = {key: [statistics.median(each[key]) for each in measured] for key in measured[0]}
-    busy = [turn["busy_before"] for turn in turns]
+    others = [turn["others"] for turn in turns]
     ready = [turn["ready_s"] for turn in turns]
     return {
         **medians,
         "ready_s": statistics.median(ready),
         "rounds": spread,
         "answer": turns[0]["check"]["text"],
-        "busy_before": busy,
+        "others": others,
     }
 
 
@@ -167,8 +169,8 @@ def _markdown(given: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> str
     for name, row in rows.items():
         if peer is not None and row is not peer:
             lines.append(f"| {name}: times as fast | {' | '.join(_ratios(row, peer))} |")
-    busy = max(share for row in rows.values() for share in row["busy_before"])
-    lines += ["", f"- other programs used at most {busy:.0%} of the cores as a turn began"]
+    shares = [f"{share:.0%}" for row in rows.values() for share in row["others"]]
+    lines += ["", f"- of the cores, programs that are no part of this used {', '.join(shares)} (arm by arm, its turns)"]
     lines += [f"- {name} answers “The capital of France is” with {row['answer']!r}" for name, row in rows.items()]
     return "\n".join(lines) + "\n"
 
