@@ -11,6 +11,7 @@ object; --output keeps every raw sample, the servers' logs and the table.
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ Turn = Callable[[int, Path], dict[str, Any]]
 
 _HERE = Path(__file__).resolve().parent
 _QUIET = 0.1  # share of the cores that others may use
+_ATTEMPTS = 3
 _TURN_S = 1800.0  # longest one arm may take
 
 
@@ -39,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.output or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        arms: dict[str, Turn] = {f"tightwire TP {tp}": partial(_server_turn, given, tp) for tp in given.tp}
-        if not given.skip_peer:
-            arms["transformers"] = partial(_peer_turn, given)
+        arms = _arms(given)
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
         for round_ in range(1, given.rounds + 1):
             for name, turn in arms.items():
@@ -56,20 +56,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _arms(given: argparse.Namespace) -> dict[str, Turn]:
+    """Every server that is measured, then the peer. One rank has nothing to reduce, so no algorithms to compare."""
+    arms: dict[str, Turn] = {}
+    for tp in given.tp:
+        for algorithm in given.allreduce if tp > 1 else given.allreduce[:1]:
+            name = f"tightwire TP {tp}, {algorithm}" if tp > 1 else "tightwire TP 1"
+            arms[name] = partial(_server_turn, given, ["--tp", str(tp), "--allreduce", algorithm])
+    if not given.skip_peer:
+        arms["transformers"] = partial(_peer_turn, given)
+    return arms
+
+
 def _alone(given: argparse.Namespace, turn: Turn, round_: int, folder: Path) -> dict[str, Any]:
-    """Wait for a quiet machine, take the turn, and record how much of the machine others used meanwhile."""
-    wait_for_quiet(_QUIET, given.wait_for_quiet)
-    watch = OthersWatch()
-    result = turn(round_, folder)
-    others = watch.share()
-    if others >= _QUIET:
-        _say(f"other programs used {others:.0%} of this machine: the figures of this turn are doubtful")
+    """Wait for a quiet machine and take the turn; again, with --wait-for-quiet, if others disturbed it."""
+    attempts = _ATTEMPTS if given.wait_for_quiet else 1
+    for attempt in range(1, attempts + 1):
+        wait_for_quiet(_QUIET, given.wait_for_quiet)
+        watch = OthersWatch()
+        result = turn(round_, folder)
+        others = watch.share()
+        if others < _QUIET:
+            break
+        again = "once more" if attempt < attempts else "its figures are doubtful"
+        _say(f"other programs used {others:.0%} of this machine during this turn: {again}")
     return {**result, "others": others}
 
 
-def _server_turn(given: argparse.Namespace, tp: int, round_: int, folder: Path) -> dict[str, Any]:
-    label = f"tp{tp}-round{round_}"
-    with serving(given.model, ["--tp", str(tp), "--dtype", given.dtype], log=folder / f"{label}.log") as server:
+def _server_turn(given: argparse.Namespace, flags: Sequence[str], round_: int, folder: Path) -> dict[str, Any]:
+    label = f"{'-'.join(flags).replace('--', '')}-round{round_}"
+    with serving(
+        given.model, [*flags, "--dtype", given.dtype, *given.serve_flags], log=folder / f"{label}.log"
+    ) as server:
         result = _bench(given, server, round_, folder, label)
         result["check"] = _check(server, result["server"]["model"])
         result["ready_s"] = server.ready_s
@@ -195,7 +213,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="a name, folder, repo id or .gguf that both can read (%(default)s)")
     add("--tp", type=lambda text: [int(n) for n in text.split(",")], default=[2, 1], metavar="N,N", help="(2,1)")
+    add("--allreduce", type=lambda text: text.split(","), default=["auto"], metavar="A,B", help="for TP above 1 (auto)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of both (%(default)s)")
+    add("--serve-flags", type=shlex.split, default=[], metavar="FLAGS", help="more for the server, in quotes")
     add("--rounds", type=int, default=2, help="turns of each arm (%(default)s)")
     add("--requests", type=int, default=8, help="measured one after another in each turn (%(default)s)")
     add("--concurrency", type=int, default=16, help="of the second load; twice as many requests (%(default)s)")
