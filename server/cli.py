@@ -84,11 +84,15 @@ def _refuse(verb: str, error: Exception, exit_code: int = 2) -> int:
     return exit_code
 
 
-def _at_least(least: float, kind: type[int] | type[float]) -> Callable[[str], float]:
+def _at_least(least: int, kind: type[int] | type[float]) -> Callable[[str], float]:
     """An argparse type for numbers not below ``least``."""
 
     def from_text(text: str) -> float:
-        number = kind(text)
+        try:
+            number = kind(text)
+        except ValueError:
+            name = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {name}, got {text!r}") from None
         if not number >= least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
         return number

@@ -8,6 +8,7 @@ import ctypes
 import importlib.util
 import os
 import runpy
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +29,17 @@ def num_cores(root: Path = Path("/")) -> int:
 
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Memory that can still be taken: the kernel's MemAvailable, or less where a cgroup limits this process."""
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    meminfo = (root / "proc/meminfo").read_text()
+    available = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
     headrooms = [_read_headroom(folder) for folder in _cgroup_folders(root, "memory")]
-    return max(0, min([meminfo["MemAvailable"], *(room for room in headrooms if room is not None)]))
+    return max(0, min([available, *(room for room in headrooms if room is not None)]))
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, its own imports included."""
+    stat = Path("/proc/self/stat").read_text()
+    start_ticks = int(stat.rpartition(")")[2].split()[19])  # field 22; the name before it may hold spaces
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def torch_has_cuda() -> bool:

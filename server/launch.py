@@ -8,11 +8,11 @@ import asyncio
 import os
 import signal
 import socket
-import time
 from collections.abc import Awaitable
 
 from tightwire.server.app import make_app
 from tightwire.server.config import ServeConfig
+from tightwire.server.devices import process_age_s
 from tightwire.server.engine_client import Phase
 from tightwire.server.http_server import HttpServer
 from tightwire.server.listener import url_of
@@ -43,7 +43,6 @@ class _Server:
     def __init__(self, config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: Progress) -> None:
         self._config, self._listener, self._ranks, self._progress = config, listener, ranks, progress
         self._slot = ModelSlot()
-        self._started_s = time.monotonic()
 
     async def run(self) -> int:
         self._stop = asyncio.Event()
@@ -94,6 +93,7 @@ class _Server:
             root=checkpoint.location,
             tp=self._config.parallel.tp,
             allreduce=decision.plan.allreduce,
+            transport=decision.plan.transport,
             dtype=decision.plan.dtype,
             default_seed=options.seed,
         )
@@ -104,8 +104,8 @@ class _Server:
     def _announce(self, info: ModelInfo, decision: Decision) -> None:
         self._progress.say(describe_layout(decision))
         self._progress.say(
-            f"ready in {time.monotonic() - self._started_s:.1f} s at {url_of(self._listener)}: {info.name} "
-            f"(tp {info.tp}, {info.dtype} on {decision.plan.device}, allreduce {info.allreduce}, "
+            f"ready in {process_age_s():.1f} s at {url_of(self._listener)}: {info.name} "
+            f"(tp {info.tp}, {info.dtype} on {decision.plan.device}, {_wire(info)}"
             f"context {info.max_model_len}, {decision.plan.num_blocks} KV blocks of "
             f"{self._config.engine.block_size} tokens)"
         )
@@ -137,6 +137,11 @@ class _Server:
             self._ranks.kill()
             os._exit(128 + number)
         self._stop.set()
+
+
+def _wire(info: ModelInfo) -> str:
+    """How ranks meet, for the ready line; nothing when there is one."""
+    return f"allreduce {info.allreduce} over {info.transport}, " if info.tp > 1 else ""
 
 
 def describe_layout(decision: Decision) -> str:

@@ -84,4 +84,6 @@ def make_progress(num_ranks: int, stream: TextIO = sys.stderr) -> Progress:
 
 
 def _percent(fractions: dict[int, float]) -> str:
+    if not any(fractions.values()):
+        return "..."  # a stage that cannot tell how far it is
     return ", ".join(f"rank {rank} {100 * fraction:.0f} %" for rank, fraction in sorted(fractions.items()))

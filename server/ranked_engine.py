@@ -111,7 +111,8 @@ class RankedEngine:
         if isinstance(message, Stage):
             self._progress.stage(message)
             if not self._watch.serving:
-                self.client.set_phase(Phase.LOADING, f"{message.name} {100 * message.fraction:.0f} %")
+                done = f" {100 * message.fraction:.0f} %" if message.fraction else ""
+                self.client.set_phase(Phase.LOADING, f"{message.name}{done}")
         elif isinstance(message, Ready):
             self.ready[message.rank] = message
             if len(self.ready) == len(self._ranks.pids):

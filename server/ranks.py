@@ -11,11 +11,12 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 import msgspec
 
 import tightwire
+from tightwire.comm.segment import make_segment, why_unusable
 from tightwire.server.channels import make_address
 from tightwire.server.devices import num_cores
 from tightwire.server.rank_setup import RankIdentity, RankWork
@@ -37,9 +38,12 @@ class Ranks:
         self.inboxes = tuple(make_address(f"rank{rank}") for rank in range(world_size))
         self._processes: list[subprocess.Popen[bytes]] = []
         # The store's socket listens before any rank runs, so that none can come too early or find the port taken.
+        segment_fd = make_segment(world_size) if world_size > 1 and why_unusable() is None else None
         with socket.create_server(("127.0.0.1", 0), backlog=max(64, world_size)) as listener:
             for rank in range(world_size):
-                self._processes.append(self._start(rank, world_size, listener, command))
+                self._processes.append(self._start(rank, world_size, listener, segment_fd, command))
+        if segment_fd is not None:
+            os.close(segment_fd)  # the ranks hold it now, and it goes with the last of them
 
     def __enter__(self) -> Self:
         return self
@@ -52,7 +56,7 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def _start(
-        self, rank: int, world_size: int, listener: socket.socket, command: Sequence[str]
+        self, rank: int, world_size: int, listener: socket.socket, segment_fd: int | None, command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
         identity = RankIdentity(
             rank=rank,
@@ -62,12 +66,14 @@ class Ranks:
             inboxes=self.inboxes,
             store_port=listener.getsockname()[1],
             store_fd=listener.fileno() if rank == 0 else None,
+            segment_fd=segment_fd,
         )
+        inherited = [listener.fileno()] if rank == 0 else []
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             env=_environment(world_size),
-            pass_fds=[listener.fileno()] if rank == 0 else [],
+            pass_fds=inherited if segment_fd is None else [*inherited, segment_fd],
             preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, and no other thread runs yet
         )
         self._tell(process, identity)
@@ -79,10 +85,9 @@ class Ranks:
             self._tell(process, work)
 
     def _tell(self, process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
-        assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(msgspec.json.encode(message) + b"\n")
-            process.stdin.flush()
+            _stdin_of(process).write(msgspec.json.encode(message) + b"\n")
+            _stdin_of(process).flush()
 
     def on_exit(self, loop: asyncio.AbstractEventLoop, callback: Callable[[int, int], None]) -> None:
         """Call ``callback(rank, exit code)`` on ``loop`` as soon as a process ends; negative codes are signals."""
@@ -104,6 +109,8 @@ class Ranks:
             # A process in an uninterruptible read from a dead file server cannot be reaped; the kernel ends it later.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
+            with contextlib.suppress(BrokenPipeError):
+                _stdin_of(process).close()
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether all have ended by themselves within ``timeout_s``."""
@@ -113,6 +120,11 @@ class Ranks:
                 return False
             await asyncio.sleep(0.02)
         return True
+
+
+def _stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert process.stdin is not None, "every rank is started with a pipe"
+    return process.stdin
 
 
 def _die_with_parent() -> None:

@@ -1,0 +1,64 @@
+"""`tightwire serve` with one rank at fault: ``python faulty_server.py FAULT RANK ARGUMENTS``.
+
+Started again by itself as each rank, through the ranks' own entry point; only the rank's body is wrapped.
+"""
+
+import sys
+import time
+
+from tightwire.model.step import StepPlan
+from tightwire.server import rank, worker
+from tightwire.server.flags import make_parser, parse
+from tightwire.server.launch import serve
+from tightwire.server.listener import open_listener
+from tightwire.server.progress import make_progress
+from tightwire.server.rank_loop import Follower
+from tightwire.server.rank_setup import RankIdentity, RankWork
+from tightwire.server.ranks import Ranks
+from tightwire.server.reporter import Reporter
+
+HANG_AT_STEP = 20
+
+
+def run_faulty(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
+    fault, faulty_rank = sys.argv[2], int(sys.argv[3])
+    if identity.rank == faulty_rank:
+        {"load": _fail_to_load, "hang": _hang}[fault]()
+    rank.run(identity, work, reporter)
+
+
+def _fail_to_load() -> None:
+    def load(*_: object) -> None:
+        raise OSError("the disk is on fire")
+
+    rank._load = load  # type: ignore[assignment]
+
+
+def _hang() -> None:
+    """Run all steps of the warm-up, then stay in one for ever."""
+
+    class Hanging:
+        def __init__(self, runner: rank.ModelRunner) -> None:
+            self._runner = runner
+
+        def execute(self, plan: StepPlan) -> None:
+            if plan.index >= HANG_AT_STEP:
+                time.sleep(3600)
+            self._runner.execute(plan)
+
+    init = Follower.__init__
+    Follower.__init__ = lambda self, runner, inbox, reporter: init(self, Hanging(runner), inbox, reporter)  # type: ignore[method-assign,arg-type]
+
+
+def main() -> int:
+    fault, faulty_rank, *arguments = sys.argv[1:]
+    config, _ = parse(make_parser("serve", ""), arguments)
+    command = (sys.executable, __file__, "rank", fault, faulty_rank)
+    with open_listener(config.http) as listener, Ranks(config.parallel.tp, command) as ranks:
+        return serve(config, listener, ranks, make_progress(config.parallel.tp))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        sys.exit(worker.main("__main__:run_faulty"))
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""The budget adds up, and what does not fit is refused with a value that does."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tightwire.model.config import LlamaConfig
+from tightwire.model.layout import Layout, make_layout
+from tightwire.model.weights.names import expected_tensors
+from tightwire.server.config import EngineOptions
+from tightwire.server.flags import make_config
+from tightwire.server.memory_budget import (
+    MemoryBudget,
+    NotEnoughMemoryError,
+    Pool,
+    make_budget,
+    num_weights,
+)
+from tightwire.server.sizes import parse_bytes
+
+GIB = 1 << 30
+MODEL = LlamaConfig(
+    num_layers=16,
+    hidden_size=2048,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    mlp_size=8192,
+    vocab_size=128_256,
+    max_positions=131_072,
+    tied_embeddings=True,
+)
+
+
+def budget(gib: float, tp: int = 1, device: str = "cpu", **options: int) -> MemoryBudget:
+    layout = make_layout(MODEL, tp)
+    pools = [Pool(name="host memory", available_bytes=int(gib * GIB), ranks=range(tp))]
+    if device == "cuda":
+        pools = [Pool(name=f"cuda:{r}", available_bytes=int(gib * GIB), ranks=range(r, r + 1)) for r in range(tp)]
+    engine = make_config(options).engine
+    return make_budget(MODEL, layout, engine, dtype="bfloat16", device=device, pools=pools)
+
+
+def total(budget: MemoryBudget) -> int:
+    return sum(rank.fixed + rank.block * budget.num_blocks for rank in budget.ranks)
+
+
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, tied_embeddings=False, attention_bias=True, mlp_bias=True)])
+def test_one_rank_holds_every_tensor_of_the_model(model: LlamaConfig) -> None:
+    numbers = 0
+    for _, shape in expected_tensors(model):
+        size = 1
+        for length in shape:
+            size *= length
+        numbers += size
+    assert num_weights(model, make_layout(model, 1).shards[0]) == numbers
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_the_ranks_hold_the_model_together(tp: int) -> None:
+    whole = num_weights(MODEL, make_layout(MODEL, 1).shards[0])
+    parts = sum(num_weights(MODEL, shard) for shard in make_layout(MODEL, tp).shards)
+    norms = MODEL.hidden_size * (2 * MODEL.num_layers + 1)
+    assert parts == whole + (tp - 1) * norms  # the norms are on every rank
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_default_fits_and_holds_a_sequence(device: str, tp: int) -> None:
+    made = budget(24, tp, device)
+    available = 24 * GIB * (1 if device == "cpu" else tp)
+    assert total(made) <= available
+    assert made.num_blocks * 16 >= made.max_model_len
+
+
+def test_plenty_of_memory_gives_what_all_sequences_need() -> None:
+    made = budget(1000, max_num_seqs=4, max_model_len=4096)
+    assert made.num_blocks == 4 * 4096 // 16
+
+
+def test_little_memory_shortens_the_context_that_was_not_asked_for() -> None:
+    made = budget(4)
+    assert 16 <= made.max_model_len < MODEL.max_positions
+    assert made.max_model_len == made.num_blocks * 16
+
+
+def test_the_cache_asked_for_is_the_cache_given() -> None:
+    made = budget(64, tp=2, kv_cache_memory=GIB)
+    per_block = sum(rank.block for rank in made.ranks)
+    assert made.num_blocks == GIB // per_block
+    assert per_block == 2 * 16 * 16 * 8 * 64 * 2
+
+
+def test_weights_that_do_not_fit_are_refused_with_a_table() -> None:
+    with pytest.raises(NotEnoughMemoryError) as error:
+        budget(2)
+    assert "the weights do not fit" in str(error.value)
+    assert "host memory:" in str(error.value) and "of 2GiB available" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"kv_cache_memory": 900 * GIB}, "--kv-cache-memory"),
+        ({"kv_cache_memory": 1 << 20, "max_model_len": 4096}, "--kv-cache-memory"),
+        ({"max_model_len": 131_072}, "--max-model-len"),
+    ],
+)
+def test_the_value_that_a_refusal_names_works(options: dict[str, int], flag: str) -> None:
+    with pytest.raises(NotEnoughMemoryError) as error:
+        budget(6, 1, "cpu", **options)
+    found = re.findall(rf"{flag} (\d\S*) does|give at least (\S+)", str(error.value))
+    assert found, str(error.value)
+    value = parse_bytes("".join(found[0]))
+    name = flag[2:].replace("-", "_")
+    budget(6, 1, "cpu", **{**options, name: value})
+
+
+def test_more_than_the_trained_context_is_refused() -> None:
+    with pytest.raises(ValueError, match="exceeds the model's context of 131072"):
+        budget(100, max_model_len=131_073)
+
+
+def test_the_tightest_device_decides() -> None:
+    layout: Layout = make_layout(MODEL, 2)
+    pools = [
+        Pool(name="cuda:0", available_bytes=80 * GIB, ranks=range(1)),
+        Pool(name="cuda:1", available_bytes=8 * GIB, ranks=range(1, 2)),
+    ]
+    made = make_budget(MODEL, layout, EngineOptions(), dtype="bfloat16", device="cuda", pools=pools)
+    used = made.ranks[1].fixed + made.ranks[1].block * made.num_blocks
+    assert 0.85 * 8 * GIB < used <= 8 * GIB

@@ -1,0 +1,75 @@
+"""What ``auto`` comes to, and what is refused by name before anything is loaded."""
+
+from dataclasses import replace
+
+import pytest
+
+from tightwire.model.config import LlamaConfig
+from tightwire.server import run_plan
+from tightwire.server.devices import CudaDevice
+from tightwire.server.flags import make_config
+
+GIB = 1 << 30
+MODEL = LlamaConfig(
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_size=160,
+    vocab_size=304,
+    max_positions=512,
+)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
+    """Two unlike CUDA devices; a test may take them away."""
+    found = [CudaDevice(name=name, total_bytes=24 * GIB, free_bytes=free * GIB) for name, free in (("A", 20), ("B", 8))]
+    monkeypatch.setattr(run_plan, "cuda_devices", lambda visible: found)
+    return found
+
+
+def test_without_a_device_it_runs_on_the_cpu_in_bfloat16(gpus: list[CudaDevice]) -> None:
+    gpus.clear()
+    plan = run_plan.decide(make_config({}), replace(MODEL, dtype="float32")).plan
+    assert (plan.device, plan.dtype, plan.allreduce, plan.max_model_len) == ("cpu", "bfloat16", "auto", 512)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_with_devices_it_runs_there_in_the_checkpoints_own_numbers(gpus: list[CudaDevice], dtype: str) -> None:
+    decision = run_plan.decide(make_config({"tp": 2}), replace(MODEL, dtype=dtype))
+    assert (decision.plan.device, decision.plan.dtype) == ("cuda", dtype)
+    assert [pool.name for pool in decision.budget.pools] == ["cuda:0 (A)", "cuda:1 (B)"]
+
+
+def test_what_was_asked_for_is_what_runs(gpus: list[CudaDevice]) -> None:
+    options = {"device": "cpu", "dtype": "float32", "allreduce": "two-shot", "max_model_len": 100, "tp": 2}
+    plan = run_plan.decide(make_config(options), MODEL).plan
+    assert (plan.device, plan.dtype, plan.allreduce, plan.max_model_len) == ("cpu", "float32", "two-shot", 100)
+
+
+def test_the_split_follows_the_shares(gpus: list[CudaDevice]) -> None:
+    decision = run_plan.decide(make_config({"tp": 2, "tp_split": (3.0, 1.0)}), MODEL)
+    first, second = decision.layout.shards
+    assert len(first.mlp_columns) > 2 * len(second.mlp_columns)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 9}, "cannot split 4 query heads over 9 ranks; use --tp 4 or less"),
+        ({"tp": 3}, "--tp 3 needs 3 CUDA devices, one per rank, and 2 are visible; use --tp 2"),
+        ({"dtype": "float16"}, "--dtype float16: the checkpoint is in bfloat16"),
+        ({"max_model_len": 600}, "exceeds the model's context of 512"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(gpus: list[CudaDevice], options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_plan.decide(make_config(options), MODEL)
+
+
+def test_cuda_without_a_device_is_refused(gpus: list[CudaDevice]) -> None:
+    gpus.clear()
+    with pytest.raises(ValueError, match="no CUDA device is visible"):
+        run_plan.decide(make_config({"device": "cuda"}), MODEL)
