@@ -14,6 +14,7 @@ from tightwire.comm.protocols import Transport
 from tightwire.comm.rendezvous import join
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.in_process import InProcessTransport, Meeting
+from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,7 @@ def open_process_group(
     join_timeout_s: float | None = None,
     name: str = "ranks",
     interface: str | None = None,
+    segment_fd: int | None = None,
 ) -> Group:
     """Join the ``topology.world_size`` processes that open the same ``name`` on the same ``store``.
 
@@ -62,11 +64,15 @@ def open_process_group(
         name: tells several groups on one store apart.
         interface: gloo's network interface, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one that leads to
             the store. (NCCL reads NCCL_SOCKET_IFNAME.)
+        segment_fd: memory that all ranks share (``comm.segment``): CPU tensors travel through it, and over gloo only
+            for the library's own all-reduce.
     Raises:
         CollectiveTimeoutError: some ranks did not join in time; names them.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")
+    if segment_fd is not None and device.type != "cpu":
+        raise ValueError(f"shared memory carries CPU tensors, got device {device}")
     ledger = Ledger()
     if topology.world_size == 1:
         transport: Transport = InProcessTransport(Meeting(1), 0, timeout_s=timeout_s)
@@ -81,6 +87,15 @@ def open_process_group(
             interface=interface,
             describe=ledger.current,
         )
+        if segment_fd is not None:
+            transport = SharedMemoryTransport(
+                segment_fd,
+                rank=topology.rank,
+                world_size=topology.world_size,
+                library=transport,
+                timeout_s=timeout_s,
+                describe=ledger.current,
+            )
     return Group(
         rank=topology.rank,
         world_size=topology.world_size,

@@ -47,6 +47,11 @@ class ParallelOptions:
         "algorithm that sums the ranks' partial results; auto: one-shot or two-shot by message size, both exact",
         ("auto", "native", "ring", "one-shot", "two-shot"),
     )
+    transport: str = _option(
+        "auto",
+        "how ranks reach each other; auto: shared memory between CPU processes, torch.distributed otherwise",
+        ("auto", "shared-memory", "process-group"),
+    )
     comm_timeout_s: float = _option(60.0, "longest a rank waits in one collective before it gives up", metavar="S")
 
     def __post_init__(self) -> None:

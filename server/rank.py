@@ -78,6 +78,7 @@ def _join(identity: RankIdentity, work: RankWork, store: Store) -> Group:
         store=store,
         device=device,
         timeout_s=work.config.parallel.comm_timeout_s,
+        segment_fd=identity.segment_fd if work.plan.transport == "shared-memory" else None,
     )
 
 

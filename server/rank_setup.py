@@ -19,6 +19,7 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     inboxes: tuple[str, ...]  # zmq address of each rank's own inbox; rank 0 sends plans to those of the others
     store_port: int  # of the rendezvous store, on the loopback interface
     store_fd: int | None  # rank 0 only: the socket that already listens on that port
+    segment_fd: int | None  # memory that all ranks share; None where that cannot be had
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +28,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # cpu or cuda
     dtype: str
     allreduce: str
+    transport: str  # shared-memory, process-group, or none for a single rank
     max_model_len: int
     num_blocks: int
 

@@ -187,6 +187,7 @@ class CommPolicy(Struct):
     """Which algorithm sums the ranks' parts, and what rank 0 has exchanged since start."""
 
     algorithm: str
+    transport: str
     tp: int
     num_steps: int
     counters: list[CommTotals]

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tightwire.comm.segment import why_unusable
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import Layout, make_layout
@@ -50,10 +51,22 @@ def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
         device=device,
         dtype=dtype,
         allreduce=config.parallel.allreduce,
+        transport=_choose_transport(config.parallel.transport, device, tp),
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
     )
     return Decision(plan=plan, layout=layout, budget=budget)
+
+
+def _choose_transport(asked: str, device: str, tp: int) -> str:
+    if tp == 1:
+        return "none"
+    reason = "it carries CPU tensors, and ranks run on CUDA" if device == "cuda" else why_unusable()
+    if asked == "shared-memory" and reason:
+        raise ValueError(f"--transport shared-memory cannot be had: {reason}; use --transport process-group")
+    if asked == "auto":
+        return "process-group" if reason else "shared-memory"
+    return asked
 
 
 def _choose_device(asked: str, tp: int, gpus: Sequence[CudaDevice]) -> str:

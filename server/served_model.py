@@ -44,6 +44,7 @@ class ModelInfo:
     root: str = ""  # the folder or file it came from
     tp: int = 1
     allreduce: str = "native"
+    transport: str = "none"
     dtype: str = ""
     default_seed: int = 0  # for requests that bring none; 0: a fresh one per request
     created: int = field(default_factory=lambda: int(time.time()))

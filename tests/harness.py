@@ -10,6 +10,7 @@ are forked from a server that has imported torch once, so a rank starts in milli
 
 import importlib.util
 import multiprocessing
+import os
 import pickle
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from tightwire.comm.errors import CommError
 from tightwire.comm.group import Group, in_process_groups, open_process_group
+from tightwire.comm.segment import CHUNK_BYTES, make_segment
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport
 
@@ -41,7 +43,12 @@ class RankFailedError(AssertionError):
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0, collective_timeout_s: float = 30.0
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    collective_timeout_s: float = 30.0,
+    shared_memory: bool = False,
 ) -> list[Any]:
     """Run ``fn(group, *args)`` in ``world_size`` processes joined over gloo; their results in rank order.
 
@@ -50,7 +57,7 @@ def run_ranks(
             processes have been killed.
         TimeoutError: not all were done after ``timeout_s``; all have been killed.
     """
-    with Ranks(world_size, collective_timeout_s=collective_timeout_s) as ranks:
+    with Ranks(world_size, collective_timeout_s=collective_timeout_s, shared_memory=shared_memory) as ranks:
         return ranks.run(fn, *args, timeout_s=timeout_s)
 
 
@@ -94,8 +101,11 @@ def _with_nccl_calls(group: Group, fn: Callable[..., Any], *args: Any) -> Any:
 class Ranks:
     """``world_size`` processes that hold one group and run functions until closed. A failure ends them all."""
 
-    def __init__(self, world_size: int, *, collective_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, world_size: int, *, collective_timeout_s: float = 30.0, shared_memory: bool = False, chunk_bytes: int = 0
+    ) -> None:
         self.world_size = world_size
+        self._segment_fd = make_segment(world_size, chunk_bytes or CHUNK_BYTES) if shared_memory else None
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"])
         self._folder = tempfile.TemporaryDirectory(prefix="tightwire-ranks-")
@@ -105,13 +115,18 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_rank_main,
-                args=(rank, world_size, f"{self._folder.name}/store", collective_timeout_s, theirs),
+                args=(rank, world_size, f"{self._folder.name}/store", collective_timeout_s, self._segment_path, theirs),
                 daemon=True,
             )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
+
+    @property
+    def _segment_path(self) -> str | None:
+        """Where the ranks, which inherit nothing from this process, find its segment."""
+        return None if self._segment_fd is None else f"/proc/{os.getpid()}/fd/{self._segment_fd}"
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """``fn(group, *args)`` on every rank; results in rank order. Raises as ``run_ranks`` does."""
@@ -171,6 +186,9 @@ class Ranks:
         for process in self.processes:
             process.join()
         self._folder.cleanup()
+        if self._segment_fd is not None:
+            os.close(self._segment_fd)
+            self._segment_fd = None
 
     def __enter__(self) -> Self:
         return self
@@ -179,7 +197,14 @@ class Ranks:
         self.close()
 
 
-def _rank_main(rank: int, world_size: int, store_path: str, collective_timeout_s: float, pipe: Connection) -> None:
+def _rank_main(
+    rank: int,
+    world_size: int,
+    store_path: str,
+    collective_timeout_s: float,
+    segment_path: str | None,
+    pipe: Connection,
+) -> None:
     torch.set_num_threads(1)  # as many ranks as cores, or more
     try:
         group = open_process_group(
@@ -188,6 +213,7 @@ def _rank_main(rank: int, world_size: int, store_path: str, collective_timeout_s
             device=torch.device("cpu"),
             timeout_s=collective_timeout_s,
             join_timeout_s=30.0,
+            segment_fd=None if segment_path is None else os.open(segment_path, os.O_RDWR),
         )
     except Exception:  # noqa: BLE001, whatever it is goes to the parent
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -13,9 +13,9 @@ from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce
 from tightwire.comm.group import Group
 from tightwire.comm.protocols import AllReduce
 
-# What one rank sends in one-shot before a second round of waiting costs less than the extra bytes. Over gloo on one
-# host with 3 and 4 ranks the two cross between 864 KiB and 1.7 MiB sent (benchmarks/RESULTS.md).
-_ONE_SHOT_BYTES = 1 << 20
+# What one rank may send in one-shot before a second round of waiting costs less than the extra bytes. Through shared
+# memory with 3 and 4 ranks the two cross at 200 to 600 KiB sent, over gloo at about 1 MiB (benchmarks/RESULTS.md).
+_ONE_SHOT_BYTES = 384 << 10
 
 
 class AutoAllReduce:

@@ -39,7 +39,11 @@ def observe_router(serving: Serving) -> APIRouter:
         stats = serving.engine.stats
         counters = [CommTotals(*msgspec.structs.astuple(count)) for count in stats.comm] if stats else []
         answer = CommPolicy(
-            algorithm=info.allreduce, tp=info.tp, num_steps=stats.num_steps if stats else 0, counters=counters
+            algorithm=info.allreduce,
+            transport=info.transport,
+            tp=info.tp,
+            num_steps=stats.num_steps if stats else 0,
+            counters=counters,
         )
         return Response(msgspec.json.encode(answer), media_type="application/json")
 

@@ -4,6 +4,7 @@
 """
 
 import hashlib
+from functools import partial
 from itertools import product
 
 import pytest
@@ -21,12 +22,14 @@ OVER = {
     "gloo": (run_ranks, (1, 2, 3, 4)),
     "nccl-calls": (run_nccl_calls, (2, 3)),
     "in-process": (run_in_process, (1, 2, 3, 4, 5, 8)),
+    "shared-memory": (partial(run_ranks, shared_memory=True), (2, 3, 4)),
 }
 TRANSPORTS = [(over, world_size) for over, (_, world_sizes) in OVER.items() for world_size in world_sizes]
 
 # Names whose sums must not depend on where an element stands, by world size: what makes a request's text independent
 # of the batch it runs in. Two ranks' sum commutes, so there every algorithm has the property.
-PLACE_INDEPENDENT = {2: NAMES, 3: ["one-shot", "two-shot"], 4: ["one-shot", "two-shot"]}
+IN_RANK_ORDER = ["auto", "one-shot", "two-shot"]
+PLACE_INDEPENDENT = {2: NAMES, 3: IN_RANK_ORDER, 4: IN_RANK_ORDER}
 
 
 def _inputs(world_size: int, num_elems: int, dtype: torch.dtype) -> list[Tensor]:
@@ -100,6 +103,8 @@ def _sums_of_one_value(group: Group, name: str) -> set[tuple[torch.dtype, float]
 
 def _count(group: Group) -> None:
     for name in NAMES:
+        if name == "auto":
+            continue  # it records the algorithm it chose
         all_reduce = make_all_reduce(name, group)
         group.ledger.phase = "prefill"
         all_reduce(torch.ones(1000))
@@ -125,7 +130,9 @@ def test_keeps_the_contract(over: str, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("over", "world_size"), [("gloo", 2), ("nccl-calls", 3), ("in-process", 1), ("in-process", 4)])
+@pytest.mark.parametrize(
+    ("over", "world_size"), [("gloo", 2), ("shared-memory", 2), ("nccl-calls", 3), ("in-process", 1), ("in-process", 4)]
+)
 def test_takes_any_shape_and_layout(over: str, world_size: int, name: str) -> None:
     run, _ = OVER[over]
     run(world_size, _check_shapes, name)
@@ -145,7 +152,7 @@ def test_every_algorithm_is_in_the_ledger() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_sends_a_rings_bytes_when_ranks_divide_the_elements(name: str, world_size: int) -> None:
-    share = world_size - 1 if name == "one-shot" else 2 * (world_size - 1) / world_size
+    share = world_size - 1 if name in ("one-shot", "auto") else 2 * (world_size - 1) / world_size
     want = [share * 6144 * 2] * world_size
     assert run_in_process(world_size, _wire_bytes, name) == want
 

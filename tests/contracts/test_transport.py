@@ -1,6 +1,7 @@
 """One contract for every transport: bytes arrive where they should, uneven ones too, and each is counted once."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ from torch import Tensor
 
 from tightwire.comm.group import Group
 
-OVER = {"gloo": run_ranks, "nccl-calls": run_nccl_calls, "in-process": run_in_process}
+OVER = {
+    "gloo": run_ranks,
+    "nccl-calls": run_nccl_calls,
+    "in-process": run_in_process,
+    "shared-memory": partial(run_ranks, shared_memory=True),
+}
 
 
 def _message(sender: int, receiver: int, num_bytes: int) -> Tensor:

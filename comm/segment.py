@@ -1,0 +1,37 @@
+"""The memory that ranks of one host share: an anonymous file that exists as long as a process holds it, never by name.
+
+No entry in /dev/shm, so nothing is left by a crash, its size limit does not apply, and two servers cannot meet by chance.
+Imports no torch: the parent of the ranks makes the segment before it knows the model.
+"""
+
+import mmap
+import os
+import platform
+
+LINE_BYTES = 64  # a cache line: each rank's words have one to themselves, or ranks would slow each other's polling
+WORDS_PER_LINE = LINE_BYTES // 8
+CHUNK_BYTES = 4 << 20  # the largest piece of a message that travels at once
+
+
+def why_unusable() -> str | None:
+    """The reason why shared memory cannot be used here; None when it can."""
+    if not hasattr(os, "memfd_create"):
+        return "this system has no anonymous shared files (memfd_create)"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        # A rank writes its data and then, by an ordinary store, that it is there. Only x86 keeps stores in order.
+        return f"{platform.machine()} may reorder the stores that tell a rank its data is there"
+    return None
+
+
+def make_segment(world_size: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """A file descriptor to hand to ``world_size`` ranks. Memory is used only as messages are written.
+
+    Layout: one line of words per rank, padded to a page, then two chunks per rank.
+    """
+    fd = os.memfd_create("tightwire-ranks")
+    os.ftruncate(fd, header_bytes(world_size) + 2 * world_size * chunk_bytes)
+    return fd
+
+
+def header_bytes(world_size: int) -> int:
+    return -(-world_size * LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,104 @@
+"""Shared memory between processes: long messages in chunks, thousands of calls, and ranks that fail."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness import RankFailedError, Ranks, run_ranks
+
+from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError
+from tightwire.comm.group import Group
+from tightwire.comm.registry import make_all_reduce
+
+_CHUNK_BYTES = 4096
+
+
+def _sums_of_many_sizes(group: Group, num_calls: int) -> None:
+    """Alternating sizes, up to many chunks; every answer checked."""
+    arms = [make_all_reduce(name, group) for name in ("one-shot", "two-shot", "ring", "auto")]
+    total = sum(range(1, group.world_size + 1))
+    for call in range(num_calls):
+        num_elems = (1, 288, 4097, 7, 1025)[call % 5] + call % 3
+        base = torch.arange(num_elems, dtype=torch.float32) % 61
+        result = arms[call % len(arms)](base * (group.rank + 1))
+        assert torch.equal(result, base * total), f"call {call}, {num_elems} elements"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_alternating_sizes_in_small_chunks_never_mix(world_size: int) -> None:
+    with Ranks(world_size, shared_memory=True, chunk_bytes=_CHUNK_BYTES) as ranks:
+        ranks.run(_sums_of_many_sizes, 4000, timeout_s=100)
+
+
+def _unlike_sizes(group: Group) -> None:
+    """Gathers and shifts whose ranks differ by more than a chunk."""
+    sizes = [_CHUNK_BYTES * 3 * rank + 5 for rank in range(group.world_size)]
+    mine = torch.full((sizes[group.rank],), group.rank, dtype=torch.uint8)
+    for _ in range(20):
+        gathered = group.transport.gather(mine, sizes)
+        assert [(len(buf), int(buf[-1])) for buf in gathered] == [(size, rank) for rank, size in enumerate(sizes)]
+        left = (group.rank - 1) % group.world_size
+        shifted = group.transport.shift(mine, sizes[left])
+        assert len(shifted) == sizes[left] and bool((shifted == left).all())
+
+
+def test_ranks_may_send_unlike_numbers_of_chunks() -> None:
+    with Ranks(3, shared_memory=True, chunk_bytes=_CHUNK_BYTES) as ranks:
+        ranks.run(_unlike_sizes)
+
+
+def _native_is_the_librarys(group: Group) -> int:
+    before = group.transport.bytes_sent
+    assert torch.equal(make_all_reduce("native", group)(torch.ones(10)), torch.full((10,), 2.0))
+    return group.transport.bytes_sent - before
+
+
+def test_native_still_goes_through_the_library_and_is_counted() -> None:
+    assert run_ranks(2, _native_is_the_librarys, shared_memory=True) == [40, 40]
+
+
+def _until_it_fails(group: Group, bad_rank: int, fault: str) -> tuple[type[CommError], tuple[int, ...], str, float]:
+    all_reduce = make_all_reduce("one-shot", group)
+    all_reduce(torch.ones(8))
+    if group.rank == bad_rank:
+        if fault == "close":
+            group.close()
+            time.sleep(10)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
+    start = time.monotonic()
+    try:
+        all_reduce(torch.ones(8))
+    except CommError as error:
+        with pytest.raises(type(error)):
+            all_reduce(torch.ones(8))  # a failed group stays failed
+        return type(error), error.ranks, str(error), time.monotonic() - start
+    raise AssertionError("the rank at fault was not missed")
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "at_most_s"),
+    [("kill", PeerLostError, 1.0), ("close", PeerLostError, 1.0), ("stop", CollectiveTimeoutError, 3.5)],
+)
+def test_a_failed_rank_is_named_in_time(fault: str, error: type[CommError], at_most_s: float) -> None:
+    with Ranks(3, shared_memory=True, collective_timeout_s=2.0) as ranks:
+        outcomes = ranks.outcomes(_until_it_fails, 1, fault, enough=2, timeout_s=20)
+        ranks.kill()
+
+    seen = [outcome for outcome in outcomes.values() if not isinstance(outcome, RankFailedError)]
+    assert seen, outcomes
+    raised, at_fault, message, seconds = seen[0]
+    assert raised is error
+    assert at_fault == (1,)
+    assert "rank 1 of 3" in message and "all_reduce one-shot 32 B" in message
+    assert seconds <= at_most_s
+
+
+def test_nothing_is_left_by_name() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with Ranks(2, shared_memory=True) as ranks:
+        ranks.run(_sums_of_many_sizes, 10)
+        during = set(Path("/dev/shm").iterdir())
+    assert during == before
