@@ -24,7 +24,7 @@ from tightwire.server.ranks import Ranks
 WORK = RankWork(
     location="some/model",
     config=ServeConfig(),
-    plan=RunPlan(device="cpu", dtype="float32", allreduce="native", max_model_len=16, num_blocks=1),
+    plan=RunPlan(device="cpu", dtype="float32", allreduce="native", transport="none", max_model_len=16, num_blocks=1),
 )
 WAIT_MS = 60_000
 
