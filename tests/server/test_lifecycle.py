@@ -13,6 +13,8 @@ import pytest
 from server_process import START_S, ServerProcess, Streaming, complete, get, is_alive, wait_until
 from tiny import make_tiny
 
+from tightwire.server.reporter import HEARTBEAT_PERIOD_S
+
 ENDLESS = 60_000  # tokens: minutes of work, so that what ends it is the test's doing
 
 Start = Callable[..., ServerProcess]
@@ -79,6 +81,7 @@ def test_a_killed_rank_is_named_to_every_client(start: Start) -> None:
     url = server.wait_ready()
     ranks = server.ranks()
     streaming = Streaming(url, ENDLESS)
+    time.sleep(2 * HEARTBEAT_PERIOD_S)  # what ranks do is known as of their last heartbeat
     os.kill(ranks[1], signal.SIGKILL)
     killed_s = time.monotonic()
     reason = f"rank 1 (pid {ranks[1]}) was killed by SIGKILL"
