@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightwire.server.messages import Failed, FromRank, Heartbeat
+from tightwire.server.messages import Failed, FromRank, Heartbeat, Ready
 
 # A rank that imports libraries from a slow disk may hold the interpreter, and with it the heartbeat, for long.
 _LOADING_PATIENCE = 12
@@ -54,6 +54,8 @@ class Watch:
             rank = self._ranks[message.rank]
             rank.heard = self._clock()
             rank.doing, rank.step, rank.busy_s = message.doing, message.step, message.busy_s
+        elif isinstance(message, Ready):
+            self._ranks[message.rank].doing = "idle"  # until the next heartbeat says more
         elif isinstance(message, Failed):
             self._ranks[message.rank].failed = message
 
