@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import socket
+import time
 from collections.abc import Awaitable
 
 from tightwire.server.app import make_app
@@ -25,6 +26,8 @@ from tightwire.server.served_model import ModelInfo, ModelSlot
 
 # After a rank failed: the time in which /health says why, before this process ends.
 _LAST_WORDS_S = 1.0
+# A wrapper and the terminal may each pass the same signal on; impatience takes longer.
+_SAME_SIGNAL_S = 0.5
 _CANCELLED_S = 2.0  # for cancelled requests to reach their clients
 
 
@@ -43,6 +46,7 @@ class _Server:
     def __init__(self, config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: Progress) -> None:
         self._config, self._listener, self._ranks, self._progress = config, listener, ranks, progress
         self._slot = ModelSlot()
+        self._first_signal_s: float | None = None
 
     async def run(self) -> int:
         self._stop = asyncio.Event()
@@ -133,10 +137,13 @@ class _Server:
         return 0
 
     def _on_signal(self, number: int) -> None:
-        if self._stop.is_set():
+        now = time.monotonic()
+        if self._first_signal_s is None:
+            self._first_signal_s = now
+            self._stop.set()
+        elif now - self._first_signal_s > _SAME_SIGNAL_S:
             self._ranks.kill()
             os._exit(128 + number)
-        self._stop.set()
 
 
 def _wire(info: ModelInfo) -> str:
