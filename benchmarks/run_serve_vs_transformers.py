@@ -70,17 +70,19 @@ def _arms(given: argparse.Namespace) -> dict[str, Turn]:
 
 def _alone(given: argparse.Namespace, turn: Turn, round_: int, folder: Path) -> dict[str, Any]:
     """Wait for a quiet machine and take the turn; again, with --wait-for-quiet, if others disturbed it."""
-    attempts = _ATTEMPTS if given.wait_for_quiet else 1
-    for attempt in range(1, attempts + 1):
+    attempt = 0
+    while True:
+        attempt += 1
         wait_for_quiet(_QUIET, given.wait_for_quiet)
         watch = OthersWatch()
         result = turn(round_, folder)
         others = watch.share()
         if others < _QUIET:
-            break
-        again = "once more" if attempt < attempts else "its figures are doubtful"
-        _say(f"other programs used {others:.0%} of this machine during this turn: {again}")
-    return {**result, "others": others}
+            return {**result, "others": others}
+        repeat = given.wait_for_quiet > 0 and attempt < _ATTEMPTS
+        _say(f"others used {others:.0%} of this machine meanwhile: {'once more' if repeat else 'doubtful figures'}")
+        if not repeat:
+            return {**result, "others": others}
 
 
 def _server_turn(given: argparse.Namespace, flags: Sequence[str], round_: int, folder: Path) -> dict[str, Any]:
