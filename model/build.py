@@ -3,16 +3,16 @@
 from collections.abc import Callable
 
 import torch
+
 from tightwire.comm.group import Group
 from tightwire.comm.registry import make_all_reduce
-from tightwire.model.weights.resident import load_resident
-
 from tightwire.model.config import LlamaConfig
 from tightwire.model.kv_cache import make_kv_cache
 from tightwire.model.layout import Layout
 from tightwire.model.llama import Llama
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
+from tightwire.model.weights.resident import load_resident
 from tightwire.model.weights.source import CheckpointReader
 
 

@@ -9,13 +9,13 @@ Source: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from tightwire.kernels.attention import paged_attention, write_kv
 from tightwire.kernels.linear import linear
 from tightwire.kernels.norm import add_rms_norm, rms_norm
 from tightwire.kernels.rope import apply_rope
 from tightwire.kernels.swiglu import swiglu
-from torch import Tensor
-
 from tightwire.model.config import LlamaConfig
 from tightwire.model.kv_cache import KVCache
 from tightwire.model.parallel import TensorParallel

@@ -9,12 +9,12 @@ Source: Megatron-LM, arXiv 1909.08053, section 3.
 
 import torch
 import torch.nn.functional as F
-from tightwire.comm.collectives import all_gather
-from tightwire.comm.group import Group
-from tightwire.kernels.linear import linear
 from torch import Tensor
 
+from tightwire.comm.collectives import all_gather
+from tightwire.comm.group import Group
 from tightwire.comm.protocols import AllReduce
+from tightwire.kernels.linear import linear
 from tightwire.model.layout import Layout
 
 

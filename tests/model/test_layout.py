@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import make_layout, work_per_rank
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
 from tightwire.model.config import LlamaConfig, RopeScaling
 from tightwire.model.rope_table import rope_table
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 _LLAMA3 = RopeScaling(
     kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
