@@ -43,10 +43,10 @@ check: $(installed_dev)
 gpu-test: $(installed_dev)
 	$(bin)/python -m pytest -q -rs -m "gpu or multi_gpu" $(ARGS)
 
-# Measures a server of its own: start-up, time to first token and tokens per second at concurrency 1 and 16.
+# Servers of its own beside transformers: start-up, time to first token, tokens per second at concurrency 1 and 16.
 bench: $(installed)
 	$(bin)/tightwire pull
-	$(bin)/tightwire bench serve $(ARGS)
+	$(bin)/python benchmarks/run_serve_vs_transformers.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis

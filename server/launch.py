@@ -5,6 +5,7 @@ ranks. Everything that can be refused is refused before weights are read (exit c
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -33,6 +34,7 @@ _CANCELLED_S = 2.0  # for cancelled requests to reach their clients
 
 def serve(config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: Progress) -> int:
     """Serve until a signal (exit code 0), a refusal (2) or the loss of a rank (1)."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return asyncio.run(_Server(config, listener, ranks, progress).run())
 
 

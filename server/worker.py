@@ -5,6 +5,7 @@ with its parent (``ranks`` asks for that); the end of its standard input says th
 """
 
 import importlib
+import logging
 import os
 import queue
 import signal
@@ -29,6 +30,7 @@ def main(body: str = "tightwire.server.rank:run") -> int:
     identity = _read_line(RankIdentity)
     if os.getppid() != identity.parent_pid:
         return 1  # the parent died before the kernel was asked to watch it
+    logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {identity.rank} %(name)s: %(message)s")
     work: queue.SimpleQueue[RankWork] = queue.SimpleQueue()
     threading.Thread(target=_listen_to_parent, args=(work,), daemon=True).start()
     reporter = Reporter(identity.rank, identity.to_parent)
