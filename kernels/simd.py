@@ -7,6 +7,7 @@ CPU has (one AVX-512 register, two AVX2, four NEON).
 Addresses are integers (``Tensor.data_ptr()`` plus bytes). Nothing is bounds-checked: hosts check before they call.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def _operation(emit_code: Emit, result: types.Type, *arguments: types.Type) -> A
 
     # numba asks an intrinsic for its number of arguments.
     typers = {
+        0: lambda typingctx: (signature, codegen),
         1: lambda typingctx, a: (signature, codegen),
         2: lambda typingctx, a, b: (signature, codegen),
         3: lambda typingctx, a, b, c: (signature, codegen),
@@ -115,20 +117,34 @@ def make_tile_product(num_rows: int, num_vectors: int, *, accumulate: bool) -> A
     over the whole depth. Each element is one chain of fused multiply-adds in order of depth, whatever the tile's
     shape, so tiles of unlike shapes give the same bits.
     """
-    code = emit.tile_product(num_rows, num_vectors, accumulate, emit.multiply_add)
-    return _operation(code, types.void, *[types.int64] * 7)
+    return _operation(emit.tile_product(num_rows, num_vectors, accumulate), types.void, *[types.int64] * 7)
 
 
-def make_bf16_tile_product(num_rows: int, num_vectors: int) -> Any:
-    """``c += a @ b`` where each 32-bit element of a and b is a pair of bfloat16, multiplied pairwise; c is float32.
+def make_tile_dot(num_rows: int, num_columns: int, kind: int) -> Any:
+    """``c = a @ b^T`` for a (num_rows, depth), b (num_columns, depth) of ``kind``, c float32; 1, 2 or 4 of each.
 
-    Twice the products per instruction; needs ``bf16_products_usable()``. Otherwise as ``make_tile_product``: a is
-    (num_rows, depth) pairs, b (depth, 16 * num_vectors) pairs, the depth counted in pairs.
+    a is float32, but bfloat16 when b is and ``bf16_products_usable()``. The returned intrinsic takes (c, c_stride, a,
+    a_stride, b, b_stride, depth), strides in bytes. Both are read along their rows, as they lie. Each element has
+    sixteen chains of multiply-adds, lane by lane in order of depth, added in a fixed tree, whatever the tile's shape.
     """
-    code = emit.tile_product(num_rows, num_vectors, True, emit.multiply_add_bf16_pairs)
+    if kind == BFLOAT16 and bf16_products_usable():
+        code = emit.tile_dot(
+            num_rows, num_columns, emit.load_pairs, emit.load_pairs, emit.multiply_add_pairs, 2 * LANES, (2, 2)
+        )
+    else:
+        load_a = emit.load_as(emit.V_F32, 4)
+        load_b = {FLOAT32: load_a, BFLOAT16: emit.load_bf16, FLOAT16: emit.load_f16}[kind]
+        sizes = (4, 4 if kind == FLOAT32 else 2)
+        code = emit.tile_dot(num_rows, num_columns, load_a, load_b, emit.fma, LANES, sizes)
     return _operation(code, types.void, *[types.int64] * 7)
 
 
+def make_stack(num_floats: int) -> Any:
+    """An intrinsic without arguments: the address of ``num_floats`` floats in the calling function's frame."""
+    return _operation(emit.stack(num_floats), types.int64)
+
+
+@cache
 def bf16_products_usable() -> bool:
     """Whether compiled code may multiply bfloat16 pairs: AVX512-BF16, and an LLVM that knows its type."""
     settings: Any = config

@@ -15,7 +15,7 @@ import torch
 _CHUNK_ELEMS = 1 << 17
 
 
-def run_on_threads(work: Callable[[], None], max_threads: int) -> None:
+def run_on_threads(work: Callable[[], object], max_threads: int) -> None:
     """Call ``work`` in this thread and, at once, in up to ``max_threads - 1`` helpers; return when all are done.
 
     ``work`` takes items until none is left. A helper that has not started by the time this thread runs out of items

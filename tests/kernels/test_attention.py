@@ -28,13 +28,18 @@ def test_reference_equals_a_loop_over_sequences(
     device: str, query_lens: tuple[int, ...], paged_batch: Callable[..., Any]
 ) -> None:
     batch = paged_batch(query_lens=query_lens, context_lens=(40, 64, 33, 1))
-    *tensors, scale = batch.arguments()
+    q, *rest, scale = batch.arguments()
     want, bound = batch.expected()
 
-    got = paged_attention_reference(*(tensor.to(device) for tensor in tensors), scale).cpu()
+    got = _reference(q.to(device), [tensor.to(device) for tensor in rest], scale).cpu()
 
     assert got.shape == want.shape
     assert ((got.double() - want).abs() <= bound).all()
+
+
+def _reference(q: torch.Tensor, rest: list[torch.Tensor], scale: float) -> torch.Tensor:
+    k_cache, v_cache, start, lens, table = rest
+    return paged_attention_reference(q, k_cache, v_cache, start, lens, table, scale)
 
 
 @pytest.mark.parametrize("device", DEVICES)

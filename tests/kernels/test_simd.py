@@ -1,6 +1,7 @@
 """The vector operations, each against torch, through small kernels compiled here."""
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -135,4 +136,39 @@ def _run_tile(
     out = c.clone(memory_format=torch.contiguous_format)
     strides = [tensor.stride(0) * 4 for tensor in (out, a, b)]
     run(out.data_ptr(), strides[0], a.data_ptr(), strides[1], b.data_ptr(), strides[2], a.shape[1])
+    return out
+
+
+@pytest.mark.parametrize("kind", list(simd.NUMBER_KIND.values()))
+@pytest.mark.parametrize("depth", [1, 31, 32, 100])
+def test_tile_dot_gives_the_same_bits_in_any_shape(kind: int, depth: int) -> None:
+    dtype = next(dtype for dtype, its_kind in simd.NUMBER_KIND.items() if its_kind == kind)
+    b = torch.randn(4, depth).to(dtype)
+    a = torch.randn(4, depth).to(dtype)
+    if not (kind == simd.BFLOAT16 and simd.bf16_products_usable()):
+        a = a.float()
+    whole = _run_dot(4, 4, kind, a, b)
+    bound = (depth + 5) * 2**-24 * (a.double().abs() @ b.double().abs().T)
+    assert ((whole.double() - a.double() @ b.double().T).abs() <= bound).all()
+    for rows, columns in ((2, 4), (1, 1)):
+        part = _run_dot(rows, columns, kind, a[4 - rows :], b[4 - columns :])
+        assert torch.equal(part, whole[4 - rows :, 4 - columns :])
+
+
+@cache
+def _compiled_dot(rows: int, columns: int, kind: int) -> Any:
+    tile = simd.make_tile_dot(rows, columns, kind)
+
+    @helper
+    def run(c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int, depth: int) -> None:
+        tile(c, c_stride, a, a_stride, b, b_stride, depth)
+
+    return run
+
+
+def _run_dot(rows: int, columns: int, kind: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(rows, columns)
+    a_stride, b_stride = a.stride(0) * a.element_size(), b.stride(0) * b.element_size()
+    run = _compiled_dot(rows, columns, kind)
+    run(out.data_ptr(), 4 * columns, a.data_ptr(), a_stride, b.data_ptr(), b_stride, a.shape[1])
     return out

@@ -14,7 +14,7 @@ def _four_threads(num_threads: Callable[[int], None]) -> None:
 
 def test_helpers_run_beside_the_caller() -> None:
     together = threading.Barrier(3, timeout=10)
-    run_on_threads(lambda: together.wait(), 3)  # returns only if three threads meet
+    run_on_threads(together.wait, 3)  # returns only if three threads meet
 
 
 def test_torch_limits_the_threads() -> None:

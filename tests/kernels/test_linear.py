@@ -1,0 +1,114 @@
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tightwire.kernels import simd
+from tightwire.kernels.linear import linear
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _assert_close(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """One rounding to the dtype, and at most D + 5 of float32 on the way, each of no more than all sizes summed."""
+    added = 0.0 if bias is None else bias.double()
+    want = x.double() @ weight.double().T + added
+    sizes = x.double().abs() @ weight.double().abs().T + abs(added)
+    bound = (x.shape[1] + 5) * torch.finfo(torch.float32).eps / 2 * sizes
+    if got.dtype != torch.float32:
+        # Half a unit in the last place; and below the smallest normal number units no longer shrink.
+        bound = bound + torch.finfo(got.dtype).eps / 2 * (want.abs() + bound) + torch.finfo(got.dtype).tiny
+    assert ((got.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(960, 576), (576, 1536), (100, 37), (65, 70), (3, 5), (1, 1)])
+def test_within_rounding_of_float64(dtype: torch.dtype, with_bias: bool, num_outputs: int, num_inputs: int) -> None:
+    weight = _random(num_outputs, num_inputs, dtype=dtype)
+    bias = _random(num_outputs, dtype=dtype, seed=1) if with_bias else None
+    for num_tokens in (1, 2, 3, 5, 70):
+        x = _random(num_tokens, num_inputs, dtype=dtype, seed=2)
+        got = linear(x, weight, bias)
+        assert got.shape == (num_tokens, num_outputs) and got.dtype == dtype
+        _assert_close(got, x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_inputs", [576, 70, 37])
+def test_a_row_does_not_depend_on_the_others_or_on_threads(
+    dtype: torch.dtype, num_inputs: int, num_threads: Callable[[int], None]
+) -> None:
+    weight = _random(3000, num_inputs, dtype=dtype)
+    x = _random(130, num_inputs, dtype=dtype, seed=1)
+    num_threads(3)
+    whole = linear(x, weight)
+    num_threads(1)
+    for first, last in [(0, 1), (129, 130), (3, 5), (10, 13), (60, 64), (1, 34), (0, 130)]:
+        assert torch.equal(linear(x[first:last], weight), whole[first:last])
+
+
+def test_a_split_of_the_outputs_changes_no_bit() -> None:
+    weight = _random(200, 64, dtype=torch.bfloat16)
+    x = _random(3, 64, dtype=torch.bfloat16, seed=1)
+    parts = [linear(x, weight[first:last]) for first, last in ((0, 7), (7, 130), (130, 200))]
+    assert torch.equal(torch.cat(parts, dim=1), linear(x, weight))
+
+
+def test_views_are_read_where_they_lie() -> None:
+    wide_x, wide_weight = _random(4, 100, dtype=torch.bfloat16), _random(80, 90, dtype=torch.bfloat16)
+    x, weight = wide_x[:, 3:67], wide_weight[::2, 5:69]
+    assert torch.equal(linear(x, weight), linear(x.contiguous(), weight.contiguous()))
+
+
+def test_nan_in_one_row_stays_there() -> None:
+    x, weight = _random(5, 70, dtype=torch.bfloat16), _random(9, 70, dtype=torch.bfloat16)
+    clean = linear(x, weight)
+    x[2, 69] = float("nan")
+    got = linear(x, weight)
+    assert got[2].isnan().all()
+    assert torch.equal(got[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+
+
+def test_no_rows() -> None:
+    assert linear(torch.zeros(0, 8), torch.zeros(6, 8)).shape == (0, 6)
+
+
+def test_four_threads_may_call_at_once(num_threads: Callable[[int], None]) -> None:
+    num_threads(2)
+    weight = _random(4000, 576, dtype=torch.bfloat16)
+    inputs = [_random(20, 576, dtype=torch.bfloat16, seed=seed) for seed in range(4)]
+    want = [linear(x, weight) for x in inputs]
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for _ in range(5):
+            got = list(pool.map(lambda x: linear(x, weight), inputs, timeout=60))
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_the_pair_instruction_is_not_used_for_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simd.config, "CPU_NAME", "generic")
+    assert not simd.bf16_products_usable.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "message"),
+    [
+        (torch.zeros(2, 8), torch.zeros(3, 7), None, "got (2, 8), (3, 7) and None"),
+        (torch.zeros(2, 8), torch.zeros(3, 8), torch.zeros(2), "got (2, 8), (3, 8) and (2,)"),
+        (torch.zeros(2, 8), torch.zeros(3, 8).half(), None, "got torch.float32, torch.float16 and None"),
+        (torch.zeros(2, 8), torch.zeros(3, 8), torch.zeros(3).half(), "and torch.float16"),
+        (torch.zeros(2, 8).double(), torch.zeros(3, 8).double(), None, "torch.float16; got torch.float64"),
+        (torch.zeros(8, 2).T, torch.zeros(3, 8), None, "contiguous rows"),
+    ],
+)
+def test_refuses_what_does_not_fit(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        linear(x, weight, bias)
