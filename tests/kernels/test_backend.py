@@ -13,6 +13,13 @@ def test_missing_numba_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPat
         backend.require_numba()
 
 
+def test_a_cpu_too_old_is_an_error_that_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"fma": True, "f16c": False})
+    with pytest.raises(RuntimeError, match="lacks f16c; the CPU kernels need"):
+        backend.require_numba()
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_triton_runs_on_cuda_and_in_its_interpreter(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object() if installed else None)
