@@ -38,7 +38,8 @@ class OuterWeights:
 class WeightSource(Protocol):
     """Hands out weights; ``layer(i)`` is valid until ``release(i)``."""
 
-    outer: OuterWeights
+    @property
+    def outer(self) -> OuterWeights: ...
 
     def layer(self, index: int) -> LayerWeights: ...
 
