@@ -157,6 +157,8 @@ class ZmqEngineClient:
         self.cancel(gone)
 
     def _send(self, message: ToEngine) -> None:
+        if self._sender.closed:
+            return  # a stream that is let go of after the end has nothing left to cancel
         self._sender.send(self._encoder.encode(message))
 
     async def _receive(self) -> None:

@@ -12,7 +12,9 @@ import socket
 import time
 from collections.abc import Awaitable
 
+from tightwire.model.checkpoint import Checkpoint
 from tightwire.server.app import make_app
+from tightwire.server.background import Background
 from tightwire.server.config import ServeConfig
 from tightwire.server.devices import process_age_s
 from tightwire.server.engine_client import Phase
@@ -22,7 +24,7 @@ from tightwire.server.progress import Progress
 from tightwire.server.rank_setup import RankWork
 from tightwire.server.ranked_engine import RankedEngine, RankFailedError
 from tightwire.server.ranks import Ranks
-from tightwire.server.run_plan import Decision, prepare
+from tightwire.server.run_plan import FETCH_STOPS_S, Decision, prepare
 from tightwire.server.served_model import ModelInfo, ModelSlot
 
 # After a rank failed: the time in which /health says why, before this process ends.
@@ -49,6 +51,7 @@ class _Server:
         self._config, self._listener, self._ranks, self._progress = config, listener, ranks, progress
         self._slot = ModelSlot()
         self._first_signal_s: float | None = None
+        self._preparing: Background[tuple[Checkpoint, Decision]] | None = None
 
     async def run(self) -> int:
         self._stop = asyncio.Event()
@@ -66,6 +69,8 @@ class _Server:
             await engine.guard(self._stop.wait())
             return await self._drain(engine)
         except _StoppedError:
+            if self._preparing is not None:
+                self._preparing.join(FETCH_STOPS_S)
             self._progress.say("stopped before the model was ready")
             return 0
         except ValueError as refusal:
@@ -88,10 +93,11 @@ class _Server:
             ValueError: the model or the options are refused.
         """
         options = self._config.model
-        checkpoint, decision = await asyncio.to_thread(prepare, self._config, self._progress)
+        self._preparing = Background(lambda: prepare(self._config, self._progress, stopped=self._stop.is_set))
+        checkpoint, decision = await self._preparing.result
         self._progress.say(decision.budget.table())
         engine.load(RankWork(location=checkpoint.location, config=self._config, plan=decision.plan))
-        tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
+        tokenizer = await Background(checkpoint.tokenizer).result
         info = ModelInfo(
             name=options.served_model_name or checkpoint.name,
             max_model_len=decision.plan.max_model_len,

@@ -3,10 +3,12 @@
 import asyncio
 import secrets
 import sys
+import threading
 from typing import TextIO
 
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.tokenizer import Tokenizer
+from tightwire.server.background import Background
 from tightwire.server.config import ServeConfig
 from tightwire.server.detokenize import Detokenizer, TokenTable
 from tightwire.server.engine_client import EngineUnavailableError
@@ -15,7 +17,7 @@ from tightwire.server.progress import Progress
 from tightwire.server.rank_setup import RankWork
 from tightwire.server.ranked_engine import RankedEngine, RankFailedError
 from tightwire.server.ranks import Ranks
-from tightwire.server.run_plan import prepare
+from tightwire.server.run_plan import FETCH_STOPS_S, prepare
 
 
 def generate(
@@ -50,10 +52,17 @@ async def _generate(
     temperature: float,
     out: TextIO,
 ) -> int:
+    stopped = threading.Event()
     async with RankedEngine(config, ranks, progress) as engine:
-        checkpoint, decision = await asyncio.to_thread(prepare, config, progress)
+        preparing = Background(lambda: prepare(config, progress, stopped=stopped.is_set))
+        try:
+            checkpoint, decision = await engine.guard(preparing.result)
+        except asyncio.CancelledError:
+            stopped.set()
+            preparing.join(FETCH_STOPS_S)
+            raise
         engine.load(RankWork(location=checkpoint.location, config=config, plan=decision.plan))
-        tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
+        tokenizer = await Background(checkpoint.tokenizer).result
         request = AddRequest(
             id="generate",
             prompt_token_ids=_encode(tokenizer, prompt, decision.plan.max_model_len - max_tokens),

@@ -85,6 +85,7 @@ class RankedEngine:
             return task.result()
         finally:
             task.cancel()
+            await asyncio.wait([task])  # for its own cleanup, such as cancelling a request
 
     async def stop(self) -> None:
         """Ask the ranks to end, and wait a few seconds for it; the context's end kills the rest."""

@@ -1,18 +1,21 @@
 """Decides, before anything is loaded, what will run: device, numbers, split, cache. Refuses what cannot work, by name."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tightwire.comm.segment import why_unusable
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.config import LlamaConfig
+from tightwire.model.errors import ModelError
 from tightwire.model.layout import Layout, make_layout
 from tightwire.server.config import ModelOptions, ServeConfig
 from tightwire.server.devices import CudaDevice, available_host_bytes, cuda_devices
 from tightwire.server.memory_budget import MemoryBudget, Pool, make_budget
 from tightwire.server.progress import Progress
 from tightwire.server.rank_setup import RunPlan
+
+FETCH_STOPS_S = 2.0  # a fetch reports, and so asks, several times a second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,14 +27,24 @@ class Decision:
     budget: MemoryBudget
 
 
-def prepare(config: ServeConfig, progress: Progress) -> tuple[Checkpoint, Decision]:
+def prepare(
+    config: ServeConfig, progress: Progress, *, stopped: Callable[[], bool] = lambda: False
+) -> tuple[Checkpoint, Decision]:
     """Find the model, fetching it if need be, and decide what will run. May be called off the main thread.
 
+    Args:
+        stopped: asked several times a second during a fetch; once true, the fetch is given up within FETCH_STOPS_S.
     Raises:
         ValueError: the model or an option is refused.
     """
     name = config.model.model
-    checkpoint = open_checkpoint(name, config.model.seed, progress=lambda done: progress.fetching(name, done))
+
+    def fetching(fraction: float) -> None:
+        if stopped():
+            raise ModelError(f"stopped while fetching {name}")
+        progress.fetching(name, fraction)
+
+    checkpoint = open_checkpoint(name, config.model.seed, progress=fetching)
     return checkpoint, decide(config, checkpoint.config)
 
 

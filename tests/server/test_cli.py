@@ -1,6 +1,7 @@
 """The command line from outside: quick answers, refusals with a reason, `generate` and `pull` end to end."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,18 @@ def test_generate_refuses_with_exit_code_2(model: Path, arguments: list[str], me
     done = tightwire("generate", *(["--model", str(model)] if "--model" not in arguments else []), *arguments)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_an_interrupted_generate_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
+    endless = make_tiny(tmp_path / "endless", max_position_embeddings=65_536)
+    command = [sys.executable, "-m", "tightwire", "generate", "hello", "--model", str(endless), "--max-tokens", "60000"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert b"Traceback" not in process.stderr.read()
 
 
 def test_pull_prints_where_the_model_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,16 @@
 """What ``auto`` comes to, and what is refused by name before anything is loaded."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from tightwire.model.config import LlamaConfig
+from tightwire.model.errors import ModelError
 from tightwire.server import run_plan
 from tightwire.server.devices import CudaDevice
 from tightwire.server.flags import make_config
+from tightwire.server.progress import Progress
 
 GIB = 1 << 30
 MODEL = LlamaConfig(
@@ -73,3 +76,20 @@ def test_cuda_without_a_device_is_refused(gpus: list[CudaDevice]) -> None:
     gpus.clear()
     with pytest.raises(ValueError, match="no CUDA device is visible"):
         run_plan.decide(make_config({"device": "cuda"}), MODEL)
+
+
+def test_a_fetch_that_is_no_longer_wanted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: list[float] = []
+
+    def fetch(model: str, seed: int, progress: Callable[[float], None]) -> None:
+        for step in range(10):
+            progress(step / 10)
+
+    class Heard(Progress):
+        def fetching(self, what: str, fraction: float) -> None:
+            fractions.append(fraction)
+
+    monkeypatch.setattr(run_plan, "open_checkpoint", fetch)
+    with pytest.raises(ModelError, match="stopped while fetching smollm2-135m"):
+        run_plan.prepare(make_config({}), Heard(1, lambda text: None), stopped=lambda: len(fractions) == 3)
+    assert fractions == [0.0, 0.1, 0.2]
