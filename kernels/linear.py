@@ -1,29 +1,51 @@
 """Matrix product with the weights stored (out, in)."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.kernels.linear_cpu import linear_cpu
 
 
-def linear_reference(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def linear_reference(
+    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, *, num_single_rows: int | None = None
+) -> Tensor:
     return F.linear(x_TD, weight_OD, bias_O)
 
 
-def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def linear(
+    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, *, num_single_rows: int | None = None
+) -> Tensor:
     """``x @ weight.T + bias``, summed in float32 and rounded once.
 
-    On CPU a row's bits depend on that row alone, so a sequence gets the same logits whatever runs beside it; that and
-    reading the weights at memory speed is why it is not torch's. Microseconds here against F.linear on one thread of a
-    Zen 5 core (AVX512-BF16), torch 2.13, 3072 outputs of 576 inputs, weights out of cache:
+    On CPU a row's bits depend on that row alone, so a sequence gets the same logits whatever runs beside it. torch's
+    product has that property in bfloat16 (but for a single row) and not in float32, and it wastes bandwidth when rows
+    are few; so there is a kernel of our own. Microseconds of ours against F.linear on one thread of a Zen 5 core
+    (AVX512-BF16), torch 2.13, 3072 outputs of 576 inputs, weights out of cache:
 
         rows            1           4          16          64          512
         bfloat16   142 / 228   127 / 231   176 / 324   628 / 669   4953 / 3970
         float32    293 / 438   263 / 573   446 / 969  1283 / 2603  10105 / 17802
 
+    Args:
+        num_single_rows: that many rows, the first, come one by one or a few at a time (generated tokens); the rest are
+            blocks of many (prompts), which in bfloat16 on CPU are torch's: faster there, and by far where the CPU has
+            matrix units. Which kernel a row gets must depend on what it is and not on how many came with it. None: all.
     Raises:
         ValueError: on CPU, shapes or dtypes that do not match, or rows that are not contiguous.
     """
     if x_TD.device.type != "cpu":
         return linear_reference(x_TD, weight_OD, bias_O)
-    return linear_cpu(x_TD, weight_OD, bias_O)
+    if num_single_rows is None or num_single_rows >= len(x_TD) or x_TD.dtype != torch.bfloat16:
+        return linear_cpu(x_TD, weight_OD, bias_O)
+    if num_single_rows == 0:
+        return _block_product(x_TD, weight_OD, bias_O)
+    few, block = x_TD[:num_single_rows], x_TD[num_single_rows:]
+    return torch.cat([linear_cpu(few, weight_OD, bias_O), _block_product(block, weight_OD, bias_O)])
+
+
+def _block_product(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+    """F.linear; a single row is computed twice, because alone it would take another path and get other bits."""
+    if len(x_TD) == 1:
+        return F.linear(x_TD.expand(2, -1), weight_OD, bias_O)[:1]
+    return F.linear(x_TD, weight_OD, bias_O)

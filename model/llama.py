@@ -33,6 +33,7 @@ class Batch:
     query_start_B1: Tensor  # first row of each sequence, and T at the end
     context_lens_B: Tensor
     block_tables_BM: Tensor
+    num_decode_rows: int  # the first so many rows are generated tokens
 
 
 class Llama:
@@ -62,7 +63,7 @@ class Llama:
                 normed_TD, residual_TD = add_rms_norm(update_TD, residual_TD, weights.attention_norm, eps)
             update_TD = self._attention(normed_TD, weights, index, batch, cos_TE, sin_TE)
             normed_TD, residual_TD = add_rms_norm(update_TD, residual_TD, weights.mlp_norm, eps)
-            update_TD = self._mlp(normed_TD, weights)
+            update_TD = self._mlp(normed_TD, weights, batch.num_decode_rows)
             self._weights.release(index)
         assert update_TD is not None, "a model has at least one layer"
         return residual_TD + update_TD
@@ -78,7 +79,9 @@ class Llama:
     ) -> Tensor:
         shard, head_dim = self._parallel.shard, self._config.head_dim
         num_heads, num_kv_heads = shard.local_heads, shard.local_kv_heads
-        qkv_THE = linear(x_TD, weights.qkv, weights.qkv_bias).view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        num_decode = batch.num_decode_rows
+        qkv_TO = linear(x_TD, weights.qkv, weights.qkv_bias, num_single_rows=num_decode)
+        qkv_THE = qkv_TO.view(-1, num_heads + 2 * num_kv_heads, head_dim)
         # Queries and keys stand side by side and turn by the same angles: one call serves both.
         rotated_THE = apply_rope(qkv_THE[:, : num_heads + num_kv_heads], cos_TE, sin_TE)
         q_THE, k_TKE = rotated_THE.split((num_heads, num_kv_heads), dim=1)
@@ -94,8 +97,10 @@ class Llama:
             batch.block_tables_BM,
             head_dim**-0.5,
         )
-        return self._parallel.row_linear(mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias)
+        return self._parallel.row_linear(
+            mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias, num_single_rows=num_decode
+        )
 
-    def _mlp(self, x_TD: Tensor, weights: LayerWeights) -> Tensor:
-        gated_TF = swiglu(linear(x_TD, weights.gate_up, weights.gate_up_bias))
-        return self._parallel.row_linear(gated_TF, weights.down, weights.down_bias)
+    def _mlp(self, x_TD: Tensor, weights: LayerWeights, num_decode: int) -> Tensor:
+        gated_TF = swiglu(linear(x_TD, weights.gate_up, weights.gate_up_bias, num_single_rows=num_decode))
+        return self._parallel.row_linear(gated_TF, weights.down, weights.down_bias, num_single_rows=num_decode)

@@ -36,9 +36,11 @@ class TensorParallel:
         local_ids_T = torch.where(mine_T, token_ids_T - rows.start, 0)
         return self.all_reduce(F.embedding(local_ids_T, local_table_VD).mul_(mine_T.unsqueeze(-1)))
 
-    def row_linear(self, local_x_TF: Tensor, local_weight_DF: Tensor, bias_D: Tensor | None) -> Tensor:
+    def row_linear(
+        self, local_x_TF: Tensor, local_weight_DF: Tensor, bias_D: Tensor | None, *, num_single_rows: int
+    ) -> Tensor:
         """(T, D): multiply this rank's columns, then sum over ranks. The bias is given to rank 0 alone."""
-        partial_TD = linear(local_x_TF, local_weight_DF, bias_D)
+        partial_TD = linear(local_x_TF, local_weight_DF, bias_D, num_single_rows=num_single_rows)
         return partial_TD if self._group.world_size == 1 else self.all_reduce(partial_TD)
 
     def logits(self, hidden_RD: Tensor, local_head_VD: Tensor) -> Tensor | None:

@@ -26,7 +26,7 @@ class ModelRunner:
             Logits (R, V) float32 of ``plan.logit_rows`` on rank 0; None on other ranks, and when R is 0.
         """
         # A step with any prompt in it sends messages of a prompt's size: that is what the two phases tell apart.
-        self._ledger.phase = "decode" if len(plan.token_ids) == len(plan.query_lens) else "prefill"
+        self._ledger.phase = "decode" if 4 * plan.num_decode_rows == len(plan.token_ids) else "prefill"
         hidden_TD = self._model.forward(self._batch(plan))
         rows_R = _int32(plan.logit_rows)
         if not len(rows_R):
@@ -52,6 +52,7 @@ class ModelRunner:
             query_start_B1=self._to_device(query_start_B1),
             context_lens_B=self._to_device(context_lens_B),
             block_tables_BM=self._to_device(block_tables_BM),
+            num_decode_rows=plan.num_decode_rows,
         )
 
     def _to_device(self, array: np.ndarray) -> Tensor:

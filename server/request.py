@@ -37,6 +37,11 @@ class Request:
     def num_to_compute(self) -> int:
         return len(self.token_ids) - self.num_computed
 
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the next token to compute is one of the prompt's."""
+        return self.num_computed < self.num_prompt_tokens
+
     def rows_to_score(self, start: int, end: int) -> range:
         """Positions in [start, end) whose logits score the prompt token after them and were not scored before."""
         if self.prompt_logprobs is None:

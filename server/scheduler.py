@@ -99,9 +99,8 @@ class Scheduler:
         if not self.has_requests():
             return None
         step = _StepDraft(self.limits)
-        decodes = [r for r in self.running if r.num_to_compute == 1]
-        prefills = [r for r in self.running if r.num_to_compute > 1]
-        for request in decodes + prefills:
+        # One new token each, then what a preempted sequence had generated, then prompts.
+        for request in sorted(self.running, key=lambda r: (r.in_prompt, r.num_to_compute > 1)):
             if request in step.preempted:
                 continue
             num_tokens = step.affordable(request)
@@ -180,6 +179,9 @@ class _StepDraft:
     def affordable(self, request: Request) -> int:
         """How many of its tokens ``request`` may compute in this step."""
         num_tokens = min(request.num_to_compute, self._budget)
+        if request.in_prompt:
+            # A chunk ends where the prompt does: generated tokens, recomputed, keep the kernels they were made with.
+            num_tokens = min(num_tokens, request.num_prompt_tokens - request.num_computed)
         rows = request.rows_to_score(request.num_computed, request.num_computed + num_tokens)
         if len(rows) > self._scored_rows:
             num_tokens = rows.start + self._scored_rows - request.num_computed
@@ -223,6 +225,7 @@ def make_plan(index: int, chunks: Sequence[Chunk]) -> StepPlan:
         query_lens=_int32_bytes([chunk.end - chunk.start for chunk in chunks]),
         context_lens=_int32_bytes([chunk.end for chunk in chunks]),
         block_tables=block_tables.tobytes(),
+        num_decode_rows=sum(c.end - c.start for c in chunks if c.start >= c.request.num_prompt_tokens),
         logit_rows=_int32_bytes(logit_rows),
     )
 

@@ -131,6 +131,7 @@ def prompt_logits(runner: ModelRunner, prompt: Sequence[int], block_size: int = 
         query_lens=_int32([len(prompt)]),
         context_lens=_int32([len(prompt)]),
         block_tables=_int32(range(num_blocks)),
+        num_decode_rows=0,
         logit_rows=_int32(range(len(prompt))),
     )
     logits_TV = runner.execute(plan)

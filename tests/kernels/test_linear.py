@@ -112,3 +112,19 @@ def test_refuses_what_does_not_fit(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         linear(x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_single_rows", [0, 1, 17, 40])
+def test_rows_of_both_kinds_keep_their_bits_and_bounds(dtype: torch.dtype, num_single_rows: int) -> None:
+    """What a row gets depends on its kind, single or in a block, and not on how many of either came with it."""
+    weight, bias = _random(320, 192, dtype=dtype), _random(320, dtype=dtype, seed=1)
+    x = _random(40, 192, dtype=dtype, seed=2)
+    singles, blocks = linear(x, weight, bias, num_single_rows=40), linear(x, weight, bias, num_single_rows=0)
+
+    got = linear(x, weight, bias, num_single_rows=num_single_rows)
+
+    assert torch.equal(got[:num_single_rows], singles[:num_single_rows])
+    assert torch.equal(got[num_single_rows:], blocks[num_single_rows:])
+    _assert_close(got, x, weight, bias)
+    assert torch.equal(linear(x[39:], weight, bias, num_single_rows=0), blocks[39:])

@@ -89,16 +89,24 @@ def test_chunked_prefill_changes_nothing(max_num_batched_tokens: int, tmp_path: 
         assert continue_prompts(local.engine, _PROMPTS, max_tokens=16) == wanted
 
 
-def test_bfloat16_text_is_the_same_alone_and_in_a_crowd(tmp_path: Path) -> None:
-    """Sampled with a seed: neighbours, chunking and arrival order leave every bit of a row as it was."""
+@pytest.mark.parametrize("num_blocks", [64, 16], ids=["room-for-all", "preempted"])
+def test_bfloat16_text_is_the_same_alone_and_in_a_crowd(num_blocks: int, tmp_path: Path) -> None:
+    """Sampled with a seed: neighbours, chunks, arrival order and preemption leave every bit of a row as it was."""
     checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
-    settings = {"temperature": 1.0, "seed": 7, "max_tokens": 40}
+    settings = {"temperature": 1.0, "seed": 7, "max_tokens": 60}
 
     with local_engine(checkpoint, tp=2, dtype=torch.bfloat16, max_model_len=256) as local:
         alone = [continue_prompts(local.engine, [prompt], **settings)[0] for prompt in _PROMPTS]
     with local_engine(
-        checkpoint, tp=2, dtype=torch.bfloat16, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=20
+        checkpoint,
+        tp=2,
+        dtype=torch.bfloat16,
+        max_model_len=256,
+        num_blocks=num_blocks,
+        max_num_seqs=4,
+        max_num_batched_tokens=20,
     ) as local:
         together = continue_prompts(local.engine, _PROMPTS, **settings)
 
+    assert (local.engine.stats().num_preemptions > 0) == (num_blocks == 16)
     assert together == alone

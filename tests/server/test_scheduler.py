@@ -223,3 +223,19 @@ def test_scheduling_costs_little() -> None:
         seconds.append(time.perf_counter() - start)
         assert step is not None and len(step.chunks) == 64
     assert np.min(seconds) < 2e-3
+
+
+def test_a_recomputed_sequence_keeps_prompt_and_generated_tokens_apart() -> None:
+    scheduler = Scheduler(limits(max_num_batched_tokens=64))
+    preempted = request(10, "a")
+    preempted.token_ids += [1, 2, 3]  # generated before it was preempted
+    scheduler.add(preempted)
+    scheduler.add(request(7, "b"))
+
+    first, second = run(scheduler), run(scheduler)
+
+    assert shares(first) == {"a": (0, 10), "b": (0, 7)}
+    assert [chunk.samples for chunk in first.chunks] == [False, True]
+    assert first.plan.num_decode_rows == 0
+    assert shares(second) == {"b": (7, 8), "a": (10, 13)}
+    assert second.plan.num_decode_rows == 4
