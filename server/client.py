@@ -57,9 +57,10 @@ class ZmqEngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._receiving: asyncio.Task[None] | None = None
 
-    def open(self) -> None:
-        """Start to listen to the ranks; needs a running loop."""
+    def open(self) -> asyncio.Task[None]:
+        """Start to listen to the ranks; needs a running loop. The task ends with ``close`` alone, or by a fault."""
         self._receiving = asyncio.create_task(self._receive(), name="engine client")
+        return self._receiving
 
     def close(self) -> None:
         """Stop listening and drop the sockets."""

@@ -1,5 +1,6 @@
 """What a person sees while a server starts: bars on a terminal, a few lines elsewhere. Always on standard error."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -21,8 +22,9 @@ class Progress:
         self._last_line_s = time.monotonic()
 
     def say(self, text: str) -> None:
-        """One line of its own."""
-        self._write(text + "\n")
+        """One line of its own; lost when nobody reads any more (`serve 2>&1 | head`), which is no reason to stop."""
+        with contextlib.suppress(OSError):
+            self._write(text + "\n")
         self._last_line_s = time.monotonic()
 
     def fetching(self, what: str, fraction: float) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable
 from typing import Self, TypeVar
 
@@ -14,6 +15,8 @@ from tightwire.server.rank_setup import RankWork
 from tightwire.server.ranks import Ranks
 from tightwire.server.watch import Watch
 
+_log = logging.getLogger(__name__)
+
 _WATCH_PERIOD_S = 0.25
 # After the first sign of trouble: the other ranks' last words, which tell the cause from its symptoms.
 _COLLECT_S = 0.2
@@ -23,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class RankFailedError(Exception):
-    """A rank cannot go on, so none can; the message names it and says what all were doing."""
+    """A rank cannot go on, so none can (or they are out of this process's sight); the message says which and why."""
 
 
 class RankedEngine:
@@ -47,9 +50,10 @@ class RankedEngine:
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self.client.open()
         self._ranks.on_exit(asyncio.get_running_loop(), self._note_exit)
-        self._watching = asyncio.create_task(self._keep_watch(), name="watch ranks")
+        self._watching = asyncio.create_task(self._keep_watch(), name="watch over the ranks")
+        for task in (self.client.open(), self._watching):
+            task.add_done_callback(self._note_end)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -121,6 +125,18 @@ class RankedEngine:
                 self.client.set_phase(Phase.READY)
                 self._all_ready.set()
 
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """Of a task without which nobody would notice anything any more."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the %s broke", task.get_name(), exc_info=error)
+            self._fail(f"the {task.get_name()} broke: {error!r}")
+
+    def _fail(self, reason: str) -> None:
+        self.client.set_phase(Phase.DEAD, reason)
+        self._ranks.kill()
+        if not self._failed.done():
+            self._failed.set_exception(RankFailedError(reason))
+
     async def _keep_watch(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
@@ -128,7 +144,5 @@ class RankedEngine:
                 await asyncio.sleep(_COLLECT_S)
             reason = self._watch.check()
             if reason is not None:
-                self.client.set_phase(Phase.DEAD, reason)
-                self._ranks.kill()
-                self._failed.set_exception(RankFailedError(reason))
+                self._fail(reason)
                 return

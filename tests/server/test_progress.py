@@ -34,3 +34,12 @@ def test_a_terminal_gets_a_bar_per_rank(capsys: pytest.CaptureFixture[str]) -> N
     bars.stage(Stage(rank=1, name="weights", fraction=1.0, seconds=1.0))
     bars.close()
     assert "weights    1.5 s" in capsys.readouterr().err
+
+
+def test_lines_that_nobody_reads_are_lost() -> None:
+    def broken(text: str) -> None:
+        raise BrokenPipeError(text)
+
+    lines = progress.Progress(1, broken)
+    lines.say("ready")
+    lines.stage(Stage(rank=0, name="weights", fraction=1.0, seconds=1.0))
