@@ -58,7 +58,10 @@ class Peer:
         if path.suffix == ".gguf":
             where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         self.tokenizer: Any = AutoTokenizer.from_pretrained(**where)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype)).eval()
+        # transformers may multiply by packed weights, in float32; plain ones are its fastest form and serve uses them too.
+        packing = getattr(transformers, "GgufConfig", None) if "gguf_file" in where else None
+        plain: dict[str, Any] = {"quantization_config": packing(dequantize=True)} if packing else {}
+        self.model: Any = AutoModelForCausalLM.from_pretrained(**where, **plain, dtype=getattr(torch, dtype)).eval()
         # No end tokens: every answer runs to its length, as with ignore_eos, and no processor has to suppress them.
         self.model.generation_config.eos_token_id = None
         self.ready_s = seconds_since_start()
