@@ -52,13 +52,16 @@ class GgufReader:
         # llama.cpp interleaves the two halves of each query and key head; they are put back head by head.
         unit = self._head_dim if ".q_proj." in name or ".k_proj." in name else 1
         aligned = range(rows.start // unit * unit, -(-rows.stop // unit) * unit)
-        for chunk in row_chunks(aligned, self._bytes_per_row(tensor) * _DEQUANTIZED_GROWTH, multiple_of=unit):
+        row_bytes = self._bytes_per_row(tensor)
+        growth = 1 if _type_of(tensor) in _PLAIN else _DEQUANTIZED_GROWTH
+        for chunk in row_chunks(aligned, row_bytes * growth, multiple_of=unit):
             piece = self._read_rows(tensor, chunk, columns)
             if unit > 1:
                 piece = _undo_interleave(piece, unit)
             wanted = range(max(chunk.start, rows.start), min(chunk.stop, rows.stop))
             piece = piece[wanted.start - chunk.start : wanted.stop - chunk.start]
             out[wanted.start - rows.start : wanted.stop - rows.start].copy_(piece)
+            self._file.file.release(tensor.offset + chunk.start * row_bytes, len(chunk) * row_bytes)
 
     def _read_rows(self, tensor: GgufTensor, rows: range, columns: range | None) -> Tensor:
         """These rows (or numbers of a vector) in the file's own order."""
@@ -67,11 +70,8 @@ class GgufReader:
             piece = self._file.file.tensor(tensor.offset, tensor.shape, _PLAIN[kind])[rows.start : rows.stop]
             return piece if columns is None else piece[:, columns.start : columns.stop]
         row_bytes = self._bytes_per_row(tensor)
-        start = tensor.offset + rows.start * row_bytes
-        raw = self._file.file.bytes_2d(start, len(rows), row_bytes)
-        piece = _dequantize(raw, kind, columns)
-        self._file.file.release(start, len(rows) * row_bytes)
-        return piece
+        raw = self._file.file.bytes_2d(tensor.offset + rows.start * row_bytes, len(rows), row_bytes)
+        return _dequantize(raw, kind, columns)
 
     def _tensor(self, name: str) -> GgufTensor:
         own_name = gguf_name(name)
