@@ -3,6 +3,7 @@
 Each field's metadata carries its help text. A value is checked where it is born; an unknown key is an error.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -59,7 +60,9 @@ class ParallelOptions:
         _require(self.comm_timeout_s > 0, "comm_timeout_s", self.comm_timeout_s, "above 0")
         if self.tp_split is not None:
             _require(len(self.tp_split) == self.tp, "tp_split", self.tp_split, f"{self.tp} numbers, one per rank")
-            _require(all(share > 0 for share in self.tp_split), "tp_split", self.tp_split, "all above 0")
+            _require(
+                all(0 < share < math.inf for share in self.tp_split), "tp_split", self.tp_split, "finite and above 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +114,13 @@ class HttpOptions:
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
+        # An unset variable in a script must not become a key that everybody can guess.
+        _require(self.api_key != "", "api_key", self.api_key, "left out, or not empty")
+        for name in ("max_queued_requests", "max_body_bytes"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.shutdown_grace_s >= 0, "shutdown_grace_s", self.shutdown_grace_s, "at least 0")
+        for name in ("rank_timeout_s", "step_timeout_s"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

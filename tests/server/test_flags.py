@@ -59,6 +59,13 @@ def test_a_flag_sets_its_field(argv: list[str], group: str, name: str, value: ob
         (["--allreduce", "magic"], "must be one of auto, native, ring, one-shot, two-shot"),
         (["--kv-cache-memory", "lots"], "'lots' is not a size"),
         (["--port", "70000"], "--port must be 0 to 65535"),
+        (["--tp", "2", "--tp-split", "inf,1"], "--tp-split must be finite and above 0"),
+        (["--api-key", ""], "--api-key must be left out, or not empty"),
+        (["--max-queued-requests", "0"], "--max-queued-requests must be at least 1"),
+        (["--max-body-bytes", "0"], "--max-body-bytes must be at least 1"),
+        (["--shutdown-grace-s", "-1"], "--shutdown-grace-s must be at least 0"),
+        (["--rank-timeout-s", "nan"], "--rank-timeout-s must be above 0"),
+        (["--step-timeout-s", "0"], "--step-timeout-s must be above 0"),
         (["--config", "/no/such.yaml"], "/no/such.yaml: No such file or directory"),
     ],
 )
