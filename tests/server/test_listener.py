@@ -15,6 +15,14 @@ def test_a_free_port_is_taken_and_named() -> None:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
 
 
+def test_small_writes_leave_at_once() -> None:
+    with open_listener(HttpOptions(port=0)) as listener:
+        with socket.create_connection(listener.getsockname(), timeout=5):
+            connection, _ = listener.accept()
+            with connection:
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_taken_port_is_refused() -> None:
     with open_listener(HttpOptions(port=0)) as listener:
         port = listener.getsockname()[1]
