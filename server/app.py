@@ -28,7 +28,9 @@ def make_app(*, engine: EngineClient, slot: ModelSlot, http: HttpOptions) -> Fas
         slot: filled with the model's facts and tokenizer once they are there; until then (and while ``engine.state``
             says loading) the process is live but not ready, and the API answers 503.
     """
-    serving = Serving(engine=engine, slot=slot, http=http, metrics=Metrics(lambda: engine.stats))
+    serving = Serving(
+        engine=engine, slot=slot, http=http, metrics=Metrics(lambda: engine.stats, lambda: slot.startup_s)
+    )
     app = FastAPI(
         title="Tightwire", version=__version__, description=_DESCRIPTION, redirect_slashes=False, redoc_url=None
     )

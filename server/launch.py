@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 
 from tightwire.model.checkpoint import Checkpoint
 from tightwire.server.app import make_app
@@ -20,12 +20,14 @@ from tightwire.server.devices import process_age_s
 from tightwire.server.engine_client import Phase
 from tightwire.server.http_server import HttpServer
 from tightwire.server.listener import url_of
+from tightwire.server.messages import Ready
 from tightwire.server.progress import Progress
 from tightwire.server.rank_setup import RankWork
 from tightwire.server.ranked_engine import RankedEngine, RankFailedError
 from tightwire.server.ranks import Ranks
 from tightwire.server.run_plan import FETCH_STOPS_S, Decision, prepare
 from tightwire.server.served_model import ModelInfo, ModelSlot
+from tightwire.server.sizes import format_bytes
 
 # After a rank failed: the time in which /health says why, before this process ends.
 _LAST_WORDS_S = 1.0
@@ -111,12 +113,13 @@ class _Server:
         )
         self._slot.fill(info=info, tokenizer=tokenizer)
         await engine.wait_ready()
-        self._announce(info, decision)
+        self._announce(info, decision, engine.ready)
 
-    def _announce(self, info: ModelInfo, decision: Decision) -> None:
-        self._progress.say(describe_layout(decision))
+    def _announce(self, info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> None:
+        self._slot.startup_s = process_age_s()
+        self._progress.say(describe_layout(decision, ready))
         self._progress.say(
-            f"ready in {process_age_s():.1f} s at {url_of(self._listener)}: {info.name} "
+            f"ready in {self._slot.startup_s:.1f} s at {url_of(self._listener)}: {info.name} "
             f"(tp {info.tp}, {info.dtype} on {decision.plan.device}, {_wire(info)}"
             f"context {info.max_model_len}, {decision.plan.num_blocks} KV blocks of "
             f"{self._config.engine.block_size} tokens)"
@@ -159,11 +162,13 @@ def _wire(info: ModelInfo) -> str:
     return f"allreduce {info.allreduce} over {info.transport}, " if info.tp > 1 else ""
 
 
-def describe_layout(decision: Decision) -> str:
-    """What each rank holds, a line each."""
+def describe_layout(decision: Decision, ready: Mapping[int, Ready]) -> str:
+    """What each rank holds, and the most memory its process has had, a line each."""
     mlp_size = sum(len(shard.mlp_columns) for shard in decision.layout.shards)
     return "\n".join(
         f"rank {shard.rank}: {shard.local_heads} heads, {shard.local_kv_heads} KV heads, "
-        f"{len(shard.mlp_columns)} of {mlp_size} MLP columns, {len(shard.vocab_rows)} vocabulary rows"
+        f"{len(shard.mlp_columns)} of {mlp_size} MLP columns, {len(shard.vocab_rows)} vocabulary rows; "
+        f"{format_bytes(ready[shard.rank].weight_bytes)} of weights, at most "
+        f"{format_bytes(ready[shard.rank].peak_host_bytes)} of host memory so far"
         for shard in decision.layout.shards
     )

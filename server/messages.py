@@ -19,7 +19,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
-    """Stop these at the next step and free their blocks; unknown ids are ignored. A ``Finished`` still comes."""
+    """Stop these at the next step and free their blocks; unknown ids are ignored. Their last ``Output`` still comes."""
 
     ids: list[str]
 

@@ -21,7 +21,9 @@ _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12,
 class Metrics:
     """``outcome`` of a sequence: stop, length, cancelled, error, or refused (queue full, not ready)."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats | None], startup_s: Callable[[], float | None] = lambda: None
+    ) -> None:
         self.registry = CollectorRegistry()
         self.time_to_first_token = self._histogram(
             "tightwire_time_to_first_token_seconds", "From the request's arrival to its first token", _REQUEST_BUCKETS
@@ -41,6 +43,7 @@ class Metrics:
         for outcome in ("stop", "length", "cancelled", "error", "refused"):
             self.requests.labels(outcome)  # present from the start, so that a rate can be taken
         self.registry.register(_EngineCollector(stats))
+        self.registry.register(_StartupCollector(startup_s))
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The page and its content type, as the scraper's Accept header wants it."""
@@ -109,6 +112,18 @@ class _EngineCollector(Collector):
             "tightwire_preemptions", "Sequences put back for want of blocks", stats.num_preemptions
         )
         yield from _comm_metrics(stats)
+
+
+class _StartupCollector(Collector):
+    """One gauge, absent until the server is ready."""
+
+    def __init__(self, startup_s: Callable[[], float | None]) -> None:
+        self._startup_s = startup_s
+
+    def collect(self) -> Iterator[Metric]:
+        seconds = self._startup_s()
+        if seconds is not None:
+            yield GaugeMetricFamily("tightwire_startup_seconds", "From the process's start to ready", seconds)
 
 
 def _comm_metrics(stats: EngineStats) -> Iterator[Metric]:

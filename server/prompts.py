@@ -74,6 +74,8 @@ def make_sequences(
     seed = _seed(body, model.info)
     sequences = []
     for position, prompt in enumerate(prompts):
+        # Some tokenizers have tokens that were added after training and that the model has no embedding for.
+        check_ids(prompt, model.info, body.text_param)
         echo = echoes[position] if echoes else None
         asked = _check_length(body, model.info, prompt, max_tokens, default_max_tokens, echo is not None)
         for choice in range(body.n):

@@ -66,6 +66,7 @@ class ModelSlot:
     """Empty while the model loads; whoever starts the ranks fills it once, before the engine says ready."""
 
     def __init__(self) -> None:
+        self.startup_s: float | None = None  # from the process's start until the model answered
         self._model: ServedModel | None = None
 
     @property

@@ -25,7 +25,7 @@ from tightwire.server.bench.workload import FileWorkload, Prompt, SyntheticWorkl
 from tightwire.server.remote import Remote, RemoteError, connect
 
 _FIT_ATTEMPTS = 6
-_STARTUP_METRIC = re.compile(r"^tightwire_startup_seconds(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
+STARTUP_METRIC = re.compile(r"^tightwire_startup_seconds(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -203,5 +203,5 @@ def startup_seconds(remote: Remote) -> float | None:
         page = httpx.get(f"{remote.root}/metrics", timeout=remote.timeout(5.0), trust_env=remote.trust_env)
     except httpx.HTTPError:
         return None  # a peer without metrics
-    found = _STARTUP_METRIC.search(page.text) if page.status_code == 200 else None
+    found = STARTUP_METRIC.search(page.text) if page.status_code == 200 else None
     return float(found.group(1)) if found else None

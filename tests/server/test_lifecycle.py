@@ -1,6 +1,7 @@
 """A server's life with real processes: no fault leaves a hanging client, a running process or a file."""
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -67,6 +68,7 @@ def test_ready_means_that_a_request_is_answered_and_sigterm_ends_it_all(start: S
     assert get(f"{url}/health").status_code == 200
     answer = complete(url, 7).json()
     assert answer["usage"]["completion_tokens"] == 7
+    assert "\ntightwire_startup_seconds " in get(f"{url}/metrics").text
     pids = [server.process.pid, *server.ranks()]
     assert len(pids) == 3
     assert [files_in_memory(pid) for pid in pids] == [[], [], []]
@@ -74,6 +76,7 @@ def test_ready_means_that_a_request_is_answered_and_sigterm_ends_it_all(start: S
     assert not any(map(is_alive, pids))
     assert list(server.temp.iterdir()) == []
     assert "2 heads, 1 KV heads" in server.log and "allreduce auto" in server.log
+    assert len(re.findall(r"rank [01]: .* of weights, at most \d+(\.\d)?MiB of host memory", server.log)) == 2
 
 
 def test_a_killed_rank_is_named_to_every_client(start: Start) -> None:

@@ -6,6 +6,7 @@ import httpx
 from fake_engine import FakeEngine, app_for
 from prometheus_client.parser import text_string_to_metric_families
 
+from tightwire.server.bench.serve import STARTUP_METRIC
 from tightwire.server.metrics import Metrics
 
 BODY = {"prompt": "abc", "max_tokens": 4}
@@ -84,4 +85,11 @@ def test_two_apps_in_one_process_do_not_meet() -> None:
 def test_an_engine_before_its_first_step_is_at_zero() -> None:
     page, _ = Metrics(lambda: None).render("")
     assert b"tightwire_requests_waiting 0.0" in page
+    assert b"tightwire_startup_seconds" not in page
     assert b"tightwire_kv_cache_usage_ratio 0.0" in page
+
+
+def test_the_time_to_ready_is_told_where_the_bench_looks_for_it() -> None:
+    page, _ = Metrics(lambda: None, lambda: 3.25).render("")
+    found = STARTUP_METRIC.search(page.decode())
+    assert found is not None and float(found.group(1)) == 3.25

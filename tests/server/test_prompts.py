@@ -3,9 +3,11 @@
 import threading
 from typing import Any
 
+import pytest
 from fake_engine import INFO, byte_tokenizer
 
 from tightwire.server.body import check_fields
+from tightwire.server.errors import ApiError
 from tightwire.server.prompts import make_sequences, off_loop
 from tightwire.server.schemas import CompletionBody
 from tightwire.server.served_model import ModelInfo, ModelSlot, ServedModel
@@ -53,3 +55,10 @@ def test_vanishing_temperature_is_greedy() -> None:
     body = _body(temperature=1e-30)
     [sequence] = make_sequences(body, _model(), [[1]], max_tokens=1, default_max_tokens=16, logprobs=None)
     assert sequence.params.temperature == 0.0
+
+
+def test_a_token_that_the_model_does_not_have_is_the_requests_fault() -> None:
+    info = ModelInfo(name="tiny", max_model_len=256, vocab_size=200)
+    with pytest.raises(ApiError, match="prompt has the token id 200; the vocabulary of 'tiny' is 0 to 199") as raised:
+        make_sequences(_body(), _model(info), [[1, 200]], max_tokens=1, default_max_tokens=16, logprobs=None)
+    assert raised.value.status == 400
