@@ -16,11 +16,12 @@ def test_a_free_port_is_taken_and_named() -> None:
 
 
 def test_small_writes_leave_at_once() -> None:
-    with open_listener(HttpOptions(port=0)) as listener:
-        with socket.create_connection(listener.getsockname(), timeout=5):
-            connection, _ = listener.accept()
-            with connection:
-                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with (
+        open_listener(HttpOptions(port=0)) as listener,
+        socket.create_connection(listener.getsockname(), timeout=5),
+        listener.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_taken_port_is_refused() -> None:
