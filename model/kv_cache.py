@@ -28,11 +28,6 @@ class KVCache:
         return self.keys.shape[3]
 
 
-def block_bytes(config: LlamaConfig, shard: Shard, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block on this rank: keys and values of ``block_size`` tokens in every layer."""
-    return 2 * config.num_layers * shard.local_kv_heads * block_size * config.head_dim * dtype.itemsize
-
-
 def make_kv_cache(
     config: LlamaConfig, shard: Shard, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> KVCache:

@@ -85,6 +85,17 @@ def work_per_rank(config: LlamaConfig, layout: Layout) -> list[float]:
     return [w / sum(work) for w in work]
 
 
+def num_weights(config: LlamaConfig, shard: Shard) -> int:
+    """Numbers in this rank's part of the model, norms and biases included."""
+    hidden, columns = config.hidden_size, len(shard.mlp_columns)
+    qkv_rows = (shard.local_heads + 2 * shard.local_kv_heads) * config.head_dim
+    layer = hidden * (qkv_rows + shard.local_heads * config.head_dim + 3 * columns + 2)
+    once = hidden if shard.rank == 0 else 0  # biases of what is summed over ranks
+    layer += (qkv_rows + once) * config.attention_bias + (2 * columns + once) * config.mlp_bias
+    tables = 1 if config.tied_embeddings else 2
+    return config.num_layers * layer + hidden * (tables * len(shard.vocab_rows) + 1)
+
+
 def _query_head_weights(config: LlamaConfig) -> int:
     return 2 * config.hidden_size * config.head_dim  # its rows of q and columns of o
 

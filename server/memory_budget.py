@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tightwire.model.config import LlamaConfig
-from tightwire.model.layout import Layout, Shard
+from tightwire.model.layout import Layout, Shard, num_weights
 from tightwire.server.config import EngineOptions
 from tightwire.server.sizes import format_bytes
 
@@ -88,7 +88,7 @@ def make_budget(
             f"--max-model-len {longest} exceeds the model's context of {config.max_positions} tokens; "
             f"ask for at most {config.max_positions}"
         )
-    ranks = tuple(rank_bytes(config, shard, options, dtype, device) for shard in layout.shards)
+    ranks = tuple(_rank_bytes(config, shard, options, dtype, device) for shard in layout.shards)
     blocks_per_sequence = math.ceil(longest / options.block_size)
     fitting = min(_fitting_blocks(ranks, pool) for pool in pools)
     if options.kv_cache_memory is not None:
@@ -136,7 +136,7 @@ def _fitting_blocks(ranks: Sequence[RankBytes], pool: Pool) -> int:
     return max(0, left) // sum(ranks[r].block for r in pool.ranks)
 
 
-def rank_bytes(config: LlamaConfig, shard: Shard, options: EngineOptions, dtype: str, device: str) -> RankBytes:
+def _rank_bytes(config: LlamaConfig, shard: Shard, options: EngineOptions, dtype: str, device: str) -> RankBytes:
     """What the rank with ``shard`` will hold."""
     elem = DTYPE_BYTES[dtype]
     return RankBytes(
@@ -145,17 +145,6 @@ def rank_bytes(config: LlamaConfig, shard: Shard, options: EngineOptions, dtype:
         runtime=_RUNTIME_BYTES[device],
         block=2 * config.num_layers * shard.local_kv_heads * options.block_size * config.head_dim * elem,
     )
-
-
-def num_weights(config: LlamaConfig, shard: Shard) -> int:
-    """Numbers in this rank's part of the model."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    qkv_rows = (shard.local_heads + 2 * shard.local_kv_heads) * head_dim
-    columns = len(shard.mlp_columns)
-    layer = hidden * (qkv_rows + shard.local_heads * head_dim + 3 * columns + 2)
-    layer += (qkv_rows + hidden) * config.attention_bias + (2 * columns + hidden) * config.mlp_bias
-    tables = 1 if config.tied_embeddings else 2
-    return config.num_layers * layer + hidden * (tables * len(shard.vocab_rows) + 1)
 
 
 def _activation_bytes(config: LlamaConfig, shard: Shard, options: EngineOptions, elem_bytes: int) -> int:

@@ -109,16 +109,11 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """This rank has loaded, warmed up, and would answer. Facts for the log, /v1/models and /comm."""
+    """This rank has loaded, warmed up, and would answer; what it holds, for the log."""
 
     rank: int
-    max_model_len: int
-    num_blocks: int
-    block_size: int
     weight_bytes: int
-    kv_cache_bytes: int
     peak_host_bytes: int
-    seconds: dict[str, float]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

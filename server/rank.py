@@ -15,9 +15,8 @@ from tightwire.comm.group import Group, open_process_group
 from tightwire.comm.topology import Topology
 from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
-from tightwire.model.layout import Layout, make_layout
+from tightwire.model.layout import Layout, make_layout, num_weights
 from tightwire.model.runner import ModelRunner
-from tightwire.server.memory_budget import rank_bytes
 from tightwire.server.messages import Ready
 from tightwire.server.rank_loop import Follower, Leader
 from tightwire.server.rank_setup import RankIdentity, RankWork
@@ -43,7 +42,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         with _take_place(identity, work, checkpoint, group, runner, reporter) as place:
             with reporter.stage("warm-up"):
                 place.warm_up()
-            reporter.send(_ready(identity, work, checkpoint, layout, reporter))
+            reporter.send(_ready(identity, work, checkpoint, layout))
             place.serve()
     finally:
         group.close()
@@ -128,16 +127,10 @@ def _take_place(
     )
 
 
-def _ready(identity: RankIdentity, work: RankWork, checkpoint: Checkpoint, layout: Layout, reporter: Reporter) -> Ready:
-    options, plan = work.config.engine, work.plan
-    sizes = rank_bytes(checkpoint.config, layout.shards[identity.rank], options, plan.dtype, plan.device)
+def _ready(identity: RankIdentity, work: RankWork, checkpoint: Checkpoint, layout: Layout) -> Ready:
+    dtype: torch.dtype = getattr(torch, work.plan.dtype)
     return Ready(
         rank=identity.rank,
-        max_model_len=plan.max_model_len,
-        num_blocks=plan.num_blocks,
-        block_size=options.block_size,
-        weight_bytes=sizes.weights,
-        kv_cache_bytes=sizes.block * plan.num_blocks,
+        weight_bytes=num_weights(checkpoint.config, layout.shards[identity.rank]) * dtype.itemsize,
         peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        seconds=dict(reporter.seconds),
     )

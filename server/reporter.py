@@ -28,7 +28,6 @@ class Reporter:
 
     def __init__(self, rank: int, address: str) -> None:
         self.rank = rank
-        self.seconds: dict[str, float] = {}  # of each finished stage
         self.current_collective: Callable[[], str | None] = lambda: None
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
@@ -69,8 +68,7 @@ class Reporter:
                 self.send(Stage(rank=self.rank, name=name, fraction=fraction))
 
         yield progress
-        self.seconds[name] = time.monotonic() - start
-        self.send(Stage(rank=self.rank, name=name, fraction=1.0, seconds=self.seconds[name]))
+        self.send(Stage(rank=self.rank, name=name, fraction=1.0, seconds=time.monotonic() - start))
 
     def send(self, message: FromRank) -> None:
         """Queue one message; never blocks, because a parent that does not read is about to end this process."""

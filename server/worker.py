@@ -1,7 +1,8 @@
 """One rank process, from its first line: listens to its parent, reports, and hands over to ``rank``.
 
 Light on purpose: nothing here imports torch, so that heartbeats flow while the heavy modules load. The kernel ends it
-with its parent (``ranks`` asks for that); the end of its standard input says the same a second way. Started by ``ranks`` as ``python -m tightwire.server.worker``; not meant for people.
+with its parent (``ranks`` asks for that); the end of its standard input says the same a second way. Started by
+``ranks`` as ``python -m tightwire.server.worker``; not meant for people.
 """
 
 import importlib

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tightwire.model.config import LlamaConfig
-from tightwire.model.layout import Shard
+from tightwire.model.layout import Shard, num_weights
 from tightwire.model.weights.names import EMBEDDING, FINAL_NORM, HEAD
 from tightwire.model.weights.source import CheckpointReader, LayerWeights, OuterWeights
 
@@ -41,29 +41,15 @@ def load_resident(
 
     Args:
         progress: called with the share of the rank's bytes read so far, 0 to 1, after each tensor.
-    Cost: ``weight_bytes(config, shard, dtype)`` on the device.
+    Cost: ``num_weights(config, shard)`` numbers of ``dtype`` on the device.
     """
-    filler = _Filler(reader, dtype, device, weight_bytes(config, shard, dtype), progress)
+    filler = _Filler(reader, dtype, device, num_weights(config, shard) * dtype.itemsize, progress)
     rows = shard.vocab_rows
     embedding = filler.fill([(EMBEDDING, rows)])
     layers = tuple(_load_layer(filler, config, shard, index) for index in range(config.num_layers))
     final_norm = filler.fill([(FINAL_NORM, range(config.hidden_size))])
     head = embedding if config.tied_embeddings else filler.fill([(HEAD, rows)])
     return ResidentWeights(outer=OuterWeights(embedding=embedding, final_norm=final_norm, head=head), layers=layers)
-
-
-def weight_bytes(config: LlamaConfig, shard: Shard, dtype: torch.dtype) -> int:
-    """Bytes ``load_resident`` allocates for this rank: the memory budget's first line."""
-    hidden, mlp = config.hidden_size, len(shard.mlp_columns)
-    query, kv = shard.local_heads * config.head_dim, shard.local_kv_heads * config.head_dim
-    layer = 2 * hidden + hidden * (2 * query + 2 * kv) + 3 * hidden * mlp
-    once = hidden if shard.rank == 0 else 0  # biases of what is summed over ranks
-    if config.attention_bias:
-        layer += query + 2 * kv + once
-    if config.mlp_bias:
-        layer += 2 * mlp + once
-    outer = hidden + len(shard.vocab_rows) * hidden * (1 if config.tied_embeddings else 2)
-    return (config.num_layers * layer + outer) * dtype.itemsize
 
 
 class _Filler:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tightwire.model.config import LlamaConfig
-from tightwire.model.layout import Layout, make_layout
+from tightwire.model.layout import Layout, make_layout, num_weights
 from tightwire.model.weights.names import expected_tensors
 from tightwire.server.config import EngineOptions
 from tightwire.server.flags import make_config
@@ -15,7 +15,6 @@ from tightwire.server.memory_budget import (
     NotEnoughMemoryError,
     Pool,
     make_budget,
-    num_weights,
 )
 from tightwire.server.sizes import parse_bytes
 
@@ -57,10 +56,11 @@ def test_one_rank_holds_every_tensor_of_the_model(model: LlamaConfig) -> None:
     assert num_weights(model, make_layout(model, 1).shards[0]) == numbers
 
 
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, attention_bias=True, mlp_bias=True)])
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_the_ranks_hold_the_model_together(tp: int) -> None:
-    whole = num_weights(MODEL, make_layout(MODEL, 1).shards[0])
-    parts = sum(num_weights(MODEL, shard) for shard in make_layout(MODEL, tp).shards)
+def test_the_ranks_hold_the_model_together(tp: int, model: LlamaConfig) -> None:
+    whole = num_weights(model, make_layout(model, 1).shards[0])
+    parts = sum(num_weights(model, shard) for shard in make_layout(model, tp).shards)
     norms = MODEL.hidden_size * (2 * MODEL.num_layers + 1)
     assert parts == whole + (tp - 1) * norms  # the norms are on every rank
 
