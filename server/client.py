@@ -122,7 +122,7 @@ class ZmqEngineClient:
 
     def _admit(self, requests: Sequence[AddRequest]) -> None:
         if self._state.phase is not Phase.READY:
-            raise _unavailable(self._state)
+            raise EngineUnavailableError(str(self._state))
         if len(self._live) + len(requests) > self._max_queued_requests:
             raise QueueFullError(
                 f"{len(self._live)} sequences wait or run and {len(requests)} more would exceed the limit of "
@@ -143,7 +143,7 @@ class ZmqEngineClient:
                 output = await inbox.get()
                 if output is None:
                     pending.clear()
-                    raise _unavailable(self._state)
+                    raise EngineUnavailableError(str(self._state))
                 if output.finish_reason is not None:
                     pending.discard(output.id)
                 yield output
@@ -181,13 +181,3 @@ class ZmqEngineClient:
             self._live.pop(output.id, None)
         if not self._live:
             self._empty.set()
-
-
-def _unavailable(state: EngineState) -> EngineUnavailableError:
-    texts = {
-        Phase.LOADING: "the model is still loading",
-        Phase.DRAINING: "the server is shutting down and takes no new requests",
-        Phase.DEAD: "the engine has failed",
-    }
-    text = texts.get(state.phase, "the engine is not available")
-    return EngineUnavailableError(f"{text}: {state.reason}" if state.reason else text)

@@ -18,10 +18,23 @@ class Phase(enum.StrEnum):
     DEAD = "dead"
 
 
+_WORDS = {
+    Phase.LOADING: "the model is still loading",
+    Phase.READY: "ready",
+    Phase.DRAINING: "the server is shutting down and takes no new requests",
+    Phase.DEAD: "the engine has failed",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineState:
     phase: Phase
     reason: str = ""  # what is loading, or why it died
+
+    def __str__(self) -> str:
+        """For a client that is refused."""
+        words = _WORDS[self.phase]
+        return f"{words}: {self.reason}" if self.reason else words
 
 
 class EngineUnavailableError(Exception):

@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 # Tokenizing takes about a microsecond per character; below this it is not worth a thread.
 _INLINE_CHARS = 2000
-# Below this the likeliest token has all the probability that a float32 can tell, and logits / temperature overflow.
-_GREEDY_BELOW = 1e-5
 
 
 async def off_loop(work: Callable[[], T], num_chars: int) -> T:
@@ -165,7 +163,7 @@ def _sampling_params(
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=0.0 if body.temperature < _GREEDY_BELOW else body.temperature,
+        temperature=body.temperature,
         top_p=body.top_p,
         top_k=max(body.top_k, 0),
         min_p=body.min_p,

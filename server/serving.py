@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tightwire.server.config import HttpOptions
-from tightwire.server.engine_client import EngineClient, Phase
+from tightwire.server.engine_client import EngineClient, EngineState, Phase
 from tightwire.server.errors import unavailable
 from tightwire.server.metrics import Metrics
 from tightwire.server.served_model import ModelSlot, ServedModel
@@ -17,12 +17,12 @@ class Serving:
     metrics: Metrics
 
     @property
-    def status(self) -> tuple[Phase, str]:
-        """The engine's phase and reason; it is not ready before the tokenizer is."""
+    def status(self) -> EngineState:
+        """The engine's; it is not ready before the tokenizer is."""
         state = self.engine.state
         if state.phase is Phase.READY and self.slot.model is None:
-            return Phase.LOADING, "tokenizer"
-        return state.phase, state.reason
+            return EngineState(phase=Phase.LOADING, reason="tokenizer")
+        return state
 
     def require_model(self) -> ServedModel:
         """The model, for routes that do not need the engine to take new work.
@@ -30,26 +30,14 @@ class Serving:
         Raises:
             ApiError: 503 while it loads, or after the engine died.
         """
-        phase, reason = self.status
-        model = self.slot.model
-        if model is None or phase in (Phase.LOADING, Phase.DEAD):
-            raise unavailable(_describe(phase, reason))
+        status, model = self.status, self.slot.model
+        if model is None or status.phase in (Phase.LOADING, Phase.DEAD):
+            raise unavailable(str(status))
         return model
 
     def require_ready(self) -> ServedModel:
         """The model, when the engine would answer. Raises ApiError 503 otherwise."""
-        phase, reason = self.status
-        model = self.require_model()
-        if phase is not Phase.READY:
-            raise unavailable(_describe(phase, reason))
+        status, model = self.status, self.require_model()
+        if status.phase is not Phase.READY:
+            raise unavailable(str(status))
         return model
-
-
-def _describe(phase: Phase, reason: str) -> str:
-    said = {
-        Phase.LOADING: "the model is still loading; try again soon",
-        Phase.DRAINING: "the server is shutting down and takes no new requests",
-        Phase.DEAD: "the engine has died",
-        Phase.READY: "ready",
-    }[phase]
-    return f"{said}: {reason}" if reason else said

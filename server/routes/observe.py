@@ -23,8 +23,9 @@ def observe_router(serving: Serving) -> APIRouter:
     @router.get("/health/ready", openapi_extra=_READY_DOC, summary="200 when a request would be answered")
     @router.get("/health", openapi_extra=_READY_DOC, summary="The same as /health/ready")
     async def ready() -> Response:
-        phase, reason = serving.status
-        return _health(200 if phase is Phase.READY else 503, Health(status=str(phase), reason=reason))
+        status = serving.status
+        health = Health(status=str(status.phase), reason=status.reason)
+        return _health(200 if status.phase is Phase.READY else 503, health)
 
     @router.get("/metrics", openapi_extra=_METRICS_DOC, summary="For Prometheus", response_class=Response)
     async def metrics(request: Request) -> Response:

@@ -48,7 +48,7 @@ def test_greedy_takes_the_largest_and_the_lowest_id_among_equals(device: str) ->
     assert sampled.scores == [None] * 3
 
 
-@pytest.mark.parametrize("kw", [{"temperature": 1e-6}, {"temperature": 1.0, "top_k": 1}])
+@pytest.mark.parametrize("kw", [{"temperature": 1e-6}, {"temperature": 1e-30}, {"temperature": 1.0, "top_k": 1}])
 def test_other_ways_to_say_greedy(kw: dict[str, Any]) -> None:
     logits = logits_of(1, 1, 50)
     logits[0, [40, 9]] = 20.0

@@ -48,7 +48,7 @@ async def test_death_before_the_first_token_is_503(client: httpx.AsyncClient, en
     assert response.status_code == 503
     assert "rank 1 was killed" in response.json()["error"]["message"]
     again = await client.post("/v1/completions", json={"prompt": "a", "stream": stream})
-    assert again.status_code == 503 and "has died: rank 1 was killed" in again.json()["error"]["message"]
+    assert again.status_code == 503 and "has failed: rank 1 was killed" in again.json()["error"]["message"]
 
 
 async def test_death_in_the_middle_of_a_whole_answer_is_503(client: httpx.AsyncClient, engine: FakeEngine) -> None:

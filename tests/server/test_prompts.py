@@ -51,12 +51,6 @@ def test_default_max_tokens_shrinks_to_what_fits() -> None:
         assert sequence.params.max_tokens == expected
 
 
-def test_vanishing_temperature_is_greedy() -> None:
-    body = _body(temperature=1e-30)
-    [sequence] = make_sequences(body, _model(), [[1]], max_tokens=1, default_max_tokens=16, logprobs=None)
-    assert sequence.params.temperature == 0.0
-
-
 def test_a_token_that_the_model_does_not_have_is_the_requests_fault() -> None:
     info = ModelInfo(name="tiny", max_model_len=256, vocab_size=200)
     with pytest.raises(ApiError, match="prompt has the token id 200; the vocabulary of 'tiny' is 0 to 199") as raised:
