@@ -17,6 +17,10 @@ def why_unusable() -> str | None:
     """The reason why shared memory cannot be used here; None when it can."""
     if not hasattr(os, "memfd_create"):
         return "this system has no anonymous shared files (memfd_create)"
+    try:
+        os.close(os.memfd_create("tightwire-probe"))
+    except OSError as error:  # a sandbox may refuse the call
+        return f"an anonymous shared file cannot be made here (memfd_create: {error.strerror})"
     if platform.machine() not in ("x86_64", "AMD64"):
         # A rank writes its data and then, by an ordinary store, that it is there. Only x86 keeps stores in order.
         return f"{platform.machine()} may reorder the stores that tell a rank its data is there"
@@ -24,7 +28,7 @@ def why_unusable() -> str | None:
 
 
 def make_segment(world_size: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """A file descriptor to hand to ``world_size`` ranks. Memory is used only as messages are written.
+    """A file descriptor to hand to the ``world_size`` ranks of one group. Memory is used only as messages are written.
 
     Layout: one line of words per rank, padded to a page, then two chunks per rank.
     """

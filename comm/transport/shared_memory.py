@@ -1,8 +1,13 @@
-"""Ranks as processes of one host that write to each other's sight: no system call while all come in time.
+"""Ranks as processes of one host that share memory: no system call while all come in time.
 
 A rank copies its message into its own part of the segment and raises its sequence number; the others poll that number
 and copy the message out. Two buffers alternate: a rank reuses one only when all others have published their next
 message, which they do after reading this one, so no second round of waiting is needed.
+
+Why that is enough: turn n is written over turn n - 2, after this rank has seen every other at n - 1; a rank publishes
+n - 1 after its reads of n - 2. A rank that reads turn n finds it whole, because its owner raises the number after the
+last byte, and x86 shows stores in the order they were made. Messages longer than a buffer take several turns, and all
+ranks take equally many: the largest size, which all know or are told in the first turn, decides.
 
 Polling yields the core to whoever needs it, so more ranks than cores make progress. Every wait has a deadline and
 notices a peer that closed its group or died.
@@ -54,6 +59,8 @@ class SharedMemoryTransport:
         self._sequence = 0
         self._line = rank * WORDS_PER_LINE
         self._failure: CommError | None = None
+        if self._words[self._line + _PID]:
+            raise ValueError(f"this segment already carries a group's rank {rank}; each group needs one of its own")
         self._words[self._line + _PID] = os.getpid()
         library.barrier()  # all have signed in, and gloo's connections are made before the first collective
 

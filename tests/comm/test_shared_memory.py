@@ -1,6 +1,7 @@
 """Shared memory between processes: long messages in chunks, thousands of calls, and ranks that fail."""
 
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,9 @@ from harness import RankFailedError, Ranks, run_ranks
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError
 from tightwire.comm.group import Group
 from tightwire.comm.registry import make_all_reduce
+from tightwire.comm.segment import make_segment, why_unusable
+from tightwire.comm.transport.in_process import InProcessTransport, Meeting
+from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 
 _CHUNK_BYTES = 4096
 
@@ -102,3 +106,54 @@ def test_nothing_is_left_by_name() -> None:
         ranks.run(_sums_of_many_sizes, 10)
         during = set(Path("/dev/shm").iterdir())
     assert during == before
+
+
+def _random_calls(group: Group, seed: int, num_calls: int) -> None:
+    """Every call of the seam in a random order, with sizes around one and several chunks, and now and then a late rank."""
+    rng, transport, rank, num_ranks = random.Random(seed), group.transport, group.rank, group.world_size
+
+    def message(call: int, sender: int, receiver: int, num_bytes: int) -> torch.Tensor:
+        return ((torch.arange(num_bytes) * 7 + sender * 31 + receiver * 101 + call) % 251).to(torch.uint8)
+
+    for call in range(num_calls):
+        method = rng.choice(["exchange", "gather", "shift", "barrier"])
+        sizes = [rng.choice([0, 1, 63, 700, 709, 710, 5000]) for _ in range(num_ranks)]
+        if rng.random() < 0.01 and rank == call % num_ranks:
+            time.sleep(0.001)
+        if method == "exchange":
+            received = transport.exchange([message(call, rank, peer, sizes[peer]) for peer in range(num_ranks)])
+            wanted = [message(call, peer, rank, sizes[rank]) for peer in range(num_ranks)]
+        elif method == "gather":
+            received = transport.gather(message(call, rank, 0, sizes[rank]), sizes)
+            wanted = [message(call, peer, 0, sizes[peer]) for peer in range(num_ranks)]
+        elif method == "shift":
+            left = (rank - 1) % num_ranks
+            received = [transport.shift(message(call, rank, 0, sizes[rank]), sizes[left])]
+            wanted = [message(call, left, 0, sizes[left])]
+        else:
+            transport.barrier()
+            continue
+        assert all(map(torch.equal, received, wanted)), f"call {call}, {method} of {sizes}"
+
+
+@pytest.mark.parametrize(("world_size", "num_calls"), [(3, 2000), (7, 400)])
+def test_random_calls_never_mix_even_with_more_ranks_than_cores(world_size: int, num_calls: int) -> None:
+    with Ranks(world_size, shared_memory=True, chunk_bytes=709) as ranks:
+        ranks.run(_random_calls, world_size, num_calls, timeout_s=100)
+
+
+def test_a_segment_carries_one_group() -> None:
+    fd = make_segment(1)
+    library = InProcessTransport(Meeting(1), 0, timeout_s=1)
+    SharedMemoryTransport(fd, rank=0, world_size=1, library=library, timeout_s=1)
+    with pytest.raises(ValueError, match="already carries a group's rank 0"):
+        SharedMemoryTransport(fd, rank=0, world_size=1, library=library, timeout_s=1)
+    os.close(fd)
+
+
+def test_a_sandbox_without_anonymous_files_has_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert why_unusable() == "an anonymous shared file cannot be made here (memfd_create: Operation not permitted)"
