@@ -99,8 +99,8 @@ class Scheduler:
         if not self.has_requests():
             return None
         step = _StepDraft(self.limits)
-        # One new token each, then what a preempted sequence had generated, then prompts.
-        for request in sorted(self.running, key=lambda r: (r.in_prompt, r.num_to_compute > 1)):
+        # One new token each, then prompts and what is computed again, oldest first.
+        for request in sorted(self.running, key=lambda r: r.num_to_compute > 1 or r.in_prompt):
             if request in step.preempted:
                 continue
             num_tokens = step.affordable(request)
@@ -198,7 +198,9 @@ class _StepDraft:
         self._tokens.pop(request, None)
 
     def chunks(self) -> list[Chunk]:
-        return [_make_chunk(request, num_tokens) for request, num_tokens in self._tokens.items()]
+        """Generated tokens first, as ``StepPlan`` wants them."""
+        shares = sorted(self._tokens.items(), key=lambda share: share[0].in_prompt)
+        return [_make_chunk(request, num_tokens) for request, num_tokens in shares]
 
 
 def _make_chunk(request: Request, num_tokens: int) -> Chunk:

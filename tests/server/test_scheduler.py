@@ -1,4 +1,5 @@
 import time
+from collections import deque
 
 import numpy as np
 import pytest
@@ -106,6 +107,38 @@ def test_preempted_does_not_return_before_there_is_room_to_go_on() -> None:
     assert list(shares(run(scheduler))) == ["young"]
 
 
+def test_what_a_younger_one_computes_again_does_not_stop_the_oldest() -> None:
+    """The oldest is in the middle of its prompt, the younger has 20 generated tokens to compute again."""
+    scheduler = Scheduler(limits(max_num_batched_tokens=4))
+    old, young = request(12, "old"), request(2, "young", max_tokens=30)
+    young.token_ids += [7] * 20
+    scheduler.add(old)
+    scheduler.add(young)
+    scheduler.schedule(0.0)
+    scheduler.running, scheduler.waiting = [old, young], deque()
+    old.num_computed, young.num_computed = 4, 2
+    assert shares(run(scheduler)) == {"old": (4, 8)}
+    step = run(scheduler)
+    assert shares(step) == {"old": (8, 12)}
+    step = run(scheduler)
+    assert shares(step) == {"old": (12, 13), "young": (2, 5)}
+    assert step.plan.num_decode_rows == 4
+
+
+def test_generated_tokens_are_packed_before_prompts_whoever_is_older() -> None:
+    scheduler = Scheduler(limits())
+    old, young = request(30, "old"), request(2, "young", max_tokens=30)
+    young.token_ids += [7] * 3
+    scheduler.add(old)
+    run(scheduler)
+    scheduler.add(young)
+    scheduler.schedule(0.0)
+    old.num_computed, young.num_computed = 20, 2
+    step = run(scheduler)
+    assert list(shares(step).items()) == [("young", (2, 5)), ("old", (20, 30))]
+    assert step.plan.num_decode_rows == 3
+
+
 def test_admission_leaves_room_for_prompts_under_way() -> None:
     scheduler = Scheduler(limits(num_blocks=16, max_num_batched_tokens=30))
     scheduler.add(request(40, "long"))
@@ -127,7 +160,8 @@ def test_victim_that_already_had_its_share_of_the_step_loses_it() -> None:
     run(scheduler)
     scheduler.running.append(young)  # admission would have kept it waiting: the prompt of the old one has no room
     young.blocks.extend(scheduler.pool.allocate(9))
-    young.num_computed = 1
+    young.token_ids.append(7)
+    young.num_computed = 2
     step = run(scheduler)
     assert shares(step) == {"old": (24, 47)} and list(scheduler.waiting) == [young]
     assert len(int32(step.plan.token_ids)) == 23
