@@ -89,7 +89,8 @@ def test_completion_logprobs_and_echo_agree_with_generation(client: OpenAI) -> N
     assert scored.token_logprobs[0] is None
     assert scored.tokens[-len(generated.tokens) :] == generated.tokens
     for ours, theirs in zip(scored.token_logprobs[-len(generated.tokens) :], generated.token_logprobs, strict=True):
-        assert ours == pytest.approx(theirs, abs=0.05)
+        # Prompt and generated tokens go through unlike kernels; a bfloat16 logit of 16 to 32 moves in steps of 1/8.
+        assert ours == pytest.approx(theirs, abs=2 / 8)
 
 
 def test_n_gives_different_answers_and_a_seed_the_same(client: OpenAI) -> None:

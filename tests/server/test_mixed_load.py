@@ -33,15 +33,15 @@ def _make_jobs(seed: int) -> list[Job]:
     rng = random.Random(seed)
     jobs = []
     for index in range(64):
-        length = rng.choice([1, 3, 17, 40, 90, 150])
-        max_tokens = rng.choice([1, 8, 30, 60, 100])
+        length = rng.choice([1, 3, 17, 40, 100])
+        max_tokens = rng.choice([8, 60, 150])
         if index % 16 == 15:
             length = _CONTEXT
         jobs.append(
             Job(
                 prompt=[rng.randrange(256) for _ in range(length)],
                 max_tokens=max_tokens,
-                delay_s=rng.random() * 0.5,
+                delay_s=rng.random() * 0.2,
                 cancelled_after=rng.randrange(1, 5) if index % 8 == 7 and max_tokens > 8 else None,
             )
         )
