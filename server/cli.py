@@ -9,12 +9,21 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tightwire.server.flags import make_parser, parse
+from tightwire.server.interrupts import interrupts_end_at_once
 
 _OFFLINE_GROUPS = ("model", "parallel", "engine")
 
 
 def serve(argv: Sequence[str]) -> int:
-    """``tightwire serve``: exit code 0 after a signal, 1 when a rank was lost, 2 when refused."""
+    """``tightwire serve``: exit code 0 after a signal, 1 when a rank was lost, 2 when refused.
+
+    A signal that comes before ``launch`` can handle it ends the process as signals do.
+    """
+    with interrupts_end_at_once():
+        return _serve(argv)
+
+
+def _serve(argv: Sequence[str]) -> int:
     parser = make_parser("serve", "Serve a model over the OpenAI HTTP API, split over rank processes.")
     config, _ = parse(parser, argv)
     listening = importlib.import_module("tightwire.server.listener")
@@ -41,9 +50,11 @@ def generate(argv: Sequence[str]) -> int:
     )
     config, args = parse(parser, argv, _OFFLINE_GROUPS)
     with importlib.import_module("tightwire.server.ranks").Ranks(config.parallel.tp) as ranks:
-        progress = importlib.import_module("tightwire.server.progress").make_progress(config.parallel.tp)
+        with interrupts_end_at_once():
+            progress = importlib.import_module("tightwire.server.progress").make_progress(config.parallel.tp)
+            offline = importlib.import_module("tightwire.server.offline")
         try:
-            return importlib.import_module("tightwire.server.offline").generate(
+            return offline.generate(
                 config,
                 ranks,
                 progress,

@@ -17,7 +17,9 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit codes: 0 done, 1 failed while running, 2 refused before anything was started."""
+    """Run one verb. Exit codes: 0 done, 1 failed while running, 2 refused before anything was started,
+    130 interrupted.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if verb in ("-h", "--help", "help"):
@@ -30,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"tightwire: unknown verb {verb!r}; choose one of {', '.join(VERBS)}\n")
         return 2
     module, function = VERBS[verb][0].split(":")
-    return getattr(importlib.import_module(module), function)(rest)
+    try:
+        return getattr(importlib.import_module(module), function)(rest)
+    except KeyboardInterrupt:
+        return 130  # as shells report it; whoever pressed Ctrl-C knows
 
 
 def _usage() -> str:

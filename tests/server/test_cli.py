@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,38 @@ def test_pull_refuses_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> Non
         cli.pull(["llama-9"])
     assert exit.value.code == 2
     assert "smollm2-135m" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["serve", "generate"])
+def test_ctrl_c_during_imports_is_neither_lost_nor_a_traceback(verb: str, model: Path) -> None:
+    arguments = ["hello"] if verb == "generate" else ["--port", "0"]
+    command = [sys.executable, "-m", "tightwire", verb, *arguments, "--model", str(model)]
+    for delay_s in (0.15, 0.3, 0.6):
+        with subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        ) as process:
+            _wait_for_main(process.pid)
+            time.sleep(delay_s)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) in (-signal.SIGINT, 130, 0)
+            assert process.stderr is not None and b"Traceback" not in process.stderr.read()
+
+
+def _wait_for_main(pid: int) -> None:
+    """Until a rank has been started, so that Python itself and this package's first lines are past."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    deadline_s = time.monotonic() + 60
+    while not children.read_text().strip():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_ctrl_c_anywhere_in_a_verb_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "pull", interrupted)
+    assert main(["pull"]) == 130
