@@ -7,6 +7,9 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+_MAX_RANKS = 64  # each is a process that imports torch before the model can say how many it is good for
+_MAX_SECONDS = 1e6  # eleven days: a deadline that no clock or timer overflows at
+
 
 def _option(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
     return field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar})
@@ -16,6 +19,10 @@ def _require(ok: bool, name: str, value: object, want: str) -> None:
     if not ok:
         flag = "--" + name.replace("_", "-")
         raise ValueError(f"{flag} must be {want}, got {value!r}")
+
+
+def _require_seconds(name: str, value: float) -> None:
+    _require(0 < value <= _MAX_SECONDS, name, value, f"above 0 and at most {_MAX_SECONDS:g}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +40,11 @@ class ModelOptions:
         ("auto", "float32", "bfloat16", "float16"),
     )
     seed: int = _option(0, "seed of random: weights and of requests that bring none (0: a fresh one per request)")
+
+    def __post_init__(self) -> None:
+        _require(self.model != "", "model", self.model, "a name, a path or random:SHAPE")
+        _require(self.served_model_name != "", "served_model_name", self.served_model_name, "left out, or not empty")
+        _require(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +68,8 @@ class ParallelOptions:
     comm_timeout_s: float = _option(60.0, "longest a rank waits in one collective before it gives up", metavar="S")
 
     def __post_init__(self) -> None:
-        _require(self.tp >= 1, "tp", self.tp, "at least 1")
-        _require(self.comm_timeout_s > 0, "comm_timeout_s", self.comm_timeout_s, "above 0")
+        _require(1 <= self.tp <= _MAX_RANKS, "tp", self.tp, f"1 to {_MAX_RANKS}")
+        _require_seconds("comm_timeout_s", self.comm_timeout_s)
         if self.tp_split is not None:
             _require(len(self.tp_split) == self.tp, "tp_split", self.tp_split, f"{self.tp} numbers, one per rank")
             _require(
@@ -118,9 +130,10 @@ class HttpOptions:
         _require(self.api_key != "", "api_key", self.api_key, "left out, or not empty")
         for name in ("max_queued_requests", "max_body_bytes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(self.shutdown_grace_s >= 0, "shutdown_grace_s", self.shutdown_grace_s, "at least 0")
+        grace_s = self.shutdown_grace_s
+        _require(0 <= grace_s <= _MAX_SECONDS, "shutdown_grace_s", grace_s, f"0 to {_MAX_SECONDS:g}")
         for name in ("rank_timeout_s", "step_timeout_s"):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+            _require_seconds(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,13 +122,17 @@ def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
     import yaml  # 20 ms that `--help` need not pay
 
     try:
-        content = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        content, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path} is not YAML: {error}") from error
     if content is not None and not isinstance(content, dict):
         raise ValueError(f"--config {path}: {_wrong('`name: value` lines', content)}")
+    keys = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+    if doubled := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"--config {path}: {doubled[0]!r} is given twice")
     values: dict[str, Any] = {}
     for key, value in (content or {}).items():
         name = str(key).replace("-", "_")
