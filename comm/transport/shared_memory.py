@@ -28,6 +28,8 @@ from tightwire.comm.segment import WORDS_PER_LINE, header_bytes
 
 # Words of a rank's line.
 _SEQUENCE, _PID, _CLOSED, _SIZES = 0, 1, 2, 3  # two sizes, which alternate as the buffers do
+# What _CLOSED says of a rank that takes part no more: it left, or it failed for want of another.
+_LEFT, _FAILED = 1, 2
 
 _SPINS = 50  # polls before the core is offered to others: about 5 us
 _YIELDS_PER_LOOK = 256  # offers between two looks at the clock and at the peers
@@ -118,7 +120,8 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         """Tell the others, who fail at once if they wait for this rank. The memory goes with its last holder."""
-        self._words[self._line + _CLOSED] = 1
+        if not self._words[self._line + _CLOSED]:
+            self._words[self._line + _CLOSED] = _FAILED if self._failure else _LEFT
         self._failure = self._failure or CommError(f"rank {self.rank}: this group is closed")
         self._library.close()
 
@@ -166,21 +169,37 @@ class SharedMemoryTransport:
 
     def _look_after(self, peer: int, sequence: int, deadline: float) -> None:
         """Raise if ``peer`` will not come any more."""
-        line = peer * WORDS_PER_LINE
-        gone = self._words[line + _CLOSED] or not _is_alive(self._words[line + _PID])
-        if self._words[line + _SEQUENCE] >= sequence:
+        gone = self._is_gone(peer)
+        if self._words[peer * WORDS_PER_LINE + _SEQUENCE] >= sequence:
             return  # it came before it went
         if gone:
-            self._fail(PeerLostError, "the process died or closed its group", "lost")
+            self._fail_without(peer)
         if time.monotonic() > deadline:
-            self._fail(CollectiveTimeoutError, f"waited {self._timeout_s:g} s", "missed")
+            self._fail(CollectiveTimeoutError, "missed", self._absent(), f"waited {self._timeout_s:g} s")
 
-    def _fail(self, error: type[CommError], reason: str, verb: str) -> None:
+    def _is_gone(self, peer: int) -> bool:
+        line = peer * WORDS_PER_LINE
+        return bool(self._words[line + _CLOSED]) or not _is_alive(self._words[line + _PID])
+
+    def _absent(self) -> list[int]:
+        """Who has not published this turn, at fault or merely slower."""
+        return [p for p in self._others if self._words[p * WORDS_PER_LINE + _SEQUENCE] < self._sequence]
+
+    def _fail_without(self, peer: int) -> None:
+        """``peer`` is gone. Blame those that died or left; when all who are gone failed themselves, whom they missed."""
+        absent = self._absent()
+        failed = [p for p in absent if self._words[p * WORDS_PER_LINE + _CLOSED] == _FAILED]
+        lost = [p for p in absent if p not in failed and self._is_gone(p)]
+        if lost:
+            self._fail(PeerLostError, "lost", lost, "the process died or closed its group")
+        silent = [p for p in absent if p not in failed]
+        self._fail(CollectiveTimeoutError, "missed", silent or failed, f"{name_ranks([peer])} gave up waiting")
+
+    def _fail(self, error: type[CommError], verb: str, ranks: Sequence[int], reason: str) -> None:
         """The first error is the last: messages may have been half read, so the group is of no use any more."""
-        absent = [p for p in self._others if self._words[p * WORDS_PER_LINE + _SEQUENCE] < self._sequence]
         doing = self._describe() or "a barrier"
         self._failure = error(
-            f"rank {self.rank} {verb} {name_ranks(absent)} of {self.world_size} in {doing}: {reason}", absent
+            f"rank {self.rank} {verb} {name_ranks(ranks)} of {self.world_size} in {doing}: {reason}", ranks
         )
         self.close()
         raise self._failure
