@@ -6,7 +6,7 @@ of blocks on every rank, so the tightest pool decides.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard, num_weights
@@ -19,6 +19,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _RUNTIME_BYTES = {"cpu": 300 << 20, "cuda": 1 << 30}
 # Nothing else wants the free memory of a device; on a host other programs and the page cache do.
 _CACHE_SHARE = {"cpu": 0.4, "cuda": 0.9}
+# Of what is free, the part worth recommending: a host's free memory moves, and the HTTP process takes some itself.
+_RECOMMENDED_SHARE = {"cpu": 0.8, "cuda": 0.95}
 _MAX_SCORED_ROWS = 256  # of one step: ``scheduler.Limits.max_scored_rows``
 
 
@@ -57,6 +59,7 @@ class MemoryBudget:
     pools: tuple[Pool, ...]
     num_blocks: int
     max_model_len: int
+    max_positions: int  # the context that the model or the user would have
 
     def table(self) -> str:
         """One line per rank and one per pool, for people."""
@@ -70,6 +73,8 @@ class MemoryBudget:
         for pool in self.pools:
             need = sum(self.ranks[r].fixed + self.ranks[r].block * self.num_blocks for r in pool.ranks)
             lines.append(f"{pool.name}: {format_bytes(need)} of {format_bytes(pool.available_bytes)} available")
+        if self.max_model_len < self.max_positions:
+            lines.append(f"context: {self.max_model_len} of {self.max_positions} tokens, all that the KV cache holds")
         return "\n".join(lines)
 
 
@@ -97,25 +102,59 @@ def make_budget(
         share = int(fitting * _CACHE_SHARE[device])
         num_blocks = min(options.max_num_seqs * blocks_per_sequence, max(share, min(fitting, blocks_per_sequence)))
     max_model_len = longest if options.max_model_len else min(longest, num_blocks * options.block_size)
-    budget = MemoryBudget(ranks=ranks, pools=tuple(pools), num_blocks=num_blocks, max_model_len=max_model_len)
-    _check(budget, options, fitting)
+    budget = MemoryBudget(
+        ranks=ranks, pools=tuple(pools), num_blocks=num_blocks, max_model_len=max_model_len, max_positions=longest
+    )
+    if fitting < 1:
+        steps = _smaller_steps(config, layout, options, dtype, device, pools)
+        raise _refusal(budget, _why_nothing_fits(budget, steps, dtype))
+    _check(budget, options, fitting, _RECOMMENDED_SHARE[device])
     return budget
 
 
-def _check(budget: MemoryBudget, options: EngineOptions, fitting: int) -> None:
+def _smaller_steps(
+    config: LlamaConfig, layout: Layout, options: EngineOptions, dtype: str, device: str, pools: Sequence[Pool]
+) -> EngineOptions | None:
+    """The options with steps halved until something fits beside them; None: not even with steps of one token."""
+    num_tokens = options.max_num_batched_tokens
+    while num_tokens > 1:
+        num_tokens //= 2
+        smaller = replace(
+            options, max_num_batched_tokens=num_tokens, max_num_seqs=min(num_tokens, options.max_num_seqs)
+        )
+        ranks = tuple(_rank_bytes(config, shard, smaller, dtype, device) for shard in layout.shards)
+        if all(_fitting_blocks(ranks, pool) for pool in pools):
+            return smaller
+    return None
+
+
+def _why_nothing_fits(budget: MemoryBudget, smaller: EngineOptions | None, dtype: str) -> str:
+    """For a budget without room for one block: what is too large, and what to do."""
+    if smaller is not None:
+        return (
+            "the activations of a step do not fit; "
+            f"--max-num-batched-tokens {smaller.max_num_batched_tokens} --max-num-seqs {smaller.max_num_seqs} does"
+        )
+    if all(sum(budget.ranks[r].fixed for r in pool.ranks) <= pool.available_bytes for pool in budget.pools):
+        return "not one block of the KV cache fits; give a smaller --block-size, such as 16"
+    half = " or --dtype bfloat16" if dtype == "float32" else ""
+    return f"the weights do not fit; free memory, or choose a smaller model{half}"
+
+
+def _check(budget: MemoryBudget, options: EngineOptions, fitting: int, share: float) -> None:
     """Refuse a budget that does not add up, with a value that would."""
     per_block = sum(rank.block for rank in budget.ranks)
     block_size = options.block_size
     needed = math.ceil((options.max_model_len or 2) / block_size)
-    if fitting < 1:
-        raise _refusal(budget, "the weights do not fit; free memory, or choose a smaller model or --dtype bfloat16")
     if budget.num_blocks > fitting:
-        raise _refusal(budget, f"the KV cache does not fit; --kv-cache-memory {_whole_mib(fitting * per_block)} does")
+        best = max(int(fitting * share), min(needed, fitting))
+        fix = f"--kv-cache-memory {_whole_mib(best * per_block)} does"
+        raise _refusal(budget, f"the KV cache does not fit; {fix}")
     if budget.num_blocks < needed and fitting < needed:
         fix = f"--max-model-len {fitting * block_size} does"
         raise _refusal(budget, f"one sequence of {options.max_model_len} tokens does not fit; {fix}")
     if budget.num_blocks < needed:
-        want = _whole_mib(needed * per_block + (1 << 20))
+        want = f"{(needed * per_block >> 20) + 1}MiB"
         raise _refusal(
             budget,
             f"--kv-cache-memory {format_bytes(options.kv_cache_memory or 0)} holds {budget.num_blocks * block_size} "
@@ -128,7 +167,8 @@ def _refusal(budget: MemoryBudget, reason: str) -> NotEnoughMemoryError:
 
 
 def _whole_mib(num_bytes: int) -> str:
-    return f"{num_bytes >> 20}MiB"
+    """Rounded down, unless that would cost a share worth having."""
+    return f"{num_bytes >> 20}MiB" if num_bytes >= 64 << 20 else f"{num_bytes}B"
 
 
 def _fitting_blocks(ranks: Sequence[RankBytes], pool: Pool) -> int:

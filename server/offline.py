@@ -65,7 +65,7 @@ async def _generate(
         tokenizer = await Background(checkpoint.tokenizer).result
         request = AddRequest(
             id="generate",
-            prompt_token_ids=_encode(tokenizer, prompt, decision.plan.max_model_len - max_tokens),
+            prompt_token_ids=_encode(tokenizer, prompt, max_tokens, decision.plan.max_model_len),
             params=SamplingParams(
                 max_tokens=max_tokens, temperature=temperature, seed=config.model.seed or secrets.randbits(63)
             ),
@@ -77,13 +77,20 @@ async def _generate(
     return 0
 
 
-def _encode(tokenizer: Tokenizer, prompt: str, most: int) -> list[int]:
+def _encode(tokenizer: Tokenizer, prompt: str, max_tokens: int, max_model_len: int) -> list[int]:
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ValueError("the prompt is empty; give at least one word")
-    if len(ids) > most:
+    room = max_model_len - len(ids)
+    if room < 1:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens and --max-tokens leaves room for {most}; shorten one of them"
+            f"the prompt has {len(ids)} tokens, and the context of {max_model_len} is for prompt and answer; "
+            f"shorten it to at most {max_model_len - 1}"
+        )
+    if max_tokens > room:
+        raise ValueError(
+            f"{len(ids)} prompt tokens and --max-tokens {max_tokens} exceed the context of {max_model_len}; "
+            f"shorten the prompt or ask for at most {room}"
         )
     return ids
 

@@ -70,7 +70,7 @@ def _check_prompt(value: Any) -> list[str] | list[list[int]]:
         raise _refusal("must be a string, a list of strings, a list of token ids, or a list of such lists")
     if _are_ids(value) and value:
         value = [value]
-    if not value or not all(value):
+    if not value or any(prompt in ("", []) for prompt in value):
         raise _refusal("is empty; give at least one character or token")
     if not all(isinstance(prompt, str) for prompt in value) and not all(_are_ids(prompt) for prompt in value):
         raise _refusal("must be all strings or all lists of token ids (integers)")

@@ -119,7 +119,8 @@ def test_generate_prints_the_same_text_alone_on_standard_output_however_split(mo
     ("arguments", "message"),
     [
         (["hi", "--model", "no/such/model.gguf"], "no/such/model.gguf"),
-        (["hi" * 300], "--max-tokens leaves room for 384"),
+        (["hi" * 300], "shorten it to at most 511"),
+        (["hi", "--max-tokens", "9000"], "shorten the prompt or ask for at most 510"),
     ],
 )
 def test_generate_refuses_with_exit_code_2(model: Path, arguments: list[str], message: str) -> None:

@@ -85,6 +85,11 @@ def test_little_memory_shortens_the_context_that_was_not_asked_for() -> None:
     assert made.max_model_len == made.num_blocks * 16
 
 
+def test_a_shortened_context_is_said() -> None:
+    assert f"context: {budget(4).max_model_len} of 131072 tokens" in budget(4).table()
+    assert "context:" not in budget(1000, max_model_len=4096).table()
+
+
 def test_the_cache_asked_for_is_the_cache_given() -> None:
     made = budget(64, tp=2, kv_cache_memory=GIB)
     per_block = sum(rank.block for rank in made.ranks)
@@ -97,6 +102,33 @@ def test_weights_that_do_not_fit_are_refused_with_a_table() -> None:
         budget(2)
     assert "the weights do not fit" in str(error.value)
     assert "host memory:" in str(error.value) and "of 2GiB available" in str(error.value)
+    assert "--dtype" not in str(error.value)  # it is bfloat16 already
+
+
+def test_weights_of_float32_that_do_not_fit_may_be_halved() -> None:
+    pools = [Pool(name="host memory", available_bytes=4 * GIB, ranks=range(1))]
+    with pytest.raises(NotEnoughMemoryError, match="the weights do not fit; .* or --dtype bfloat16"):
+        make_budget(MODEL, make_layout(MODEL, 1), EngineOptions(), dtype="float32", device="cpu", pools=pools)
+
+
+def test_steps_that_do_not_fit_are_refused_with_steps_that_do() -> None:
+    with pytest.raises(NotEnoughMemoryError) as error:
+        budget(6, max_num_batched_tokens=10_000_000, max_num_seqs=1_000_000)
+    found = re.search(r"--max-num-batched-tokens (\d+) --max-num-seqs (\d+) does", str(error.value))
+    assert found and "the weights" not in str(error.value)
+    budget(6, max_num_batched_tokens=int(found[1]), max_num_seqs=int(found[2]))
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(NotEnoughMemoryError, match="not one block of the KV cache fits; give a smaller --block-size"):
+        budget(6, block_size=10**12)
+
+
+def test_a_recommended_cache_leaves_the_host_some_memory() -> None:
+    with pytest.raises(NotEnoughMemoryError) as error:
+        budget(6, kv_cache_memory=900 * GIB)
+    found = re.search(r"--kv-cache-memory (\S+) does", str(error.value))
+    assert found and total(budget(6, kv_cache_memory=parse_bytes(found[1]))) < 0.95 * 6 * GIB
 
 
 @pytest.mark.parametrize(

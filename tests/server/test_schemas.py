@@ -73,6 +73,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ["a", 5]}, "prompt", "must be all strings"),
     ({"prompt": [1, "a"]}, "prompt", "must be all strings"),
     ({"prompt": [True]}, "prompt", "must be all strings"),
+    ({"prompt": [False]}, "prompt", "must be all strings"),
     ({"prompt": [1.5]}, "prompt", "must be all strings"),
     ({"prompt": [[1], "a"]}, "prompt", "must be all strings"),
     ({"prompt": [304]}, "prompt", "token id 304; the vocabulary"),
