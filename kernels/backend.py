@@ -1,14 +1,10 @@
-"""What can run here: numba for CPU tensors, Triton for CUDA tensors, Triton's interpreter for tests.
+"""What can run here: numba for CPU tensors; CUDA tensors go through torch.
 
 Nothing falls back in silence: a CPU host without numba is an error that names the remedy, because the same model on
 plain torch operations would answer correctly and several times slower, which nobody would notice.
 """
 
-import importlib.util
-import os
 import platform
-
-import torch
 
 
 def require_numba() -> None:
@@ -30,19 +26,3 @@ def require_numba() -> None:
     missing = [name for name in ("fma", "f16c") if not features.get(name)]
     if missing:
         raise RuntimeError(f"this CPU lacks {' and '.join(missing)}; the CPU kernels need an x86 with both, or ARM")
-
-
-def triton_usable(device: torch.device) -> bool:
-    """Whether Triton kernels can run on tensors of this device."""
-    if device.type == "cuda":
-        return _triton_installed()
-    return triton_interpreted()
-
-
-def triton_interpreted() -> bool:
-    """Whether Triton kernels run in its Python interpreter, on CPU tensors: for tests only, a thousand times slower."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and _triton_installed()
-
-
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None

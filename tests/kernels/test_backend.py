@@ -1,7 +1,6 @@
 import sys
 
 import pytest
-import torch
 
 from tightwire.kernels import backend
 
@@ -18,16 +17,3 @@ def test_a_cpu_too_old_is_an_error_that_says_what_it_lacks(monkeypatch: pytest.M
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"fma": True, "f16c": False})
     with pytest.raises(RuntimeError, match="lacks f16c; the CPU kernels need"):
         backend.require_numba()
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_triton_runs_on_cuda_and_in_its_interpreter(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object() if installed else None)
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert backend.triton_usable(cuda) == installed
-    assert not backend.triton_usable(cpu)
-
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert backend.triton_usable(cpu) == backend.triton_interpreted() == installed
