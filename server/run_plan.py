@@ -104,7 +104,9 @@ def _choose_dtype(options: ModelOptions, model: LlamaConfig, device: str) -> str
         )
     if options.dtype != "auto":
         return options.dtype
-    return "bfloat16" if device == "cpu" else model.dtype
+    if device == "cpu":
+        return "bfloat16"
+    return "float32" if model.dtype == "float64" else model.dtype  # no kernel works in float64
 
 
 def _pools(device: str, tp: int, gpus: Sequence[CudaDevice]) -> list[Pool]:
