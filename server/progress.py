@@ -66,14 +66,22 @@ class TerminalProgress(Progress):
         console = Console(stderr=True)
         columns = (TextColumn("{task.description:>20}"), BarColumn(), TaskProgressColumn())
         self._bars = Bars(*columns, console=console, transient=True)
-        self._bars.start()
+        self._closed = False
         self._tasks: dict[int, int] = {}
-        super().__init__(num_ranks, lambda text: console.print(text, end="", highlight=False, markup=False))
+        # Long lines are the terminal's to wrap: rich would break them for good, in the middle of what people copy.
+        super().__init__(
+            num_ranks, lambda text: console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
+        )
 
     def close(self) -> None:
+        self._closed = True
         self._bars.stop()
 
     def _update(self, name: str, rank: int, fraction: float) -> None:
+        if not self._closed:
+            # Bars hide the cursor. Begun here and not before: a signal that ends the process during its imports,
+            # when nothing is shown yet, leaves a terminal as it was.
+            self._bars.start()
         text = f"rank {rank}  {name}"
         if rank not in self._tasks:
             self._tasks[rank] = self._bars.add_task(text, total=1.0)

@@ -74,7 +74,7 @@ class Ranks:
             stdin=subprocess.PIPE,
             env=_environment(world_size),
             pass_fds=inherited if segment_fd is None else [*inherited, segment_fd],
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, and no other thread runs yet
+            preexec_fn=_obey_only_the_parent,  # noqa: PLW1509 - four system calls, and no other thread runs yet
         )
         self._tell(process, identity)
         return process
@@ -127,12 +127,16 @@ def _stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
     return process.stdin
 
 
-def _die_with_parent() -> None:
+def _obey_only_the_parent() -> None:
     """Runs in the child before its program starts: the kernel kills it when its parent ends, however that ends.
 
-    Set here rather than by the child, because a child that is stopped before its first line could not.
+    A terminal, a service manager or a batch system signals every process; only the parent knows how to drain, so the
+    child ignores what asks it to end. Both are set here rather than by the child, because one that is stopped or
+    signalled before its first line could not.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _environment(world_size: int) -> dict[str, str]:

@@ -27,7 +27,6 @@ _T = TypeVar("_T")
 
 def main(body: str = "tightwire.server.rank:run") -> int:
     """Run one rank to its end. ``body`` is what it does once it knows its work; tests give their own."""
-    _leave_signals_to_parent()
     identity = _read_line(RankIdentity)
     if os.getppid() != identity.parent_pid:
         return 1  # the parent died before the kernel was asked to watch it
@@ -55,12 +54,6 @@ def main(body: str = "tightwire.server.rank:run") -> int:
     finally:
         reporter.close()
     return 0
-
-
-def _leave_signals_to_parent() -> None:
-    """A terminal, a service manager or a batch system signals every process; only the parent knows how to drain."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
 
 
 def _read_line(kind: type[_T]) -> _T:

@@ -1,11 +1,19 @@
 """Lines for a log: one per stage when all ranks are through, with the slowest rank's seconds."""
 
+import contextlib
 import io
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tightwire.server import progress
 from tightwire.server.messages import Stage
+
+SOURCE = Path(__file__).parents[2] / "src"
 
 
 def test_a_stage_is_said_once_when_all_ranks_are_through() -> None:
@@ -34,6 +42,37 @@ def test_a_terminal_gets_a_bar_per_rank(capsys: pytest.CaptureFixture[str]) -> N
     bars.stage(Stage(rank=1, name="weights", fraction=1.0, seconds=1.0))
     bars.close()
     assert "weights    1.5 s" in capsys.readouterr().err
+
+
+def test_the_cursor_is_hidden_only_while_there_are_bars() -> None:
+    """In a terminal: a process that is ended before its first stage leaves the cursor as it was."""
+    hidden, shown = b"\x1b[?25l", b"\x1b[?25h"
+    waiting, drawing = (
+        _on_a_terminal("pass"),
+        _on_a_terminal("bars.stage(Stage(rank=0, name='weights', fraction=0.5)); bars.close()"),
+    )
+    assert hidden not in waiting
+    assert hidden in drawing and drawing.rindex(shown) > drawing.rindex(hidden)
+
+
+def test_a_terminal_wraps_long_lines_itself() -> None:
+    assert b"x" * 300 in _on_a_terminal("bars.say('x' * 300)")
+
+
+def _on_a_terminal(code: str) -> bytes:
+    """What a process with a pseudo-terminal for standard error writes there when it runs ``code`` and is ended."""
+    theirs, ours = pty.openpty()
+    program = "import os; from tightwire.server.messages import Stage; from tightwire.server.progress import *\n"
+    program += f"bars = TerminalProgress(1)\n{code}\nos._exit(0)"
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(SOURCE)}
+    subprocess.run([sys.executable, "-c", program], stderr=ours, env=environment, timeout=60, check=True)
+    os.close(ours)
+    written = b""
+    with contextlib.suppress(OSError):  # the end of a pseudo-terminal
+        while chunk := os.read(theirs, 65536):
+            written += chunk
+    os.close(theirs)
+    return written
 
 
 def test_lines_that_nobody_reads_are_lost() -> None:

@@ -115,6 +115,15 @@ def test_signals_are_left_to_the_parent_and_kill_ends_even_a_stopped_rank(parent
     assert not any(map(is_alive, parent.ranks.pids))
 
 
+def test_signals_are_left_to_the_parent_from_the_first_moment() -> None:
+    with Ranks(2, (sys.executable, "-c", "import time; time.sleep(60)")) as ranks:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for pid in ranks.pids:
+                os.kill(pid, number)
+        assert not asyncio.run(ranks.wait(0.5))
+        assert all(map(is_alive, ranks.pids))
+
+
 @with_body("sleep")
 def test_an_end_is_noticed_at_once_with_its_signal(parent: Parent) -> None:
     async def first_exit() -> tuple[int, int]:
