@@ -73,7 +73,7 @@ class MemoryBudget:
         for pool in self.pools:
             need = sum(self.ranks[r].fixed + self.ranks[r].block * self.num_blocks for r in pool.ranks)
             lines.append(f"{pool.name}: {format_bytes(need)} of {format_bytes(pool.available_bytes)} available")
-        if self.max_model_len < self.max_positions:
+        if 0 < self.max_model_len < self.max_positions:
             lines.append(f"context: {self.max_model_len} of {self.max_positions} tokens, all that the KV cache holds")
         return "\n".join(lines)
 
