@@ -14,7 +14,7 @@ from tightwire.comm.group import Group
 from tightwire.comm.protocols import AllReduce
 
 # What one rank may send in one-shot before a second round of waiting costs less than the extra bytes. Through shared
-# memory with 3 and 4 ranks the two cross at 200 to 600 KiB sent, over gloo at about 1 MiB (benchmarks/RESULTS.md).
+# memory with 3 and 4 ranks the two cross between 144 and 864 KiB sent, over gloo higher (benchmarks/RESULTS.md).
 _ONE_SHOT_BYTES = 384 << 10
 
 
