@@ -141,12 +141,14 @@ def _last_line(command: Sequence[str]) -> dict[str, Any]:
 def _row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One arm's medians over all its turns, and its answer to the check prompt."""
     served = "arms" in turns[0]
-    measured = [_served(turn) if served else _generated(turn) for turn in turns]
+    # A disturbed turn counts only where there is no other.
+    quiet = [turn for turn in turns if turn["others"] < _QUIET] or turns
+    measured = [_served(turn) if served else _generated(turn) for turn in quiet]
     pooled = {key: [value for each in measured for value in each[key]] for key in measured[0]}
     medians = {key: statistics.median(values) for key, values in pooled.items()}
     spread = {key: [statistics.median(each[key]) for each in measured] for key in measured[0]}
     others = [turn["others"] for turn in turns]
-    ready = [turn["ready_s"] for turn in turns]
+    ready = [turn["ready_s"] for turn in quiet]
     return {
         **medians,
         "ready_s": statistics.median(ready),
@@ -191,6 +193,7 @@ def _markdown(given: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> str
             lines.append(f"| {name}: times as fast | {' | '.join(_ratios(row, peer))} |")
     shares = [f"{share:.0%}" for row in rows.values() for share in row["others"]]
     lines += ["", f"- of the cores, programs that are no part of this used {', '.join(shares)} (arm by arm, its turns)"]
+    lines += [f"- a turn with {_QUIET:.0%} or more counts only where its arm has no other"]
     lines += [f"- {name} answers “The capital of France is” with {row['answer']!r}" for name, row in rows.items()]
     return "\n".join(lines) + "\n"
 
