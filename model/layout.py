@@ -58,6 +58,8 @@ def make_layout(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
     shares = _normalized(config, world_size, shares)
     heads = _split_heads(config, shares)
     columns = _split_columns(config, shares, [len(q) for q, _ in heads], [len(kv) for _, kv in heads])
+    if config.vocab_size < world_size:
+        raise ValueError(f"cannot split {config.vocab_size} vocabulary rows over {world_size} ranks")
     rows = _ranges(_apportion(config.vocab_size, shares, unit=_COLUMN_UNIT, at_least=1))
     return Layout(
         shards=tuple(

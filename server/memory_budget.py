@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard, num_weights
 from tightwire.server.config import EngineOptions
+from tightwire.server.scheduler import MAX_SCORED_ROWS
 from tightwire.server.sizes import format_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,7 +22,6 @@ _RUNTIME_BYTES = {"cpu": 300 << 20, "cuda": 1 << 30}
 _CACHE_SHARE = {"cpu": 0.4, "cuda": 0.9}
 # Of what is free, the part worth recommending: a host's free memory moves, and the HTTP process takes some itself.
 _RECOMMENDED_SHARE = {"cpu": 0.8, "cuda": 0.95}
-_MAX_SCORED_ROWS = 256  # of one step: ``scheduler.Limits.max_scored_rows``
 
 
 class NotEnoughMemoryError(ValueError):
@@ -192,6 +192,6 @@ def _activation_bytes(config: LlamaConfig, shard: Shard, options: EngineOptions,
 
     Rank 0 gathers the logits of all sequences and of a few hundred scored prompt tokens, and samples from a copy.
     """
-    num_tokens, num_rows = options.max_num_batched_tokens, options.max_num_seqs + _MAX_SCORED_ROWS
+    num_tokens, num_rows = options.max_num_batched_tokens, options.max_num_seqs + MAX_SCORED_ROWS
     layer = elem_bytes * num_tokens * (4 * config.hidden_size + 3 * len(shard.mlp_columns))
     return layer + 4 * num_rows * (3 * config.vocab_size if shard.rank == 0 else 2 * len(shard.vocab_rows))

@@ -60,14 +60,14 @@ class TerminalProgress(Progress):
     def __init__(self, num_ranks: int) -> None:
         # rich takes 0.1 s to import, and only people at a terminal see it.
         from rich.console import Console
-        from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+        from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn
         from rich.progress import Progress as Bars
 
         console = Console(stderr=True)
         columns = (TextColumn("{task.description:>20}"), BarColumn(), TaskProgressColumn())
         self._bars = Bars(*columns, console=console, transient=True)
         self._closed = False
-        self._tasks: dict[int, int] = {}
+        self._tasks: dict[int, TaskID] = {}
         # Long lines are the terminal's to wrap: rich would break them for good, in the middle of what people copy.
         super().__init__(
             num_ranks, lambda text: console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
@@ -85,7 +85,7 @@ class TerminalProgress(Progress):
         text = f"rank {rank}  {name}"
         if rank not in self._tasks:
             self._tasks[rank] = self._bars.add_task(text, total=1.0)
-        self._bars.update(self._tasks[rank], description=text, completed=fraction)  # type: ignore[arg-type]
+        self._bars.update(self._tasks[rank], description=text, completed=fraction)
 
 
 def make_progress(num_ranks: int, stream: TextIO = sys.stderr) -> Progress:

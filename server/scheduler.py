@@ -21,6 +21,9 @@ from tightwire.model.step import StepPlan
 from tightwire.server.blocks import BlockPool
 from tightwire.server.request import Request
 
+# Prompt rows of one step whose logits are asked for: 50 MB for a vocabulary of 49152. The memory budget counts them.
+MAX_SCORED_ROWS = 256
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
@@ -31,7 +34,7 @@ class Limits:
     max_num_batched_tokens: int
     num_blocks: int
     block_size: int
-    max_scored_rows: int = 256  # prompt rows per step whose logits are asked for: 50 MB for 49152 tokens
+    max_scored_rows: int = MAX_SCORED_ROWS
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "num_blocks", "block_size", "max_scored_rows"):
