@@ -18,7 +18,19 @@ class Count(NamedTuple):
     phase: str
     calls: int
     bytes_sent: int
+    exact_bytes: int  # what the exact algorithm of the same shape would have sent; bytes_sent itself when exact
     seconds: float
+
+    def since(self, before: "Count | None") -> "Count":
+        """What was added to these totals after ``before`` was read (None: after the start)."""
+        if before is None:
+            return self
+        return self._replace(
+            calls=self.calls - before.calls,
+            bytes_sent=self.bytes_sent - before.bytes_sent,
+            exact_bytes=self.exact_bytes - before.exact_bytes,
+            seconds=self.seconds - before.seconds,
+        )
 
 
 class _Collective(NamedTuple):
@@ -33,11 +45,12 @@ class _Collective(NamedTuple):
 
 
 class _Totals:
-    __slots__ = ("bytes_sent", "calls", "seconds")
+    __slots__ = ("bytes_sent", "calls", "exact_bytes", "seconds")
 
     def __init__(self) -> None:
         self.calls = 0
         self.bytes_sent = 0
+        self.exact_bytes = 0
         self.seconds = 0.0
 
 
@@ -56,8 +69,11 @@ class Ledger:
         self._number += 1
         self._current = _Collective(op, algorithm, num_bytes, self._number, perf_counter())
 
-    def end(self, bytes_sent: int) -> None:
-        """The collective begun last is done; this rank sent ``bytes_sent`` to others for it."""
+    def end(self, bytes_sent: int, exact_bytes: int | None = None) -> None:
+        """The collective begun last is done; this rank sent ``bytes_sent`` to others for it.
+
+        ``exact_bytes``: what it would have sent unquantized; None: it was exact.
+        """
         collective = self._current
         assert collective is not None, "end() without begin()"
         key = (collective.op, collective.algorithm, self.phase)
@@ -66,13 +82,14 @@ class Ledger:
             totals = self._totals[key] = _Totals()
         totals.calls += 1
         totals.bytes_sent += bytes_sent
+        totals.exact_bytes += bytes_sent if exact_bytes is None else exact_bytes
         totals.seconds += perf_counter() - collective.started
         self._last = collective
         self._current = None
 
     def counts(self) -> list[Count]:
         """Totals so far, in order of first use."""
-        return [Count(*key, t.calls, t.bytes_sent, t.seconds) for key, t in list(self._totals.items())]
+        return [Count(*key, t.calls, t.bytes_sent, t.exact_bytes, t.seconds) for key, t in list(self._totals.items())]
 
     def current(self) -> str | None:
         """The collective that runs now, such as ``all_reduce ring 1152 B, #523, 0.4 s``; None between collectives."""

@@ -9,6 +9,22 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tightwire.comm.codec import Codec
+
+
+class FusedAllReduce(Protocol):
+    """Whole AllReduces in one kernel, for transports whose ranks map each other's memory.
+
+    The same results to the bit, and the same ``bytes_sent``, as the algorithm of that name over the transport's
+    messages. ``x_N`` is contiguous, N > 0, and only read; the result is a new tensor.
+    """
+
+    def one_shot(self, x_N: Tensor) -> Tensor: ...
+
+    def two_shot(self, x_N: Tensor) -> Tensor: ...
+
+    def flash(self, x_N: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor: ...
+
 
 class Transport(Protocol):
     """Moves byte tensors between the ranks of one group.
@@ -21,6 +37,7 @@ class Transport(Protocol):
     rank: int
     world_size: int
     bytes_sent: int
+    fused: FusedAllReduce | None  # None: algorithms go through the methods below
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """All-to-all: ``slices[i]`` goes to rank i, the result's entry i came from rank i (own entry included).

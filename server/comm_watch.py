@@ -35,6 +35,7 @@ class CommWatch:
                 phase=now.phase,
                 calls=now.calls - before.calls,
                 bytes_sent=now.bytes_sent - before.bytes_sent,
+                exact_bytes=now.exact_bytes - before.exact_bytes,
                 seconds=now.seconds - before.seconds,
             )
             for key, now in end.items()
@@ -45,6 +46,7 @@ class CommWatch:
                 ttft=_span(first_s - self._start_s, _seconds(self._first) - _seconds(self._start)),
                 decode=_span(end_s - first_s, _seconds(end) - _seconds(self._first)),
                 bytes_sent=sum(counter.bytes_sent for counter in counters),
+                exact_bytes=sum(counter.exact_bytes for counter in counters),
                 counters=counters,
             )
         )
@@ -56,7 +58,9 @@ def _read(engine: EngineClient) -> dict[tuple[str, str, str], CommCount]:
 
 
 def _zero(count: CommCount) -> CommCount:
-    return CommCount(op=count.op, algorithm=count.algorithm, phase=count.phase, calls=0, bytes_sent=0, seconds=0.0)
+    return CommCount(
+        op=count.op, algorithm=count.algorithm, phase=count.phase, calls=0, bytes_sent=0, exact_bytes=0, seconds=0.0
+    )
 
 
 def _seconds(counts: dict[tuple[str, str, str], CommCount]) -> float:

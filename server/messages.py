@@ -75,6 +75,7 @@ class CommCount(msgspec.Struct, frozen=True, array_like=True):
     phase: str
     calls: int
     bytes_sent: int
+    exact_bytes: int  # what the same collectives would have sent unquantized
     seconds: float
 
 

@@ -101,7 +101,7 @@ class Leader:
             if output.finish_reason not in (None, "length"):
                 raise RuntimeError(f"the model does not answer a first request: {output.message or output}")
         self._send_followers(StopFollowing())
-        self._warm_up_counts = {count[:3]: count[3:] for count in self._group.ledger.counts()}
+        self._warm_up_counts = {count[:3]: count for count in self._group.ledger.counts()}
 
     def serve(self) -> None:
         """Run steps while there is work, sleep while there is none; until told to stop."""
@@ -155,11 +155,7 @@ class Leader:
 
     def _comm_counts(self) -> list[CommCount]:
         """The ledger's totals since the warm-up."""
-        counts: list[CommCount] = []
-        for now in self._group.ledger.counts():
-            calls, num_bytes, seconds = self._warm_up_counts.get(now[:3], (0, 0, 0.0))
-            counts.append(CommCount(*now[:3], now.calls - calls, now.bytes_sent - num_bytes, now.seconds - seconds))
-        return counts
+        return [CommCount(*now.since(self._warm_up_counts.get(now[:3]))) for now in self._group.ledger.counts()]
 
 
 class Follower:

@@ -20,6 +20,7 @@ class CommTotals(Struct, frozen=True):
     phase: str
     calls: int
     bytes_sent: int
+    exact_bytes: int  # what the same collectives would have sent unquantized
     seconds: float
 
 
@@ -40,6 +41,7 @@ class CommReport(Struct, frozen=True):
     ttft: CommSpan
     decode: CommSpan
     bytes_sent: int
+    exact_bytes: int
     counters: list[CommTotals]
     shared: bool = True
 

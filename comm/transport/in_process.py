@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError, name_ranks
+from tightwire.comm.protocols import FusedAllReduce
 from tightwire.comm.summing import sum_in_rank_order
 
 _Result = TypeVar("_Result")
@@ -88,6 +89,7 @@ class InProcessTransport:
         self.rank = rank
         self.world_size = meeting.world_size
         self.bytes_sent = 0
+        self.fused: FusedAllReduce | None = None
         self._meeting = meeting
         self._timeout_s = timeout_s
         self._describe = describe

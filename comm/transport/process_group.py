@@ -13,7 +13,7 @@ from torch.distributed import AllreduceOptions, Work
 
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError, name_ranks
 from tightwire.comm.failure_notes import FailureNotes, Note, ranks_at_fault
-from tightwire.comm.protocols import Transport
+from tightwire.comm.protocols import FusedAllReduce, Transport
 
 # How long a failed rank listens for what the others say of the failure: the time for a broken connection to run
 # around the group, kept below the deadline itself when that is short.
@@ -38,6 +38,7 @@ class ProcessGroupTransport(Transport):
         self.rank = rank
         self.world_size = world_size
         self.bytes_sent = 0
+        self.fused: FusedAllReduce | None = None
         self._group = process_group
         self._device = device
         self._notes = notes

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError, name_ranks
-from tightwire.comm.protocols import Transport
+from tightwire.comm.protocols import FusedAllReduce, Transport
 from tightwire.comm.segment import WORDS_PER_LINE, header_bytes
 
 # Words of a rank's line.
@@ -50,6 +50,7 @@ class SharedMemoryTransport:
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.bytes_sent = 0
+        self.fused: FusedAllReduce | None = None
         self._library, self._timeout_s, self._describe = library, timeout_s, describe
         memory = mmap.mmap(fd, 0)
         start = header_bytes(world_size)

@@ -1,0 +1,102 @@
+"""How a block-quantized tensor lies in bytes: the layout that every encoder and decoder of the project keeps to.
+
+A tensor of n numbers is cut into G = ceil(n / g) groups of g; the last group is filled up with copies of the last number.
+Each group keeps one code of b bits for every number and a few 16-bit numbers of its own. The bytes are, in this order,
+each section whole for all groups before the next begins:
+
+    planes     the codes cut into planes of 8, 4, 2 or 1 bits, low bits first (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1). Of a
+               plane of p bits a group has S = g p / 8 bytes: number e is in byte e % S, at bit p (e // S)
+    scales     bfloat16
+    zeros      bfloat16; asymmetric formats only
+    spikes     formats that reserve them: minima bfloat16, maxima bfloat16, then their places, one byte each, same order
+
+So numbers that share a byte stand S apart: vector code packs whole registers and never moves a lane. Everything lies at
+an even address when the first byte does.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+_PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+_GROUPS = (32, 64, 128)
+_SPIKE_BITS = (2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """One way to quantize in groups.
+
+    Args:
+        bits: width of a code: 8, 6, 5, 4, 3 or 2.
+        group_elems: numbers that share a scale: 32, 64 or 128.
+        symmetric: codes around zero and no zero point, two bytes a group less.
+        hadamard: rotate each group first, which spreads an outlier over it.
+        spikes: keep each group's minimum and maximum as they are and quantize the range of the others.
+        float8: codes are e4m3 floats instead of integers.
+    Raises:
+        ValueError: an option that does not exist, or two that do not go together.
+    """
+
+    bits: int
+    group_elems: int = 128
+    symmetric: bool = False
+    hadamard: bool = False
+    spikes: bool = False
+    float8: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in _PLANES:
+            raise ValueError(f"bits must be one of {sorted(_PLANES, reverse=True)}, got {self.bits}")
+        if self.group_elems not in _GROUPS:
+            raise ValueError(f"group_elems must be one of {list(_GROUPS)}, got {self.group_elems}")
+        if self.spikes and (self.symmetric or self.hadamard or self.bits not in _SPIKE_BITS):
+            raise ValueError(f"spikes are for asymmetric, unrotated codes of {_SPIKE_BITS} bits")
+        if self.float8 and (self.bits != 8 or self.symmetric or self.hadamard or self.spikes):
+            raise ValueError("float8 codes have 8 bits, and no further option")
+
+    @property
+    def plane_bits(self) -> tuple[int, ...]:
+        """Widths of the planes, low bits first."""
+        return _PLANES[self.bits]
+
+    @property
+    def plane_shifts(self) -> tuple[int, ...]:
+        """The code's bit at which each plane begins."""
+        return tuple(accumulate(self.plane_bits, initial=0))[:-1]
+
+    @property
+    def plane_bytes(self) -> tuple[int, ...]:
+        """S of each plane: its bytes in one group."""
+        return tuple(self.group_elems * bits // 8 for bits in self.plane_bits)
+
+    @property
+    def has_zeros(self) -> bool:
+        return not (self.symmetric or self.float8)
+
+    @property
+    def max_code(self) -> int:
+        """The largest code (integer formats); the smallest is 0."""
+        return 2 * self.max_level if self.symmetric else 2**self.bits - 1
+
+    @property
+    def max_level(self) -> int:
+        """Symmetric formats: levels on either side of zero. A code is its level plus this."""
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of one group in all sections."""
+        return sum(self.plane_bytes) + 2 + 2 * self.has_zeros + 6 * self.spikes
+
+    def num_groups(self, num_elems: int) -> int:
+        return -(-num_elems // self.group_elems)
+
+    def encoded_bytes(self, num_elems: int) -> int:
+        """ceil(n / g) group_bytes: g b / 8 for the codes, 4 for scale and zero (2 without zero), 6 for two spikes."""
+        return self.num_groups(num_elems) * self.group_bytes
+
+    def section_starts(self, num_elems: int) -> tuple[int, ...]:
+        """Offset of every section: the planes, then scales, zeros, minima, maxima, their places (as far as present)."""
+        num_groups = self.num_groups(num_elems)
+        sizes = [*self.plane_bytes, 2, *([2] if self.has_zeros else []), *([2, 2, 1, 1] if self.spikes else [])]
+        return tuple(accumulate((size * num_groups for size in sizes), initial=0))[:-1]
