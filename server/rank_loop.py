@@ -14,6 +14,7 @@ import zmq
 from torch import Tensor
 
 from tightwire.comm.group import Group
+from tightwire.comm.ledger import Count
 from tightwire.model.config import LlamaConfig
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling import Sampler
@@ -71,7 +72,7 @@ class Leader:
         self._followers = [connect_sender(self._context, address) for address in followers]
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._warm_up_counts: dict[tuple[str, str, str], tuple[int, int, float]] = {}
+        self._warm_up_counts: dict[tuple[str, str, str], Count] = {}
 
     def __enter__(self) -> Self:
         return self
