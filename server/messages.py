@@ -109,12 +109,40 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
     seconds: float | None = None
 
 
+class CommChoice(msgspec.Struct, frozen=True):
+    """One line of the policy in force: messages of a site and phase, up to a size, and how they are summed."""
+
+    site: str  # embed, o_proj or down_proj
+    phase: str  # prefill or decode: what kind of rows; embed: any
+    up_to_bytes: int | None  # the largest message this line is for; None: any
+    algorithm: str
+    reason: str
+
+
+class SelfTestVerdict(msgspec.Struct, frozen=True):
+    """What the check at start-up found of one algorithm that the policy may use."""
+
+    algorithm: str
+    ok: bool
+    detail: str  # the sizes checked, or what was wrong
+
+
+class CommSetup(msgspec.Struct, frozen=True):
+    """How ranks meet; the same on every rank. With one rank there is nothing to choose or check."""
+
+    transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
+    num_nodes: int
+    choices: list[CommChoice] = []
+    self_test: list[SelfTestVerdict] = []
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """This rank has loaded, warmed up, and would answer; what it holds, for the log."""
 
     rank: int
     weight_bytes: int
     peak_host_bytes: int
+    comm: CommSetup | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
