@@ -1,13 +1,17 @@
-"""What every collective cost: counts by (op, algorithm, phase), and the one that runs now.
+"""What every collective cost: counts by (op, algorithm, phase), the one that runs now, and, when asked, each one.
 
-Cheap enough to stay on (about a microsecond per collective; tests/comm/test_ledger.py holds it to two). One thread, the
-one that runs the collectives, writes; any thread may read.
+Cheap enough to stay on (less than a microsecond per collective; tests/comm/test_ledger.py holds it to two). One thread,
+the one that runs the collectives, writes; any thread may read, and any may start and stop a recording.
 
 On CUDA ``seconds`` is the time to enqueue the collective, because the host does not wait for the device.
 """
 
+from collections import deque
 from time import perf_counter
 from typing import NamedTuple
+
+_NUM_RECENT = 512  # calls of each kind whose times are kept, for the quantiles
+_MAX_EVENTS = 1 << 16  # of a recording that nobody takes away: some 15 s of a small model's decoding, 20 MB
 
 
 class Count(NamedTuple):
@@ -20,6 +24,7 @@ class Count(NamedTuple):
     bytes_sent: int
     exact_bytes: int  # what the exact algorithm of the same shape would have sent; bytes_sent itself when exact
     seconds: float
+    message_bytes: int  # of the tensors given, as the ranks hold them
 
     def since(self, before: "Count | None") -> "Count":
         """What was added to these totals after ``before`` was read (None: after the start)."""
@@ -30,74 +35,161 @@ class Count(NamedTuple):
             bytes_sent=self.bytes_sent - before.bytes_sent,
             exact_bytes=self.exact_bytes - before.exact_bytes,
             seconds=self.seconds - before.seconds,
+            message_bytes=self.message_bytes - before.message_bytes,
         )
 
 
-class _Collective(NamedTuple):
+class Latency(NamedTuple):
+    """How long the newest calls (512 at most) of one (op, algorithm, phase) took: half of them less than ``p50_us``."""
+
     op: str
     algorithm: str
-    num_bytes: int
-    number: int
-    started: float
+    phase: str
+    p50_us: float
+    p99_us: float
 
-    def __str__(self) -> str:
-        return f"{self.op} {self.algorithm} {self.num_bytes} B, #{self.number}"
+
+class Event(NamedTuple):
+    """One collective. ``start_s`` is on the clock of ``time.perf_counter``, which processes of a Linux host share."""
+
+    op: str
+    algorithm: str
+    phase: str
+    site: str  # what the sum is for, such as "o_proj 3"; empty when the caller does not say
+    number: int  # counts up by one per rank; equal numbers on two ranks are the same collective
+    message_bytes: int
+    bytes_sent: int
+    exact_bytes: int
+    start_s: float
+    seconds: float
+    finished: bool = True
+
+
+_Begun = tuple[
+    str, str, int, int, float
+]  # op, algorithm, message bytes, number, start; a NamedTuple takes twice as long
 
 
 class _Totals:
-    __slots__ = ("bytes_sent", "calls", "exact_bytes", "seconds")
+    __slots__ = ("bytes_sent", "calls", "exact_bytes", "message_bytes", "recent_s", "seconds")
 
     def __init__(self) -> None:
         self.calls = 0
         self.bytes_sent = 0
         self.exact_bytes = 0
+        self.message_bytes = 0
         self.seconds = 0.0
+        self.recent_s = [0.0] * _NUM_RECENT  # written in turn: entry calls % _NUM_RECENT
 
 
 class Ledger:
-    """The collectives of one rank of one group. ``phase`` ("prefill", "decode", ...) is set by the caller per step."""
+    """The collectives of one rank of one group.
+
+    The caller sets ``phase`` ("prefill", "decode", ...) per step and may set ``site`` per collective.
+    """
 
     def __init__(self) -> None:
         self.phase = ""
+        self.site = ""
         self._totals: dict[tuple[str, str, str], _Totals] = {}
         self._number = 0
-        self._current: _Collective | None = None
-        self._last: _Collective | None = None
+        self._current: _Begun | None = None
+        self._last: _Begun | None = None
+        self._events: deque[Event] | None = None
 
     def begin(self, op: str, algorithm: str, num_bytes: int) -> None:
         """A collective over a tensor of ``num_bytes`` starts. If it fails it is never ended, and stays ``current``."""
-        self._number += 1
-        self._current = _Collective(op, algorithm, num_bytes, self._number, perf_counter())
+        self._number = number = self._number + 1
+        self._current = (op, algorithm, num_bytes, number, perf_counter())
 
     def end(self, bytes_sent: int, exact_bytes: int | None = None) -> None:
         """The collective begun last is done; this rank sent ``bytes_sent`` to others for it.
 
         ``exact_bytes``: what it would have sent unquantized; None: it was exact.
         """
-        collective = self._current
-        assert collective is not None, "end() without begin()"
-        key = (collective.op, collective.algorithm, self.phase)
+        begun = self._current
+        assert begun is not None, "end() without begin()"
+        op, algorithm, num_bytes, number, start_s = begun
+        seconds = perf_counter() - start_s
+        if exact_bytes is None:
+            exact_bytes = bytes_sent
+        key = (op, algorithm, self.phase)
         totals = self._totals.get(key)
         if totals is None:
             totals = self._totals[key] = _Totals()
+        totals.recent_s[totals.calls % _NUM_RECENT] = seconds
         totals.calls += 1
         totals.bytes_sent += bytes_sent
-        totals.exact_bytes += bytes_sent if exact_bytes is None else exact_bytes
-        totals.seconds += perf_counter() - collective.started
-        self._last = collective
+        totals.exact_bytes += exact_bytes
+        totals.message_bytes += num_bytes
+        totals.seconds += seconds
+        self._last = begun
         self._current = None
+        events = self._events
+        if events is not None:
+            events.append(
+                Event(*key, self.site, number, num_bytes, bytes_sent, exact_bytes, start_s=start_s, seconds=seconds)
+            )
 
     def counts(self) -> list[Count]:
         """Totals so far, in order of first use."""
-        return [Count(*key, t.calls, t.bytes_sent, t.exact_bytes, t.seconds) for key, t in list(self._totals.items())]
+        return [
+            Count(*key, t.calls, t.bytes_sent, t.exact_bytes, t.seconds, t.message_bytes)
+            for key, t in list(self._totals.items())
+        ]
+
+    def latencies(self) -> list[Latency]:
+        """Quantiles of the newest calls of each kind. Sorts 512 numbers for each: for now and then, not for a step."""
+        found = []
+        for key, totals in list(self._totals.items()):
+            num = min(totals.calls, _NUM_RECENT)
+            recent_s = sorted(totals.recent_s[:num])
+            if recent_s:
+                found.append(Latency(*key, recent_s[num // 2] * 1e6, recent_s[num * 99 // 100] * 1e6))
+        return found
+
+    @property
+    def number(self) -> int:
+        """How many collectives have been begun. Ranks run the same ones, so the rank with the fewest is behind."""
+        return self._number
 
     def current(self) -> str | None:
         """The collective that runs now, such as ``all_reduce ring 1152 B, #523, 0.4 s``; None between collectives."""
-        collective = self._current
-        if collective is None:
-            return None
-        return f"{collective}, {perf_counter() - collective.started:.1f} s"
+        begun = self._current
+        return None if begun is None else f"{_words(begun)}, {perf_counter() - begun[-1]:.1f} s"
 
     def last(self) -> str | None:
         """The collective that was finished last; None before the first."""
-        return None if self._last is None else str(self._last)
+        begun = self._last
+        return None if begun is None else _words(begun)
+
+    def start_recording(self) -> None:
+        """From now on keep each collective that ends, until ``stop_recording``: a fraction of a microsecond for each.
+
+        When more than 65536 wait to be taken the oldest are lost, which shows as a gap in their numbers.
+        """
+        self._events = deque(maxlen=_MAX_EVENTS)
+
+    def take_events(self, at_most: int) -> list[Event]:
+        """The oldest recorded collectives that have not been taken yet; empty when nothing is recorded."""
+        events = self._events
+        # A deque may be emptied by one thread while another fills it, but not be iterated.
+        return [events.popleft() for _ in range(min(at_most, len(events)))] if events else []
+
+    def stop_recording(self) -> list[Event]:
+        """What was not taken yet, and at its end the collective that runs now, if any, as far as it has come."""
+        events = self.take_events(_MAX_EVENTS)
+        self._events = None
+        begun = self._current
+        if begun is not None:
+            op, algorithm, num_bytes, number, start_s = begun
+            seconds = perf_counter() - start_s
+            events.append(
+                Event(op, algorithm, self.phase, self.site, number, num_bytes, 0, 0, start_s, seconds, finished=False)
+            )
+        return events
+
+
+def _words(begun: _Begun) -> str:
+    op, algorithm, num_bytes, number, _ = begun
+    return f"{op} {algorithm} {num_bytes} B, #{number}"

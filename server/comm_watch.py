@@ -2,6 +2,8 @@
 
 import time
 
+import msgspec
+
 from tightwire.server.engine_client import EngineClient
 from tightwire.server.messages import CommCount
 from tightwire.server.responses import CommReport, CommSpan, CommTotals, TightwireExtra
@@ -37,6 +39,7 @@ class CommWatch:
                 bytes_sent=now.bytes_sent - before.bytes_sent,
                 exact_bytes=now.exact_bytes - before.exact_bytes,
                 seconds=now.seconds - before.seconds,
+                message_bytes=now.message_bytes - before.message_bytes,
             )
             for key, now in end.items()
             if now.calls > (before := self._start.get(key, _zero(now))).calls
@@ -58,9 +61,7 @@ def _read(engine: EngineClient) -> dict[tuple[str, str, str], CommCount]:
 
 
 def _zero(count: CommCount) -> CommCount:
-    return CommCount(
-        op=count.op, algorithm=count.algorithm, phase=count.phase, calls=0, bytes_sent=0, exact_bytes=0, seconds=0.0
-    )
+    return msgspec.structs.replace(count, calls=0, bytes_sent=0, exact_bytes=0, seconds=0.0, message_bytes=0)
 
 
 def _seconds(counts: dict[tuple[str, str, str], CommCount]) -> float:

@@ -77,6 +77,7 @@ class CommCount(msgspec.Struct, frozen=True, array_like=True):
     bytes_sent: int
     exact_bytes: int  # what the same collectives would have sent unquantized
     seconds: float
+    message_bytes: int  # of the tensors given to them
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -22,6 +22,7 @@ class CommTotals(Struct, frozen=True):
     bytes_sent: int
     exact_bytes: int  # what the same collectives would have sent unquantized
     seconds: float
+    message_bytes: int  # of the tensors given to them
 
 
 class CommSpan(Struct, frozen=True):

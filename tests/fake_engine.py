@@ -70,7 +70,11 @@ class FakeEngine:
             num_preemptions=0,
             num_prompt_tokens=sum(len(request.prompt_token_ids) for request in self.submitted),
             num_generation_tokens=calls,
-            comm=[CommCount("all_reduce", "native", "decode", calls * 4, calls * 1000, calls * 1000, calls * 1e-6)],
+            comm=[
+                CommCount(
+                    "all_reduce", "native", "decode", calls * 4, calls * 1000, calls * 1500, calls * 1e-6, calls * 500
+                )
+            ],
         )
 
     async def submit(self, requests: Sequence[AddRequest]) -> AsyncGenerator[Output, None]:

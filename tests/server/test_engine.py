@@ -282,7 +282,7 @@ def test_what_the_runner_raises_goes_through() -> None:
 
 def test_plans_are_broadcast_before_they_run_and_stats_count() -> None:
     runner, seen = FakeRunner(ROOMY, VOCAB), []
-    count = CommCount("all_reduce", "ring", "decode", 1, 2, 2, 0.5)
+    count = CommCount("all_reduce", "ring", "decode", 1, 2, 2, 0.5, 4)
     engine = make_engine(
         runner=runner,
         broadcast=lambda plan: seen.append((plan.index, len(runner.plans))),
