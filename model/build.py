@@ -1,11 +1,11 @@
-"""Puts one rank's model together: weights, cache, layers, and the AllReduce by name."""
+"""Puts one rank's model together: weights, cache, layers, and the AllReduces it was given."""
 
 from collections.abc import Callable
 
 import torch
 
 from tightwire.comm.group import Group
-from tightwire.comm.registry import make_all_reduce
+from tightwire.comm.routes import Routes
 from tightwire.model.config import LlamaConfig
 from tightwire.model.kv_cache import make_kv_cache
 from tightwire.model.layout import Layout
@@ -22,7 +22,7 @@ def build_runner(
     group: Group,
     layout: Layout,
     *,
-    all_reduce: str,
+    routes: Routes | None,
     dtype: torch.dtype,
     max_model_len: int,
     num_blocks: int,
@@ -32,14 +32,13 @@ def build_runner(
     """Load this rank's weights onto ``group.device`` and return what executes step plans.
 
     Args:
+        routes: what sums each of the model's messages; None for a group of one.
         progress: called with the share of weight bytes loaded, 0 to 1.
     Raises:
         ModelError: the checkpoint lacks a tensor or holds it in another shape.
-        ValueError: an unknown AllReduce name.
     """
     shard = layout.shards[group.rank]
-    reduce = make_all_reduce(all_reduce, group)
     weights = load_resident(reader, config, shard, dtype=dtype, device=group.device, progress=progress)
     cache = make_kv_cache(config, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=group.device)
-    model = Llama(config, TensorParallel(group, layout, reduce), weights, cache, max_model_len)
+    model = Llama(config, TensorParallel(group, layout, routes), weights, cache, max_model_len)
     return ModelRunner(model, cache, group.ledger)

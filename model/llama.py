@@ -47,6 +47,8 @@ class Llama:
         self._weights = weights
         self._cache = cache
         self._cos_SE, self._sin_SE = rope_table(config, max_positions, cache.keys.device)
+        self._attention_sums = [parallel.row_sums("o_proj", layer) for layer in range(config.num_layers)]
+        self._mlp_sums = [parallel.row_sums("down_proj", layer) for layer in range(config.num_layers)]
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -63,7 +65,7 @@ class Llama:
                 normed_TD, residual_TD = add_rms_norm(update_TD, residual_TD, weights.attention_norm, eps)
             update_TD = self._attention(normed_TD, weights, index, batch, cos_TE, sin_TE)
             normed_TD, residual_TD = add_rms_norm(update_TD, residual_TD, weights.mlp_norm, eps)
-            update_TD = self._mlp(normed_TD, weights, batch.num_decode_rows)
+            update_TD = self._mlp(normed_TD, weights, index, batch.num_decode_rows)
             self._weights.release(index)
         assert update_TD is not None, "a model has at least one layer"
         return residual_TD + update_TD
@@ -98,9 +100,15 @@ class Llama:
             head_dim**-0.5,
         )
         return self._parallel.row_linear(
-            mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias, num_single_rows=num_decode
+            mixed_THE.flatten(1),
+            weights.attention_out,
+            weights.attention_out_bias,
+            self._attention_sums[index],
+            num_single_rows=num_decode,
         )
 
-    def _mlp(self, x_TD: Tensor, weights: LayerWeights, num_decode: int) -> Tensor:
+    def _mlp(self, x_TD: Tensor, weights: LayerWeights, index: int, num_decode: int) -> Tensor:
         gated_TF = swiglu(linear(x_TD, weights.gate_up, weights.gate_up_bias, num_single_rows=num_decode))
-        return self._parallel.row_linear(gated_TF, weights.down, weights.down_bias, num_single_rows=num_decode)
+        return self._parallel.row_linear(
+            gated_TF, weights.down, weights.down_bias, self._mlp_sums[index], num_single_rows=num_decode
+        )

@@ -7,6 +7,8 @@ and the head are split over the vocabulary.
 Source: Megatron-LM, arXiv 1909.08053, section 3.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,34 +16,71 @@ from torch import Tensor
 from tightwire.comm.collectives import all_gather
 from tightwire.comm.group import Group
 from tightwire.comm.protocols import AllReduce
+from tightwire.comm.routes import Routes
 from tightwire.kernels.linear import linear
 from tightwire.model.layout import Layout
 
 
-class TensorParallel:
-    """One rank's view of the split: its shard, the group, and the AllReduce it was given."""
+@dataclass(frozen=True, slots=True)
+class RowSums:
+    """The AllReduces of one row-parallel matrix: for prompt rows and for generated rows, maybe one and the same."""
 
-    def __init__(self, group: Group, layout: Layout, all_reduce: AllReduce) -> None:
+    prompt: AllReduce
+    generated: AllReduce
+
+
+class TensorParallel:
+    """One rank's view of the split: its shard, the group, and the AllReduces it was given."""
+
+    def __init__(self, group: Group, layout: Layout, routes: Routes | None) -> None:
+        """``routes``: not needed by a single rank."""
         self.shard = layout.shards[group.rank]
-        self.all_reduce = all_reduce
         self._group = group
         self._layout = layout
+        self._routes = routes
+        self._embedding_sum = None if routes is None else routes.all_reduce("embed", 0, "prefill")
+
+    def row_sums(self, site: str, layer: int) -> RowSums | None:
+        """What sums the parts of ``site``'s matrix in ``layer``, to be given to ``row_linear``; None for one rank."""
+        if self._routes is None:
+            return None
+        return RowSums(*(self._routes.all_reduce(site, layer, phase) for phase in ("prefill", "decode")))
 
     def embed(self, local_table_VD: Tensor, token_ids_T: Tensor) -> Tensor:
         """(T, D) embeddings. Each token is known to one rank; the others add exact zeros."""
-        if self._group.world_size == 1:
+        if self._embedding_sum is None:
             return F.embedding(token_ids_T, local_table_VD)
         rows = self.shard.vocab_rows
         mine_T = (token_ids_T >= rows.start) & (token_ids_T < rows.stop)
         local_ids_T = torch.where(mine_T, token_ids_T - rows.start, 0)
-        return self.all_reduce(F.embedding(local_ids_T, local_table_VD).mul_(mine_T.unsqueeze(-1)))
+        return self._embedding_sum(F.embedding(local_ids_T, local_table_VD).mul_(mine_T.unsqueeze(-1)))
 
     def row_linear(
-        self, local_x_TF: Tensor, local_weight_DF: Tensor, bias_D: Tensor | None, *, num_single_rows: int
+        self,
+        local_x_TF: Tensor,
+        local_weight_DF: Tensor,
+        bias_D: Tensor | None,
+        sums: RowSums | None,
+        *,
+        num_single_rows: int,
     ) -> Tensor:
-        """(T, D): multiply this rank's columns, then sum over ranks. The bias is given to rank 0 alone."""
+        """(T, D): multiply this rank's columns, then sum over ranks. The bias is given to rank 0 alone.
+
+        The first ``num_single_rows`` rows are generated tokens, the others prompt. Where the two are summed by
+        different algorithms they travel apart, so what a row becomes does not depend on its neighbours' kind.
+        """
         partial_TD = linear(local_x_TF, local_weight_DF, bias_D, num_single_rows=num_single_rows)
-        return partial_TD if self._group.world_size == 1 else self.all_reduce(partial_TD)
+        if sums is None:
+            return partial_TD
+        if num_single_rows == 0 or sums.prompt is sums.generated:
+            return sums.prompt(partial_TD)
+        if num_single_rows == len(partial_TD):
+            return sums.generated(partial_TD)
+        ledger = self._group.ledger
+        step_phase, ledger.phase = ledger.phase, "decode"
+        generated_TD = sums.generated(partial_TD[:num_single_rows])
+        ledger.phase = step_phase
+        return torch.cat([generated_TD, sums.prompt(partial_TD[num_single_rows:])])
 
     def logits(self, hidden_RD: Tensor, local_head_VD: Tensor) -> Tensor | None:
         """(R, V) float32 on rank 0, None on the others.

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.group import Group, in_process_groups
+from tightwire.comm.policy import Policy, fixed_policy
+from tightwire.comm.routes import make_routes
 from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint
 from tightwire.model.layout import make_layout
@@ -37,7 +39,7 @@ def local_engine(
     *,
     tp: int = 1,
     shares: Sequence[float] | None = None,
-    all_reduce: str = "one-shot",
+    all_reduce: str | Policy = "one-shot",
     dtype: torch.dtype = torch.float32,
     max_model_len: int = 2048,
     num_blocks: int | None = None,
@@ -50,13 +52,14 @@ def local_engine(
     layout = make_layout(config, tp, shares)
     num_blocks = num_blocks or 4 * -(-max_model_len // block_size)
     groups = in_process_groups(tp)
+    policy = fixed_policy(all_reduce) if isinstance(all_reduce, str) else all_reduce
     runners = [
         build_runner(
             config,
             checkpoint.reader(),
             group,
             layout,
-            all_reduce=all_reduce,
+            routes=make_routes(policy, group) if tp > 1 else None,
             dtype=dtype,
             max_model_len=max_model_len,
             num_blocks=num_blocks,

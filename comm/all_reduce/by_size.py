@@ -1,0 +1,52 @@
+"""Several AllReduces as one that takes each message by its size. Costs a comparison; with one entry, nothing."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tightwire.comm.protocols import AllReduce
+
+
+class SizedAllReduce:
+    """Messages up to a limit go by that limit's algorithm. The ledger records the algorithm that ran.
+
+    All ranks call with the same shape, so all take the same one.
+    """
+
+    def __init__(self, table: Sequence[tuple[int | None, AllReduce]], name: str = "by size") -> None:
+        if not table or table[-1][0] is not None or any(limit is None for limit, _ in table[:-1]):
+            raise ValueError("the last entry, and no other, is for messages of any size")
+        limits = [limit for limit, _ in table if limit is not None]
+        if limits != sorted(set(limits)):
+            raise ValueError(f"limits must rise, got {limits}")
+        self.name = name
+        self._limited = [(limit, all_reduce) for limit, all_reduce in table if limit is not None]
+        self._largest = table[-1][1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._choose(x.nbytes)(x)
+
+    def choose(self, num_elems: int, elem_bytes: int) -> AllReduce:
+        """The algorithm for a message of this size."""
+        return self._choose(num_elems * elem_bytes)
+
+    def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
+        return self.choose(num_elems, elem_bytes).wire_bytes(num_elems, elem_bytes)
+
+    def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
+        return self._choose(inputs[0].nbytes).max_error(inputs)
+
+    def _choose(self, num_bytes: int) -> AllReduce:
+        for limit, all_reduce in self._limited:
+            if num_bytes <= limit:
+                return all_reduce
+        return self._largest
+
+
+def by_size(table: Sequence[tuple[int | None, AllReduce]]) -> AllReduce:
+    """The AllReduce for ``table``: (largest message in bytes, algorithm) with rising limits, the last one None.
+
+    Raises:
+        ValueError: the limits do not rise, or the last one is not None.
+    """
+    return table[0][1] if len(table) == 1 and table[0][0] is None else SizedAllReduce(table)

@@ -1,0 +1,99 @@
+"""Which AllReduce sums which message: one frozen value, made once by ``choose``, handed to every rank alike.
+
+A message is known by its site (where in the model it arises), its layer, its phase (prompt rows or generated rows) and
+its size. Knows names only and imports no torch; ``routes`` turns the names into AllReduces.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+SITES = ("embed", "o_proj", "down_proj")
+PHASES = ("prefill", "decode")
+
+
+class QuarantinedError(ValueError):
+    """Nothing is left to sum some messages with: every algorithm that the policy allows there summed wrongly."""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """Messages up to ``up_to_bytes`` (None: of any size) go by the first of ``algorithms``.
+
+    The others, best first, take its place when it fails the self-test; a single one was asked for by name.
+    """
+
+    up_to_bytes: int | None
+    algorithms: tuple[str, ...]
+    reason: str
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """Choices for one site and phase, by size: rising limits, the last one None."""
+
+    site: str
+    phase: str
+    choices: tuple[Choice, ...]
+    layers: tuple[int, ...] | None = None  # None: all
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """Rules for every site and phase. Where several match a layer, the first one counts."""
+
+    rules: tuple[Rule, ...]
+
+    def choices(self, site: str, layer: int, phase: str) -> tuple[Choice, ...]:
+        """By size, for one message kind of the model."""
+        for rule in self.rules:
+            if (rule.site, rule.phase) == (site, phase) and (rule.layers is None or layer in rule.layers):
+                return rule.choices
+        raise ValueError(f"the policy has no rule for {site} of layer {layer} in {phase}")
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """Every name that may come to be used, each once."""
+        names = (name for rule in self.rules for choice in rule.choices for name in choice.algorithms)
+        return tuple(dict.fromkeys(names))
+
+    def without(self, wrong: Mapping[str, str]) -> "Policy":
+        """The policy with some algorithms quarantined: ``wrong`` says of each what it did.
+
+        Raises:
+            QuarantinedError: some messages are left without an algorithm.
+        """
+        rules = (
+            msgspec.structs.replace(rule, choices=_merged([_allowed(rule, choice, wrong) for choice in rule.choices]))
+            for rule in self.rules
+        )
+        return Policy(tuple(rules))
+
+
+def fixed_policy(name: str) -> Policy:
+    """One algorithm for everything, whatever it costs and however exact it is. For tests and benches."""
+    choices = (Choice(up_to_bytes=None, algorithms=(name,), reason="for everything"),)
+    return Policy(tuple(Rule(site, phase, choices) for site in SITES for phase in PHASES))
+
+
+def _allowed(rule: Rule, choice: Choice, wrong: Mapping[str, str]) -> Choice:
+    left = tuple(name for name in choice.algorithms if name not in wrong)
+    if not left:
+        found = "; ".join(f"{name}: {wrong[name]}" for name in choice.algorithms)
+        raise QuarantinedError(
+            f"{rule.phase} messages of {rule.site} are left without an AllReduce, because the self-test found {found}. "
+            "Choose another --allreduce, or another --transport"
+        )
+    first = choice.algorithms[0]
+    if left[0] == first:
+        return msgspec.structs.replace(choice, algorithms=left)
+    reason = f"in place of {first}, which failed the self-test ({wrong[first]})"
+    return msgspec.structs.replace(choice, algorithms=left, reason=reason)
+
+
+def _merged(choices: list[Choice]) -> tuple[Choice, ...]:
+    """Neighbours that have come to the same algorithm are one choice."""
+    merged: list[Choice] = []
+    for choice in choices:
+        if merged and merged[-1].algorithms[0] == choice.algorithms[0]:
+            merged[-1] = msgspec.structs.replace(merged[-1], up_to_bytes=choice.up_to_bytes)
+        else:
+            merged.append(choice)
+    return tuple(merged)
