@@ -11,13 +11,15 @@ how it is carried out:
     code       (x - zero) * (1 / scale), clamped to 0 .. max_code, rounded to even
     decoded    code * scale + zero. The product of an 8-bit and a bfloat16 number is exact, fused or not
 
-Rounding outwards means that nothing is clipped: a number comes back within half a scale of itself (``half_step_bound``).
+Rounding outwards means that nothing is clipped: a number comes back within half a scale of itself
+(``comm.codec.Codec.max_error`` has the bound).
 
 Symmetric formats have scale = max|x| / max_level and no zero; float8 has scale = max|x| / 448 and the code e4m3(x / scale).
 Formats with spikes take the range from the group's other numbers and write the two back when decoding.
 
-A group with an inf or NaN in it, or a range beyond float32, decodes to NaN throughout: its scale (and spikes) are NaN and
-its codes 0. So a broken sum shows, and large finite numbers (above float16's 65504, say) are ordinary numbers.
+A group with an inf or NaN in it decodes to NaN throughout, and so does one whose numbers come so close to the end of
+float32 that its highest code would decode, or its spikes would round, to infinity: the scale (and spikes) are NaN, zero
+and codes 0. So a broken sum shows, and large finite numbers (above float16's 65504, say) are ordinary numbers.
 """
 
 import torch
@@ -99,17 +101,18 @@ def _to_groups(x_N: Tensor, fmt: BlockFormat) -> Tensor:
     missing = -x_N.numel() % fmt.group_elems
     if missing:
         x_N = torch.cat([x_N, x_N[-1:].expand(missing)])
-    return x_N.view(-1, fmt.group_elems)
+    return x_N.view(x_N.numel() // fmt.group_elems, fmt.group_elems)
 
 
 def _rotated(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
     """Each group times the Hadamard matrix of its size: entries +1 and -1, not scaled."""
     if not fmt.hadamard:
         return groups_GE
-    size, stride = fmt.group_elems, 1
+    num_groups, size = groups_GE.shape
+    stride = 1
     while stride < size:
-        a, b = groups_GE.view(-1, size // (2 * stride), 2, stride).unbind(2)
-        groups_GE = torch.stack([a + b, a - b], dim=2).view(-1, size)
+        a, b = groups_GE.view(num_groups, size // (2 * stride), 2, stride).unbind(2)
+        groups_GE = torch.stack([a + b, a - b], dim=2).view(num_groups, size)
         stride *= 2
     return groups_GE
 
@@ -120,53 +123,66 @@ def _unrotated(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 def _encode_groups(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
-    finite_G1 = (groups_GE.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True) < _INF_BITS
-    groups_GE = torch.where(finite_G1, groups_GE, 0.0)
-    if not fmt.has_zeros:
-        return _encode_symmetric(groups_GE, finite_G1, fmt)
-    spikes: list[Tensor] = []
-    ranged_GE = groups_GE
+    finite_G1 = _bits_of(groups_GE.abs()).amax(1, keepdim=True) < _INF_BITS
+    groups_GE = groups_GE.where(finite_G1, 0.0)
+    ranged_GE, spikes = groups_GE, None
     if fmt.spikes:
-        low_G1, high_G1 = _first(groups_GE, largest=False), _first(groups_GE, largest=True)
-        # + 0.0 makes -0 of 0: implementations differ in which zero is the smaller one.
-        values = [groups_GE.gather(1, place) + 0.0 for place in (low_G1, high_G1)]
-        spikes = [torch.where(finite_G1, _bits_of_bf16(value), _NAN_BF16) for value in values]
-        spikes += [torch.where(finite_G1, place, 0) for place in (low_G1, high_G1)]
-        places_E = torch.arange(fmt.group_elems, device=groups_GE.device)
-        ranged_GE = torch.where((places_E == low_G1) | (places_E == high_G1), torch.nan, groups_GE)
-    minimum_G1 = ranged_GE.nan_to_num(torch.inf).amin(1, keepdim=True) + 0.0
-    maximum_G1 = ranged_GE.nan_to_num(-torch.inf).amax(1, keepdim=True)
-    zero_G1 = _from_bf16(_bf16_below(minimum_G1))
-    range_G1 = maximum_G1 - zero_G1
-    finite_G1 = finite_G1 & (range_G1 < torch.inf)
-    scale_bits_G1 = _scale_bits(range_G1 / fmt.max_code)
-    inverse_G1 = 1.0 / _from_bf16(scale_bits_G1)
-    codes_GE = ((groups_GE - zero_G1) * inverse_G1).clamp(0, fmt.max_code).round().to(torch.uint8)
-    if fmt.spikes:
-        spikes[0], spikes[1] = (torch.where(finite_G1, bits, _NAN_BF16) for bits in spikes[:2])
-        spikes[2], spikes[3] = (torch.where(finite_G1, place, 0) for place in spikes[2:])
-    sections = [
-        *_planes(torch.where(finite_G1, codes_GE, 0), fmt),
-        _as_bytes(torch.where(finite_G1, scale_bits_G1, _NAN_BF16)),
-        _as_bytes(torch.where(finite_G1, _bf16_below(minimum_G1), 0)),
-        *[_as_bytes(bits) for bits in spikes[:2]],
-        *[place.to(torch.uint8).view(-1) for place in spikes[2:]],
-    ]
+        spikes = _Spikes(groups_GE)
+        finite_G1 = finite_G1 & spikes.finite_G1
+        ranged_GE = spikes.others_GE
+    if fmt.has_zeros:
+        low_G1, high_G1 = ranged_GE.amin(1, keepdim=True), ranged_GE.amax(1, keepdim=True)
+        # + 0.0 makes 0 of -0: implementations differ in which zero is the smaller one.
+        zero_bits_G1 = _bf16_below(low_G1 + 0.0)
+        zero_G1 = _from_bf16(zero_bits_G1)
+        span_G1, top = high_G1 - zero_G1, fmt.max_code
+    else:
+        zero_bits_G1, zero_G1 = None, 0.0
+        span_G1, top = groups_GE.abs().amax(1, keepdim=True), FLOAT8_MAX if fmt.float8 else fmt.max_level
+    scale_bits_G1 = _bf16_above((span_G1 / top).clamp(min=MIN_SCALE))
+    scale_G1 = _from_bf16(scale_bits_G1)
+    finite_G1 = finite_G1 & (top * scale_G1 + zero_G1 < torch.inf)
+
+    codes_GE = _codes((groups_GE - zero_G1) * (1.0 / scale_G1), fmt)
+    sections = _planes(codes_GE.where(finite_G1, 0), fmt)
+    sections.append(_as_bytes(scale_bits_G1.where(finite_G1, _NAN_BF16)))
+    if zero_bits_G1 is not None:
+        sections.append(_as_bytes(zero_bits_G1.where(finite_G1, 0)))
+    if spikes is not None:
+        sections += [_as_bytes(bits_G1.where(finite_G1, _NAN_BF16)) for bits_G1 in spikes.values_G1]
+        sections += [place_G1.where(finite_G1, 0).to(torch.uint8).view(-1) for place_G1 in spikes.places_G1]
     return torch.cat(sections)
 
 
-def _encode_symmetric(groups_GE: Tensor, finite_G1: Tensor, fmt: BlockFormat) -> Tensor:
-    magnitude_G1 = groups_GE.abs().amax(1, keepdim=True)
-    scale_bits_G1 = _scale_bits(magnitude_G1 / (FLOAT8_MAX if fmt.float8 else fmt.max_level))
-    finite_G1 = finite_G1 & (_from_bf16(scale_bits_G1) < torch.inf)
-    scaled_GE = groups_GE * (1.0 / _from_bf16(scale_bits_G1))
+def _codes(scaled_GE: Tensor, fmt: BlockFormat) -> Tensor:
+    """(G, g) uint8 from numbers in units of the scale, counted from the zero."""
     if fmt.float8:
-        codes_GE = scaled_GE.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    else:
-        level = fmt.max_level
-        codes_GE = (scaled_GE.clamp(-level, level).round() + level).to(torch.uint8)
-    scale_bits_G1 = torch.where(finite_G1, scale_bits_G1, _NAN_BF16)
-    return torch.cat([*_planes(torch.where(finite_G1, codes_GE, 0), fmt), _as_bytes(scale_bits_G1)])
+        return scaled_GE.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    if fmt.symmetric:
+        return (scaled_GE.clamp(-fmt.max_level, fmt.max_level).round() + fmt.max_level).to(torch.uint8)
+    return scaled_GE.clamp(0, fmt.max_code).round().to(torch.uint8)
+
+
+class _Spikes:
+    """The first smallest and the first largest number of each group, which may be the same one.
+
+    Attributes, minimum before maximum:
+        places_G1: two of (G, 1), where in the group.
+        values_G1: two of (G, 1), bfloat16 bits, rounded to nearest even.
+        finite_G1: (G, 1) whether both are still finite when rounded.
+        others_GE: (G, g) the groups with another number of theirs in both places.
+    """
+
+    def __init__(self, groups_GE: Tensor) -> None:
+        extremes_G1 = (groups_GE.amin(1, keepdim=True), groups_GE.amax(1, keepdim=True))
+        size = groups_GE.shape[1]
+        places_E = torch.arange(size, device=groups_GE.device)
+        self.places_G1 = [places_E.where(groups_GE == value_G1, size).amin(1, keepdim=True) for value_G1 in extremes_G1]
+        self.values_G1 = [_bits_of((value_G1 + 0.0).bfloat16().float()) >> 16 & 0xFFFF for value_G1 in extremes_G1]
+        self.finite_G1 = torch.stack([_from_bf16(bits_G1).abs() for bits_G1 in self.values_G1]).amax(0) < torch.inf
+        taken_GE = (places_E == self.places_G1[0]) | (places_E == self.places_G1[1])
+        other_G1 = groups_GE.gather(1, taken_GE.to(torch.uint8).argmin(1, keepdim=True))
+        self.others_GE = groups_GE.where(~taken_GE, other_G1)
 
 
 def _decode_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
@@ -183,7 +199,7 @@ def _decode_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
     def numbers_G1(section: int) -> Tensor:
         start = starts[num_planes + section]
         # Cloned because a message may lie at an odd address, which a 16-bit view would refuse.
-        return buf[start : start + 2 * num_groups].clone().view(torch.bfloat16).float().view(-1, 1)
+        return buf[start : start + 2 * num_groups].clone().view(torch.bfloat16).float().view(num_groups, 1)
 
     if fmt.float8:
         return codes_GE.view(torch.float8_e4m3fn).float() * numbers_G1(0)
@@ -193,14 +209,14 @@ def _decode_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
     if fmt.spikes:
         for section, values_G1 in ((-2, numbers_G1(2)), (-1, numbers_G1(3))):
             places_G = buf[starts[section] : starts[section] + num_groups]
-            groups_GE.scatter_(1, places_G.long().view(-1, 1), values_G1)
+            groups_GE.scatter_(1, places_G.long().view(num_groups, 1), values_G1)
     return groups_GE
 
 
 def _planes(codes_GE: Tensor, fmt: BlockFormat) -> list[Tensor]:
     planes = []
     for bits, shift, size in zip(fmt.plane_bits, fmt.plane_shifts, fmt.plane_bytes, strict=True):
-        fields_GSs = ((codes_GE >> shift) & (2**bits - 1)).view(-1, 8 // bits, size)
+        fields_GSs = ((codes_GE >> shift) & (2**bits - 1)).view(len(codes_GE), 8 // bits, size)
         plane_GS = fields_GSs[:, 0].clone()
         for index in range(1, 8 // bits):
             plane_GS |= fields_GSs[:, index] << (bits * index)
@@ -208,35 +224,22 @@ def _planes(codes_GE: Tensor, fmt: BlockFormat) -> list[Tensor]:
     return planes
 
 
-def _first(groups_GE: Tensor, *, largest: bool) -> Tensor:
-    """(G, 1) the first place of each group's largest (smallest) number."""
-    extreme_G1 = groups_GE.amax(1, keepdim=True) if largest else groups_GE.amin(1, keepdim=True)
-    size = groups_GE.shape[1]
-    places_E = torch.arange(size, device=groups_GE.device)
-    return torch.where(groups_GE == extreme_G1, places_E, size).amin(1, keepdim=True)
-
-
 # --- bfloat16 as the upper half of float32's bits, in int32 -------------------------------------------------------------
-
-
-def _scale_bits(quotient: Tensor) -> Tensor:
-    return _bf16_above(quotient.clamp(min=MIN_SCALE))
 
 
 def _bf16_above(value: Tensor) -> Tensor:
     """The smallest bfloat16 not below a number >= 0."""
-    return (value.view(torch.int32) + 0xFFFF) >> 16
+    return (_bits_of(value) + 0xFFFF) >> 16
 
 
 def _bf16_below(value: Tensor) -> Tensor:
     """The largest bfloat16 not above: towards zero for positive numbers, away from it for negative ones."""
-    bits = value.view(torch.int32)
-    return ((torch.where(bits < 0, bits + 0xFFFF, bits)) >> 16) & 0xFFFF
+    bits = _bits_of(value)
+    return (torch.where(bits < 0, bits + 0xFFFF, bits) >> 16) & 0xFFFF
 
 
-def _bits_of_bf16(value: Tensor) -> Tensor:
-    """Rounded to nearest even."""
-    return value.to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
+def _bits_of(value: Tensor) -> Tensor:
+    return value.view(torch.int32)
 
 
 def _from_bf16(bits: Tensor) -> Tensor:
@@ -244,4 +247,4 @@ def _from_bf16(bits: Tensor) -> Tensor:
 
 
 def _as_bytes(bits: Tensor) -> Tensor:
-    return bits.to(torch.int32).view(torch.uint8).view(-1, 4)[:, :2].reshape(-1)
+    return bits.to(torch.int16).view(-1).view(torch.uint8)
