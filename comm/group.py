@@ -18,8 +18,22 @@ from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodeGroups:
+    """The two smaller groups that a rank of a group on several nodes is in; ``comm.nodes`` opens them.
+
+    Ranks are numbered node by node, equally many on each: rank r is on node r // L, where L = ``inside.world_size``.
+    """
+
+    inside: "Group"  # the ranks of this rank's node, in order
+    across: "Group"  # the ranks that have this rank's place on every node, in order of the nodes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """This rank's membership in a group. One thread runs its collectives; any thread may read ``ledger``."""
+    """This rank's membership in a group. One thread runs its collectives; any thread may read ``ledger``.
+
+    ``nodes`` is None when the ranks are on one node, or are treated as if they were.
+    """
 
     rank: int
     world_size: int
@@ -27,10 +41,20 @@ class Group:
     timeout_s: float
     transport: Transport
     ledger: Ledger = field(default_factory=Ledger)
+    nodes: NodeGroups | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has sent to others, within and between nodes too."""
+        smaller = () if self.nodes is None else (self.nodes.inside, self.nodes.across)
+        return self.transport.bytes_sent + sum(group.bytes_sent for group in smaller)
 
     def close(self) -> None:
         """Drop the connections, without waiting for other ranks. May be called twice."""
         self.transport.close()
+        if self.nodes is not None:
+            self.nodes.inside.close()
+            self.nodes.across.close()
 
     def __enter__(self) -> Self:
         return self
@@ -49,6 +73,7 @@ def open_process_group(
     name: str = "ranks",
     interface: str | None = None,
     segment_fd: int | None = None,
+    ledger: Ledger | None = None,
 ) -> Group:
     """Join the ``topology.world_size`` processes that open the same ``name`` on the same ``store``.
 
@@ -66,6 +91,7 @@ def open_process_group(
             the store. (NCCL reads NCCL_SOCKET_IFNAME.)
         segment_fd: memory that all ranks share (``comm.segment``): CPU tensors travel through it, and over gloo only
             for the library's own all-reduce.
+        ledger: where the group's collectives are recorded; default: a new one.
     Raises:
         CollectiveTimeoutError: some ranks did not join in time; names them.
     """
@@ -73,7 +99,7 @@ def open_process_group(
         raise ValueError(f"device must be cpu or cuda, got {device}")
     if segment_fd is not None and device.type != "cpu":
         raise ValueError(f"shared memory carries CPU tensors, got device {device}")
-    ledger = Ledger()
+    ledger = ledger or Ledger()
     if topology.world_size == 1:
         transport: Transport = InProcessTransport(Meeting(1), 0, timeout_s=timeout_s)
     else:

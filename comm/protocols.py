@@ -72,6 +72,11 @@ class AllReduce(Protocol):
 
     name: str
 
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing is quantized: the only error is that of adding and of rounding sums to the dtype."""
+        ...
+
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:

@@ -25,6 +25,7 @@ class AutoAllReduce:
     """
 
     name = "auto"
+    lossless = True
 
     def __init__(self, group: Group) -> None:
         self._world_size = group.world_size

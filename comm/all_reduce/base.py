@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ class BaseAllReduce(ABC):
     contiguous tensor that belongs to the caller, the same bits on every rank and in every run. One thread per group.
     """
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(self, group: Group) -> None:
         self.rank = group.rank
@@ -41,8 +40,17 @@ class BaseAllReduce(ABC):
         sent_before = transport.bytes_sent
         ledger.begin("all_reduce", self.name, x.nbytes)
         sum_N = self._reduce(x.contiguous().view(-1))
-        ledger.end(transport.bytes_sent - sent_before)
+        ledger.end(transport.bytes_sent - sent_before, self._exact_bytes(x))
         return sum_N.view(x.shape)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the only error is that of adding and of rounding sums to the dtype: nothing is quantized."""
+        return True
+
+    def _exact_bytes(self, x: Tensor) -> int | None:
+        """What the exact algorithm of the same shape would have sent for ``x``; None: this one is exact."""
+        return None
 
     @abstractmethod
     def _reduce(self, x_N: Tensor) -> Tensor:
@@ -55,14 +63,3 @@ class BaseAllReduce(ABC):
     @abstractmethod
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
         """Elementwise bound on |result - exact sum| for the ranks' ``inputs``, float64; inf where the sum overflows."""
-
-
-def slice_lengths(num_elems: int, num_slices: int) -> list[int]:
-    """Lengths of consecutive slices: all of ceil(n / slices) elements but the last ones, which may be short or empty."""
-    length = -(-num_elems // num_slices)
-    return [max(0, min(length, num_elems - i * length)) for i in range(num_slices)]
-
-
-def as_bytes(x_N: Tensor) -> Tensor:
-    """The memory of a contiguous one-dimensional tensor as uint8, not copied."""
-    return x_N.view(torch.uint8)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tightwire.comm.all_reduce.base import BaseAllReduce, as_bytes
+from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.slices import as_bytes
 from tightwire.comm.summing import rank_order_bound, sum_in_rank_order
 
 

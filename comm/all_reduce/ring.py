@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.all_reduce.base import BaseAllReduce, as_bytes, slice_lengths
+from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.slices import as_bytes, slice_lengths
 from tightwire.comm.summing import rounded_hops_bound
 
 

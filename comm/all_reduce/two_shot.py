@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.all_reduce.base import BaseAllReduce, as_bytes, slice_lengths
+from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.slices import as_bytes, slice_lengths
 from tightwire.comm.summing import rank_order_bound, sum_in_rank_order
 
 
@@ -30,10 +31,15 @@ class TwoShotAllReduce(BaseAllReduce):
         return torch.cat(self._transport.gather(as_bytes(own_sum), lengths)).view(x_N.dtype)
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
-        if self.world_size == 1:
-            return 0
-        own = slice_lengths(num_elems, self.world_size)[self.rank]
-        return (num_elems + (self.world_size - 2) * own) * elem_bytes
+        return two_shot_bytes(self.rank, self.world_size, num_elems, elem_bytes)
 
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
         return rank_order_bound(inputs)
+
+
+def two_shot_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int) -> int:
+    """Bytes that ``rank`` sends: all slices but its own, then its own to all others."""
+    if world_size == 1:
+        return 0
+    own = slice_lengths(num_elems, world_size)[rank]
+    return (num_elems + (world_size - 2) * own) * elem_bytes

@@ -10,7 +10,7 @@ from tightwire.comm.registry import ALL_REDUCE, make_all_reduce
 def test_an_unknown_name_lists_the_known_ones() -> None:
     [group] = in_process_groups(1)
     with pytest.raises(
-        ValueError, match="unknown all-reduce 'rign'; choose one of auto, native, one-shot, ring, two-shot"
+        ValueError, match="unknown all-reduce 'rign'; choose one of auto, native, one-shot, ring, two-shot, flash-int8, "
     ):
         make_all_reduce("rign", group)
 
