@@ -1,0 +1,75 @@
+"""What a wire really carries: a bulk TCP transfer both ways at once, timed where it arrives."""
+
+import socket
+import threading
+import time
+
+_PIECE_BYTES = 1 << 20
+_WARM_UP_S = 0.3  # the congestion window opens, and the token bucket's first credit is spent
+_DEADLINE_S = 30.0  # of a single send or receive
+
+
+def line_rate(listener: socket.socket, caller: socket.socket, address: str, seconds: float) -> float:
+    """Payload bytes per second of the slower direction while both are full.
+
+    Args:
+        listener, caller: unconnected TCP sockets of the two ends; closed afterwards.
+        address: of the listener's end.
+        seconds: how long to measure, after a warm-up of 0.3 s.
+    Raises:
+        OSError: the two ends cannot reach each other, or nothing passes for half a minute.
+    """
+    with listener, caller:
+        for end in (listener, caller):
+            end.settimeout(_DEADLINE_S)
+        listener.bind((address, 0))
+        listener.listen(1)
+        caller.connect(listener.getsockname())
+        accepted, _ = listener.accept()
+        with accepted:
+            accepted.settimeout(_DEADLINE_S)
+            return min(_both_ways(caller, accepted, time.monotonic(), seconds))
+
+
+def _both_ways(one: socket.socket, other: socket.socket, start: float, seconds: float) -> list[float]:
+    rates: list[float] = []
+    errors: list[Exception] = []
+
+    def send(end: socket.socket) -> None:
+        piece = bytes(_PIECE_BYTES)
+        try:
+            while time.monotonic() < start + _WARM_UP_S + seconds:
+                end.sendall(piece)
+            end.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            errors.append(error)
+
+    def receive(end: socket.socket) -> None:
+        try:
+            rates.append(_arrivals(end, start + _WARM_UP_S))
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(end,)) for body in (send, receive) for end in (one, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return rates
+
+
+def _arrivals(end: socket.socket, start: float) -> float:
+    """Bytes per second between the first arrival after ``start`` and the last."""
+    piece = bytearray(_PIECE_BYTES)
+    count, first, last = 0, None, start
+    while num_bytes := end.recv_into(piece):
+        last = time.monotonic()
+        if first is not None:
+            count += num_bytes
+        elif last >= start:
+            first = last
+    if first is None or last <= first:
+        raise ConnectionError("the wire carried nothing long enough to be timed")
+    return count / (last - first)

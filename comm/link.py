@@ -1,0 +1,65 @@
+"""A wire by name: ``1gbit``, ``pcie3x4``, ``200mbit,latency=50us``. How fast it carries bytes, and how late.
+
+Numbers only. A wire of that kind between processes of one machine is made by ``comm.emulated_network`` (the kernel's own
+queues, as root on Linux); where that cannot be had, ``comm.transport.throttled`` slows a transport down in user space.
+"""
+
+import re
+from dataclasses import dataclass
+
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_BYTES = {"kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+# Bytes per second of one lane in one direction, line coding taken off (8b/10b, then 128b/130b, then 242/256 in flits).
+_PCIE_LANE = {1: 250e6, 2: 500e6, 3: 8e9 / 8 * 128 / 130, 4: 16e9 / 8 * 128 / 130, 5: 32e9 / 8 * 128 / 130, 6: 7.5625e9}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([a-z/]+)")
+_PCIE = re.compile(r"pcie([1-6])x(1|2|4|8|16)")
+_EXAMPLES = "200mbit, 2.5gbit, 300MB/s or pcie3x4, and if wished latency=50us after a comma"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What each node can send, and at the same time receive; and how much later it arrives."""
+
+    name: str
+    bytes_per_s: float | None  # None: as fast as the machine goes
+    latency_s: float = 0.0  # one way
+
+    def seconds(self, num_bytes: float) -> float:
+        """The time one message needs, alone on the wire."""
+        return self.latency_s + (num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+
+
+def parse_link(text: str) -> Link:
+    """A rate, a latency, or both with a comma between, in any order and case.
+
+    Rates: ``kbit mbit gbit`` (a second), ``KB/s MB/s GB/s`` (of 10**3, 10**6, 10**9) and ``pcie`` generation ``x`` lanes, which
+    is one direction's payload before packet headers. Latency: ``latency=`` with ``us``, ``ms`` or ``s``.
+
+    Raises:
+        ValueError: anything else, a part given twice, or a rate of zero.
+    """
+    rate: float | None = None
+    latency_s: float | None = None
+    for part in text.lower().replace(" ", "").split(","):
+        if part.startswith("latency=") and latency_s is None:
+            latency_s = _quantity(part.removeprefix("latency="), _SECONDS)
+            known = latency_s is not None
+        else:
+            known = rate is None and (rate := _rate(part)) is not None
+        if not known:
+            raise ValueError(f"{text!r} is not a link; write {_EXAMPLES}")
+    return Link(text.lower().replace(" ", ""), rate, latency_s or 0.0)
+
+
+def _rate(part: str) -> float | None:
+    if lanes := _PCIE.fullmatch(part):
+        return _PCIE_LANE[int(lanes[1])] * int(lanes[2])
+    bits = _quantity(part, _BITS)
+    rate = bits / 8 if bits is not None else _quantity(part, _BYTES)
+    return rate or None
+
+
+def _quantity(text: str, units: dict[str, float]) -> float | None:
+    match = _NUMBER.fullmatch(text)
+    return float(match[1]) * units[match[2]] if match and match[2] in units else None

@@ -1,0 +1,177 @@
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tightwire.comm import emulated_network
+from tightwire.comm.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
+from tightwire.comm.link import parse_link
+
+_FOLDER = Path("/run/netns")
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[EmulatedNetwork]:
+    try:
+        made = EmulatedNetwork(parse_link("80mbit"))
+    except NoEmulatedNetworkError as error:
+        pytest.skip(f"no emulated network here: {error}")
+    with made:
+        yield made
+
+
+def _namespaces(pid: int) -> list[str]:
+    return sorted(path.name for path in _FOLDER.glob(f"tightwire-{pid}-*"))
+
+
+def _interfaces() -> str:
+    return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+
+
+def test_no_byte_passes_faster_than_the_rate(network: EmulatedNetwork) -> None:
+    num_bytes, bucket_bytes = 2 << 20, 68 << 10
+    rate = network.link.bytes_per_s
+    assert rate is not None
+    first, second = network.nodes
+    with first.visit(lambda: socket.create_server((first.address, 0))) as listener:
+        place = listener.getsockname()
+        with (
+            second.visit(lambda: socket.create_connection(place, timeout=10)) as caller,
+            listener.accept()[0] as accepted,
+        ):
+            start = time.monotonic()
+            sender = threading.Thread(target=caller.sendall, args=(bytes(num_bytes),))
+            sender.start()
+            left = num_bytes
+            while left:
+                left -= len(accepted.recv(min(left, 1 << 16)))
+            seconds = time.monotonic() - start
+            sender.join()
+
+    assert seconds >= (num_bytes - bucket_bytes) / rate
+
+
+def test_the_rate_is_measured_and_what_was_made_for_it_is_gone(network: EmulatedNetwork) -> None:
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    rates = [network.measure(seconds=0.1) for _ in range(2)]
+
+    assert min(rates) > 0
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_a_node_is_not_on_the_machines_own_network(network: EmulatedNetwork) -> None:
+    first, second = network.nodes
+
+    shown = subprocess.run(first.command(["ip", "-o", "addr"]), capture_output=True, text=True, check=True).stdout
+
+    assert "wire0" in shown and first.address in shown and second.address not in shown
+    assert "wire0" not in _interfaces() and "port0" not in _interfaces()
+
+
+def test_a_thread_enters_a_node_alone(network: EmulatedNetwork) -> None:
+    own = os.stat("/proc/thread-self/ns/net").st_ino
+
+    inside = network.nodes[0].visit(lambda: os.stat("/proc/thread-self/ns/net").st_ino)
+
+    assert inside == os.stat(_FOLDER / network.nodes[0].namespace).st_ino != own
+    assert os.stat("/proc/thread-self/ns/net").st_ino == own
+
+
+def test_what_a_visit_raises_reaches_the_caller(network: EmulatedNetwork) -> None:
+    with pytest.raises(ZeroDivisionError):
+        network.nodes[0].visit(lambda: 1 // 0)
+
+
+def test_three_nodes_reach_each_other_and_nothing_stays(network: EmulatedNetwork) -> None:
+    before = _interfaces()
+    with EmulatedNetwork(parse_link("1gbit"), num_nodes=3) as three:
+        listener = three.nodes[2].visit(lambda: socket.create_server((three.nodes[2].address, 0)))
+        with listener:
+            place = listener.getsockname()
+            caller = three.nodes[0].visit(lambda: socket.create_connection(place, timeout=10))
+            caller.close()
+        assert len(_namespaces(os.getpid())) == 4 + 3
+    assert _namespaces(os.getpid()) == sorted(
+        [network._switch, *(node.namespace for node in network.nodes)]  # the fixture's own
+    )
+    assert _interfaces() == before
+
+
+_MAKER = """
+import sys, time
+from tightwire.comm.emulated_network import EmulatedNetwork
+from tightwire.comm.link import parse_link
+network = EmulatedNetwork(parse_link("1gbit"))
+print("made", network._remover.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def _start_maker() -> tuple[subprocess.Popen[str], int]:
+    maker = subprocess.Popen([sys.executable, "-c", _MAKER], stdout=subprocess.PIPE, text=True)
+    assert maker.stdout is not None
+    word, remover = maker.stdout.readline().split()
+    assert word == "made"
+    return maker, int(remover)
+
+
+def _end(maker: subprocess.Popen[str]) -> None:
+    maker.kill()
+    maker.wait(10)
+    assert maker.stdout is not None
+    maker.stdout.close()
+
+
+def test_a_killed_process_leaves_nothing_behind(network: EmulatedNetwork) -> None:
+    maker, _ = _start_maker()
+    assert len(_namespaces(maker.pid)) == 3
+
+    _end(maker)
+
+    deadline = time.monotonic() + 10
+    while _namespaces(maker.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert _namespaces(maker.pid) == []
+
+
+def test_what_two_killed_processes_left_is_swept_by_the_next(network: EmulatedNetwork) -> None:
+    maker, remover = _start_maker()
+    os.kill(remover, 9)
+    _end(maker)
+    assert len(_namespaces(maker.pid)) == 3
+
+    with EmulatedNetwork(parse_link("1gbit")):
+        assert _namespaces(maker.pid) == []
+    assert len(_namespaces(os.getpid())) == 3  # a living process keeps its own
+
+
+def test_a_step_that_fails_is_told_and_undone(network: EmulatedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _namespaces(os.getpid())
+    real_run = emulated_network._run
+    monkeypatch.setattr(
+        emulated_network, "_run", lambda *command: real_run(*("false" if word == "tc" else word for word in command))
+    )
+
+    with pytest.raises(NoEmulatedNetworkError, match="failed"):
+        EmulatedNetwork(parse_link("1gbit"))
+
+    assert _namespaces(os.getpid()) == before
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+    with pytest.raises(NoEmulatedNetworkError, match=r"only root makes network namespaces; run as root"):
+        EmulatedNetwork(parse_link("1gbit"))
+
+
+def test_one_node_is_no_network() -> None:
+    with pytest.raises(ValueError, match="2 to 64 nodes, got 1"):
+        EmulatedNetwork(parse_link("1gbit"), num_nodes=1)
