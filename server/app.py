@@ -29,7 +29,10 @@ def make_app(*, engine: EngineClient, slot: ModelSlot, http: HttpOptions) -> Fas
             says loading) the process is live but not ready, and the API answers 503.
     """
     serving = Serving(
-        engine=engine, slot=slot, http=http, metrics=Metrics(lambda: engine.stats, lambda: slot.startup_s)
+        engine=engine,
+        slot=slot,
+        http=http,
+        metrics=Metrics(lambda: engine.stats, lambda: slot.startup_s, lambda: engine.comm_setup),
     )
     app = FastAPI(
         title="Tightwire", version=__version__, description=_DESCRIPTION, redirect_slashes=False, redoc_url=None

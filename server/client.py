@@ -10,18 +10,26 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from tightwire.comm.ledger import Latency
+from tightwire.comm.trace import RankEvents
 from tightwire.server.channels import bind_receiver, connect_sender
 from tightwire.server.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
 from tightwire.server.messages import (
     AddRequest,
     CancelRequest,
+    CommSetup,
     EngineStats,
     FromRank,
+    Heartbeat,
     Output,
+    Ready,
+    Record,
+    Recorded,
     StepResult,
     Stop,
     ToEngine,
 )
+from tightwire.server.recordings import Recordings
 
 _Inbox = asyncio.Queue[Output | None]  # None: the engine is dead, the reason is in ``state``
 
@@ -33,7 +41,8 @@ class ZmqEngineClient:
         to_engine: address of rank 0's inbox.
         from_ranks: address all ranks report to; bound here.
         max_queued_requests: sequences waiting or running before new ones are refused.
-        on_report: called with everything a rank says that is not a step's result.
+        reporters: addresses of all ranks' reporters.
+        on_report: called with everything a rank says that is not a step's result or a recording.
     """
 
     def __init__(
@@ -42,18 +51,23 @@ class ZmqEngineClient:
         to_engine: str,
         from_ranks: str,
         max_queued_requests: int,
+        reporters: Sequence[str],
         on_report: Callable[[FromRank], None] = lambda message: None,
     ) -> None:
         self._max_queued_requests = max_queued_requests
         self._on_report = on_report
         self._state = EngineState(phase=Phase.LOADING, reason="starting")
         self._stats: EngineStats | None = None
+        self._comm_setup: CommSetup | None = None
+        self._comm_latencies: Sequence[Latency] = ()
         self._live: dict[str, _Inbox | None] = {}  # None: cancelled, nobody listens any more
         self._empty = asyncio.Event()
         self._empty.set()
         self._context = zmq.asyncio.Context()
         self._receiver: zmq.asyncio.Socket = bind_receiver(self._context, from_ranks)
         self._sender = connect_sender(zmq.Context(self._context), to_engine)
+        self._to_reporters = [connect_sender(zmq.Context(self._context), address) for address in reporters]
+        self._recordings = Recordings(len(reporters), self._ask_reporters)
         self._encoder = msgspec.msgpack.Encoder()
         self._receiving: asyncio.Task[None] | None = None
 
@@ -66,8 +80,8 @@ class ZmqEngineClient:
         """Stop listening and drop the sockets."""
         if self._receiving is not None:
             self._receiving.cancel()
-        self._receiver.close(linger=0)
-        self._sender.close(linger=0)
+        for socket in (self._receiver, self._sender, *self._to_reporters):
+            socket.close(linger=0)
         self._context.term()
 
     @property
@@ -77,6 +91,19 @@ class ZmqEngineClient:
     @property
     def stats(self) -> EngineStats | None:
         return self._stats
+
+    @property
+    def comm_setup(self) -> CommSetup | None:
+        return self._comm_setup
+
+    @property
+    def comm_latencies(self) -> Sequence[Latency]:
+        return self._comm_latencies
+
+    async def record_collectives(self, seconds: float) -> list[RankEvents]:
+        if self._state.phase in (Phase.LOADING, Phase.DEAD):
+            raise EngineUnavailableError(str(self._state))
+        return await self._recordings.record(seconds)
 
     @property
     def num_live(self) -> int:
@@ -93,6 +120,7 @@ class ZmqEngineClient:
                 inbox.put_nowait(None)
             self._live.clear()
             self._empty.set()
+            self._recordings.fail(str(self._state))
 
     def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
         """See ``EngineClient.submit``. Refuses at once; what is accepted is sent when the first output is asked for."""
@@ -162,6 +190,11 @@ class ZmqEngineClient:
             return  # a stream that is let go of after the end has nothing left to cancel
         self._sender.send(self._encoder.encode(message))
 
+    def _ask_reporters(self, message: Record) -> None:
+        encoded = self._encoder.encode(message)
+        for reporter in self._to_reporters:
+            reporter.send(encoded)
+
     async def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromRank)
         while True:
@@ -170,8 +203,18 @@ class ZmqEngineClient:
                 self._stats = message.stats
                 for output in message.outputs:
                     self._route(output)
+            elif isinstance(message, Recorded):
+                self._recordings.heard(message)
             else:
+                self._note(message)
                 self._on_report(message)
+
+    def _note(self, message: FromRank) -> None:
+        """Keep what rank 0 says about its collectives; the other ranks say nearly the same."""
+        if isinstance(message, Heartbeat) and message.rank == 0:
+            self._comm_latencies = message.latencies
+        elif isinstance(message, Ready) and message.rank == 0:
+            self._comm_setup = message.comm
 
     def _route(self, output: Output) -> None:
         inbox = self._live.get(output.id)

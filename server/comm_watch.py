@@ -44,12 +44,15 @@ class CommWatch:
             for key, now in end.items()
             if now.calls > (before := self._start.get(key, _zero(now))).calls
         ]
+        bytes_sent = sum(counter.bytes_sent for counter in counters)
+        exact_bytes = sum(counter.exact_bytes for counter in counters)
         return TightwireExtra(
             comm=CommReport(
                 ttft=_span(first_s - self._start_s, _seconds(self._first) - _seconds(self._start)),
                 decode=_span(end_s - first_s, _seconds(end) - _seconds(self._first)),
-                bytes_sent=sum(counter.bytes_sent for counter in counters),
-                exact_bytes=sum(counter.exact_bytes for counter in counters),
+                bytes_sent=bytes_sent,
+                exact_bytes=exact_bytes,
+                saved_bytes=exact_bytes - bytes_sent,
                 counters=counters,
             )
         )

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tightwire.server.messages import AddRequest, EngineStats, Output
+from tightwire.comm.ledger import Latency
+from tightwire.comm.trace import RankEvents
+from tightwire.server.messages import AddRequest, CommSetup, EngineStats, Output
 
 
 class Phase(enum.StrEnum):
@@ -45,6 +47,14 @@ class QueueFullError(Exception):
     """As many requests wait or run as the server accepts. HTTP 429 with Retry-After."""
 
 
+class RecordingBusyError(Exception):
+    """Collectives are being recorded for another client already. HTTP 409."""
+
+
+class RankSilentError(Exception):
+    """A rank did not send what it was asked for in time; the message names it. HTTP 504."""
+
+
 class EngineClient(Protocol):
     """What routes see of the engine."""
 
@@ -54,6 +64,25 @@ class EngineClient(Protocol):
     @property
     def stats(self) -> EngineStats | None:
         """The newest counters; None before the first step."""
+        ...
+
+    @property
+    def comm_setup(self) -> CommSetup | None:
+        """How ranks meet; None until they are ready."""
+        ...
+
+    @property
+    def comm_latencies(self) -> Sequence[Latency]:
+        """How long the newest collectives of rank 0 took, by kind; at most a second old."""
+        ...
+
+    async def record_collectives(self, seconds: float) -> list[RankEvents]:
+        """Every collective that ends in the next ``seconds``, of all ranks.
+
+        Raises:
+            EngineUnavailableError: there is no engine, or it died meanwhile.
+            RecordingBusyError, RankSilentError
+        """
         ...
 
     def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from tightwire.server.engine_client import EngineUnavailableError, QueueFullError
+from tightwire.server.engine_client import EngineUnavailableError, QueueFullError, RankSilentError, RecordingBusyError
 
 _log = logging.getLogger(__name__)
 
@@ -22,9 +22,11 @@ _UNAVAILABLE_RETRY_S = 5  # loading or restarting takes longer
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
+    409: "conflict_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 
@@ -97,6 +99,10 @@ def to_api_error(error: Exception) -> ApiError:
             return unavailable(str(error))
         case QueueFullError():
             return too_busy(str(error))
+        case RecordingBusyError():
+            return ApiError(409, str(error), code="recording_busy", headers={"Retry-After": str(_BUSY_RETRY_S)})
+        case RankSilentError():
+            return ApiError(504, str(error), code="rank_silent")
         case HTTPException():
             return _from_http_exception(error)
     _log.error("unforeseen error while answering", exc_info=error)
@@ -119,5 +125,6 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer all declared errors in the envelope; the outermost middleware does it for the undeclared."""
-    for kind in (ApiError, EngineUnavailableError, QueueFullError, HTTPException):
+    seams_own = (EngineUnavailableError, QueueFullError, RecordingBusyError, RankSilentError)
+    for kind in (ApiError, *seams_own, HTTPException):
         app.add_exception_handler(kind, _answer_error)

@@ -1,11 +1,13 @@
 """What the HTTP process and the rank processes say to each other: msgspec structs over zmq, nothing pickled.
 
 Channels, all local to one server: HTTP process -> rank 0 (``ToEngine``), every rank -> HTTP process (``FromRank``),
-rank 0 -> ranks 1.. (``ToFollower``).
+rank 0 -> ranks 1.. (``ToFollower``), HTTP process -> every rank's reporter, which answers while the rank computes or
+hangs (``ToReporter``).
 """
 
 import msgspec
 
+from tightwire.comm.ledger import Event, Latency
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.step import StepPlan
 
@@ -32,8 +34,20 @@ class StopFollowing(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """``Stop`` for a follower, in the array form of ``StepPlan``, because a union cannot mix the two forms."""
 
 
+class Record(msgspec.Struct, frozen=True, tag=True):
+    """Record every collective for so long and send them as ``Recorded``; ends a recording that is under way."""
+
+    id: int
+    seconds: float
+
+
+class Hush(msgspec.Struct, frozen=True, tag=True):
+    """To a reporter by its own process: no more heartbeats."""
+
+
 ToEngine = AddRequest | CancelRequest | Stop
 ToFollower = StepPlan | StopFollowing
+ToReporter = Record | Hush
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -147,12 +161,27 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sent about twice a second from a thread of its own. ``doing`` names the stage, or the step and collective."""
+    """Sent about twice a second from a thread of its own.
+
+    ``doing`` names the stage or step, and the collective that runs now or the one that ended last.
+    """
 
     rank: int
     step: int
     doing: str
     busy_s: float  # how long it has been doing it; 0 when idle
+    num_collectives: int = 0  # begun since start; all ranks run the same ones, so the one with the fewest is behind
+    latencies: list[Latency] = []
+
+
+class Recorded(msgspec.Struct, frozen=True, tag=True):
+    """Collectives of one rank in order, for the ``Record`` of that id; more follow until ``last``."""
+
+    rank: int
+    id: int
+    events: list[Event]
+    clock: str  # which clock their times are on (``comm.trace.clock_name``)
+    last: bool
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -168,4 +197,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     symptom: bool = False
 
 
-FromRank = StepResult | Stage | Ready | Heartbeat | Failed
+FromRank = StepResult | Stage | Ready | Heartbeat | Recorded | Failed

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from tightwire.server.messages import EngineStats
+from tightwire.server.messages import CommSetup, EngineStats
 
 # Seconds. A laptop takes 0.1 s per token and a minute per answer; a GPU is a hundred times faster.
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -22,7 +22,10 @@ class Metrics:
     """``outcome`` of a sequence: stop, length, cancelled, error, or refused (queue full, not ready)."""
 
     def __init__(
-        self, stats: Callable[[], EngineStats | None], startup_s: Callable[[], float | None] = lambda: None
+        self,
+        stats: Callable[[], EngineStats | None],
+        startup_s: Callable[[], float | None] = lambda: None,
+        comm_setup: Callable[[], CommSetup | None] = lambda: None,
     ) -> None:
         self.registry = CollectorRegistry()
         self.time_to_first_token = self._histogram(
@@ -44,6 +47,7 @@ class Metrics:
             self.requests.labels(outcome)  # present from the start, so that a rate can be taken
         self.registry.register(_EngineCollector(stats))
         self.registry.register(_StartupCollector(startup_s))
+        self.registry.register(_SelfTestCollector(comm_setup))
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The page and its content type, as the scraper's Accept header wants it."""
@@ -126,13 +130,36 @@ class _StartupCollector(Collector):
             yield GaugeMetricFamily("tightwire_startup_seconds", "From the process's start to ready", seconds)
 
 
+class _SelfTestCollector(Collector):
+    """A gauge for each AllReduce that the start-up check has seen; none until the ranks are ready."""
+
+    def __init__(self, comm_setup: Callable[[], CommSetup | None]) -> None:
+        self._comm_setup = comm_setup
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "tightwire_comm_selftest_ok",
+            "1: the AllReduce gave the right sum at start-up; 0: it did not and is never used",
+            labels=["algorithm"],
+        )
+        setup = self._comm_setup()
+        for verdict in setup.self_test if setup else []:
+            family.add_metric([verdict.algorithm], float(verdict.ok))
+        yield family
+
+
 def _comm_metrics(stats: EngineStats) -> Iterator[Metric]:
     labels = ["op", "algorithm", "phase"]
     seconds = SummaryMetricFamily("tightwire_comm_seconds", "Time of rank 0 in collectives, and calls", labels=labels)
     sent = CounterMetricFamily("tightwire_comm_bytes", "Bytes rank 0 sent in collectives", labels=labels)
+    exact = CounterMetricFamily(
+        "tightwire_comm_exact_bytes", "Bytes rank 0 would have sent with nothing quantized", labels=labels
+    )
     for count in stats.comm:
         values = [count.op, count.algorithm, count.phase]
         seconds.add_metric(values, count_value=count.calls, sum_value=count.seconds)
         sent.add_metric(values, count.bytes_sent)
+        exact.add_metric(values, count.exact_bytes)
     yield seconds
     yield sent
+    yield exact

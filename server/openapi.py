@@ -28,16 +28,19 @@ _ANSWERS: tuple[type[msgspec.Struct], ...] = (
     responses.Detokenized,
     responses.Health,
     responses.CommPolicy,
+    responses.ChromeTrace,
 )
 _ERRORS = {
     400: "The request cannot be served as it stands; `param` names the field.",
     401: "The API key is missing or wrong.",
     404: "No such model, or no such route.",
+    409: "What was asked for is being done for someone else; Retry-After says when to try again.",
     413: "The body is larger than the server accepts.",
     415: "The body is not JSON by its Content-Type.",
     429: "As many requests wait or run as the server accepts; Retry-After says when to try again.",
     500: "The server made a mistake.",
     503: "The model is loading, the server is shutting down, or the engine died.",
+    504: "A rank did not answer in time; the message names it.",
 }
 
 

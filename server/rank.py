@@ -34,7 +34,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     with reporter.stage("join"):
         store = _open_store(identity, work.config.parallel.comm_timeout_s)
         group = _join(identity, work, store)
-        reporter.current_collective = group.ledger.current
+        reporter.ledger = group.ledger
     try:
         with reporter.stage("weights") as progress:
             runner = _load(checkpoint, layout, group, work, progress)

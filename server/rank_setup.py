@@ -17,6 +17,7 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int
     to_parent: str  # zmq address that every rank reports to
     inboxes: tuple[str, ...]  # zmq address of each rank's own inbox; rank 0 sends plans to those of the others
+    reporter: str  # zmq address where this rank's reporter listens to the parent
     store_port: int  # of the rendezvous store, on the loopback interface
     store_fd: int | None  # rank 0 only: the socket that already listens on that port
     segment_fd: int | None  # memory that all ranks share; None where that cannot be had

@@ -40,6 +40,7 @@ class RankedEngine:
         self.client = ZmqEngineClient(
             to_engine=self._ranks.inboxes[0],
             from_ranks=self._ranks.to_parent,
+            reporters=self._ranks.reporters,
             max_queued_requests=config.http.max_queued_requests,
             on_report=self._hear,
         )

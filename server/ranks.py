@@ -36,6 +36,7 @@ class Ranks:
     def __init__(self, world_size: int, command: Sequence[str] = WORKER) -> None:
         self.to_parent = make_address("parent")
         self.inboxes = tuple(make_address(f"rank{rank}") for rank in range(world_size))
+        self.reporters = tuple(make_address(f"reporter{rank}") for rank in range(world_size))
         self._processes: list[subprocess.Popen[bytes]] = []
         # The store's socket listens before any rank runs, so that none can come too early or find the port taken.
         segment_fd = make_segment(world_size) if world_size > 1 and why_unusable() is None else None
@@ -64,6 +65,7 @@ class Ranks:
             parent_pid=os.getpid(),
             to_parent=self.to_parent,
             inboxes=self.inboxes,
+            reporter=self.reporters[rank],
             store_port=listener.getsockname()[1],
             store_fd=listener.fileno() if rank == 0 else None,
             segment_fd=segment_fd,

@@ -1,7 +1,8 @@
 """A rank's voice: messages to the parent, and a heartbeat that goes on while the rank computes or hangs.
 
-The heartbeat has a thread and a socket of its own (zmq sockets belong to one thread). It says what the rank is doing
-and for how long, so that the parent can tell slow from stuck and name the collective that did not come back.
+The heartbeat has a thread and sockets of its own (zmq sockets belong to one thread). It says what the rank is doing
+and for how long, so that the parent can tell slow from stuck and name the collective that did not come back. The same
+thread answers the parent's wish for a recording of all collectives.
 """
 
 import contextlib
@@ -12,8 +13,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import zmq
 
-from tightwire.server.channels import connect_sender
-from tightwire.server.messages import FromRank, Heartbeat, Stage
+from tightwire.comm.ledger import Ledger
+from tightwire.server.channels import bind_receiver, connect_sender
+from tightwire.server.messages import FromRank, Heartbeat, Hush, Recorded, Stage, ToReporter
+from tightwire.server.recorder import Recorder
 
 HEARTBEAT_PERIOD_S = 0.5
 _LINGER_MS = 2000  # the last words of a failing rank
@@ -21,29 +24,30 @@ _MIN_PROGRESS_STEP = 0.02
 
 
 class Reporter:
-    """Sends to the parent. All methods but the heartbeat's own are for the rank's main thread.
+    """Sends to the parent. All methods are for the rank's main thread.
 
-    ``current_collective`` may be set to ``group.ledger.current`` once there is a group.
+    ``ledger`` is to be the group's once there is a group. ``inbox``: the address where the parent asks for recordings.
     """
 
-    def __init__(self, rank: int, address: str) -> None:
+    def __init__(self, rank: int, address: str, inbox: str) -> None:
         self.rank = rank
-        self.current_collective: Callable[[], str | None] = lambda: None
+        self.ledger = Ledger()
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
         self._socket = connect_sender(self._context, address)
+        self._inbox_address = inbox
         self._activity: tuple[str, int, float | None] = ("starting", -1, time.monotonic())
-        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(address,), name="heartbeat", daemon=True)
         self._thread.start()
 
     @property
     def doing(self) -> str:
-        """What this rank does now, in words: the stage or step, and the collective inside it."""
+        """What this rank does now, in words: the stage or step, and the collective it is in or the one before."""
         doing, step, _ = self._activity
-        collective = self.current_collective()
         words = doing if step < 0 else f"{doing} {step}"
-        return f"{words}: {collective}" if collective else words
+        if current := self.ledger.current():
+            return f"{words}: {current}"
+        return f"{words}, after {last}" if (last := self.ledger.last()) else words
 
     def begin(self, doing: str, step: int = -1) -> None:
         """From now on this rank does ``doing``; a step of the engine gives its number."""
@@ -76,19 +80,46 @@ class Reporter:
 
     def close(self) -> None:
         """Send what is queued, for at most two seconds."""
-        self._closing.set()
+        waker = connect_sender(self._context, self._inbox_address)
+        waker.send(self._encoder.encode(Hush()))
         self._thread.join(timeout=2 * HEARTBEAT_PERIOD_S)
+        waker.close(linger=0)
         self._socket.close(linger=_LINGER_MS)
         if not self._thread.is_alive():
             self._context.term()
 
     def _beat(self, address: str) -> None:
-        socket = connect_sender(self._context, address)
-        encoder = msgspec.msgpack.Encoder()
-        while True:
-            _, step, since = self._activity
-            busy_s = 0.0 if since is None else time.monotonic() - since
-            socket.send(encoder.encode(Heartbeat(rank=self.rank, step=step, doing=self.doing, busy_s=busy_s)))
-            if self._closing.wait(HEARTBEAT_PERIOD_S):
-                socket.close(linger=0)
-                return
+        encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToReporter)
+        with (
+            connect_sender(self._context, address) as socket,
+            bind_receiver(self._context, self._inbox_address) as inbox,
+        ):
+
+            def send(message: Heartbeat | Recorded) -> None:
+                socket.send(encoder.encode(message))
+
+            recorder = Recorder(self.rank, send)
+            next_beat_s = time.monotonic()
+            while True:
+                if time.monotonic() >= next_beat_s:
+                    send(self._heartbeat())
+                    next_beat_s = time.monotonic() + HEARTBEAT_PERIOD_S
+                recorder.pump(time.monotonic())
+                wake_s = min(next_beat_s, recorder.end_s or next_beat_s)
+                if not inbox.poll(max(0, round(1000 * (wake_s - time.monotonic())) + 1)):
+                    continue
+                message = decoder.decode(inbox.recv())
+                if isinstance(message, Hush):
+                    return
+                recorder.start(message, self.ledger, time.monotonic())
+
+    def _heartbeat(self) -> Heartbeat:
+        _, step, since = self._activity
+        return Heartbeat(
+            rank=self.rank,
+            step=step,
+            doing=self.doing,
+            busy_s=0.0 if since is None else time.monotonic() - since,
+            num_collectives=self.ledger.number,
+            latencies=self.ledger.latencies(),
+        )

@@ -3,7 +3,11 @@
 ``UNSET`` fields are left out of the JSON; ``None`` is written as null where OpenAI writes it.
 """
 
+from typing import Any
+
 from msgspec import UNSET, Struct, UnsetType
+
+from tightwire.server.messages import CommChoice, SelfTestVerdict
 
 
 class Usage(Struct, frozen=True):
@@ -15,14 +19,18 @@ class Usage(Struct, frozen=True):
 
 
 class CommTotals(Struct, frozen=True):
+    """Collectives of one kind on rank 0. ``exact_bytes``: what they would have sent with nothing quantized;
+    ``message_bytes``: of the tensors given to them; ``seconds`` includes waiting for slower ranks.
+    """
+
     op: str
     algorithm: str
     phase: str
     calls: int
     bytes_sent: int
-    exact_bytes: int  # what the same collectives would have sent unquantized
+    exact_bytes: int
     seconds: float
-    message_bytes: int  # of the tensors given to them
+    message_bytes: int
 
 
 class CommSpan(Struct, frozen=True):
@@ -36,13 +44,16 @@ class CommSpan(Struct, frozen=True):
 class CommReport(Struct, frozen=True):
     """What rank 0 exchanged in the steps this request lived through.
 
-    ``shared`` is always true: a step serves all running requests at once, so others' tokens are in these numbers too.
+    ``bytes_sent`` and ``exact_bytes`` (what the same collectives would have sent with nothing quantized) are the sums
+    over ``counters``, ``saved_bytes`` is their difference. ``shared`` is always true: a step serves all running
+    requests at once, so others' tokens are in these numbers too.
     """
 
     ttft: CommSpan
     decode: CommSpan
     bytes_sent: int
     exact_bytes: int
+    saved_bytes: int
     counters: list[CommTotals]
     shared: bool = True
 
@@ -186,11 +197,51 @@ class Health(Struct):
     reason: str = ""
 
 
+class CommCost(Struct, frozen=True):
+    """Collectives of one kind on rank 0 since start: totals as in CommTotals, and what one of them took.
+
+    ``p50_us`` and ``p99_us`` are of the newest 512 at most, the warm-up included; null until they are known.
+    ``algbw_gb_per_s``: gigabytes of message a second, null where no time was taken. On CUDA times are those to enqueue.
+    """
+
+    op: str
+    algorithm: str
+    phase: str
+    calls: int
+    bytes_sent: int
+    exact_bytes: int
+    seconds: float
+    message_bytes: int
+    mean_us: float | None
+    p50_us: float | None
+    p99_us: float | None
+    algbw_gb_per_s: float | None
+
+
 class CommPolicy(Struct):
-    """Which algorithm sums the ranks' parts, and what rank 0 has exchanged since start."""
+    """How the ranks sum their parts and why, and what rank 0 has exchanged since start.
+
+    ``choices``: the policy in force, the first line of a site and phase whose ``up_to_bytes`` the message does not
+    exceed. ``self_test``: what the check at start-up found; an algorithm that is not ``ok`` is never used.
+    ``saved_bytes``: what quantizing kept off the wire, ``exact_bytes`` less ``bytes_sent``.
+    """
 
     algorithm: str
     transport: str
     tp: int
+    num_nodes: int
+    choices: list[CommChoice]
+    self_test: list[SelfTestVerdict]
     num_steps: int
-    counters: list[CommTotals]
+    bytes_sent: int
+    exact_bytes: int
+    saved_bytes: int
+    counters: list[CommCost]
+
+
+class ChromeTrace(Struct):
+    """Every collective of every rank, as https://ui.perfetto.dev opens it; times in microseconds."""
+
+    traceEvents: list[dict[str, Any]]
+    displayTimeUnit: str
+    otherData: dict[str, Any]

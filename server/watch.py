@@ -25,6 +25,7 @@ class _Rank:
     doing: str = "starting"
     step: int = -1
     busy_s: float = 0.0
+    num_collectives: int = 0
     exit_code: int | None = None
     failed: Failed | None = None
 
@@ -54,10 +55,12 @@ class Watch:
             rank = self._ranks[message.rank]
             rank.heard = self._clock()
             rank.doing, rank.step, rank.busy_s = message.doing, message.step, message.busy_s
+            rank.num_collectives = message.num_collectives
         elif isinstance(message, Ready):
             self._ranks[message.rank].doing = "idle"  # until the next heartbeat says more
         elif isinstance(message, Failed):
-            self._ranks[message.rank].failed = message
+            rank = self._ranks[message.rank]
+            rank.failed, rank.doing = message, message.doing
 
     def exited(self, rank: int, exit_code: int) -> None:
         self._ranks[rank].exit_code = exit_code
@@ -121,13 +124,19 @@ class Watch:
     def _hung(self, now: float) -> tuple[int, str] | None:
         if not self.serving:
             return None
-        for number, rank in enumerate(self._ranks):
-            if rank.step >= 0 and rank.busy_s > self._step_timeout_s:
-                return number, f"has been at one step for {rank.busy_s:.0f} s: {rank.doing}"
-        return None
+        hung = [
+            (rank.num_collectives, number)
+            for number, rank in enumerate(self._ranks)
+            if rank.step >= 0 and rank.busy_s > self._step_timeout_s
+        ]
+        if not hung:
+            return None
+        _, number = min(hung)  # the others wait for the one that has begun the fewest collectives
+        rank = self._ranks[number]
+        return number, f"has been at one step for {rank.busy_s:.0f} s: {rank.doing}"
 
     def _others(self, number: int) -> str:
-        """What the other ranks last said they were doing."""
+        """What the other ranks last said they were doing, each with its newest collective."""
         others = [f"rank {n}: {rank.doing}" for n, rank in enumerate(self._ranks) if n != number]
         return f" ({'; '.join(others)})" if others else ""
 

@@ -33,7 +33,7 @@ def main(body: str = "tightwire.server.rank:run") -> int:
     logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {identity.rank} %(name)s: %(message)s")
     work: queue.SimpleQueue[RankWork] = queue.SimpleQueue()
     threading.Thread(target=_listen_to_parent, args=(work,), daemon=True).start()
-    reporter = Reporter(identity.rank, identity.to_parent)
+    reporter = Reporter(identity.rank, identity.to_parent, identity.reporter)
     try:
         with reporter.stage("import"):
             module, function = body.split(":")

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 import uvicorn
 from fastapi import FastAPI
 
+from tightwire.comm.ledger import Event, Latency
+from tightwire.comm.trace import RankEvents
 from tightwire.model.byte_tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, byte_backend
 from tightwire.model.tokenizer import Tokenizer
 from tightwire.server.app import make_app
 from tightwire.server.config import HttpOptions
 from tightwire.server.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
-from tightwire.server.messages import AddRequest, CommCount, EngineStats, Output, TokenLogprob
+from tightwire.server.messages import AddRequest, CommCount, CommSetup, EngineStats, Output, TokenLogprob
 from tightwire.server.served_model import ModelInfo, ModelSlot
 
 VOCAB_SIZE = 304
@@ -57,6 +59,16 @@ class FakeEngine:
     live: set[str] = field(default_factory=set)
     num_outputs: int = 0
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
+    comm_setup: CommSetup | None = None
+    comm_latencies: Sequence[Latency] = (Latency("all_reduce", "native", "decode", 3.0, 9.0),)
+    recordings: list[float] = field(default_factory=list)
+
+    async def record_collectives(self, seconds: float) -> list[RankEvents]:
+        if self.state.phase is not Phase.READY:
+            raise EngineUnavailableError(self.state.reason)
+        self.recordings.append(seconds)
+        event = Event("all_reduce", "native", "decode", "", 7, 1152, 1152, 1152, 2.0, 0.001)
+        return [RankEvents(rank=rank, clock="host", events=[event]) for rank in range(2)]
 
     @property
     def stats(self) -> EngineStats:

@@ -19,8 +19,11 @@ def tell(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
 
 def sleep(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     """A step that does not end."""
-    reporter.current_collective = lambda: "all_reduce ring 8 B, #3, 0.1 s"
     reporter.begin("step", 4)
+    for number in range(3):
+        reporter.ledger.begin("all_reduce", "ring", 8)
+        if number < 2:
+            reporter.ledger.end(8)
     time.sleep(600)
 
 

@@ -73,7 +73,7 @@ async def reports() -> list[FromRank]:
 @pytest.fixture
 async def client(addresses: tuple[str, str], reports: list[FromRank]) -> AsyncIterator[ZmqEngineClient]:
     client = ZmqEngineClient(
-        to_engine=addresses[0], from_ranks=addresses[1], max_queued_requests=4, on_report=reports.append
+        to_engine=addresses[0], from_ranks=addresses[1], reporters=[], max_queued_requests=4, on_report=reports.append
     )
     client.open()
     client.set_phase(Phase.READY)

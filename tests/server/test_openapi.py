@@ -52,6 +52,7 @@ def test_every_route_and_error_is_described() -> None:
         "/health/ready",
         "/metrics",
         "/comm",
+        "/comm/trace",
     }
     responses = page["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert set(responses) == {"200", "400", "401", "404", "413", "415", "429", "500", "503"}

@@ -82,7 +82,9 @@ def test_a_rank_is_told_its_work_and_ends_by_itself(parent: Parent) -> None:
 def test_heartbeats_say_what_a_busy_rank_does(parent: Parent) -> None:
     parent.ranks.hand_out(WORK)
     beat = parent.hear(Heartbeat, lambda beat: beat.step == 4 and beat.busy_s > 0.5)
-    assert beat.doing == "step 4: all_reduce ring 8 B, #3, 0.1 s"
+    assert beat.doing.startswith("step 4: all_reduce ring 8 B, #3, ")
+    assert beat.num_collectives == 3
+    assert [latency[:3] for latency in beat.latencies] == [("all_reduce", "ring", "")]
 
 
 @pytest.mark.parametrize(
