@@ -3,12 +3,14 @@
 ``open_process_group`` joins processes over torch.distributed; ``in_process_groups`` makes ranks of threads, for tests.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from tightwire.comm.failure_notes import FailureNotes
 from tightwire.comm.ledger import Ledger
 from tightwire.comm.protocols import Transport
 from tightwire.comm.rendezvous import join
@@ -22,10 +24,12 @@ class NodeGroups:
     """The two smaller groups that a rank of a group on several nodes is in; ``comm.nodes`` opens them.
 
     Ranks are numbered node by node, equally many on each: rank r is on node r // L, where L = ``inside.world_size``.
+    Both record in the whole group's ledger, and both number their ranks from 0.
     """
 
     inside: "Group"  # the ranks of this rank's node, in order
     across: "Group"  # the ranks that have this rank's place on every node, in order of the nodes
+    notes: FailureNotes | None = None  # of the whole group, where ranks are processes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,12 +136,11 @@ def open_process_group(
     )
 
 
-def in_process_groups(world_size: int, timeout_s: float = 30.0) -> list[Group]:
-    """One group per rank, all in this process; give each to a thread of its own."""
+def in_process_groups(world_size: int, timeout_s: float = 30.0, ledgers: Sequence[Ledger] | None = None) -> list[Group]:
+    """One group per rank, all in this process; give each to a thread of its own. ``ledgers``: by rank, default new ones."""
     meeting = Meeting(world_size)
     groups = []
-    for rank in range(world_size):
-        ledger = Ledger()
+    for rank, ledger in enumerate(ledgers or [Ledger() for _ in range(world_size)]):
         transport = InProcessTransport(meeting, rank, timeout_s=timeout_s, describe=ledger.current)
         groups.append(
             Group(

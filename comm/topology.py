@@ -1,4 +1,4 @@
-"""Which rank this process is. The only reader of RANK, WORLD_SIZE and LOCAL_RANK in the project.
+"""Which rank this process is, and on which node. The only reader of RANK, WORLD_SIZE and the LOCAL_ variables here.
 
 Knows numbers only: no sockets, no devices. Ranks never come from a device count, because several ranks may share one
 device and one rank may have none.
@@ -11,11 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """``rank`` of ``world_size``; ``local_rank`` counts the ranks of this host and picks the device."""
+    """``rank`` of ``world_size``; ``local_rank`` counts the ranks of this host and picks the device.
+
+    The ranks are on ``num_nodes`` nodes, numbered node by node and equally many on each. A node is whatever is better
+    joined inside than to the others: a host, a socket, or half of one host's ranks for the sake of trying.
+    """
 
     rank: int
     world_size: int
     local_rank: int = -1  # -1: all ranks are on this host, so it is the rank itself
+    num_nodes: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -26,19 +31,55 @@ class Topology:
             object.__setattr__(self, "local_rank", self.rank)
         if not 0 <= self.local_rank <= self.rank:
             raise ValueError(f"local_rank must be 0 to the rank ({self.rank}), got {self.local_rank}")
+        if not 1 <= self.num_nodes <= self.world_size or self.world_size % self.num_nodes:
+            even = [str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0]
+            raise ValueError(
+                f"{self.world_size} ranks cannot be on {self.num_nodes} nodes, equally many on each; the number of nodes "
+                f"may be {', '.join(even)}"
+            )
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.world_size // self.num_nodes
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node."""
+        return self.rank // self.ranks_per_node
+
+    @property
+    def node_rank(self) -> int:
+        """This rank's place on its node."""
+        return self.rank % self.ranks_per_node
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Topology":
         """What torchrun (or any launcher that sets the same variables) says this process is; alone when it says nothing.
 
+        LOCAL_WORLD_SIZE, when set, tells how many ranks a node has, and so how many nodes there are.
+
         Raises:
-            ValueError: only one of RANK and WORLD_SIZE is set, or a variable is not a number in range.
+            ValueError: only one of RANK and WORLD_SIZE is set, a variable is not a number in range, or the nodes have
+                unlike numbers of ranks or share them out in another order than node by node.
         """
         if "RANK" not in environment and "WORLD_SIZE" not in environment:
             return cls(0, 1)
         rank, world_size = _read(environment, "RANK"), _read(environment, "WORLD_SIZE")
         local_rank = _read(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else -1
-        return cls(rank, world_size, local_rank)
+        if "LOCAL_WORLD_SIZE" not in environment:
+            return cls(rank, world_size, local_rank)
+        per_node = _read(environment, "LOCAL_WORLD_SIZE")
+        if per_node < 1 or world_size % per_node:
+            raise ValueError(
+                f"this node has LOCAL_WORLD_SIZE={per_node} of {world_size} ranks, so nodes are uneven; start equally "
+                "many ranks on every node"
+            )
+        if local_rank not in (-1, rank % per_node):
+            raise ValueError(
+                f"rank {rank} has LOCAL_RANK={local_rank} with {per_node} ranks on a node; ranks must be numbered node by "
+                f"node, which would make it {rank % per_node}"
+            )
+        return cls(rank, world_size, rank % per_node, world_size // per_node)
 
 
 def _read(environment: Mapping[str, str], name: str) -> int:

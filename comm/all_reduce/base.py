@@ -23,6 +23,7 @@ class BaseAllReduce(ABC):
         self.rank = group.rank
         self.world_size = group.world_size
         self._transport = group.transport
+        self._counter = group.transport if group.nodes is None else group  # of bytes sent
         self._ledger = group.ledger
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -36,11 +37,11 @@ class BaseAllReduce(ABC):
             raise TypeError(f"all_reduce sums {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert it first")
         if self.world_size == 1 or x.numel() == 0:
             return x.clone(memory_format=torch.contiguous_format)
-        transport, ledger = self._transport, self._ledger
-        sent_before = transport.bytes_sent
+        counter, ledger = self._counter, self._ledger
+        sent_before = counter.bytes_sent
         ledger.begin("all_reduce", self.name, x.nbytes)
         sum_N = self._reduce(x.contiguous().view(-1))
-        ledger.end(transport.bytes_sent - sent_before, self._exact_bytes(x))
+        ledger.end(counter.bytes_sent - sent_before, self._exact_bytes(x))
         return sum_N.view(x.shape)
 
     @property

@@ -14,6 +14,7 @@ from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.codec import Codec, parse_codec
 from tightwire.comm.group import Group
 from tightwire.comm.legs import exchange_encoded, gather_decoded, sum_and_encode, sum_encoded
+from tightwire.comm.nodes import run_leg
 from tightwire.comm.slices import slice_lengths
 from tightwire.comm.summing import (
     adding_bound,
@@ -45,31 +46,31 @@ class HierarchicalAllReduce(BaseAllReduce):
     def __init__(self, group: Group, codec: Codec = _EXACT, name: str = "hierarchical") -> None:
         super().__init__(group)
         self.name = name
-        self._nodes = group.nodes
-        self._codec = _EXACT if group.nodes is None else codec
+        self._group = group
         self._inside = group if group.nodes is None else group.nodes.inside
         self._across = None if group.nodes is None else group.nodes.across
+        self._codec = _EXACT if group.nodes is None else codec
 
     @property
     def lossless(self) -> bool:
         return self._codec.exact
 
     def _reduce(self, x_N: Tensor) -> Tensor:
-        dtype, inside = x_N.dtype, self._inside.transport
+        group, inside, dtype = self._group, self._inside, x_N.dtype
         lengths = self._slices_inside(x_N.numel())
         own = lengths[inside.rank]
-        received = exchange_encoded(inside, x_N, lengths, _EXACT)
+        received = run_leg(group, inside, exchange_encoded, inside.transport, x_N, lengths, _EXACT)
         if self._across is None:
             sum_N = sum_and_encode(received, own, _EXACT, _EXACT, dtype)
-        else:
+        elif own:
             node_sum_N = sum_encoded(received, own, _EXACT, dtype)
-            sum_N = self._sum_nodes(self._across, node_sum_N, dtype).view(torch.uint8)
-        return gather_decoded(inside, sum_N, lengths, _EXACT, dtype)
+            sum_N = run_leg(group, self._across, self._sum_nodes, self._across, node_sum_N, dtype).view(torch.uint8)
+        else:
+            sum_N = x_N.new_empty(0, dtype=torch.uint8)
+        return run_leg(group, inside, gather_decoded, inside.transport, sum_N, lengths, _EXACT, dtype)
 
     def _sum_nodes(self, across: Group, node_sum_N: Tensor, dtype: torch.dtype) -> Tensor:
         """The sum over nodes of the float32 ``node_sum_N``, in ``dtype``."""
-        if node_sum_N.numel() == 0:
-            return node_sum_N.to(dtype)
         codec, transport = self._codec, across.transport
         lengths = self._slices_across(node_sum_N.numel())
         part_N = node_sum_N.to(dtype) if codec.exact else node_sum_N
