@@ -19,6 +19,10 @@ class PeerLostError(CommError):
     """The connection to some ranks broke: their processes died or closed the group. ``ranks`` names them."""
 
 
+class CollectiveMismatchError(CommError):
+    """The ranks called unlike collectives: another operation, shape or dtype. ``ranks`` are those unlike most."""
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """``rank 2`` or ``ranks 1 and 3``, for messages."""
     names = [str(rank) for rank in sorted(ranks)]

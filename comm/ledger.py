@@ -65,7 +65,7 @@ class Event(NamedTuple):
     finished: bool = True
 
 
-_Begun = tuple[
+Begun = tuple[
     str, str, int, int, float
 ]  # op, algorithm, message bytes, number, start; a NamedTuple takes twice as long
 
@@ -93,8 +93,8 @@ class Ledger:
         self.site = ""
         self._totals: dict[tuple[str, str, str], _Totals] = {}
         self._number = 0
-        self._current: _Begun | None = None
-        self._last: _Begun | None = None
+        self._current: Begun | None = None
+        self._last: Begun | None = None
         self._events: deque[Event] | None = None
 
     def begin(self, op: str, algorithm: str, num_bytes: int) -> None:
@@ -153,6 +153,11 @@ class Ledger:
         """How many collectives have been begun. Ranks run the same ones, so the rank with the fewest is behind."""
         return self._number
 
+    @property
+    def begun(self) -> Begun | None:
+        """The collective that runs now: op, algorithm, bytes, number, start. One object as long as it runs."""
+        return self._current
+
     def current(self) -> str | None:
         """The collective that runs now, such as ``all_reduce ring 1152 B, #523, 0.4 s``; None between collectives."""
         begun = self._current
@@ -190,6 +195,6 @@ class Ledger:
         return events
 
 
-def _words(begun: _Begun) -> str:
+def _words(begun: Begun) -> str:
     op, algorithm, num_bytes, number, _ = begun
     return f"{op} {algorithm} {num_bytes} B, #{number}"
