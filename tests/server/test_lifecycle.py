@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import faulty_server
+import httpx
 import pytest
 from server_process import START_S, ServerProcess, Streaming, complete, get, is_alive, wait_until
 from tiny import make_tiny
@@ -79,6 +80,24 @@ def test_ready_means_that_a_request_is_answered_and_sigterm_ends_it_all(start: S
     assert len(re.findall(r"rank [01]: .* of weights, at most \d+(\.\d)?MiB of host memory", server.log)) == 2
 
 
+def test_a_trace_holds_the_same_collectives_of_both_ranks(start: Start) -> None:
+    server = start()
+    url = server.wait_ready()
+    streaming = Streaming(url, ENDLESS)
+    page = httpx.get(f"{url}/comm/trace?seconds=0.5", timeout=30, trust_env=False).json()
+    ended = [e for e in page["traceEvents"] if e["ph"] == "X" and "unfinished" not in e["args"]]
+    bars = [{e["args"]["number"]: e for e in ended if e["pid"] == rank} for rank in (0, 1)]
+    both = bars[0].keys() & bars[1].keys()
+    assert len(both) > 5 and page["otherData"] == page["otherData"] | {"clocks": "one", "lost": {}}
+    for number in both:
+        first, second = (bars[rank][number] for rank in (0, 1))
+        assert first["name"] == second["name"]
+        # Neither can end before the other has begun: ranks of one host are on one clock.
+        assert first["ts"] <= second["ts"] + second["dur"] and second["ts"] <= first["ts"] + first["dur"]
+    assert server.end() == 0
+    streaming.finish(10)
+
+
 def test_a_killed_rank_is_named_to_every_client(start: Start) -> None:
     server = start()
     url = server.wait_ready()
@@ -103,8 +122,13 @@ def test_a_stopped_rank_is_noticed_by_its_silence(start: Start) -> None:
     url = server.wait_ready()
     ranks = server.ranks()
     streaming = Streaming(url, ENDLESS)
+    time.sleep(2 * HEARTBEAT_PERIOD_S)
     os.kill(ranks[1], signal.SIGSTOP)
     assert_told(streaming, f"rank 1 (pid {ranks[1]}) is stopped (SIGSTOP)")
+    reason = get(f"{url}/health").json()["reason"]
+    collective = r"all_\w+ \S+ \d+ B, #\d+"
+    assert re.search(rf"last seen at: step \d+(:|, after) {collective}", reason), reason
+    assert re.search(rf"\(rank 0: step \d+(:|, after) {collective}", reason), reason
     assert server.wait_exit(10) == 1
     assert not any(map(is_alive, ranks))
     assert list(server.temp.iterdir()) == []

@@ -7,6 +7,7 @@ from fake_engine import FakeEngine, app_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from tightwire.server.bench.serve import STARTUP_METRIC
+from tightwire.server.messages import CommSetup, SelfTestVerdict
 from tightwire.server.metrics import Metrics
 
 BODY = {"prompt": "abc", "max_tokens": 4}
@@ -35,6 +36,16 @@ async def test_one_request_is_counted_and_timed(client: httpx.AsyncClient) -> No
     assert values["tightwire_kv_cache_usage_ratio"] == 0
     assert values["tightwire_comm_seconds_count.all_reduce.decode.native"] == 32
     assert values["tightwire_comm_bytes_total.all_reduce.decode.native"] == 8000
+    assert values["tightwire_comm_exact_bytes_total.all_reduce.decode.native"] == 12000
+
+
+async def test_verdicts_of_the_self_test_are_gauges(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    name = "tightwire_comm_selftest_ok"
+    assert not any(key.startswith(name) for key in await _values(client))
+    verdicts = [SelfTestVerdict("ring", True, "2 sizes"), SelfTestVerdict("flash-int8", False, "off by 3")]
+    engine.comm_setup = CommSetup(transport="shared-memory", num_nodes=1, self_test=verdicts)
+    values = await _values(client)
+    assert (values[f"{name}.ring"], values[f"{name}.flash-int8"]) == (1, 0)
 
 
 async def test_outcomes(client: httpx.AsyncClient, engine: FakeEngine) -> None:

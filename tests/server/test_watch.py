@@ -124,6 +124,24 @@ def test_only_a_step_of_a_serving_rank_can_hang(watch: Watch, serving: bool, ste
     assert (watch.check() is not None) == hung
 
 
+def test_of_ranks_that_hang_together_the_one_behind_is_blamed_and_each_ones_last_collective_told(watch: Watch) -> None:
+    doing = ("step 9: all_reduce ring 1152 B, #524, 121.0 s", "step 9, after all_reduce ring 1152 B, #523")
+    for rank, number in ((0, 524), (1, 523)):
+        watch.heard(Heartbeat(rank=rank, step=9, doing=doing[rank], busy_s=121, num_collectives=number))
+    assert watch.check() == (
+        "rank 1 (pid 22) has been at one step for 121 s: step 9, after all_reduce ring 1152 B, #523 "
+        "(rank 0: step 9: all_reduce ring 1152 B, #524, 121.0 s)"
+    )
+
+
+def test_last_words_are_newer_than_heartbeats(watch: Watch) -> None:
+    beat(watch, 0, doing="step 7, after all_reduce ring 8 B, #3")
+    watch.heard(failed(0, "PeerLostError: rank 1 is gone", symptom=True))
+    watch.exited(1, -signal.SIGKILL)
+    reason = watch.check()
+    assert reason is not None and reason.endswith("(rank 0: step 7)")
+
+
 def test_the_first_reason_stays(watch: Watch) -> None:
     watch.exited(1, -signal.SIGKILL)
     first = watch.check()
