@@ -7,9 +7,14 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from tightwire.server.config import ParallelOptions
 from tightwire.server.flags import make_parser, parse
 from tightwire.server.interrupts import interrupts_end_at_once
+
+if TYPE_CHECKING:
+    from tightwire.server.ranks import Ranks
 
 _OFFLINE_GROUPS = ("model", "parallel", "engine")
 
@@ -31,7 +36,7 @@ def _serve(argv: Sequence[str]) -> int:
         listener = listening.open_listener(config.http)
     except listening.PortTakenError as error:
         return _refuse("serve", error)
-    with listener, importlib.import_module("tightwire.server.ranks").Ranks(config.parallel.tp) as ranks:
+    with listener, _start_ranks(config.parallel) as ranks:
         progress = importlib.import_module("tightwire.server.progress").make_progress(config.parallel.tp)
         return importlib.import_module("tightwire.server.launch").serve(config, listener, ranks, progress)
 
@@ -49,7 +54,7 @@ def generate(argv: Sequence[str]) -> int:
         "--temperature", type=_at_least(0, float), default=0.0, metavar="T", help="0: always the likeliest (default: 0)"
     )
     config, args = parse(parser, argv, _OFFLINE_GROUPS)
-    with importlib.import_module("tightwire.server.ranks").Ranks(config.parallel.tp) as ranks:
+    with _start_ranks(config.parallel) as ranks:
         with interrupts_end_at_once():
             progress = importlib.import_module("tightwire.server.progress").make_progress(config.parallel.tp)
             offline = importlib.import_module("tightwire.server.offline")
@@ -88,6 +93,10 @@ def pull(argv: Sequence[str]) -> int:
         progress.close()
     sys.stdout.write(f"{path}\n")
     return 0
+
+
+def _start_ranks(options: ParallelOptions) -> "Ranks":
+    return importlib.import_module("tightwire.server.ranks").Ranks(options.tp, num_nodes=options.nodes)
 
 
 def _refuse(verb: str, error: Exception, exit_code: int = 2) -> int:

@@ -57,19 +57,42 @@ class ParallelOptions:
     )
     allreduce: str = _option(
         "auto",
-        "algorithm that sums the ranks' partial results; auto: one-shot or two-shot by message size, both exact",
-        ("auto", "native", "ring", "one-shot", "two-shot"),
+        "algorithm that sums the ranks' partial results: auto (the fastest lossless one by message size), native, ring, "
+        "one-shot, two-shot, hierarchical, flash-int8, flash-int6, flash-int5, flash-int4, flash:RS,AG with a codec for "
+        "each leg, or hierarchical:CODEC; `tightwire explain` says what each would do",
+        metavar="NAME",
+    )
+    allreduce_decode: str | None = _option(
+        None,
+        "algorithm for rows of generated tokens; default: as --allreduce when that is lossless, auto when it is lossy",
+        metavar="NAME",
+    )
+    allreduce_o_proj: str | None = _option(
+        None, "algorithm for prompt rows after attention; default: as --allreduce", metavar="NAME"
+    )
+    allreduce_down_proj: str | None = _option(
+        None, "algorithm for prompt rows after the MLP; default: as --allreduce", metavar="NAME"
+    )
+    comm_error_budget: float | None = _option(
+        None,
+        "relative RMS error of one AllReduce that auto may spend on prompt rows, such as 0.01; default: none, auto is "
+        "lossless",
+        metavar="E",
     )
     transport: str = _option(
         "auto",
         "how ranks reach each other; auto: shared memory between CPU processes, torch.distributed otherwise",
-        ("auto", "shared-memory", "process-group"),
+        ("auto", "shared-memory", "process-group", "peer-memory"),
     )
+    nodes: int = _option(1, "equal nodes that the ranks are on, in order; for hierarchical", metavar="N")
     comm_timeout_s: float = _option(60.0, "longest a rank waits in one collective before it gives up", metavar="S")
 
     def __post_init__(self) -> None:
         _require(1 <= self.tp <= _MAX_RANKS, "tp", self.tp, f"1 to {_MAX_RANKS}")
         _require_seconds("comm_timeout_s", self.comm_timeout_s)
+        _require(self.nodes >= 1 and self.tp % self.nodes == 0, "nodes", self.nodes, f"a divisor of --tp ({self.tp})")
+        budget = self.comm_error_budget
+        _require(budget is None or 0 < budget < 1, "comm_error_budget", budget, "above 0 and below 1")
         if self.tp_split is not None:
             _require(len(self.tp_split) == self.tp, "tp_split", self.tp_split, f"{self.tp} numbers, one per rank")
             _require(

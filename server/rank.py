@@ -12,12 +12,15 @@ import torch
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.group import Group, open_process_group
+from tightwire.comm.nodes import join_nodes
+from tightwire.comm.routes import Routes
 from tightwire.comm.topology import Topology
 from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.layout import Layout, make_layout, num_weights
 from tightwire.model.runner import ModelRunner
-from tightwire.server.messages import Ready
+from tightwire.server.messages import CommSetup, Ready
+from tightwire.server.rank_comm import check_comm
 from tightwire.server.rank_loop import Follower, Leader
 from tightwire.server.rank_setup import RankIdentity, RankWork
 from tightwire.server.reporter import Reporter
@@ -36,13 +39,15 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         group = _join(identity, work, store)
         reporter.ledger = group.ledger
     try:
+        with reporter.stage("self-test"):
+            comm = check_comm(group, work.plan, checkpoint.config.hidden_size, work.config.engine)
         with reporter.stage("weights") as progress:
-            runner = _load(checkpoint, layout, group, work, progress)
+            runner = _load(checkpoint, layout, group, comm.routes, work, progress)
         _await_others(store, identity, reporter)
         with _take_place(identity, work, checkpoint, group, runner, reporter) as place:
             with reporter.stage("warm-up"):
                 place.warm_up()
-            reporter.send(_ready(identity, work, checkpoint, layout))
+            reporter.send(_ready(identity, work, checkpoint, layout, comm.setup))
             place.serve()
     finally:
         group.close()
@@ -72,24 +77,32 @@ def _join(identity: RankIdentity, work: RankWork, store: Store) -> Group:
     if work.plan.device == "cuda":
         device = torch.device("cuda", identity.rank)
         torch.cuda.set_device(device)
-    return open_process_group(
-        Topology(identity.rank, identity.world_size),
+    topology = Topology(identity.rank, identity.world_size, num_nodes=work.plan.num_nodes)
+    shared = work.plan.transport == "shared-memory"
+    group = open_process_group(
+        topology,
         store=store,
         device=device,
         timeout_s=work.config.parallel.comm_timeout_s,
-        segment_fd=identity.segment_fd if work.plan.transport == "shared-memory" else None,
+        segment_fd=identity.segment_fd if shared else None,
     )
+    return join_nodes(group, topology, store=store, segment_fd=identity.node_segment_fd if shared else None)
 
 
 def _load(
-    checkpoint: Checkpoint, layout: Layout, group: Group, work: RankWork, progress: Callable[[float], None]
+    checkpoint: Checkpoint,
+    layout: Layout,
+    group: Group,
+    routes: Routes | None,
+    work: RankWork,
+    progress: Callable[[float], None],
 ) -> ModelRunner:
     return build_runner(
         checkpoint.config,
         checkpoint.reader(),
         group,
         layout,
-        all_reduce=work.plan.allreduce,
+        routes=routes,
         dtype=getattr(torch, work.plan.dtype),
         max_model_len=work.plan.max_model_len,
         num_blocks=work.plan.num_blocks,
@@ -127,10 +140,11 @@ def _take_place(
     )
 
 
-def _ready(identity: RankIdentity, work: RankWork, checkpoint: Checkpoint, layout: Layout) -> Ready:
+def _ready(identity: RankIdentity, work: RankWork, checkpoint: Checkpoint, layout: Layout, setup: CommSetup) -> Ready:
     dtype: torch.dtype = getattr(torch, work.plan.dtype)
     return Ready(
         rank=identity.rank,
         weight_bytes=num_weights(checkpoint.config, layout.shards[identity.rank]) * dtype.itemsize,
         peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        comm=setup,
     )

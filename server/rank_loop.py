@@ -155,8 +155,9 @@ class Leader:
                 follower.send(encoded)
 
     def _comm_counts(self) -> list[CommCount]:
-        """The ledger's totals since the warm-up."""
-        return [CommCount(*now.since(self._warm_up_counts.get(now[:3]))) for now in self._group.ledger.counts()]
+        """The ledger's totals since the warm-up, of what has been used since."""
+        counts = [now.since(self._warm_up_counts.get(now[:3])) for now in self._group.ledger.counts()]
+        return [CommCount(*count) for count in counts if count.calls]
 
 
 class Follower:

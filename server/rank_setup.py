@@ -6,6 +6,7 @@ is gone. Ranks are started before the model has been looked at, because importin
 
 import msgspec
 
+from tightwire.comm.policy import Policy
 from tightwire.server.config import ServeConfig
 
 
@@ -21,6 +22,7 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     store_port: int  # of the rendezvous store, on the loopback interface
     store_fd: int | None  # rank 0 only: the socket that already listens on that port
     segment_fd: int | None  # memory that all ranks share; None where that cannot be had
+    node_segment_fd: int | None = None  # the same for the ranks of this rank's node, where there are several nodes
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,10 +30,12 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str  # cpu or cuda
     dtype: str
-    allreduce: str
+    allreduce: str  # as it was asked for; the policy says what that came to
     transport: str  # shared-memory, process-group, or none for a single rank
     max_model_len: int
     num_blocks: int
+    num_nodes: int = 1
+    policy: Policy = Policy(())  # a single rank has nothing to sum
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,18 +33,23 @@ class Ranks:
     Construct on the main thread: the kernel ties a child to the thread that started it.
     """
 
-    def __init__(self, world_size: int, command: Sequence[str] = WORKER) -> None:
+    def __init__(self, world_size: int, command: Sequence[str] = WORKER, *, num_nodes: int = 1) -> None:
+        """``num_nodes``: equal nodes that the ranks are taken to be on, in order; each gets memory of its own too."""
         self.to_parent = make_address("parent")
         self.inboxes = tuple(make_address(f"rank{rank}") for rank in range(world_size))
         self.reporters = tuple(make_address(f"reporter{rank}") for rank in range(world_size))
         self._processes: list[subprocess.Popen[bytes]] = []
         # The store's socket listens before any rank runs, so that none can come too early or find the port taken.
-        segment_fd = make_segment(world_size) if world_size > 1 and why_unusable() is None else None
+        shared = world_size > 1 and why_unusable() is None
+        segment_fd = make_segment(world_size) if shared else None
+        per_node = world_size // num_nodes
+        node_fds = [make_segment(per_node) for _ in range(num_nodes)] if shared and num_nodes > 1 else []
         with socket.create_server(("127.0.0.1", 0), backlog=max(64, world_size)) as listener:
             for rank in range(world_size):
-                self._processes.append(self._start(rank, world_size, listener, segment_fd, command))
-        if segment_fd is not None:
-            os.close(segment_fd)  # the ranks hold it now, and it goes with the last of them
+                node_fd = node_fds[rank // per_node] if node_fds else None
+                self._processes.append(self._start(rank, world_size, listener, segment_fd, node_fd, command))
+        for fd in filter(None, [segment_fd, *node_fds]):
+            os.close(fd)  # the ranks hold it now, and it goes with the last of them
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +62,13 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def _start(
-        self, rank: int, world_size: int, listener: socket.socket, segment_fd: int | None, command: Sequence[str]
+        self,
+        rank: int,
+        world_size: int,
+        listener: socket.socket,
+        segment_fd: int | None,
+        node_segment_fd: int | None,
+        command: Sequence[str],
     ) -> subprocess.Popen[bytes]:
         identity = RankIdentity(
             rank=rank,
@@ -69,13 +80,15 @@ class Ranks:
             store_port=listener.getsockname()[1],
             store_fd=listener.fileno() if rank == 0 else None,
             segment_fd=segment_fd,
+            node_segment_fd=node_segment_fd,
         )
         inherited = [listener.fileno()] if rank == 0 else []
+        inherited += [fd for fd in (segment_fd, node_segment_fd) if fd is not None]
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             env=_environment(world_size),
-            pass_fds=inherited if segment_fd is None else [*inherited, segment_fd],
+            pass_fds=inherited,
             preexec_fn=_obey_only_the_parent,  # noqa: PLW1509 - four system calls, and no other thread runs yet
         )
         self._tell(process, identity)

@@ -4,12 +4,16 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tightwire.comm.choose import Chooser, PolicyRequest
+from tightwire.comm.cost import CostModel, Setting
+from tightwire.comm.policy import Policy
+from tightwire.comm.registry import parse_all_reduce
 from tightwire.comm.segment import why_unusable
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.model.layout import Layout, make_layout
-from tightwire.server.config import ModelOptions, ServeConfig
+from tightwire.server.config import ModelOptions, ParallelOptions, ServeConfig
 from tightwire.server.devices import CudaDevice, available_host_bytes, cuda_devices
 from tightwire.server.memory_budget import MemoryBudget, Pool, make_budget
 from tightwire.server.progress import Progress
@@ -38,6 +42,7 @@ def prepare(
         ValueError: the model or an option is refused.
     """
     name = config.model.model
+    check_all_reduce_names(config.parallel)
 
     def fetching(fraction: float) -> None:
         if stopped():
@@ -60,15 +65,69 @@ def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
     device = _choose_device(config.model.device, tp, gpus)
     dtype = _choose_dtype(config.model, model, device)
     budget = make_budget(model, layout, config.engine, dtype=dtype, device=device, pools=_pools(device, tp, gpus))
+    transport = _choose_transport(config.parallel.transport, device, tp)
     plan = RunPlan(
         device=device,
         dtype=dtype,
-        allreduce=config.parallel.allreduce,
-        transport=_choose_transport(config.parallel.transport, device, tp),
+        allreduce=_describe_request(config.parallel),
+        transport=transport,
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
+        num_nodes=config.parallel.nodes,
+        policy=Policy(()) if tp == 1 else _choose_policy(config, model, device, dtype, transport),
     )
     return Decision(plan=plan, layout=layout, budget=budget)
+
+
+def check_all_reduce_names(options: ParallelOptions) -> None:
+    """Refuse a name that no AllReduce has, before anything is fetched for it.
+
+    Raises:
+        ValueError: says which flag, and what is possible.
+    """
+    for field in ("allreduce", "allreduce_decode", "allreduce_o_proj", "allreduce_down_proj"):
+        name = getattr(options, field)
+        try:
+            parse_all_reduce(name or "auto")
+        except ValueError as error:
+            raise ValueError(f"--{field.replace('_', '-')}: {error}") from None
+
+
+def _describe_request(options: ParallelOptions) -> str:
+    """The name that was asked for and everything beside it, in one word, such as ``flash-int8+decode=two-shot``."""
+    beside = {
+        "decode": options.allreduce_decode,
+        "o-proj": options.allreduce_o_proj,
+        "down-proj": options.allreduce_down_proj,
+        "error-budget": options.comm_error_budget,
+    }
+    return "+".join([options.allreduce, *(f"{name}={value}" for name, value in beside.items() if value is not None)])
+
+
+def policy_request(config: ServeConfig, model: LlamaConfig) -> PolicyRequest:
+    """What the options ask of the policy, and the messages this model will send."""
+    parallel, engine = config.parallel, config.engine
+    return PolicyRequest(
+        row_elems=model.hidden_size,
+        max_rows=engine.max_num_batched_tokens,
+        max_decode_rows=engine.max_num_seqs,
+        allreduce=parallel.allreduce,
+        decode=parallel.allreduce_decode,
+        o_proj=parallel.allreduce_o_proj,
+        down_proj=parallel.allreduce_down_proj,
+        error_budget=parallel.comm_error_budget,
+    )
+
+
+def _choose_policy(config: ServeConfig, model: LlamaConfig, device: str, dtype: str, transport: str) -> Policy:
+    setting = Setting(
+        transport=transport,
+        device=device,
+        world_size=config.parallel.tp,
+        num_nodes=config.parallel.nodes,
+        dtype=dtype,
+    )
+    return Chooser(policy_request(config, model), CostModel(setting)).policy()
 
 
 def _choose_transport(asked: str, device: str, tp: int) -> str:

@@ -23,6 +23,10 @@ class SizedAllReduce:
         self._limited = [(limit, all_reduce) for limit, all_reduce in table if limit is not None]
         self._largest = table[-1][1]
 
+    @property
+    def lossless(self) -> bool:
+        return self._largest.lossless and all(all_reduce.lossless for _, all_reduce in self._limited)
+
     def __call__(self, x: Tensor) -> Tensor:
         return self._choose(x.nbytes)(x)
 

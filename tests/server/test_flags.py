@@ -61,7 +61,6 @@ def test_a_flag_sets_its_field(argv: list[str], group: str, name: str, value: ob
         (["--comm-timeout-s", "inf"], "--comm-timeout-s must be above 0 and at most 1e+06, got inf"),
         (["--tp", "2", "--tp-split", "1,2,3"], "--tp-split must be 2 numbers, one per rank"),
         (["--tp-split", "a,b"], "must be a number, got 'a'"),
-        (["--allreduce", "magic"], "must be one of auto, native, ring, one-shot, two-shot"),
         (["--kv-cache-memory", "lots"], "'lots' is not a size"),
         (["--port", "70000"], "--port must be 0 to 65535"),
         (["--tp", "2", "--tp-split", "inf,1"], "--tp-split must be finite and above 0"),

@@ -1,0 +1,264 @@
+"""Makes the policy: what ``auto`` comes to for each site, phase and size, and why every other algorithm was not taken.
+
+Two rules stand above speed. Nothing lossy is chosen unless it was named or an error budget allows it, and then for
+prompt rows only. And within a phase a row's sum must not depend on the size of the message it travels in, or a text
+would depend on what else runs: so ``auto`` first chooses an order of summing for the phase, and switches by size only
+between algorithms of that order, which give the same bits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tightwire.comm.codec_error import relative_rms_error
+from tightwire.comm.cost import CostModel, size_grid
+from tightwire.comm.policy import PHASES, SITES, Choice, Policy, Rule
+from tightwire.comm.registry import parse_all_reduce
+
+RANK_ORDER = "in rank order"
+_NODE_ORDER = "node by node"
+_KEEP_WITHIN = 1.03  # a switch has to gain more than medians repeat to
+_DECODE_ROWS = (1, 4, 16)  # message sizes that a phase's order of summing is chosen for
+_PREFILL_SHARES = (0.25, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyRequest:
+    """What was asked for, and what the model will send: rows of ``row_elems``, up to ``max_rows`` in a step."""
+
+    row_elems: int
+    max_rows: int
+    max_decode_rows: int
+    allreduce: str = "auto"
+    decode: str | None = None
+    o_proj: str | None = None
+    down_proj: str | None = None
+    error_budget: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in (self.allreduce, self.decode, self.o_proj, self.down_proj):
+            if name is not None:
+                parse_all_reduce(name)
+
+    def asked(self, site: str, phase: str) -> tuple[str, str]:
+        """The name asked for, maybe ``auto``, and by which flag."""
+        if site == "embed" and not parse_all_reduce(self.allreduce).lossless:
+            return "auto", "embeddings are summed exactly, as all ranks but one add zeros"
+        if site != "embed" and phase == "prefill":
+            override = self.o_proj if site == "o_proj" else self.down_proj
+            if override is not None:
+                return override, f"--allreduce-{site.replace('_', '-')} {override}"
+        if site != "embed" and phase == "decode":
+            if self.decode is not None:
+                return self.decode, f"--allreduce-decode {self.decode}"
+            if not parse_all_reduce(self.allreduce).lossless:
+                return "auto", f"generated rows stay exact: --allreduce {self.allreduce} is lossy"
+        return self.allreduce, f"--allreduce {self.allreduce}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """One algorithm for one message size: what it would cost, and why it was or was not taken."""
+
+    algorithm: str
+    us: float
+    measured: bool
+    wire_bytes: int
+    error: float  # relative RMS; 0: none beyond rounding a sum to the dtype
+    chosen: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """What ``auto`` may use in a phase: algorithms by order of summing, and the refused ones with the reason."""
+
+    orders: dict[str, list[str]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+class Chooser:
+    """Decides for one request in one setting. ``wrong``: algorithms that summed wrongly here, and what they did."""
+
+    def __init__(self, request: PolicyRequest, costs: CostModel, wrong: Mapping[str, str] | None = None) -> None:
+        self._request, self._costs, self._wrong = request, costs, dict(wrong or {})
+        self._row_bytes = request.row_elems * costs.setting.elem_bytes
+        self._errors: dict[str, float] = {}
+        self._admitted = {phase: self._admit(request.error_budget if phase == "prefill" else None) for phase in PHASES}
+
+    def policy(self) -> Policy:
+        """Rules for every site and phase; the same inputs always give the same policy."""
+        return Policy(tuple(Rule(site, phase, self._choices(site, phase)) for site in SITES for phase in PHASES))
+
+    def candidates(self) -> list[str]:
+        """Every algorithm worth measuring here, lossless ones first."""
+        admitted = self._admit(error_budget=1.0)
+        names = [*admitted.refused, *(name for names in admitted.orders.values() for name in names)]
+        names = [name for name in names if self._fits_nodes(name)]
+        return sorted(names, key=lambda name: not parse_all_reduce(name).lossless)
+
+    def error(self, name: str) -> float:
+        """Relative RMS error of one AllReduce on numbers like activations; 0 for a lossless one."""
+        codecs = parse_all_reduce(name).codecs
+        if name not in self._errors:
+            ranks = self._costs.setting.world_size
+            self._errors[name] = relative_rms_error(codecs[0], codecs[-1], ranks) if codecs else 0.0
+        return self._errors[name]
+
+    def verdicts(self, site: str, phase: str, num_bytes: int) -> list[Verdict]:
+        """Every candidate for one message of the model, the chosen one first, then the fastest."""
+        choice = next(c for c in self._choices(site, phase) if c.up_to_bytes is None or num_bytes <= c.up_to_bytes)
+        chosen, (asked, by) = choice.algorithms[0], self._request.asked(site, phase)
+        admitted = self._admitted[_budget_phase(site, phase)]
+        verdicts = []
+        for name in dict.fromkeys([chosen, *self.candidates()]):
+            us = self._us(name, num_bytes)
+            if name == chosen:
+                why = choice.reason
+            elif asked != "auto":
+                why = f"{by} was asked for"
+            else:
+                why = admitted.refused.get(name) or self._why_not(name, chosen, num_bytes, admitted)
+            verdicts.append(
+                Verdict(
+                    algorithm=name,
+                    us=us,
+                    measured=self._costs.predict(name, num_bytes).measured,
+                    wire_bytes=self._costs.wire_bytes(name, num_bytes),
+                    error=self.error(name),
+                    chosen=name == chosen,
+                    why=why,
+                )
+            )
+        return sorted(verdicts, key=lambda verdict: (not verdict.chosen, verdict.us))
+
+    def _choices(self, site: str, phase: str) -> tuple[Choice, ...]:
+        asked, by = self._request.asked(site, phase)
+        if asked == "auto":
+            preface = "" if by.startswith("--") else f"{by}; "
+            return self._auto_choices(_budget_phase(site, phase), preface)
+        return (Choice(up_to_bytes=None, algorithms=(asked,), reason=by + self._crossing_rows(asked)),)
+
+    def _auto_choices(self, phase: str, preface: str) -> tuple[Choice, ...]:
+        orders = self._admitted[phase].orders
+        ranked = sorted(orders, key=lambda order: self._phase_us(phase, orders[order]))
+        members = orders[ranked[0]]
+        substitutes = [name for order in ranked[1:] for name in orders[order] if order in (RANK_ORDER, _NODE_ORDER)]
+        grid = size_grid(self._row_bytes, max(self._row_bytes, self._request.max_rows * self._row_bytes))
+        leaders: list[tuple[int, str]] = []
+        for size in grid:
+            best = min(members, key=lambda name: self._us(name, size))
+            if leaders and self._us(leaders[-1][1], size) <= _KEEP_WITHIN * self._us(best, size):
+                best = leaders[-1][1]
+            leaders.append((size, best))
+        bands = [
+            band for band, following in zip(leaders, [*leaders[1:], (0, "")], strict=True) if band[1] != following[1]
+        ]
+        choices = []
+        for number, (size, leader) in enumerate(bands):
+            others = sorted((name for name in members if name != leader), key=lambda name: self._us(name, size))
+            choices.append(
+                Choice(
+                    up_to_bytes=None if number == len(bands) - 1 else size,
+                    algorithms=(leader, *others, *substitutes),
+                    reason=preface + self._why(leader, others, size),
+                )
+            )
+        return tuple(choices)
+
+    def _admit(self, error_budget: float | None) -> _Admitted:
+        admitted = _Admitted()
+        for name in [*self._lossless(), *self._lossy()]:
+            order, reason = self._order(name, error_budget)
+            if name in self._wrong:
+                admitted.refused[name] = f"summed wrongly when measured: {self._wrong[name]}"
+            elif reason is not None:
+                admitted.refused[name] = reason
+            elif self._costs.tuned and not self._costs.predict(name, self._row_bytes).measured:
+                admitted.refused[name] = "not measured on this host, and others are"
+            else:
+                admitted.orders.setdefault(order, []).append(name)
+        return admitted
+
+    def _lossless(self) -> list[str]:
+        return ["one-shot", "two-shot", "ring", "native", "hierarchical"]
+
+    def _lossy(self) -> list[str]:
+        """The presets, in groups that fill whole rows."""
+        suffix = next((f"-g{size}" for size in (64, 32) if self._request.row_elems % size == 0), "")
+        if self._request.row_elems % 128 == 0 or not suffix:
+            names = ["flash-int8", "flash-int6", "flash-int6-uniform", "flash-int5", "flash-int4"]
+            inside = ["int8", "int4"]
+        else:
+            legs = [("int8", "int8"), ("int4", "int8"), ("int6", "int6"), ("int5", "int5"), ("int4", "int4")]
+            names = [f"flash:{reduce}{suffix},{gather}{suffix}" for reduce, gather in legs]
+            inside = [f"int8{suffix}", f"int4{suffix}"]
+        return names + [f"hierarchical:{codec}" for codec in inside]
+
+    def _fits_nodes(self, name: str) -> bool:
+        return not name.startswith("hierarchical") or self._costs.setting.num_nodes > 1
+
+    def _order(self, name: str, error_budget: float | None) -> tuple[str, str | None]:
+        """In which order ``name`` adds, and why it may not be used (None: it may)."""
+        setting = self._costs.setting
+        if not self._fits_nodes(name):
+            return _NODE_ORDER, "there is one node, where it is two-shot"
+        if not parse_all_reduce(name).lossless:
+            return name, self._why_too_lossy(name, error_budget)
+        if name == "hierarchical":
+            return _NODE_ORDER, None
+        if name in ("ring", "native") and setting.world_size > 2 and setting.device == "cpu":
+            return name, "the order in which it adds an element depends on its place, so a text on its neighbours"
+        return RANK_ORDER, None
+
+    def _why_too_lossy(self, name: str, error_budget: float | None) -> str | None:
+        if error_budget is None:
+            return "lossy, and no error budget is given for these rows"
+        if crossing := self._crossing_rows(name):
+            return f"lossy{crossing}"
+        error = self.error(name)
+        if error > error_budget:
+            return f"its error of {error:.3g} exceeds the budget of {error_budget:g}"
+        return None
+
+    def _crossing_rows(self, name: str) -> str:
+        """What to know when a codec's groups hold numbers of two rows; empty when they do not."""
+        group = max((codec.group_elems for codec in parse_all_reduce(name).codecs), default=1)
+        if self._request.row_elems % group == 0:
+            return ""
+        return (
+            f"; its groups of {group} cross rows of {self._request.row_elems}, so a prompt's text may depend on what is "
+            "prefilled beside it"
+        )
+
+    def _why(self, leader: str, others: list[str], size: int) -> str:
+        source = "measured on this host" if self._costs.tuned else "predicted; `tightwire tune` measures"
+        beside = f", {others[0]} {self._us(others[0], size):.0f} us" if others else ""
+        lossy = "" if parse_all_reduce(leader).lossless else f", error {self.error(leader):.3g} within the budget"
+        return f"{self._us(leader, size):.0f} us at {_size(size)}{beside}{lossy} ({source})"
+
+    def _why_not(self, name: str, chosen: str, num_bytes: int, admitted: _Admitted) -> str:
+        us, best_us = self._us(name, num_bytes), self._us(chosen, num_bytes)
+        if us > best_us:
+            return f"{us / best_us:.2f} times as slow"
+        if any({name, chosen} <= set(names) for names in admitted.orders.values()):
+            return f"faster by less than {100 * (_KEEP_WITHIN - 1):.0f} %, too little to switch for"
+        return "faster here, but over the phase's sizes slower; a phase keeps to one order of summing"
+
+    def _phase_us(self, phase: str, names: list[str]) -> float:
+        if phase == "decode":
+            rows = [min(count, self._request.max_decode_rows) for count in _DECODE_ROWS]
+        else:
+            rows = [max(1, round(share * self._request.max_rows)) for share in _PREFILL_SHARES]
+        return sum(min(self._us(name, count * self._row_bytes) for name in names) for count in rows)
+
+    def _us(self, name: str, num_bytes: int) -> float:
+        return self._costs.predict(name, num_bytes).us
+
+
+def _budget_phase(site: str, phase: str) -> str:
+    """Embeddings are exact in prompt rows too."""
+    return "decode" if site == "embed" else phase
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1024:.4g} KiB" if num_bytes < 1 << 20 else f"{num_bytes / (1 << 20):.4g} MiB"

@@ -1,0 +1,109 @@
+"""The check at start-up: every algorithm that may be used sums random numbers, in the sizes and dtype to come.
+
+A broken kernel, driver or cable is found here and not in a text. The ranks agree on what they found, so all of them
+quarantine the same algorithms.
+"""
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.errors import CommError
+from tightwire.comm.group import Group
+from tightwire.comm.protocols import AllReduce
+
+# Numbers that all ranks together contribute to one check: half a second of random numbers and float64 sums on one core.
+_MAX_ELEMS = {"cpu": 1 << 21, "cuda": 1 << 26}
+_SEED = 1234
+_DIGEST_BYTES = 8
+_PROBLEM_BYTES = 240  # a message of fixed size: all ranks know what to receive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """``detail``: the sizes checked, or the first rank that found something wrong, and what."""
+
+    algorithm: str
+    ok: bool
+    detail: str
+
+
+def self_test(
+    group: Group, candidates: Mapping[str, AllReduce], *, row_elems: int, max_rows: int, dtype: torch.dtype
+) -> list[Verdict]:
+    """Check each of ``candidates`` with a message of one row and one of ``max_rows`` rows of ``row_elems``.
+
+    Wrong is: a result further from the float64 sum than the algorithm's own ``max_error``, another shape or dtype, a
+    changed input, other bytes counted than ``wire_bytes`` says, an exception, or bits that differ between ranks.
+    Collective: all ranks pass the same arguments and get the same verdicts. Where the ranks' numbers would take too
+    long to make and add, the larger message is cut to fewer rows, and the verdict says to how many.
+
+    Raises:
+        CollectiveTimeoutError, PeerLostError: a rank did not come; the group is of no use any more.
+    """
+    most_rows = max(1, _MAX_ELEMS[group.device.type] // (group.world_size * row_elems))
+    checks = [_Check(group, rows * row_elems, dtype) for rows in sorted({1, min(max_rows, most_rows)})]
+    return [_judge(group, name, all_reduce, checks) for name, all_reduce in candidates.items()]
+
+
+class _Check:
+    """Numbers of one size for all ranks, the same on all of them, and their exact sum."""
+
+    def __init__(self, group: Group, num_elems: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator(group.device).manual_seed(_SEED + num_elems)
+        numbers = torch.randn(group.world_size, num_elems, generator=generator, device=group.device)
+        self.inputs = list(numbers.to(dtype).unbind())
+        self.own = self.inputs[group.rank]
+        self.exact = torch.stack([x.double() for x in self.inputs]).sum(0)
+
+    def problem(self, group: Group, all_reduce: AllReduce) -> tuple[str, bytes]:
+        """What is wrong (empty: nothing), and a digest of the result's bits."""
+        given, sent_before = self.own.clone(), group.transport.bytes_sent
+        try:
+            result = all_reduce(given)
+            sent = group.transport.bytes_sent - sent_before
+            return self._wrong(all_reduce, given, result, sent), _digest(result)
+        except CommError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it raises, it is not to be used
+            return f"raised {type(error).__name__}: {error}", bytes(_DIGEST_BYTES)
+
+    def _wrong(self, all_reduce: AllReduce, given: Tensor, result: Tensor, sent: int) -> str:
+        size = f"{given.nbytes} B"
+        if result.shape != given.shape or result.dtype != given.dtype:
+            return f"{size}: gave {tuple(result.shape)} {result.dtype} for {tuple(given.shape)} {given.dtype}"
+        if not torch.equal(given, self.own):
+            return f"{size}: changed its input"
+        error, bound = (result.double() - self.exact).abs(), all_reduce.max_error(self.inputs)
+        num_wrong = int((~(error <= bound)).sum())  # a NaN is never within the bound
+        if num_wrong:
+            return (
+                f"{size}: {num_wrong} of {given.numel()} sums are off by more than it states, one by {error.max():.3g}"
+            )
+        stated = all_reduce.wire_bytes(given.numel(), given.element_size())
+        return "" if sent == stated else f"{size}: sent {sent} B and states {stated}"
+
+
+def _judge(group: Group, name: str, all_reduce: AllReduce, checks: Sequence[_Check]) -> Verdict:
+    found = [check.problem(group, all_reduce) for check in checks]
+    problem = next((problem for problem, _ in found if problem), "").encode()[:_PROBLEM_BYTES]
+    own = struct.pack(f"{_PROBLEM_BYTES}s", problem) + b"".join(digest for _, digest in found)
+    message = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(group.device)
+    reports = [report.cpu().numpy().tobytes() for report in group.transport.gather(message)]
+    for rank, report in enumerate(reports):
+        if text := report[:_PROBLEM_BYTES].rstrip(b"\0").decode(errors="replace"):
+            return Verdict(algorithm=name, ok=False, detail=f"rank {rank}: {text}")
+    for rank, report in enumerate(reports):
+        if report != reports[0]:
+            return Verdict(algorithm=name, ok=False, detail=f"ranks 0 and {rank} hold different bits")
+    sizes = " and ".join(f"{check.own.nbytes} B" for check in checks)
+    return Verdict(algorithm=name, ok=True, detail=f"checked with {sizes} of {str(checks[0].own.dtype)[6:]}")
+
+
+def _digest(result: Tensor) -> bytes:
+    raw = result.contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(raw, digest_size=_DIGEST_BYTES).digest()
