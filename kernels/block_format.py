@@ -21,6 +21,9 @@ _PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 _GROUPS = (32, 64, 128)
 _SPIKE_BITS = (2, 3, 4)
 
+MIN_SCALE = 2.0**-126  # float32's smallest normal number: its inverse is finite
+FLOAT8_MAX = 448.0
+
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
@@ -98,5 +101,10 @@ class BlockFormat:
     def section_starts(self, num_elems: int) -> tuple[int, ...]:
         """Offset of every section: the planes, then scales, zeros, minima, maxima, their places (as far as present)."""
         num_groups = self.num_groups(num_elems)
+        return tuple(offset * num_groups for offset in self.section_offsets)
+
+    @property
+    def section_offsets(self) -> tuple[int, ...]:
+        """``section_starts`` of a tensor of one group; those of G groups are G times these."""
         sizes = [*self.plane_bytes, 2, *([2] if self.has_zeros else []), *([2, 2, 1, 1] if self.spikes else [])]
-        return tuple(accumulate((size * num_groups for size in sizes), initial=0))[:-1]
+        return tuple(accumulate(sizes, initial=0))[:-1]

@@ -22,13 +22,15 @@ float32 that its highest code would decode, or its spikes would round, to infini
 and codes 0. So a broken sum shows, and large finite numbers (above float16's 65504, say) are ordinary numbers.
 """
 
+from importlib import import_module
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from tightwire.kernels.block_format import BlockFormat
+from tightwire.kernels.block_format import FLOAT8_MAX, MIN_SCALE, BlockFormat
 
-MIN_SCALE = 2.0**-126  # float32's smallest normal number
-FLOAT8_MAX = 448.0
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _NAN_BF16 = 0x7FC0
 _INF_BITS = 0x7F800000
 
@@ -70,29 +72,79 @@ def decode_reduce_encode_reference(
 
 
 def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
-    """``encode_reference``, into ``out`` when given."""
-    return _into(out, encode_reference(x_N, fmt))
+    """The bytes of ``encode_reference``, written into ``out`` when given.
+
+    Args:
+        x_N: (N,) float32, bfloat16 or float16, contiguous.
+        out: (fmt.encoded_bytes(N),) uint8, contiguous, at any even address.
+    Raises:
+        ValueError: tensors that are not so, here and below.
+    """
+    _check_numbers(x_N, "x_N")
+    out = _output(out, fmt.encoded_bytes(x_N.numel()), torch.uint8, x_N.device)
+    _kernels(x_N.device).encode(x_N, fmt, out)
+    return out
 
 
 def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """``decode_reference``, into ``out`` when given."""
-    return _into(out, decode_reference(buf, fmt, num_elems, dtype))
+    """The numbers of ``decode_reference``, written into ``out`` when given: (num_elems,) of ``dtype``, contiguous."""
+    _check_message(buf, fmt, num_elems)
+    out = _output(out, num_elems, dtype, buf.device)
+    _check_numbers(out, "out")
+    _kernels(buf.device).decode(buf, fmt, out)
+    return out
 
 
 def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
-    """``decode_add_reference``."""
-    decode_add_reference(buf, fmt, sum_N)
+    """``decode_add_reference``; ``sum_N`` is contiguous float32."""
+    _check_message(buf, fmt, sum_N.numel())
+    _output(sum_N, sum_N.numel(), torch.float32, buf.device)
+    _kernels(buf.device).decode_add(buf, fmt, sum_N)
 
 
 def decode_reduce_encode(
     bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor | None = None
 ) -> Tensor:
-    """``decode_reduce_encode_reference``, into ``out`` when given."""
-    return _into(out, decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems))
+    """The bytes of ``decode_reduce_encode_reference``, written into ``out`` when given."""
+    if not bufs:
+        raise ValueError("decode_reduce_encode wants at least one message to add, got none")
+    for buf in bufs:
+        _check_message(buf, fmt, num_elems)
+    out = _output(out, out_fmt.encoded_bytes(num_elems), torch.uint8, bufs[0].device)
+    _kernels(out.device).decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out)
+    return out
 
 
-def _into(out: Tensor | None, result: Tensor) -> Tensor:
-    return result if out is None else out.copy_(result)
+def _kernels(device: torch.device) -> ModuleType:
+    """Imported when used: whoever only names formats needs neither numba nor Triton."""
+    return import_module(f"tightwire.kernels.block_quant_{'triton' if device.type == 'cuda' else 'cpu'}")
+
+
+def _check_numbers(x_N: Tensor, name: str) -> None:
+    if x_N.dtype not in _NUMBERS or x_N.dim() != 1 or not x_N.is_contiguous():
+        raise ValueError(
+            f"{name} must be one-dimensional and contiguous, of {', '.join(map(str, _NUMBERS))}; "
+            f"got {tuple(x_N.shape)} {x_N.dtype} with strides {x_N.stride()}"
+        )
+
+
+def _check_message(buf: Tensor, fmt: BlockFormat, num_elems: int) -> None:
+    """A message from another rank is read by its address, so its length must be right."""
+    size = fmt.encoded_bytes(num_elems)
+    if buf.dtype != torch.uint8 or buf.shape != (size,) or not buf.is_contiguous():
+        raise ValueError(
+            f"{num_elems} numbers in {fmt} are {size} contiguous bytes (uint8); got {tuple(buf.shape)} {buf.dtype}"
+        )
+
+
+def _output(out: Tensor | None, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if out is None:
+        return torch.empty(size, dtype=dtype, device=device)
+    if out.dtype != dtype or out.shape != (size,) or out.device != device or not out.is_contiguous():
+        raise ValueError(
+            f"the result is ({size},) {dtype} on {device}, contiguous; got {tuple(out.shape)} {out.dtype} on {out.device}"
+        )
+    return out
 
 
 def _to_groups(x_N: Tensor, fmt: BlockFormat) -> Tensor:

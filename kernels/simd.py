@@ -40,7 +40,7 @@ class _Float32x16Model(models.PrimitiveModel):
         super().__init__(manager, numba_type, emit.V_F32)
 
 
-def _operation(emit_code: Emit, result: types.Type, *arguments: types.Type) -> Any:
+def operation(emit_code: Emit, result: types.Type, *arguments: types.Type) -> Any:
     """An intrinsic of these typed arguments whose LLVM code ``emit_code(builder, *values)`` writes."""
     signature: Any = result(*arguments)
 
@@ -62,52 +62,52 @@ def _operation(emit_code: Emit, result: types.Type, *arguments: types.Type) -> A
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-load: Any = _operation(emit.load_as(emit.V_F32, 4), float32x16, types.int64)
-load_bf16: Any = _operation(emit.load_bf16, float32x16, types.int64)
-load_f16: Any = _operation(emit.load_f16, float32x16, types.int64)
-store: Any = _operation(emit.store_as(emit.V_F32, 4), types.void, types.int64, float32x16)
-store_bf16: Any = _operation(emit.store_bf16, types.void, types.int64, float32x16)
-store_f16: Any = _operation(emit.store_f16, types.void, types.int64, float32x16)
-load_part: Any = _operation(emit.load_part(emit.load_as(emit.V_F32, 4), 4), float32x16, types.int64, types.int64)
-load_part_bf16: Any = _operation(emit.load_part(emit.load_bf16, 2), float32x16, types.int64, types.int64)
-load_part_f16: Any = _operation(emit.load_part(emit.load_f16, 2), float32x16, types.int64, types.int64)
-store_part: Any = _operation(
+load: Any = operation(emit.load_as(emit.V_F32, 4), float32x16, types.int64)
+load_bf16: Any = operation(emit.load_bf16, float32x16, types.int64)
+load_f16: Any = operation(emit.load_f16, float32x16, types.int64)
+store: Any = operation(emit.store_as(emit.V_F32, 4), types.void, types.int64, float32x16)
+store_bf16: Any = operation(emit.store_bf16, types.void, types.int64, float32x16)
+store_f16: Any = operation(emit.store_f16, types.void, types.int64, float32x16)
+load_part: Any = operation(emit.load_part(emit.load_as(emit.V_F32, 4), 4), float32x16, types.int64, types.int64)
+load_part_bf16: Any = operation(emit.load_part(emit.load_bf16, 2), float32x16, types.int64, types.int64)
+load_part_f16: Any = operation(emit.load_part(emit.load_f16, 2), float32x16, types.int64, types.int64)
+store_part: Any = operation(
     emit.store_part(emit.store_as(emit.V_F32, 4), 4), types.void, types.int64, float32x16, types.int64
 )
-store_part_bf16: Any = _operation(emit.store_part(emit.store_bf16, 2), types.void, types.int64, float32x16, types.int64)
-store_part_f16: Any = _operation(emit.store_part(emit.store_f16, 2), types.void, types.int64, float32x16, types.int64)
-load_scalar: Any = _operation(emit.load_as(emit.F32, 4), types.float32, types.int64)
-store_scalar: Any = _operation(emit.store_as(emit.F32, 4), types.void, types.int64, types.float32)
-load_i32: Any = _operation(emit.sign_extended(emit.I32, 4), types.int64, types.int64)
-load_i64: Any = _operation(emit.load_as(emit.I64, 8), types.int64, types.int64)
-store_i64: Any = _operation(emit.store_as(emit.I64, 8), types.void, types.int64, types.int64)
-copy_bytes: Any = _operation(emit.copy_bytes, types.void, types.int64, types.int64, types.int64)
-fetch_add: Any = _operation(emit.fetch_add, types.int64, types.int64)  # returns the value before; safe between threads
+store_part_bf16: Any = operation(emit.store_part(emit.store_bf16, 2), types.void, types.int64, float32x16, types.int64)
+store_part_f16: Any = operation(emit.store_part(emit.store_f16, 2), types.void, types.int64, float32x16, types.int64)
+load_scalar: Any = operation(emit.load_as(emit.F32, 4), types.float32, types.int64)
+store_scalar: Any = operation(emit.store_as(emit.F32, 4), types.void, types.int64, types.float32)
+load_i32: Any = operation(emit.sign_extended(emit.I32, 4), types.int64, types.int64)
+load_i64: Any = operation(emit.load_as(emit.I64, 8), types.int64, types.int64)
+store_i64: Any = operation(emit.store_as(emit.I64, 8), types.void, types.int64, types.int64)
+copy_bytes: Any = operation(emit.copy_bytes, types.void, types.int64, types.int64, types.int64)
+fetch_add: Any = operation(emit.fetch_add, types.int64, types.int64)  # returns the value before; safe between threads
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
 _V = float32x16
-splat: Any = _operation(emit.splat, _V, types.float32)
-add: Any = _operation(lambda builder, a, b: builder.fadd(a, b), _V, _V, _V)
-sub: Any = _operation(lambda builder, a, b: builder.fsub(a, b), _V, _V, _V)
-mul: Any = _operation(lambda builder, a, b: builder.fmul(a, b), _V, _V, _V)
-div: Any = _operation(lambda builder, a, b: builder.fdiv(a, b), _V, _V, _V)
-fma: Any = _operation(emit.fma, _V, _V, _V, _V)  # a * b + c, rounded once
-maximum: Any = _operation(emit.maximum, _V, _V, _V)
-keep_first: Any = _operation(emit.keep_first, _V, _V, types.int64, types.float32)
-sum_lanes: Any = _operation(emit.fold(lambda builder, a, b: builder.fadd(a, b)), types.float32, _V)
-max_lanes: Any = _operation(emit.fold(emit.maximum), types.float32, _V)
-exp2: Any = _operation(emit.exp2, _V, _V)
-exp: Any = _operation(emit.exp, _V, _V)
-bf16_rounded: Any = _operation(emit.bf16_rounded, _V, _V)
-f16_rounded: Any = _operation(emit.f16_rounded, _V, _V)
+splat: Any = operation(emit.splat, _V, types.float32)
+add: Any = operation(lambda builder, a, b: builder.fadd(a, b), _V, _V, _V)
+sub: Any = operation(lambda builder, a, b: builder.fsub(a, b), _V, _V, _V)
+mul: Any = operation(lambda builder, a, b: builder.fmul(a, b), _V, _V, _V)
+div: Any = operation(lambda builder, a, b: builder.fdiv(a, b), _V, _V, _V)
+fma: Any = operation(emit.fma, _V, _V, _V, _V)  # a * b + c, rounded once
+maximum: Any = operation(emit.maximum, _V, _V, _V)
+keep_first: Any = operation(emit.keep_first, _V, _V, types.int64, types.float32)
+sum_lanes: Any = operation(emit.fold(lambda builder, a, b: builder.fadd(a, b)), types.float32, _V)
+max_lanes: Any = operation(emit.fold(emit.maximum), types.float32, _V)
+exp2: Any = operation(emit.exp2, _V, _V)
+exp: Any = operation(emit.exp, _V, _V)
+bf16_rounded: Any = operation(emit.bf16_rounded, _V, _V)
+f16_rounded: Any = operation(emit.f16_rounded, _V, _V)
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 # From 16 rows of 16 floats to 16 columns: (source, source_stride, target, target_stride).
-transpose: Any = _operation(emit.transpose, types.void, *[types.int64] * 4)
+transpose: Any = operation(emit.transpose, types.void, *[types.int64] * 4)
 
 
 def make_tile_product(num_rows: int, num_vectors: int, *, accumulate: bool) -> Any:
@@ -117,7 +117,7 @@ def make_tile_product(num_rows: int, num_vectors: int, *, accumulate: bool) -> A
     over the whole depth. Each element is one chain of fused multiply-adds in order of depth, whatever the tile's
     shape, so tiles of unlike shapes give the same bits.
     """
-    return _operation(emit.tile_product(num_rows, num_vectors, accumulate), types.void, *[types.int64] * 7)
+    return operation(emit.tile_product(num_rows, num_vectors, accumulate), types.void, *[types.int64] * 7)
 
 
 def make_tile_dot(num_rows: int, num_columns: int, kind: int) -> Any:
@@ -136,12 +136,12 @@ def make_tile_dot(num_rows: int, num_columns: int, kind: int) -> Any:
         load_b = {FLOAT32: load_a, BFLOAT16: emit.load_bf16, FLOAT16: emit.load_f16}[kind]
         sizes = (4, 4 if kind == FLOAT32 else 2)
         code = emit.tile_dot(num_rows, num_columns, load_a, load_b, emit.fma, LANES, sizes)
-    return _operation(code, types.void, *[types.int64] * 7)
+    return operation(code, types.void, *[types.int64] * 7)
 
 
 def make_stack(num_floats: int) -> Any:
     """An intrinsic without arguments: the address of ``num_floats`` floats in the calling function's frame."""
-    return _operation(emit.stack(num_floats), types.int64)
+    return operation(emit.stack(num_floats), types.int64)
 
 
 @cache

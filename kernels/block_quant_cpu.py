@@ -1,0 +1,153 @@
+"""``block_quant`` for CPU tensors: numba over vectors, the reference's bytes. One group is ``block_quant_cpu_kernels``.
+
+Callers go through ``block_quant``, which checks what it is given. A message's first byte may lie anywhere, numbers as
+their dtype wants. Groups are shared among the threads that torch may use. ``encode_groups``, ``decode_groups`` and
+``decode_reduce_encode_blocks`` are for kernels, to run over a part of a message without coming back to Python.
+"""
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels.block_format import BlockFormat
+from tightwire.kernels.block_quant_cpu_kernels import (
+    add_group,
+    decode_group,
+    encode_group,
+    fill_group,
+    format_word,
+    group_elems,
+    is_rotated,
+    load_group,
+    make_stage,
+    rotate_group,
+    store_group,
+    unrotate_group,
+)
+from tightwire.kernels.jit import helper, kernel
+from tightwire.kernels.numbers import size_of
+from tightwire.kernels.simd import NUMBER_KIND, load_i64
+from tightwire.kernels.threads import run_on_rows
+
+_BLOCK_ELEMS = 128  # a whole number of groups of every format
+
+
+def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor) -> None:
+    source, kind, target, word = x_N.data_ptr(), NUMBER_KIND[x_N.dtype], out.data_ptr(), format_word(fmt)
+    num_elems = x_N.numel()
+
+    def groups(start: int, stop: int) -> None:
+        _encode(target, word, source, kind, num_elems, start, stop)
+
+    run_on_rows(groups, fmt.num_groups(num_elems), fmt.group_elems)
+
+
+def decode(buf: Tensor, fmt: BlockFormat, out_N: Tensor) -> None:
+    _decode_all(buf, fmt, out_N, add=False)
+
+
+def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
+    _decode_all(buf, fmt, sum_N, add=True)
+
+
+def _decode_all(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, add: bool) -> None:
+    target, kind, source, word = out_N.data_ptr(), NUMBER_KIND[out_N.dtype], buf.data_ptr(), format_word(fmt)
+    num_elems = out_N.numel()
+
+    def groups(start: int, stop: int) -> None:
+        _decode(target, kind, add, source, word, num_elems, start, stop)
+
+    run_on_rows(groups, fmt.num_groups(num_elems), fmt.group_elems)
+
+
+def decode_reduce_encode(
+    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor
+) -> None:
+    addresses = torch.tensor([buf.data_ptr() for buf in bufs], dtype=torch.int64)
+    sources, count, target = addresses.data_ptr(), len(bufs), out.data_ptr()
+    word, out_word = format_word(fmt), format_word(out_fmt)
+
+    def blocks(start: int, stop: int) -> None:
+        _decode_reduce_encode(target, out_word, sources, count, word, num_elems, start, stop)
+
+    run_on_rows(blocks, -(-num_elems // _BLOCK_ELEMS), _BLOCK_ELEMS)
+
+
+@helper
+def encode_groups(target: int, word: int, source: int, kind: int, num_elems: int, start: int, stop: int) -> None:
+    """Groups ``start`` to ``stop`` of the message at ``target``, from the ``num_elems`` numbers at ``source``."""
+    size = group_elems(word)
+    num_groups = (num_elems + size - 1) // size
+    stage = make_stage()
+    for group in range(start, stop):
+        first = group * size
+        load_group(stage, source + size_of(kind) * first, kind, num_elems - first, word)
+        if is_rotated(word):
+            rotate_group(stage, word)
+        encode_group(target, num_groups, word, group, stage)
+
+
+@helper
+def decode_groups(
+    target: int, kind: int, add: bool, source: int, word: int, num_elems: int, start: int, stop: int
+) -> None:
+    """Groups ``start`` to ``stop`` of the message at ``source``, into the ``num_elems`` numbers at ``target`` or added."""
+    size = group_elems(word)
+    num_groups = (num_elems + size - 1) // size
+    stage = make_stage()
+    for group in range(start, stop):
+        first = group * size
+        decode_group(stage, source, num_groups, word, group)
+        if is_rotated(word):
+            unrotate_group(stage, word)
+        count = min(size, num_elems - first)
+        if add:
+            add_group(target + 4 * first, stage, count)
+        else:
+            store_group(target + size_of(kind) * first, kind, stage, count)
+
+
+@helper
+def decode_reduce_encode_blocks(
+    target: int, out_word: int, sources: int, num_sources: int, word: int, num_elems: int, start: int, stop: int
+) -> None:
+    """Blocks ``start`` to ``stop`` of 128 numbers; ``sources`` is the address of the messages' addresses, int64."""
+    size, out_size = group_elems(word), group_elems(out_word)
+    num_groups, out_num_groups = (num_elems + size - 1) // size, (num_elems + out_size - 1) // out_size
+    stay_rotated = is_rotated(word) and is_rotated(out_word) and size == out_size
+    stage, sums = make_stage(), make_stage()
+    for block in range(start, stop):
+        first = block * _BLOCK_ELEMS
+        count = min(_BLOCK_ELEMS, num_elems - first)
+        for index in range(num_sources):
+            source = load_i64(sources + 8 * index)
+            for at in range(0, count, size):
+                part = sums + 4 * at if index == 0 else stage
+                decode_group(part, source, num_groups, word, (first + at) // size)
+                if is_rotated(word) and not stay_rotated:
+                    unrotate_group(part, word)
+                if index:
+                    add_group(sums + 4 * at, stage, size)
+        for at in range(0, count, out_size):
+            if not stay_rotated:
+                if count - at < out_size:
+                    fill_group(sums + 4 * at, count - at, out_word)
+                if is_rotated(out_word):
+                    rotate_group(sums + 4 * at, out_word)
+            encode_group(target, out_num_groups, out_word, (first + at) // out_size, sums + 4 * at)
+
+
+@kernel
+def _encode(target: int, word: int, source: int, kind: int, num_elems: int, start: int, stop: int) -> None:
+    encode_groups(target, word, source, kind, num_elems, start, stop)
+
+
+@kernel
+def _decode(target: int, kind: int, add: bool, source: int, word: int, num_elems: int, start: int, stop: int) -> None:
+    decode_groups(target, kind, add, source, word, num_elems, start, stop)
+
+
+@kernel
+def _decode_reduce_encode(
+    target: int, out_word: int, sources: int, num_sources: int, word: int, num_elems: int, start: int, stop: int
+) -> None:
+    decode_reduce_encode_blocks(target, out_word, sources, num_sources, word, num_elems, start, stop)
