@@ -30,7 +30,6 @@ from torch import Tensor
 
 from tightwire.kernels.block_format import FLOAT8_MAX, MIN_SCALE, BlockFormat
 
-_NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _NAN_BF16 = 0x7FC0
 _INF_BITS = 0x7F800000
 
@@ -76,75 +75,35 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
 
     Args:
         x_N: (N,) float32, bfloat16 or float16, contiguous.
-        out: (fmt.encoded_bytes(N),) uint8, contiguous, at any even address.
+        out: (fmt.encoded_bytes(N),) uint8, contiguous.
     Raises:
-        ValueError: tensors that are not so, here and below.
+        ValueError: a tensor that is not so. The same goes for the functions below.
     """
-    _check_numbers(x_N, "x_N")
-    out = _output(out, fmt.encoded_bytes(x_N.numel()), torch.uint8, x_N.device)
-    _kernels(x_N.device).encode(x_N, fmt, out)
-    return out
+    return _kernels(x_N.device).encode(x_N, fmt, out)
 
 
 def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """The numbers of ``decode_reference``, written into ``out`` when given: (num_elems,) of ``dtype``, contiguous."""
-    _check_message(buf, fmt, num_elems)
-    out = _output(out, num_elems, dtype, buf.device)
-    _check_numbers(out, "out")
-    _kernels(buf.device).decode(buf, fmt, out)
-    return out
+    return _kernels(buf.device).decode(buf, fmt, num_elems, dtype, out)
 
 
 def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
     """``decode_add_reference``; ``sum_N`` is contiguous float32."""
-    _check_message(buf, fmt, sum_N.numel())
-    _output(sum_N, sum_N.numel(), torch.float32, buf.device)
     _kernels(buf.device).decode_add(buf, fmt, sum_N)
 
 
 def decode_reduce_encode(
     bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor | None = None
 ) -> Tensor:
-    """The bytes of ``decode_reduce_encode_reference``, written into ``out`` when given."""
-    if not bufs:
-        raise ValueError("decode_reduce_encode wants at least one message to add, got none")
-    for buf in bufs:
-        _check_message(buf, fmt, num_elems)
-    out = _output(out, out_fmt.encoded_bytes(num_elems), torch.uint8, bufs[0].device)
-    _kernels(out.device).decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out)
-    return out
+    """The bytes of ``decode_reduce_encode_reference``, written into ``out`` when given; at least one of ``bufs``."""
+    return _kernels(bufs[0].device if bufs else torch.device("cpu")).decode_reduce_encode(
+        bufs, fmt, out_fmt, num_elems, out
+    )
 
 
 def _kernels(device: torch.device) -> ModuleType:
-    """Imported when used: whoever only names formats needs neither numba nor Triton."""
+    """These four functions for tensors of a device; imported when used, as not all machines have numba and Triton."""
     return import_module(f"tightwire.kernels.block_quant_{'triton' if device.type == 'cuda' else 'cpu'}")
-
-
-def _check_numbers(x_N: Tensor, name: str) -> None:
-    if x_N.dtype not in _NUMBERS or x_N.dim() != 1 or not x_N.is_contiguous():
-        raise ValueError(
-            f"{name} must be one-dimensional and contiguous, of {', '.join(map(str, _NUMBERS))}; "
-            f"got {tuple(x_N.shape)} {x_N.dtype} with strides {x_N.stride()}"
-        )
-
-
-def _check_message(buf: Tensor, fmt: BlockFormat, num_elems: int) -> None:
-    """A message from another rank is read by its address, so its length must be right."""
-    size = fmt.encoded_bytes(num_elems)
-    if buf.dtype != torch.uint8 or buf.shape != (size,) or not buf.is_contiguous():
-        raise ValueError(
-            f"{num_elems} numbers in {fmt} are {size} contiguous bytes (uint8); got {tuple(buf.shape)} {buf.dtype}"
-        )
-
-
-def _output(out: Tensor | None, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if out is None:
-        return torch.empty(size, dtype=dtype, device=device)
-    if out.dtype != dtype or out.shape != (size,) or out.device != device or not out.is_contiguous():
-        raise ValueError(
-            f"the result is ({size},) {dtype} on {device}, contiguous; got {tuple(out.shape)} {out.dtype} on {out.device}"
-        )
-    return out
 
 
 def _to_groups(x_N: Tensor, fmt: BlockFormat) -> Tensor:

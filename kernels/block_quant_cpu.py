@@ -1,7 +1,6 @@
 """``block_quant`` for CPU tensors: numba over vectors, the reference's bytes. One group is ``block_quant_cpu_kernels``.
 
-Callers go through ``block_quant``, which checks what it is given. A message's first byte may lie anywhere, numbers as
-their dtype wants. Groups are shared among the threads that torch may use. ``encode_groups``, ``decode_groups`` and
+Callers go through ``block_quant``. A message's first byte may lie anywhere, numbers as their dtype wants. Groups are shared among the threads that torch may use. ``encode_groups``, ``decode_groups`` and
 ``decode_reduce_encode_blocks`` are for kernels, to run over a part of a message without coming back to Python.
 """
 
@@ -31,37 +30,48 @@ from tightwire.kernels.threads import run_on_rows
 _BLOCK_ELEMS = 128  # a whole number of groups of every format
 
 
-def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor) -> None:
-    source, kind, target, word = x_N.data_ptr(), NUMBER_KIND[x_N.dtype], out.data_ptr(), format_word(fmt)
+def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
+    """``block_quant.encode``."""
+    _check_numbers(x_N, "x_N")
     num_elems = x_N.numel()
+    out = _bytes_for(num_elems, fmt, out)
+    source, kind, target, word = x_N.data_ptr(), NUMBER_KIND[x_N.dtype], out.data_ptr(), format_word(fmt)
 
     def groups(start: int, stop: int) -> None:
         _encode(target, word, source, kind, num_elems, start, stop)
 
     run_on_rows(groups, fmt.num_groups(num_elems), fmt.group_elems)
+    return out
 
 
-def decode(buf: Tensor, fmt: BlockFormat, out_N: Tensor) -> None:
-    _decode_all(buf, fmt, out_N, add=False)
+def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """``block_quant.decode``."""
+    if out is None:
+        out = torch.empty(num_elems, dtype=dtype)
+    _check_numbers(out, "out")
+    if out.dtype != dtype or out.numel() != num_elems:
+        raise ValueError(f"out must be {num_elems} numbers of {dtype}, got {out.numel()} of {out.dtype}")
+    _decode_all(buf, fmt, out, add=False)
+    return out
 
 
 def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
+    """``block_quant.decode_add``."""
+    _check_numbers(sum_N, "sum_N")
+    if sum_N.dtype != torch.float32:
+        raise ValueError(f"sum_N must be float32, got {sum_N.dtype}")
     _decode_all(buf, fmt, sum_N, add=True)
 
 
-def _decode_all(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, add: bool) -> None:
-    target, kind, source, word = out_N.data_ptr(), NUMBER_KIND[out_N.dtype], buf.data_ptr(), format_word(fmt)
-    num_elems = out_N.numel()
-
-    def groups(start: int, stop: int) -> None:
-        _decode(target, kind, add, source, word, num_elems, start, stop)
-
-    run_on_rows(groups, fmt.num_groups(num_elems), fmt.group_elems)
-
-
 def decode_reduce_encode(
-    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor
-) -> None:
+    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor | None = None
+) -> Tensor:
+    """``block_quant.decode_reduce_encode``; the sum never leaves the first-level cache."""
+    if not bufs:
+        raise ValueError("decode_reduce_encode wants at least one message to add, got none")
+    for buf in bufs:
+        _check_message(buf, fmt, num_elems)
+    out = _bytes_for(num_elems, out_fmt, out)
     addresses = torch.tensor([buf.data_ptr() for buf in bufs], dtype=torch.int64)
     sources, count, target = addresses.data_ptr(), len(bufs), out.data_ptr()
     word, out_word = format_word(fmt), format_word(out_fmt)
@@ -70,6 +80,48 @@ def decode_reduce_encode(
         _decode_reduce_encode(target, out_word, sources, count, word, num_elems, start, stop)
 
     run_on_rows(blocks, -(-num_elems // _BLOCK_ELEMS), _BLOCK_ELEMS)
+    return out
+
+
+def _decode_all(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, add: bool) -> None:
+    num_elems = out_N.numel()
+    _check_message(buf, fmt, num_elems)
+    target, kind, source, word = out_N.data_ptr(), NUMBER_KIND[out_N.dtype], buf.data_ptr(), format_word(fmt)
+
+    def groups(start: int, stop: int) -> None:
+        _decode(target, kind, add, source, word, num_elems, start, stop)
+
+    run_on_rows(groups, fmt.num_groups(num_elems), fmt.group_elems)
+
+
+# --- kernels trust the addresses they are given ---------------------------------------------------------------------------
+
+
+def _check_numbers(x_N: Tensor, name: str) -> None:
+    if x_N.dtype not in NUMBER_KIND or x_N.dim() != 1 or not x_N.is_contiguous() or x_N.is_cuda:
+        raise ValueError(
+            f"{name} must be one-dimensional and contiguous, of {', '.join(map(str, NUMBER_KIND))}, on the CPU; "
+            f"got {tuple(x_N.shape)} {x_N.dtype} with strides {x_N.stride()} on {x_N.device}"
+        )
+
+
+def _check_message(buf: Tensor, fmt: BlockFormat, num_elems: int) -> None:
+    size = fmt.encoded_bytes(num_elems)
+    if buf.dtype != torch.uint8 or buf.shape != (size,) or not buf.is_contiguous() or buf.is_cuda:
+        raise ValueError(
+            f"{num_elems} numbers in {fmt} are ({size},) torch.uint8, contiguous, on the CPU; "
+            f"got {tuple(buf.shape)} {buf.dtype} with strides {buf.stride()} on {buf.device}"
+        )
+
+
+def _bytes_for(num_elems: int, fmt: BlockFormat, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty(fmt.encoded_bytes(num_elems), dtype=torch.uint8)
+    _check_message(out, fmt, num_elems)
+    return out
+
+
+# --- what runs ------------------------------------------------------------------------------------------------------------
 
 
 @helper
