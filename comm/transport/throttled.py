@@ -1,0 +1,85 @@
+"""A slower wire than the one there is, in user space: any transport behind a link of one's choosing.
+
+For trying an algorithm as a slow link would run it, where the kernel cannot be asked to slow a real one
+(``comm.emulated_network``). A call hands its bytes over when the link would have delivered them. So times are right to
+about the accuracy of a sleep, tens of microseconds, plus what the transport below takes itself; of a real link's own
+behaviour, such as packets and full queues, nothing is in them.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tightwire.comm.link import Link
+from tightwire.comm.protocols import FusedAllReduce, Transport
+
+# A sleep may end this much late; the rest of a wait is spent offering the core to others and looking at the clock.
+_SLEEP_SLACK_S = 150e-6
+
+
+class ThrottledTransport:
+    """``transport`` with a ``link`` of its own from this rank to the others.
+
+    Bytes leave one after the other: a call's bytes begin when the link is free, take bytes / rate, and arrive a latency
+    later. The messages of one call are under way at once, so a round costs one latency; the library's own all-reduce
+    counts as a ring's 2 (N-1) rounds. Only the sender's end is throttled, so a rank that sends nothing still waits for
+    what it receives.
+
+    The contract is the transport's: its results, its ``bytes_sent``, and its deadline, which begins when this rank's
+    bytes have arrived. ``fused`` is None, because a fused AllReduce would pass the link by.
+    """
+
+    def __init__(self, transport: Transport, link: Link) -> None:
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self.fused: FusedAllReduce | None = None
+        self._transport, self._link = transport, link
+        self._free_at = 0.0  # when the link will have sent all that it was given
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._transport.bytes_sent
+
+    @property
+    def description(self) -> str:
+        """What stands for this wire in tables and logs: says that it is not a real one."""
+        return f"{type(self._transport).__name__} throttled in user space to {self._link.name}"
+
+    def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        self._carry(sum(part.numel() for part in slices) - slices[self.rank].numel())
+        return self._transport.exchange(slices)
+
+    def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        self._carry((self.world_size - 1) * buf.numel())
+        return self._transport.gather(buf, sizes)
+
+    def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
+        self._carry(buf.numel() if self.world_size > 1 else 0)
+        return self._transport.shift(buf, recv_bytes)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        hops = 2 * (self.world_size - 1)
+        self._carry(hops * x.numel() // self.world_size * x.element_size(), rounds=hops)
+        return self._transport.all_reduce(x)
+
+    def barrier(self) -> None:
+        self._carry(0)
+        self._transport.barrier()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _carry(self, num_bytes: int, rounds: int = 1) -> None:
+        """Wait until the link has delivered ``num_bytes`` more."""
+        rate = self._link.bytes_per_s
+        self._free_at = max(self._free_at, time.perf_counter()) + (num_bytes / rate if rate else 0.0)
+        _wait_until(self._free_at + rounds * self._link.latency_s)
+
+
+def _wait_until(moment: float) -> None:
+    while (left := moment - time.perf_counter()) > 0:
+        if left > _SLEEP_SLACK_S:
+            time.sleep(left - _SLEEP_SLACK_S)
+        else:
+            os.sched_yield()
