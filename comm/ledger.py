@@ -71,7 +71,7 @@ Begun = tuple[
 
 
 class _Totals:
-    __slots__ = ("bytes_sent", "calls", "exact_bytes", "message_bytes", "recent_s", "seconds")
+    __slots__ = ("bytes_sent", "calls", "exact_bytes", "first_timed", "message_bytes", "recent_s", "seconds")
 
     def __init__(self) -> None:
         self.calls = 0
@@ -80,6 +80,7 @@ class _Totals:
         self.message_bytes = 0
         self.seconds = 0.0
         self.recent_s = [0.0] * _NUM_RECENT  # written in turn: entry calls % _NUM_RECENT
+        self.first_timed = 0  # the call from which on latencies are wanted
 
 
 class Ledger:
@@ -142,11 +143,17 @@ class Ledger:
         """Quantiles of the newest calls of each kind. Sorts 512 numbers for each: for now and then, not for a step."""
         found = []
         for key, totals in list(self._totals.items()):
-            num = min(totals.calls, _NUM_RECENT)
-            recent_s = sorted(totals.recent_s[:num])
-            if recent_s:
+            num = min(totals.calls - totals.first_timed, _NUM_RECENT)
+            if num:
+                end = totals.calls
+                recent_s = sorted(totals.recent_s[call % _NUM_RECENT] for call in range(end - num, end))
                 found.append(Latency(*key, recent_s[num // 2] * 1e6, recent_s[num * 99 // 100] * 1e6))
         return found
+
+    def forget_latencies(self) -> None:
+        """Quantiles are of later calls from now on; totals go on."""
+        for totals in list(self._totals.values()):
+            totals.first_timed = totals.calls
 
     @property
     def number(self) -> int:

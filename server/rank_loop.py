@@ -103,6 +103,7 @@ class Leader:
                 raise RuntimeError(f"the model does not answer a first request: {output.message or output}")
         self._send_followers(StopFollowing())
         self._warm_up_counts = {count[:3]: count for count in self._group.ledger.counts()}
+        self._group.ledger.forget_latencies()
 
     def serve(self) -> None:
         """Run steps while there is work, sleep while there is none; until told to stop."""

@@ -200,7 +200,7 @@ class Health(Struct):
 class CommCost(Struct, frozen=True):
     """Collectives of one kind on rank 0 since start: totals as in CommTotals, and what one of them took.
 
-    ``p50_us`` and ``p99_us`` are of the newest 512 at most, the warm-up included; null until they are known.
+    ``p50_us`` and ``p99_us`` are of the newest 512 at most; null until they are known.
     ``algbw_gb_per_s``: gigabytes of message a second, null where no time was taken. On CUDA times are those to enqueue.
     """
 

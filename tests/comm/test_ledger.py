@@ -64,6 +64,13 @@ def test_quantiles_are_of_the_newest_calls(monkeypatch: pytest.MonkeyPatch) -> N
         record(ledger)
     assert ledger.latencies()[0].p99_us == 0
 
+    ledger.forget_latencies()
+    assert ledger.latencies() == []
+    times = iter([0.0, 2e-6])
+    monkeypatch.setattr("tightwire.comm.ledger.perf_counter", lambda: next(times))
+    record(ledger)
+    assert ledger.latencies()[0][3:] == pytest.approx((2, 2))
+
 
 def test_current_is_readable_from_another_thread_and_counts_on() -> None:
     ledger = Ledger()

@@ -81,7 +81,7 @@ def test_ready_means_that_a_request_is_answered_and_sigterm_ends_it_all(start: S
 
 
 def test_a_trace_holds_the_same_collectives_of_both_ranks(start: Start) -> None:
-    server = start()
+    server = start("--shutdown-grace-s", "0.5")
     url = server.wait_ready()
     streaming = Streaming(url, ENDLESS)
     page = httpx.get(f"{url}/comm/trace?seconds=0.5", timeout=30, trust_env=False).json()
