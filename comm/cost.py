@@ -2,7 +2,7 @@
 
     us = call + rounds * round + sent bytes * byte + encoded elements * encode + decoded elements * decode
 
-The constants of a ``Link`` are seeds: good enough to tell apart algorithms that differ much. ``tightwire tune`` replaces
+The constants of a ``LinkCost`` are seeds: good enough to tell apart algorithms that differ much. ``tightwire tune`` replaces
 the prediction by what it measured. Source of the model: Thakur, Rabenseifner and Gropp, Optimization of Collective
 Communication Operations in MPICH, 2005.
 """
@@ -41,7 +41,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class LinkCost:
     """Seeds for one way ranks reach each other, in microseconds; ``*_mib`` per MiB sent, ``*_melem`` per 2^20 elements."""
 
     call: float
@@ -56,17 +56,17 @@ class Link:
 # Where each comes from: shared memory and gloo from `tightwire tune` on two cores of a server CPU with 2 ranks (gloo through
 # the loopback interface: a real network has its own bandwidth); the two for CUDA are published figures of PCIe boxes
 # (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier) and have not been measured here.
-LINKS: Mapping[tuple[str, str], Link] = {
-    ("shared-memory", "cpu"): Link(
+LINK_COSTS: Mapping[tuple[str, str], LinkCost] = {
+    ("shared-memory", "cpu"): LinkCost(
         call=6, round=4, mib=200, native_round=150, native_mib=700, encode_melem=2000, decode_melem=600
     ),
-    ("process-group", "cpu"): Link(
+    ("process-group", "cpu"): LinkCost(
         call=20, round=110, mib=900, native_round=150, native_mib=900, encode_melem=2000, decode_melem=600
     ),
-    ("process-group", "cuda"): Link(
+    ("process-group", "cuda"): LinkCost(
         call=5, round=15, mib=45, native_round=6, native_mib=42, encode_melem=4, decode_melem=3
     ),
-    ("peer-memory", "cuda"): Link(
+    ("peer-memory", "cuda"): LinkCost(
         call=3, round=4, mib=42, native_round=6, native_mib=42, encode_melem=2, decode_melem=1.5
     ),
 }
@@ -88,10 +88,10 @@ class CostModel:
 
     def __init__(self, setting: Setting, points: Points | None = None) -> None:
         key = (setting.transport, setting.device)
-        if key not in LINKS:
+        if key not in LINK_COSTS:
             raise ValueError(f"no cost is known of {setting.device} ranks over {setting.transport}")
         self.setting = setting
-        self._link = LINKS[key]
+        self._link = LINK_COSTS[key]
         self._points = {name: list(row) for name, row in (points or {}).items() if row}
 
     @property
@@ -123,7 +123,7 @@ class CostModel:
 
     def _seeded_us(self, name: str, num_bytes: int) -> float:
         link, work = self._link, _work(parse_all_reduce(name), self.setting, num_bytes)
-        between = LINKS["process-group", self.setting.device]
+        between = LINK_COSTS["process-group", self.setting.device]
         round_us, mib_us = (link.native_round, link.native_mib) if name == "native" else (link.round, link.mib)
         moving_us = work.rounds * round_us + work.sent_bytes / _MIB * mib_us
         moving_us += work.node_rounds * between.round + work.node_bytes / _MIB * between.mib

@@ -62,10 +62,10 @@ class _Check:
 
     def problem(self, group: Group, all_reduce: AllReduce) -> tuple[str, bytes]:
         """What is wrong (empty: nothing), and a digest of the result's bits."""
-        given, sent_before = self.own.clone(), group.transport.bytes_sent
+        given, sent_before = self.own.clone(), group.bytes_sent
         try:
             result = all_reduce(given)
-            sent = group.transport.bytes_sent - sent_before
+            sent = group.bytes_sent - sent_before
             return self._wrong(all_reduce, given, result, sent), _digest(result)
         except CommError:
             raise

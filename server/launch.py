@@ -97,7 +97,7 @@ class _Server:
         options = self._config.model
         self._preparing = Background(lambda: prepare(self._config, self._progress, stopped=self._stop.is_set))
         checkpoint, decision = await self._preparing.result
-        self._progress.say(decision.budget.table())
+        self._progress.say(decision.summary())
         engine.load(RankWork(location=checkpoint.location, config=self._config, plan=decision.plan))
         tokenizer = await Background(checkpoint.tokenizer).result
         info = ModelInfo(

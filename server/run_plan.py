@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tightwire.comm.choose import Chooser, PolicyRequest
-from tightwire.comm.cost import CostModel, Setting
+from tightwire.comm.choose import PolicyRequest
+from tightwire.comm.cost import Setting
 from tightwire.comm.policy import Policy
 from tightwire.comm.registry import parse_all_reduce
 from tightwire.comm.segment import why_unusable
@@ -13,6 +13,7 @@ from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.model.layout import Layout, make_layout
+from tightwire.server.comm_decision import CommDecision, decide_comm
 from tightwire.server.config import ModelOptions, ParallelOptions, ServeConfig
 from tightwire.server.devices import CudaDevice, available_host_bytes, cuda_devices
 from tightwire.server.memory_budget import MemoryBudget, Pool, make_budget
@@ -29,6 +30,11 @@ class Decision:
     plan: RunPlan
     layout: Layout
     budget: MemoryBudget
+    comm: CommDecision | None  # None: a single rank
+
+    def summary(self) -> str:
+        """What fits where and how ranks will sum, line by line, for people."""
+        return "\n".join([self.budget.table(), *([] if self.comm is None else self.comm.notes())])
 
 
 def prepare(
@@ -65,7 +71,14 @@ def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
     device = _choose_device(config.model.device, tp, gpus)
     dtype = _choose_dtype(config.model, model, device)
     budget = make_budget(model, layout, config.engine, dtype=dtype, device=device, pools=_pools(device, tp, gpus))
-    transport = _choose_transport(config.parallel.transport, device, tp)
+    transport = choose_transport(config.parallel.transport, device, tp)
+    comm = None
+    if tp > 1:
+        comm = decide_comm(
+            policy_request(config, model),
+            Setting(transport=transport, device=device, world_size=tp, num_nodes=config.parallel.nodes, dtype=dtype),
+            devices=[gpu.name for gpu in gpus] if device == "cuda" else [],
+        )
     plan = RunPlan(
         device=device,
         dtype=dtype,
@@ -74,9 +87,9 @@ def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
         num_nodes=config.parallel.nodes,
-        policy=Policy(()) if tp == 1 else _choose_policy(config, model, device, dtype, transport),
+        policy=Policy(()) if comm is None else comm.chooser.policy(),
     )
-    return Decision(plan=plan, layout=layout, budget=budget)
+    return Decision(plan=plan, layout=layout, budget=budget, comm=comm)
 
 
 def check_all_reduce_names(options: ParallelOptions) -> None:
@@ -119,18 +132,7 @@ def policy_request(config: ServeConfig, model: LlamaConfig) -> PolicyRequest:
     )
 
 
-def _choose_policy(config: ServeConfig, model: LlamaConfig, device: str, dtype: str, transport: str) -> Policy:
-    setting = Setting(
-        transport=transport,
-        device=device,
-        world_size=config.parallel.tp,
-        num_nodes=config.parallel.nodes,
-        dtype=dtype,
-    )
-    return Chooser(policy_request(config, model), CostModel(setting)).policy()
-
-
-def _choose_transport(asked: str, device: str, tp: int) -> str:
+def choose_transport(asked: str, device: str, tp: int) -> str:
     if tp == 1:
         return "none"
     reason = "it carries CPU tensors, and ranks run on CUDA" if device == "cuda" else why_unusable()

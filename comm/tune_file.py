@@ -1,0 +1,172 @@
+"""What ``tightwire tune`` measured on this host: one JSON file per kind of host, read when a policy is made.
+
+Times do not carry over: the file is named by a fingerprint of what they depend on, and says it inside.
+"""
+
+import contextlib
+import hashlib
+import os
+import platform
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+import tightwire
+from tightwire.comm.cost import Setting
+
+SCHEMA = 1
+
+
+class Host(msgspec.Struct, frozen=True):
+    """What measured times depend on, beside the setting."""
+
+    cpu: str
+    num_cores: int  # that this process may use
+    devices: tuple[str, ...]  # names of the CUDA devices that are visible
+    torch: str
+    tightwire: str
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
+
+
+class Point(msgspec.Struct, frozen=True):
+    """The median time of one algorithm at one size; ``wire_bytes`` of the rank that sends most."""
+
+    algorithm: str
+    num_bytes: int
+    us: float
+    num_calls: int
+    wire_bytes: int
+    relative_error: float | None
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One setting. ``wrong``: algorithms that summed wrongly, and what they did."""
+
+    setting: Setting
+    points: tuple[Point, ...]
+    wrong: dict[str, str]
+    date: str  # ISO, UTC
+
+    def rows(self) -> dict[str, list[tuple[int, float]]]:
+        """Points by algorithm, for ``comm.cost.CostModel``; those of wrong ones are left out."""
+        rows: dict[str, list[tuple[int, float]]] = {}
+        for point in sorted(self.points, key=lambda point: point.num_bytes):
+            if point.algorithm not in self.wrong:
+                rows.setdefault(point.algorithm, []).append((point.num_bytes, point.us))
+        return rows
+
+
+class _File(msgspec.Struct, frozen=True):
+    schema: int
+    host: Host
+    settings: tuple[Measured, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TuneRecords:
+    """The settings measured on a host. ``warning``: why a file that is there could not be used."""
+
+    settings: tuple[Measured, ...] = ()
+    warning: str | None = None
+
+    def of(self, setting: Setting) -> Measured | None:
+        return next((measured for measured in self.settings if measured.setting == setting), None)
+
+
+def this_host(devices: Sequence[str], num_cores: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> Host:
+    """The host this process runs on, with the CUDA ``devices`` it sees."""
+    try:
+        torch_version = version("torch")
+    except PackageNotFoundError:
+        torch_version = "unknown"
+    return Host(
+        cpu=_cpu_name(cpuinfo),
+        num_cores=num_cores,
+        devices=tuple(devices),
+        torch=torch_version,
+        tightwire=tightwire.__version__,
+    )
+
+
+def tune_path(cache: Path, host: Host) -> Path:
+    return cache / "tune" / f"{host.fingerprint}.json"
+
+
+def read_tuned(path: Path, host: Host) -> TuneRecords:
+    """What was measured on ``host``; nothing, with a warning, when the file is damaged or another host's."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return TuneRecords()
+    except OSError as error:
+        return TuneRecords(warning=f"{path} cannot be read ({error.strerror}); costs are predicted instead")
+    again = "costs are predicted instead; `tightwire tune` writes it anew"
+    try:
+        schema = msgspec.json.decode(text, type=_Schema).schema
+        if schema != SCHEMA:
+            return TuneRecords(warning=f"{path} has schema {schema} and this version reads {SCHEMA}; {again}")
+        file = msgspec.json.decode(text, type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return TuneRecords(warning=f"{path} is damaged ({error}); {again}")
+    if file.host != host:
+        return TuneRecords(warning=f"{path} was measured on another host ({file.host.cpu}); {again}")
+    if problem := _problem(file.settings):
+        return TuneRecords(warning=f"{path} is damaged ({problem}); {again}")
+    return TuneRecords(file.settings)
+
+
+def write_tuned(path: Path, host: Host, new: Sequence[Measured]) -> None:
+    """Add ``new`` settings to the file, in place of older ones of the same setting. It is never half written.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    replaced = {measured.setting for measured in new}
+    kept = [measured for measured in read_tuned(path, host).settings if measured.setting not in replaced]
+    file = _File(SCHEMA, host, (*kept, *new))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tune-")
+    try:
+        with os.fdopen(handle, "wb") as draft:
+            draft.write(msgspec.json.format(msgspec.json.encode(file), indent=1))
+            draft.flush()
+            os.fsync(draft.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
+
+
+class _Schema(msgspec.Struct):
+    """The one field that every version of the file has."""
+
+    schema: int
+
+
+def _problem(settings: Sequence[Measured]) -> str | None:
+    """What a file that has the right fields may still say wrongly."""
+    for measured in settings:
+        for name, row in measured.rows().items():
+            sizes = [num_bytes for num_bytes, _ in row]
+            if sizes[0] < 1 or len(set(sizes)) < len(sizes) or not all(us > 0 for _, us in row):
+                return f"{name} over {measured.setting.transport} has impossible sizes or times"
+    return None
+
+
+def _cpu_name(cpuinfo: Path) -> str:
+    """As the kernel names it, or by the numbers it gives where a processor has no name."""
+    fields: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    numbers = (fields.get("CPU implementer"), fields.get("CPU part"))
+    return fields.get("model name") or " ".join([platform.machine(), *(number for number in numbers if number)])
