@@ -1,0 +1,491 @@
+"""Block quantization inside a Triton kernel: numbers in registers to bytes in memory, and back. Launches nothing.
+
+``block_quant_triton`` and ``all_reduce`` build their kernels from these functions; ``block_quant`` is the specification
+and ``block_format`` the layout, kept to the byte.
+
+A kernel holds B groups of g numbers as R tiles of shape (B, W), W = g / R: number e of a group is in column e % W of tile
+e // W. With R = 8 / (the narrowest plane's bits), or a multiple, the numbers that share a byte stand at one place of
+different tiles, so a plane is packed and unpacked by shifts within each thread and no lane is moved.
+
+The same source runs compiled, and in Triton's interpreter on CPU memory. So there is no inline assembly; a division is
+``div_rn``; kernels that encode must be launched with ``enable_fp_fusion=False``, as a fused multiply-add rounds otherwise.
+"""
+
+import triton
+import triton.language as tl
+
+from tightwire.kernels import block_format
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+MIN_SCALE = tl.constexpr(block_format.MIN_SCALE)
+FLOAT8_MAX = tl.constexpr(block_format.FLOAT8_MAX)
+_NAN_BF16 = tl.constexpr(0x7FC0)
+_INF_KEY = tl.constexpr(0x7F800000)
+_NEGATIVE_INF_KEY = tl.constexpr(-0x7F800001)
+# 1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold.
+_TO_WHOLE = tl.constexpr(12582912.0)
+
+
+@triton.constexpr_function
+def stays_rotated(fmt, out_fmt):
+    """Whether a sum of messages in ``fmt`` that is encoded as ``out_fmt`` is taken of the rotated numbers."""
+    return fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
+
+
+@triton.constexpr_function
+def log2(power_of_two):
+    return power_of_two.bit_length() - 1
+
+
+# --- rows: one or more whole groups of a format side by side -----------------------------------------------------------
+
+
+@triton.jit
+def decode_row(
+    source,
+    row_B,
+    num_elems,
+    fmt: tl.constexpr,
+    rotated: tl.constexpr,
+    elems: tl.constexpr,
+    num_tiles: tl.constexpr,
+    whole: tl.constexpr,
+):
+    """The numbers ``row_B * elems`` to ``(row_B + 1) * elems`` of a message of ``num_elems`` at ``source``, as tiles.
+
+    ``rotated``: leave them rotated. ``whole``: all of them exist; else what is beyond the end is anything.
+    """
+    num_groups = tl.cdiv(num_elems, fmt.group_elems).to(tl.int64)
+    per_row: tl.constexpr = elems // fmt.group_elems
+    tiles = ()
+    for i in tl.static_range(per_row):
+        group = decode_tiles(source, row_B * per_row + i, num_groups, fmt, num_tiles // per_row, whole)
+        if fmt.hadamard and not rotated:
+            group = unrotate_tiles(group, fmt.group_elems)
+        tiles = tiles + group
+    return tiles
+
+
+@triton.jit
+def encode_row(
+    target,
+    row_B,
+    num_elems,
+    tiles,
+    fmt: tl.constexpr,
+    rotated: tl.constexpr,
+    elems: tl.constexpr,
+    whole: tl.constexpr,
+):
+    """The inverse of ``decode_row``; the last group is filled up as the format wants it. ``rotated``: they are already."""
+    num_groups = tl.cdiv(num_elems, fmt.group_elems).to(tl.int64)
+    per_row: tl.constexpr = elems // fmt.group_elems
+    per_group: tl.constexpr = len(tiles) // per_row
+    if not whole and not rotated:
+        tiles = _filled(tiles, row_B * elems, num_elems)
+    for i in tl.static_range(per_row):
+        group = ()
+        for r in tl.static_range(per_group):
+            group = group + (tiles[i * per_group + r],)
+        if fmt.hadamard and not rotated:
+            group = rotate_tiles(group)
+        encode_tiles(target, row_B * per_row + i, num_groups, group, fmt, whole)
+
+
+@triton.jit
+def _filled(tiles, first_B, num_elems):
+    """Put number ``num_elems - 1`` in all places beyond it."""
+    width: tl.constexpr = tiles[0].shape[1]
+    last_B = tl.zeros(first_B.shape, tl.float32)
+    for r in tl.static_range(len(tiles)):
+        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
+        last_B += tl.sum(tl.where(places_BW == num_elems - 1, tiles[r], 0.0), 1)
+    filled = ()
+    for r in tl.static_range(len(tiles)):
+        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
+        filled = filled + (tl.where(places_BW < num_elems, tiles[r], last_B[:, None]),)
+    return filled
+
+
+@triton.jit
+def add_tiles(a, b):
+    total = ()
+    for r in tl.static_range(len(a)):
+        total = total + (a[r] + b[r],)
+    return total
+
+
+# --- numbers in memory ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_tiles(source, first_B, end, elems: tl.constexpr, num_tiles: tl.constexpr, whole: tl.constexpr):
+    """Float32 tiles of ``elems`` numbers from each place in ``first_B``; 0 where the place is not below ``end``.
+
+    ``whole``: all places are below ``end``, which saves the comparison.
+    """
+    width: tl.constexpr = elems // num_tiles
+    tiles = ()
+    for r in tl.static_range(num_tiles):
+        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
+        if whole:
+            stored = tl.load(_raw(source) + places_BW)
+        else:
+            stored = tl.load(_raw(source) + places_BW, mask=places_BW < end, other=0)
+        tiles = tiles + (_widened(stored),)
+    return tiles
+
+
+@triton.jit
+def store_tiles(target, first_B, end, tiles, whole: tl.constexpr):
+    """Round each number to ``target``'s type and store it; the inverse of ``load_tiles``."""
+    width: tl.constexpr = tiles[0].shape[1]
+    for r in tl.static_range(len(tiles)):
+        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
+        if whole:
+            tl.store(_raw(target) + places_BW, _narrowed(tiles[r], target.dtype.element_ty))
+        else:
+            rounded = _narrowed(tiles[r], target.dtype.element_ty)
+            tl.store(_raw(target) + places_BW, rounded, mask=places_BW < end)
+
+
+@triton.jit
+def _raw(pointer):
+    """bfloat16 is read and written as 16-bit integers: exactly, also where the interpreter's conversions are not."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
+    return pointer
+
+
+@triton.jit
+def _widened(stored):
+    """What was loaded through ``_raw`` as float32."""
+    if stored.dtype == tl.int16:
+        return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return stored.to(tl.float32)
+
+
+@triton.jit
+def _narrowed(x, dtype: tl.constexpr):
+    """Float32 rounded to nearest even, in the form that is stored through ``_raw``."""
+    if dtype == tl.bfloat16:
+        if INTERPRETED:
+            return bf16_bits(x).to(tl.int16)  # its conversion truncates
+        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    return x.to(dtype)
+
+
+# --- groups to bytes and back -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def encode_tiles(target, group_B, num_groups, tiles, fmt: tl.constexpr, whole: tl.constexpr):
+    """Write groups ``group_B`` of a message of ``num_groups`` at ``target`` (bytes). Rotated formats: rotate first.
+
+    ``whole``: all of ``group_B`` exist; else those from ``num_groups`` on are left out.
+    """
+    top: tl.constexpr = FLOAT8_MAX if fmt.float8 else (fmt.max_code if fmt.has_zeros else fmt.max_level)
+    own: tl.constexpr = len(fmt.plane_bits)  # where the sections of the groups' own numbers begin: the scales
+    kept_B = None if whole else group_B < num_groups
+
+    low_B, high_B, finite_B = _extremes(tiles)
+    if fmt.spikes:
+        spike_bits = (bf16_bits(low_B + 0.0), bf16_bits(high_B + 0.0))  # + 0.0 makes 0 of -0
+        places = (_first_place(tiles, low_B), _first_place(tiles, high_B))
+        finite_B = finite_B & _is_finite(spike_bits[0]) & _is_finite(spike_bits[1])
+        low_B, high_B = _extremes_without(tiles, places[0], places[1])
+    if fmt.has_zeros:
+        zero_bits_B = _bf16_below(low_B + 0.0)
+        zero_B = _from_bf16(zero_bits_B)
+        span_B = high_B - zero_B
+    else:
+        zero_B = tl.zeros_like(low_B)
+        span_B = tl.maximum(tl.abs(low_B), tl.abs(high_B))
+    quotient_B = tl.div_rn(span_B, tl.full(span_B.shape, top, tl.float32))
+    scale_bits_B = _bf16_above(tl.maximum(quotient_B, MIN_SCALE))
+    scale_B = _from_bf16(scale_bits_B)
+    finite_B = finite_B & (top * scale_B + zero_B < float("inf"))
+
+    inverse_B = tl.div_rn(tl.full(scale_B.shape, 1.0, tl.float32), scale_B)
+    codes = _codes(tiles, zero_B[:, None], inverse_B[:, None], tl.where(finite_B, 0xFF, 0)[:, None], fmt)
+    _store_planes(target, group_B, num_groups, codes, kept_B, fmt)
+    _store_bits(target, own, group_B, num_groups, tl.where(finite_B, scale_bits_B, _NAN_BF16), kept_B, fmt)
+    if fmt.has_zeros:
+        _store_bits(target, own + 1, group_B, num_groups, tl.where(finite_B, zero_bits_B, 0), kept_B, fmt)
+    if fmt.spikes:
+        for i in tl.static_range(2):
+            bits_B = tl.where(finite_B, spike_bits[i], _NAN_BF16)
+            _store_bits(target, own + 2 + i, group_B, num_groups, bits_B, kept_B, fmt)
+            section = target + num_groups * fmt.section_offsets[own + 4 + i]
+            tl.store(section + group_B, tl.where(finite_B, places[i], 0).to(tl.uint8), mask=kept_B)
+
+
+@triton.jit
+def decode_tiles(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.constexpr, whole: tl.constexpr):
+    """Groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles, still rotated where the format rotates."""
+    own: tl.constexpr = len(fmt.plane_bits)
+    width: tl.constexpr = fmt.group_elems // num_tiles
+    kept_B = None if whole else group_B < num_groups
+    codes = _load_planes(source, group_B, num_groups, kept_B, fmt, num_tiles)
+    scale_B1 = _load_bf16(source, own, group_B, num_groups, kept_B, fmt)[:, None]
+    tiles = ()
+    if fmt.has_zeros:
+        zero_B1 = _load_bf16(source, own + 1, group_B, num_groups, kept_B, fmt)[:, None]
+        for r in tl.static_range(num_tiles):
+            tiles = tiles + (codes[r].to(tl.float32) * scale_B1 + zero_B1,)
+    elif fmt.float8:
+        for r in tl.static_range(num_tiles):
+            tiles = tiles + (_from_float8(codes[r]) * scale_B1,)
+    else:
+        for r in tl.static_range(num_tiles):
+            tiles = tiles + ((codes[r] - fmt.max_level).to(tl.float32) * scale_B1,)
+    if fmt.spikes:
+        for i in tl.static_range(2):  # the maximum last: it stands where both are one number
+            spike_B1 = _load_bf16(source, own + 2 + i, group_B, num_groups, kept_B, fmt)[:, None]
+            section = source + num_groups * fmt.section_offsets[own + 4 + i]
+            place_B1 = tl.load(section + group_B, mask=kept_B).to(tl.int32)[:, None]
+            restored = ()
+            for r in tl.static_range(num_tiles):
+                place_1W = (tl.arange(0, width) + r * width)[None, :]
+                restored = restored + (tl.where(place_1W == place_B1, spike_B1, tiles[r]),)
+            tiles = restored
+    return tiles
+
+
+@triton.jit
+def rotate_tiles(tiles):
+    """Each group times the Hadamard matrix of its size: rounds of a + b, a - b over strides 1, 2, 4, ... in this order."""
+    rows: tl.constexpr = tiles[0].shape[0]
+    width: tl.constexpr = tiles[0].shape[1]
+    mixed = ()
+    for r in tl.static_range(len(tiles)):
+        x_BW = tiles[r]
+        for half in tl.static_range(log2(width)):
+            pairs = tl.reshape(x_BW, (rows, width // (2 << half), 2, 1 << half))
+            a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+            x_BW = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (rows, width))
+        mixed = mixed + (x_BW,)
+    for level in tl.static_range(log2(len(tiles))):
+        before = mixed
+        mixed = ()
+        for r in tl.static_range(len(tiles)):
+            if r & (1 << level):
+                mixed = mixed + (before[r - (1 << level)] - before[r],)
+            else:
+                mixed = mixed + (before[r] + before[r + (1 << level)],)
+    return mixed
+
+
+@triton.jit
+def unrotate_tiles(tiles, elems: tl.constexpr):
+    """The matrix is its own inverse but for the factor ``elems``, a power of two."""
+    result = ()
+    rotated = rotate_tiles(tiles)
+    for r in tl.static_range(len(tiles)):
+        result = result + (rotated[r] * (1.0 / elems),)
+    return result
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _extremes(tiles):
+    """(B,) the smallest and the largest number of each group, and whether all of its numbers are finite.
+
+    Compared as integers that order as the numbers do, -0 just below 0 and NaNs beyond both infinities: one minimum and
+    one maximum see everything.
+    """
+    lowest_BW = _key(tiles[0])
+    highest_BW = lowest_BW
+    for r in tl.static_range(1, len(tiles)):
+        key_BW = _key(tiles[r])
+        lowest_BW = tl.minimum(lowest_BW, key_BW)
+        highest_BW = tl.maximum(highest_BW, key_BW)
+    lowest_B = tl.min(lowest_BW, 1)
+    highest_B = tl.max(highest_BW, 1)
+    return _from_key(lowest_B), _from_key(highest_B), (lowest_B > _NEGATIVE_INF_KEY) & (highest_B < _INF_KEY)
+
+
+@triton.jit
+def _key(x):
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _from_key(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first_place(tiles, value_B):
+    """(B,) the first place of ``value_B`` in each group; g where it is nowhere (a group with a NaN)."""
+    width: tl.constexpr = tiles[0].shape[1]
+    elems: tl.constexpr = width * len(tiles)
+    place_B = tl.full(value_B.shape, elems, tl.int32)
+    for r in tl.static_range(len(tiles)):
+        place_1W = (tl.arange(0, width) + r * width)[None, :]
+        place_B = tl.minimum(place_B, tl.min(tl.where(tiles[r] == value_B[:, None], place_1W, elems), 1))
+    return place_B
+
+
+@triton.jit
+def _extremes_without(tiles, low_place_B, high_place_B):
+    """(B,) the smallest and the largest of each group's numbers but for those in two places."""
+    width: tl.constexpr = tiles[0].shape[1]
+    low_B = tl.full(low_place_B.shape, float("inf"), tl.float32)
+    high_B = tl.full(low_place_B.shape, float("-inf"), tl.float32)
+    for r in tl.static_range(len(tiles)):
+        place_1W = (tl.arange(0, width) + r * width)[None, :]
+        kept_BW = (place_1W != low_place_B[:, None]) & (place_1W != high_place_B[:, None])
+        low_B = tl.minimum(low_B, tl.min(tl.where(kept_BW, tiles[r], float("inf")), 1))
+        high_B = tl.maximum(high_B, tl.max(tl.where(kept_BW, tiles[r], float("-inf")), 1))
+    return low_B, high_B
+
+
+@triton.jit
+def _codes(tiles, zero_B1, inverse_B1, mask_B1, fmt: tl.constexpr):
+    """Numbers in units of the scale, counted from the zero, rounded to codes; ``mask_B1`` 0 makes a group's codes 0.
+
+    The scale and the zero are rounded outwards, so no number leaves the codes' range by more than float32's rounding,
+    and clamping would change nothing. Reserved spikes do leave it.
+    """
+    codes = ()
+    for r in tl.static_range(len(tiles)):
+        if fmt.float8:
+            code = _float8_bits(tiles[r] * inverse_B1)
+        elif fmt.symmetric:
+            code = (tiles[r] * inverse_B1 + _TO_WHOLE).to(tl.int32, bitcast=True) + fmt.max_level
+        else:
+            scaled = (tiles[r] - zero_B1) * inverse_B1
+            if fmt.spikes:
+                scaled = tl.minimum(tl.maximum(scaled, 0.0), fmt.max_code)
+            code = (scaled + _TO_WHOLE).to(tl.int32, bitcast=True)
+        codes = codes + (code & mask_B1,)
+    return codes
+
+
+@triton.jit
+def _float8_bits(x):
+    """e4m3 bits of a number of at most 448, rounded to nearest even, by integers: any device, and the interpreter."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude_bits = bits & 0x7FFFFFFF
+    normal = ((magnitude_bits + 0x7FFFF + ((magnitude_bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 codes are multiples of 2^-9, the unit of float32 numbers from 2^14 on.
+    magnitude = magnitude_bits.to(tl.float32, bitcast=True)
+    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return tl.where(magnitude < 2.0**-6, small, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _from_float8(code):
+    """e4m3 bits as float32; 0x7F and 0xFF are NaN."""
+    # The exponent counts from 7 instead of 127: a factor of 2^120, which makes normal numbers of subnormal ones too.
+    magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+    value = (magnitude.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+
+
+# --- sections -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _store_planes(target, group_B, num_groups, codes, kept_B, fmt: tl.constexpr):
+    width: tl.constexpr = codes[0].shape[1]
+    column_1W = tl.arange(0, width)[None, :]
+    for p in tl.static_range(len(fmt.plane_bits)):
+        bits: tl.constexpr = fmt.plane_bits[p]
+        size: tl.constexpr = fmt.plane_bytes[p]
+        num_pieces: tl.constexpr = size // width
+        plane = target + num_groups * fmt.section_offsets[p]
+        for k in tl.static_range(num_pieces):
+            packed = _field(codes[k], fmt.plane_shifts[p], bits)
+            for f in tl.static_range(1, 8 // bits):
+                packed |= _field(codes[k + f * num_pieces], fmt.plane_shifts[p], bits) << (bits * f)
+            places_BW = (group_B * size + k * width)[:, None] + column_1W
+            tl.store(plane + places_BW, packed.to(tl.uint8), mask=None if kept_B is None else kept_B[:, None])
+
+
+@triton.jit
+def _load_planes(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
+    width: tl.constexpr = fmt.group_elems // num_tiles
+    column_1W = tl.arange(0, width)[None, :]
+    planes = ()
+    for p in tl.static_range(len(fmt.plane_bits)):
+        plane = source + num_groups * fmt.section_offsets[p]
+        pieces = ()
+        for k in tl.static_range(fmt.plane_bytes[p] // width):
+            places_BW = (group_B * fmt.plane_bytes[p] + k * width)[:, None] + column_1W
+            piece = tl.load(plane + places_BW, mask=None if kept_B is None else kept_B[:, None])
+            pieces = pieces + (piece.to(tl.int32),)
+        planes = planes + (pieces,)
+    codes = ()
+    for r in tl.static_range(num_tiles):
+        code = _unpacked(planes[0], r, fmt.plane_bits[0])
+        for p in tl.static_range(1, len(fmt.plane_bits)):
+            code |= _unpacked(planes[p], r, fmt.plane_bits[p]) << fmt.plane_shifts[p]
+        codes = codes + (code,)
+    return codes
+
+
+@triton.jit
+def _unpacked(pieces, tile: tl.constexpr, bits: tl.constexpr):
+    """Of a plane's bytes, the fields that belong to ``tile``."""
+    return _field(pieces[tile % len(pieces)], bits * (tile // len(pieces)), bits)
+
+
+@triton.jit
+def _field(code, shift: tl.constexpr, bits: tl.constexpr):
+    return code if bits == 8 else (code >> shift) & ((1 << bits) - 1)
+
+
+@triton.jit
+def _load_bf16(source, section: tl.constexpr, group_B, num_groups, kept_B, fmt: tl.constexpr):
+    """(B,) the groups' own numbers as float32. Read byte by byte, because a message may lie at an odd address."""
+    place_B = num_groups * fmt.section_offsets[section] + 2 * group_B
+    low_B = tl.load(source + place_B, mask=kept_B).to(tl.int32)
+    high_B = tl.load(source + place_B + 1, mask=kept_B).to(tl.int32)
+    return _from_bf16(low_B | (high_B << 8))
+
+
+@triton.jit
+def _store_bits(target, section: tl.constexpr, group_B, num_groups, bits_B, kept_B, fmt: tl.constexpr):
+    place_B = num_groups * fmt.section_offsets[section] + 2 * group_B
+    tl.store(target + place_B, (bits_B & 0xFF).to(tl.uint8), mask=kept_B)
+    tl.store(target + place_B + 1, (bits_B >> 8).to(tl.uint8), mask=kept_B)
+
+
+# --- bfloat16 as the upper half of float32's bits, in int32 ---------------------------------------------------------
+
+
+@triton.jit
+def _from_bf16(bits):
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bf16_above(x):
+    """The smallest bfloat16 not below a number >= 0."""
+    return (x.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+
+
+@triton.jit
+def _bf16_below(x):
+    """The largest bfloat16 not above: towards zero for positive numbers, away from it for negative ones."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (tl.where(bits < 0, bits + 0xFFFF, bits) >> 16) & 0xFFFF
+
+
+@triton.jit
+def bf16_bits(x):
+    """Rounded to nearest even; any NaN is the same one."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where((bits & 0x7FFFFFFF) <= 0x7F800000, rounded, _NAN_BF16)
+
+
+@triton.jit
+def _is_finite(bits):
+    return (bits & 0x7F80) != 0x7F80
