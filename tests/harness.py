@@ -28,10 +28,13 @@ import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.errors import CommError
-from tightwire.comm.group import Group, in_process_groups, open_process_group
+from tightwire.comm.group import Group, open_process_group
+from tightwire.comm.link import parse_link
+from tightwire.comm.nodes import in_process_node_groups, join_nodes
 from tightwire.comm.segment import CHUNK_BYTES, make_segment
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport
+from tightwire.comm.transport.throttled import ThrottledTransport
 
 
 class RankFailedError(AssertionError):
@@ -49,19 +52,26 @@ def run_ranks(
     timeout_s: float = 60.0,
     collective_timeout_s: float = 30.0,
     shared_memory: bool = False,
+    num_nodes: int = 1,
 ) -> list[Any]:
     """Run ``fn(group, *args)`` in ``world_size`` processes joined over gloo; their results in rank order.
+
+    With ``num_nodes`` the ranks are treated as on that many nodes; ``shared_memory`` then joins those of each node too.
 
     Raises:
         RankFailedError: with the traceback of the first rank that raised or the exit code of one that died; the other
             processes have been killed.
         TimeoutError: not all were done after ``timeout_s``; all have been killed.
     """
-    with Ranks(world_size, collective_timeout_s=collective_timeout_s, shared_memory=shared_memory) as ranks:
+    with Ranks(
+        world_size, collective_timeout_s=collective_timeout_s, shared_memory=shared_memory, num_nodes=num_nodes
+    ) as ranks:
         return ranks.run(fn, *args, timeout_s=timeout_s)
 
 
-def run_in_process(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Any]:
+def run_in_process(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 30.0, num_nodes: int = 1
+) -> list[Any]:
     """Run ``fn(group, *args)`` in ``world_size`` threads; their results in rank order, or the first one's exception."""
 
     def run_rank(group: Group) -> Any:
@@ -70,7 +80,7 @@ def run_in_process(world_size: int, fn: Callable[..., Any], *args: Any, timeout_
             return fn(group, *args)
 
     with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(run_rank, group) for group in in_process_groups(world_size, timeout_s)]
+        futures = [pool.submit(run_rank, group) for group in in_process_node_groups(world_size, num_nodes, timeout_s)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, CommError)):
         raise error  # what went wrong first; CommErrors are what the other ranks saw of it
@@ -79,10 +89,11 @@ def run_in_process(world_size: int, fn: Callable[..., Any], *args: Any, timeout_
 
 def run_nccl_calls(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Like ``run_ranks``, with the NCCL transport, whose calls gloo has too, in place of gloo's own."""
-    return run_ranks(world_size, _with_nccl_calls, fn, *args)
+    return run_ranks(world_size, with_nccl_calls, fn, *args)
 
 
-def _with_nccl_calls(group: Group, fn: Callable[..., Any], *args: Any) -> Any:
+def with_nccl_calls(group: Group, fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn`` over the group of ``run_nccl_calls``, made of a gloo group."""
     gloo = group.transport
     assert isinstance(gloo, GlooTransport)
     transport = NcclTransport(
@@ -98,14 +109,27 @@ def _with_nccl_calls(group: Group, fn: Callable[..., Any], *args: Any) -> Any:
     return fn(replace(group, transport=transport), *args)
 
 
+def with_throttle(group: Group, link: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn`` over ``group`` behind a link of that name."""
+    return fn(replace(group, transport=ThrottledTransport(group.transport, parse_link(link))), *args)
+
+
 class Ranks:
     """``world_size`` processes that hold one group and run functions until closed. A failure ends them all."""
 
     def __init__(
-        self, world_size: int, *, collective_timeout_s: float = 30.0, shared_memory: bool = False, chunk_bytes: int = 0
+        self,
+        world_size: int,
+        *,
+        collective_timeout_s: float = 30.0,
+        shared_memory: bool = False,
+        chunk_bytes: int = 0,
+        num_nodes: int = 1,
     ) -> None:
         self.world_size = world_size
-        self._segment_fd = make_segment(world_size, chunk_bytes or CHUNK_BYTES) if shared_memory else None
+        sizes = [world_size] + [world_size // num_nodes] * (num_nodes if num_nodes > 1 else 0)
+        # The whole group's segment, then each node's.
+        self._segment_fds = [make_segment(size, chunk_bytes or CHUNK_BYTES) for size in sizes if shared_memory]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"])
         self._folder = tempfile.TemporaryDirectory(prefix="tightwire-ranks-")
@@ -115,7 +139,13 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_rank_main,
-                args=(rank, world_size, f"{self._folder.name}/store", collective_timeout_s, self._segment_path, theirs),
+                args=(
+                    Topology(rank, world_size, num_nodes=num_nodes),
+                    f"{self._folder.name}/store",
+                    collective_timeout_s,
+                    self._segment_paths,
+                    theirs,
+                ),
                 daemon=True,
             )
             process.start()
@@ -124,9 +154,9 @@ class Ranks:
             self.processes.append(process)
 
     @property
-    def _segment_path(self) -> str | None:
-        """Where the ranks, which inherit nothing from this process, find its segment."""
-        return None if self._segment_fd is None else f"/proc/{os.getpid()}/fd/{self._segment_fd}"
+    def _segment_paths(self) -> list[str]:
+        """Where the ranks, which inherit nothing from this process, find its segments."""
+        return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._segment_fds]
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """``fn(group, *args)`` on every rank; results in rank order. Raises as ``run_ranks`` does."""
@@ -186,9 +216,8 @@ class Ranks:
         for process in self.processes:
             process.join()
         self._folder.cleanup()
-        if self._segment_fd is not None:
-            os.close(self._segment_fd)
-            self._segment_fd = None
+        while self._segment_fds:
+            os.close(self._segment_fds.pop())
 
     def __enter__(self) -> Self:
         return self
@@ -198,23 +227,22 @@ class Ranks:
 
 
 def _rank_main(
-    rank: int,
-    world_size: int,
-    store_path: str,
-    collective_timeout_s: float,
-    segment_path: str | None,
-    pipe: Connection,
+    topology: Topology, store_path: str, collective_timeout_s: float, segment_paths: list[str], pipe: Connection
 ) -> None:
     torch.set_num_threads(1)  # as many ranks as cores, or more
     try:
+        store = FileStore(store_path, topology.world_size)
         group = open_process_group(
-            Topology(rank, world_size),
-            store=FileStore(store_path, world_size),
+            topology,
+            store=store,
             device=torch.device("cpu"),
             timeout_s=collective_timeout_s,
             join_timeout_s=30.0,
-            segment_fd=None if segment_path is None else os.open(segment_path, os.O_RDWR),
+            segment_fd=os.open(segment_paths[0], os.O_RDWR) if segment_paths else None,
         )
+        if topology.num_nodes > 1:
+            own = os.open(segment_paths[1 + topology.node], os.O_RDWR) if segment_paths else None
+            group = join_nodes(group, topology, store=store, join_timeout_s=30.0, segment_fd=own)
     except Exception:  # noqa: BLE001, whatever it is goes to the parent
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         return
