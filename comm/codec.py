@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightwire.kernels import block_quant
+from tightwire.kernels import block_bound, block_quant
 from tightwire.kernels.block_format import BlockFormat
 
 _NAME = re.compile(r"(?:(fp8)|int([234568]))(?:-g(32|64|128))?(-sym)?(-had)?(-sr)?")
@@ -55,6 +55,15 @@ class Codec:
             block_quant.decode_add(buf, self.format, sum_N)
         else:
             sum_N.add_(buf.view(dtype))
+
+    def max_error(self, x_N: Tensor) -> Tensor:
+        """(N,) float64: bounds on |decode(encode(x)) - x| before rounding to ``x_N``'s dtype (``kernels.block_bound``).
+
+        Infinite where a group may come back as NaN: it has an inf or NaN in it, or comes close to float32's end.
+        """
+        if self.format is None:
+            return torch.zeros(x_N.shape, dtype=torch.float64, device=x_N.device)
+        return block_bound.max_error(x_N, self.format)
 
 
 def parse_codec(name: str) -> Codec:

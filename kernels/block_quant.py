@@ -12,7 +12,7 @@ how it is carried out:
     decoded    code * scale + zero. The product of an 8-bit and a bfloat16 number is exact, fused or not
 
 Rounding outwards means that nothing is clipped: a number comes back within half a scale of itself
-(``comm.codec.Codec.max_error`` has the bound).
+(``block_bound`` has the exact bound).
 
 Symmetric formats have scale = max|x| / max_level and no zero; float8 has scale = max|x| / 448 and the code e4m3(x / scale).
 Formats with spikes take the range from the group's other numbers and write the two back when decoding.
