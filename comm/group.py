@@ -17,6 +17,7 @@ from tightwire.comm.rendezvous import join
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.in_process import InProcessTransport, Meeting
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
+from tightwire.kernels.shared_all_reduce import compile_all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +108,8 @@ def open_process_group(
     if topology.world_size == 1:
         transport: Transport = InProcessTransport(Meeting(1), 0, timeout_s=timeout_s)
     else:
+        if segment_fd is not None:
+            compile_all()  # while there is no deadline but the others' patience to join
         transport = join(
             topology,
             store=store,
@@ -124,7 +127,7 @@ def open_process_group(
                 world_size=topology.world_size,
                 library=transport,
                 timeout_s=timeout_s,
-                describe=ledger.current,
+                ledger=ledger,
             )
     return Group(
         rank=topology.rank,

@@ -11,37 +11,35 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
+from tightwire.kernels.simd_ir import I32, I64, Builder, Value
 
 
-@intrinsic
-def load_acquire(typingctx: Any, address: Any) -> Any:
-    """The int64 at ``address``; nothing that follows is read or written before it."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
+def _load_acquire(typingctx: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Builder, signature: Any, args: tuple[Value, ...]) -> Value:
+        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
 
     return types.int64(types.int64), codegen
 
 
-@intrinsic
-def store_release(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write an int64; all that came before has been read and written by then."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], _I64.as_pointer()), "release", 8)
+def _store_release(typingctx: Any, address: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Builder, signature: Any, args: tuple[Value, ...]) -> Value:
+        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "release", 8)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic
-def yield_core(typingctx: Any) -> Any:
-    """Let another thread have this core if one wants it: ``sched_yield``, about 0.3 us when none does."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield")
-        builder.call(function, [])
+def _yield_core(typingctx: Any) -> Any:
+    def codegen(context: Any, builder: Builder, signature: Any, args: tuple[Value, ...]) -> Value:
+        builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, []), "sched_yield"), [])
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+# (address): the int64 there; nothing that follows is read or written before it.
+load_acquire: Any = intrinsic(_load_acquire)
+# (address, value): write an int64; all that came before has been read and written by then.
+store_release: Any = intrinsic(_store_release)
+# (): let another thread have this core if one wants it; about half a microsecond when none does.
+yield_core: Any = intrinsic(_yield_core)

@@ -33,9 +33,9 @@ TURN, CALLS = 0, 1  # two calls, which alternate as the buffers do
 # What a kernel returns instead of a step.
 DONE, MISMATCH = -1, -2
 
-# The operation in the upper bits of a call; then the kind of the numbers, then how many.
+# Operations of a call; a transport may number more, up to 7.
 ONE_SHOT, TWO_SHOT = 1, 2
-_OPERATION_SHIFT, _KIND_SHIFT = 56, 48
+_OPERATION_SHIFT, _KIND_SHIFT, _DETAIL_SHIFT = 60, 56, 40
 
 # Integers of the table before those of the processes.
 _OWN, _NUM_PROCESSES, _NUM_SPINS, _NUM_YIELDS, _CHUNK_BYTES, _PROCESSES = 0, 1, 2, 3, 4, 5
@@ -54,16 +54,14 @@ class BoardPlace:
     buffers: tuple[int, int]
 
 
-def board_table(
-    own: int, places: Sequence[BoardPlace], *, num_spins: int, num_yields: int, chunk_bytes: int
-) -> Tensor:
+def board_table(own: int, places: Sequence[BoardPlace], *, num_spins: int, num_yields: int, chunk_bytes: int) -> Tensor:
     """The table that kernels take, int64; keep it alive as long as they run.
 
     Args:
         own: the calling process's index in ``places``.
         num_spins: looks at another's number before the core is offered to others.
         num_yields: offers before a kernel returns to say that somebody is missing.
-        chunk_bytes: the most that a turn may write into a buffer, a multiple of 256.
+        chunk_bytes: the most that a turn may write into a buffer, a multiple of 64.
     """
     table = [own, len(places), num_spins, num_yields, chunk_bytes]
     for place in places:
@@ -71,18 +69,30 @@ def board_table(
     return torch.tensor(table, dtype=torch.int64)
 
 
-def call_word(operation: int, kind: int, num_elems: int) -> int:
-    """What a process calls, as all must call alike: compared when a turn is read."""
-    return operation << _OPERATION_SHIFT | kind << _KIND_SHIFT | num_elems
+def compile_all() -> None:
+    """Compile the kernels, or load them from the cache: seconds that a first collective's deadline should not pay."""
+    words = torch.zeros(8, dtype=torch.int64)
+    place = BoardPlace(words.data_ptr(), (words.data_ptr(), words.data_ptr()))
+    table = board_table(0, [place], num_spins=1, num_yields=1, chunk_bytes=64)
+    publish(table.data_ptr(), 1, 0)
+    wait_for(table.data_ptr(), 0, 1)
+    wait_for_all(table.data_ptr(), 1)
+    one_shot(table.data_ptr(), 0, 0, 0, FLOAT32, 0)
+    two_shot(table.data_ptr(), 0, 0, 0, FLOAT32, 0)
+
+
+def call_word(operation: int, kind: int = 0, num_elems: int = 0, detail: int = 0) -> int:
+    """What a process calls, as all must call alike: compared when a turn is read.
+
+    Args:
+        operation: 1 to 7. kind: of the numbers, 0 to 15. num_elems: below 2^40. detail: any 16 bits.
+    """
+    return operation << _OPERATION_SHIFT | kind << _KIND_SHIFT | detail << _DETAIL_SHIFT | num_elems
 
 
 def call_of(word: int) -> tuple[int, int, int]:
     """(operation, kind, number of elements) of a ``call_word``."""
-    return (
-        word >> _OPERATION_SHIFT,
-        word >> _KIND_SHIFT & (1 << (_OPERATION_SHIFT - _KIND_SHIFT)) - 1,
-        word & (1 << _KIND_SHIFT) - 1,
-    )
+    return word >> _OPERATION_SHIFT, word >> _KIND_SHIFT & 15, word & (1 << _DETAIL_SHIFT) - 1
 
 
 @helper
@@ -116,7 +126,7 @@ def _is_at(table: int, process: int, turn: int) -> bool:
 
 @helper
 def _all_at(table: int, turn: int) -> bool:
-    for process in range(load_i64(table + 8 * _NUM_PROCESSES)):
+    for process in range(load_i64(table + 8 * _NUM_PROCESSES)):  # noqa: SIM110, numba has no all()
         if not _is_at(table, process, turn):
             return False
     return True
@@ -214,12 +224,6 @@ def wait_for_all(table: int, turn: int) -> bool:
 def publish(table: int, turn: int, call: int) -> None:
     """Say that this process has written its buffer of ``turn``."""
     _publish(table, turn, call)
-
-
-@kernel
-def all_call(table: int, turn: int, call: int) -> bool:
-    """Whether all, who have published ``turn``, did so for the same call."""
-    return _all_call(table, turn, call)
 
 
 @kernel

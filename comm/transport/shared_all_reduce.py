@@ -1,0 +1,112 @@
+"""Whole AllReduces over a segment: the ``FusedAllReduce`` of ranks that share memory.
+
+One-shot and two-shot are one kernel call each (``kernels.shared_all_reduce``); flash encodes into the shared buffers and
+decodes out of them. Long tensors go in chunks that stay in the caches: an element's sum does not depend on the cut.
+``bytes_sent`` counts what the algorithm of that name sends, although nothing leaves the host.
+"""
+
+from functools import partial
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.codec import Codec
+from tightwire.comm.legs import sum_and_encode
+from tightwire.comm.slices import slice_lengths
+from tightwire.comm.transport.shared_board import FLASH
+from tightwire.comm.transport.shared_turns import SharedTurns
+from tightwire.kernels.shared_all_reduce import DONE, call_word, one_shot, two_shot
+from tightwire.kernels.simd import NUMBER_KIND
+
+_FLASH_CHUNK_ELEMS = 1 << 19  # as much per turn as amortizes the calls of a codec, and no more than the caches hold
+
+
+class SharedAllReduce:
+    """Takes the turns of ``turns``, between its messages."""
+
+    def __init__(self, turns: SharedTurns) -> None:
+        self._turns = turns
+        self._table, self._announce = turns.board.table, turns.board.announce
+
+    def one_shot(self, x_N: Tensor) -> Tensor:
+        turns = self._turns
+        turns.check_open()
+        self._announce()
+        out_N = torch.empty_like(x_N)
+        given = self._table, x_N.data_ptr(), out_N.data_ptr(), x_N.numel(), NUMBER_KIND[x_N.dtype]
+        status = one_shot(*given, 0)
+        if status != DONE:
+            turns.run(partial(one_shot, *given), status)
+        turns.bytes_sent += (turns.world_size - 1) * x_N.nbytes
+        return out_N
+
+    def two_shot(self, x_N: Tensor) -> Tensor:
+        turns, num_elems = self._turns, x_N.numel()
+        turns.check_open()
+        self._announce()
+        out_N = torch.empty_like(x_N)
+        given = self._table, x_N.data_ptr(), out_N.data_ptr(), num_elems, NUMBER_KIND[x_N.dtype]
+        status = two_shot(*given, 0)
+        if status != DONE:
+            turns.run(partial(two_shot, *given), status)
+        own = slice_lengths(num_elems, turns.world_size)[turns.rank]
+        turns.bytes_sent += (num_elems + (turns.world_size - 2) * own) * x_N.element_size()
+        return out_N
+
+    def flash(self, x_N: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor:
+        """Raises ValueError when the segment's buffers do not hold one group of each rank's slice."""
+        turns, num_elems, dtype = self._turns, x_N.numel(), x_N.dtype
+        names = f"{reduce_codec.name},{gather_codec.name}".encode()
+        call = call_word(FLASH, NUMBER_KIND[dtype], num_elems, crc32(names) & 0xFFFF)
+        out_N = torch.empty_like(x_N)
+        step = self._flash_step(reduce_codec, gather_codec, dtype)
+        for chunk, out in zip(x_N.split(step), out_N.split(step), strict=True):
+            self._flash_chunk(chunk, out, call, reduce_codec, gather_codec)
+        lengths = self._flash_slices(num_elems, reduce_codec, gather_codec)
+        own = lengths.pop(turns.rank)
+        turns.bytes_sent += sum(reduce_codec.wire_bytes(length, dtype.itemsize) for length in lengths)
+        turns.bytes_sent += (turns.world_size - 1) * gather_codec.wire_bytes(own, dtype.itemsize)
+        return out_N
+
+    def _flash_chunk(self, x_N: Tensor, out_N: Tensor, call: int, reduce_codec: Codec, gather_codec: Codec) -> None:
+        """Two turns: encoded slices in the one, encoded sums in the other."""
+        turns, dtype = self._turns, x_N.dtype
+        lengths = self._flash_slices(x_N.numel(), reduce_codec, gather_codec)
+        sizes = [reduce_codec.wire_bytes(length, dtype.itemsize) for length in lengths]
+        buffer, start = turns.open_turn(), 0
+        for part, size in zip(x_N.split(lengths), sizes, strict=True):
+            if size:
+                reduce_codec.encode(part, buffer[start : start + size])
+                start += size
+        turns.publish_turn(call)
+
+        own, start = lengths[turns.rank], sum(sizes[: turns.rank])
+        received = [buffer[start : start + sizes[turns.rank]] for buffer in turns.read_turn(call)]
+        buffer = turns.open_turn()
+        if own:
+            own_sum = sum_and_encode(received, own, reduce_codec, gather_codec, dtype).view(torch.uint8)
+            buffer[: own_sum.numel()].copy_(own_sum)
+        turns.publish_turn(call)
+
+        for buffer, part in zip(turns.read_turn(call), out_N.split(lengths), strict=True):
+            if num := part.numel():
+                gather_codec.decode(buffer[: gather_codec.wire_bytes(num, dtype.itemsize)], num, dtype, part)
+
+    def _flash_slices(self, num_elems: int, reduce_codec: Codec, gather_codec: Codec) -> list[int]:
+        """Each rank's elements, in whole groups of both codecs, whose sizes are powers of two."""
+        multiple = max(reduce_codec.group_elems, gather_codec.group_elems)
+        return slice_lengths(num_elems, self._turns.world_size, multiple)
+
+    def _flash_step(self, reduce_codec: Codec, gather_codec: Codec, dtype: torch.dtype) -> int:
+        """Elements of a chunk: whole groups for every rank, encoded no longer than a buffer."""
+        world_size, capacity = self._turns.world_size, self._turns.board.chunk_bytes
+        group_elems = max(reduce_codec.group_elems, gather_codec.group_elems, 64)
+        group_bytes = max(codec.wire_bytes(group_elems, dtype.itemsize) for codec in (reduce_codec, gather_codec))
+        num_groups = min(_FLASH_CHUNK_ELEMS // (world_size * group_elems), capacity // (world_size * group_bytes))
+        if num_groups == 0:
+            raise ValueError(
+                f"flash over {world_size} ranks needs {world_size * group_bytes} bytes in a buffer of the segment, "
+                f"which has {capacity}; make the segment with larger chunks"
+            )
+        return num_groups * world_size * group_elems

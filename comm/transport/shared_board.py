@@ -1,0 +1,191 @@
+"""What the ranks of a segment show each other: how far they are, what they call, and whether they are still there.
+
+A rank's part of the header, in words of 8 bytes (a cache line is 8 of them):
+
+    0        its turn, which it raises when it has written; others poll it
+    1, 2     what it calls, one word for even and one for odd turns: all must call alike (``kernels.shared_all_reduce``)
+    3, 4     the size of its message, the same way, where ranks do not know each other's
+    16, 17   its process id; whether and why it takes part no more
+    32, 33   its latest collective: number, bytes; then, from word 34 to the end, the name
+
+All is plain memory, so a rank that is stopped, or dead, can still be read.
+"""
+
+import mmap
+import os
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.ledger import Ledger
+from tightwire.comm.segment import RANK_BYTES, header_bytes
+from tightwire.kernels import shared_all_reduce
+from tightwire.kernels.shared_all_reduce import CALLS, ONE_SHOT, TURN, TWO_SHOT, BoardPlace, call_of
+from tightwire.kernels.simd import NUMBER_KIND
+
+# Why a rank takes part no more: it left, it failed for want of another, or the ranks called unlike collectives.
+LEFT, FAILED, MISMATCHED = 1, 2, 3
+
+# Operations of a call beside the kernels' own, and how messages speak of all.
+FLASH, EXCHANGE, GATHER, SHIFT, BARRIER = range(3, 8)
+_OPERATIONS = {
+    ONE_SHOT: "one-shot",
+    TWO_SHOT: "two-shot",
+    FLASH: "flash",
+    EXCHANGE: "exchange",
+    GATHER: "gather",
+    SHIFT: "shift",
+    BARRIER: "barrier",
+}
+_DTYPES = {kind: str(dtype).removeprefix("torch.") for dtype, kind in NUMBER_KIND.items()}
+
+_SIZES, _PID, _CLOSED, _NUMBER, _NUM_BYTES, _NAME = 3, 16, 17, 32, 33, 34
+_RANK_WORDS = RANK_BYTES // 8
+_NAME_BYTES = RANK_BYTES - 8 * _NAME
+
+# A look at another rank's turn costs a few ns while it has not changed, an offer of the core some 0.5 us: a rank on a core
+# of its own waits 2 us before it makes system calls, and one that shares its core gives way at once.
+_NUM_SPINS = 1000
+_NUM_YIELDS = 256  # before a kernel returns to look at the clock and at the peers
+# What a fused kernel moves in a turn: two buffers of each size and the result stay in a core's second-level cache.
+_FUSED_CHUNK_BYTES = 256 << 10
+
+
+class SharedBoard:
+    """One rank's view of a segment.
+
+    Raises:
+        ValueError: another rank of this number has signed in.
+    """
+
+    def __init__(self, fd: int, rank: int, world_size: int, ledger: Ledger) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.others = [(rank + i) % world_size for i in range(1, world_size)]
+        self._ledger = ledger
+        self._announced: object = None
+        self._announced_name: tuple[str, str] | None = None
+        memory = mmap.mmap(fd, 0)
+        start = header_bytes(world_size)
+        self.chunk_bytes = (len(memory) - start) // (2 * world_size)
+        self._bytes = memoryview(memory)[:start]
+        self._words = self._bytes.cast("q")
+        self._own = rank * _RANK_WORDS
+        if self._words[self._own + _PID]:
+            raise ValueError(f"this segment already carries a group's rank {rank}; each group needs one of its own")
+        chunks = torch.frombuffer(memory, dtype=torch.uint8, offset=start).view(world_size, 2, self.chunk_bytes)
+        self._chunks = [(chunks[peer, 0], chunks[peer, 1]) for peer in range(world_size)]
+        base = chunks.data_ptr() - start
+        crowded = world_size > len(os.sched_getaffinity(0))
+        self._table = shared_all_reduce.board_table(
+            rank,
+            [
+                BoardPlace(base + peer * RANK_BYTES, (even.data_ptr(), odd.data_ptr()))
+                for peer, (even, odd) in enumerate(self._chunks)
+            ],
+            num_spins=1 if crowded else _NUM_SPINS,
+            num_yields=_NUM_YIELDS,
+            chunk_bytes=min(self.chunk_bytes, _FUSED_CHUNK_BYTES),
+        )
+        self.table = self._table.data_ptr()  # what the kernels take
+        self._words[self._own + _PID] = os.getpid()
+
+    def turn(self, peer: int) -> int:
+        return self._words[peer * _RANK_WORDS + TURN]
+
+    @property
+    def own_turn(self) -> int:
+        return self._words[self._own + TURN]
+
+    def chunk(self, peer: int, turn: int) -> Tensor:
+        """(chunk_bytes,) uint8: what ``peer`` writes in ``turn``."""
+        return self._chunks[peer][turn & 1]
+
+    def call(self, peer: int, turn: int) -> int:
+        """What ``peer``, which has published ``turn``, called in it."""
+        return self._words[peer * _RANK_WORDS + CALLS + (turn & 1)]
+
+    def size(self, peer: int, turn: int) -> int:
+        return self._words[peer * _RANK_WORDS + _SIZES + (turn & 1)]
+
+    def set_size(self, turn: int, size: int) -> None:
+        self._words[self._own + _SIZES + (turn & 1)] = size
+
+    def announce(self) -> None:
+        """Show the collective that the ledger says runs now. Cheap when it is shown already."""
+        begun = self._ledger.begun
+        if begun is None or begun is self._announced:
+            return
+        self._announced = begun
+        op, algorithm, num_bytes, number, _ = begun
+        words, own = self._words, self._own
+        words[own + _NUMBER], words[own + _NUM_BYTES] = number, num_bytes
+        if (op, algorithm) != self._announced_name:
+            self._announced_name = op, algorithm
+            name = f"{op} {algorithm}".encode()[:_NAME_BYTES]
+            start = 8 * (own + _NAME)
+            self._bytes[start : start + _NAME_BYTES] = name.ljust(_NAME_BYTES, b"\0")
+
+    def sign_out(self, reason: int) -> None:
+        """Tell the others that this rank comes no more; the first reason stays."""
+        if not self._words[self._own + _CLOSED]:
+            self._words[self._own + _CLOSED] = reason
+
+    def why_closed(self, peer: int) -> int:
+        return self._words[peer * _RANK_WORDS + _CLOSED]
+
+    def is_gone(self, peer: int) -> bool:
+        return bool(self.why_closed(peer)) or not _is_alive(self._words[peer * _RANK_WORDS + _PID])
+
+    def absent(self) -> list[int]:
+        """Who has not published this rank's turn, at fault or merely slower."""
+        turn = self.own_turn
+        return [peer for peer in self.others if self.turn(peer) < turn]
+
+    def odd_ones_out(self, turn: int) -> list[int]:
+        """The ranks that did not call in ``turn`` what most did; all that have come when there is no such majority."""
+        came = [peer for peer in range(self.world_size) if self.turn(peer) >= turn]
+        calls = {peer: (*self._latest(peer)[:2], self.call(peer, turn)) for peer in came}
+        usual, count = Counter(calls.values()).most_common(1)[0]
+        return [peer for peer in came if calls[peer] != usual] if 2 * count > self.world_size else came
+
+    def calls(self, turn: int) -> str:
+        """``last_collectives`` with what each rank called in ``turn``."""
+        return "; ".join(
+            f"rank {peer}: {self._describe(peer)}"
+            + (f" ({_call_in_words(self.call(peer, turn))})" if self.turn(peer) >= turn else "")
+            for peer in range(self.world_size)
+        )
+
+    def last_collectives(self) -> str:
+        """Each rank's latest collective, such as ``rank 0: all_reduce ring 1152 B, #7; rank 1: ..., #6, died``."""
+        return "; ".join(f"rank {peer}: {self._describe(peer)}" for peer in range(self.world_size))
+
+    def _describe(self, peer: int) -> str:
+        name, num_bytes, number = self._latest(peer)
+        words = f"{name} {num_bytes} B, #{number}" if number else "no collective yet"
+        if reason := self.why_closed(peer):
+            return f"{words}, {'left' if reason == LEFT else 'gave up'}"
+        return words if _is_alive(self._words[peer * _RANK_WORDS + _PID]) else f"{words}, died"
+
+    def _latest(self, peer: int) -> tuple[str, int, int]:
+        first = peer * _RANK_WORDS
+        raw = bytes(self._bytes[8 * (first + _NAME) : 8 * (first + _NAME) + _NAME_BYTES])
+        return raw.rstrip(b"\0").decode(errors="replace"), self._words[first + _NUM_BYTES], self._words[first + _NUMBER]
+
+
+def _call_in_words(word: int) -> str:
+    operation, kind, num_elems = call_of(word)
+    name = _OPERATIONS.get(operation, f"operation {operation}")
+    if operation in (ONE_SHOT, TWO_SHOT, FLASH):
+        return f"{name} of {num_elems} {_DTYPES[kind]}"
+    return f"{name} of {num_elems} bytes" if operation in (EXCHANGE, GATHER) else name
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended but was not reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False

@@ -1,0 +1,153 @@
+"""Taking turns on a board: opening, publishing and reading one, with every wait bounded, and what it means when one fails.
+
+The base of the transport over shared memory; the AllReduces that run in one kernel take their turns here too.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from tightwire.comm.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommError,
+    PeerLostError,
+    name_ranks,
+)
+from tightwire.comm.ledger import Ledger
+from tightwire.comm.transport.shared_board import FAILED, LEFT, MISMATCHED, SharedBoard
+from tightwire.kernels.shared_all_reduce import DONE, MISMATCH, publish, wait_for, wait_for_all
+
+# How long a rank that saw an unlike call waits for the rest, to tell who is alone in what it called.
+_GRACE_S = 1.0
+_GRACE_SHARE = 0.2
+
+
+class SharedTurns:
+    """One rank's turns. Whatever fails is a CommError, and the last thing that happens: messages may be half read.
+
+    ``ledger``: the group's; errors tell what it says runs now, and so do those of the other ranks.
+    """
+
+    def __init__(self, fd: int, *, rank: int, world_size: int, timeout_s: float, ledger: Ledger) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.bytes_sent = 0
+        self.board = SharedBoard(fd, rank, world_size, ledger)
+        self._timeout_s, self._ledger = timeout_s, ledger
+        self._failure: CommError | None = None
+
+    def open_turn(self) -> Tensor:
+        """This rank's buffer of the next turn, when nobody reads it any more."""
+        self.check_open()
+        board = self.board
+        board.announce()
+        turn = board.own_turn
+        if not wait_for_all(board.table, turn):
+            self._persist(lambda: wait_for_all(board.table, turn))
+        return board.chunk(self.rank, turn + 1)
+
+    def publish_turn(self, call: int) -> None:
+        publish(self.board.table, self.board.own_turn + 1, call)
+
+    def read_turn(self, call: int) -> list[Tensor]:
+        """The buffers of all ranks, when all have published this turn for the same call."""
+        self.await_all(call)
+        turn = self.board.own_turn
+        return [self.board.chunk(peer, turn) for peer in range(self.world_size)]
+
+    def run(self, kernel: Callable[[int], int], status: int) -> None:
+        """Call a kernel again, with the step it returned, until it is done; ``status`` is what it returned first.
+
+        Raises:
+            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: and closes the group.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while status != DONE:
+            if status == MISMATCH:
+                self.fail_by_mismatch()
+            self._look(deadline)
+            step, status = status, kernel(status)
+            if status != step:
+                deadline = time.monotonic() + self._timeout_s
+
+    def check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def await_one(self, peer: int, call: int) -> None:
+        """Wait until ``peer`` has published this turn, of the same call."""
+        board, turn = self.board, self.board.own_turn
+        if not wait_for(board.table, peer, turn):
+            self._persist(lambda: wait_for(board.table, peer, turn))
+        if board.call(peer, turn) != call:
+            self.fail_by_mismatch()
+
+    def await_all(self, call: int) -> None:
+        """Wait until all have published this turn, of the same call."""
+        board, turn = self.board, self.board.own_turn
+        if not wait_for_all(board.table, turn):
+            self._persist(lambda: wait_for_all(board.table, turn))
+        if any(board.call(peer, turn) != call for peer in self.board.others):
+            self.fail_by_mismatch()
+
+    def close(self) -> None:
+        """Tell the others, who fail at once if they wait for this rank. The memory goes with its last holder."""
+        self.board.sign_out(LEFT if self._failure is None else FAILED)
+        self._failure = self._failure or CommError(f"rank {self.rank}: this group is closed")
+
+    def _persist(self, has_come: Callable[[], bool]) -> None:
+        """Wait on, with looks at the clock and the peers."""
+        deadline = time.monotonic() + self._timeout_s
+        while not has_come():
+            self._look(deadline)
+
+    def _look(self, deadline: float) -> None:
+        """Raise if a rank that has not come will not come any more."""
+        board = self.board
+        gone = [peer for peer in board.absent() if board.is_gone(peer)]
+        gone = [peer for peer in board.absent() if peer in gone]  # one may have come before it went
+        if gone:
+            self._fail_without(gone)
+        if time.monotonic() > deadline and (absent := board.absent()):
+            self._fail(CollectiveTimeoutError, "missed", absent, f"waited {self._timeout_s:g} s")
+
+    def _fail_without(self, gone: Sequence[int]) -> None:
+        """Blame those that died or left; when all who are gone failed themselves, whom they missed."""
+        board = self.board
+        if mismatched := [peer for peer in gone if board.why_closed(peer) == MISMATCHED]:
+            self.fail_by_mismatch(min(board.turn(peer) for peer in mismatched))
+        absent = board.absent()
+        failed = [peer for peer in absent if board.why_closed(peer) == FAILED]
+        lost = [peer for peer in absent if peer not in failed and board.is_gone(peer)]
+        if lost:
+            self._fail(PeerLostError, "lost", lost, "the process died or closed its group")
+        silent = [peer for peer in absent if peer not in failed]
+        self._fail(CollectiveTimeoutError, "missed", silent or failed, f"{name_ranks(gone)} gave up waiting")
+
+    def fail_by_mismatch(self, turn: int | None = None) -> None:
+        """Two ranks called unlike collectives in ``turn`` (None: this rank's)."""
+        board = self.board
+        turn = board.own_turn if turn is None else turn
+        deadline = time.monotonic() + min(_GRACE_S, _GRACE_SHARE * self._timeout_s)
+        while not wait_for_all(board.table, turn) and time.monotonic() < deadline:
+            pass
+        self._failure = CollectiveMismatchError(
+            f"rank {self.rank} of {self.world_size}: the ranks called unlike collectives: {board.calls(turn)}",
+            board.odd_ones_out(turn),
+        )
+        board.sign_out(MISMATCHED)
+        self.close()
+        raise self._failure
+
+    def _fail(self, error: type[CommError], verb: str, ranks: Sequence[int], reason: str) -> None:
+        """The first error is the last: messages may have been half read, so the group is of no use any more."""
+        doing = self._ledger.current() or "a barrier"
+        listing = self.board.last_collectives()
+        self._failure = error(
+            f"rank {self.rank} {verb} {name_ranks(ranks)} of {self.world_size} in {doing}: {reason}. "
+            f"Last collectives: {listing}",
+            ranks,
+        )
+        self.close()
+        raise self._failure
