@@ -155,7 +155,8 @@ def _raw(pointer):
     """bfloat16 is read and written as 16-bit integers: exactly, also where the interpreter's conversions are not."""
     if pointer.dtype.element_ty == tl.bfloat16:
         return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
-    return pointer
+    else:  # a kernel function has one type, and what follows a return counts too
+        return pointer
 
 
 @triton.jit
@@ -163,7 +164,8 @@ def _widened(stored):
     """What was loaded through ``_raw`` as float32."""
     if stored.dtype == tl.int16:
         return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return stored.to(tl.float32)
+    else:
+        return stored.to(tl.float32)
 
 
 @triton.jit
@@ -172,8 +174,10 @@ def _narrowed(x, dtype: tl.constexpr):
     if dtype == tl.bfloat16:
         if INTERPRETED:
             return bf16_bits(x).to(tl.int16)  # its conversion truncates
-        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
-    return x.to(dtype)
+        else:
+            return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    else:
+        return x.to(dtype)
 
 
 # --- groups to bytes and back -----------------------------------------------------------------------------------------
@@ -209,7 +213,8 @@ def encode_tiles(target, group_B, num_groups, tiles, fmt: tl.constexpr, whole: t
 
     inverse_B = tl.div_rn(tl.full(scale_B.shape, 1.0, tl.float32), scale_B)
     codes = _codes(tiles, zero_B[:, None], inverse_B[:, None], tl.where(finite_B, 0xFF, 0)[:, None], fmt)
-    _store_planes(target, group_B, num_groups, codes, kept_B, fmt)
+    for p in tl.static_range(len(fmt.plane_bits)):
+        _store_plane(target, p, group_B, num_groups, codes, kept_B, fmt)
     _store_bits(target, own, group_B, num_groups, tl.where(finite_B, scale_bits_B, _NAN_BF16), kept_B, fmt)
     if fmt.has_zeros:
         _store_bits(target, own + 1, group_B, num_groups, tl.where(finite_B, zero_bits_B, 0), kept_B, fmt)
@@ -227,7 +232,7 @@ def decode_tiles(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.c
     own: tl.constexpr = len(fmt.plane_bits)
     width: tl.constexpr = fmt.group_elems // num_tiles
     kept_B = None if whole else group_B < num_groups
-    codes = _load_planes(source, group_B, num_groups, kept_B, fmt, num_tiles)
+    codes = _load_codes(source, group_B, num_groups, kept_B, fmt, num_tiles)
     scale_B1 = _load_bf16(source, own, group_B, num_groups, kept_B, fmt)[:, None]
     tiles = ()
     if fmt.has_zeros:
@@ -392,35 +397,40 @@ def _from_float8(code):
 
 
 @triton.jit
-def _store_planes(target, group_B, num_groups, codes, kept_B, fmt: tl.constexpr):
+def _store_plane(target, plane: tl.constexpr, group_B, num_groups, codes, kept_B, fmt: tl.constexpr):
     width: tl.constexpr = codes[0].shape[1]
-    column_1W = tl.arange(0, width)[None, :]
-    for p in tl.static_range(len(fmt.plane_bits)):
-        bits: tl.constexpr = fmt.plane_bits[p]
-        size: tl.constexpr = fmt.plane_bytes[p]
-        num_pieces: tl.constexpr = size // width
-        plane = target + num_groups * fmt.section_offsets[p]
-        for k in tl.static_range(num_pieces):
-            packed = _field(codes[k], fmt.plane_shifts[p], bits)
-            for f in tl.static_range(1, 8 // bits):
-                packed |= _field(codes[k + f * num_pieces], fmt.plane_shifts[p], bits) << (bits * f)
-            places_BW = (group_B * size + k * width)[:, None] + column_1W
-            tl.store(plane + places_BW, packed.to(tl.uint8), mask=None if kept_B is None else kept_B[:, None])
+    bits: tl.constexpr = fmt.plane_bits[plane]
+    shift: tl.constexpr = fmt.plane_shifts[plane]
+    size: tl.constexpr = fmt.plane_bytes[plane]
+    num_pieces: tl.constexpr = size // width
+    section = target + num_groups * fmt.section_offsets[plane]
+    for k in tl.static_range(num_pieces):
+        packed = _field(codes[k], shift, bits)
+        for f in tl.static_range(1, 8 // bits):
+            packed |= _field(codes[k + f * num_pieces], shift, bits) << (bits * f)
+        places_BW = (group_B * size + k * width)[:, None] + tl.arange(0, width)[None, :]
+        tl.store(section + places_BW, packed.to(tl.uint8), mask=None if kept_B is None else kept_B[:, None])
 
 
 @triton.jit
-def _load_planes(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
+def _load_plane(source, plane: tl.constexpr, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
+    """The plane's bytes as pieces of the tiles' width, int32."""
     width: tl.constexpr = fmt.group_elems // num_tiles
-    column_1W = tl.arange(0, width)[None, :]
+    size: tl.constexpr = fmt.plane_bytes[plane]
+    section = source + num_groups * fmt.section_offsets[plane]
+    pieces = ()
+    for k in tl.static_range(size // width):
+        places_BW = (group_B * size + k * width)[:, None] + tl.arange(0, width)[None, :]
+        piece = tl.load(section + places_BW, mask=None if kept_B is None else kept_B[:, None])
+        pieces = pieces + (piece.to(tl.int32),)
+    return pieces
+
+
+@triton.jit
+def _load_codes(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
     planes = ()
     for p in tl.static_range(len(fmt.plane_bits)):
-        plane = source + num_groups * fmt.section_offsets[p]
-        pieces = ()
-        for k in tl.static_range(fmt.plane_bytes[p] // width):
-            places_BW = (group_B * fmt.plane_bytes[p] + k * width)[:, None] + column_1W
-            piece = tl.load(plane + places_BW, mask=None if kept_B is None else kept_B[:, None])
-            pieces = pieces + (piece.to(tl.int32),)
-        planes = planes + (pieces,)
+        planes = planes + (_load_plane(source, p, group_B, num_groups, kept_B, fmt, num_tiles),)
     codes = ()
     for r in tl.static_range(num_tiles):
         code = _unpacked(planes[0], r, fmt.plane_bits[0])
