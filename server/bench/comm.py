@@ -1,0 +1,128 @@
+"""``tightwire bench comm``: times every AllReduce between processes of this machine, and checks every result.
+
+A wrong answer fails the run, whatever else was measured: other bits on another rank or in a later call, an error above
+the algorithm's bound, bytes that are not those of its formula.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tightwire.comm.group import Group
+from tightwire.comm.local_ranks import LocalRankError, LocalRanks
+from tightwire.comm.protocols import AllReduce
+from tightwire.comm.registry import make_all_reduce
+from tightwire.server.bench import comm_report
+from tightwire.server.bench.comm_measure import Checked, MeasurePlan, Timed, measure
+from tightwire.server.bench.comm_options import CommBenchOptions, parse_options
+from tightwire.server.bench.comm_ranks import open_ranks
+from tightwire.server.bench.comm_summary import Cells
+from tightwire.server.bench.environment import describe_environment
+from tightwire.server.sizes import format_bytes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 1 for a wrong answer or a rank that failed, 2 for bad options, 130 after Ctrl-C."""
+    run = CommBench(parse_options(sys.argv[1:] if argv is None else argv))
+    try:
+        return run.run()
+    except (LocalRankError, ValueError) as error:
+        return run.fail(str(error))
+    except KeyboardInterrupt:
+        run.fail("interrupted")
+        return 130
+
+
+class CommBench:
+    """One run: its options, and what the ranks have reported so far."""
+
+    def __init__(self, options: CommBenchOptions, make: Callable[[str, Group], AllReduce] = make_all_reduce) -> None:
+        self._options = options
+        self._plan = MeasurePlan(
+            algorithms=options.names,
+            sizes=options.sizes,
+            dtype=options.dtype,
+            repeats=options.repeats,
+            seconds_per_size=options.seconds_per_size,
+            seed=options.seed,
+            make=make,
+        )
+        self._cells = Cells(options.ranks)
+        self._facts: dict[str, Any] = {}
+        self._files: comm_report.ResultFiles | None = None
+        self._console = comm_report.make_console()
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def run(self) -> int:
+        options = self._options
+        if options.output is not None:
+            self._files = comm_report.ResultFiles(options.output, options.label)
+        self._facts = {
+            "environment": describe_environment(),
+            "ranks": options.ranks,
+            "nodes": options.num_nodes,
+            "dtype": options.dtype,
+            "device": options.device,
+            "seed": options.seed,
+        }
+        with open_ranks(options) as (ranks, facts):
+            self._facts |= facts
+            comm_report.show_head(self._console, self._facts)
+            self._measure(ranks)
+        faults = self._cells.faults()
+        self._keep()
+        for fault in faults:
+            sys.stderr.write(f"tightwire bench comm: wrong answer: {fault}\n")
+        self._last_line("; ".join(faults) or None)
+        return 1 if faults else 0
+
+    def fail(self, reason: str) -> int:
+        """Keep what was measured, and say why there is no more."""
+        sys.stderr.write(f"tightwire bench comm: {reason}\n")
+        self._keep()
+        self._last_line(reason)
+        return 1
+
+    def _measure(self, ranks: LocalRanks) -> None:
+        finished: Counter[int] = Counter()
+        with self._progress:
+            task = self._progress.add_task("", total=None)
+            for rank, event in ranks.stream(measure, self._plan):
+                self._cells.add(rank, event)
+                size = format_bytes(event.size)
+                if rank > 0:
+                    pass  # ranks go together
+                elif isinstance(event, Checked):
+                    self._progress.update(task, description=f"{size}: {event.algorithm} checked", total=None)
+                else:
+                    self._progress.update(task, description=size, total=event.rounds, completed=event.done)
+                if isinstance(event, Timed) and event.done == event.rounds:
+                    finished[event.size] += 1
+                    if finished[event.size] == ranks.world_size:
+                        comm_report.show_size(self._console, event.size, self._cells.rows())
+
+    def _keep(self) -> None:
+        if self._files is not None:
+            self._files.write(self._result(), self._cells.samples())
+
+    def _result(self) -> dict[str, Any]:
+        files = self._files.paths if self._files is not None else []
+        return {"schema": comm_report.SCHEMA, **self._facts, "cells": self._cells.rows(), "files": files}
+
+    def _last_line(self, error: str | None) -> None:
+        """The whole result on one line, without raw samples; ``error`` says why it cannot be trusted or is not complete."""
+        sys.stdout.write(json.dumps({**self._result(), "error": error}) + "\n")
+        sys.stdout.flush()

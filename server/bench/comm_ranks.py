@@ -1,0 +1,157 @@
+"""The ranks of ``bench comm``: processes of this machine, joined as the options say, with a wire between nodes if wished."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.emulated_network import EmulatedNetwork, EmulatedNode, NoEmulatedNetworkError
+from tightwire.comm.group import Group, open_process_group
+from tightwire.comm.link import Link
+from tightwire.comm.local_ranks import LocalRanks
+from tightwire.comm.nodes import join_nodes
+from tightwire.comm.segment import make_segment, why_unusable
+from tightwire.comm.topology import Topology
+from tightwire.comm.transport.throttled import ThrottledTransport
+from tightwire.server.bench.comm_options import CommBenchOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlan:
+    """All that a rank process needs to join; the same on every rank."""
+
+    world_size: int
+    num_nodes: int
+    device: str
+    timeout_s: float
+    store_path: str
+    segment: str | None = None  # a path that opens the memory of all ranks
+    node_segments: tuple[str | None, ...] = ()  # and that of each node's ranks
+    network: tuple[EmulatedNode, ...] = ()  # where each node's ranks live; (): on the machine's own network
+    throttle: Link | None = None  # slows the transport itself, where the kernel does not
+
+
+@contextmanager
+def open_ranks(options: CommBenchOptions) -> Iterator[tuple[LocalRanks, dict[str, Any]]]:
+    """The running ranks, and facts about how they are joined, for the result.
+
+    Raises:
+        ValueError: what was asked cannot be had on this machine; says why.
+        LocalRankError: the ranks could not join.
+    """
+    transport = _choose_transport(options)
+    with ExitStack() as stack:
+        wire = _Wire(options.link, options, stack)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tightwire-bench-"))
+        per_node = options.ranks // options.num_nodes
+        shares_nodes = transport == "shared-memory" or (options.link is not None and why_unusable() is None)
+        plan = GroupPlan(
+            world_size=options.ranks,
+            num_nodes=options.num_nodes,
+            device=options.device,
+            timeout_s=options.timeout_s,
+            store_path=f"{folder}/store",
+            segment=_segment(stack, options.ranks) if transport == "shared-memory" else None,
+            node_segments=tuple(
+                _segment(stack, per_node) if shares_nodes and 1 < per_node < options.ranks else None
+                for _ in range(options.num_nodes)
+            ),
+            network=wire.nodes,
+            throttle=wire.throttle,
+        )
+        silence_s = 2 * options.timeout_s + 30
+        ranks = stack.enter_context(LocalRanks(options.ranks, partial(open_group, plan), silence_s=silence_s))
+        yield ranks, {"transport": transport, "link": wire.facts}
+
+
+def open_group(plan: GroupPlan, rank: int) -> Group:
+    """Join ``plan``'s group; runs in the rank's process."""
+    topology = Topology(rank, plan.world_size, num_nodes=plan.num_nodes)
+    interface = None
+    if plan.network:
+        node = plan.network[topology.node]
+        node.enter()
+        interface = node.interface
+    if plan.device == "cuda":
+        torch.cuda.set_device(rank)
+    store = FileStore(plan.store_path, plan.world_size)
+    group = open_process_group(
+        topology,
+        store=store,
+        device=torch.device("cuda", rank) if plan.device == "cuda" else torch.device("cpu"),
+        timeout_s=plan.timeout_s,
+        interface=interface,
+        segment_fd=_open(plan.segment),
+    )
+    if plan.num_nodes > 1:
+        segment_fd = _open(plan.node_segments[topology.node])
+        group = join_nodes(group, topology, store=store, interface=interface, segment_fd=segment_fd)
+    return group if plan.throttle is None else _throttled(group, plan.throttle)
+
+
+def _throttled(group: Group, link: Link) -> Group:
+    """``group`` with ``link`` wherever its bytes may pass from node to node."""
+    slow = replace(group, transport=ThrottledTransport(group.transport, link))
+    if slow.nodes is None:
+        return slow
+    across = slow.nodes.across
+    slow_across = replace(across, transport=ThrottledTransport(across.transport, link))
+    return replace(slow, nodes=replace(slow.nodes, across=slow_across))
+
+
+class _Wire:
+    """What lies between the nodes: nothing, a wire that the kernel limits, or transports that limit themselves."""
+
+    def __init__(self, link: Link | None, options: CommBenchOptions, stack: ExitStack) -> None:
+        self.nodes: tuple[EmulatedNode, ...] = ()
+        self.throttle: Link | None = None
+        self.facts: dict[str, Any] | None = None
+        if link is None:
+            return
+        self.facts = {**asdict(link), "how": "", "measured_bytes_per_s": None}
+        delay = Link(link.name, None, link.latency_s) if link.latency_s else None
+        try:
+            network = stack.enter_context(EmulatedNetwork(link, num_nodes=options.num_nodes))
+        except NoEmulatedNetworkError as error:
+            # Ranks of one node share its wire. Of the flat group's bytes, those that stay inside a node are slowed too.
+            shared = None if link.bytes_per_s is None else link.bytes_per_s * options.num_nodes / options.ranks
+            self.throttle = Link(link.name, shared, link.latency_s)
+            self.facts |= {"how": "throttled in user space", "why": str(error)}
+        else:
+            self.nodes, self.throttle = network.nodes, delay
+            how = "tc tbf between network namespaces" if link.bytes_per_s else "network namespaces"
+            self.facts["how"] = f"{how}, latency in user space" if delay else how
+            self.facts["measured_bytes_per_s"] = network.measure()
+
+
+def _choose_transport(options: CommBenchOptions) -> str:
+    if options.device == "cuda":
+        if options.transport == "shared-memory":
+            raise ValueError("--transport shared-memory carries CPU tensors; leave it out with --device cuda")
+        if torch.cuda.device_count() < options.ranks:
+            raise ValueError(
+                f"--device cuda needs a device per rank: {options.ranks} ranks, {torch.cuda.device_count()} devices"
+            )
+        return "process-group"
+    reason = why_unusable()
+    if options.transport == "shared-memory" and reason:
+        raise ValueError(f"--transport shared-memory cannot be had: {reason}; use --transport process-group")
+    if options.transport == "auto":
+        return "process-group" if reason or options.num_nodes > 1 else "shared-memory"
+    return options.transport
+
+
+def _segment(stack: ExitStack, world_size: int) -> str:
+    fd = make_segment(world_size)
+    stack.callback(os.close, fd)
+    return f"/proc/{os.getpid()}/fd/{fd}"  # the ranks inherit nothing from this process
+
+
+def _open(path: str | None) -> int | None:
+    return None if path is None else os.open(path, os.O_RDWR)
