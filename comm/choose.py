@@ -60,12 +60,17 @@ class Verdict:
     """One algorithm for one message size: what it would cost, and why it was or was not taken."""
 
     algorithm: str
-    us: float
-    measured: bool
+    predicted_us: float  # from the seeds
+    measured_us: float | None
     wire_bytes: int
     error: float  # relative RMS; 0: none beyond rounding a sum to the dtype
     chosen: bool
     why: str
+
+    @property
+    def us(self) -> float:
+        """What the choice was made by."""
+        return self.predicted_us if self.measured_us is None else self.measured_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +116,11 @@ class Chooser:
         admitted = self._admitted[_budget_phase(site, phase)]
         verdicts = []
         for name in dict.fromkeys([chosen, *self.candidates()]):
-            us = self._us(name, num_bytes)
-            if name == chosen:
+            prediction = self._costs.predict(name, num_bytes)
+            if name == chosen and asked == "auto":
+                others = sorted(set(choice.algorithms[1:]), key=lambda other: self._us(other, num_bytes))
+                why = _preface(by) + self._why(name, others, num_bytes)
+            elif name == chosen:
                 why = choice.reason
             elif asked != "auto":
                 why = f"{by} was asked for"
@@ -121,8 +129,8 @@ class Chooser:
             verdicts.append(
                 Verdict(
                     algorithm=name,
-                    us=us,
-                    measured=self._costs.predict(name, num_bytes).measured,
+                    predicted_us=self._costs.seeded_us(name, num_bytes),
+                    measured_us=prediction.us if prediction.measured else None,
                     wire_bytes=self._costs.wire_bytes(name, num_bytes),
                     error=self.error(name),
                     chosen=name == chosen,
@@ -134,8 +142,7 @@ class Chooser:
     def _choices(self, site: str, phase: str) -> tuple[Choice, ...]:
         asked, by = self._request.asked(site, phase)
         if asked == "auto":
-            preface = "" if by.startswith("--") else f"{by}; "
-            return self._auto_choices(_budget_phase(site, phase), preface)
+            return self._auto_choices(_budget_phase(site, phase), _preface(by))
         return (Choice(up_to_bytes=None, algorithms=(asked,), reason=by + self._crossing_rows(asked)),)
 
     def _auto_choices(self, phase: str, preface: str) -> tuple[Choice, ...]:
@@ -258,6 +265,11 @@ class Chooser:
 def _budget_phase(site: str, phase: str) -> str:
     """Embeddings are exact in prompt rows too."""
     return "decode" if site == "embed" else phase
+
+
+def _preface(by: str) -> str:
+    """Why it is ``auto`` that decides, where that was not asked for."""
+    return "" if by.startswith("--") else f"{by}; "
 
 
 def _size(num_bytes: int) -> str:

@@ -105,7 +105,7 @@ class CostModel:
         """
         row = self._points.get(name)
         if row is None:
-            return Prediction(self._seeded_us(name, num_bytes), measured=False)
+            return Prediction(self.seeded_us(name, num_bytes), measured=False)
         place = bisect_left(row, (num_bytes, 0.0))
         if 0 < place < len(row):
             (low, low_us), (high, high_us) = row[place - 1], row[place]
@@ -114,14 +114,15 @@ class CostModel:
         edge, edge_us = row[min(place, len(row) - 1)]
         if edge == num_bytes:
             return Prediction(edge_us, measured=True)
-        return Prediction(edge_us * self._seeded_us(name, num_bytes) / self._seeded_us(name, edge), measured=True)
+        return Prediction(edge_us * self.seeded_us(name, num_bytes) / self.seeded_us(name, edge), measured=True)
 
     def wire_bytes(self, name: str, num_bytes: int) -> int:
         """What one rank sends, to within a slice's rounding (the AllReduce itself knows exactly)."""
         work = _work(parse_all_reduce(name), self.setting, num_bytes)
         return round(work.sent_bytes + work.node_bytes)
 
-    def _seeded_us(self, name: str, num_bytes: int) -> float:
+    def seeded_us(self, name: str, num_bytes: int) -> float:
+        """What the seeds alone say, whatever was measured."""
         link, work = self._link, _work(parse_all_reduce(name), self.setting, num_bytes)
         between = LINK_COSTS["process-group", self.setting.device]
         round_us, mib_us = (link.native_round, link.native_mib) if name == "native" else (link.round, link.mib)

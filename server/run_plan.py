@@ -67,23 +67,17 @@ def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
     """
     tp = config.parallel.tp
     layout = make_layout(model, tp, config.parallel.tp_split)
-    gpus = cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if config.model.device != "cpu" else []
-    device = _choose_device(config.model.device, tp, gpus)
-    dtype = _choose_dtype(config.model, model, device)
+    setting, gpus = decide_setting(config, model)
+    device, dtype = setting.device, setting.dtype
     budget = make_budget(model, layout, config.engine, dtype=dtype, device=device, pools=_pools(device, tp, gpus))
-    transport = choose_transport(config.parallel.transport, device, tp)
     comm = None
     if tp > 1:
-        comm = decide_comm(
-            policy_request(config, model),
-            Setting(transport=transport, device=device, world_size=tp, num_nodes=config.parallel.nodes, dtype=dtype),
-            devices=[gpu.name for gpu in gpus] if device == "cuda" else [],
-        )
+        comm = decide_comm(policy_request(config, model), setting, devices=[gpu.name for gpu in gpus])
     plan = RunPlan(
         device=device,
         dtype=dtype,
         allreduce=_describe_request(config.parallel),
-        transport=transport,
+        transport=setting.transport,
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
         num_nodes=config.parallel.nodes,
@@ -104,6 +98,25 @@ def check_all_reduce_names(options: ParallelOptions) -> None:
             parse_all_reduce(name or "auto")
         except ValueError as error:
             raise ValueError(f"--{field.replace('_', '-')}: {error}") from None
+
+
+def decide_setting(config: ServeConfig, model: LlamaConfig) -> tuple[Setting, list[CudaDevice]]:
+    """Where ranks run, in which numbers and how they reach each other; and the CUDA devices, when they run there.
+
+    Raises:
+        ValueError: a device, dtype or transport that cannot be had; says what can.
+    """
+    tp = config.parallel.tp
+    gpus = cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if config.model.device != "cpu" else []
+    device = _choose_device(config.model.device, tp, gpus)
+    setting = Setting(
+        transport=_choose_transport(config.parallel.transport, device, tp),
+        device=device,
+        world_size=tp,
+        num_nodes=config.parallel.nodes,
+        dtype=_choose_dtype(config.model, model, device),
+    )
+    return setting, gpus if device == "cuda" else []
 
 
 def _describe_request(options: ParallelOptions) -> str:
@@ -132,7 +145,7 @@ def policy_request(config: ServeConfig, model: LlamaConfig) -> PolicyRequest:
     )
 
 
-def choose_transport(asked: str, device: str, tp: int) -> str:
+def _choose_transport(asked: str, device: str, tp: int) -> str:
     if tp == 1:
         return "none"
     reason = "it carries CPU tensors, and ranks run on CUDA" if device == "cuda" else why_unusable()

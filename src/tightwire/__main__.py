@@ -12,6 +12,8 @@ VERBS = {
     "generate": ("tightwire.server.cli:generate", "continue one prompt on the terminal, without a server"),
     "chat": ("tightwire.server.terminal_chat:main", "chat on the terminal with a running server"),
     "bench": ("tightwire.server.bench.cli:main", "measure; `tightwire bench --help` lists what"),
+    "tune": ("tightwire.server.tune:main", "measure every AllReduce on this host, for `serve` to choose by"),
+    "explain": ("tightwire.server.explain:main", "say which AllReduce sums which message of a model, and why"),
     "pull": ("tightwire.server.cli:pull", "fetch a model of the catalog into the cache"),
 }
 

@@ -1,0 +1,151 @@
+"""``tightwire explain``: for the messages a model will send, every AllReduce with its cost, and why it was or was not taken."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tightwire.comm.choose import Chooser, PolicyRequest, Verdict
+from tightwire.comm.policy import PHASES
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.server.comm_decision import CommDecision, decide_comm
+from tightwire.server.config import ServeConfig
+from tightwire.server.flags import make_parser, parse
+from tightwire.server.run_plan import check_all_reduce_names, decide_setting, policy_request
+from tightwire.server.sizes import format_bytes
+
+COMM_GROUPS = ("model", "parallel", "engine")
+_SITES = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explained:
+    """One message size of a phase, and every candidate for it, the chosen one first."""
+
+    sites: tuple[str, ...]
+    phase: str
+    num_rows: int
+    num_bytes: int
+    verdicts: list[Verdict]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0, or 2 for options that are refused."""
+    parser = make_parser(
+        "explain", "Say which AllReduce would sum which message of a model, what it costs, and why.", COMM_GROUPS
+    )
+    parser.add_argument(
+        "--error-budget", dest="comm_error_budget", type=float, metavar="E", help="the same as --comm-error-budget E"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
+    config, args = parse(parser, argv, COMM_GROUPS)
+    try:
+        config, notes = at_least_two_ranks(config)
+        request, decision = decide_for(config)
+    except ValueError as error:
+        sys.stderr.write(f"tightwire explain: {error}\n")
+        return 2
+    explained = explain(decision.chooser, request, decision.setting.elem_bytes)
+    if "json" in args:
+        sys.stdout.write(json.dumps(_as_data(decision, explained)) + "\n")
+        return 0
+    _show(Console(highlight=False), decision, explained, notes)
+    return 0
+
+
+def at_least_two_ranks(config: ServeConfig) -> tuple[ServeConfig, list[str]]:
+    """One rank sums nothing: taken as two, which the note says."""
+    if config.parallel.tp > 1:
+        return config, []
+    parallel = replace(config.parallel, tp=2, tp_split=None)
+    return replace(config, parallel=parallel), ["one rank has nothing to sum: shown for --tp 2"]
+
+
+def decide_for(config: ServeConfig) -> tuple[PolicyRequest, CommDecision]:
+    """What ``serve`` with the same options would decide.
+
+    Raises:
+        ValueError: the model or an option is refused.
+    """
+    check_all_reduce_names(config.parallel)
+    model = open_checkpoint(config.model.model, config.model.seed).config
+    request = policy_request(config, model)
+    setting, gpus = decide_setting(config, model)
+    return request, decide_comm(request, setting, devices=[gpu.name for gpu in gpus])
+
+
+def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int) -> list[Explained]:
+    """Sizes that the model will send: generated rows one by one and in batches, prompt rows in chunks."""
+    explained = []
+    for phase in PHASES[::-1]:
+        same = chooser.policy().choices("o_proj", 0, phase) == chooser.policy().choices("down_proj", 0, phase)
+        for sites in [_SITES] if same else [(site,) for site in _SITES]:
+            for num_rows in phase_rows(request, phase):
+                num_bytes = num_rows * request.row_elems * elem_bytes
+                explained.append(
+                    Explained(
+                        sites=sites,
+                        phase=phase,
+                        num_rows=num_rows,
+                        num_bytes=num_bytes,
+                        verdicts=chooser.verdicts(sites[0], phase, num_bytes),
+                    )
+                )
+    return explained
+
+
+def phase_rows(request: PolicyRequest, phase: str) -> list[int]:
+    """Rows of the messages of a phase, a few from the fewest to the most."""
+    if phase == "decode":
+        return sorted({min(count, request.max_decode_rows) for count in (1, 16, request.max_decode_rows)})
+    return sorted({max(1, request.max_rows // share) for share in (8, 1)})
+
+
+def _show(console: Console, decision: CommDecision, explained: Sequence[Explained], notes: Sequence[str]) -> None:
+    for note in notes:
+        console.print(note, style="yellow")
+    if decision.warning:
+        console.print(f"warning: {decision.warning}", style="yellow", markup=False)
+    measured = decision.measured
+    source = f"measured on this host, {measured.date}" if measured else "not measured yet: `tightwire tune` does"
+    console.print(f"{decision.setting}; {source}\n", markup=False)
+    for entry in explained:
+        size = format_bytes(entry.num_bytes)
+        rows = f"{entry.num_rows} {'row' if entry.num_rows == 1 else 'rows'}"
+        table = Table(
+            title=f"{entry.phase}, {' and '.join(entry.sites)}: {rows}, {size}",
+            title_justify="left",
+            title_style="bold",
+        )
+        table.add_column("algorithm", overflow="fold")
+        for name in ("predicted us", "measured us", "sent", "error"):
+            table.add_column(name, justify="right")
+        table.add_column("why", overflow="fold", ratio=1)
+        for verdict in entry.verdicts:
+            table.add_row(*_cells(verdict), style="bold green" if verdict.chosen else "")
+        console.print(table)
+
+
+def _cells(verdict: Verdict) -> list[str]:
+    return [
+        verdict.algorithm,
+        f"{verdict.predicted_us:.0f}",
+        "-" if verdict.measured_us is None else f"{verdict.measured_us:.0f}",
+        format_bytes(verdict.wire_bytes),
+        "exact" if verdict.error == 0 else f"{verdict.error:.2g}",
+        f"chosen: {verdict.why}" if verdict.chosen else verdict.why,
+    ]
+
+
+def _as_data(decision: CommDecision, explained: Sequence[Explained]) -> dict[str, Any]:
+    setting = decision.setting
+    return {
+        "setting": {name: getattr(setting, name) for name in setting.__struct_fields__},
+        "measured": decision.measured.date if decision.measured else None,
+        "warning": decision.warning,
+        "messages": [asdict(entry) for entry in explained],
+    }

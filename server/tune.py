@@ -1,0 +1,233 @@
+"""``tightwire tune``: measures every AllReduce in the sizes a model will send, and keeps the times for this host.
+
+Ranks are processes of this machine. Answers are checked in every call; what sums wrongly is recorded as wrong, and
+``auto`` never takes it. The file is written when a transport has been measured, whole or not at all.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from msgspec.structs import replace
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tightwire.comm.choose import Chooser, PolicyRequest
+from tightwire.comm.cost import CostModel, Setting
+from tightwire.comm.local_ranks import LocalRankError
+from tightwire.comm.segment import why_unusable
+from tightwire.comm.tune_file import Host, Measured, Point, this_host, tune_path, write_tuned
+from tightwire.model.catalog import cache_folder
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.server.bench.comm_measure import MeasurePlan, Timed, measure
+from tightwire.server.bench.comm_options import CommBenchOptions
+from tightwire.server.bench.comm_ranks import open_ranks
+from tightwire.server.bench.comm_summary import Cells
+from tightwire.server.config import ServeConfig
+from tightwire.server.devices import num_cores
+from tightwire.server.explain import COMM_GROUPS, at_least_two_ranks
+from tightwire.server.flags import make_parser, parse
+from tightwire.server.run_plan import decide_setting, policy_request
+from tightwire.server.sizes import format_bytes
+
+_MAX_SECONDS = 3600.0
+_START_S = 6.0  # for the ranks of one transport to start and join
+_LEAST_SECONDS_PER_SIZE = 0.1
+_MAX_CALLS = 300  # of one algorithm at one size: medians do not move any more
+_ROW_STEP = 4  # from one message size to the next
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TunePlan:
+    """What will be measured, and where it goes."""
+
+    settings: tuple[Setting, ...]
+    request: PolicyRequest
+    host: Host
+    path: Path
+    seconds: float
+
+    def sizes(self, setting: Setting) -> tuple[int, ...]:
+        """Bytes of messages of 1, 4, 16, ... rows up to a full step, and of a full batch of generated rows."""
+        most = self.request.max_rows
+        rows, count = {most, min(most, self.request.max_decode_rows)}, 1
+        while count < most:
+            rows.add(count)
+            count *= _ROW_STEP
+        return tuple(sorted(count * self.request.row_elems * setting.elem_bytes for count in rows))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0, 1 when ranks failed or the file cannot be written, 2 for refused options, 130 after Ctrl-C."""
+    parser = make_parser(
+        "tune", "Measure every AllReduce on this host, in the sizes a model will send; `serve` reads it.", COMM_GROUPS
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, default=60.0, metavar="S", help="about how long it may take in all (default: 60)"
+    )
+    config, args = parse(parser, argv, COMM_GROUPS)
+    console = Console(highlight=False)
+    try:
+        config, notes = at_least_two_ranks(config)
+        plan = make_plan(config, args.seconds)
+    except ValueError as error:
+        sys.stderr.write(f"tightwire tune: {error}\n")
+        return 2
+    for note in notes:
+        console.print(note, style="yellow")
+    try:
+        for measured in run(plan):
+            show(console, plan, measured)
+            write_tuned(plan.path, plan.host, [measured])
+    except (LocalRankError, OSError, ValueError) as error:
+        sys.stderr.write(f"tightwire tune: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("tightwire tune: interrupted; what was not measured to its end is not kept\n")
+        return 130
+    console.print(f"kept in {plan.path}", markup=False, soft_wrap=True)
+    return 0
+
+
+def make_plan(config: ServeConfig, seconds: float) -> TunePlan:
+    """Everything ``serve`` with the same options would send, over every transport it may be given.
+
+    Raises:
+        ValueError: the model or an option is refused.
+    """
+    model = open_checkpoint(config.model.model, config.model.seed).config
+    setting, gpus = decide_setting(config, model)
+    host = this_host([gpu.name for gpu in gpus], num_cores())
+    return TunePlan(
+        settings=tuple(replace(setting, transport=name) for name in _transports(config, setting)),
+        request=policy_request(config, model),
+        host=host,
+        path=tune_path(cache_folder(), host),
+        seconds=seconds,
+    )
+
+
+def run(plan: TunePlan) -> Iterator[Measured]:
+    """Measure one setting after the other.
+
+    Raises:
+        LocalRankError: a rank raised, died or fell silent.
+        ValueError: a transport cannot be had after all.
+    """
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with progress:
+        num_sizes = sum(len(plan.sizes(setting)) for setting in plan.settings)
+        task, done = progress.add_task("starting ranks", total=num_sizes), 0
+        for setting in plan.settings:
+            sizes = plan.sizes(setting)
+
+            def report(index: float, setting: Setting = setting, done: int = done) -> None:
+                progress.update(task, description=setting.transport, completed=done + index)
+
+            per_size_s = (plan.seconds - _START_S * len(plan.settings)) / num_sizes
+            yield _measure_setting(setting, plan.request, sizes, per_size_s, report)
+            done += len(sizes)
+
+
+def show(console: Console, plan: TunePlan, measured: Measured) -> None:
+    """Medians by size and algorithm, the best lossless one and the best of all marked; then what ``auto`` makes of it."""
+    rows = measured.rows()
+    table = Table(title=f"{measured.setting}: median us", title_justify="left", title_style="bold")
+    table.add_column("algorithm")
+    sizes = plan.sizes(measured.setting)
+    for size in sizes:
+        table.add_column(format_bytes(size), justify="right")
+    best = {size: min(dict(row).get(size, float("inf")) for row in rows.values()) for size in sizes}
+    for name, row in rows.items():
+        by_size = dict(row)
+        cells = [f"{by_size[size]:.0f}{' *' if by_size[size] == best[size] else ''}" for size in sizes]
+        table.add_row(name, *cells)
+    console.print(table)
+    for name, fault in measured.wrong.items():
+        console.print(f"{name} summed wrongly and will not be used: {fault}", style="red", markup=False)
+    chooser = Chooser(plan.request, CostModel(measured.setting, rows), measured.wrong)
+    for choice in chooser.policy().choices("o_proj", 0, "decode"):
+        limit = "" if choice.up_to_bytes is None else f" up to {format_bytes(choice.up_to_bytes)}"
+        console.print(f"auto, lossless: {choice.algorithms[0]}{limit}: {choice.reason}", markup=False, soft_wrap=True)
+
+
+def _measure_setting(
+    setting: Setting, request: PolicyRequest, sizes: Sequence[int], per_size_s: float, report: Callable[[float], None]
+) -> Measured:
+    names = Chooser(request, CostModel(setting)).candidates()
+    options = CommBenchOptions(
+        algorithms=tuple(names),
+        sizes=tuple(sizes),
+        ranks=setting.world_size,
+        dtype=setting.dtype,
+        device=setting.device,
+        transport=setting.transport,
+        nodes=setting.num_nodes,
+        repeats=_MAX_CALLS,
+        seconds_per_size=max(_LEAST_SECONDS_PER_SIZE, per_size_s),
+    )
+    plan = MeasurePlan(
+        algorithms=options.algorithms,
+        sizes=options.sizes,
+        dtype=options.dtype,
+        repeats=options.repeats,
+        seconds_per_size=options.seconds_per_size,
+        seed=options.seed,
+    )
+    cells = Cells(setting.world_size)
+    with open_ranks(options) as (ranks, _):
+        for rank, event in ranks.stream(measure, plan):
+            cells.add(rank, event)
+            if rank == 0 and isinstance(event, Timed):
+                report(options.sizes.index(event.size) + event.done / event.rounds)
+    return _judge(setting, cells)
+
+
+def _judge(setting: Setting, cells: Cells) -> Measured:
+    rows = cells.rows()
+    wrong: dict[str, str] = {}
+    for row in rows:
+        if row["faults"]:
+            wrong.setdefault(row["algorithm"], f"{row['size']} B: {row['faults'][0]}")
+    points = (
+        Point(
+            algorithm=row["algorithm"],
+            num_bytes=row["size"],
+            us=row["seconds"]["p50"] * 1e6,
+            num_calls=row["seconds"]["n"],
+            wire_bytes=row["wire_bytes"],
+            relative_error=row["relative_error"],
+        )
+        for row in rows
+    )
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return Measured(setting=setting, points=tuple(points), wrong=wrong, date=date)
+
+
+def _transports(config: ServeConfig, setting: Setting) -> list[str]:
+    """The one that was named, or all that can be had here."""
+    if config.parallel.transport != "auto" or setting.device == "cuda":
+        return [setting.transport]
+    return ["process-group"] if why_unusable() else ["shared-memory", "process-group"]
+
+
+def _seconds(text: str) -> float:
+    """An argparse type: how long to measure."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be 1 to {_MAX_SECONDS:g} seconds, got {text!r}")
+    return seconds
