@@ -1,35 +1,103 @@
 """One contract for every AllReduce over every transport: the seam's promises (comm/protocols.py), checked on each rank.
 
-"nccl-calls" is the NCCL transport over a gloo group (tests/harness.py): NCCL itself needs a GPU per rank.
+In process, where a call is cheap, every algorithm meets every world size, dtype and length below a few thousand, and a
+million elements with three ranks in bfloat16. Between processes every transport meets every algorithm at two to four
+ranks, shared memory at five and eight too, on two cores.
+
+"nccl-calls" is the NCCL transport over a gloo group, "throttled" a transport behind an emulated link (tests/harness.py):
+NCCL itself needs a GPU per rank.
 """
 
 import hashlib
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import run_in_process, run_nccl_calls, run_ranks
+from harness import Ranks, run_in_process, with_nccl_calls, with_throttle
 from torch import Tensor
 
 from tightwire.comm.group import Group
-from tightwire.comm.registry import ALL_REDUCE, make_all_reduce
+from tightwire.comm.registry import all_reduce_names, make_all_reduce, parse_all_reduce
 
-NAMES = sorted(ALL_REDUCE)
-SIZES = (0, 1, 7, 127, 128, 4096, 100_003)
+NAMES = [*all_reduce_names(), "flash:none,int4-g32", "flash:int8-g64-had,none"]
+SIZES = (0, 1, 7, 127, 128, 4096)
+LARGE = 1_000_003
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-OVER = {
-    "gloo": (run_ranks, (1, 2, 3, 4)),
-    "nccl-calls": (run_nccl_calls, (2, 3)),
-    "in-process": (run_in_process, (1, 2, 3, 4, 5, 8)),
-    "shared-memory": (partial(run_ranks, shared_memory=True), (2, 3, 4)),
-}
-TRANSPORTS = [(over, world_size) for over, (_, world_sizes) in OVER.items() for world_size in world_sizes]
+LINK = "40gbit,latency=2us"
 
-# Names whose sums must not depend on where an element stands, by world size: what makes a request's text independent
-# of the batch it runs in. Two ranks' sum commutes, so there every algorithm has the property.
-IN_RANK_ORDER = ["auto", "one-shot", "two-shot"]
-PLACE_INDEPENDENT = {2: NAMES, 3: IN_RANK_ORDER, 4: IN_RANK_ORDER}
+
+class Over(NamedTuple):
+    """A transport at a world size. The ranks of several nodes have shared memory inside, gloo across."""
+
+    transport: str
+    world_size: int
+    num_nodes: int = 1
+
+    def __str__(self) -> str:
+        nodes = f"-on-{self.num_nodes}-nodes" if self.num_nodes > 1 else ""
+        return f"{self.transport}-{self.world_size}{nodes}"
+
+
+IN_PROCESS = [Over("in-process", world_size) for world_size in (1, 2, 3, 4, 5, 8)]
+PROCESSES = [
+    *(Over("gloo", world_size) for world_size in (2, 3, 4)),
+    *(Over("shared-memory", world_size) for world_size in (2, 3, 4, 5, 8)),
+    *(Over("nccl-calls", world_size) for world_size in (2, 3)),
+    Over("throttled", 2),
+]
+ON_NODES = [
+    *(Over("in-process", *shape) for shape in ((3, 3), (4, 2), (6, 3), (6, 2), (8, 2))),
+    Over("shared-memory", 4, 2),
+]
+HIERARCHICAL = ["hierarchical", "hierarchical:int8", "hierarchical:int5-g32-had"]
+
+# Names whose sums must not depend on where an element stands when there are more than two ranks: what makes a request's
+# text independent of the batch it runs in. Two ranks' sum commutes, so there every exact algorithm has the property.
+IN_RANK_ORDER = ["auto", "one-shot", "two-shot", "hierarchical"]
+EXACT = [name for name in NAMES if parse_all_reduce(name).lossless]
+
+
+class Runner:
+    """Runs functions on ranks ``over`` a transport; keeps the processes from one test to the next."""
+
+    def __init__(self, over: Over) -> None:
+        self._over = over
+        self._ranks: Ranks | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        transport, world_size, num_nodes = self._over
+        if transport == "in-process":
+            return run_in_process(world_size, fn, *args, num_nodes=num_nodes)
+        if self._ranks is None:
+            shared_memory = transport in ("shared-memory", "throttled")
+            self._ranks = Ranks(world_size, shared_memory=shared_memory, num_nodes=num_nodes)
+        try:
+            if transport == "nccl-calls":
+                return self._ranks.run(with_nccl_calls, fn, *args)
+            if transport == "throttled":
+                return self._ranks.run(with_throttle, LINK, fn, *args)
+            return self._ranks.run(fn, *args)
+        except BaseException:
+            self.close()  # a failure ends the ranks; the next test starts others
+            raise
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
+
+@pytest.fixture(scope="module")
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    runner = Runner(request.param)
+    yield runner
+    runner.close()
+
+
+def over(*choices: Over) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("runner", choices, ids=str, indirect=True)
 
 
 def _inputs(world_size: int, num_elems: int, dtype: torch.dtype) -> list[Tensor]:
@@ -39,34 +107,86 @@ def _inputs(world_size: int, num_elems: int, dtype: torch.dtype) -> list[Tensor]
     return list((torch.randn(world_size, num_elems, generator=generator) * scales).to(dtype))
 
 
-def _check_contract(group: Group, name: str) -> list[tuple[str, str]]:
+def _digest(x: Tensor) -> str:
+    return hashlib.sha256(x.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _check_contract(
+    group: Group, name: str, sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> list[tuple[str, str]]:
+    """Call and check on this rank; (case, digest of the result) for comparing ranks. Rank 0 checks the error bound."""
     all_reduce = make_all_reduce(name, group)
-    digests = []
-    for num_elems, dtype in product(SIZES, DTYPES):
+    digests, results = [], []
+    for num_elems, dtype in product(sizes, dtypes):
         case = f"{name} {num_elems} {dtype}"
         inputs = _inputs(group.world_size, num_elems, dtype)
-        x = inputs[group.rank].clone()
-        sent_before = group.transport.bytes_sent
+        # The input is part of a larger tensor, at an address that suits its dtype and nothing wider.
+        whole = torch.full((num_elems + 5,), 7.0, dtype=dtype)
+        x = whole[3 : 3 + num_elems].copy_(inputs[group.rank])
+        sent_before = group.bytes_sent
 
         result = all_reduce(x)
 
-        sent = group.transport.bytes_sent - sent_before
+        sent = group.bytes_sent - sent_before
         assert sent == all_reduce.wire_bytes(num_elems, x.element_size()), f"{case}: sent {sent}"
-        assert result.shape == x.shape and result.dtype == dtype, case
-        assert torch.equal(x, inputs[group.rank]), f"{case}: input changed"
-        assert num_elems == 0 or result.data_ptr() != x.data_ptr(), f"{case}: result is the input"
-        exact = torch.stack([i.double() for i in inputs]).sum(0)
-        excess = (result.double() - exact).abs() - all_reduce.max_error(inputs)
-        assert num_elems == 0 or excess.max() <= 0, f"{case}: {excess.max()} above the bound"
+        assert result.shape == x.shape and result.dtype == dtype and result.is_contiguous(), case
+        assert num_elems == 0 or result.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr(), case
+        digests.append((case, _digest(result)))
+        results.append(result)
         assert torch.equal(all_reduce(x), result), f"{case}: the second run differs"
-        digests.append((case, hashlib.sha256(result.view(torch.uint8).numpy().tobytes()).hexdigest()))
+        assert torch.equal(x, inputs[group.rank]), f"{case}: input changed"
+        assert whole[:3].eq(7).all() and whole[-2:].eq(7).all(), f"{case}: wrote around the input"
+        if group.rank == 0 and num_elems:
+            exact = torch.stack([i.double() for i in inputs]).sum(0)
+            excess = (result.double() - exact).abs() - all_reduce.max_error(inputs)
+            assert excess.max() <= 0, f"{case}: {excess.max()} above the bound"
+    kept = [(case, _digest(result)) for (case, _), result in zip(digests, results, strict=True)]
+    assert kept == digests, f"{name}: later calls wrote into an earlier result"
     return digests
+
+
+def _assert_contract(
+    runner: Runner, name: str, sizes: tuple[int, ...] = SIZES, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> None:
+    per_rank = runner.run(_check_contract, name, sizes, dtypes)
+    assert len(per_rank[0]) == len(sizes) * len(dtypes)
+    for rank, digests in enumerate(per_rank):
+        assert digests == per_rank[0], f"rank {rank} holds other bits than rank 0"
+
+
+@over(*IN_PROCESS, *PROCESSES)
+@pytest.mark.parametrize("name", NAMES)
+def test_keeps_the_contract(runner: Runner, name: str) -> None:
+    _assert_contract(runner, name)
+
+
+@over(*ON_NODES)
+@pytest.mark.parametrize("name", HIERARCHICAL)
+def test_keeps_the_contract_on_nodes(runner: Runner, name: str) -> None:
+    _assert_contract(runner, name)
+
+
+@over(Over("in-process", 3), Over("shared-memory", 2))
+@pytest.mark.parametrize("name", NAMES)
+def test_keeps_the_contract_with_a_million_elements(runner: Runner, name: str) -> None:
+    _assert_contract(runner, name, (LARGE,), (torch.bfloat16,))
+
+
+CODECS = [
+    f"int{bits}{group}{symmetric}{rotated}"
+    for bits, group, symmetric, rotated in product((8, 6, 5, 4, 3, 2), ("", "-g64", "-g32"), ("", "-sym"), ("", "-had"))
+] + [f"int{bits}{group}-sr" for bits, group in product((4, 3, 2), ("", "-g64", "-g32"))]
+
+
+@over(Over("in-process", 3))
+def test_flash_keeps_the_contract_with_every_codec(runner: Runner) -> None:
+    for codec in [*CODECS, "fp8"]:
+        _assert_contract(runner, f"flash:{codec},{codec}", (1, 127, 1029), (torch.bfloat16,))
 
 
 def _check_shapes(group: Group, name: str) -> None:
     all_reduce = make_all_reduce(name, group)
-    total = sum(range(1, group.world_size + 1))
-    base = torch.arange(24.0)
+    base = torch.arange(24.0) * (group.rank + 1)
     for x in (
         base[0],
         base.view(4, 6),
@@ -74,21 +194,19 @@ def _check_shapes(group: Group, name: str) -> None:
         base[::2],
         base.view(2, 3, 4)[:, 1:, ::3],
         base[:1].expand(5),
+        base.view(4, 6)[:0],
     ):
-        mine = x * (group.rank + 1) if x.is_contiguous() else _like(x, group.rank + 1)
-        result = all_reduce(mine)
-        assert result.is_contiguous()
-        assert torch.equal(result, x * total), f"{name} {tuple(x.shape)} {x.stride()}"
+        before = x.clone()
+        result = all_reduce(x)
+        assert result.is_contiguous() and result.shape == x.shape
+        assert torch.equal(result, all_reduce(x.contiguous())), f"{name} {tuple(x.shape)} {x.stride()}"
+        assert torch.equal(x, before), f"{name} {tuple(x.shape)} {x.stride()}: input changed"
 
 
-def _like(x: Tensor, factor: int) -> Tensor:
-    """``x * factor`` with the strides of ``x``."""
-    scaled = torch.empty_strided(x.shape, x.stride())
-    if 0 in x.stride():
-        scaled = torch.empty(1).expand(x.shape)
-        scaled[:1].copy_(x[:1] * factor)
-        return scaled
-    return scaled.copy_(x * factor)
+@over(Over("gloo", 2), Over("shared-memory", 3), Over("nccl-calls", 3), *IN_PROCESS[:4])
+@pytest.mark.parametrize("name", NAMES)
+def test_takes_any_shape_and_layout(runner: Runner, name: str) -> None:
+    runner.run(_check_shapes, name)
 
 
 def _sums_of_one_value(group: Group, name: str) -> set[tuple[torch.dtype, float]]:
@@ -99,6 +217,29 @@ def _sums_of_one_value(group: Group, name: str) -> set[tuple[torch.dtype, float]
         value = torch.tensor([0.1, 3.3, 100.7, -0.0123][group.rank], dtype=dtype)
         seen.update((dtype, number) for number in all_reduce(value.repeat(num_elems)).tolist())
     return seen
+
+
+@over(Over("gloo", 2), Over("shared-memory", 4), Over("shared-memory", 4, 2), Over("nccl-calls", 3))
+def test_an_elements_sum_does_not_depend_on_its_place(runner: Runner) -> None:
+    for name in EXACT if runner._over.world_size == 2 else IN_RANK_ORDER:
+        for seen in runner.run(_sums_of_one_value, name):
+            assert len(seen) == len(DTYPES), f"{name}: {seen}"
+
+
+def _check_rows(group: Group, name: str) -> None:
+    """Rows that are whole codec groups: the same sums alone, together, and in another order."""
+    all_reduce = make_all_reduce(name, group)
+    rows_RD = torch.randn(11, 256, generator=torch.Generator().manual_seed(group.rank)).bfloat16()
+    together_RD = all_reduce(rows_RD)
+    assert torch.equal(all_reduce(rows_RD.flip(0)), together_RD.flip(0)), name
+    for row in (0, 4, 10):
+        assert torch.equal(all_reduce(rows_RD[row]), together_RD[row]), f"{name}: row {row}"
+
+
+@over(Over("in-process", 2), Over("in-process", 3), Over("in-process", 8, 4), Over("shared-memory", 3))
+def test_a_row_does_not_depend_on_the_rows_beside_it(runner: Runner) -> None:
+    for name in [*IN_RANK_ORDER, *HIERARCHICAL, *(name for name in NAMES if name not in EXACT)]:
+        runner.run(_check_rows, name)
 
 
 def _count(group: Group) -> None:
@@ -115,47 +256,37 @@ def _count(group: Group) -> None:
         assert (counts["prefill"].op, counts["prefill"].calls, counts["decode"].calls) == ("all_reduce", 1, 2)
         assert counts["prefill"].bytes_sent == all_reduce.wire_bytes(1000, 4)
         assert counts["decode"].bytes_sent == 2 * all_reduce.wire_bytes(10, 2)
+        exact = all_reduce if all_reduce.lossless else make_all_reduce("two-shot", group)
+        assert counts["prefill"].exact_bytes == exact.wire_bytes(1000, 4)
+        assert counts["decode"].exact_bytes == 2 * exact.wire_bytes(10, 2)
         assert counts["decode"].seconds > 0
         assert group.ledger.current() is None
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("over", "world_size"), TRANSPORTS)
-def test_keeps_the_contract(over: str, world_size: int, name: str) -> None:
-    run, _ = OVER[over]
-    per_rank = run(world_size, _check_contract, name)
-    assert len(per_rank[0]) == len(SIZES) * len(DTYPES)
-    for rank, digests in enumerate(per_rank):
-        assert digests == per_rank[0], f"rank {rank} holds other bits than rank 0"
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("over", "world_size"), [("gloo", 2), ("shared-memory", 2), ("nccl-calls", 3), ("in-process", 1), ("in-process", 4)]
-)
-def test_takes_any_shape_and_layout(over: str, world_size: int, name: str) -> None:
-    run, _ = OVER[over]
-    run(world_size, _check_shapes, name)
-
-
-@pytest.mark.parametrize("world_size", PLACE_INDEPENDENT)
-def test_an_elements_sum_does_not_depend_on_its_place(world_size: int) -> None:
-    for name in PLACE_INDEPENDENT[world_size]:
-        for seen in run_ranks(world_size, _sums_of_one_value, name):
-            assert len(seen) == len(DTYPES), f"{name}: {seen}"
-
-
-def test_every_algorithm_is_in_the_ledger() -> None:
-    run_ranks(3, _count)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
-def test_sends_a_rings_bytes_when_ranks_divide_the_elements(name: str, world_size: int) -> None:
-    share = world_size - 1 if name in ("one-shot", "auto") else 2 * (world_size - 1) / world_size
-    want = [share * 6144 * 2] * world_size
-    assert run_in_process(world_size, _wire_bytes, name) == want
+@over(Over("gloo", 3), Over("shared-memory", 3))
+def test_every_algorithm_is_in_the_ledger(runner: Runner) -> None:
+    runner.run(_count)
 
 
 def _wire_bytes(group: Group, name: str) -> int:
     return make_all_reduce(name, group).wire_bytes(6144, 2)
+
+
+@over(*(Over("in-process", world_size) for world_size in (2, 3, 4, 8)))
+@pytest.mark.parametrize("name", EXACT)
+def test_sends_a_rings_bytes_when_ranks_divide_the_elements(runner: Runner, name: str) -> None:
+    world_size = runner._over.world_size
+    if name == "auto":
+        allowed = {(world_size - 1) * 6144 * 2, 2 * (world_size - 1) / world_size * 6144 * 2}
+    else:
+        share = world_size - 1 if name == "one-shot" else 2 * (world_size - 1) / world_size
+        allowed = {share * 6144 * 2}
+    assert set(runner.run(_wire_bytes, name)) <= allowed
+
+
+@over(*(Over("in-process", world_size) for world_size in (2, 3, 4, 8)))
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in EXACT])
+def test_sends_a_rings_share_of_encoded_bytes_when_ranks_divide_the_groups(runner: Runner, name: str) -> None:
+    world_size = runner._over.world_size
+    per_leg = [(world_size - 1) / world_size * codec.wire_bytes(6144, 2) for codec in parse_all_reduce(name).codecs]
+    assert set(runner.run(_wire_bytes, name)) == {sum(per_leg)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_in_process, run_nccl_calls, run_ranks
+from harness import run_in_process, run_nccl_calls, run_ranks, with_throttle
 from torch import Tensor
 
 from tightwire.comm.group import Group
@@ -16,6 +16,7 @@ OVER = {
     "nccl-calls": run_nccl_calls,
     "in-process": run_in_process,
     "shared-memory": partial(run_ranks, shared_memory=True),
+    "throttled": lambda world_size, fn: run_in_process(world_size, with_throttle, "1gbit,latency=10us", fn),
 }
 
 
