@@ -1,0 +1,84 @@
+"""What the reference promises: which numbers come back, and what happens to those that cannot."""
+
+import pytest
+import torch
+from block_data import CASE_ELEMS, NUMBERS, all_formats, format_id, hard_cases, hard_numbers
+
+from tightwire.kernels.block_format import BlockFormat
+from tightwire.kernels.block_quant import (
+    decode_add_reference,
+    decode_reduce_encode_reference,
+    decode_reference,
+    encode_reference,
+)
+
+FORMATS = pytest.mark.parametrize("fmt", all_formats(), ids=format_id)
+
+
+def _through(x_N: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+    return decode_reference(encode_reference(x_N, fmt), fmt, x_N.numel(), torch.float32)
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_a_group_is_finite_or_NaN_throughout(fmt: BlockFormat, dtype: torch.dtype) -> None:
+    x = hard_numbers(dtype)
+    broken_G = ~x.isfinite().view(-1, fmt.group_elems).all(1)
+    nan_GE = _through(x, fmt).isnan().view(-1, fmt.group_elems)
+    assert nan_GE[broken_G].all()
+    if not fmt.hadamard:  # rotating back can overflow as well
+        assert (nan_GE.all(1) == nan_GE.any(1)).all()
+    ordinary = [name for name in hard_cases() if name in ("normal", "wide", "beyond float16", "huge", "subnormal")]
+    for name in ordinary:
+        case = hard_cases()[name]
+        assert _through(case, fmt).isfinite().all(), name
+
+
+@FORMATS
+def test_zeros_stay_zeros(fmt: BlockFormat) -> None:
+    assert (_through(torch.zeros(100), fmt) == 0).all()
+
+
+@pytest.mark.parametrize("group_elems", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_spikes_come_back_as_they_are_and_leave_the_others_their_range(bits: int, group_elems: int) -> None:
+    x = torch.linspace(-1, 1, group_elems)
+    x[3], x[20] = 1e4, -3e4
+    got = _through(x, BlockFormat(bits, group_elems, spikes=True))
+    assert got[[3, 20]].tolist() == x[[3, 20]].bfloat16().tolist()
+    others = torch.ones(group_elems, dtype=torch.bool)
+    others[[3, 20]] = False
+    step = (2 + 2**-7) / (2**bits - 1)  # the range, its lower end rounded down to bfloat16
+    assert (got - x)[others].abs().max() <= step / 2 * (1 + 2**-6)
+
+
+@FORMATS
+def test_encoding_a_sum_of_messages_is_the_same_in_one_step_and_in_three(fmt: BlockFormat) -> None:
+    generator = torch.Generator().manual_seed(3)
+    parts = [torch.randn(333, generator=generator) for _ in range(3)]
+    bufs = [encode_reference(part, fmt) for part in parts]
+    out_fmt = BlockFormat(8, 128, hadamard=fmt.hadamard)
+    got = decode_reduce_encode_reference(bufs, fmt, out_fmt, 333)
+    total = torch.zeros(333)
+    for buf in bufs:
+        decode_add_reference(buf, fmt, total)
+    want = encode_reference(total, out_fmt)
+    if not (fmt.hadamard and fmt.group_elems == 128):
+        assert torch.equal(got, want)
+    else:  # the sum is taken of rotated numbers, which rounds elsewhere: codes may differ by one
+        codes = [buf[: 3 * 128].int() for buf in (got, want)]
+        assert (codes[0] - codes[1])[: 2 * 128].abs().max() <= 1
+
+
+@pytest.mark.parametrize("fmt", [BlockFormat(8), BlockFormat(4, 32, spikes=True)], ids=format_id)
+def test_nothing_is_nothing(fmt: BlockFormat) -> None:
+    assert encode_reference(torch.zeros(0), fmt).shape == (0,)
+    assert decode_reference(torch.zeros(0, dtype=torch.uint8), fmt, 0, torch.bfloat16).shape == (0,)
+
+
+def test_a_group_does_not_know_its_neighbours() -> None:
+    x = hard_numbers(torch.float32)
+    for name, at in zip(hard_cases(), range(0, len(x), CASE_ELEMS), strict=True):
+        alone = _through(x[at : at + CASE_ELEMS], BlockFormat(5))
+        within = _through(x, BlockFormat(5))[at : at + CASE_ELEMS]
+        assert torch.equal(alone.nan_to_num(), within.nan_to_num()), name
