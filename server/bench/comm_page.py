@@ -98,7 +98,7 @@ def _winners(rows: _Rows) -> Section:
         exact = [row for row in here if _lossless(row["algorithm"])]
         table.append([format_bytes(size), *(_name_and_time(group[0]) if group else "-" for group in (here, exact))])
     columns = ["size", "fastest", "fastest that quantizes nothing"]
-    return Section(title="The fastest at each size", table=TableView(columns=columns, rows=table))
+    return Section(title="The fastest at each size", table=TableView(columns=columns, rows=table, num_words=3))
 
 
 def _name_and_time(row: dict[str, Any]) -> str:
@@ -109,6 +109,7 @@ def _cells(rows: _Rows) -> Section:
     best = {size: min(row["seconds"]["p50"] for row in rows if row["size"] == size) for size in _sizes(rows)}
     table = TableView(
         columns=["size", "algorithm", *COLUMNS],
+        num_words=2,
         rows=[[format_bytes(row["size"]), row["algorithm"], *cell_texts(row)] for row in rows],
         strong=frozenset(i for i, row in enumerate(rows) if row["seconds"]["p50"] == best[row["size"]]),
         wrong=frozenset(i for i, row in enumerate(rows) if row["faults"]),
@@ -117,7 +118,7 @@ def _cells(rows: _Rows) -> Section:
         "Times are the slowest rank's, from a barrier on. Wire bytes are those of the rank that sends most. The fastest "
         "at each size stands out. Every call's result was checked."
     )
-    return Section(title="Every cell", words=[words], table=table)
+    return Section(title="Every cell", words=[words], table=table, wide=True)
 
 
 def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:

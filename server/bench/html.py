@@ -10,10 +10,14 @@ from markupsafe import Markup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableView:
-    """Cells are text. ``strong`` names rows that stand out, by their number; ``wrong`` those that are faulty."""
+    """Cells are text; the first ``num_words`` of a row read as words, the others as numbers.
+
+    ``strong`` names rows that stand out, by their number; ``wrong`` those that are faulty.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    num_words: int = 1
     strong: frozenset[int] = frozenset()
     wrong: frozenset[int] = frozenset()
 
@@ -26,6 +30,7 @@ class Section:
     words: Sequence[str] = ()
     svg: str = ""
     table: TableView | None = None
+    wide: bool = False  # as wide as the page, where others may stand side by side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +59,7 @@ _STYLE = """
   --mark: #1d2a3d; --bad: #ff8a80; --c0: #a9b1bb; --c1: #6cb0ff; --c2: #4fd6a5; --c3: #f5b05c; --c4: #bda0ff; --c5: #ff8d8d;
   --c6: #58d3ea; --c7: #ee93f5; --c8: #b5dd6a; --c9: #ff9ac4; } }
 @media print { :root { color-scheme: light; --paper: #fff; --ink: #000; --grid: #ccc; --mark: #eee; }
-  section { break-inside: avoid; } body { max-width: none; } }
+  section:not(.wide), tr { break-inside: avoid; } body { max-width: none; } .scroll { overflow: visible; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 72rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
@@ -67,13 +72,14 @@ svg { display: block; width: 100%; height: auto; font-family: inherit; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
-th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
+.word { text-align: left; }
 tr.strong { background: var(--mark); font-weight: 600; } tr.wrong td { color: var(--bad); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: 0; font-size: .875rem; }
 dd { margin: 0; overflow-wrap: anywhere; }
 """
 
-_TEMPLATE = """<!doctype html>
+_TEMPLATE = """{% macro word(is_word) %}{% if is_word %} class="word"{% endif %}{% endmacro %}
+<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -91,7 +97,7 @@ _TEMPLATE = """<!doctype html>
 </header>
 <main>
 {% for section in page.sections %}
-<section{% if section.table %} class="wide"{% endif %}>
+<section{% if section.wide %} class="wide"{% endif %}>
 <h2>{{ section.title }}</h2>
 {% for words in section.words %}
 <p class="note">{{ words }}</p>
@@ -99,12 +105,14 @@ _TEMPLATE = """<!doctype html>
 {{ svg(section.svg) }}
 {% if section.table %}
 <div class="scroll"><table>
-<thead><tr>{% for name in section.table.columns %}<th>{{ name }}</th>{% endfor %}</tr></thead>
+<thead><tr>
+{%- for name in section.table.columns %}<th{{ word(loop.index0 < section.table.num_words) }}>{{ name }}</th>{% endfor %}
+</tr></thead>
 <tbody>
 {% for row in section.table.rows %}
 {% set number = loop.index0 %}
 <tr{% if number in section.table.wrong %} class="wrong"{% elif number in section.table.strong %} class="strong"{% endif %}>
-{%- for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{%- for cell in row %}<td{{ word(loop.index0 < section.table.num_words) }}>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
 </tbody>
 </table></div>

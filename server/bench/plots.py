@@ -12,7 +12,9 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 NUM_COLOURS = 10
 _INK, _GRID = "#c0ffe0", "#c0ffe1"
@@ -92,8 +94,10 @@ def _draw_series(axes: Axes, series: Series, *, joined: bool) -> None:
 def _draw_axes(axes: Axes, plot: Plot) -> None:
     if plot.log_x:
         axes.set_xscale("log")
+        _number_log_axis(axes.xaxis)
     if plot.log_y:
         axes.set_yscale("log")
+        _number_log_axis(axes.yaxis)
     else:
         axes.set_ylim(bottom=0)
     if plot.ticks is not None:
@@ -103,6 +107,13 @@ def _draw_axes(axes: Axes, plot: Plot) -> None:
         axes.axhline(plot.line_y, color=_INK, linewidth=1, linestyle=":")
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(plot.y_label)
+
+
+def _number_log_axis(axis: Axis) -> None:
+    """1, 2, 5, 10, ... written out, as far as they find room."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _colour(number: int) -> str:

@@ -1,0 +1,160 @@
+"""AllReduce over a wire that is really slow: measured, and what bytes / bandwidth + computing predicts.
+
+    sudo python benchmarks/limited_link.py [--links 200mbit,1gbit,2.5gbit] [--size 16MiB] [--ranks 2] [--rounds 7]
+
+Each rank is a process in a network namespace of its own; the kernel limits what passes between them (tc tbf), and gloo
+carries it. For every link and algorithm:
+
+    predicted = bytes that a rank sends / rate that a bulk TCP transfer reaches on this wire + computing alone
+
+where computing alone is the same algorithm on all ranks at once, over a transport that hands every message back at no
+cost: encoding, summing, decoding and putting slices together. Algorithms take turns in random order, every result is
+checked, and the median of the rounds counts. Prints Markdown; the last line is one JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from quiet import OthersWatch
+from torch import Tensor
+
+from tightwire.comm.group import Group
+from tightwire.comm.link import parse_link
+from tightwire.comm.registry import make_all_reduce
+from tightwire.server.bench.comm_measure import MeasurePlan, measure
+from tightwire.server.bench.comm_options import CommBenchOptions
+from tightwire.server.bench.comm_ranks import open_ranks
+from tightwire.server.bench.comm_summary import Cells
+from tightwire.server.bench.environment import describe_environment
+from tightwire.server.sizes import parse_bytes
+
+_ALGORITHMS = ("two-shot", "flash-int8", "flash-int6-uniform", "flash-int5", "flash-int4")
+_BASELINE = "two-shot"
+_WARM_UPS = 2
+
+
+class _Nothing:
+    """A transport whose messages cost nothing: what comes from another rank is this rank's own."""
+
+    fused = None
+    bytes_sent = 0
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        return [slices[self.rank]] * self.world_size
+
+    def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        sizes = [buf.numel()] * self.world_size if sizes is None else sizes
+        return [buf if size == buf.numel() else buf.new_zeros(size) for size in sizes]
+
+
+def compute_alone(group: Group, plan: MeasurePlan) -> Iterator[dict[str, list[float]]]:
+    """Seconds of each call by algorithm, all ranks computing at the same time."""
+    free = replace(group, transport=_Nothing(group.rank, group.world_size), nodes=None)
+    arms = {name: make_all_reduce(name, free) for name in plan.algorithms}
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    source = torch.Generator().manual_seed(plan.seed + group.rank)
+    x = torch.randn(plan.sizes[0] // 2, generator=source).to(torch.bfloat16)
+    for number in range(_WARM_UPS + plan.repeats):
+        for name, all_reduce in arms.items():
+            group.transport.barrier()
+            start = time.perf_counter()
+            all_reduce(x)
+            if number >= _WARM_UPS:
+                seconds[name].append(time.perf_counter() - start)
+    yield seconds
+
+
+def run_link(name: str, size: int, ranks: int, rounds: int) -> dict[str, Any]:
+    """One wire: its measured rate, and a row for each algorithm."""
+    options = CommBenchOptions(algorithms=_ALGORITHMS, sizes=(size,), ranks=ranks, link=parse_link(name))
+    plan = MeasurePlan(
+        algorithms=_ALGORITHMS, sizes=(size,), dtype="bfloat16", repeats=rounds, seconds_per_size=1e9, seed=0
+    )
+    cells = Cells(ranks)
+    alone: dict[str, float] = dict.fromkeys(_ALGORITHMS, 0.0)
+    watch = OthersWatch()
+    with open_ranks(options) as (processes, facts):
+        if facts["link"]["measured_bytes_per_s"] is None:
+            raise SystemExit(f"a real wire is needed: {facts['link']['why']}")
+        for _, seconds in processes.stream(compute_alone, plan):
+            for algorithm, calls in seconds.items():
+                alone[algorithm] = max(alone[algorithm], statistics.median(calls))
+        for rank, event in processes.stream(measure, plan):
+            cells.add(rank, event)
+    rate = facts["link"]["measured_bytes_per_s"]
+    return {
+        "link": name,
+        "measured_bytes_per_s": rate,
+        "others_share": watch.share(),
+        "rows": [_row(cell, rate, alone[cell["algorithm"]]) for cell in cells.rows()],
+        "faults": cells.faults(),
+    }
+
+
+def _row(cell: dict[str, Any], rate: float, alone_s: float) -> dict[str, Any]:
+    predicted_s = cell["wire_bytes"] / rate + alone_s
+    return {
+        "algorithm": cell["algorithm"],
+        "wire_bytes": cell["wire_bytes"],
+        "measured_s": cell["seconds"]["p50"],
+        "predicted_s": predicted_s,
+        "computing_s": alone_s,
+        "measured_over_predicted": cell["seconds"]["p50"] / predicted_s,
+        "relative_error": cell["relative_error"],
+    }
+
+
+def _show(result: dict[str, Any]) -> None:
+    baseline_s = next(row["measured_s"] for row in result["rows"] if row["algorithm"] == _BASELINE)
+    for row in result["rows"]:
+        cells = [
+            f"{result['link']} ({result['measured_bytes_per_s'] * 8 / 1e6:.0f} Mbit/s)",
+            row["algorithm"],
+            f"{row['wire_bytes']:,}",
+            f"{row['computing_s'] * 1e3:.1f}",
+            f"{row['predicted_s'] * 1e3:.1f}",
+            f"{row['measured_s'] * 1e3:.1f}",
+            f"{row['measured_over_predicted']:.3f}",
+            f"{baseline_s / row['measured_s']:.2f}",
+            f"{row['relative_error']:.1e}",
+        ]
+        sys.stdout.write(f"| {' | '.join(cells)} |\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--links", default="200mbit,1gbit,2.5gbit")
+    parser.add_argument("--size", type=parse_bytes, default=16 << 20)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    sys.stdout.write(
+        f"| link (payload rate) | algorithm | bytes sent | computing ms | predicted ms | measured ms | measured / "
+        f"predicted | x {_BASELINE} | rel. error |\n|---|---|{'--:|' * 7}\n"
+    )
+    results = []
+    for name in given.links.split(","):
+        results.append(run_link(name, given.size, given.ranks, given.rounds))
+        _show(results[-1])
+    for result in results:
+        sys.stdout.write(f"\n{result['link']}: others used {result['others_share']:.0%} of the cores")
+        for fault in result["faults"]:
+            sys.stdout.write(f"\nwrong answer: {fault}")
+    environment = describe_environment()
+    sys.stdout.write(f"\n\n{json.dumps({'environment': environment, 'size': given.size, 'links': results})}\n")
+    return 1 if any(result["faults"] for result in results) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
