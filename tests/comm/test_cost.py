@@ -1,0 +1,77 @@
+"""Predicted times: bytes agree with the algorithms' own formulas, measurements overrule seeds, shapes are sensible."""
+
+import pytest
+
+from tightwire.comm.cost import LINK_COSTS, CostModel, Setting, size_grid
+from tightwire.comm.group import in_process_groups
+from tightwire.comm.nodes import in_process_node_groups
+from tightwire.comm.registry import all_reduce_names, make_all_reduce
+
+
+def setting(world_size: int = 2, transport: str = "shared-memory", num_nodes: int = 1, device: str = "cpu") -> Setting:
+    return Setting(
+        transport=transport, device=device, world_size=world_size, num_nodes=num_nodes, dtype="bfloat16"
+    )
+
+
+NAMES = [*(name for name in all_reduce_names() if name != "auto"), "flash:int4-g32,int8", "hierarchical:int8"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("world_size", "num_nodes"), [(2, 1), (3, 1), (4, 2), (8, 2)])
+def test_bytes_are_the_algorithms_own_to_within_a_slices_rounding(name: str, world_size: int, num_nodes: int) -> None:
+    group = in_process_node_groups(world_size, num_nodes)[0] if num_nodes > 1 else in_process_groups(world_size)[0]
+    num_elems = 576 * 512
+    exact = make_all_reduce(name, group).wire_bytes(num_elems, 2)
+    costs = CostModel(setting(world_size, num_nodes=num_nodes))
+    # A slice is rounded up to whole groups of 128, which one rank sends or keeps in each of two legs.
+    assert abs(costs.wire_bytes(name, 2 * num_elems) - exact) <= 2 * world_size * 128 * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("link", sorted(LINK_COSTS))
+def test_a_larger_message_never_costs_less(name: str, link: tuple[str, str]) -> None:
+    costs = CostModel(setting(4, link[0], 2, link[1]))
+    times = [costs.predict(name, size).us for size in size_grid(1024, 1 << 26)]
+    assert times == sorted(times) and times[0] > 0
+
+
+def test_one_shot_wins_small_messages_and_two_shot_large_ones() -> None:
+    costs = CostModel(setting(4))
+    assert costs.predict("one-shot", 1024).us < costs.predict("two-shot", 1024).us
+    assert costs.predict("one-shot", 1 << 24).us > costs.predict("two-shot", 1 << 24).us
+
+
+def test_with_two_ranks_one_shot_sends_no_more_and_always_wins() -> None:
+    costs = CostModel(setting(2))
+    assert all(costs.predict("one-shot", n).us < costs.predict("two-shot", n).us for n in size_grid(64, 1 << 28))
+
+
+def test_measurements_are_read_off_joined_and_continued() -> None:
+    costs = CostModel(setting(), {"one-shot": [(1000, 10.0), (100_000, 1000.0)]})
+    assert costs.tuned
+    assert costs.predict("one-shot", 1000).us == 10
+    assert costs.predict("one-shot", 100_000).us == 1000
+    assert costs.predict("one-shot", 10_000).us == pytest.approx(100)  # a straight line in logarithms
+    beyond = costs.predict("one-shot", 1 << 20)
+    ratio = costs.seeded_us("one-shot", 1 << 20) / costs.seeded_us("one-shot", 100_000)
+    assert beyond.measured and beyond.us == pytest.approx(1000 * ratio)
+    assert costs.predict("one-shot", 100).us < 10
+    assert not costs.predict("two-shot", 1000).measured
+
+
+def test_a_single_measured_size_scales_the_seeds() -> None:
+    costs = CostModel(setting(), {"ring": [(1000, 3 * CostModel(setting()).seeded_us("ring", 1000))]})
+    for size in (10, 1000, 100_000):
+        assert costs.predict("ring", size).us == pytest.approx(3 * costs.seeded_us("ring", size))
+
+
+def test_a_transport_without_seeds_is_refused() -> None:
+    with pytest.raises(ValueError, match="no cost is known of cuda ranks over shared-memory"):
+        CostModel(setting(device="cuda"))
+
+
+def test_the_grid_covers_both_ends() -> None:
+    grid = size_grid(1152, 1152 * 512)
+    assert grid[0] == 1152 and grid[-1] >= 1152 * 512
+    assert size_grid(64, 64) == [64]

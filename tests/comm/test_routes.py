@@ -1,0 +1,71 @@
+"""Names into AllReduces: sizes choose, equal choices share an object, and the sum is right."""
+
+import pytest
+import torch
+from harness import run_in_process
+
+from tightwire.comm.all_reduce.by_size import SizedAllReduce, by_size
+from tightwire.comm.group import Group, in_process_groups
+from tightwire.comm.policy import Choice, Policy, Rule, fixed_policy
+from tightwire.comm.registry import make_all_reduce
+from tightwire.comm.routes import make_routes
+
+
+def rule(site: str, phase: str, *table: tuple[int | None, str], reason: str = "") -> Rule:
+    return Rule(site, phase, tuple(Choice(limit, (name, "ring"), reason) for limit, name in table))
+
+
+def test_equal_choices_share_an_object_whatever_their_reasons() -> None:
+    bands = ((64, "one-shot"), (None, "two-shot"))
+    policy = Policy(
+        (
+            rule("o_proj", "prefill", *bands, reason="measured"),
+            rule("o_proj", "decode", *bands, reason="not asked"),
+            rule("down_proj", "prefill", (None, "one-shot")),
+        )
+    )
+    routes = make_routes(policy, in_process_groups(1)[0])
+    assert routes.all_reduce("o_proj", 0, "prefill") is routes.all_reduce("o_proj", 9, "decode")
+    assert routes.all_reduce("o_proj", 0, "prefill") is not routes.all_reduce("down_proj", 0, "prefill")
+
+
+def test_one_algorithm_for_all_sizes_is_that_algorithm_itself() -> None:
+    routes = make_routes(fixed_policy("two-shot"), in_process_groups(1)[0])
+    assert type(routes.all_reduce("o_proj", 0, "decode")).__name__ == "TwoShotAllReduce"
+
+
+def _names_and_sums(group: Group) -> list[tuple[str, float]]:
+    policy = Policy((rule("o_proj", "prefill", (16, "one-shot"), (64, "two-shot"), (None, "ring")),))
+    all_reduce = make_routes(policy, group).all_reduce("o_proj", 0, "prefill")
+    seen = []
+    for num_elems in (4, 5, 16, 17):
+        result = all_reduce(torch.full((num_elems,), float(group.rank + 1)))
+        assert bool((result == 3).all())
+        last = group.ledger.last()
+        assert last is not None
+        seen.append((str(last), float(all_reduce.wire_bytes(num_elems, 4))))
+    return seen
+
+
+def test_a_message_goes_by_its_size_and_is_counted_under_the_name_that_ran() -> None:
+    for seen in run_in_process(2, _names_and_sums):
+        ran = [text.split()[1] for text, _ in seen]
+        assert ran == ["one-shot", "two-shot", "two-shot", "ring"]
+
+
+def test_bytes_exactness_and_bound_are_those_of_the_algorithm_for_the_size() -> None:
+    group = in_process_groups(3)[0]
+    small, large = make_all_reduce("one-shot", group), make_all_reduce("flash-int4", group)
+    sized = SizedAllReduce([(64, small), (None, large)])
+    assert sized.wire_bytes(16, 4) == small.wire_bytes(16, 4)
+    assert sized.wire_bytes(1000, 4) == large.wire_bytes(1000, 4)
+    assert not sized.lossless and SizedAllReduce([(64, small), (None, small)]).lossless
+    inputs = [torch.ones(16)] * 3
+    assert torch.equal(sized.max_error(inputs), small.max_error(inputs))
+
+
+@pytest.mark.parametrize("limits", [[], [64], [None, None], [64, 32, None], [64, 64, None]])
+def test_limits_must_rise_and_end_open(limits: list[int | None]) -> None:
+    one_shot = make_all_reduce("one-shot", in_process_groups(1)[0])
+    with pytest.raises(ValueError, match=r"limits must rise|messages of any size"):
+        by_size([(limit, one_shot) for limit in limits])
