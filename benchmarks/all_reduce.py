@@ -1,18 +1,24 @@
-"""Median microseconds of each AllReduce between processes of this host, by message size and transport.
+"""Median microseconds of each AllReduce between processes of this host, and how much sooner each is done than gloo's own.
 
-    python benchmarks/all_reduce.py [--ranks 2,3,4] [--calls 50]
+    python benchmarks/all_reduce.py [--ranks 2,4] [--kib 8,32,128,512,2048,8192] [--dtypes bfloat16,float32]
+                                    [--calls 60] [--transports shared-memory,gloo]
 
-Every rank has one thread. The algorithms take turns call by call, so that what else runs hurts all of them; every
-result is checked against the exact sum. Prints Markdown tables.
+Every rank has one thread. ``native`` is gloo's all_reduce whatever the transport: the same processes, the same call of
+this library around it. The algorithms take turns call by call, so that what else runs hurts all of them; a barrier stands
+before each call, outside the time; every result is checked against the exact sum. Prints Markdown tables of rank 0's
+medians, with the factor over native in brackets, then one JSON line.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from quiet import OthersWatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -21,41 +27,78 @@ from harness import run_ranks
 from tightwire.comm.group import Group
 from tightwire.comm.registry import make_all_reduce
 
-_KIB = (1.125, 18, 72, 288, 576, 2304)  # SmolLM2: a token is 1.125 KiB, a prompt of 512 tokens 576
-_NAMES = ("native", "one-shot", "two-shot", "ring")
+_NAMES = ("native", "auto", "one-shot", "two-shot", "ring")
 
 
-def measure(group: Group, num_calls: int) -> dict[float, dict[str, float]]:
-    """Median seconds by KiB and algorithm."""
+class Cell(NamedTuple):
+    """One line of the table: median microseconds by algorithm."""
+
+    ranks: int
+    transport: str
+    dtype: str
+    kib: float
+    median_us: dict[str, float]
+
+
+def measure(
+    group: Group, kibs: list[float], dtypes: list[str], num_calls: int
+) -> list[tuple[str, float, dict[str, float]]]:
+    """Median microseconds by dtype, KiB and algorithm."""
     arms = {name: make_all_reduce(name, group) for name in _NAMES}
-    medians: dict[float, dict[str, float]] = {}
-    for kib in _KIB:
-        x = torch.full((int(kib * 512),), float(group.rank + 1), dtype=torch.bfloat16)
-        total = sum(range(1, group.world_size + 1))
-        seconds: dict[str, list[float]] = {name: [] for name in _NAMES}
-        for _ in range(num_calls):
-            for name, all_reduce in arms.items():
-                start = time.perf_counter()
-                result = all_reduce(x)
-                seconds[name].append(time.perf_counter() - start)
-                assert bool((result == total).all()), f"{name} sums wrongly at {kib} KiB"
-        medians[kib] = {name: statistics.median(times) for name, times in seconds.items()}
-    return medians
+    total = sum(range(1, group.world_size + 1))
+    rows = []
+    for dtype_name in dtypes:
+        dtype = getattr(torch, dtype_name)
+        for kib in kibs:
+            x = torch.full((int(kib * 1024) // dtype.itemsize,), float(group.rank + 1), dtype=dtype)
+            seconds: dict[str, list[float]] = {name: [] for name in _NAMES}
+            for call in range(num_calls + 1):
+                for name, all_reduce in arms.items():
+                    group.transport.barrier()
+                    start = time.perf_counter()
+                    result = all_reduce(x)
+                    if call:  # the first one warms up
+                        seconds[name].append(time.perf_counter() - start)
+                    if not bool((result == total).all()):
+                        raise AssertionError(f"{name} sums wrongly at {kib:g} KiB of {dtype_name}")
+            rows.append((dtype_name, kib, {name: 1e6 * statistics.median(times) for name, times in seconds.items()}))
+    return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,3,4")
-    parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--kib", default="8,32,128,512,2048,8192")
+    parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--transports", default="shared-memory")
+    parser.add_argument("--calls", type=int, default=60)
     given = parser.parse_args()
-    sys.stdout.write(f"| ranks | transport | KiB | {' | '.join(_NAMES)} |\n|--:|---|--:|{'--:|' * len(_NAMES)}\n")
+    kibs, dtypes = [float(kib) for kib in given.kib.split(",")], given.dtypes.split(",")
+    watch, cells = OthersWatch(), []
+    sys.stdout.write(
+        f"| ranks | transport | dtype | KiB | {' | '.join(_NAMES)} |\n|--:|---|---|--:|{'--:|' * len(_NAMES)}\n"
+    )
     for world_size in map(int, given.ranks.split(",")):
-        for shared_memory in (False, True):
-            medians = run_ranks(world_size, measure, given.calls, timeout_s=300, shared_memory=shared_memory)[0]
-            for kib, row in medians.items():
-                cells = " | ".join(f"{row[name] * 1e6:.0f}" for name in _NAMES)
-                transport = "shared memory" if shared_memory else "gloo"
-                sys.stdout.write(f"| {world_size} | {transport} | {kib:g} | {cells} |\n")
+        for transport in given.transports.split(","):
+            rows = run_ranks(
+                world_size,
+                measure,
+                kibs,
+                dtypes,
+                given.calls,
+                timeout_s=600,
+                shared_memory=transport == "shared-memory",
+            )[0]
+            for dtype, kib, medians in rows:
+                cells.append(Cell(world_size, transport, dtype, kib, medians))
+                native = medians["native"]
+                columns = [f"{native:.0f}", *(f"{medians[n]:.1f} ({native / medians[n]:.1f}x)" for n in _NAMES[1:])]
+                sys.stdout.write(f"| {world_size} | {transport} | {dtype} | {kib:g} | {' | '.join(columns)} |\n")
+                sys.stdout.flush()
+    sys.stdout.write(
+        f"\nOther processes used {100 * watch.share():.0f} % of the cores meanwhile; torch {torch.__version__}.\n"
+    )
+    sys.stdout.write(json.dumps({"benchmark": "all_reduce", "cells": [cell._asdict() for cell in cells]}) + "\n")
     return 0
 
 

@@ -8,6 +8,7 @@ Source: Flash Communication, arXiv 2412.04964; bit splitting for 5 and 6 bits af
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,6 +39,9 @@ class FlashAllReduce(BaseAllReduce):
         super().__init__(group)
         self.name = name or f"flash:{reduce_codec.name},{gather_codec.name}"
         self._reduce_codec, self._gather_codec = reduce_codec, gather_codec
+        fused = group.transport.fused
+        if fused is not None:
+            self._fused = partial(fused.flash, reduce_codec=reduce_codec, gather_codec=gather_codec)
 
     @property
     def lossless(self) -> bool:
@@ -49,8 +53,6 @@ class FlashAllReduce(BaseAllReduce):
         return slice_lengths(num_elems, self.world_size, multiple)
 
     def _reduce(self, x_N: Tensor) -> Tensor:
-        if self._transport.fused is not None:
-            return self._transport.fused.flash(x_N, self._reduce_codec, self._gather_codec)
         lengths, dtype = self.slices(x_N.numel()), x_N.dtype
         received = exchange_encoded(self._transport, x_N, lengths, self._reduce_codec)
         own = sum_and_encode(received, lengths[self.rank], self._reduce_codec, self._gather_codec, dtype)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.group import Group
 from tightwire.comm.slices import as_bytes
 from tightwire.comm.summing import rank_order_bound, sum_in_rank_order
 
@@ -21,9 +22,12 @@ class OneShotAllReduce(BaseAllReduce):
 
     name = "one-shot"
 
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        if group.transport.fused is not None:
+            self._fused = group.transport.fused.one_shot
+
     def _reduce(self, x_N: Tensor) -> Tensor:
-        if self._transport.fused is not None:
-            return self._transport.fused.one_shot(x_N)
         return sum_in_rank_order([buf.view(x_N.dtype) for buf in self._transport.gather(as_bytes(x_N))])
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:

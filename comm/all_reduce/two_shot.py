@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.group import Group
 from tightwire.comm.slices import as_bytes, slice_lengths
 from tightwire.comm.summing import rank_order_bound, sum_in_rank_order
 
@@ -22,9 +23,12 @@ class TwoShotAllReduce(BaseAllReduce):
 
     name = "two-shot"
 
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        if group.transport.fused is not None:
+            self._fused = group.transport.fused.two_shot
+
     def _reduce(self, x_N: Tensor) -> Tensor:
-        if self._transport.fused is not None:
-            return self._transport.fused.two_shot(x_N)
         lengths = [n * x_N.element_size() for n in slice_lengths(x_N.numel(), self.world_size)]
         received = self._transport.exchange(as_bytes(x_N).split(lengths))
         own_sum = sum_in_rank_order([buf.view(x_N.dtype) for buf in received])

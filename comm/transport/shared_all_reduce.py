@@ -29,45 +29,45 @@ class SharedAllReduce:
         self._turns = turns
         self._table, self._announce = turns.board.table, turns.board.announce
 
-    def one_shot(self, x_N: Tensor) -> Tensor:
+    def one_shot(self, x: Tensor) -> Tensor:
         turns = self._turns
         turns.check_open()
         self._announce()
-        out_N = torch.empty_like(x_N)
-        given = self._table, x_N.data_ptr(), out_N.data_ptr(), x_N.numel(), NUMBER_KIND[x_N.dtype]
+        out = torch.empty_like(x)
+        given = self._table, x.data_ptr(), out.data_ptr(), x.numel(), NUMBER_KIND[x.dtype]
         status = one_shot(*given, 0)
         if status != DONE:
             turns.run(partial(one_shot, *given), status)
-        turns.bytes_sent += (turns.world_size - 1) * x_N.nbytes
-        return out_N
+        turns.bytes_sent += (turns.world_size - 1) * x.nbytes
+        return out
 
-    def two_shot(self, x_N: Tensor) -> Tensor:
-        turns, num_elems = self._turns, x_N.numel()
+    def two_shot(self, x: Tensor) -> Tensor:
+        turns, num_elems = self._turns, x.numel()
         turns.check_open()
         self._announce()
-        out_N = torch.empty_like(x_N)
-        given = self._table, x_N.data_ptr(), out_N.data_ptr(), num_elems, NUMBER_KIND[x_N.dtype]
+        out = torch.empty_like(x)
+        given = self._table, x.data_ptr(), out.data_ptr(), num_elems, NUMBER_KIND[x.dtype]
         status = two_shot(*given, 0)
         if status != DONE:
             turns.run(partial(two_shot, *given), status)
         own = slice_lengths(num_elems, turns.world_size)[turns.rank]
-        turns.bytes_sent += (num_elems + (turns.world_size - 2) * own) * x_N.element_size()
-        return out_N
+        turns.bytes_sent += (num_elems + (turns.world_size - 2) * own) * x.element_size()
+        return out
 
-    def flash(self, x_N: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor:
+    def flash(self, x: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor:
         """Raises ValueError when the segment's buffers do not hold one group of each rank's slice."""
-        turns, num_elems, dtype = self._turns, x_N.numel(), x_N.dtype
+        turns, num_elems, dtype = self._turns, x.numel(), x.dtype
         names = f"{reduce_codec.name},{gather_codec.name}".encode()
         call = call_word(FLASH, NUMBER_KIND[dtype], num_elems, crc32(names) & 0xFFFF)
-        out_N = torch.empty_like(x_N)
+        result = torch.empty_like(x)
         step = self._flash_step(reduce_codec, gather_codec, dtype)
-        for chunk, out in zip(x_N.split(step), out_N.split(step), strict=True):
+        for chunk, out in zip(x.view(-1).split(step), result.view(-1).split(step), strict=True):
             self._flash_chunk(chunk, out, call, reduce_codec, gather_codec)
         lengths = self._flash_slices(num_elems, reduce_codec, gather_codec)
         own = lengths.pop(turns.rank)
         turns.bytes_sent += sum(reduce_codec.wire_bytes(length, dtype.itemsize) for length in lengths)
         turns.bytes_sent += (turns.world_size - 1) * gather_codec.wire_bytes(own, dtype.itemsize)
-        return out_N
+        return result
 
     def _flash_chunk(self, x_N: Tensor, out_N: Tensor, call: int, reduce_codec: Codec, gather_codec: Codec) -> None:
         """Two turns: encoded slices in the one, encoded sums in the other."""
