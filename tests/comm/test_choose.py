@@ -1,0 +1,206 @@
+"""What ``auto`` comes to, and why: exact unless allowed, one order of summing in a phase, measurements over seeds."""
+
+from typing import Any
+
+import pytest
+
+from tightwire.comm.choose import Chooser, PolicyRequest, Verdict
+from tightwire.comm.cost import CostModel, Setting, size_grid
+from tightwire.comm.policy import PHASES, SITES
+from tightwire.comm.registry import parse_all_reduce
+
+ROW = 576  # not a multiple of 128
+
+
+def chooser(
+    world_size: int = 2,
+    *,
+    transport: str = "shared-memory",
+    device: str = "cpu",
+    num_nodes: int = 1,
+    points: dict[str, list[tuple[int, float]]] | None = None,
+    wrong: dict[str, str] | None = None,
+    row_elems: int = ROW,
+    **asked: Any,
+) -> Chooser:
+    setting = Setting(transport=transport, device=device, world_size=world_size, num_nodes=num_nodes, dtype="bfloat16")
+    request = PolicyRequest(row_elems=row_elems, max_rows=512, max_decode_rows=64, **asked)
+    return Chooser(request, CostModel(setting, points), wrong)
+
+
+def first(made: Chooser, site: str, phase: str) -> list[str]:
+    return [choice.algorithms[0] for choice in made.policy().choices(site, 0, phase)]
+
+
+def lossless(names: list[str]) -> bool:
+    return all(parse_all_reduce(name).lossless for name in names)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("transport", ["shared-memory", "process-group"])
+def test_auto_is_lossless_everywhere(world_size: int, transport: str) -> None:
+    assert lossless(list(chooser(world_size, transport=transport).policy().algorithms))
+
+
+def test_auto_switches_by_size_and_the_same_for_both_phases() -> None:
+    made = chooser(4)
+    assert first(made, "o_proj", "prefill") == ["one-shot", "two-shot"]
+    assert made.policy().choices("o_proj", 0, "prefill") == made.policy().choices("o_proj", 0, "decode")
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 8])
+def test_on_a_cpu_auto_uses_no_sum_that_depends_on_an_elements_place(world_size: int) -> None:
+    assert set(chooser(world_size).policy().algorithms) == {"one-shot", "two-shot"}
+
+
+def test_with_two_ranks_every_lossless_sum_is_the_same_and_may_stand_in() -> None:
+    assert set(chooser(2).policy().algorithms) == {"one-shot", "two-shot", "ring", "native"}
+
+
+def test_a_lossy_name_is_for_prompt_rows_of_the_layers_only() -> None:
+    made = chooser(allreduce="flash-int4")
+    for site in SITES:
+        for phase in PHASES:
+            asked = site != "embed" and phase == "prefill"
+            assert (first(made, site, phase) == ["flash-int4"]) == asked
+            assert asked or lossless(first(made, site, phase))
+    (choice,) = made.policy().choices("o_proj", 0, "decode")
+    assert "generated rows stay exact" in choice.reason
+
+
+def test_a_lossless_name_is_for_everything() -> None:
+    made = chooser(3, allreduce="ring")
+    assert all(first(made, site, phase) == ["ring"] for site in SITES for phase in PHASES)
+
+
+def test_flags_for_sites_and_phases_overrule() -> None:
+    made = chooser(allreduce="two-shot", o_proj="flash-int4", down_proj="flash-int8", decode="ring")
+    assert first(made, "o_proj", "prefill") == ["flash-int4"]
+    assert first(made, "down_proj", "prefill") == ["flash-int8"]
+    assert first(made, "o_proj", "decode") == first(made, "down_proj", "decode") == ["ring"]
+    assert first(made, "embed", "prefill") == first(made, "embed", "decode") == ["two-shot"]
+
+
+def test_generated_rows_may_be_quantized_when_asked() -> None:
+    assert first(chooser(decode="flash-int8"), "o_proj", "decode") == ["flash-int8"]
+
+
+def test_a_named_algorithm_has_no_substitute() -> None:
+    made = chooser(allreduce="flash-int8")
+    assert all(len(c.algorithms) == 1 for c in made.policy().choices("o_proj", 0, "prefill"))
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="magic"):
+        PolicyRequest(row_elems=64, max_rows=1, max_decode_rows=1, down_proj="magic")
+
+
+def slow_wire(name: str) -> list[tuple[int, float]]:
+    """Times of a wire so slow that bytes are all that counts; everything was measured."""
+    setting = Setting(transport="process-group", device="cpu", world_size=2, num_nodes=1, dtype="bfloat16")
+    costs = CostModel(setting)
+    return [(size, 100 + costs.wire_bytes(name, size) / 10) for size in (2 * ROW, 2 * ROW * 64, 2 * ROW * 512)]
+
+
+def slow_points(made: Chooser) -> dict[str, list[tuple[int, float]]]:
+    return {name: slow_wire(name) for name in made.candidates()}
+
+
+@pytest.mark.parametrize(
+    ("budget", "codec"), [(0.5, "int4"), (0.12, "int5"), (0.06, "int6"), (0.02, "int8"), (0.001, None)]
+)
+def test_an_error_budget_buys_the_fastest_codec_within_it_for_prompt_rows(budget: float, codec: str | None) -> None:
+    made = chooser(transport="process-group")
+    made = chooser(transport="process-group", points=slow_points(made), error_budget=budget)
+    prefill = first(made, "down_proj", "prefill")
+    if codec is None:
+        assert lossless(prefill)
+    else:
+        assert prefill == [f"flash:{codec}-g64,{codec}-g64"]  # groups of 64 fill rows of 576
+        assert made.error(prefill[0]) <= budget
+    assert lossless(first(made, "down_proj", "decode")) and lossless(first(made, "embed", "prefill"))
+
+
+def test_within_a_phase_a_lossy_sum_is_used_at_every_size_or_not_at_all() -> None:
+    points = slow_points(chooser(transport="process-group"))
+    made = chooser(transport="process-group", points=points, error_budget=0.5)
+    assert len(made.policy().choices("o_proj", 0, "prefill")) == 1
+    substitutes = made.policy().choices("o_proj", 0, "prefill")[0].algorithms[1:]
+    assert substitutes and lossless(list(substitutes))
+
+
+def test_a_codec_whose_groups_cross_rows_is_not_chosen_and_said_when_named() -> None:
+    made = chooser(transport="process-group", row_elems=72, error_budget=0.9)
+    assert lossless(first(made, "o_proj", "prefill"))
+    (choice,) = chooser(allreduce="flash-int8").policy().choices("o_proj", 0, "prefill")
+    assert "groups of 128 cross rows of 576" in choice.reason
+    (choice,) = chooser(allreduce="flash-int8", row_elems=1024).policy().choices("o_proj", 0, "prefill")
+    assert "cross" not in choice.reason
+
+
+def test_measurements_overrule_seeds() -> None:
+    flat = {"one-shot": 50.0, "two-shot": 10.0}
+    points = {name: [(64, us), (1 << 24, us)] for name, us in flat.items()}
+    assert first(chooser(4, points=points), "o_proj", "decode") == ["two-shot"]
+
+
+def test_a_gain_within_noise_is_no_reason_to_switch() -> None:
+    points = {"one-shot": [(1152, 100.0), (1 << 20, 100.0)], "two-shot": [(1152, 101.0), (1 << 20, 98.0)]}
+    assert first(chooser(4, points=points), "o_proj", "prefill") == ["one-shot"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_auto_is_within_the_switching_margin_of_the_best_of_its_order_at_every_size(world_size: int) -> None:
+    made = chooser(world_size)
+    for size in size_grid(2 * ROW, 2 * ROW * 512):
+        verdicts = {verdict.algorithm: verdict for verdict in made.verdicts("o_proj", "prefill", size)}
+        chosen = next(v for v in verdicts.values() if v.chosen)
+        assert chosen.us <= 1.031 * min(verdicts[name].us for name in ("one-shot", "two-shot"))
+
+
+def test_what_summed_wrongly_when_measured_is_not_used() -> None:
+    made = chooser(4, wrong={"one-shot": "1152 B: off by 3"})
+    assert made.policy().algorithms == ("two-shot",)
+    refused = {v.algorithm: v.why for v in made.verdicts("o_proj", "decode", 1152)}
+    assert "summed wrongly when measured: 1152 B: off by 3" in refused["one-shot"]
+
+
+def test_nodes_make_hierarchical_a_candidate_and_one_node_does_not() -> None:
+    assert "hierarchical" not in chooser(4).candidates()
+    made = chooser(4, num_nodes=2)
+    assert "hierarchical" in made.candidates()
+    orders = {name in ("one-shot", "two-shot") for name in first(made, "o_proj", "prefill")}
+    assert len(orders) == 1, "one order of summing in a phase"
+
+
+def test_on_cuda_the_librarys_own_sum_is_a_candidate_for_any_number_of_ranks() -> None:
+    made = chooser(4, transport="process-group", device="cuda")
+    assert "native" in made.policy().algorithms
+
+
+def verdict_of(verdicts: list[Verdict], name: str) -> Verdict:
+    return next(verdict for verdict in verdicts if verdict.algorithm == name)
+
+
+def test_verdicts_say_of_every_candidate_what_it_costs_and_why_not() -> None:
+    made = chooser(4)
+    verdicts = made.verdicts("o_proj", "prefill", 2 * ROW * 512)
+    assert [v.chosen for v in verdicts] == [True] + [False] * (len(verdicts) - 1)
+    assert verdicts[0].algorithm == "two-shot" and "predicted" in verdicts[0].why
+    assert verdict_of(verdicts, "one-shot").why.endswith("times as slow")
+    assert "depends on its place" in verdict_of(verdicts, "ring").why
+    lossy = verdict_of(verdicts, "flash:int4-g64,int4-g64")
+    assert "no error budget" in lossy.why and lossy.error > 0.1 and lossy.wire_bytes < verdicts[0].wire_bytes
+    assert all(v.measured_us is None and v.predicted_us > 0 for v in verdicts)
+
+
+def test_beside_a_named_algorithm_the_others_were_not_asked_for() -> None:
+    verdicts = chooser(allreduce="flash-int8").verdicts("o_proj", "prefill", 1152)
+    assert verdicts[0].algorithm == "flash-int8" and verdicts[0].chosen
+    assert all("--allreduce flash-int8 was asked for" in v.why for v in verdicts[1:])
+
+
+def test_an_exceeded_budget_is_the_reason() -> None:
+    verdicts = chooser(error_budget=0.02).verdicts("o_proj", "prefill", 1152)
+    assert "exceeds the budget of 0.02" in verdict_of(verdicts, "flash:int4-g64,int4-g64").why
+    assert verdict_of(verdicts, "flash:int8-g64,int8-g64").why.endswith("times as slow")
