@@ -17,6 +17,7 @@ from tightwire.kernels.block_quant_cpu_kernels import (
     group_elems,
     is_rotated,
     load_group,
+    log2_group_elems,
     make_stage,
     rotate_group,
     store_group,
@@ -174,7 +175,7 @@ def decode_reduce_encode_blocks(
             source = load_i64(sources + 8 * index)
             for at in range(0, count, size):
                 part = sums + 4 * at if index == 0 else stage
-                decode_group(part, source, num_groups, word, (first + at) // size)
+                decode_group(part, source, num_groups, word, (first + at) >> log2_group_elems(word))
                 if is_rotated(word) and not stay_rotated:
                     unrotate_group(part, word)
                 if index:
@@ -185,7 +186,7 @@ def decode_reduce_encode_blocks(
                     fill_group(sums + 4 * at, count - at, out_word)
                 if is_rotated(out_word):
                     rotate_group(sums + 4 * at, out_word)
-            encode_group(target, out_num_groups, out_word, (first + at) // out_size, sums + 4 * at)
+            encode_group(target, out_num_groups, out_word, (first + at) >> log2_group_elems(out_word), sums + 4 * at)
 
 
 @kernel

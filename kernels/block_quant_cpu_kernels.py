@@ -34,15 +34,20 @@ _NAN, _INF, _MINUS_ZERO = np.float32(math.nan), np.float32(math.inf), np.float32
 def format_word(fmt: BlockFormat) -> int:
     """All of a format in one integer, for kernels."""
     flags = fmt.symmetric * _SYMMETRIC | fmt.hadamard * _HADAMARD | fmt.spikes * _SPIKES | fmt.float8 * _FLOAT8
-    return fmt.bits | fmt.group_elems << _GROUP_SHIFT | flags
+    return fmt.bits | (fmt.group_elems.bit_length() - 1) << _GROUP_SHIFT | flags
 
 
 # --- what a word says, as BlockFormat's properties of these names --------------------------------------------------------
 
 
 @helper
-def group_elems(word: int) -> int:
+def log2_group_elems(word: int) -> int:
     return (word >> _GROUP_SHIFT) & 0xFF
+
+
+@helper
+def group_elems(word: int) -> int:
+    return 1 << log2_group_elems(word)
 
 
 @helper
@@ -70,7 +75,7 @@ def low_plane_bits(word: int) -> int:
 @helper
 def plane_bytes(word: int) -> int:
     """Bytes of one group in all planes."""
-    return group_elems(word) * (word & 0xFF) // 8
+    return (group_elems(word) >> 3) * (word & 0xFF)
 
 
 # --- numbers and the stage -----------------------------------------------------------------------------------------------
@@ -100,14 +105,17 @@ def fill_group(stage: int, count: int, word: int) -> None:
 @helper
 def store_group(target: int, kind: int, stage: int, count: int) -> None:
     """The first ``count`` numbers, rounded to nearest even."""
-    for at in range(0, count, LANES):
-        store_numbers(target + size_of(kind) * at, simd.load(stage + 4 * at), kind, count - at)
+    whole = count & -LANES
+    for at in range(0, whole, LANES):
+        store_numbers(target + size_of(kind) * at, simd.load(stage + 4 * at), kind, LANES)
+    if whole < count:
+        store_numbers(target + size_of(kind) * whole, simd.load(stage + 4 * whole), kind, count - whole)
 
 
 @helper
 def add_group(sums: int, stage: int, count: int) -> None:
     """``sums`` (float32) += the first ``count`` numbers."""
-    whole = count // LANES * LANES
+    whole = count & -LANES
     for at in range(0, whole, LANES):
         simd.store(sums + 4 * at, simd.add(simd.load(sums + 4 * at), simd.load(stage + 4 * at)))
     if whole < count:
@@ -265,26 +273,32 @@ def _clamp_code(code: int, value: float, zero: float, inverse: float, top: float
 def _pack_planes(target: int, num_groups: int, word: int, group: int, codes: int) -> None:
     size, low_bits = group_elems(word), low_plane_bits(word)
     high_bits = (word & 0xFF) - low_bits
-    low_bytes, high_bytes = size * low_bits // 8, size * high_bits // 8
-    _pack_plane(target + group * low_bytes, low_bytes, low_bits, 0, codes, size)
+    low_bytes, high_bytes = (size >> 3) * low_bits, (size >> 3) * high_bits
+    _pack_plane(target + group * low_bytes, low_bytes, low_bits, 0, codes, word)
     if high_bits:
-        _pack_plane(target + num_groups * low_bytes + group * high_bytes, high_bytes, high_bits, low_bits, codes, size)
+        _pack_plane(target + num_groups * low_bytes + group * high_bytes, high_bytes, high_bits, low_bits, codes, word)
 
 
 @helper
-def _pack_plane(target: int, num_bytes: int, bits: int, shift: int, codes: int, size: int) -> None:
-    """Bits ``shift`` to ``shift + bits`` of each code: those of number e to byte e % num_bytes at e // num_bytes."""
+def _pack_plane(target: int, num_bytes: int, bits: int, shift: int, codes: int, word: int) -> None:
+    """Bits ``shift`` to ``shift + bits`` of each code."""
     mask = simd_codes.splat((1 << bits) - 1)
     shifts = simd_codes.splat(shift)
     within = _shifts_in_vector(num_bytes, bits)
     step = max(num_bytes, LANES)
     for byte in range(0, step, LANES):
         packed = simd_codes.splat(0)
-        for at in range(byte, size, step):
+        for at in range(byte, group_elems(word), step):
             field = simd_codes.both(simd_codes.shift_right(simd_codes.load_16_bytes(codes + at), shifts), mask)
-            places = simd_codes.add(within, simd_codes.splat(bits * (at // num_bytes)))
+            places = simd_codes.add(within, simd_codes.splat(_field_shift(at, bits, word)))
             packed = simd_codes.either(packed, simd_codes.shift_left(field, places))
         _store_bytes(target + byte, num_bytes, packed)
+
+
+@helper
+def _field_shift(at: int, bits: int, word: int) -> int:
+    """Where number ``at`` has its field in its byte of a plane: bits * (at // S), S = g * bits / 8, all powers of two."""
+    return (at << 3 >> log2_group_elems(word)) & -bits
 
 
 @helper
@@ -313,7 +327,7 @@ def decode_group(stage: int, source: int, num_groups: int, word: int, group: int
     """All of group ``group`` of the message at ``source``, still rotated when the format rotates."""
     size, low_bits = group_elems(word), low_plane_bits(word)
     high_bits = (word & 0xFF) - low_bits
-    low_bytes, high_bytes = size * low_bits // 8, size * high_bits // 8
+    low_bytes, high_bytes = (size >> 3) * low_bits, (size >> 3) * high_bits
     low_plane = source + group * low_bytes
     high_plane = source + num_groups * low_bytes + group * high_bytes
     scales = source + num_groups * plane_bytes(word)
@@ -326,9 +340,9 @@ def decode_group(stage: int, source: int, num_groups: int, word: int, group: int
     low_mask, high_mask = simd_codes.splat((1 << low_bits) - 1), simd_codes.splat((1 << high_bits) - 1)
     high_shift = simd_codes.splat(low_bits)
     for at in range(0, size, LANES):
-        code = _unpacked(low_plane, low_bytes, low_bits, low_within, low_mask, at)
+        code = _unpacked(low_plane, low_bytes, low_bits, low_within, low_mask, at, word)
         if high_bits:
-            high = _unpacked(high_plane, high_bytes, high_bits, high_within, high_mask, at)
+            high = _unpacked(high_plane, high_bytes, high_bits, high_within, high_mask, at, word)
             code = simd_codes.either(code, simd_codes.shift_left(high, high_shift))
         value = simd_codes.from_e4m3(code) if word & _FLOAT8 else simd_codes.to_float(simd_codes.sub(code, level))
         simd.store(stage + 4 * at, simd.fma(value, scale, zero))
@@ -349,13 +363,15 @@ def _load_bf16(address: int) -> float:
 
 
 @helper
-def _unpacked(plane: int, num_bytes: int, bits: int, within: simd.Vector, mask: simd.Vector, at: int) -> simd.Vector:
+def _unpacked(
+    plane: int, num_bytes: int, bits: int, within: simd.Vector, mask: simd.Vector, at: int, word: int
+) -> simd.Vector:
     """The fields of sixteen numbers from number ``at`` on."""
     if num_bytes >= 16:
-        bytes_of_lanes = simd_codes.load_16_bytes(plane + at % num_bytes)
+        bytes_of_lanes = simd_codes.load_16_bytes(plane + (at & (num_bytes - 1)))
     elif num_bytes == 8:
         bytes_of_lanes = simd_codes.load_8_bytes(plane)
     else:
         bytes_of_lanes = simd_codes.load_4_bytes(plane)
-    places = simd_codes.add(within, simd_codes.splat(bits * (at // num_bytes)))
+    places = simd_codes.add(within, simd_codes.splat(_field_shift(at, bits, word)))
     return simd_codes.both(simd_codes.shift_right(bytes_of_lanes, places), mask)
