@@ -17,6 +17,7 @@ import tightwire
 from tightwire.server.doctor.facts import Facts
 
 _MAX_OUTPUT_BYTES = 1 << 20
+_MAX_WORDS = 400  # characters of an error: CUDA's come with advice of their own
 _REAP_S = 2.0  # for a killed process to be gone; one in the kernel's hands may take longer, and is left to it
 _CHILD = (sys.executable, "-m", "tightwire.server.doctor.child")
 
@@ -83,8 +84,14 @@ def _decode(out: bytes) -> tuple[Facts | None, str | None]:
 def _describe_exit(code: int, err: str) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    last_line = next((line for line in reversed(err.splitlines()) if line.strip()), "")
-    return f"failed: {last_line.strip()}" if last_line else f"exited with code {code}"
+    words = _last_words(err.splitlines())
+    return f"failed: {words}" if words else f"exited with code {code}"
+
+
+def _last_words(lines: list[str]) -> str:
+    """The error that ends a traceback, whose message may have several lines; else the last line."""
+    start = max((number for number, line in enumerate(lines) if line.startswith("  ")), default=len(lines) - 2) + 1
+    return " ".join(" ".join(lines[start:]).split())[:_MAX_WORDS]
 
 
 def _environment() -> dict[str, str]:
