@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -14,11 +14,9 @@ from tightwire.comm.policy import PHASES
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.comm_decision import CommDecision, decide_comm
 from tightwire.server.config import ServeConfig
-from tightwire.server.flags import make_parser, parse
 from tightwire.server.run_plan import check_all_reduce_names, decide_setting, policy_request
 from tightwire.server.sizes import format_bytes
 
-COMM_GROUPS = ("model", "parallel", "engine")
 _SITES = ("o_proj", "down_proj")
 
 
@@ -33,36 +31,19 @@ class Explained:
     verdicts: list[Verdict]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit code 0, or 2 for options that are refused."""
-    parser = make_parser(
-        "explain", "Say which AllReduce would sum which message of a model, what it costs, and why.", COMM_GROUPS
-    )
-    parser.add_argument(
-        "--error-budget", dest="comm_error_budget", type=float, metavar="E", help="the same as --comm-error-budget E"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
-    config, args = parse(parser, argv, COMM_GROUPS)
+def run(config: ServeConfig, as_json: bool) -> int:
+    """Print the explanation; exit code 0, or 2 for options that are refused."""
     try:
-        config, notes = at_least_two_ranks(config)
         request, decision = decide_for(config)
     except ValueError as error:
         sys.stderr.write(f"tightwire explain: {error}\n")
         return 2
     explained = explain(decision.chooser, request, decision.setting.elem_bytes)
-    if "json" in args:
+    if as_json:
         sys.stdout.write(json.dumps(_as_data(decision, explained)) + "\n")
-        return 0
-    _show(Console(highlight=False), decision, explained, notes)
+    else:
+        _show(Console(highlight=False), decision, explained)
     return 0
-
-
-def at_least_two_ranks(config: ServeConfig) -> tuple[ServeConfig, list[str]]:
-    """One rank sums nothing: taken as two, which the note says."""
-    if config.parallel.tp > 1:
-        return config, []
-    parallel = replace(config.parallel, tp=2, tp_split=None)
-    return replace(config, parallel=parallel), ["one rank has nothing to sum: shown for --tp 2"]
 
 
 def decide_for(config: ServeConfig) -> tuple[PolicyRequest, CommDecision]:
@@ -105,9 +86,7 @@ def phase_rows(request: PolicyRequest, phase: str) -> list[int]:
     return sorted({max(1, request.max_rows // share) for share in (8, 1)})
 
 
-def _show(console: Console, decision: CommDecision, explained: Sequence[Explained], notes: Sequence[str]) -> None:
-    for note in notes:
-        console.print(note, style="yellow")
+def _show(console: Console, decision: CommDecision, explained: Sequence[Explained]) -> None:
     if decision.warning:
         console.print(f"warning: {decision.warning}", style="yellow", markup=False)
     measured = decision.measured

@@ -4,7 +4,6 @@ Ranks are processes of this machine. Answers are checked in every call; what sum
 ``auto`` never takes it. The file is written when a transport has been measured, whole or not at all.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,12 +28,9 @@ from tightwire.server.bench.comm_ranks import open_ranks
 from tightwire.server.bench.comm_summary import Cells
 from tightwire.server.config import ServeConfig
 from tightwire.server.devices import num_cores
-from tightwire.server.explain import COMM_GROUPS, at_least_two_ranks
-from tightwire.server.flags import make_parser, parse
 from tightwire.server.run_plan import decide_setting, policy_request
 from tightwire.server.sizes import format_bytes
 
-_MAX_SECONDS = 3600.0
 _START_S = 6.0  # for the ranks of one transport to start and join
 _LEAST_SECONDS_PER_SIZE = 0.1
 _MAX_CALLS = 300  # of one algorithm at one size: medians do not move any more
@@ -61,26 +57,16 @@ class TunePlan:
         return tuple(sorted(count * self.request.row_elems * setting.elem_bytes for count in rows))
 
 
-def main(argv: Sequence[str]) -> int:
+def run(config: ServeConfig, seconds: float) -> int:
     """Exit code 0, 1 when ranks failed or the file cannot be written, 2 for refused options, 130 after Ctrl-C."""
-    parser = make_parser(
-        "tune", "Measure every AllReduce on this host, in the sizes a model will send; `serve` reads it.", COMM_GROUPS
-    )
-    parser.add_argument(
-        "--seconds", type=_seconds, default=60.0, metavar="S", help="about how long it may take in all (default: 60)"
-    )
-    config, args = parse(parser, argv, COMM_GROUPS)
     console = Console(highlight=False)
     try:
-        config, notes = at_least_two_ranks(config)
-        plan = make_plan(config, args.seconds)
+        plan = make_plan(config, seconds)
     except ValueError as error:
         sys.stderr.write(f"tightwire tune: {error}\n")
         return 2
-    for note in notes:
-        console.print(note, style="yellow")
     try:
-        for measured in run(plan):
+        for measured in measure_all(plan):
             show(console, plan, measured)
             write_tuned(plan.path, plan.host, [measured])
     except (LocalRankError, OSError, ValueError) as error:
@@ -111,7 +97,7 @@ def make_plan(config: ServeConfig, seconds: float) -> TunePlan:
     )
 
 
-def run(plan: TunePlan) -> Iterator[Measured]:
+def measure_all(plan: TunePlan) -> Iterator[Measured]:
     """Measure one setting after the other.
 
     Raises:
@@ -220,14 +206,3 @@ def _transports(config: ServeConfig, setting: Setting) -> list[str]:
     if config.parallel.transport != "auto" or setting.device == "cuda":
         return [setting.transport]
     return ["process-group"] if why_unusable() else ["shared-memory", "process-group"]
-
-
-def _seconds(text: str) -> float:
-    """An argparse type: how long to measure."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 1 <= seconds <= _MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"must be 1 to {_MAX_SECONDS:g} seconds, got {text!r}")
-    return seconds

@@ -12,8 +12,8 @@ VERBS = {
     "generate": ("tightwire.server.cli:generate", "continue one prompt on the terminal, without a server"),
     "chat": ("tightwire.server.terminal_chat:main", "chat on the terminal with a running server"),
     "bench": ("tightwire.server.bench.cli:main", "measure; `tightwire bench --help` lists what"),
-    "tune": ("tightwire.server.tune:main", "measure every AllReduce on this host, for `serve` to choose by"),
-    "explain": ("tightwire.server.explain:main", "say which AllReduce sums which message of a model, and why"),
+    "tune": ("tightwire.server.comm_cli:tune", "measure every AllReduce on this host, for `serve` to choose by"),
+    "explain": ("tightwire.server.comm_cli:explain", "say which AllReduce sums which message of a model, and why"),
     "doctor": ("tightwire.server.doctor.cli:main", "look at this machine: devices, links, what works, what to use"),
     "pull": ("tightwire.server.cli:pull", "fetch a model of the catalog into the cache"),
 }

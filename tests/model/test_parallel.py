@@ -1,0 +1,114 @@
+"""Row-parallel sums: generated and prompt rows by their own algorithms, one message when those are one and the same."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run_in_process
+from local_engine import continue_prompts, local_engine
+from tiny import make_tiny, tiny_config
+from torch import Tensor
+
+from tightwire.comm.choose import Chooser, PolicyRequest
+from tightwire.comm.cost import CostModel, Setting
+from tightwire.comm.group import Group
+from tightwire.comm.policy import Policy
+from tightwire.comm.registry import make_all_reduce
+from tightwire.comm.routes import make_routes
+from tightwire.kernels.linear import linear
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.config import config_from_hf
+from tightwire.model.layout import make_layout
+from tightwire.model.parallel import TensorParallel
+
+_ROWS = 5
+_LOSSY = "flash:int4-g64,int4-g64"
+
+
+def policy(**asked: str) -> Policy:
+    setting = Setting(transport="process-group", device="cpu", world_size=2, num_nodes=1, dtype="float32")
+    request = PolicyRequest(row_elems=64, max_rows=64, max_decode_rows=8, **asked)
+    return Chooser(request, CostModel(setting)).policy()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank got, what each algorithm makes of the same rows, and what the ledger counted."""
+
+    result: Tensor
+    lossless: Tensor
+    lossy_prompt: Tensor
+    counts: list[tuple[str, str, int]]
+
+
+def _row_linear(group: Group, plan: Policy, num_generated: int) -> Seen:
+    layout = make_layout(config_from_hf(tiny_config()), group.world_size, None)
+    parallel = TensorParallel(group, layout, make_routes(plan, group))
+    x_TF = torch.randn(_ROWS, 8, generator=torch.Generator().manual_seed(group.rank))
+    weight_DF = torch.randn(64, 8, generator=torch.Generator().manual_seed(9))
+    group.ledger.phase = "decode" if num_generated == _ROWS else "prefill"
+    result = parallel.row_linear(x_TF, weight_DF, None, parallel.row_sums("o_proj", 0), num_single_rows=num_generated)
+    assert group.ledger.phase == ("decode" if num_generated == _ROWS else "prefill")
+    counts = [(count.algorithm, count.phase, count.calls) for count in group.ledger.counts()]
+    partial_TD = linear(x_TF, weight_DF, None, num_single_rows=num_generated)
+    return Seen(
+        result=result,
+        lossless=make_all_reduce("one-shot", group)(partial_TD),
+        lossy_prompt=make_all_reduce(_LOSSY, group)(partial_TD[num_generated:]),
+        counts=counts,
+    )
+
+
+def test_in_a_mixed_step_generated_rows_are_exact_and_prompt_rows_quantized() -> None:
+    for seen in run_in_process(2, _row_linear, policy(allreduce=_LOSSY), 2):
+        assert torch.equal(seen.result[:2], seen.lossless[:2])
+        assert torch.equal(seen.result[2:], seen.lossy_prompt)
+        assert not torch.equal(seen.result[2:], seen.lossless[2:])
+        assert seen.counts == [("one-shot", "decode", 1), (_LOSSY, "prefill", 1)]
+
+
+@pytest.mark.parametrize(("num_generated", "phase", "name"), [(0, "prefill", _LOSSY), (_ROWS, "decode", "one-shot")])
+def test_rows_of_one_kind_are_one_message(num_generated: int, phase: str, name: str) -> None:
+    for seen in run_in_process(2, _row_linear, policy(allreduce=_LOSSY), num_generated):
+        assert seen.counts == [(name, phase, 1)]
+
+
+@pytest.mark.parametrize("asked", [{}, {"allreduce": "two-shot"}, {"allreduce": "ring", "decode": "ring"}])
+def test_rows_with_the_same_algorithm_travel_together(asked: dict[str, str]) -> None:
+    for seen in run_in_process(2, _row_linear, policy(**asked), 2):
+        assert [(phase, calls) for _, phase, calls in seen.counts] == [("prefill", 1)]
+        assert torch.equal(seen.result, seen.lossless)
+
+
+def test_a_single_rank_has_nothing_to_sum() -> None:
+    (group,) = run_in_process(1, _own_group)
+    layout = make_layout(config_from_hf(tiny_config()), 1, None)
+    parallel = TensorParallel(group, layout, None)
+    assert parallel.row_sums("o_proj", 0) is None
+    x_TF, weight_DF = torch.ones(3, 8), torch.ones(64, 8)
+    assert torch.equal(parallel.row_linear(x_TF, weight_DF, None, None, num_single_rows=1), torch.full((3, 64), 8.0))
+
+
+def _own_group(group: Group) -> Group:
+    return group
+
+
+@pytest.mark.parametrize("asked", [{"allreduce": "flash:int4-g64,int4-g64"}, {"down_proj": "flash:int3-g32,int5-g64"}])
+def test_with_a_lossy_algorithm_too_a_text_does_not_depend_on_its_neighbours(
+    asked: dict[str, str], tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
+    prompts = [[5], [72, 101, 108, 108, 111], list(range(40, 100)), [200, 3, 17] * 11]
+    alone: list[list[int]] = []
+    for prompt in prompts:
+        with local_engine(checkpoint, tp=2, all_reduce=policy(**asked), max_model_len=128) as local:
+            alone += continue_prompts(local.engine, [prompt], max_tokens=20)
+    with local_engine(
+        checkpoint, tp=2, all_reduce=policy(**asked), max_model_len=128, max_num_batched_tokens=16, max_num_seqs=8
+    ) as local:
+        together = continue_prompts(local.engine, prompts, max_tokens=20)
+        counted = {(count.algorithm, count.phase) for count in local.groups[0].ledger.counts()}
+    assert together == alone
+    lossy = next(iter(asked.values()))
+    assert (lossy, "prefill") in counted and (lossy, "decode") not in counted

@@ -1,0 +1,92 @@
+"""What a rank does before it loads: every AllReduce checked, wrong ones out, the result told the same way on all ranks."""
+
+import logging
+
+import pytest
+import torch
+from harness import run_in_process
+from torch import Tensor
+
+from tightwire.comm import registry
+from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
+from tightwire.comm.group import Group
+from tightwire.comm.policy import Choice, Policy, QuarantinedError, Rule, fixed_policy
+from tightwire.server.config import EngineOptions
+from tightwire.server.messages import CommChoice, CommSetup, SelfTestVerdict
+from tightwire.server.rank_comm import check_comm
+from tightwire.server.rank_setup import RunPlan
+
+
+class BrokenAllReduce(OneShotAllReduce):
+    """One-shot that forgets the first rank."""
+
+    name = "broken"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x if self.rank else torch.zeros_like(x))
+
+
+@pytest.fixture(autouse=True)
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.ALL_REDUCE, "broken", f"{__name__}:BrokenAllReduce")
+
+
+def plan(policy: Policy) -> RunPlan:
+    return RunPlan(
+        device="cpu",
+        dtype="float32",
+        allreduce="auto",
+        transport="process-group",
+        max_model_len=16,
+        num_blocks=1,
+        policy=policy,
+    )
+
+
+def _check(group: Group, run_plan: RunPlan) -> tuple[CommSetup, Tensor | None]:
+    checked = check_comm(group, run_plan, 64, EngineOptions(max_num_seqs=4, max_num_batched_tokens=8))
+    if checked.routes is None:
+        return checked.setup, None
+    return checked.setup, checked.routes.all_reduce("o_proj", 0, "decode")(torch.ones(4))
+
+
+def test_auto_goes_on_without_a_wrong_algorithm_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    rules = tuple(
+        Rule(site, phase, (Choice(None, ("broken", "two-shot"), "fastest"),))
+        for site in ("embed", "o_proj", "down_proj")
+        for phase in ("prefill", "decode")
+    )
+    with caplog.at_level(logging.ERROR):
+        results = run_in_process(2, _check, plan(Policy(rules)))
+    setup, total = results[0]
+    assert results[1][0] == setup
+    assert total is not None and bool((total == 2).all())
+    assert [(v.algorithm, v.ok) for v in setup.self_test] == [("broken", False), ("two-shot", True)]
+    assert {choice.algorithm for choice in setup.choices} == {"two-shot"} and len(setup.choices) == 6
+    assert "in place of broken, which failed the self-test" in setup.choices[0].reason
+    assert "quarantined broken" in caplog.text and caplog.text.count("quarantined") == 1
+
+
+def test_a_wrong_algorithm_that_was_named_is_refused() -> None:
+    with pytest.raises(QuarantinedError, match=r"left without an AllReduce.*broken: rank 0: 256 B: 6\d of 64 sums"):
+        run_in_process(2, _check, plan(fixed_policy("broken")))
+
+
+def test_what_is_sound_is_reported_as_it_was_decided() -> None:
+    setup, _ = run_in_process(2, _check, plan(fixed_policy("ring")))[1]
+    assert (setup.transport, setup.num_nodes) == ("process-group", 1)
+    assert setup.choices[0] == CommChoice("embed", "prefill", None, "ring", "for everything")
+    assert setup.self_test == [SelfTestVerdict("ring", True, "checked with 256 B and 2048 B of float32")]
+
+
+def test_a_single_rank_has_nothing_to_check() -> None:
+    ((setup, total),) = run_in_process(1, _check, plan(Policy(())))
+    assert total is None and setup.choices == [] and setup.self_test == []
+
+
+def test_the_check_is_counted_apart_from_the_work() -> None:
+    def phases(group: Group) -> set[str]:
+        _check(group, plan(fixed_policy("ring")))
+        return {count.phase for count in group.ledger.counts()}
+
+    assert run_in_process(2, phases)[0] == {"self-test"}
