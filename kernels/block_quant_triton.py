@@ -25,6 +25,7 @@ from tightwire.kernels.block_tiles import (
 _PROGRAM_ELEMS = 4096
 _TILE_ELEMS = 1024
 _NUM_WARPS = 4
+_PLAIN_ELEMS = 128  # of a row without a format
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -103,14 +104,18 @@ def decode_reduce_encode(
 
 
 class TilePlan:
-    """How kernels that handle these formats together cut a message: into blocks of ``rows`` times ``elems`` numbers."""
+    """How kernels that handle these formats together cut a message: into blocks of ``rows`` times ``elems`` numbers.
 
-    def __init__(self, *formats: BlockFormat) -> None:
-        self.elems = max(fmt.group_elems for fmt in formats)
+    ``program_elems``: numbers in a block; default: what suits long messages.
+    """
+
+    def __init__(self, *formats: BlockFormat, program_elems: int | None = None) -> None:
+        self.elems = max((fmt.group_elems for fmt in formats), default=_PLAIN_ELEMS)
         # Narrow enough for the narrowest plane and the smallest group of any of the formats.
-        width = min(min(fmt.plane_bytes) for fmt in formats)
+        width = min((min(fmt.plane_bytes) for fmt in formats), default=_PLAIN_ELEMS)
         self.num_tiles = self.elems // width
-        self.rows = max(_PROGRAM_ELEMS // self.elems, _TILE_ELEMS // width)
+        elems = max(_PROGRAM_ELEMS, _TILE_ELEMS * self.num_tiles) if program_elems is None else program_elems
+        self.rows = elems // self.elems
         # A fused multiply-add rounds once where the specification rounds twice.
         self.options = {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
 

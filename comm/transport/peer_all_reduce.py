@@ -1,0 +1,106 @@
+"""Whole AllReduces over peer memory: the ``FusedAllReduce`` of ranks whose kernels read each other's buffers.
+
+``kernels.all_reduce_triton`` does one launch; here long messages are cut, bytes counted and failures told. The same code
+runs on GPUs and, in Triton's interpreter, on CPU processes that share memory.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.codec import Codec
+from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
+from tightwire.comm.slices import slice_lengths
+from tightwire.kernels.all_reduce_triton import Part, PeerBuffers, max_part_elems, one_shot, two_shot
+from tightwire.kernels.block_format import BlockFormat
+
+# Polls of a word that others write: over PCIe or NVLink about a microsecond each, in the interpreter some fifty.
+_DEVICE_POLLS_PER_S, _INTERPRETED_POLLS_PER_S = 1_000_000, 20_000
+
+
+class PeerAllReduce:
+    """One rank's AllReduces over ``buffers``.
+
+    A rank that does not come within about ``timeout_s`` ends the group: from then on nobody waits any more, results are
+    NaN, and ``check`` raises. On a GPU the host does not wait for its kernels, so that is the first call after the one
+    that failed, or whatever asks after a synchronization.
+
+    Args:
+        count: told the bytes that each call sent to others, as the algorithm of that name sends them.
+        describe: names the collective under way, for messages.
+    """
+
+    def __init__(
+        self,
+        buffers: PeerBuffers,
+        *,
+        timeout_s: float,
+        count: Callable[[int], None],
+        describe: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._buffers, self._timeout_s, self._count, self._describe = buffers, timeout_s, count, describe
+        on_cpu = buffers.addresses.device.type == "cpu"
+        self._max_polls = min(2**31 - 1, int(timeout_s * (_INTERPRETED_POLLS_PER_S if on_cpu else _DEVICE_POLLS_PER_S)))
+        self._failure: CommError | None = None
+
+    def one_shot(self, x_N: Tensor) -> Tensor:
+        self.check()
+        out_N = torch.empty_like(x_N)
+        step = self._buffers.send_bytes // x_N.element_size()
+        for part, out in zip(x_N.split(step), out_N.split(step), strict=True):
+            one_shot(part, out, self._buffers, self._max_polls)
+        self._count((self._buffers.world_size - 1) * x_N.nbytes)
+        self.check()
+        return out_N
+
+    def two_shot(self, x_N: Tensor) -> Tensor:
+        return self._in_slices(x_N, slice_lengths(x_N.numel(), self._buffers.world_size), None, None)
+
+    def flash(self, x_N: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor:
+        multiple = max(reduce_codec.group_elems, gather_codec.group_elems)  # both are powers of two
+        lengths = slice_lengths(x_N.numel(), self._buffers.world_size, multiple)
+        return self._in_slices(x_N, lengths, reduce_codec.format, gather_codec.format)
+
+    def check(self) -> None:
+        """Raise if a rank did not come to a collective, as far as the device has got.
+
+        Raises:
+            CollectiveTimeoutError: names the ranks; the group is of no use any more.
+        """
+        late = int(self._buffers.failure)
+        if self._failure is None and late:
+            ranks = [rank for rank in range(self._buffers.world_size) if late >> rank & 1]
+            self._failure = CollectiveTimeoutError(
+                f"rank {self._buffers.rank} missed {name_ranks(ranks)} of {self._buffers.world_size} in "
+                f"{self._describe() or 'an earlier collective'}: not there within about {self._timeout_s:g} s; hung, "
+                "stopped or busy elsewhere. Results since are NaN",
+                ranks,
+            )
+        if self._failure is not None:
+            raise self._failure
+
+    def _in_slices(
+        self, x_N: Tensor, lengths: list[int], fmt: BlockFormat | None, out_fmt: BlockFormat | None
+    ) -> Tensor:
+        self.check()
+        buffers, elem_bytes = self._buffers, x_N.element_size()
+        out_N = torch.empty_like(x_N)
+        step = max_part_elems(buffers, elem_bytes, fmt, out_fmt)
+        if step == 0:
+            raise ValueError(f"peer buffers of {buffers.send_bytes} bytes hold no slice of {len(lengths)} ranks")
+        for start in range(0, lengths[0], step):
+            part = Part(slice_elems=lengths[0], start=start, num_elems=min(step, lengths[0] - start))
+            two_shot(x_N, out_N, buffers, part, fmt, out_fmt, self._max_polls)
+        own = lengths[buffers.rank]
+        others = [length for rank, length in enumerate(lengths) if rank != buffers.rank]
+        self._count(
+            sum(_wire_bytes(length, elem_bytes, fmt) for length in others)
+            + len(others) * _wire_bytes(own, elem_bytes, out_fmt)
+        )
+        self.check()
+        return out_N
+
+
+def _wire_bytes(num_elems: int, elem_bytes: int, fmt: BlockFormat | None) -> int:
+    return num_elems * elem_bytes if fmt is None else fmt.encoded_bytes(num_elems)

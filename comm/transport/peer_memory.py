@@ -1,0 +1,67 @@
+"""Ranks of one host whose kernels reach into each other's GPU memory, for the sums; everything else is the library's.
+
+One-shot, two-shot and flash are one kernel each (``peer_all_reduce``), without a copy through the host or a channel of
+the library's. Messages, barriers and ``native`` go to the transport that this one wraps: NCCL on GPUs, gloo where
+Triton's interpreter plays the GPU. ``comm.peer_buffers`` makes the memory and knows where it cannot be had.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from torch import Tensor
+
+from tightwire.comm.protocols import FusedAllReduce, Transport
+from tightwire.comm.transport.peer_all_reduce import PeerAllReduce
+from tightwire.kernels.all_reduce_triton import PeerBuffers
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+class PeerMemoryTransport:
+    """``library`` with AllReduces over ``buffers``. All calls are made on one CUDA stream."""
+
+    def __init__(
+        self,
+        buffers: PeerBuffers,
+        *,
+        library: Transport,
+        timeout_s: float,
+        describe: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self.rank, self.world_size = library.rank, library.world_size
+        self.bytes_sent = library.bytes_sent
+        self._library = library
+        self._sums = PeerAllReduce(buffers, timeout_s=timeout_s, count=self._add_bytes, describe=describe)
+        self.fused: FusedAllReduce | None = self._sums
+        library.barrier()  # all have mapped all buffers, and the library's connections are made
+
+    def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        return self._counted(self._library.exchange, slices)
+
+    def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        return self._counted(self._library.gather, buf, sizes)
+
+    def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
+        return self._counted(self._library.shift, buf, recv_bytes)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._counted(self._library.all_reduce, x)
+
+    def barrier(self) -> None:
+        self._sums.check()
+        self._library.barrier()
+        self._sums.check()  # the library's barrier has waited for the device
+
+    def close(self) -> None:
+        self._library.close()
+
+    def _counted(self, method: Callable[_Params, _Result], *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        self._sums.check()
+        before = self._library.bytes_sent
+        result = method(*args, **kwargs)
+        self._add_bytes(self._library.bytes_sent - before)
+        return result
+
+    def _add_bytes(self, num_bytes: int) -> None:
+        self.bytes_sent += num_bytes
