@@ -6,24 +6,30 @@ A median hides a neighbour who worked all along; the kernel's own accounts do no
 import os
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 
 class OthersWatch:
     """Core seconds that nobody of ours used, from its making to ``share``.
 
-    Ours are this process and all its descendants that have ended and been waited for, so ask when they have.
+    Ours are this process and all its descendants that have ended and been waited for, so ask when they have; and the
+    processes ``pids``, as long as they run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pids: Sequence[int] = ()) -> None:
+        self._pids = pids
         self._began = time.monotonic()
-        self._busy_s, self._own_s = _busy_s(), _own_s()
+        self._busy_s, self._own_s = _busy_s(), self._ours_s()
 
     def share(self) -> float:
         """Of all cores, 0 to 1."""
-        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
+        others_s = (_busy_s() - self._busy_s) - (self._ours_s() - self._own_s)
         cores = os.cpu_count() or 1
         return min(1.0, max(0.0, others_s / (cores * (time.monotonic() - self._began))))
+
+    def _ours_s(self) -> float:
+        return _own_s() + sum(map(_process_s, self._pids))
 
 
 def wait_for_quiet(below: float, timeout_s: float) -> float:
@@ -43,6 +49,11 @@ def _busy_s() -> float:
         int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     )
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _process_s(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _own_s() -> float:
