@@ -22,7 +22,7 @@ from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
@@ -35,6 +35,8 @@ from tightwire.comm.segment import CHUNK_BYTES, make_segment
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport
 from tightwire.comm.transport.throttled import ThrottledTransport
+
+_LINK = "40gbit,latency=2us"
 
 
 class RankFailedError(AssertionError):
@@ -224,6 +226,52 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Over(NamedTuple):
+    """A transport at a world size: in-process, gloo, shared-memory, nccl-calls or throttled (shared memory behind a link).
+
+    On several nodes, shared memory joins the ranks of each, and gloo the nodes.
+    """
+
+    transport: str
+    world_size: int
+    num_nodes: int = 1
+
+    def __str__(self) -> str:
+        nodes = f"-on-{self.num_nodes}-nodes" if self.num_nodes > 1 else ""
+        return f"{self.transport}-{self.world_size}{nodes}"
+
+
+class Runner:
+    """Runs functions on ranks ``over`` a transport; keeps the processes from one test to the next, until closed."""
+
+    def __init__(self, over: Over) -> None:
+        self.over = over
+        self._ranks: Ranks | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """``fn(group, *args)`` on every rank; results in rank order. Raises as ``run_ranks`` and ``run_in_process`` do."""
+        transport, world_size, num_nodes = self.over
+        if transport == "in-process":
+            return run_in_process(world_size, fn, *args, num_nodes=num_nodes)
+        if self._ranks is None:
+            shared_memory = transport in ("shared-memory", "throttled")
+            self._ranks = Ranks(world_size, shared_memory=shared_memory, num_nodes=num_nodes)
+        try:
+            if transport == "nccl-calls":
+                return self._ranks.run(with_nccl_calls, fn, *args)
+            if transport == "throttled":
+                return self._ranks.run(with_throttle, _LINK, fn, *args)
+            return self._ranks.run(fn, *args)
+        except BaseException:
+            self.close()  # a failure ends the ranks; the next test starts others
+            raise
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
 
 def _rank_main(

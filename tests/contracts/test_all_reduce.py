@@ -9,13 +9,12 @@ NCCL itself needs a GPU per rank.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import Ranks, run_in_process, with_nccl_calls, with_throttle
+from harness import Over, Runner
 from torch import Tensor
 
 from tightwire.comm.group import Group
@@ -25,19 +24,6 @@ NAMES = [*all_reduce_names(), "flash:none,int4-g32", "flash:int8-g64-had,none"]
 SIZES = (0, 1, 7, 127, 128, 4096)
 LARGE = 1_000_003
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LINK = "40gbit,latency=2us"
-
-
-class Over(NamedTuple):
-    """A transport at a world size. The ranks of several nodes have shared memory inside, gloo across."""
-
-    transport: str
-    world_size: int
-    num_nodes: int = 1
-
-    def __str__(self) -> str:
-        nodes = f"-on-{self.num_nodes}-nodes" if self.num_nodes > 1 else ""
-        return f"{self.transport}-{self.world_size}{nodes}"
 
 
 IN_PROCESS = [Over("in-process", world_size) for world_size in (1, 2, 3, 4, 5, 8)]
@@ -57,36 +43,6 @@ HIERARCHICAL = ["hierarchical", "hierarchical:int8", "hierarchical:int5-g32-had"
 # text independent of the batch it runs in. Two ranks' sum commutes, so there every exact algorithm has the property.
 IN_RANK_ORDER = ["auto", "one-shot", "two-shot", "hierarchical"]
 EXACT = [name for name in NAMES if parse_all_reduce(name).lossless]
-
-
-class Runner:
-    """Runs functions on ranks ``over`` a transport; keeps the processes from one test to the next."""
-
-    def __init__(self, over: Over) -> None:
-        self._over = over
-        self._ranks: Ranks | None = None
-
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        transport, world_size, num_nodes = self._over
-        if transport == "in-process":
-            return run_in_process(world_size, fn, *args, num_nodes=num_nodes)
-        if self._ranks is None:
-            shared_memory = transport in ("shared-memory", "throttled")
-            self._ranks = Ranks(world_size, shared_memory=shared_memory, num_nodes=num_nodes)
-        try:
-            if transport == "nccl-calls":
-                return self._ranks.run(with_nccl_calls, fn, *args)
-            if transport == "throttled":
-                return self._ranks.run(with_throttle, LINK, fn, *args)
-            return self._ranks.run(fn, *args)
-        except BaseException:
-            self.close()  # a failure ends the ranks; the next test starts others
-            raise
-
-    def close(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks = None
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +177,7 @@ def _sums_of_one_value(group: Group, name: str) -> set[tuple[torch.dtype, float]
 
 @over(Over("gloo", 2), Over("shared-memory", 4), Over("shared-memory", 4, 2), Over("nccl-calls", 3))
 def test_an_elements_sum_does_not_depend_on_its_place(runner: Runner) -> None:
-    for name in EXACT if runner._over.world_size == 2 else IN_RANK_ORDER:
+    for name in EXACT if runner.over.world_size == 2 else IN_RANK_ORDER:
         for seen in runner.run(_sums_of_one_value, name):
             assert len(seen) == len(DTYPES), f"{name}: {seen}"
 
@@ -275,7 +231,7 @@ def _wire_bytes(group: Group, name: str) -> int:
 @over(*(Over("in-process", world_size) for world_size in (2, 3, 4, 8)))
 @pytest.mark.parametrize("name", EXACT)
 def test_sends_a_rings_bytes_when_ranks_divide_the_elements(runner: Runner, name: str) -> None:
-    world_size = runner._over.world_size
+    world_size = runner.over.world_size
     if name == "auto":
         allowed = {(world_size - 1) * 6144 * 2, 2 * (world_size - 1) / world_size * 6144 * 2}
     else:
@@ -287,6 +243,6 @@ def test_sends_a_rings_bytes_when_ranks_divide_the_elements(runner: Runner, name
 @over(*(Over("in-process", world_size) for world_size in (2, 3, 4, 8)))
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in EXACT])
 def test_sends_a_rings_share_of_encoded_bytes_when_ranks_divide_the_groups(runner: Runner, name: str) -> None:
-    world_size = runner._over.world_size
+    world_size = runner.over.world_size
     per_leg = [(world_size - 1) / world_size * codec.wire_bytes(6144, 2) for codec in parse_all_reduce(name).codecs]
     assert set(runner.run(_wire_bytes, name)) == {sum(per_leg)}
