@@ -1,6 +1,7 @@
 """What goes wrong between ranks, by name, so that a server can say which rank failed instead of printing a socket."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 
 
 class CommError(RuntimeError):
@@ -31,3 +32,9 @@ def name_ranks(ranks: Iterable[int]) -> str:
     if len(names) == 1:
         return f"rank {names[0]}"
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def unlike_most(calls: Mapping[int, Hashable]) -> list[int]:
+    """The ranks whose call is not that of more than half of them; all of them when there is no such call."""
+    usual, count = Counter(calls.values()).most_common(1)[0]
+    return [rank for rank, call in calls.items() if call != usual] if 2 * count > len(calls) else list(calls)

@@ -4,6 +4,7 @@ Both groups are made from their classes and a store, not by ``init_process_group
 hold several groups and close each. ``comm.group.open_process_group`` is the way in.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, Work
 
-from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError, name_ranks
+from tightwire.comm.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommError,
+    PeerLostError,
+    name_ranks,
+    unlike_most,
+)
 from tightwire.comm.failure_notes import FailureNotes, Note, ranks_at_fault
 from tightwire.comm.protocols import FusedAllReduce, Transport
 
@@ -19,6 +27,8 @@ from tightwire.comm.protocols import FusedAllReduce, Transport
 # around the group, kept below the deadline itself when that is short.
 _GRACE_S = 1.0
 _GRACE_SHARE = 0.2
+_TIME_SPENT = re.compile(r", [0-9.]+ s$")  # at the end of what a rank was doing
+_MAX_TAG = (1 << 31) - 1
 
 
 class ProcessGroupTransport(Transport):
@@ -90,9 +100,17 @@ class ProcessGroupTransport(Transport):
         return self._failure
 
     def _explain(self, own: Note, notes: dict[int, Note], culprits: set[int], error: RuntimeError) -> CommError:
-        waiting = "; ".join(note.doing for note in (own, *notes.values()))
+        doing = {self.rank: own.doing, **{rank: note.doing for rank, note in notes.items()}}
+        waiting = "; ".join(doing.get(rank, f"rank {rank}: nothing heard") for rank in range(self.world_size))
         cause = str(error).splitlines()[0].split(". ")[0]
         if own.timed_out or any(note.timed_out for note in notes.values()):
+            calls = {rank: _TIME_SPENT.sub("", words.partition(" in ")[2]) for rank, words in doing.items()}
+            if len(calls) == self.world_size and len(set(calls.values())) > 1:  # all came, but not to the same call
+                return CollectiveMismatchError(
+                    f"rank {self.rank} of {self.world_size}: the ranks called unlike collectives. "
+                    f"Waiting: {waiting}. ({cause})",
+                    unlike_most(calls),
+                )
             return CollectiveTimeoutError(
                 f"{name_ranks(culprits)} of {self.world_size} did not come within {self._timeout_s:g} s: hung, stopped "
                 f"or busy elsewhere. Waiting: {waiting}. ({cause})",
@@ -154,15 +172,19 @@ class GlooTransport(ProcessGroupTransport):
             raise self._failed(error) from error
 
     def _transfer(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
-        """All at once, receives posted first; empty messages are not sent, as both sides know their size."""
+        """All at once, receives posted first; empty messages are not sent, as both sides know their size.
+
+        A message is tagged with its size: one that is longer or shorter than expected meets nobody, and both sides time
+        out. (Untagged, gloo ends the process that receives more than it expects, and leaves what it lacks unset.)
+        """
         group = self._open_group()
         works: list[tuple[int, Work]] = []
         for self._peer, buf in receives:
             if buf.numel():
-                works.append((self._peer, group.recv([buf], self._peer, 0)))
+                works.append((self._peer, group.recv([buf], self._peer, buf.numel() & _MAX_TAG)))
         for self._peer, buf in sends:
             if buf.numel():
-                works.append((self._peer, group.send([buf], self._peer, 0)))
+                works.append((self._peer, group.send([buf], self._peer, buf.numel() & _MAX_TAG)))
         for self._peer, work in works:
             work.wait()
         self._peer = None

@@ -13,12 +13,12 @@ All is plain memory, so a rank that is stopped, or dead, can still be read.
 
 import mmap
 import os
-from collections import Counter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tightwire.comm.errors import unlike_most
 from tightwire.comm.ledger import Ledger
 from tightwire.comm.segment import RANK_BYTES, header_bytes
 from tightwire.kernels import shared_all_reduce
@@ -147,8 +147,7 @@ class SharedBoard:
         """The ranks that did not call in ``turn`` what most did; all that have come when there is no such majority."""
         came = [peer for peer in range(self.world_size) if self.turn(peer) >= turn]
         calls = {peer: (*self._latest(peer)[:2], self.call(peer, turn)) for peer in came}
-        usual, count = Counter(calls.values()).most_common(1)[0]
-        return [peer for peer in came if calls[peer] != usual] if 2 * count > self.world_size else came
+        return unlike_most(calls)
 
     def calls(self, turn: int) -> str:
         """``last_collectives`` with what each rank called in ``turn``."""
