@@ -8,6 +8,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from tightwire.comm.ledger import Event, Latency
+from tightwire.comm.trace import RankEvents
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.server.channels import bind_receiver, connect_sender, make_address
 from tightwire.server.client import ZmqEngineClient
@@ -15,13 +17,18 @@ from tightwire.server.engine_client import EngineUnavailableError, Phase, QueueF
 from tightwire.server.messages import (
     AddRequest,
     CancelRequest,
+    CommSetup,
     EngineStats,
     FromRank,
     Heartbeat,
     Output,
+    Ready,
+    Record,
+    Recorded,
     StepResult,
     Stop,
     ToEngine,
+    ToReporter,
 )
 
 STATS = EngineStats(
@@ -39,14 +46,18 @@ STATS = EngineStats(
 class FakeRank:
     """Rank 0 without an engine."""
 
-    def __init__(self, inbox: str, parent: str) -> None:
+    def __init__(self, inbox: str, parent: str, reporter: str) -> None:
         self._context = zmq.asyncio.Context()
         self._receiver = bind_receiver(self._context, inbox)
+        self._reporter = bind_receiver(self._context, reporter)
         self._sender = connect_sender(zmq.Context(self._context), parent)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
     async def receive(self) -> ToEngine:
         return self._decoder.decode(await asyncio.wait_for(self._receiver.recv(), 5))
+
+    async def asked(self) -> ToReporter:
+        return msgspec.msgpack.decode(await asyncio.wait_for(self._reporter.recv(), 5), type=ToReporter)
 
     def send(self, message: FromRank) -> None:
         self._sender.send(msgspec.msgpack.encode(message))
@@ -56,13 +67,14 @@ class FakeRank:
 
     def close(self) -> None:
         self._receiver.close(linger=0)
+        self._reporter.close(linger=0)
         self._sender.close(linger=0)
         self._context.term()
 
 
 @pytest.fixture
-async def addresses() -> tuple[str, str]:
-    return make_address("engine"), make_address("parent")
+async def addresses() -> tuple[str, str, str]:
+    return make_address("engine"), make_address("parent"), make_address("reporter")
 
 
 @pytest.fixture
@@ -71,9 +83,13 @@ async def reports() -> list[FromRank]:
 
 
 @pytest.fixture
-async def client(addresses: tuple[str, str], reports: list[FromRank]) -> AsyncIterator[ZmqEngineClient]:
+async def client(addresses: tuple[str, str, str], reports: list[FromRank]) -> AsyncIterator[ZmqEngineClient]:
     client = ZmqEngineClient(
-        to_engine=addresses[0], from_ranks=addresses[1], reporters=[], max_queued_requests=4, on_report=reports.append
+        to_engine=addresses[0],
+        from_ranks=addresses[1],
+        reporters=[addresses[2]],
+        max_queued_requests=4,
+        on_report=reports.append,
     )
     client.open()
     client.set_phase(Phase.READY)
@@ -82,7 +98,7 @@ async def client(addresses: tuple[str, str], reports: list[FromRank]) -> AsyncIt
 
 
 @pytest.fixture
-async def rank(addresses: tuple[str, str], client: ZmqEngineClient) -> AsyncIterator[FakeRank]:
+async def rank(addresses: tuple[str, str, str], client: ZmqEngineClient) -> AsyncIterator[FakeRank]:
     rank = FakeRank(*addresses)
     yield rank
     rank.close()
@@ -122,6 +138,40 @@ async def test_other_messages_are_reports(client: ZmqEngineClient, rank: FakeRan
     async with asyncio.timeout(5):
         while reports != [beat]:
             await asyncio.sleep(0.01)
+
+
+async def test_what_rank_0_says_of_its_collectives_is_kept(client: ZmqEngineClient, rank: FakeRank) -> None:
+    assert client.comm_setup is None and list(client.comm_latencies) == []
+    setup, latency = (
+        CommSetup(transport="shared-memory", num_nodes=1),
+        Latency("all_reduce", "ring", "decode", 3.0, 9.0),
+    )
+    for number in (1, 0, 1):
+        comm, latencies = (setup, [latency]) if number == 0 else (None, [])
+        rank.send(Ready(rank=number, weight_bytes=1, peak_host_bytes=1, comm=comm))
+        rank.send(Heartbeat(rank=number, step=1, doing="idle", busy_s=0, latencies=latencies))
+    async with asyncio.timeout(5):
+        while not client.comm_latencies:
+            await asyncio.sleep(0.01)
+    assert (client.comm_setup, list(client.comm_latencies)) == (setup, [latency])
+
+
+async def test_a_recording_is_asked_of_the_reporters(client: ZmqEngineClient, rank: FakeRank) -> None:
+    recording = asyncio.create_task(client.record_collectives(0.5))
+    asked = await rank.asked()
+    assert isinstance(asked, Record) and asked.seconds == 0.5
+    event = Event("all_reduce", "ring", "decode", "", 7, 8, 8, 8, 1.0, 0.1)
+    rank.send(Recorded(rank=0, id=asked.id, events=[event], clock="host", last=True))
+    assert await recording == [RankEvents(rank=0, clock="host", events=[event])]
+
+
+async def test_death_ends_a_recording_and_refuses_the_next(client: ZmqEngineClient, rank: FakeRank) -> None:
+    recording = asyncio.create_task(client.record_collectives(30.0))
+    await rank.asked()
+    client.set_phase(Phase.DEAD, "rank 1 (pid 7) was killed")
+    for waiting in (recording, client.record_collectives(1.0)):
+        with pytest.raises(EngineUnavailableError, match=r"rank 1 \(pid 7\) was killed"):
+            await asyncio.wait_for(waiting, 5)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +262,9 @@ async def test_stop_comes_after_what_was_sent_before(client: ZmqEngineClient, ra
     stream.cancel()
 
 
-async def test_requests_wait_for_an_engine_that_binds_late(client: ZmqEngineClient, addresses: tuple[str, str]) -> None:
+async def test_requests_wait_for_an_engine_that_binds_late(
+    client: ZmqEngineClient, addresses: tuple[str, str, str]
+) -> None:
     stream = start(client.submit([request("a")]))
     await asyncio.sleep(0.05)
     rank = FakeRank(*addresses)

@@ -15,9 +15,10 @@ import rank_bodies
 import zmq
 from server_process import is_alive, wait_until
 
-from tightwire.server.channels import bind_receiver
+from tightwire.comm.trace import clock_name
+from tightwire.server.channels import bind_receiver, connect_sender
 from tightwire.server.config import ServeConfig
-from tightwire.server.messages import Failed, FromRank, Heartbeat, Stage
+from tightwire.server.messages import Failed, FromRank, Heartbeat, Record, Recorded, Stage
 from tightwire.server.rank_setup import RankWork, RunPlan
 from tightwire.server.ranks import Ranks
 
@@ -47,6 +48,12 @@ class Parent:
             if isinstance(message, kind) and wanted(message):
                 return message
         raise AssertionError(f"no {kind.__name__} came")
+
+    def ask(self, rank: int, message: Record) -> None:
+        """Send to a rank's reporter."""
+        with connect_sender(self._context, self.ranks.reporters[rank]) as sender:
+            sender.send(msgspec.msgpack.encode(message))
+            sender.setsockopt(zmq.LINGER, WAIT_MS)
 
     def close(self) -> None:
         self.ranks.kill()
@@ -85,6 +92,19 @@ def test_heartbeats_say_what_a_busy_rank_does(parent: Parent) -> None:
     assert beat.doing.startswith("step 4: all_reduce ring 8 B, #3, ")
     assert beat.num_collectives == 3
     assert [latency[:3] for latency in beat.latencies] == [("all_reduce", "ring", "")]
+
+
+@with_body("sleep")
+def test_a_rank_that_hangs_still_sends_its_recording(parent: Parent) -> None:
+    parent.ranks.hand_out(WORK)
+    parent.hear(Heartbeat, lambda beat: beat.num_collectives == 3)
+    parent.ask(1, Record(id=8, seconds=0.1))
+    first = parent.hear(Recorded)
+    last = first if first.last else parent.hear(Recorded, lambda part: part.last)
+    assert (first.rank, first.id, last.rank, last.id) == (1, 8, 1, 8)
+    assert [(event.number, event.message_bytes, event.finished) for event in first.events] == [(3, 8, False)]
+    assert first.clock == clock_name()
+    parent.hear(Heartbeat, lambda beat: beat.rank == 1)
 
 
 @pytest.mark.parametrize(
