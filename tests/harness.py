@@ -133,7 +133,7 @@ class Ranks:
         # The whole group's segment, then each node's.
         self._segment_fds = [make_segment(size, chunk_bytes or CHUNK_BYTES) for size in sizes if shared_memory]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
+        context.set_forkserver_preload(["torch", "tightwire.comm.nodes", "tightwire.comm.registry"])
         self._folder = tempfile.TemporaryDirectory(prefix="tightwire-ranks-")
         self._pipes: list[Connection] = []
         self.processes = []
