@@ -2,20 +2,22 @@
 
 Each process owns a header that all others can write, of 32-bit words, zero at first:
 
-    word 0                          1 once a wait of this process was in vain: it waits no more
-    words 1 .. B                    calls that each of its B blocks has made
-    words 1 + B + b W + p           1 while process p has come to block b's barrier and the owner has not noticed
+    dead        one word: 1 once a wait of this process was in vain; it waits no more
+    calls       for each of its B blocks, the calls it has made
+    meetings    for each block, how often it has come to a barrier
+    arrivals    for each block and each process, the last meeting that process's block of the same number has come to
 
 Blocks with one number meet each other and nobody else, so all processes must launch the same number of them, and no more
-than the device runs at once. To come, a block turns its word at each peer from 0 to 1; to go on, it turns each peer's
-word in its own header from 1 to 0. Every word is zero again afterwards and nothing is passed in by the host that changes
-from call to call, so a captured CUDA graph may be replayed. A word that is still 1 belongs to the barrier before, and the
-block waits until the peer has left that one.
+than the device runs at once. A block that comes writes the number of the meeting at every peer, then waits until its own
+header shows that number, or a later one, for each. All numbers are counted on the device and nothing that the host passes
+changes from call to call, so a captured CUDA graph may be replayed.
 
-Ordering: what a block wrote before it came (release) is seen by those that waited for it (acquire).
+Ordering: counting the meeting is an atomic operation that releases what the block wrote before to the whole system; what
+is read of the arrivals is acquired. Peers are written by plain stores, because PCIe carries no atomic operation from one
+GPU to another's memory, and every process polls its own memory, which costs the link nothing.
 
-Waiting is bounded by a number of polls, not by a clock: there is none that both a compiled kernel and the interpreter can
-read. A poll of another GPU's memory takes about a microsecond.
+Waiting is bounded by a number of polls, not by a clock: there is none that a compiled kernel and the interpreter can both
+read. A poll takes about a microsecond on a GPU.
 """
 
 import triton
@@ -26,13 +28,13 @@ _WORD_BYTES = 4
 
 def header_bytes(num_blocks: int, world_size: int) -> int:
     """Bytes of the header, to a multiple of 128, so that what follows it lies well for any load."""
-    num_words = 1 + num_blocks + num_blocks * world_size
+    num_words = 1 + 2 * num_blocks + num_blocks * world_size
     return -(-num_words * _WORD_BYTES // 128) * 128
 
 
 @triton.jit
 def begin_call(headers, rank):
-    """The number of this block's call, counted from the start, and 1 if a wait was in vain before, else 0."""
+    """The number of this block's call, counted from 0, and 1 if a wait was in vain before, else 0."""
     words = _words(headers, rank)
     return tl.load(words + 1 + tl.program_id(0)), tl.load(words)
 
@@ -54,29 +56,31 @@ def meet(headers, rank, max_polls, WORLD: tl.constexpr):
 
     ``headers``: addresses of all processes' headers (int64).
     """
-    first = 1 + tl.num_programs(0) + tl.program_id(0) * WORLD
-    late = tl.full((), 0, tl.int32)
+    block = tl.program_id(0)
+    num_blocks = tl.num_programs(0)
+    arrivals = 1 + 2 * num_blocks + block * WORLD
     tl.debug_barrier()  # all threads have written what the peers are to read
+    meetings = _words(headers, rank) + 1 + num_blocks + block
+    meeting = tl.atomic_add(meetings, 1, sem="acq_rel", scope="sys") + 1
+    for peer in range(WORLD):
+        tl.store(_words(headers, peer) + arrivals + rank, meeting)
+    late = tl.full((), 0, tl.int32)
     for peer in range(WORLD):
         # Once one peer has used up the time, the others are looked at, and not waited for.
         polls = tl.where(late == 0, max_polls, 0)
-        late |= _turn(_words(headers, peer) + first + rank, 0, 1, polls) << peer
-    for peer in range(WORLD):
-        polls = tl.where(late == 0, max_polls, 0)
-        late |= _turn(_words(headers, rank) + first + peer, 1, 0, polls) << peer
+        late |= _wait(_words(headers, rank) + arrivals + peer, meeting, polls) << peer
     tl.debug_barrier()  # no thread reads before the one that waited has seen all
     return late
 
 
 @triton.jit
-def _turn(word, before: tl.constexpr, after: tl.constexpr, max_polls):
-    """Set ``word`` from ``before`` to ``after``; 1 if it was not ``before`` in all of 1 + ``max_polls`` looks, else 0."""
-    seen = tl.atomic_cas(word, before, after, sem="acq_rel", scope="sys")
-    polls = max_polls
-    while (seen != before) & (polls > 0):
-        seen = tl.atomic_cas(word, before, after, sem="acq_rel", scope="sys")
-        polls -= 1
-    return (seen != before).to(tl.int32)
+def _wait(arrival, meeting, max_polls):
+    """Until ``arrival`` has reached ``meeting``; 1 if it had not in all of 1 + ``max_polls`` looks, else 0."""
+    behind = meeting - tl.atomic_add(arrival, 0, sem="acquire", scope="sys")  # may wrap around, as both numbers do
+    while (behind > 0) & (max_polls > 0):
+        behind = meeting - tl.atomic_add(arrival, 0, sem="acquire", scope="sys")
+        max_polls -= 1
+    return (behind > 0).to(tl.int32)
 
 
 @triton.jit

@@ -15,8 +15,8 @@ from tightwire.comm.slices import slice_lengths
 from tightwire.kernels.all_reduce_triton import Part, PeerBuffers, max_part_elems, one_shot, two_shot
 from tightwire.kernels.block_format import BlockFormat
 
-# Polls of a word that others write: over PCIe or NVLink about a microsecond each, in the interpreter some fifty.
-_DEVICE_POLLS_PER_S, _INTERPRETED_POLLS_PER_S = 1_000_000, 20_000
+# Polls of a word in own memory: about a microsecond each on a GPU, a thousand times that in the interpreter.
+_DEVICE_POLLS_PER_S, _INTERPRETED_POLLS_PER_S = 1_000_000, 1_000
 
 
 class PeerAllReduce:
@@ -44,23 +44,25 @@ class PeerAllReduce:
         self._max_polls = min(2**31 - 1, int(timeout_s * (_INTERPRETED_POLLS_PER_S if on_cpu else _DEVICE_POLLS_PER_S)))
         self._failure: CommError | None = None
 
-    def one_shot(self, x_N: Tensor) -> Tensor:
+    def one_shot(self, x: Tensor) -> Tensor:
         self.check()
+        x_N = x.view(-1)
         out_N = torch.empty_like(x_N)
         step = self._buffers.send_bytes // x_N.element_size()
         for part, out in zip(x_N.split(step), out_N.split(step), strict=True):
             one_shot(part, out, self._buffers, self._max_polls)
         self._count((self._buffers.world_size - 1) * x_N.nbytes)
         self.check()
-        return out_N
+        return out_N.view_as(x)
 
-    def two_shot(self, x_N: Tensor) -> Tensor:
-        return self._in_slices(x_N, slice_lengths(x_N.numel(), self._buffers.world_size), None, None)
+    def two_shot(self, x: Tensor) -> Tensor:
+        lengths = slice_lengths(x.numel(), self._buffers.world_size)
+        return self._in_slices(x.view(-1), lengths, None, None).view_as(x)
 
-    def flash(self, x_N: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor:
+    def flash(self, x: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor:
         multiple = max(reduce_codec.group_elems, gather_codec.group_elems)  # both are powers of two
-        lengths = slice_lengths(x_N.numel(), self._buffers.world_size, multiple)
-        return self._in_slices(x_N, lengths, reduce_codec.format, gather_codec.format)
+        lengths = slice_lengths(x.numel(), self._buffers.world_size, multiple)
+        return self._in_slices(x.view(-1), lengths, reduce_codec.format, gather_codec.format).view_as(x)
 
     def check(self) -> None:
         """Raise if a rank did not come to a collective, as far as the device has got.
