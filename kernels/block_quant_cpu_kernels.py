@@ -198,11 +198,14 @@ def encode_group(target: int, num_groups: int, word: int, group: int, stage: int
     if has_zeros(word):
         simd_codes.store_u16(zeros + 2 * group, zero_bits)
 
-    if bits == 8:
-        _encode_numbers(target + group * size, stage, size, zero, inverse, level, word & _FLOAT8 != 0)
+    if _is_simple(word):
+        _encode_plane(target + group * plane_bytes(word), stage, zero, inverse, level, word)
+        return
+    if word & _FLOAT8:
+        _encode_floats(target + group * size, stage, inverse, word)
         return
     codes = _make_codes()
-    _encode_numbers(codes, stage, size, zero, inverse, level, False)
+    _encode_numbers(codes, stage, zero, inverse, level, word)
     if word & _SPIKES:
         # Spikes lie outside the range, or inside when the zero was rounded past them.
         minima = zeros + 2 * num_groups
@@ -223,10 +226,10 @@ def _extremes(stage: int, size: int) -> tuple[float, float, bool]:
     low, high = simd.splat(_INF), simd.splat(-_INF)
     zero = simd.splat(np.float32(0.0))
     check = zero  # 0 * x is NaN where x is NaN or infinite
-    for at in range(stage, stage + 4 * size, 4 * LANES):
-        x = simd.load(at)
-        low, high = simd_codes.minimum(x, low), simd.maximum(x, high)
-        check = simd.fma(x, zero, check)
+    for at in range(stage, stage + 4 * size, 8 * LANES):
+        a, b = simd.load(at), simd.load(at + 4 * LANES)
+        low, high = simd_codes.minimum(b, simd_codes.minimum(a, low)), simd.maximum(b, simd.maximum(a, high))
+        check = simd.fma(b, zero, simd.fma(a, zero, check))
     return simd_codes.min_lanes(low), simd.max_lanes(high), not simd_codes.any_nan(check)
 
 
@@ -254,13 +257,51 @@ def _bf16_below(value: float) -> int:
 
 
 @helper
-def _encode_numbers(codes: int, stage: int, size: int, zero: float, inverse: float, level: int, float8: bool) -> None:
-    """One byte for each number. Nothing need be clamped: both roundings of the scale's inverse stay below half a step."""
+def _is_simple(word: int) -> bool:
+    """One plane of integers in which whole vectors share bytes: the formats used most, and a shorter way."""
+    bits = word & 0xFF
+    return low_plane_bits(word) == bits and group_elems(word) * bits >= 8 * LANES and word & (_SPIKES | _FLOAT8) == 0
+
+
+@helper
+def _encode_plane(target: int, stage: int, zero: float, inverse: float, level: int, word: int) -> None:
+    """Simple formats: quantize and pack at once."""
     zeros, inverses, levels = simd.splat(zero), simd.splat(inverse), simd_codes.splat(level)
-    for at in range(0, size, LANES):
-        scaled = simd.mul(simd.sub(simd.load(stage + 4 * at), zeros), inverses)
-        code = simd_codes.to_e4m3(scaled) if float8 else simd_codes.add(simd_codes.round_to_integer(scaled), levels)
-        simd_codes.store_16_bytes(codes + at, code)
+    bits, num_bytes = word & 0xFF, plane_bytes(word)
+    for byte in range(0, num_bytes, LANES):
+        packed = _code(stage + 4 * byte, zeros, inverses, levels)
+        number = stage + 4 * byte
+        for shift in range(bits, 8, bits):
+            number += 4 * num_bytes
+            code = _code(number, zeros, inverses, levels)
+            packed = simd_codes.either(packed, simd_codes.shift_left(code, simd_codes.splat(shift)))
+        simd_codes.store_16_bytes(target + byte, packed)
+
+
+@helper
+def _code(numbers: int, zeros: simd.Vector, inverses: simd.Vector, levels: simd.Vector) -> simd.Vector:
+    """Sixteen codes, in the lower 8 bits of the lanes; bits from 22 up hold something else.
+
+    Nothing need be clamped: the roundings of the scale's inverse and of the product stay below half a step.
+    """
+    scaled = simd.mul(simd.sub(simd.load(numbers), zeros), inverses)
+    return simd_codes.add(simd_codes.round_to_integer(scaled), levels)
+
+
+@helper
+def _encode_numbers(codes: int, stage: int, zero: float, inverse: float, level: int, word: int) -> None:
+    """One byte for each number."""
+    zeros, inverses, levels = simd.splat(zero), simd.splat(inverse), simd_codes.splat(level)
+    for at in range(0, group_elems(word), LANES):
+        simd_codes.store_16_bytes(codes + at, _code(stage + 4 * at, zeros, inverses, levels))
+
+
+@helper
+def _encode_floats(target: int, stage: int, inverse: float, word: int) -> None:
+    inverses = simd.splat(inverse)
+    for at in range(0, group_elems(word), LANES):
+        code = simd_codes.to_e4m3(simd.mul(simd.load(stage + 4 * at), inverses))
+        simd_codes.store_16_bytes(target + at, code)
 
 
 @helper
@@ -336,6 +377,9 @@ def decode_group(stage: int, source: int, num_groups: int, word: int, group: int
     # Adding -0 changes nothing, not even a -0.
     zero = simd.splat(_load_bf16(zeros + 2 * group) if has_zeros(word) else _MINUS_ZERO)
     level = simd_codes.splat(max_level(word) if word & _SYMMETRIC else 0)
+    if _is_simple(word):
+        _decode_plane(stage, low_plane, scale, zero, level, word)
+        return
     low_within, high_within = _shifts_in_vector(low_bytes, low_bits), _shifts_in_vector(high_bytes, high_bits)
     low_mask, high_mask = simd_codes.splat((1 << low_bits) - 1), simd_codes.splat((1 << high_bits) - 1)
     high_shift = simd_codes.splat(low_bits)
@@ -355,6 +399,20 @@ def decode_group(stage: int, source: int, num_groups: int, word: int, group: int
         high_place = simd_codes.load_u8(places + num_groups + group) & (size - 1)
         simd.store_scalar(stage + 4 * low_place, _load_bf16(minima + 2 * group))
         simd.store_scalar(stage + 4 * high_place, _load_bf16(maxima + 2 * group))
+
+
+@helper
+def _decode_plane(stage: int, plane: int, scale: simd.Vector, zero: simd.Vector, level: simd.Vector, word: int) -> None:
+    """Simple formats: every field of the bytes in turn."""
+    bits, num_bytes = word & 0xFF, plane_bytes(word)
+    mask = simd_codes.splat((1 << bits) - 1)
+    number = stage
+    for shift in range(0, 8, bits):
+        shifts = simd_codes.splat(shift)
+        for byte in range(plane, plane + num_bytes, LANES):
+            code = simd_codes.both(simd_codes.shift_right(simd_codes.load_16_bytes(byte), shifts), mask)
+            simd.store(number, simd.fma(simd_codes.to_float(simd_codes.sub(code, level)), scale, zero))
+            number += 4 * LANES
 
 
 @helper
