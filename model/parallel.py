@@ -25,6 +25,7 @@ from tightwire.model.layout import Layout
 class RowSums:
     """The AllReduces of one row-parallel matrix: for prompt rows and for generated rows, maybe one and the same."""
 
+    label: str  # matrix and layer, as the ledger's trace shows them
     prompt: AllReduce
     generated: AllReduce
 
@@ -44,12 +45,15 @@ class TensorParallel:
         """What sums the parts of ``site``'s matrix in ``layer``, to be given to ``row_linear``; None for one rank."""
         if self._routes is None:
             return None
-        return RowSums(*(self._routes.all_reduce(site, layer, phase) for phase in ("prefill", "decode")))
+        return RowSums(
+            f"{site} {layer}", *(self._routes.all_reduce(site, layer, phase) for phase in ("prefill", "decode"))
+        )
 
     def embed(self, local_table_VD: Tensor, token_ids_T: Tensor) -> Tensor:
         """(T, D) embeddings. Each token is known to one rank; the others add exact zeros."""
         if self._embedding_sum is None:
             return F.embedding(token_ids_T, local_table_VD)
+        self._group.ledger.site = "embed"
         rows = self.shard.vocab_rows
         mine_T = (token_ids_T >= rows.start) & (token_ids_T < rows.stop)
         local_ids_T = torch.where(mine_T, token_ids_T - rows.start, 0)
@@ -72,11 +76,12 @@ class TensorParallel:
         partial_TD = linear(local_x_TF, local_weight_DF, bias_D, num_single_rows=num_single_rows)
         if sums is None:
             return partial_TD
+        ledger = self._group.ledger
+        ledger.site = sums.label
         if num_single_rows == 0 or sums.prompt is sums.generated:
             return sums.prompt(partial_TD)
         if num_single_rows == len(partial_TD):
             return sums.generated(partial_TD)
-        ledger = self._group.ledger
         step_phase, ledger.phase = ledger.phase, "decode"
         generated_TD = sums.generated(partial_TD[:num_single_rows])
         ledger.phase = step_phase
@@ -90,6 +95,7 @@ class TensorParallel:
         local_RV = linear(hidden_RD, local_head_VD)
         if self._group.world_size == 1:
             return local_RV.float()
+        self._group.ledger.site = "logits"
         padding = self._layout.max_vocab_rows - local_RV.shape[1]
         gathered = all_gather(self._group, F.pad(local_RV, (0, padding)).contiguous())
         if self._group.rank != 0:

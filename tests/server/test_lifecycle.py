@@ -89,6 +89,8 @@ def test_a_trace_holds_the_same_collectives_of_both_ranks(start: Start) -> None:
     bars = [{e["args"]["number"]: e for e in ended if e["pid"] == rank} for rank in (0, 1)]
     both = bars[0].keys() & bars[1].keys()
     assert len(both) > 5 and page["otherData"] == page["otherData"] | {"clocks": "one", "lost": {}}
+    sites = {bar["args"]["site"] for bar in bars[0].values()}
+    assert sites == {"embed", "o_proj 0", "down_proj 0", "o_proj 1", "down_proj 1", "logits"}
     for number in both:
         first, second = (bars[rank][number] for rank in (0, 1))
         assert first["name"] == second["name"]
