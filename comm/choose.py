@@ -118,12 +118,11 @@ class Chooser:
         for name in dict.fromkeys([chosen, *self.candidates()]):
             prediction = self._costs.predict(name, num_bytes)
             if name == chosen and asked == "auto":
-                others = sorted(set(choice.algorithms[1:]), key=lambda other: self._us(other, num_bytes))
-                why = _preface(by) + self._why(name, others, num_bytes)
+                why = _preface(by) + self._why_chosen(name, num_bytes, admitted)
             elif name == chosen:
                 why = choice.reason
             elif asked != "auto":
-                why = f"{by} was asked for"
+                why = f"not asked for: {by}"
             else:
                 why = admitted.refused.get(name) or self._why_not(name, chosen, num_bytes, admitted)
             verdicts.append(
@@ -214,12 +213,12 @@ class Chooser:
         if name == "hierarchical":
             return _NODE_ORDER, None
         if name in ("ring", "native") and setting.world_size > 2 and setting.device == "cpu":
-            return name, "the order in which it adds an element depends on its place, so a text on its neighbours"
+            return name, "sums depend on an element's place, so a text would on its neighbours"
         return RANK_ORDER, None
 
     def _why_too_lossy(self, name: str, error_budget: float | None) -> str | None:
         if error_budget is None:
-            return "lossy, and no error budget is given for these rows"
+            return "lossy; no error budget for these rows"
         if crossing := self._crossing_rows(name):
             return f"lossy{crossing}"
         error = self.error(name)
@@ -243,13 +242,20 @@ class Chooser:
         lossy = "" if parse_all_reduce(leader).lossless else f", error {self.error(leader):.3g} within the budget"
         return f"{self._us(leader, size):.0f} us at {_size(size)}{beside}{lossy} ({source})"
 
+    def _why_chosen(self, chosen: str, num_bytes: int, admitted: _Admitted) -> str:
+        members = next(names for names in admitted.orders.values() if chosen in names)
+        best = min(members, key=lambda name: self._us(name, num_bytes))
+        if self._us(best, num_bytes) < self._us(chosen, num_bytes):
+            return f"{best} would gain less than {100 * (_KEEP_WITHIN - 1):.0f} %"
+        return "fastest lossless" if parse_all_reduce(chosen).lossless else "fastest within the error budget"
+
     def _why_not(self, name: str, chosen: str, num_bytes: int, admitted: _Admitted) -> str:
         us, best_us = self._us(name, num_bytes), self._us(chosen, num_bytes)
         if us > best_us:
             return f"{us / best_us:.2f} times as slow"
         if any({name, chosen} <= set(names) for names in admitted.orders.values()):
-            return f"faster by less than {100 * (_KEEP_WITHIN - 1):.0f} %, too little to switch for"
-        return "faster here, but over the phase's sizes slower; a phase keeps to one order of summing"
+            return f"gains less than {100 * (_KEEP_WITHIN - 1):.0f} %"
+        return "slower over all sizes of the phase, which keeps to one order of summing"
 
     def _phase_us(self, phase: str, names: list[str]) -> float:
         if phase == "decode":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -96,14 +97,16 @@ def _show(console: Console, decision: CommDecision, explained: Sequence[Explaine
         size = format_bytes(entry.num_bytes)
         rows = f"{entry.num_rows} {'row' if entry.num_rows == 1 else 'rows'}"
         table = Table(
-            title=f"{entry.phase}, {' and '.join(entry.sites)}: {rows}, {size}",
+            title=f"{entry.phase}, {' and '.join(entry.sites)}: {rows}, {size} (times in us)",
             title_justify="left",
             title_style="bold",
+            box=SIMPLE_HEAD,
+            padding=(0, 0, 0, 1),
         )
-        table.add_column("algorithm", overflow="fold")
-        for name in ("predicted us", "measured us", "sent", "error"):
+        table.add_column("algorithm", no_wrap=True)
+        for name in ("predicted", "measured", "sent", "error"):
             table.add_column(name, justify="right")
-        table.add_column("why", overflow="fold", ratio=1)
+        table.add_column("why", ratio=1)
         for verdict in entry.verdicts:
             table.add_row(*_cells(verdict), style="bold green" if verdict.chosen else "")
         console.print(table)

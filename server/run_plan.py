@@ -104,9 +104,10 @@ def decide_setting(config: ServeConfig, model: LlamaConfig) -> tuple[Setting, li
     """Where ranks run, in which numbers and how they reach each other; and the CUDA devices, when they run there.
 
     Raises:
-        ValueError: a device, dtype or transport that cannot be had; says what can.
+        ValueError: a split, device, dtype or transport that cannot be had; says what can.
     """
     tp = config.parallel.tp
+    make_layout(model, tp, config.parallel.tp_split)
     gpus = cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if config.model.device != "cpu" else []
     device = _choose_device(config.model.device, tp, gpus)
     setting = Setting(

@@ -177,10 +177,11 @@ def _measure_setting(
             cells.add(rank, event)
             if rank == 0 and isinstance(event, Timed):
                 report(options.sizes.index(event.size) + event.done / event.rounds)
-    return _judge(setting, cells)
+    return judge(setting, cells)
 
 
-def _judge(setting: Setting, cells: Cells) -> Measured:
+def judge(setting: Setting, cells: Cells) -> Measured:
+    """Medians of what was right, and the first fault of each algorithm that was not."""
     rows = cells.rows()
     wrong: dict[str, str] = {}
     for row in rows:

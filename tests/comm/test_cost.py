@@ -9,9 +9,7 @@ from tightwire.comm.registry import all_reduce_names, make_all_reduce
 
 
 def setting(world_size: int = 2, transport: str = "shared-memory", num_nodes: int = 1, device: str = "cpu") -> Setting:
-    return Setting(
-        transport=transport, device=device, world_size=world_size, num_nodes=num_nodes, dtype="bfloat16"
-    )
+    return Setting(transport=transport, device=device, world_size=world_size, num_nodes=num_nodes, dtype="bfloat16")
 
 
 NAMES = [*(name for name in all_reduce_names() if name != "auto"), "flash:int4-g32,int8", "hierarchical:int8"]

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tightwire.comm.cost import Setting
+from tightwire.comm.tune_file import Measured, Point, this_host, tune_path, write_tuned
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.server import run_plan
-from tightwire.server.devices import CudaDevice
+from tightwire.server.devices import CudaDevice, num_cores
 from tightwire.server.flags import make_config
 from tightwire.server.progress import Progress
 
@@ -50,6 +53,80 @@ def test_what_was_asked_for_is_what_runs(gpus: list[CudaDevice]) -> None:
     options = {"device": "cpu", "dtype": "float32", "allreduce": "two-shot", "max_model_len": 100, "tp": 2}
     plan = run_plan.decide(make_config(options), MODEL).plan
     assert (plan.device, plan.dtype, plan.allreduce, plan.max_model_len) == ("cpu", "float32", "two-shot", 100)
+    assert plan.policy.algorithms == ("two-shot",)
+
+
+def test_a_lossy_name_is_kept_from_generated_rows_and_all_that_was_asked_is_in_one_word(
+    gpus: list[CudaDevice],
+) -> None:
+    options = {
+        "device": "cpu",
+        "tp": 2,
+        "allreduce": "flash-int8",
+        "allreduce_o_proj": "ring",
+        "comm_error_budget": 0.1,
+    }
+    plan = run_plan.decide(make_config(options), MODEL).plan
+    assert plan.allreduce == "flash-int8+o-proj=ring+error-budget=0.1"
+    assert plan.policy.choices("down_proj", 0, "prefill")[0].algorithms == ("flash-int8",)
+    assert plan.policy.choices("o_proj", 0, "prefill")[0].algorithms == ("ring",)
+    assert "flash-int8" not in plan.policy.choices("down_proj", 0, "decode")[0].algorithms
+
+
+def test_a_single_rank_has_no_policy(gpus: list[CudaDevice]) -> None:
+    decision = run_plan.decide(make_config({"device": "cpu"}), MODEL)
+    assert decision.plan.policy.rules == () and decision.comm is None
+
+
+def test_the_summary_names_each_choice_with_its_reason(gpus: list[CudaDevice]) -> None:
+    options = {"device": "cpu", "tp": 2, "allreduce": "flash-int8"}
+    summary = run_plan.decide(make_config(options), MODEL).summary()
+    assert "allreduce flash-int8 for prefill o_proj, prefill down_proj: --allreduce flash-int8" in summary
+    assert "for decode o_proj, decode down_proj: generated rows stay exact" in summary
+    alike = run_plan.decide(make_config({"device": "cpu", "tp": 2}), MODEL).summary().splitlines()
+    assert len([line for line in alike if line.startswith("allreduce ")]) == 1
+
+
+def test_what_was_measured_on_this_host_decides_and_a_damaged_file_is_a_warning(
+    gpus: list[CudaDevice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = make_config({"device": "cpu", "tp": 4, "transport": "process-group"})
+    setting = Setting(transport="process-group", device="cpu", world_size=4, num_nodes=1, dtype="bfloat16")
+    times = {"one-shot": 9.0, "two-shot": 5.0}
+    points = tuple(
+        Point(algorithm=name, num_bytes=size, us=us, num_calls=9, wire_bytes=size, relative_error=0.0)
+        for name, us in times.items()
+        for size in (128, 1 << 20)
+    )
+    host = this_host([], num_cores())
+    path = tune_path(tmp_path / "tightwire", host)
+    write_tuned(path, host, [Measured(setting=setting, points=points, wrong={}, date="2026-01-01")])
+
+    decision = run_plan.decide(config, MODEL)
+    assert decision.plan.policy.choices("o_proj", 0, "decode")[0].algorithms == ("two-shot", "one-shot")
+    assert "measured on this host" in decision.summary()
+
+    path.write_text("{")
+    decision = run_plan.decide(config, MODEL)
+    assert decision.plan.policy.choices("o_proj", 0, "decode")[0].algorithms[0] == "one-shot"
+    assert f"warning: {path} is damaged" in decision.summary()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"allreduce": "magic"}, "--allreduce: unknown all-reduce 'magic'; choose one of auto, native"),
+        ({"allreduce_decode": "flash:int8"}, "--allreduce-decode: 'flash:int8' needs two codecs"),
+        ({"allreduce_down_proj": "flash:int7,int8"}, "--allreduce-down-proj: .*unknown codec 'int7'"),
+    ],
+)
+def test_a_name_that_no_allreduce_has_is_refused_before_anything_is_fetched(
+    options: dict[str, str], message: str
+) -> None:
+    config = make_config({"model": "no/such/model", "tp": 2, **options})
+    with pytest.raises(ValueError, match=message):
+        run_plan.prepare(config, Progress(2, lambda text: None))
 
 
 def test_the_split_follows_the_shares(gpus: list[CudaDevice]) -> None:
