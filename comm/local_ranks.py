@@ -10,10 +10,11 @@ however that ends.
 """
 
 import contextlib
-import ctypes
 import multiprocessing
+import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,7 +25,6 @@ import torch
 
 from tightwire.comm.group import Group
 
-_PR_SET_PDEATHSIG = 1
 _END_S = 5.0  # for a rank to end by itself once nobody listens
 
 
@@ -137,9 +137,8 @@ class LocalRanks:
 
 
 def _rank_main(rank: int, open_group: Callable[[int], Group], pipe: Connection) -> None:
-    # The fork server ends when the parent does, and this process with it. Ctrl-C is the parent's to act upon.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to act upon
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # as many ranks as cores, or more
     with contextlib.suppress(BrokenPipeError):
         try:
@@ -150,6 +149,14 @@ def _rank_main(rank: int, open_group: Callable[[int], Group], pipe: Connection) 
         with group:
             _send(pipe, "done", None)
             _serve(group, pipe)
+
+
+def _end_with_parent() -> None:
+    # Not by a signal from the kernel: this process is a child of the fork server, which ends only after its children.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _serve(group: Group, pipe: Connection) -> None:
