@@ -1,28 +1,31 @@
-"""``block_quant`` for CPU tensors: numba over vectors, the reference's bytes. One group is ``block_quant_cpu_kernels``.
+"""``block_quant`` for CPU tensors: numba over vectors, the reference's bytes. Groups are shared among torch's threads.
 
-Callers go through ``block_quant``. A message's first byte may lie anywhere, numbers as their dtype wants. Groups are shared among the threads that torch may use. ``encode_groups``, ``decode_groups`` and
-``decode_reduce_encode_blocks`` are for kernels, to run over a part of a message without coming back to Python.
+A kernel knows a format by one integer (``block_quant_cpu_word``), an encoded message by the address of its first byte,
+which may lie anywhere. Of each group it makes numbers in a *stage* (``block_quant_cpu_stage``):
+
+    encode     ``load_group`` (widen, fill up the tail), ``rotate_group`` if the word says so, ``encode_group``
+    decode     ``decode_group``, ``unrotate_group`` if the word says so, ``store_group`` or ``add_group``
+
+Other kernels, those of AllReduce over shared memory for instance, inline ``encode_groups``, ``decode_groups`` and
+``decode_reduce_encode_blocks`` to run over a part of a message without coming back to Python.
 """
 
 import torch
 from torch import Tensor
 
 from tightwire.kernels.block_format import BlockFormat
-from tightwire.kernels.block_quant_cpu_kernels import (
+from tightwire.kernels.block_quant_cpu_decode import decode_group
+from tightwire.kernels.block_quant_cpu_encode import encode_group
+from tightwire.kernels.block_quant_cpu_stage import (
     add_group,
-    decode_group,
-    encode_group,
     fill_group,
-    format_word,
-    group_elems,
-    is_rotated,
     load_group,
-    log2_group_elems,
     make_stage,
     rotate_group,
     store_group,
     unrotate_group,
 )
+from tightwire.kernels.block_quant_cpu_word import format_word, group_elems, is_rotated, log2_group_elems
 from tightwire.kernels.jit import helper, kernel
 from tightwire.kernels.numbers import size_of
 from tightwire.kernels.simd import NUMBER_KIND, load_i64

@@ -52,6 +52,7 @@ def hard_cases() -> dict[str, Tensor]:
         "largest range": torch.linspace(-1.69e38, 1.69e38, CASE_ELEMS),
         "an infinity": torch.where(places == 130, torch.inf, normal),
         "minus infinity": torch.where(places == 0, -torch.inf, normal),
+        "nothing but NaN": torch.full((CASE_ELEMS,), torch.nan),
         "a NaN": torch.where(places == 255, torch.nan, normal),
     }
 
