@@ -61,7 +61,7 @@ def join(
 
 def _meet(topology: Topology, store: Store, timeout_s: float) -> bool:
     """Wait until all ranks have signed in; tell whether they share one host."""
-    store.set(f"host/{topology.rank}", _host_identity())
+    store.set(f"host/{topology.rank}", host_identity())
     keys = [f"host/{rank}" for rank in range(topology.world_size)]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
@@ -82,7 +82,7 @@ def _absent(store: Store, keys: list[str]) -> set[int]:
         return set()  # the store itself is gone
 
 
-def _host_identity() -> str:
+def host_identity() -> str:
     """Equal for two processes exactly when the loopback interface of one is that of the other."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -5,10 +5,6 @@ plain torch operations would answer correctly and several times slower, which no
 """
 
 import platform
-from contextlib import AbstractContextManager, nullcontext
-
-import torch
-from torch import Tensor
 
 
 def require_numba() -> None:
@@ -30,8 +26,3 @@ def require_numba() -> None:
     missing = [name for name in ("fma", "f16c") if not features.get(name)]
     if missing:
         raise RuntimeError(f"this CPU lacks {' and '.join(missing)}; the CPU kernels need an x86 with both, or ARM")
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager[None]:
-    """Launch Triton kernels on the GPU that ``tensor`` is on; in Triton's interpreter, which takes CPU tensors, nothing."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -9,22 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightwire.kernels.backend import on_device
 from tightwire.kernels.block_format import BlockFormat
-from tightwire.kernels.block_tiles import (
-    add_tiles,
-    decode_row,
-    encode_row,
-    load_tiles,
-    stays_rotated,
-    store_tiles,
-)
+from tightwire.kernels.block_tiles import decode_row, encode_row, stays_rotated
+from tightwire.kernels.triton_launch import launch
+from tightwire.kernels.triton_numbers import add_tiles, load_tiles, store_tiles
 
 # Numbers of one program: with 4 warps each thread has 32, enough loads in flight to fill the memory bus, and each tile
 # has at least 8 for every thread, which is one vector load of 16-bit numbers.
 _PROGRAM_ELEMS = 4096
 _TILE_ELEMS = 1024
-_NUM_WARPS = 4
 _PLAIN_ELEMS = 128  # of a row without a format
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,8 +33,8 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
     out = _bytes_for(fmt.encoded_bytes(num_elems), x_N, out)
     plan = TilePlan(fmt)
     if num_elems:
-        with on_device(x_N):
-            _encode[plan.grid(num_elems)](x_N, out, num_elems, fmt, *plan.sizes(num_elems), **plan.options)
+        whole = num_elems % plan.block_elems == 0
+        launch(_encode, plan.num_blocks(num_elems), x_N.device, x_N, out, num_elems, fmt, *plan.shape, whole)
     return out
 
 
@@ -59,8 +52,8 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
         raise ValueError(f"out must be {num_elems} numbers of {dtype}, got {out.numel()} of {out.dtype}")
     plan = TilePlan(fmt)
     if num_elems:
-        with on_device(buf):
-            _decode[plan.grid(num_elems)](buf, out, num_elems, fmt, False, *plan.sizes(num_elems), **plan.options)
+        whole = num_elems % plan.block_elems == 0
+        launch(_decode, plan.num_blocks(num_elems), buf.device, buf, out, num_elems, fmt, False, *plan.shape, whole)
     return out
 
 
@@ -77,8 +70,8 @@ def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
         raise ValueError(f"a sum is float32, got {sum_N.dtype}")
     plan = TilePlan(fmt)
     if num_elems:
-        with on_device(buf):
-            _decode[plan.grid(num_elems)](buf, sum_N, num_elems, fmt, True, *plan.sizes(num_elems), **plan.options)
+        whole = num_elems % plan.block_elems == 0
+        launch(_decode, plan.num_blocks(num_elems), buf.device, buf, sum_N, num_elems, fmt, True, *plan.shape, whole)
 
 
 def decode_reduce_encode(
@@ -96,10 +89,9 @@ def decode_reduce_encode(
     out = _bytes_for(out_fmt.encoded_bytes(num_elems), bufs[0], out)
     plan = TilePlan(fmt, out_fmt)
     if num_elems:
-        with on_device(out):
-            _decode_reduce_encode[plan.grid(num_elems)](
-                tuple(bufs), out, num_elems, fmt, out_fmt, *plan.sizes(num_elems), **plan.options
-            )
+        whole = num_elems % plan.block_elems == 0
+        given = tuple(bufs), out, num_elems, fmt, out_fmt
+        launch(_decode_reduce_encode, plan.num_blocks(num_elems), out.device, *given, *plan.shape, whole)
     return out
 
 
@@ -116,19 +108,18 @@ class TilePlan:
         self.num_tiles = self.elems // width
         elems = max(_PROGRAM_ELEMS, _TILE_ELEMS * self.num_tiles) if program_elems is None else program_elems
         self.rows = elems // self.elems
-        # A fused multiply-add rounds once where the specification rounds twice.
-        self.options = {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """ROWS, ELEMS and TILES of the kernels."""
+        return self.rows, self.elems, self.num_tiles
 
     @property
     def block_elems(self) -> int:
         return self.rows * self.elems
 
-    def grid(self, num_elems: int) -> tuple[int]:
-        return (triton.cdiv(num_elems, self.block_elems),)
-
-    def sizes(self, num_elems: int) -> tuple[int, int, int, bool]:
-        """ROWS, ELEMS, TILES, WHOLE of the kernels below."""
-        return self.rows, self.elems, self.num_tiles, num_elems % self.block_elems == 0
+    def num_blocks(self, num_elems: int) -> int:
+        return -(-num_elems // self.block_elems)
 
 
 def _check_numbers(x_N: Tensor) -> None:

@@ -11,12 +11,22 @@ The same source runs compiled, and in Triton's interpreter on CPU memory. So the
 ``div_rn``; kernels that encode must be launched with ``enable_fp_fusion=False``, as a fused multiply-add rounds otherwise.
 """
 
+# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
+
 import triton
 import triton.language as tl
 
 from tightwire.kernels import block_format
-
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+from tightwire.kernels.block_sections import load_bf16, load_codes, store_bits, store_plane
+from tightwire.kernels.triton_numbers import (
+    bf16_above,
+    bf16_below,
+    bf16_bits,
+    bf16_is_finite,
+    from_bf16,
+)
 
 MIN_SCALE = tl.constexpr(block_format.MIN_SCALE)
 FLOAT8_MAX = tl.constexpr(block_format.FLOAT8_MAX)
@@ -31,11 +41,6 @@ _TO_WHOLE = tl.constexpr(12582912.0)
 def stays_rotated(fmt, out_fmt):
     """Whether a sum of messages in ``fmt`` that is encoded as ``out_fmt`` is taken of the rotated numbers."""
     return fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
-
-
-@triton.constexpr_function
-def log2(power_of_two):
-    return power_of_two.bit_length() - 1
 
 
 # --- rows: one or more whole groups of a format side by side -----------------------------------------------------------
@@ -56,13 +61,13 @@ def decode_row(
 
     ``rotated``: leave them rotated. ``whole``: all of them exist; else what is beyond the end is anything.
     """
-    num_groups = tl.cdiv(num_elems, fmt.group_elems).to(tl.int64)
+    num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = elems // fmt.group_elems
     tiles = ()
     for i in tl.static_range(per_row):
-        group = decode_tiles(source, row_B * per_row + i, num_groups, fmt, num_tiles // per_row, whole)
+        group = _decode(source, row_B * per_row + i, num_groups, fmt, num_tiles // per_row, whole)
         if fmt.hadamard and not rotated:
-            group = unrotate_tiles(group, fmt.group_elems)
+            group = _unrotated(group, fmt.group_elems)
         tiles = tiles + group
     return tiles
 
@@ -79,7 +84,7 @@ def encode_row(
     whole: tl.constexpr,
 ):
     """The inverse of ``decode_row``; the last group is filled up as the format wants it. ``rotated``: they are already."""
-    num_groups = tl.cdiv(num_elems, fmt.group_elems).to(tl.int64)
+    num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = elems // fmt.group_elems
     per_group: tl.constexpr = len(tiles) // per_row
     if not whole and not rotated:
@@ -89,8 +94,8 @@ def encode_row(
         for r in tl.static_range(per_group):
             group = group + (tiles[i * per_group + r],)
         if fmt.hadamard and not rotated:
-            group = rotate_tiles(group)
-        encode_tiles(target, row_B * per_row + i, num_groups, group, fmt, whole)
+            group = _rotated(group)
+        _encode(target, row_B * per_row + i, num_groups, group, fmt, whole)
 
 
 @triton.jit
@@ -108,83 +113,11 @@ def _filled(tiles, first_B, num_elems):
     return filled
 
 
-@triton.jit
-def add_tiles(a, b):
-    total = ()
-    for r in tl.static_range(len(a)):
-        total = total + (a[r] + b[r],)
-    return total
-
-
-# --- numbers in memory ------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_tiles(source, first_B, end, elems: tl.constexpr, num_tiles: tl.constexpr, whole: tl.constexpr):
-    """Float32 tiles of ``elems`` numbers from each place in ``first_B``; 0 where the place is not below ``end``.
-
-    ``whole``: all places are below ``end``, which saves the comparison.
-    """
-    width: tl.constexpr = elems // num_tiles
-    tiles = ()
-    for r in tl.static_range(num_tiles):
-        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
-        if whole:
-            stored = tl.load(_raw(source) + places_BW)
-        else:
-            stored = tl.load(_raw(source) + places_BW, mask=places_BW < end, other=0)
-        tiles = tiles + (_widened(stored),)
-    return tiles
-
-
-@triton.jit
-def store_tiles(target, first_B, end, tiles, whole: tl.constexpr):
-    """Round each number to ``target``'s type and store it; the inverse of ``load_tiles``."""
-    width: tl.constexpr = tiles[0].shape[1]
-    for r in tl.static_range(len(tiles)):
-        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
-        if whole:
-            tl.store(_raw(target) + places_BW, _narrowed(tiles[r], target.dtype.element_ty))
-        else:
-            rounded = _narrowed(tiles[r], target.dtype.element_ty)
-            tl.store(_raw(target) + places_BW, rounded, mask=places_BW < end)
-
-
-@triton.jit
-def _raw(pointer):
-    """bfloat16 is read and written as 16-bit integers: exactly, also where the interpreter's conversions are not."""
-    if pointer.dtype.element_ty == tl.bfloat16:
-        return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
-    else:  # a kernel function has one type, and what follows a return counts too
-        return pointer
-
-
-@triton.jit
-def _widened(stored):
-    """What was loaded through ``_raw`` as float32."""
-    if stored.dtype == tl.int16:
-        return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return stored.to(tl.float32)
-
-
-@triton.jit
-def _narrowed(x, dtype: tl.constexpr):
-    """Float32 rounded to nearest even, in the form that is stored through ``_raw``."""
-    if dtype == tl.bfloat16:
-        if INTERPRETED:
-            return bf16_bits(x).to(tl.int16)  # its conversion truncates
-        else:
-            return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
-    else:
-        return x.to(dtype)
-
-
 # --- groups to bytes and back -----------------------------------------------------------------------------------------
 
 
 @triton.jit
-def encode_tiles(target, group_B, num_groups, tiles, fmt: tl.constexpr, whole: tl.constexpr):
+def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, whole: tl.constexpr):
     """Write groups ``group_B`` of a message of ``num_groups`` at ``target`` (bytes). Rotated formats: rotate first.
 
     ``whole``: all of ``group_B`` exist; else those from ``num_groups`` on are left out.
@@ -197,46 +130,46 @@ def encode_tiles(target, group_B, num_groups, tiles, fmt: tl.constexpr, whole: t
     if fmt.spikes:
         spike_bits = (bf16_bits(low_B + 0.0), bf16_bits(high_B + 0.0))  # + 0.0 makes 0 of -0
         places = (_first_place(tiles, low_B), _first_place(tiles, high_B))
-        finite_B = finite_B & _is_finite(spike_bits[0]) & _is_finite(spike_bits[1])
+        finite_B = finite_B & bf16_is_finite(spike_bits[0]) & bf16_is_finite(spike_bits[1])
         low_B, high_B = _extremes_without(tiles, places[0], places[1])
     if fmt.has_zeros:
-        zero_bits_B = _bf16_below(low_B + 0.0)
-        zero_B = _from_bf16(zero_bits_B)
+        zero_bits_B = bf16_below(low_B + 0.0)
+        zero_B = from_bf16(zero_bits_B)
         span_B = high_B - zero_B
     else:
         zero_B = tl.zeros_like(low_B)
         span_B = tl.maximum(tl.abs(low_B), tl.abs(high_B))
     quotient_B = tl.div_rn(span_B, tl.full(span_B.shape, top, tl.float32))
-    scale_bits_B = _bf16_above(tl.maximum(quotient_B, MIN_SCALE))
-    scale_B = _from_bf16(scale_bits_B)
+    scale_bits_B = bf16_above(tl.maximum(quotient_B, MIN_SCALE))
+    scale_B = from_bf16(scale_bits_B)
     finite_B = finite_B & (top * scale_B + zero_B < float("inf"))
 
     inverse_B = tl.div_rn(tl.full(scale_B.shape, 1.0, tl.float32), scale_B)
     codes = _codes(tiles, zero_B[:, None], inverse_B[:, None], tl.where(finite_B, 0xFF, 0)[:, None], fmt)
     for p in tl.static_range(len(fmt.plane_bits)):
-        _store_plane(target, p, group_B, num_groups, codes, kept_B, fmt)
-    _store_bits(target, own, group_B, num_groups, tl.where(finite_B, scale_bits_B, _NAN_BF16), kept_B, fmt)
+        store_plane(target, p, group_B, num_groups, codes, kept_B, fmt)
+    store_bits(target, own, group_B, num_groups, tl.where(finite_B, scale_bits_B, _NAN_BF16), kept_B, fmt)
     if fmt.has_zeros:
-        _store_bits(target, own + 1, group_B, num_groups, tl.where(finite_B, zero_bits_B, 0), kept_B, fmt)
+        store_bits(target, own + 1, group_B, num_groups, tl.where(finite_B, zero_bits_B, 0), kept_B, fmt)
     if fmt.spikes:
         for i in tl.static_range(2):
             bits_B = tl.where(finite_B, spike_bits[i], _NAN_BF16)
-            _store_bits(target, own + 2 + i, group_B, num_groups, bits_B, kept_B, fmt)
+            store_bits(target, own + 2 + i, group_B, num_groups, bits_B, kept_B, fmt)
             section = target + num_groups * fmt.section_offsets[own + 4 + i]
             tl.store(section + group_B, tl.where(finite_B, places[i], 0).to(tl.uint8), mask=kept_B)
 
 
 @triton.jit
-def decode_tiles(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.constexpr, whole: tl.constexpr):
+def _decode(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.constexpr, whole: tl.constexpr):
     """Groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles, still rotated where the format rotates."""
     own: tl.constexpr = len(fmt.plane_bits)
     width: tl.constexpr = fmt.group_elems // num_tiles
     kept_B = None if whole else group_B < num_groups
-    codes = _load_codes(source, group_B, num_groups, kept_B, fmt, num_tiles)
-    scale_B1 = _load_bf16(source, own, group_B, num_groups, kept_B, fmt)[:, None]
+    codes = load_codes(source, group_B, num_groups, kept_B, fmt, num_tiles)
+    scale_B1 = load_bf16(source, own, group_B, num_groups, kept_B, fmt)[:, None]
     tiles = ()
     if fmt.has_zeros:
-        zero_B1 = _load_bf16(source, own + 1, group_B, num_groups, kept_B, fmt)[:, None]
+        zero_B1 = load_bf16(source, own + 1, group_B, num_groups, kept_B, fmt)[:, None]
         for r in tl.static_range(num_tiles):
             tiles = tiles + (codes[r].to(tl.float32) * scale_B1 + zero_B1,)
     elif fmt.float8:
@@ -247,7 +180,7 @@ def decode_tiles(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.c
             tiles = tiles + ((codes[r] - fmt.max_level).to(tl.float32) * scale_B1,)
     if fmt.spikes:
         for i in tl.static_range(2):  # the maximum last: it stands where both are one number
-            spike_B1 = _load_bf16(source, own + 2 + i, group_B, num_groups, kept_B, fmt)[:, None]
+            spike_B1 = load_bf16(source, own + 2 + i, group_B, num_groups, kept_B, fmt)[:, None]
             section = source + num_groups * fmt.section_offsets[own + 4 + i]
             place_B1 = tl.load(section + group_B, mask=kept_B).to(tl.int32)[:, None]
             restored = ()
@@ -258,20 +191,25 @@ def decode_tiles(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.c
     return tiles
 
 
+@triton.constexpr_function
+def _log2(power_of_two):
+    return power_of_two.bit_length() - 1
+
+
 @triton.jit
-def rotate_tiles(tiles):
+def _rotated(tiles):
     """Each group times the Hadamard matrix of its size: rounds of a + b, a - b over strides 1, 2, 4, ... in this order."""
     rows: tl.constexpr = tiles[0].shape[0]
     width: tl.constexpr = tiles[0].shape[1]
     mixed = ()
     for r in tl.static_range(len(tiles)):
         x_BW = tiles[r]
-        for half in tl.static_range(log2(width)):
+        for half in tl.static_range(_log2(width)):
             pairs = tl.reshape(x_BW, (rows, width // (2 << half), 2, 1 << half))
             a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
             x_BW = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (rows, width))
         mixed = mixed + (x_BW,)
-    for level in tl.static_range(log2(len(tiles))):
+    for level in tl.static_range(_log2(len(tiles))):
         before = mixed
         mixed = ()
         for r in tl.static_range(len(tiles)):
@@ -283,10 +221,10 @@ def rotate_tiles(tiles):
 
 
 @triton.jit
-def unrotate_tiles(tiles, elems: tl.constexpr):
+def _unrotated(tiles, elems: tl.constexpr):
     """The matrix is its own inverse but for the factor ``elems``, a power of two."""
     result = ()
-    rotated = rotate_tiles(tiles)
+    rotated = _rotated(tiles)
     for r in tl.static_range(len(tiles)):
         result = result + (rotated[r] * (1.0 / elems),)
     return result
@@ -391,111 +329,3 @@ def _from_float8(code):
     magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
     value = (magnitude.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
     return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
-
-
-# --- sections -------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _store_plane(target, plane: tl.constexpr, group_B, num_groups, codes, kept_B, fmt: tl.constexpr):
-    width: tl.constexpr = codes[0].shape[1]
-    bits: tl.constexpr = fmt.plane_bits[plane]
-    shift: tl.constexpr = fmt.plane_shifts[plane]
-    size: tl.constexpr = fmt.plane_bytes[plane]
-    num_pieces: tl.constexpr = size // width
-    section = target + num_groups * fmt.section_offsets[plane]
-    for k in tl.static_range(num_pieces):
-        packed = _field(codes[k], shift, bits)
-        for f in tl.static_range(1, 8 // bits):
-            packed |= _field(codes[k + f * num_pieces], shift, bits) << (bits * f)
-        places_BW = (group_B * size + k * width)[:, None] + tl.arange(0, width)[None, :]
-        tl.store(section + places_BW, packed.to(tl.uint8), mask=None if kept_B is None else kept_B[:, None])
-
-
-@triton.jit
-def _load_plane(source, plane: tl.constexpr, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
-    """The plane's bytes as pieces of the tiles' width, int32."""
-    width: tl.constexpr = fmt.group_elems // num_tiles
-    size: tl.constexpr = fmt.plane_bytes[plane]
-    section = source + num_groups * fmt.section_offsets[plane]
-    pieces = ()
-    for k in tl.static_range(size // width):
-        places_BW = (group_B * size + k * width)[:, None] + tl.arange(0, width)[None, :]
-        piece = tl.load(section + places_BW, mask=None if kept_B is None else kept_B[:, None])
-        pieces = pieces + (piece.to(tl.int32),)
-    return pieces
-
-
-@triton.jit
-def _load_codes(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
-    planes = ()
-    for p in tl.static_range(len(fmt.plane_bits)):
-        planes = planes + (_load_plane(source, p, group_B, num_groups, kept_B, fmt, num_tiles),)
-    codes = ()
-    for r in tl.static_range(num_tiles):
-        code = _unpacked(planes[0], r, fmt.plane_bits[0])
-        for p in tl.static_range(1, len(fmt.plane_bits)):
-            code |= _unpacked(planes[p], r, fmt.plane_bits[p]) << fmt.plane_shifts[p]
-        codes = codes + (code,)
-    return codes
-
-
-@triton.jit
-def _unpacked(pieces, tile: tl.constexpr, bits: tl.constexpr):
-    """Of a plane's bytes, the fields that belong to ``tile``."""
-    return _field(pieces[tile % len(pieces)], bits * (tile // len(pieces)), bits)
-
-
-@triton.jit
-def _field(code, shift: tl.constexpr, bits: tl.constexpr):
-    return code if bits == 8 else (code >> shift) & ((1 << bits) - 1)
-
-
-@triton.jit
-def _load_bf16(source, section: tl.constexpr, group_B, num_groups, kept_B, fmt: tl.constexpr):
-    """(B,) the groups' own numbers as float32. Read byte by byte, because a message may lie at an odd address."""
-    place_B = num_groups * fmt.section_offsets[section] + 2 * group_B
-    low_B = tl.load(source + place_B, mask=kept_B).to(tl.int32)
-    high_B = tl.load(source + place_B + 1, mask=kept_B).to(tl.int32)
-    return _from_bf16(low_B | (high_B << 8))
-
-
-@triton.jit
-def _store_bits(target, section: tl.constexpr, group_B, num_groups, bits_B, kept_B, fmt: tl.constexpr):
-    place_B = num_groups * fmt.section_offsets[section] + 2 * group_B
-    tl.store(target + place_B, (bits_B & 0xFF).to(tl.uint8), mask=kept_B)
-    tl.store(target + place_B + 1, (bits_B >> 8).to(tl.uint8), mask=kept_B)
-
-
-# --- bfloat16 as the upper half of float32's bits, in int32 ---------------------------------------------------------
-
-
-@triton.jit
-def _from_bf16(bits):
-    return (bits << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _bf16_above(x):
-    """The smallest bfloat16 not below a number >= 0."""
-    return (x.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
-
-
-@triton.jit
-def _bf16_below(x):
-    """The largest bfloat16 not above: towards zero for positive numbers, away from it for negative ones."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (tl.where(bits < 0, bits + 0xFFFF, bits) >> 16) & 0xFFFF
-
-
-@triton.jit
-def bf16_bits(x):
-    """Rounded to nearest even; any NaN is the same one."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    return tl.where((bits & 0x7FFFFFFF) <= 0x7F800000, rounded, _NAN_BF16)
-
-
-@triton.jit
-def _is_finite(bits):
-    return (bits & 0x7F80) != 0x7F80

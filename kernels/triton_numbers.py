@@ -1,0 +1,117 @@
+"""Numbers inside a Triton kernel: tensors of any of the project's types to float32 registers and back, exactly rounded.
+
+A kernel holds numbers as a tuple of tiles of one shape (B, W): rows of consecutive numbers, cut into the tiles' columns.
+"""
+
+# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+_NAN_BF16 = tl.constexpr(0x7FC0)
+
+
+@triton.jit
+def load_tiles(source, first_B, end, elems: tl.constexpr, num_tiles: tl.constexpr, whole: tl.constexpr):
+    """Float32 tiles of ``elems`` numbers from each place in ``first_B``; 0 where the place is not below ``end``.
+
+    ``whole``: all places are below ``end``, which saves the comparison.
+    """
+    width: tl.constexpr = elems // num_tiles
+    tiles = ()
+    for r in tl.static_range(num_tiles):
+        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
+        if whole:
+            stored = tl.load(_raw(source) + places_BW)
+        else:
+            stored = tl.load(_raw(source) + places_BW, mask=places_BW < end, other=0)
+        tiles = tiles + (_widened(stored),)
+    return tiles
+
+
+@triton.jit
+def store_tiles(target, first_B, end, tiles, whole: tl.constexpr):
+    """Round each number to ``target``'s type and store it; the inverse of ``load_tiles``."""
+    width: tl.constexpr = tiles[0].shape[1]
+    for r in tl.static_range(len(tiles)):
+        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
+        if whole:
+            tl.store(_raw(target) + places_BW, _narrowed(tiles[r], target.dtype.element_ty))
+        else:
+            rounded = _narrowed(tiles[r], target.dtype.element_ty)
+            tl.store(_raw(target) + places_BW, rounded, mask=places_BW < end)
+
+
+@triton.jit
+def _raw(pointer):
+    """bfloat16 is read and written as 16-bit integers: exactly, also where the interpreter's conversions are not."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:  # a kernel function has one type, and what follows a return counts too
+        return pointer
+
+
+@triton.jit
+def _widened(stored):
+    """What was loaded through ``_raw`` as float32."""
+    if stored.dtype == tl.int16:
+        return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def _narrowed(x, dtype: tl.constexpr):
+    """Float32 rounded to nearest even, in the form that is stored through ``_raw``."""
+    if dtype == tl.bfloat16:
+        if INTERPRETED:
+            return bf16_bits(x).to(tl.int16)  # its conversion truncates
+        else:
+            return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def add_tiles(a, b):
+    total = ()
+    for r in tl.static_range(len(a)):
+        total = total + (a[r] + b[r],)
+    return total
+
+
+# --- bfloat16 as the upper half of float32's bits, in int32 ---------------------------------------------------------
+
+
+@triton.jit
+def from_bf16(bits):
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bf16_above(x):
+    """The smallest bfloat16 not below a number >= 0."""
+    return (x.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+
+
+@triton.jit
+def bf16_below(x):
+    """The largest bfloat16 not above: towards zero for positive numbers, away from it for negative ones."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (tl.where(bits < 0, bits + 0xFFFF, bits) >> 16) & 0xFFFF
+
+
+@triton.jit
+def bf16_bits(x):
+    """Rounded to nearest even; any NaN is the same one."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where((bits & 0x7FFFFFFF) <= 0x7F800000, rounded, _NAN_BF16)
+
+
+@triton.jit
+def bf16_is_finite(bits):
+    return (bits & 0x7F80) != 0x7F80
