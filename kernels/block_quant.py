@@ -22,6 +22,7 @@ float32 that its highest code would decode, or its spikes would round, to infini
 and codes 0. So a broken sum shows, and large finite numbers (above float16's 65504, say) are ordinary numbers.
 """
 
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
@@ -79,31 +80,31 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: a tensor that is not so. The same goes for the functions below.
     """
-    return _kernels(x_N.device).encode(x_N, fmt, out)
+    return _kernels(x_N.device.type).encode(x_N, fmt, out)
 
 
 def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """The numbers of ``decode_reference``, written into ``out`` when given: (num_elems,) of ``dtype``, contiguous."""
-    return _kernels(buf.device).decode(buf, fmt, num_elems, dtype, out)
+    return _kernels(buf.device.type).decode(buf, fmt, num_elems, dtype, out)
 
 
 def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
     """``decode_add_reference``; ``sum_N`` is contiguous float32."""
-    _kernels(buf.device).decode_add(buf, fmt, sum_N)
+    _kernels(buf.device.type).decode_add(buf, fmt, sum_N)
 
 
 def decode_reduce_encode(
     bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor | None = None
 ) -> Tensor:
     """The bytes of ``decode_reduce_encode_reference``, written into ``out`` when given; at least one of ``bufs``."""
-    return _kernels(bufs[0].device if bufs else torch.device("cpu")).decode_reduce_encode(
-        bufs, fmt, out_fmt, num_elems, out
-    )
+    device_type = bufs[0].device.type if bufs else "cpu"
+    return _kernels(device_type).decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out)
 
 
-def _kernels(device: torch.device) -> ModuleType:
+@cache
+def _kernels(device_type: str) -> ModuleType:
     """These four functions for tensors of a device; imported when used, as not all machines have numba and Triton."""
-    return import_module(f"tightwire.kernels.block_quant_{'triton' if device.type == 'cuda' else 'cpu'}")
+    return import_module(f"tightwire.kernels.block_quant_{'triton' if device_type == 'cuda' else 'cpu'}")
 
 
 def _to_groups(x_N: Tensor, fmt: BlockFormat) -> Tensor:

@@ -10,6 +10,8 @@ Other kernels, those of AllReduce over shared memory for instance, inline ``enco
 ``decode_reduce_encode_blocks`` to run over a part of a message without coming back to Python.
 """
 
+from array import array
+
 import torch
 from torch import Tensor
 
@@ -76,8 +78,9 @@ def decode_reduce_encode(
     for buf in bufs:
         _check_message(buf, fmt, num_elems)
     out = _bytes_for(num_elems, out_fmt, out)
-    addresses = torch.tensor([buf.data_ptr() for buf in bufs], dtype=torch.int64)
-    sources, count, target = addresses.data_ptr(), len(bufs), out.data_ptr()
+    addresses = array("q", [buf.data_ptr() for buf in bufs])
+    sources, count = addresses.buffer_info()
+    target = out.data_ptr()
     word, out_word = format_word(fmt), format_word(out_fmt)
 
     def blocks(start: int, stop: int) -> None:
