@@ -72,6 +72,7 @@ class Reporter:
                 self.send(Stage(rank=self.rank, name=name, fraction=fraction))
 
         yield progress
+        self.begin(f"{name}, done")  # no longer at the steps of a warm-up, whose length has no limit
         self.send(Stage(rank=self.rank, name=name, fraction=1.0, seconds=time.monotonic() - start))
 
     def send(self, message: FromRank) -> None:

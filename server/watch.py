@@ -57,7 +57,9 @@ class Watch:
             rank.doing, rank.step, rank.busy_s = message.doing, message.step, message.busy_s
             rank.num_collectives = message.num_collectives
         elif isinstance(message, Ready):
-            self._ranks[message.rank].doing = "idle"  # until the next heartbeat says more
+            # Until the next heartbeat says more. The last one may be of a long warm-up, to which no limit applies.
+            rank = self._ranks[message.rank]
+            rank.doing, rank.step, rank.busy_s = "idle", -1, 0.0
         elif isinstance(message, Failed):
             rank = self._ranks[message.rank]
             rank.failed, rank.doing = message, message.doing
@@ -124,14 +126,12 @@ class Watch:
     def _hung(self, now: float) -> tuple[int, str] | None:
         if not self.serving:
             return None
-        hung = [
-            (rank.num_collectives, number)
-            for number, rank in enumerate(self._ranks)
-            if rank.step >= 0 and rank.busy_s > self._step_timeout_s
-        ]
-        if not hung:
+        at_a_step = [(rank.num_collectives, number) for number, rank in enumerate(self._ranks) if rank.step >= 0]
+        if not any(self._ranks[number].busy_s > self._step_timeout_s for _, number in at_a_step):
             return None
-        _, number = min(hung)  # the others wait for the one that has begun the fewest collectives
+        # Ranks begin a step together and their heartbeats come at different times, so who is over the limit first says
+        # nothing. The others wait for the one that has begun the fewest collectives.
+        _, number = min(at_a_step)
         rank = self._ranks[number]
         return number, f"has been at one step for {rank.busy_s:.0f} s: {rank.doing}"
 

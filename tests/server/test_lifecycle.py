@@ -142,7 +142,9 @@ def test_a_hung_step_is_noticed_though_the_rank_lives(start: Start) -> None:
     streaming = Streaming(url, ENDLESS)
     assert_told(streaming, "has been at one step for")
     assert server.wait_exit(10) == 1
-    assert f"step {faulty_server.HANG_AT_STEP}" in server.log
+    step = f"step {faulty_server.HANG_AT_STEP}"
+    blamed, told = rf"rank 1 \(pid \d+\) has been at one step for \d+ s: {step}, after", r"\S+ \S+ \d+ B, #\d+"
+    assert re.search(rf"{blamed} {told} \(rank 0: {step}: {told}, \d", server.log), server.log
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(start: Start) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tightwire.server.messages import Failed, Heartbeat
+from tightwire.server.messages import Failed, Heartbeat, Ready
 from tightwire.server.watch import Watch
 
 
@@ -124,12 +124,21 @@ def test_only_a_step_of_a_serving_rank_can_hang(watch: Watch, serving: bool, ste
     assert (watch.check() is not None) == hung
 
 
+def test_a_long_warm_up_is_no_hang_when_the_rank_is_ready(clock: Clock) -> None:
+    watch = Watch([11], rank_timeout_s=10, step_timeout_s=120, clock=clock)
+    beat(watch, 0, step=2, busy_s=121)
+    assert watch.check() is None
+    watch.heard(Ready(rank=0, weight_bytes=1, peak_host_bytes=1))
+    watch.serving = True
+    assert watch.check() is None
+
+
 def test_of_ranks_that_hang_together_the_one_behind_is_blamed_and_each_ones_last_collective_told(watch: Watch) -> None:
     doing = ("step 9: all_reduce ring 1152 B, #524, 121.0 s", "step 9, after all_reduce ring 1152 B, #523")
-    for rank, number in ((0, 524), (1, 523)):
-        watch.heard(Heartbeat(rank=rank, step=9, doing=doing[rank], busy_s=121, num_collectives=number))
+    for rank, number, busy_s in ((0, 524, 121), (1, 523, 119.6)):  # rank 1's last heartbeat is a little older
+        watch.heard(Heartbeat(rank=rank, step=9, doing=doing[rank], busy_s=busy_s, num_collectives=number))
     assert watch.check() == (
-        "rank 1 (pid 22) has been at one step for 121 s: step 9, after all_reduce ring 1152 B, #523 "
+        "rank 1 (pid 22) has been at one step for 120 s: step 9, after all_reduce ring 1152 B, #523 "
         "(rank 0: step 9: all_reduce ring 1152 B, #524, 121.0 s)"
     )
 
