@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tightwire.comm.codec import Codec
 from tightwire.comm.protocols import Transport
+from tightwire.comm.slices import as_bytes
+from tightwire.comm.summing import sum_in_rank_order
 from tightwire.kernels import block_quant
 
 
@@ -75,6 +77,8 @@ def sum_and_encode(
     """``sum_encoded``, encoded with ``out_codec`` (``none``: rounded to ``dtype``), in one pass where there is one."""
     if num_elems == 0:
         return bufs[0].new_empty(0)
+    if codec.exact and out_codec.exact:
+        return as_bytes(sum_in_rank_order([buf.view(dtype) for buf in bufs]))
     if codec.format is not None and out_codec.format is not None:
         return block_quant.decode_reduce_encode(list(bufs), codec.format, out_codec.format, num_elems)
     sum_N = sum_encoded(bufs, num_elems, codec, dtype)

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.codec import Codec, parse_codec
-from tightwire.comm.group import Group
-from tightwire.comm.legs import exchange_encoded, gather_decoded, sum_and_encode, sum_encoded
-from tightwire.comm.nodes import run_leg
-from tightwire.comm.slices import slice_lengths
-from tightwire.comm.summing import (
+from tightwire.comm.error_bounds import (
     adding_bound,
     quantized_sum_bound,
     quantized_total_bound,
     rank_order_bound,
     rounded_parts_bound,
-    sum_in_rank_order,
 )
+from tightwire.comm.group import Group
+from tightwire.comm.legs import exchange_encoded, gather_decoded, sum_and_encode, sum_encoded
+from tightwire.comm.nodes import run_leg
+from tightwire.comm.slices import as_bytes, slice_lengths
+from tightwire.comm.summing import sum_in_rank_order
 
 _EXACT = parse_codec("none")
 
@@ -60,21 +60,20 @@ class HierarchicalAllReduce(BaseAllReduce):
         lengths = self._slices_inside(x_N.numel())
         own = lengths[inside.rank]
         received = run_leg(group, inside, exchange_encoded, inside.transport, x_N, lengths, _EXACT)
-        if self._across is None:
-            sum_N = sum_and_encode(received, own, _EXACT, _EXACT, dtype)
-        elif own:
-            node_sum_N = sum_encoded(received, own, _EXACT, dtype)
-            sum_N = run_leg(group, self._across, self._sum_nodes, self._across, node_sum_N, dtype).view(torch.uint8)
+        if self._codec.exact:
+            sum_N = sum_in_rank_order([buf.view(dtype) for buf in received])
         else:
-            sum_N = x_N.new_empty(0, dtype=torch.uint8)
-        return run_leg(group, inside, gather_decoded, inside.transport, sum_N, lengths, _EXACT, dtype)
+            sum_N = sum_encoded(received, own, _EXACT, dtype)
+        if self._across is not None and own:
+            sum_N = run_leg(group, self._across, self._sum_nodes, self._across, sum_N, dtype)
+        sum_N = sum_N.to(dtype)  # an empty slice may still be float32
+        return run_leg(group, inside, gather_decoded, inside.transport, as_bytes(sum_N), lengths, _EXACT, dtype)
 
     def _sum_nodes(self, across: Group, node_sum_N: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum over nodes of the float32 ``node_sum_N``, in ``dtype``."""
+        """The sum over nodes of ``node_sum_N``, in ``dtype``; the nodes' are float32 where they will be encoded."""
         codec, transport = self._codec, across.transport
         lengths = self._slices_across(node_sum_N.numel())
-        part_N = node_sum_N.to(dtype) if codec.exact else node_sum_N
-        received = exchange_encoded(transport, part_N, lengths, codec)
+        received = exchange_encoded(transport, node_sum_N, lengths, codec)
         encoded = sum_and_encode(received, lengths[transport.rank], codec, codec, dtype)
         return gather_decoded(transport, encoded, lengths, codec, dtype)
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.error_bounds import rank_order_bound
 from tightwire.comm.group import Group
 from tightwire.comm.slices import as_bytes
-from tightwire.comm.summing import rank_order_bound, sum_in_rank_order
+from tightwire.comm.summing import sum_in_rank_order
 
 
 class OneShotAllReduce(BaseAllReduce):

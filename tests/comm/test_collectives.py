@@ -20,13 +20,14 @@ from tightwire.comm.collectives import (
     sparse_all_gather,
     sparse_all_gather_bytes,
 )
+from tightwire.comm.error_bounds import quantized_sum_bound, quantized_total_bound
 from tightwire.comm.group import Group, in_process_groups
 from tightwire.comm.node_collectives import (
     hierarchical_reduce_scatter,
     hierarchical_reduce_scatter_bytes,
     hierarchical_slices,
 )
-from tightwire.comm.summing import SUMMABLE, quantized_sum_bound, quantized_total_bound
+from tightwire.comm.summing import SUMMABLE
 
 CODECS = ("none", "int8", "int6-g64", "int4-g32-had")
 OVER = [Over(transport, 3) for transport in ("gloo", "in-process", "shared-memory")]
