@@ -1,7 +1,7 @@
 """Collectives of all ranks as a Chrome trace: the JSON that ui.perfetto.dev and chrome://tracing open.
 
-A row of bars for each rank, a bar for each collective; a bar that is long on all ranks but one shows who was late. Knows
-nothing of how the events were collected (``Ledger.start_recording``) or brought together.
+A row for each rank, a bar for each collective; one that is long on all ranks but one shows who was late. Knows nothing
+of how the events were collected (``Ledger.start_recording``) or brought together.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """

@@ -240,7 +240,7 @@ class CommPolicy(Struct):
 
 
 class ChromeTrace(Struct):
-    """Every collective of every rank, as https://ui.perfetto.dev opens it; times in microseconds."""
+    """Every collective of every rank, as https://ui.perfetto.dev opens it; times in us, on CUDA those to enqueue."""
 
     traceEvents: list[dict[str, Any]]
     displayTimeUnit: str

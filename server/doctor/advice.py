@@ -1,4 +1,4 @@
-"""What the findings mean: what is wrong, what is worth knowing, and which options to start with. Pure: facts to words."""
+"""What the findings mean: what is wrong, what is worth knowing, which options to start with. Pure: facts to words."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeVar
@@ -103,7 +103,7 @@ def _peers(machine: _Machine) -> Iterator[Advice]:
         if not test.ok:
             yield Advice(
                 "problem",
-                f"GPU {test.writer} is said to reach GPU {test.owner}'s memory, but what it writes is lost: {test.detail}",
+                f"GPU {test.writer} is said to reach GPU {test.owner}'s memory, but its writes are lost: {test.detail}",
             )
     if machine.peers.under_way is not None:
         writer, owner = machine.peers.under_way
@@ -128,8 +128,8 @@ def _link(link: Link, gpu: Gpu | None) -> Iterator[Advice]:
     if link.width is not None and max_width is not None and link.width < max_width:
         yield Advice(
             "problem",
-            f"{name} runs x{link.width} where x{max_width:g} is possible: reseat it, or see the board's manual for slots "
-            "that share lanes",
+            f"{name} runs x{link.width} where x{max_width:g} is possible: reseat it, or see the board's manual for "
+            "slots that share lanes",
         )
     if link.gt_per_s is not None and max_speed is not None and link.gt_per_s < max_speed:
         slow = f"{name} runs at {link.gt_per_s:g} GT/s where {max_speed:g} is possible"
@@ -173,8 +173,8 @@ def _isolation(machine: _Machine) -> Iterator[Advice]:
     if facts.redirecting_bridges:
         yield Advice(
             "problem",
-            f"ACS of {', '.join(facts.redirecting_bridges)} sends what GPUs write to each other up to the host and back: "
-            "turn ACS off in the BIOS unless devices are passed to virtual machines",
+            f"ACS of {', '.join(facts.redirecting_bridges)} sends what GPUs write to each other up to the host and "
+            "back: turn ACS off in the BIOS unless devices are passed to virtual machines",
         )
     elif facts.redirecting_bridges is None:
         yield Advice("note", f"whether ACS is in the way of peer writes could not be read: {facts.unread_reason}")
@@ -198,8 +198,8 @@ def _host(machine: _Machine, tp: int) -> Iterator[Advice]:
     if cpu is not None and len(cpu.numa_nodes) > 1 and not machine.num_cuda:
         yield Advice(
             "note",
-            f"{len(cpu.numa_nodes)} NUMA nodes: a rank whose memory is on another node reads it slower; a model that fits "
-            "one node is best kept there (numactl --cpunodebind=0 --membind=0)",
+            f"{len(cpu.numa_nodes)} NUMA nodes: a rank whose memory is on another node reads it slower; a model that "
+            "fits one node is best kept there (numactl --cpunodebind=0 --membind=0)",
         )
     if memory is not None and machine.num_cuda > 1 and (memory.shm_bytes or 0) < _NCCL_SHM_BYTES:
         yield Advice(
@@ -215,7 +215,7 @@ def _options(machine: _Machine, tp: int) -> Iterator[Advice]:
         if not (machine.gpus and machine.gpus.nvlinks):
             yield Advice(
                 "use",
-                "no NVLink, so prompts wait for the link: a stated error lets auto quantize them; generated tokens stay exact",
+                "no NVLink, so prompts wait for the link: with this, auto may quantize them; generated rows stay exact",
                 "--comm-error-budget 0.01",
             )
     elif machine.num_cuda == 1:

@@ -1,4 +1,4 @@
-"""A probe's process: ``python -m tightwire.server.doctor.child MODULE:FUNCTION`` writes its facts, a line of JSON each."""
+"""A probe's process: ``python -m tightwire.server.doctor.child MODULE:FUNCTION`` writes facts, a line of JSON each."""
 
 import ctypes
 import importlib

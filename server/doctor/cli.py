@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
     """``tightwire doctor``: exit code 0 when all is well, 1 when something is wrong or a probe failed."""
     parser = argparse.ArgumentParser(
         prog="tightwire doctor",
-        description="Look at this machine's devices, links and memory, try what others only claim, and say which options "
-        "to start with. Each probe has a process and a time limit of its own.",
+        description="Look at this machine's devices, links and memory, try what others only claim, and say which "
+        "options to start with. Each probe has a process and a time limit of its own.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")
     parser.add_argument(

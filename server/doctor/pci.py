@@ -72,7 +72,7 @@ def isolation(root: Path = Path("/")) -> IsolationFacts:
 
 
 def redirecting_bridges(lspci: str) -> tuple[list[str] | None, str | None]:
-    """Addresses of ports whose ACS redirects peer traffic, from ``lspci -vvv``; None and the reason if it is not shown."""
+    """Ports whose ACS redirects peer traffic, from ``lspci -vvv``; None and the reason where it is not shown."""
     found: list[str] = []
     address, denied = "", False
     for line in lspci.splitlines():

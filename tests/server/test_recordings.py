@@ -1,4 +1,4 @@
-"""Putting ranks' recordings together: all or an error that names who is missing, one at a time, no wait without an end."""
+"""Putting ranks' recordings together: all or an error that names who is missing, one at a time, every wait ends."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""``tightwire doctor``: which probes run, the page or JSON, the exit code. The real probes run once, on this machine."""
+"""``tightwire doctor``: which probes run, the page or JSON, the exit code. The real ones run once, on this machine."""
 
 import asyncio
 import json
