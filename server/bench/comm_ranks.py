@@ -1,7 +1,6 @@
 """The ranks of ``bench comm``: processes of this machine, joined as the options say, with a wire between nodes if wished."""
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -48,7 +47,6 @@ def open_ranks(options: CommBenchOptions) -> Iterator[tuple[LocalRanks, dict[str
     transport = _choose_transport(options)
     with ExitStack() as stack:
         wire = _Wire(options.link, options, stack)
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tightwire-bench-"))
         per_node = options.ranks // options.num_nodes
         shares_nodes = transport == "shared-memory" or (options.link is not None and why_unusable() is None)
         plan = GroupPlan(
@@ -56,7 +54,7 @@ def open_ranks(options: CommBenchOptions) -> Iterator[tuple[LocalRanks, dict[str
             num_nodes=options.num_nodes,
             device=options.device,
             timeout_s=options.timeout_s,
-            store_path=f"{folder}/store",
+            store_path=_path_of(stack, os.memfd_create("tightwire-store")),
             segment=_segment(stack, options.ranks) if transport == "shared-memory" else None,
             node_segments=tuple(
                 _segment(stack, per_node) if shares_nodes and 1 < per_node < options.ranks else None
@@ -148,9 +146,13 @@ def _choose_transport(options: CommBenchOptions) -> str:
 
 
 def _segment(stack: ExitStack, world_size: int) -> str:
-    fd = make_segment(world_size)
+    return _path_of(stack, make_segment(world_size))
+
+
+def _path_of(stack: ExitStack, fd: int) -> str:
+    """Where the ranks, which inherit nothing from this process, open its anonymous file; nothing is left by a crash."""
     stack.callback(os.close, fd)
-    return f"/proc/{os.getpid()}/fd/{fd}"  # the ranks inherit nothing from this process
+    return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def _open(path: str | None) -> int | None:
