@@ -1,0 +1,91 @@
+"""The Triton kernels compile for GPUs that are not here: what only the interpreter accepts is found out without one.
+
+And what they compile to keeps two promises: nothing flushes denormals or fuses a multiplication with an addition where an
+encoder's bits depend on it, and 16-bit numbers are loaded in whole vectors.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interpreted import needs_triton
+
+from tightwire.comm.codec import parse_codec
+
+pytestmark = needs_triton
+
+A100, H100 = 80, 90
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def _ptx(kernel: Any, capability: int, types: dict[str, Any], constants: dict[str, Any]) -> str:
+    """What ``kernel`` compiles to, given the types of its other arguments; pointers and sizes are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "i32") if name not in constants else "constexpr" for name in names}
+    aligned = [(i,) for i, name in enumerate(names) if isinstance(signature[name], str) and name not in constants]
+    aligned += [
+        (i, j) for i, name in enumerate(names) if isinstance(signature[name], tuple) for j in range(len(types[name]))
+    ]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(i,): constants[name] for i, name in enumerate(names) if name in constants},
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
+    )
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+
+
+def _shape(plan: Any) -> dict[str, int]:
+    return dict(zip(("ROWS", "ELEMS", "TILES"), plan.shape, strict=True))
+
+
+@pytest.mark.parametrize(("name", "capability"), [("int8", H100), ("int5-had", A100), ("int3-sr", H100), ("fp8", A100)])
+def test_encode_and_decode(name: str, capability: int) -> None:
+    from tightwire.kernels.block_quant_triton import TilePlan, _decode, _encode
+
+    fmt = parse_codec(name).format
+    assert fmt is not None
+    constants = {"fmt": fmt, "WHOLE": True, **_shape(TilePlan(fmt))}
+    encoded = _ptx(_encode, capability, {"x": "*bf16", "out": "*u8"}, constants)
+    decoded = _ptx(_decode, capability, {"buf": "*u8", "out": "*bf16"}, {**constants, "ADD": False})
+    for ptx in (encoded, decoded):
+        assert "ftz" not in ptx and "fma" not in ptx and "div.full" not in ptx
+    assert "ld.global.v4" in encoded and "st.global.v4" in decoded
+
+
+def test_decode_reduce_encode() -> None:
+    from tightwire.kernels.block_quant_triton import TilePlan, _decode_reduce_encode
+
+    fmt, out_fmt = parse_codec("int4-g32").format, parse_codec("int8").format
+    assert fmt is not None and out_fmt is not None
+    constants = {"fmt": fmt, "out_fmt": out_fmt, "WHOLE": False, **_shape(TilePlan(fmt, out_fmt))}
+    _ptx(_decode_reduce_encode, H100, {"bufs": ("*u8", "*u8"), "out": "*u8"}, constants)
+
+
+@pytest.mark.parametrize(("codecs", "capability"), [(None, H100), (("none", "none"), A100), (("int4", "int8"), H100)])
+def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
+    """Arrivals are acquired from the whole system, and no atomic operation goes to another GPU."""
+    from tightwire.kernels.all_reduce_kernels import one_shot_kernel, two_shot_kernel
+    from tightwire.kernels.block_quant_triton import TilePlan
+
+    types = {"x": "*bf16", "out": "*bf16", "headers": "*i64", "failure": "*i32"}
+    if codecs is None:
+        ptx, num_meetings = _ptx(one_shot_kernel, capability, types, {"WORLD": 2, **_shape(TilePlan())}), 1
+    else:
+        fmt, out_fmt = (parse_codec(name).format for name in codecs)
+        plan = TilePlan(*[given for given in (fmt, out_fmt) if given is not None])
+        constants = {"WORLD": 2, "fmt": fmt, "out_fmt": out_fmt, **_shape(plan)}
+        ptx, num_meetings = _ptx(two_shot_kernel, capability, types, constants), 2
+    atomics = [line for line in ptx.splitlines() if "atom." in line]
+    assert len(atomics) == num_meetings and all("acq_rel" in line and "sys" in line for line in atomics)
+    assert ptx.count("ld.global.sys.acquire") >= 2 * num_meetings
+    assert "ld.global.nc" not in ptx  # what peers write is not constant
