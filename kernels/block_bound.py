@@ -71,7 +71,7 @@ def _rotated_bound(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
     size = fmt.group_elems
     rounds = size.bit_length() - 1
     slack_G1 = 1.01 * rounds * _UNIT * groups_GE.abs().sum(1, keepdim=True)
-    rotated_GE = groups_GE @ _hadamard(size)
+    rotated_GE = groups_GE @ _hadamard(size).to(groups_GE.device)
     error_G1 = _bound(rotated_GE, fmt, slack_G1).amax(1, keepdim=True) + slack_G1
     largest_G1 = rotated_GE.abs().amax(1, keepdim=True) + error_G1
     error_G1 = error_G1 + 1.01 * rounds * _UNIT * largest_G1 + 2.0**-149

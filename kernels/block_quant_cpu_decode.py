@@ -7,6 +7,7 @@ from tightwire.kernels.block_quant_cpu_word import (
     FLOAT8,
     SPIKES,
     SYMMETRIC,
+    code_bits,
     field_shift,
     group_elems,
     has_zeros,
@@ -26,7 +27,7 @@ _MINUS_ZERO = np.float32(-0.0)
 def decode_group(stage: int, source: int, num_groups: int, word: int, group: int) -> None:
     """All of group ``group`` of the message at ``source``, still rotated when the format rotates."""
     size, low_bits = group_elems(word), low_plane_bits(word)
-    high_bits = (word & 0xFF) - low_bits
+    high_bits = code_bits(word) - low_bits
     low_bytes, high_bytes = (size >> 3) * low_bits, (size >> 3) * high_bits
     low_plane = source + group * low_bytes
     high_plane = source + num_groups * low_bytes + group * high_bytes
@@ -62,7 +63,7 @@ def decode_group(stage: int, source: int, num_groups: int, word: int, group: int
 @helper
 def _decode_plane(stage: int, plane: int, scale: simd.Vector, zero: simd.Vector, level: simd.Vector, word: int) -> None:
     """Simple formats: every field of the bytes in turn."""
-    bits, num_bytes = word & 0xFF, plane_bytes(word)
+    bits, num_bytes = code_bits(word), plane_bytes(word)
     mask = simd_codes.splat((1 << bits) - 1)
     number = stage
     for shift in range(0, 8, bits):

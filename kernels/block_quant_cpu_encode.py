@@ -10,6 +10,7 @@ from tightwire.kernels.block_quant_cpu_stage import MAX_GROUP
 from tightwire.kernels.block_quant_cpu_word import (
     FLOAT8,
     SPIKES,
+    code_bits,
     field_shift,
     group_elems,
     has_zeros,
@@ -32,7 +33,7 @@ _NAN, _INF = np.float32(math.nan), np.float32(math.inf)
 @helper
 def encode_group(target: int, num_groups: int, word: int, group: int, stage: int) -> None:
     """Write group ``group`` of the message of ``num_groups`` at ``target``; the stage is used up."""
-    bits, size, level = word & 0xFF, group_elems(word), max_level(word)
+    bits, size, level = code_bits(word), group_elems(word), max_level(word)
     scales = target + num_groups * plane_bytes(word)
     zeros = scales + 2 * num_groups
     low, high, finite = _extremes(stage, size)
@@ -149,7 +150,7 @@ def _bf16_below(value: float) -> int:
 def _encode_plane(target: int, stage: int, zero: float, inverse: float, level: int, word: int) -> None:
     """Simple formats: quantize and pack at once."""
     zeros, inverses, levels = simd.splat(zero), simd.splat(inverse), simd_codes.splat(level)
-    bits, num_bytes = word & 0xFF, plane_bytes(word)
+    bits, num_bytes = code_bits(word), plane_bytes(word)
     for byte in range(0, num_bytes, LANES):
         packed = _code(stage + 4 * byte, zeros, inverses, levels)
         number = stage + 4 * byte
@@ -198,7 +199,7 @@ def _clamp_code(code: int, value: float, zero: float, inverse: float, top: float
 @helper
 def _pack_planes(target: int, num_groups: int, word: int, group: int, codes: int) -> None:
     size, low_bits = group_elems(word), low_plane_bits(word)
-    high_bits = (word & 0xFF) - low_bits
+    high_bits = code_bits(word) - low_bits
     low_bytes, high_bytes = (size >> 3) * low_bits, (size >> 3) * high_bits
     _pack_plane(target + group * low_bytes, low_bytes, low_bits, 0, codes, word)
     if high_bits:

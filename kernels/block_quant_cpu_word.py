@@ -16,6 +16,11 @@ def format_word(fmt: BlockFormat) -> int:
 
 
 @helper
+def code_bits(word: int) -> int:
+    return word & 0xFF
+
+
+@helper
 def log2_group_elems(word: int) -> int:
     return (word >> _GROUP_SHIFT) & 0xFF
 
@@ -37,26 +42,26 @@ def has_zeros(word: int) -> bool:
 
 @helper
 def max_level(word: int) -> int:
-    return (1 << ((word & 0xFF) - 1)) - 1
+    return (1 << (code_bits(word) - 1)) - 1
 
 
 @helper
 def low_plane_bits(word: int) -> int:
     """Width of the first plane; what is left of the code's bits, if any, is the second."""
-    bits = word & 0xFF
+    bits = code_bits(word)
     return 8 if bits == 8 else 4 if bits >= 4 else 2
 
 
 @helper
 def plane_bytes(word: int) -> int:
     """Bytes of one group in all planes."""
-    return (group_elems(word) >> 3) * (word & 0xFF)
+    return (group_elems(word) >> 3) * code_bits(word)
 
 
 @helper
 def is_simple(word: int) -> bool:
     """One plane of integers in which whole vectors share bytes: the formats used most, and a shorter way."""
-    bits = word & 0xFF
+    bits = code_bits(word)
     return low_plane_bits(word) == bits and group_elems(word) * bits >= 8 * LANES and word & (SPIKES | FLOAT8) == 0
 
 
