@@ -109,7 +109,7 @@ def explore(programs: list[Program], num_buffers: int) -> str | None:
         for buffer in range(num_buffers)
         for half in (0, 1)
     }
-    start = (0,) * len(programs)
+    start: tuple[int, ...] = (0,) * len(programs)
     seen, pending = {start}, [start]
     while pending:
         places = pending.pop()
