@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from quiet import OthersWatch
+
+from tightwire.server.bench.quiet import OthersWatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 

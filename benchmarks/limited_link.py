@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from quiet import OthersWatch
 from torch import Tensor
 
 from tightwire.comm.group import Group
@@ -33,6 +32,7 @@ from tightwire.server.bench.comm_options import CommBenchOptions
 from tightwire.server.bench.comm_ranks import open_ranks
 from tightwire.server.bench.comm_summary import Cells
 from tightwire.server.bench.environment import describe_environment
+from tightwire.server.bench.quiet import OthersWatch
 from tightwire.server.sizes import parse_bytes
 
 _ALGORITHMS = ("two-shot", "flash-int8", "flash-int6-uniform", "flash-int5", "flash-int4")

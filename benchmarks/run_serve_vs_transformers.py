@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from quiet import OthersWatch, wait_for_quiet
 from running_server import RunningServer, serving
 
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.bench.environment import describe_environment
+from tightwire.server.bench.quiet import OthersWatch, wait_for_quiet
 
 Turn = Callable[[int, Path], dict[str, Any]]
 
