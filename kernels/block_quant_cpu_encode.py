@@ -198,12 +198,13 @@ def _clamp_code(code: int, value: float, zero: float, inverse: float, top: float
 
 @helper
 def _pack_planes(target: int, num_groups: int, word: int, group: int, codes: int) -> None:
-    size, low_bits = group_elems(word), low_plane_bits(word)
-    high_bits = code_bits(word) - low_bits
-    low_bytes, high_bytes = (size >> 3) * low_bits, (size >> 3) * high_bits
-    _pack_plane(target + group * low_bytes, low_bytes, low_bits, 0, codes, word)
-    if high_bits:
-        _pack_plane(target + num_groups * low_bytes + group * high_bytes, high_bytes, high_bits, low_bits, codes, word)
+    plane, shift, bits = target, 0, low_plane_bits(word)
+    while bits:
+        num_bytes = (group_elems(word) >> 3) * bits
+        _pack_plane(plane + group * num_bytes, num_bytes, bits, shift, codes, word)
+        plane += num_groups * num_bytes
+        shift += bits
+        bits = code_bits(word) - shift
 
 
 @helper
