@@ -33,7 +33,7 @@ def peers() -> Iterator[PeerFacts]:
     """Before each pair says which it is, because a pair that does not work may not come back."""
     tests: list[PeerTest] = []
     for writer, owner in claimed_peers():
-        yield PeerFacts(tests=tests, under_way=(writer, owner))
+        yield PeerFacts(tests=list(tests), under_way=(writer, owner))
         check = check_peer_writes(torch.device("cuda", writer), torch.device("cuda", owner))
         tests.append(PeerTest(writer, owner, *check))
     yield PeerFacts(tests=tests)

@@ -1,9 +1,10 @@
 """The check itself, between two places of host memory: it passes what arrives whole and names what does not."""
 
+import pytest
 import torch
 from torch import Tensor
 
-from tightwire.comm.peer_check import check_peer_writes
+from tightwire.comm.peer_check import check_peer_writes, claimed_peers
 
 CPU = torch.device("cpu")
 
@@ -27,3 +28,17 @@ def test_a_kernels_stores_are_looked_at_apart() -> None:
 
     check = check_peer_writes(CPU, CPU, copy=garble_strided)
     assert not check.ok and check.detail.startswith("kernel stores: 1048576 of")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_claimed_peers_hold_what_is_written() -> None:
+    for writer, owner in claimed_peers():
+        check = check_peer_writes(torch.device("cuda", writer), torch.device("cuda", owner))
+        assert check.ok, check.detail
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_holds_what_it_writes_itself() -> None:
+    assert check_peer_writes(torch.device("cuda", 0), torch.device("cuda", 0)).ok
