@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from tightwire.comm.codec_warm_up import warm_up_codecs
 from tightwire.comm.group import Group, open_process_group
 from tightwire.comm.nodes import join_nodes
 from tightwire.comm.routes import Routes
@@ -40,10 +41,13 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         reporter.ledger = group.ledger
     try:
         with reporter.stage("self-test"):
+            dtype: torch.dtype = getattr(torch, work.plan.dtype)
+            warm_up_codecs(work.plan.policy, checkpoint.config.hidden_size, dtype, group.device)
+            _await_others(store, identity, reporter, "compile")
             comm = check_comm(group, work.plan, checkpoint.config.hidden_size, work.config.engine)
         with reporter.stage("weights") as progress:
             runner = _load(checkpoint, layout, group, comm.routes, work, progress)
-        _await_others(store, identity, reporter)
+        _await_others(store, identity, reporter, "load")
         with _take_place(identity, work, checkpoint, group, runner, reporter) as place:
             with reporter.stage("warm-up"):
                 place.warm_up()
@@ -111,11 +115,11 @@ def _load(
     )
 
 
-def _await_others(store: Store, identity: RankIdentity, reporter: Reporter) -> None:
-    """Wait here, where there is no deadline, until all have loaded; a collective would give up on a slow disk."""
-    reporter.begin("waiting for the other ranks to load")
-    store.set(f"loaded/{identity.rank}", "")
-    store.wait([f"loaded/{rank}" for rank in range(identity.world_size)], _LOAD_DEADLINE)
+def _await_others(store: Store, identity: RankIdentity, reporter: Reporter, what: str) -> None:
+    """Wait here, where there is no deadline, until all have done ``what``; a collective would give up on a slow disk."""
+    reporter.begin(f"waiting for the other ranks to {what}")
+    store.set(f"{what}/{identity.rank}", "")
+    store.wait([f"{what}/{rank}" for rank in range(identity.world_size)], _LOAD_DEADLINE)
 
 
 def _take_place(
