@@ -23,6 +23,7 @@ from tightwire.server.bench.comm_options import CommBenchOptions, parse_options
 from tightwire.server.bench.comm_ranks import open_ranks
 from tightwire.server.bench.comm_summary import Cells
 from tightwire.server.bench.environment import describe_environment
+from tightwire.server.bench.quiet import OthersWatch
 from tightwire.server.sizes import format_bytes
 
 
@@ -81,7 +82,10 @@ class CommBench:
         with open_ranks(options) as (ranks, facts):
             self._facts |= facts
             comm_report.show_head(self._console, self._facts)
+            watch = OthersWatch(ranks.pids)
             self._measure(ranks)
+            self._facts["others_share"] = watch.share()
+        comm_report.show_doubts(self._console, self._facts)
         faults = self._cells.faults()
         self._keep()
         for fault in faults:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tightwire.comm.registry import parse_all_reduce
-from tightwire.server.bench.comm_words import COLUMNS, cell_texts, describe_setting, fault_texts
+from tightwire.server.bench.comm_words import COLUMNS, cell_texts, describe_others, describe_setting, fault_texts
 from tightwire.server.bench.html import Page, Section, TableView, render
 from tightwire.server.bench.plots import Plot, Series, draw
 from tightwire.server.sizes import format_bytes
@@ -134,6 +134,8 @@ def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("command", " ".join(environment["command"])),
         ("seed", str(result["seed"])),
     ]
+    if "others_share" in result:  # not in a run that was cut short
+        facts.append(("quiet", describe_others(result)))
     return facts if link is None else [*facts, ("link", ", ".join(f"{key} {value}" for key, value in link.items()))]
 
 

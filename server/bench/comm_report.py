@@ -11,11 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tightwire.server.bench.comm_words import COLUMNS, cell_texts, describe_setting
+from tightwire.server.bench.comm_words import COLUMNS, cell_texts, describe_others, describe_setting
 from tightwire.server.sizes import format_bytes
 
 SCHEMA = "tightwire.bench.comm/1"
 
+_QUIET_SHARE = 0.1  # of the cores that others may use before it is worth a word
 _FILE_WIDTH = 120  # of lines that go to a file or a pipe
 _CSV_COLUMNS = [
     *("size", "algorithm", "calls", "median_us", "p99_us", "algbw_bytes_per_s", "busbw_bytes_per_s"),
@@ -46,6 +47,12 @@ def show_size(console: Console, size: int, rows: Sequence[dict[str, Any]]) -> No
             table.add_row(row["algorithm"], *cell_texts(row), style="red" if row["faults"] else None)
     console.print(table)
     console.print()
+
+
+def show_doubts(console: Console, facts: dict[str, Any]) -> None:
+    """Why to read the figures with care, if at all."""
+    if facts["others_share"] > _QUIET_SHARE:
+        console.print(f"note: {describe_others(facts)}; times are too long by that\n", style="yellow", soft_wrap=True)
 
 
 class ResultFiles:

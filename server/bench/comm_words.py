@@ -13,6 +13,11 @@ def describe_setting(facts: dict[str, Any]) -> str:
     return f"{facts['ranks']} ranks{nodes}, {facts['dtype']}, {facts['transport']}{_describe_link(facts['link'])}"
 
 
+def describe_others(facts: dict[str, Any]) -> str:
+    """How busy the machine was otherwise."""
+    return f"others used {facts['others_share']:.0%} of this machine's cores while it was measured"
+
+
 def cell_texts(row: dict[str, Any]) -> list[str]:
     """The row under ``COLUMNS``."""
     error, speed_up = row["relative_error"], row["speed_up_over_native"]

@@ -68,7 +68,7 @@ p { margin: .25rem 0 .75rem; } .lead, .note, dt { color: var(--soft); }
 .alarm { color: var(--bad); font-weight: 600; }
 main { display: grid; gap: 2rem 2.5rem; margin-top: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
 section { min-width: 0; } section.wide { grid-column: 1 / -1; }
-svg { display: block; width: 100%; height: auto; font-family: inherit; }
+svg { display: block; width: 100%; max-width: 42rem; height: auto; font-family: inherit; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }

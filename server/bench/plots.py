@@ -38,7 +38,10 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One line, or one set of points. ``number`` picks colour and marker, the same in every plot of a page."""
+    """One line, or one set of points. ``number`` picks colour and marker, the same in every plot of a page.
+
+    There are ten colours; from the eleventh on they come again, with another marker.
+    """
 
     name: str
     number: int
@@ -84,7 +87,7 @@ def _draw_series(axes: Axes, series: Series, *, joined: bool) -> None:
         series.y,
         label=series.name,
         color=colour,
-        marker=_MARKERS[series.number % len(_MARKERS)],
+        marker=_MARKERS[(series.number + series.number // NUM_COLOURS) % len(_MARKERS)],
         markersize=5 if joined else 8,
         linestyle=("--" if series.dashed else "-") if joined else "none",
         linewidth=1.7,
