@@ -41,12 +41,9 @@ def max_error(x_N: Tensor, fmt: BlockFormat) -> Tensor:
 
 def _bound(groups_GE: Tensor, fmt: BlockFormat, slack_G1: Tensor | float) -> Tensor:
     """For numbers that are themselves known to within ``slack_G1`` only, which is not part of the result."""
-    low_G1, high_G1 = groups_GE.amin(1, keepdim=True), groups_GE.amax(1, keepdim=True)
-    if fmt.spikes:
-        sorted_GE = groups_GE.sort(1).values
-        spikes_G2 = torch.cat([low_G1, high_G1], 1)
-        low_G1, high_G1 = sorted_GE[:, 1:2], sorted_GE[:, -2:-1]
-    low_G1, high_G1 = low_G1 - slack_G1, high_G1 + slack_G1
+    sorted_GE = groups_GE.sort(1).values
+    first, last = (1, -2) if fmt.spikes else (0, -1)
+    low_G1, high_G1 = sorted_GE[:, first, None] - slack_G1, sorted_GE[:, last, None] + slack_G1
     size_G1 = torch.maximum(low_G1.abs(), high_G1.abs())
     if fmt.has_zeros:
         top, offset_G1 = fmt.max_code, low_G1.abs() * (1 + _STEP_BF16) + _TINY_BF16
@@ -58,13 +55,15 @@ def _bound(groups_GE: Tensor, fmt: BlockFormat, slack_G1: Tensor | float) -> Ten
     scale_G1 = scale_G1.where(top * scale_G1 + offset_G1 < _MAX, torch.inf)
     half_step_GE = 2.0**-4 * groups_GE.abs() + 2.0**-10 * scale_G1 if fmt.float8 else scale_G1 / 2
     bound_GE = half_step_GE + 8 * _UNIT * (top * scale_G1 + groups_GE.abs())
-    if fmt.spikes:
-        is_spike_GE = (groups_GE == spikes_G2[:, :1]) | (groups_GE == spikes_G2[:, 1:])
-        spike_GE = groups_GE.abs() * (_STEP_BF16 / 2) + _TINY_BF16 / 2
-        # Of equal numbers one is the spike.
-        bound_GE = bound_GE.where(~is_spike_GE, torch.maximum(bound_GE, spike_GE))
-        bound_GE = bound_GE.where((spikes_G2.abs() < _MAX_BF16).all(1, keepdim=True), torch.inf)
-    return bound_GE
+    return _with_spikes(bound_GE, groups_GE, sorted_GE[:, [0, -1]]) if fmt.spikes else bound_GE
+
+
+def _with_spikes(bound_GE: Tensor, groups_GE: Tensor, spikes_G2: Tensor) -> Tensor:
+    is_spike_GE = (groups_GE == spikes_G2[:, :1]) | (groups_GE == spikes_G2[:, 1:])
+    spike_GE = groups_GE.abs() * (_STEP_BF16 / 2) + _TINY_BF16 / 2
+    # Of equal numbers one is the spike.
+    bound_GE = bound_GE.where(~is_spike_GE, torch.maximum(bound_GE, spike_GE))
+    return bound_GE.where((spikes_G2.abs() < _MAX_BF16).all(1, keepdim=True), torch.inf)
 
 
 def _rotated_bound(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
