@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tightwire.comm.codec import Codec
 from tightwire.comm.legs import sum_encoded
@@ -106,8 +105,9 @@ def _rotates(codec: Codec) -> bool:
 
 
 def _group_sums(x_N: Tensor, group_elems: int) -> Tensor:
-    """For each element, the sum over its group of ``group_elems``."""
-    padded = pad(x_N, (0, -x_N.numel() % group_elems)).view(-1, group_elems)
+    """For each element, the sum over its group of ``group_elems``; the last is filled as the codec fills it."""
+    filling = x_N[-1:].expand(-x_N.numel() % group_elems)
+    padded = torch.cat([x_N, filling]).view(-1, group_elems)
     return padded.sum(1, keepdim=True).expand_as(padded).reshape(-1)[: x_N.numel()]
 
 

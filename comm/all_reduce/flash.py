@@ -33,8 +33,6 @@ class FlashAllReduce(BaseAllReduce):
     ranks' numbers in its own group, so rows of whole groups do not know what travels beside them.
     """
 
-    name = "flash"
-
     def __init__(self, group: Group, reduce_codec: Codec, gather_codec: Codec, name: str | None = None) -> None:
         super().__init__(group)
         self.name = name or f"flash:{reduce_codec.name},{gather_codec.name}"

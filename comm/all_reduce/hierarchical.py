@@ -31,7 +31,7 @@ _EXACT = parse_codec("none")
 class HierarchicalAllReduce(BaseAllReduce):
     """Two-shot whose sums of slices go through a second two-shot, between nodes, with a codec of its own.
 
-    Five rounds at most: exchange slices inside the node; exchange, gather between nodes; gather inside. A group on one
+    Four rounds: exchange slices inside the node; exchange, gather between nodes; gather inside. A group on one
     node (``Group.nodes`` None) leaves the middle ones out, and so is two-shot.
 
     Cost, with s the own slice of about M/L inside and c what ``codec`` makes of it: M - s + (L-1) s inside, about
@@ -40,8 +40,6 @@ class HierarchicalAllReduce(BaseAllReduce):
     and nodes in order, so without a codec an element's sum does not depend on its place; with one it depends on the
     numbers in its own codec group.
     """
-
-    name = "hierarchical"
 
     def __init__(self, group: Group, codec: Codec = _EXACT, name: str = "hierarchical") -> None:
         super().__init__(group)
