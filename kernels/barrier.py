@@ -20,10 +20,23 @@ Waiting is bounded by a number of polls, not by a clock: there is none that a co
 read. A poll takes about a microsecond on a GPU.
 """
 
+import os
+
 import triton
 import triton.language as tl
 
 _WORD_BYTES = 4
+
+if triton.knobs.runtime.interpret:
+
+    def _pause() -> None:
+        os.sched_yield()  # the processes may be more than the cores
+
+else:
+
+    @triton.jit
+    def _pause():
+        pass
 
 
 def header_bytes(num_blocks: int, world_size: int) -> int:
@@ -78,6 +91,7 @@ def _wait(arrival, meeting, max_polls):
     """Until ``arrival`` has reached ``meeting``; 1 if it had not in all of 1 + ``max_polls`` looks, else 0."""
     behind = meeting - tl.atomic_add(arrival, 0, sem="acquire", scope="sys")  # may wrap around, as both numbers do
     while (behind > 0) & (max_polls > 0):
+        _pause()
         behind = meeting - tl.atomic_add(arrival, 0, sem="acquire", scope="sys")
         max_polls -= 1
     return (behind > 0).to(tl.int32)
