@@ -50,7 +50,11 @@ def main(argv: Sequence[str]) -> int:
         "--timeout-s", type=_positive, default=60.0, metavar="S", help="limit of each probe (default: %(default)g)"
     )
     parser.add_argument(
-        "--tp", type=_ranks, default=2, metavar="N", help="ranks to look at when there is no GPU (default: %(default)s)"
+        "--tp",
+        type=_ranks,
+        default=2,
+        metavar="N",
+        help="ranks you mean to run where there is no GPU (default: %(default)s)",
     )
     args = parser.parse_args(argv)
     console = Console(highlight=False)
