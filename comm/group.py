@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import torch
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.failure_notes import FailureNotes
 from tightwire.comm.ledger import Ledger
+from tightwire.comm.peer_access import with_peer_memory
 from tightwire.comm.protocols import Transport
 from tightwire.comm.rendezvous import join
 from tightwire.comm.topology import Topology
@@ -78,6 +79,7 @@ def open_process_group(
     name: str = "ranks",
     interface: str | None = None,
     segment_fd: int | None = None,
+    peer_memory: bool = False,
     ledger: Ledger | None = None,
 ) -> Group:
     """Join the ``topology.world_size`` processes that open the same ``name`` on the same ``store``.
@@ -96,6 +98,8 @@ def open_process_group(
             the store. (NCCL reads NCCL_SOCKET_IFNAME.)
         segment_fd: memory that all ranks share (``comm.segment``): CPU tensors travel through it, and over gloo only
             for the library's own all-reduce.
+        peer_memory: sum CUDA tensors through each other's memory, in kernels of this project, where the ranks can
+            reach it (``comm.peer_access``); where not, the log says why NCCL sums.
         ledger: where the group's collectives are recorded; default: a new one.
     Raises:
         CollectiveTimeoutError: some ranks did not join in time; names them.
@@ -104,6 +108,8 @@ def open_process_group(
         raise ValueError(f"device must be cpu or cuda, got {device}")
     if segment_fd is not None and device.type != "cpu":
         raise ValueError(f"shared memory carries CPU tensors, got device {device}")
+    if peer_memory and device.type != "cuda":
+        raise ValueError(f"peer memory is between GPUs, got device {device}")
     ledger = ledger or Ledger()
     if topology.world_size == 1:
         transport: Transport = InProcessTransport(Meeting(1), 0, timeout_s=timeout_s)
@@ -128,6 +134,14 @@ def open_process_group(
                 library=transport,
                 timeout_s=timeout_s,
                 ledger=ledger,
+            )
+        if peer_memory:
+            transport = with_peer_memory(
+                transport,
+                PrefixStore(f"tightwire/{name}/peer-memory", store),
+                device=device,
+                timeout_s=timeout_s,
+                describe=ledger.current,
             )
     return Group(
         rank=topology.rank,

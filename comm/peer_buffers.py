@@ -1,13 +1,8 @@
-"""Memory that ranks of one host map of each other, for ``transport.peer_memory``: where it can be had, and how.
-
-Every rank calls these functions, and all get the same answer: what one rank finds out, all read from the store.
-"""
+"""Memory that ranks of one host map of each other, for ``transport.peer_memory``. All ranks call these functions alike."""
 
 import mmap
 import pickle
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,8 +10,8 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.reductions import reduce_tensor
 
-from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
-from tightwire.comm.rendezvous import host_identity
+from tightwire.comm.errors import CommError, name_ranks
+from tightwire.comm.peer_access import Council
 from tightwire.kernels.all_reduce_triton import PeerBuffers, buffer_bytes
 
 # Twice this for each rank: what one launch moves. Longer messages take several launches, each some ten microseconds.
@@ -24,81 +19,10 @@ SEND_BYTES = 16 << 20
 # Enough to keep a link busy, and few enough for every GPU to run at once beside nothing else.
 NUM_BLOCKS = 32
 
-_MAX_RANKS = 31  # a bit for each in an int32
-_CAPABILITY = (7, 0)  # Triton's
 _PATTERN_BYTES = 16
 _PAGE = mmap.PAGESIZE
 
 _Mapping = Callable[[int], tuple[list[Tensor], object]]
-
-
-class Council:
-    """Ranks telling each other small facts over a store, to decide alike."""
-
-    def __init__(self, store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._store, self._timeout_s = store, timeout_s
-
-    def share(self, topic: str, fact: bytes) -> list[bytes]:
-        """All ranks' facts on a ``topic`` that was not shared before, in rank order.
-
-        Raises:
-            CollectiveTimeoutError: not all have told theirs in time.
-        """
-        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], fact)  # pyright: ignore[reportArgumentType]: bytes are taken too
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise CollectiveTimeoutError(
-                f"rank {self.rank} waited {self._timeout_s:g} s for peer memory ({topic}); {name_ranks(absent)} of "
-                f"{self.world_size} did not come",
-                absent,
-            ) from error
-        return [self._store.get(key) for key in keys]
-
-    def first_objection(self, topic: str, objection: str | None) -> str | None:
-        """The objection of the lowest rank that has one."""
-        objections = [told.decode() for told in self.share(topic, (objection or "").encode())]
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(objections) if text), None)
-
-
-def why_unusable(council: Council, device: torch.device) -> str | None:
-    """The reason why these ranks cannot sum through each other's GPU memory, as far as CUDA tells; None when they can."""
-    objection = _own_objection(council.world_size, device)
-    uuid = "" if objection else str(torch.cuda.get_device_properties(device).uuid)
-    facts = council.share("gpu", f"{host_identity()}\n{uuid}".encode())
-    objection = objection or _objection_to_peers(device, [fact.decode().split("\n") for fact in facts])
-    return council.first_objection("access", objection)
-
-
-def _own_objection(world_size: int, device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"peer memory is between GPUs, and its device is {device}"
-    if find_spec("triton") is None:
-        return "Triton is not installed; python -m pip install 'tightwire[cuda]'"
-    if torch.cuda.get_device_capability(device) < _CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} is older than what Triton compiles for (compute capability 7.0)"
-    if world_size > _MAX_RANKS:
-        return f"{world_size} ranks are more than the {_MAX_RANKS} that a kernel's failure mask names"
-    return None
-
-
-def _objection_to_peers(device: torch.device, facts: Sequence[Sequence[str]]) -> str | None:
-    """``facts``: each rank's host and GPU."""
-    local = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    for peer, (host, uuid) in enumerate(facts):
-        if host != host_identity():
-            return f"rank {peer} is on another host"
-        if not uuid:
-            continue  # that rank objects by itself
-        if uuid not in local:
-            return f"rank {peer}'s GPU is hidden from it; show all ranks the same CUDA_VISIBLE_DEVICES"
-        index = local[uuid]
-        if index != device.index and not torch.cuda.can_device_access_peer(device, index):
-            return f"CUDA offers no access from its GPU to rank {peer}'s (no NVLink, and no peer access over PCIe)"
-    return None
 
 
 def map_peer_buffers(

@@ -24,19 +24,22 @@ import os
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 _WORD_BYTES = 4
 
-if triton.knobs.runtime.interpret:
 
-    def _pause() -> None:
-        os.sched_yield()  # the processes may be more than the cores
+def _offer_core() -> None:
+    os.sched_yield()
 
-else:
 
-    @triton.jit
-    def _pause():
-        pass
+@triton.jit
+def _nothing():
+    pass
+
+
+# In the interpreter processes may be more than the cores, and those that wait must not keep the others from coming.
+_pause = _offer_core if knobs.runtime.interpret else _nothing
 
 
 def header_bytes(num_blocks: int, world_size: int) -> int:
