@@ -16,8 +16,16 @@ from torch import Tensor
 from tightwire.comm.codec import Codec
 from tightwire.comm.protocols import Transport
 from tightwire.comm.slices import as_bytes
-from tightwire.comm.summing import sum_in_rank_order
+from tightwire.comm.summing import SUMMABLE, sum_in_rank_order
 from tightwire.kernels import block_quant
+
+
+def prepare(device: torch.device, codec: Codec, out_codec: Codec) -> None:
+    """Have the codecs' kernels compiled now: in a rank's first collective all others would wait for its compiler."""
+    for dtype in SUMMABLE:
+        encoded = codec.encode(torch.zeros(1, dtype=dtype, device=device))
+        summed = sum_and_encode([encoded], 1, codec, out_codec, dtype)
+        decode_slices([summed], [1], out_codec, dtype)
 
 
 def exchange_encoded(transport: Transport, x_N: Tensor, lengths: Sequence[int], codec: Codec) -> list[Tensor]:

@@ -18,7 +18,7 @@ from tightwire.comm.all_reduce.two_shot import two_shot_bytes
 from tightwire.comm.codec import Codec
 from tightwire.comm.error_bounds import quantized_sum_bound, quantized_total_bound
 from tightwire.comm.group import Group
-from tightwire.comm.legs import exchange_encoded, gather_decoded, sum_and_encode
+from tightwire.comm.legs import exchange_encoded, gather_decoded, prepare, sum_and_encode
 from tightwire.comm.slices import slice_lengths
 
 
@@ -37,6 +37,7 @@ class FlashAllReduce(BaseAllReduce):
         super().__init__(group)
         self.name = name or f"flash:{reduce_codec.name},{gather_codec.name}"
         self._reduce_codec, self._gather_codec = reduce_codec, gather_codec
+        prepare(group.device, reduce_codec, gather_codec)
         fused = group.transport.fused
         if fused is not None:
             self._fused = partial(fused.flash, reduce_codec=reduce_codec, gather_codec=gather_codec)

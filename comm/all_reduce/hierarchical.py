@@ -20,7 +20,7 @@ from tightwire.comm.error_bounds import (
     rounded_parts_bound,
 )
 from tightwire.comm.group import Group
-from tightwire.comm.legs import exchange_encoded, gather_decoded, sum_and_encode, sum_encoded
+from tightwire.comm.legs import exchange_encoded, gather_decoded, prepare, sum_and_encode, sum_encoded
 from tightwire.comm.nodes import run_leg
 from tightwire.comm.slices import as_bytes, slice_lengths
 from tightwire.comm.summing import sum_in_rank_order
@@ -48,6 +48,7 @@ class HierarchicalAllReduce(BaseAllReduce):
         self._inside = group if group.nodes is None else group.nodes.inside
         self._across = None if group.nodes is None else group.nodes.across
         self._codec = _EXACT if group.nodes is None else codec
+        prepare(group.device, self._codec, self._codec)
 
     @property
     def lossless(self) -> bool:
