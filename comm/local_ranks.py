@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 
 from tightwire.comm.group import Group
+from tightwire.kernels.allocator import keep_freed_memory
 
 _END_S = 5.0  # for a rank to end by itself once nobody listens
 
@@ -140,6 +141,7 @@ def _rank_main(rank: int, open_group: Callable[[int], Group], pipe: Connection) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to act upon
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # as many ranks as cores, or more
+    keep_freed_memory()  # or large messages would time page faults
     with contextlib.suppress(BrokenPipeError):
         try:
             group = open_group(rank)
