@@ -30,7 +30,7 @@ from tightwire.comm.node_collectives import (
 from tightwire.comm.summing import SUMMABLE
 
 CODECS = ("none", "int8", "int6-g64", "int4-g32-had")
-OVER = [Over(transport, 3) for transport in ("gloo", "in-process", "shared-memory")]
+OVER = [Over(transport, 3) for transport in ("gloo", "in-process", "shared-memory", "nccl-calls")]
 
 
 @pytest.fixture(scope="module", params=OVER, ids=str)
