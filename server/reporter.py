@@ -42,12 +42,13 @@ class Reporter:
 
     @property
     def doing(self) -> str:
-        """What this rank does now, in words: the stage or step, and the collective it is in or the one before."""
-        doing, step, _ = self._activity
+        """What this rank does, in words: a stage, or a step with the collective it is in or the one before."""
+        doing, step, since = self._activity
         words = doing if step < 0 else f"{doing} {step}"
         if current := self.ledger.current():
             return f"{words}: {current}"
-        return f"{words}, after {last}" if (last := self.ledger.last()) else words
+        serving = step >= 0 or since is None
+        return f"{words}, after {last}" if serving and (last := self.ledger.last()) else words
 
     def begin(self, doing: str, step: int = -1) -> None:
         """From now on this rank does ``doing``; a step of the engine gives its number."""
