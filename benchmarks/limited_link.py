@@ -8,7 +8,8 @@ carries it. For every link and algorithm:
     predicted = bytes that a rank sends / rate that a bulk TCP transfer reaches on this wire + computing alone
 
 where computing alone is the same algorithm on all ranks at once, over a transport that hands every message back at no
-cost: encoding, summing, decoding and putting slices together. Algorithms take turns in random order, every result is
+cost: encoding, summing, decoding and putting slices together. "On the wire" is what the kernel counted at the interface
+(in large packets, before they are cut), over the bytes that the algorithm counted. Algorithms take turns in random order, every result is
 checked, and the median of the rounds counts. Prints Markdown; the last line is one JSON object.
 """
 
@@ -19,11 +20,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tightwire.comm.emulated_network import WIRE
 from tightwire.comm.group import Group
 from tightwire.comm.link import parse_link
 from tightwire.comm.registry import make_all_reduce
@@ -38,6 +41,7 @@ from tightwire.server.sizes import parse_bytes
 _ALGORITHMS = ("two-shot", "flash-int8", "flash-int6-uniform", "flash-int5", "flash-int4")
 _BASELINE = "two-shot"
 _WARM_UPS = 2
+_SETTLE_S = 0.1
 
 
 class _Nothing:
@@ -74,6 +78,30 @@ def compute_alone(group: Group, plan: MeasurePlan) -> Iterator[dict[str, list[fl
     yield seconds
 
 
+def count_wire(group: Group, plan: MeasurePlan) -> Iterator[dict[str, float]]:
+    """Bytes that this rank's interface sent in one call of each algorithm, over the bytes that the call counted."""
+    x = torch.zeros(plan.sizes[0] // 2, dtype=torch.bfloat16)
+    shares: dict[str, float] = {}
+    for name in plan.algorithms:
+        all_reduce = make_all_reduce(name, group)
+        group.transport.barrier()
+        time.sleep(_SETTLE_S)  # for the barrier's own last packets
+        counted_before, sent_before = group.bytes_sent, _interface_bytes()
+        all_reduce(x)
+        time.sleep(_SETTLE_S)
+        shares[name] = (_interface_bytes() - sent_before) / (group.bytes_sent - counted_before)
+    yield shares
+
+
+def _interface_bytes() -> int:
+    """What left this namespace, headers included, by the kernel's count."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, colon, counts = line.partition(":")
+        if colon and name.strip() == WIRE:
+            return int(counts.split()[8])
+    raise RuntimeError("this process is not on an emulated node")
+
+
 def run_link(name: str, size: int, ranks: int, rounds: int) -> dict[str, Any]:
     """One wire: its measured rate, and a row for each algorithm."""
     options = CommBenchOptions(algorithms=_ALGORITHMS, sizes=(size,), ranks=ranks, link=parse_link(name))
@@ -81,7 +109,7 @@ def run_link(name: str, size: int, ranks: int, rounds: int) -> dict[str, Any]:
         algorithms=_ALGORITHMS, sizes=(size,), dtype="bfloat16", repeats=rounds, seconds_per_size=1e9, seed=0
     )
     cells = Cells(ranks)
-    alone: dict[str, float] = dict.fromkeys(_ALGORITHMS, 0.0)
+    alone, wire = dict.fromkeys(_ALGORITHMS, 0.0), dict.fromkeys(_ALGORITHMS, 0.0)
     with open_ranks(options) as (processes, facts):
         if facts["link"]["measured_bytes_per_s"] is None:
             raise SystemExit(f"a real wire is needed: {facts['link']['why']}")
@@ -89,6 +117,9 @@ def run_link(name: str, size: int, ranks: int, rounds: int) -> dict[str, Any]:
         for _, seconds in processes.stream(compute_alone, plan):
             for algorithm, calls in seconds.items():
                 alone[algorithm] = max(alone[algorithm], statistics.median(calls))
+        for _, shares in processes.stream(count_wire, plan):
+            for algorithm, share in shares.items():
+                wire[algorithm] = max(wire[algorithm], share)
         for rank, event in processes.stream(measure, plan):
             cells.add(rank, event)
         others_share = watch.share()
@@ -97,16 +128,17 @@ def run_link(name: str, size: int, ranks: int, rounds: int) -> dict[str, Any]:
         "link": name,
         "measured_bytes_per_s": rate,
         "others_share": others_share,
-        "rows": [_row(cell, rate, alone[cell["algorithm"]]) for cell in cells.rows()],
+        "rows": [_row(cell, rate, alone[cell["algorithm"]], wire[cell["algorithm"]]) for cell in cells.rows()],
         "faults": cells.faults(),
     }
 
 
-def _row(cell: dict[str, Any], rate: float, alone_s: float) -> dict[str, Any]:
+def _row(cell: dict[str, Any], rate: float, alone_s: float, wire_over_counted: float) -> dict[str, Any]:
     predicted_s = cell["wire_bytes"] / rate + alone_s
     return {
         "algorithm": cell["algorithm"],
         "wire_bytes": cell["wire_bytes"],
+        "wire_over_counted": wire_over_counted,
         "measured_s": cell["seconds"]["p50"],
         "best_s": cell["seconds"]["min"],
         "predicted_s": predicted_s,
@@ -123,6 +155,7 @@ def _show(result: dict[str, Any]) -> None:
             f"{result['link']} ({result['measured_bytes_per_s'] * 8 / 1e6:.0f} Mbit/s)",
             row["algorithm"],
             f"{row['wire_bytes']:,}",
+            f"{row['wire_over_counted']:.3f}",
             f"{row['computing_s'] * 1e3:.1f}",
             f"{row['predicted_s'] * 1e3:.1f}",
             f"{row['best_s'] * 1e3:.1f}",
@@ -143,8 +176,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     sys.stdout.write(
-        f"| link (payload rate) | algorithm | bytes sent | computing ms | predicted ms | best ms | median ms | median / "
-        f"predicted | x {_BASELINE} | rel. error |\n|---|---|{'--:|' * 8}\n"
+        f"| link (payload rate) | algorithm | bytes sent | on the wire | computing ms | predicted ms | best ms | median ms | median / "
+        f"predicted | x {_BASELINE} | rel. error |\n|---|---|{'--:|' * 9}\n"
     )
     results = []
     for name in given.links.split(","):

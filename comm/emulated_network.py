@@ -31,6 +31,7 @@ from typing import Self, TypeVar
 from tightwire.comm.line_rate import line_rate
 from tightwire.comm.link import Link
 
+WIRE = "wire0"  # the interface of every node
 _FOLDER = Path("/run/netns")  # where iproute2 keeps namespaces
 _NAME = re.compile(r"tightwire-(\d+)-[0-9a-f]{4}-(?:\d+|switch)")
 _MAX_NODES = 64
@@ -58,7 +59,7 @@ class EmulatedNode:
 
     namespace: str
     address: str
-    interface: str = "wire0"
+    interface: str = WIRE
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """``argv`` as a command line that runs on this node."""
