@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=60)
     given = parser.parse_args()
     kibs, dtypes = [float(kib) for kib in given.kib.split(",")], given.dtypes.split(",")
-    watch, cells = OthersWatch(), []
+    cells = []
     sys.stdout.write(
         f"| ranks | transport | dtype | KiB | {' | '.join(_NAMES)} |\n|--:|---|---|--:|{'--:|' * len(_NAMES)}\n"
     )
@@ -96,9 +96,6 @@ def main() -> int:
                 columns = [f"{native:.0f}", *(f"{medians[n]:.1f} ({native / medians[n]:.1f}x)" for n in _NAMES[1:])]
                 sys.stdout.write(f"| {world_size} | {transport} | {dtype} | {kib:g} | {' | '.join(columns)} |\n")
                 sys.stdout.flush()
-    sys.stdout.write(
-        f"\nOther processes used {100 * watch.share():.0f} % of the cores meanwhile; torch {torch.__version__}.\n"
-    )
     sys.stdout.write(json.dumps({"benchmark": "all_reduce", "cells": [cell._asdict() for cell in cells]}) + "\n")
     return 0
 

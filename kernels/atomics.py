@@ -5,6 +5,8 @@ before, it read before any of them writes over it: on every CPU, ARM too, whethe
 or by a library. The same two hold LLVM to that order. Addresses are those of aligned 64-bit words.
 """
 
+import ctypes
+import sys
 from typing import Any
 
 from llvmlite import ir
@@ -12,6 +14,8 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from tightwire.kernels.simd_ir import I32, I64, Builder, Value
+
+_PR_SET_TIMERSLACK = 29
 
 
 def _load_acquire(typingctx: Any, address: Any) -> Any:
@@ -37,9 +41,26 @@ def _yield_core(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
+def _nap(typingctx: Any, microseconds: Any) -> Any:
+    def codegen(context: Any, builder: Builder, signature: Any, args: tuple[Value, ...]) -> Value:
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, [I32]), "usleep")
+        builder.call(function, [builder.trunc(args[0], I32)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 # (address): the int64 there; nothing that follows is read or written before it.
 load_acquire: Any = intrinsic(_load_acquire)
 # (address, value): write an int64; all that came before has been read and written by then.
 store_release: Any = intrinsic(_store_release)
 # (): let another thread have this core if one wants it; about half a microsecond when none does.
 yield_core: Any = intrinsic(_yield_core)
+# (microseconds): sleep; Linux adds 50 us to it unless the thread has asked for less (``wake_on_time``).
+nap: Any = intrinsic(_nap)
+
+
+def wake_on_time() -> None:
+    """Let the calling thread's sleeps end within some microseconds of their time instead of 50 us later (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)

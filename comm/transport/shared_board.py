@@ -22,6 +22,7 @@ from tightwire.comm.errors import unlike_most
 from tightwire.comm.ledger import Ledger
 from tightwire.comm.segment import RANK_BYTES, header_bytes
 from tightwire.kernels import shared_all_reduce
+from tightwire.kernels.atomics import wake_on_time
 from tightwire.kernels.shared_all_reduce import CALLS, ONE_SHOT, TURN, TWO_SHOT, BoardPlace, call_of
 from tightwire.kernels.simd import NUMBER_KIND
 
@@ -45,10 +46,10 @@ _SIZES, _PID, _CLOSED, _NUMBER, _NUM_BYTES, _NAME = 3, 16, 17, 32, 33, 34
 _RANK_WORDS = RANK_BYTES // 8
 _NAME_BYTES = RANK_BYTES - 8 * _NAME
 
-# A look at another rank's turn costs a few ns while it has not changed, an offer of the core some 0.5 us: a rank on a core
-# of its own waits 2 us before it makes system calls, and one that shares its core gives way at once.
-_NUM_SPINS = 1000
-_NUM_YIELDS = 256  # before a kernel returns to look at the clock and at the peers
+# A look at another rank's turn costs some 2 ns while it has not changed: a rank on a core of its own waits 10 us before it
+# makes system calls, and one that shares its core gives way at once.
+_NUM_SPINS = 5000
+_NUM_NAPS = 100  # some 15 us each, before a kernel returns to look at the clock and at the peers
 # What a fused kernel moves in a turn: two buffers of each size and the result stay in a core's second-level cache.
 _FUSED_CHUNK_BYTES = 256 << 10
 
@@ -85,11 +86,12 @@ class SharedBoard:
                 for peer, (even, odd) in enumerate(self._chunks)
             ],
             num_spins=1 if crowded else _NUM_SPINS,
-            num_yields=_NUM_YIELDS,
+            num_naps=_NUM_NAPS,
             chunk_bytes=min(self.chunk_bytes, _FUSED_CHUNK_BYTES),
         )
         self.table = self._table.data_ptr()  # what the kernels take
         self._words[self._own + _PID] = os.getpid()
+        wake_on_time()
 
     def turn(self, peer: int) -> int:
         return self._words[peer * _RANK_WORDS + TURN]

@@ -13,8 +13,8 @@ size, which all know or are told in the first turn, decides.
 
 The sums themselves are ``shared_all_reduce``'s, which take turns on the same board.
 
-Waiting yields the core to whoever needs it, so more ranks than cores make progress. Every wait has a deadline, notices
-a peer that closed its group or died, and, where it ends well, that all have called alike.
+A rank that waits spins, offers its core to others, then sleeps for moments, so more ranks than cores make progress. Every
+wait has a deadline, notices a peer that closed its group or died, and, where it ends well, that all have called alike.
 """
 
 from collections.abc import Sequence

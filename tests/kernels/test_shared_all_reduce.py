@@ -28,7 +28,7 @@ class Board:
             for line, (even, odd) in zip(self._lines, self._buffers, strict=True)
         ]
         self._tables = [
-            shared.board_table(own, places, num_spins=10, num_yields=10, chunk_bytes=CHUNK_BYTES)
+            shared.board_table(own, places, num_spins=10, num_naps=1, chunk_bytes=CHUNK_BYTES)
             for own in range(num_processes)
         ]
         self._pool = ThreadPoolExecutor(num_processes)
