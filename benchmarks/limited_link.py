@@ -9,8 +9,8 @@ carries it. For every link and algorithm:
 
 where computing alone is the same algorithm on all ranks at once, over a transport that hands every message back at no
 cost: encoding, summing, decoding and putting slices together. "On the wire" is what the kernel counted at the interface
-(in large packets, before they are cut), over the bytes that the algorithm counted. Algorithms take turns in random order, every result is
-checked, and the median of the rounds counts. Prints Markdown; the last line is one JSON object.
+(in large packets, before they are cut), over the bytes that the algorithm counted. Algorithms take turns in random
+order, every result is checked, and the median of the rounds counts. Prints Markdown; the last line is one JSON object.
 """
 
 import argparse
