@@ -100,7 +100,9 @@ def two_shot_kernel(
             _add(x, own_sums, headers, slot, row, slot_elems, True, fmt, out_fmt, WORLD, ROWS, ELEMS, TILES, True)
         else:
             _add(x, own_sums, headers, slot, row, slot_elems, True, fmt, out_fmt, WORLD, ROWS, ELEMS, TILES, False)
-    late |= meet(headers, rank, tl.where(late == 0, max_polls, 0), WORLD)
+    # Who missed the first meeting is to blame; the others may still be waiting there.
+    late_again = meet(headers, rank, tl.where(late == 0, max_polls, 0), WORLD)
+    late = tl.where(late == 0, late_again, late)
 
     valid = (late == 0) & (dead == 0)
     for owner in range(WORLD):

