@@ -81,7 +81,8 @@ class ParallelOptions:
     )
     transport: str = _option(
         "auto",
-        "how ranks reach each other; auto: shared memory between CPU processes, torch.distributed otherwise",
+        "how ranks reach each other; auto: shared memory between CPU processes, each other's memory between GPUs where "
+        "they can, torch.distributed otherwise",
         ("auto", "shared-memory", "process-group", "peer-memory"),
     )
     nodes: int = _option(1, "equal nodes that the ranks are on, in order; for hierarchical", metavar="N")

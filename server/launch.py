@@ -20,7 +20,7 @@ from tightwire.server.devices import process_age_s
 from tightwire.server.engine_client import Phase
 from tightwire.server.http_server import HttpServer
 from tightwire.server.listener import url_of
-from tightwire.server.messages import Ready
+from tightwire.server.messages import CommSetup, Ready
 from tightwire.server.progress import Progress
 from tightwire.server.rank_setup import RankWork
 from tightwire.server.ranked_engine import RankedEngine, RankFailedError
@@ -120,7 +120,7 @@ class _Server:
         self._progress.say(describe_layout(decision, ready))
         self._progress.say(
             f"ready in {self._slot.startup_s:.1f} s at {url_of(self._listener)}: {info.name} "
-            f"(tp {info.tp}, {info.dtype} on {decision.plan.device}, {_wire(info)}"
+            f"(tp {info.tp}, {info.dtype} on {decision.plan.device}, {_wire(info, ready[0].comm)}"
             f"context {info.max_model_len}, {decision.plan.num_blocks} KV blocks of "
             f"{self._config.engine.block_size} tokens)"
         )
@@ -157,9 +157,9 @@ class _Server:
             os._exit(128 + number)
 
 
-def _wire(info: ModelInfo) -> str:
+def _wire(info: ModelInfo, comm: CommSetup | None) -> str:
     """How ranks meet, for the ready line; nothing when there is one."""
-    return f"allreduce {info.allreduce} over {info.transport}, " if info.tp > 1 else ""
+    return f"allreduce {info.allreduce} over {comm.transport if comm else info.transport}, " if info.tp > 1 else ""
 
 
 def describe_layout(decision: Decision, ready: Mapping[int, Ready]) -> str:

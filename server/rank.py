@@ -11,7 +11,6 @@ from datetime import timedelta
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.codec_warm_up import warm_up_codecs
 from tightwire.comm.group import Group, open_process_group
 from tightwire.comm.nodes import join_nodes
 from tightwire.comm.routes import Routes
@@ -41,10 +40,13 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         reporter.ledger = group.ledger
     try:
         with reporter.stage("self-test"):
-            dtype: torch.dtype = getattr(torch, work.plan.dtype)
-            warm_up_codecs(work.plan.policy, checkpoint.config.hidden_size, dtype, group.device)
-            _await_others(store, identity, reporter, "compile")
-            comm = check_comm(group, work.plan, checkpoint.config.hidden_size, work.config.engine)
+            comm = check_comm(
+                group,
+                work.plan,
+                row_elems=checkpoint.config.hidden_size,
+                max_rows=work.config.engine.max_num_batched_tokens,
+                await_others=lambda: _await_others(store, identity, reporter, "compile"),
+            )
         with reporter.stage("weights") as progress:
             runner = _load(checkpoint, layout, group, comm.routes, work, progress)
         _await_others(store, identity, reporter, "load")
@@ -89,6 +91,7 @@ def _join(identity: RankIdentity, work: RankWork, store: Store) -> Group:
         device=device,
         timeout_s=work.config.parallel.comm_timeout_s,
         segment_fd=identity.segment_fd if shared else None,
+        peer_memory=work.plan.transport == "peer-memory",
     )
     return join_nodes(group, topology, store=store, segment_fd=identity.node_segment_fd if shared else None)
 

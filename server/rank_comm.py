@@ -1,6 +1,7 @@
 """One rank's AllReduces: made as the policy says, checked, and reported. What summed wrongly is not used."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,6 @@ from tightwire.comm.group import Group
 from tightwire.comm.policy import Policy
 from tightwire.comm.routes import Routes, make_candidates
 from tightwire.comm.self_test import Verdict, self_test
-from tightwire.server.config import EngineOptions
 from tightwire.server.messages import CommChoice, CommSetup, SelfTestVerdict
 from tightwire.server.rank_setup import RunPlan
 
@@ -24,33 +24,56 @@ class CheckedComm:
     setup: CommSetup
 
 
-def check_comm(group: Group, plan: RunPlan, row_elems: int, options: EngineOptions) -> CheckedComm:
+def check_comm(
+    group: Group,
+    plan: RunPlan,
+    *,
+    row_elems: int,
+    max_rows: int,
+    await_others: Callable[[], None] = lambda: None,
+) -> CheckedComm:
     """Make every AllReduce of the plan's policy, test each in the sizes to come, and quarantine the wrong ones.
 
     Collective. All ranks come to the same result.
 
+    Args:
+        row_elems, max_rows: a message of one row and one of the most rows are tested.
+        await_others: called when this rank has compiled what it will run, before it meets the others under a deadline.
     Raises:
         QuarantinedError: an algorithm that was asked for by name, or all that ``auto`` could use, sum wrongly.
+        ValueError: peer memory was asked for by name and cannot be had.
     """
-    setup = CommSetup(transport=plan.transport, num_nodes=plan.num_nodes)
     if group.world_size == 1:
-        return CheckedComm(None, setup)
-    candidates = make_candidates(plan.policy, group)
+        return CheckedComm(None, CommSetup(transport=plan.transport, num_nodes=plan.num_nodes))
+    transport, asked = _what_was_had(group, plan)
+    candidates = make_candidates(asked, group)
+    await_others()
     dtype: torch.dtype = getattr(torch, plan.dtype)
     group.ledger.phase = "self-test"
-    verdicts = self_test(group, candidates, row_elems=row_elems, max_rows=options.max_num_batched_tokens, dtype=dtype)
+    verdicts = self_test(group, candidates, row_elems=row_elems, max_rows=max_rows, dtype=dtype)
     wrong = {verdict.algorithm: verdict.detail for verdict in verdicts if not verdict.ok}
     if group.rank == 0:
         for name, detail in wrong.items():
             _log.error("quarantined %s, which failed the self-test: %s", name, detail)
-    policy = plan.policy.without(wrong)
-    return CheckedComm(Routes(policy, candidates), _describe(setup, policy, verdicts))
+    policy = asked.without(wrong)
+    return CheckedComm(Routes(policy, candidates), _describe(transport, plan.num_nodes, policy, verdicts))
 
 
-def _describe(setup: CommSetup, policy: Policy, verdicts: list[Verdict]) -> CommSetup:
+def _what_was_had(group: Group, plan: RunPlan) -> tuple[str, Policy]:
+    """The transport that ``group`` came to have and the policy for it: whether GPUs reach each other only ranks find out."""
+    if plan.transport != "peer-memory" or group.transport.fused is not None:
+        return plan.transport, plan.policy
+    if plan.library_policy is None:
+        raise ValueError(
+            "--transport peer-memory cannot be had, and rank 0's log says why; use --transport process-group, or auto"
+        )
+    return "process-group", plan.library_policy
+
+
+def _describe(transport: str, num_nodes: int, policy: Policy, verdicts: list[Verdict]) -> CommSetup:
     return CommSetup(
-        transport=setup.transport,
-        num_nodes=setup.num_nodes,
+        transport=transport,
+        num_nodes=num_nodes,
         choices=[
             CommChoice(
                 site=rule.site,

@@ -31,11 +31,12 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # cpu or cuda
     dtype: str
     allreduce: str  # as it was asked for; the policy says what that came to
-    transport: str  # shared-memory, process-group, or none for a single rank
+    transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
     max_model_len: int
     num_blocks: int
     num_nodes: int = 1
     policy: Policy = Policy(())  # a single rank has nothing to sum
+    library_policy: Policy | None = None  # for process-group, should peer memory turn out not to be had; None: refuse
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from tightwire.comm.choose import PolicyRequest
 from tightwire.comm.cost import Setting
 from tightwire.comm.policy import Policy
@@ -71,8 +73,12 @@ def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
     device, dtype = setting.device, setting.dtype
     budget = make_budget(model, layout, config.engine, dtype=dtype, device=device, pools=_pools(device, tp, gpus))
     comm = None
+    library = None  # should GPUs not reach each other's memory, which only ranks find out
     if tp > 1:
-        comm = decide_comm(policy_request(config, model), setting, devices=[gpu.name for gpu in gpus])
+        request, devices = policy_request(config, model), [gpu.name for gpu in gpus]
+        comm = decide_comm(request, setting, devices)
+        if setting.transport == "peer-memory" and config.parallel.transport == "auto":
+            library = decide_comm(request, msgspec.structs.replace(setting, transport="process-group"), devices)
     plan = RunPlan(
         device=device,
         dtype=dtype,
@@ -82,6 +88,7 @@ def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
         num_blocks=budget.num_blocks,
         num_nodes=config.parallel.nodes,
         policy=Policy(()) if comm is None else comm.chooser.policy(),
+        library_policy=None if library is None else library.chooser.policy(),
     )
     return Decision(plan=plan, layout=layout, budget=budget, comm=comm)
 
@@ -149,12 +156,18 @@ def policy_request(config: ServeConfig, model: LlamaConfig) -> PolicyRequest:
 def _choose_transport(asked: str, device: str, tp: int) -> str:
     if tp == 1:
         return "none"
+    if asked == "peer-memory" and device == "cpu":
+        raise ValueError(
+            "--transport peer-memory is between GPUs, and ranks run on the CPU; leave it out, or use --device cuda"
+        )
     reason = "it carries CPU tensors, and ranks run on CUDA" if device == "cuda" else why_unusable()
     if asked == "shared-memory" and reason:
         raise ValueError(f"--transport shared-memory cannot be had: {reason}; use --transport process-group")
-    if asked == "auto":
-        return "process-group" if reason else "shared-memory"
-    return asked
+    if asked != "auto":
+        return asked
+    if device == "cuda":
+        return "peer-memory"
+    return "process-group" if reason else "shared-memory"
 
 
 def _choose_device(asked: str, tp: int, gpus: Sequence[CudaDevice]) -> str:

@@ -23,7 +23,7 @@ from tightwire.comm.tune_file import Host, Measured, Point, this_host, tune_path
 from tightwire.model.catalog import cache_folder
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.bench.comm_measure import MeasurePlan, Timed, measure
-from tightwire.server.bench.comm_options import CommBenchOptions
+from tightwire.server.bench.comm_options import TRANSPORTS, CommBenchOptions
 from tightwire.server.bench.comm_ranks import open_ranks
 from tightwire.server.bench.comm_summary import Cells
 from tightwire.server.config import ServeConfig
@@ -98,11 +98,11 @@ def make_plan(config: ServeConfig, seconds: float) -> TunePlan:
 
 
 def measure_all(plan: TunePlan) -> Iterator[Measured]:
-    """Measure one setting after the other.
+    """Measure one setting after the other, leaving out transports that turn out not to be had, unless it is the only one.
 
     Raises:
         LocalRankError: a rank raised, died or fell silent.
-        ValueError: a transport cannot be had after all.
+        ValueError: the only transport cannot be had after all.
     """
     progress = Progress(
         TextColumn("{task.description}"),
@@ -122,7 +122,12 @@ def measure_all(plan: TunePlan) -> Iterator[Measured]:
                 progress.update(task, description=setting.transport, completed=done + index)
 
             per_size_s = (plan.seconds - _START_S * len(plan.settings)) / num_sizes
-            yield _measure_setting(setting, plan.request, sizes, per_size_s, report)
+            try:
+                yield _measure_setting(setting, plan.request, sizes, per_size_s, report)
+            except ValueError as error:
+                if len(plan.settings) == 1:
+                    raise
+                progress.console.print(f"{setting.transport} is left out: {error}", markup=False, soft_wrap=True)
             done += len(sizes)
 
 
@@ -204,6 +209,8 @@ def judge(setting: Setting, cells: Cells) -> Measured:
 
 def _transports(config: ServeConfig, setting: Setting) -> list[str]:
     """The one that was named, or all that can be had here."""
-    if config.parallel.transport != "auto" or setting.device == "cuda":
+    if config.parallel.transport != "auto":
         return [setting.transport]
+    if setting.device == "cuda":
+        return [name for name in ("peer-memory", "process-group") if name in TRANSPORTS]
     return ["process-group"] if why_unusable() else ["shared-memory", "process-group"]

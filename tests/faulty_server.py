@@ -6,6 +6,8 @@ Started again by itself as each rank, through the ranks' own entry point; only t
 import sys
 import time
 
+from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.model.step import StepPlan
 from tightwire.server import rank, worker
 from tightwire.server.flags import make_parser, parse
@@ -23,7 +25,7 @@ HANG_AT_STEP = 20
 def run_faulty(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     fault, faulty_rank = sys.argv[2], int(sys.argv[3])
     if identity.rank == faulty_rank:
-        {"load": _fail_to_load, "hang": _hang}[fault]()
+        {"load": _fail_to_load, "hang": _hang, "sum": _sum_wrongly}[fault]()
     rank.run(identity, work, reporter)
 
 
@@ -32,6 +34,11 @@ def _fail_to_load() -> None:
         raise OSError("the disk is on fire")
 
     rank._load = load  # type: ignore[assignment]
+
+
+def _sum_wrongly() -> None:
+    """One-shot gives the negative of the sum."""
+    OneShotAllReduce.__call__ = lambda self, x: BaseAllReduce.__call__(self, x).neg()  # type: ignore[method-assign]
 
 
 def _hang() -> None:

@@ -11,7 +11,6 @@ from tightwire.comm import registry
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.group import Group
 from tightwire.comm.policy import Choice, Policy, QuarantinedError, Rule, fixed_policy
-from tightwire.server.config import EngineOptions
 from tightwire.server.messages import CommChoice, CommSetup, SelfTestVerdict
 from tightwire.server.rank_comm import check_comm
 from tightwire.server.rank_setup import RunPlan
@@ -31,20 +30,21 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.ALL_REDUCE, "broken", f"{__name__}:BrokenAllReduce")
 
 
-def plan(policy: Policy) -> RunPlan:
+def plan(policy: Policy, transport: str = "process-group", library_policy: Policy | None = None) -> RunPlan:
     return RunPlan(
         device="cpu",
         dtype="float32",
         allreduce="auto",
-        transport="process-group",
+        transport=transport,
         max_model_len=16,
         num_blocks=1,
         policy=policy,
+        library_policy=library_policy,
     )
 
 
 def _check(group: Group, run_plan: RunPlan) -> tuple[CommSetup, Tensor | None]:
-    checked = check_comm(group, run_plan, 64, EngineOptions(max_num_seqs=4, max_num_batched_tokens=8))
+    checked = check_comm(group, run_plan, row_elems=64, max_rows=8)
     if checked.routes is None:
         return checked.setup, None
     return checked.setup, checked.routes.all_reduce("o_proj", 0, "decode")(torch.ones(4))
@@ -90,3 +90,27 @@ def test_the_check_is_counted_apart_from_the_work() -> None:
         return {count.phase for count in group.ledger.counts()}
 
     assert run_in_process(2, phases)[0] == {"self-test"}
+
+
+def test_without_peer_memory_the_policy_for_the_library_is_in_force() -> None:
+    # Ranks in one process have no fused AllReduces, as NCCL has none.
+    here = plan(fixed_policy("flash-int8"), "peer-memory", library_policy=fixed_policy("two-shot"))
+    setup, _ = run_in_process(2, _check, here)[0]
+    assert setup.transport == "process-group" and {choice.algorithm for choice in setup.choices} == {"two-shot"}
+
+
+def test_peer_memory_that_was_named_and_cannot_be_had_is_refused() -> None:
+    with pytest.raises(ValueError, match="--transport peer-memory cannot be had"):
+        run_in_process(2, _check, plan(fixed_policy("ring"), "peer-memory"))
+
+
+def test_others_are_awaited_once_everything_is_compiled() -> None:
+    def check(group: Group) -> list[int]:
+        seen: list[int] = []
+        awaited = plan(fixed_policy("ring"))
+        check_comm(
+            group, awaited, row_elems=64, max_rows=8, await_others=lambda: seen.append(len(group.ledger.counts()))
+        )
+        return seen
+
+    assert run_in_process(2, check) == [[0], [0]]

@@ -170,3 +170,17 @@ def test_a_fetch_that_is_no_longer_wanted_is_given_up(monkeypatch: pytest.Monkey
     with pytest.raises(ModelError, match="stopped while fetching smollm2-135m"):
         run_plan.prepare(make_config({}), Heard(1, lambda text: None), stopped=lambda: len(fractions) == 3)
     assert fractions == [0.0, 0.1, 0.2]
+
+
+def test_between_gpus_auto_tries_peer_memory_and_has_a_policy_without_it(gpus: list[CudaDevice]) -> None:
+    plan = run_plan.decide(make_config({"tp": 2}), MODEL).plan
+    assert plan.transport == "peer-memory" and plan.library_policy is not None
+    named = run_plan.decide(make_config({"tp": 2, "transport": "peer-memory"}), MODEL).plan
+    assert named.transport == "peer-memory" and named.library_policy is None
+    library = run_plan.decide(make_config({"tp": 2, "transport": "process-group"}), MODEL).plan
+    assert library.transport == "process-group" and library.library_policy is None
+
+
+def test_peer_memory_is_refused_between_cpu_ranks(gpus: list[CudaDevice]) -> None:
+    with pytest.raises(ValueError, match="--transport peer-memory is between GPUs"):
+        run_plan.decide(make_config({"tp": 2, "device": "cpu", "transport": "peer-memory"}), MODEL)
