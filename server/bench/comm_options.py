@@ -11,7 +11,7 @@ from tightwire.comm.registry import all_reduce_names, describe_all_reduce_names,
 from tightwire.server.sizes import parse_bytes
 
 DTYPES = ("bfloat16", "float16", "float32")
-TRANSPORTS = ("auto", "shared-memory", "process-group")
+TRANSPORTS = ("auto", "shared-memory", "process-group", "peer-memory")
 DEFAULT_SIZES = tuple(8192 * 4**power for power in range(6))  # 8 KiB to 8 MiB
 _MAX_RANKS = 64
 
@@ -48,6 +48,10 @@ class CommBenchOptions:
             raise ValueError("--link lies between nodes, so --nodes must be at least 2")
         if self.link is not None and (self.transport == "shared-memory" or self.device != "cpu"):
             raise ValueError("--link joins CPU processes by sockets; leave out --transport and --device")
+        if (self.transport == "peer-memory" and self.device != "cuda") or (
+            self.transport == "shared-memory" and self.device != "cpu"
+        ):
+            raise ValueError(f"--transport {self.transport} is not for --device {self.device}")
         if self.repeats < 3:
             raise ValueError(f"--repeats must be at least 3, got {self.repeats}")
         for flag, value in (("--seconds-per-size", self.seconds_per_size), ("--timeout", self.timeout_s)):
@@ -104,7 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=int, default=2, metavar="N", help="processes, one thread each (%(default)s)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of the numbers (%(default)s)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda takes one device per rank (%(default)s)")
-    add("--transport", choices=TRANSPORTS, default="auto", help="auto: shared memory between CPU ranks of one node")
+    add(
+        "--transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="auto: shared memory between CPU ranks of one node, peer memory between GPUs that have it",
+    )
     add(
         "--link",
         metavar="LINK",

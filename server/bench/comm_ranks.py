@@ -32,6 +32,7 @@ class GroupPlan:
     store_path: str
     segment: str | None = None  # a path that opens the memory of all ranks
     node_segments: tuple[str | None, ...] = ()  # and that of each node's ranks
+    peer_memory: bool = False
     network: tuple[EmulatedNode, ...] = ()  # where each node's ranks live; (): on the machine's own network
     throttle: Link | None = None  # slows the transport itself, where the kernel does not
 
@@ -60,12 +61,22 @@ def open_ranks(options: CommBenchOptions) -> Iterator[tuple[LocalRanks, dict[str
                 _segment(stack, per_node) if shares_nodes and 1 < per_node < options.ranks else None
                 for _ in range(options.num_nodes)
             ),
+            peer_memory=transport == "peer-memory",
             network=wire.nodes,
             throttle=wire.throttle,
         )
         silence_s = 2 * options.timeout_s + 30
         ranks = stack.enter_context(LocalRanks(options.ranks, partial(open_group, plan), silence_s=silence_s))
+        if plan.peer_memory and not all([has for _, has in ranks.stream(has_peer_memory)]):
+            if options.transport == "peer-memory":
+                raise ValueError("--transport peer-memory cannot be had; the ranks said above why")
+            transport = "process-group"
         yield ranks, {"transport": transport, "link": wire.facts}
+
+
+def has_peer_memory(group: Group) -> Iterator[bool]:
+    """Whether this rank's sums go through peer memory; where they were to and do not, it has logged the reason."""
+    yield group.transport.fused is not None
 
 
 def open_group(plan: GroupPlan, rank: int) -> Group:
@@ -86,6 +97,7 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
         timeout_s=plan.timeout_s,
         interface=interface,
         segment_fd=_open(plan.segment),
+        peer_memory=plan.peer_memory,
     )
     if plan.num_nodes > 1:
         segment_fd = _open(plan.node_segments[topology.node])
@@ -130,13 +142,11 @@ class _Wire:
 
 def _choose_transport(options: CommBenchOptions) -> str:
     if options.device == "cuda":
-        if options.transport == "shared-memory":
-            raise ValueError("--transport shared-memory carries CPU tensors; leave it out with --device cuda")
         if torch.cuda.device_count() < options.ranks:
             raise ValueError(
                 f"--device cuda needs a device per rank: {options.ranks} ranks, {torch.cuda.device_count()} devices"
             )
-        return "process-group"
+        return "peer-memory" if options.transport == "auto" else options.transport
     reason = why_unusable()
     if options.transport == "shared-memory" and reason:
         raise ValueError(f"--transport shared-memory cannot be had: {reason}; use --transport process-group")

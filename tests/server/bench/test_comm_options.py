@@ -37,6 +37,8 @@ def test_names_sizes_and_nodes() -> None:
         (["--ranks", "3", "--nodes", "2"], "--nodes must divide the 3 ranks evenly, got 2"),
         (["--link", "1gbit", "--nodes", "1"], "--nodes must be at least 2"),
         (["--link", "1gbit", "--transport", "shared-memory"], "joins CPU processes by sockets"),
+        (["--transport", "peer-memory"], "--transport peer-memory is not for --device cpu"),
+        (["--transport", "shared-memory", "--device", "cuda"], "is not for --device cuda"),
         (["--link", "slow"], "is not a link"),
         (["--repeats", "2"], "--repeats must be at least 3, got 2"),
         (["--timeout", "0"], "--timeout must be above 0"),
