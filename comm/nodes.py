@@ -68,7 +68,11 @@ def join_nodes(
 
     node, place = topology.node, topology.node_rank
     inside = join(place, topology.ranks_per_node, f"{name}/node-{node}", segment_fd)
-    across = join(node, topology.num_nodes, f"{name}/across-{place}", None)
+    try:
+        across = join(node, topology.num_nodes, f"{name}/across-{place}", None)
+    except CommError:
+        inside.close()
+        raise
     notes = FailureNotes(PrefixStore(f"tightwire/{name}/nodes", store), group.rank, group.world_size)
     return replace(group, nodes=NodeGroups(inside=inside, across=across, notes=notes))
 

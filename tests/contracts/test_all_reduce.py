@@ -1,8 +1,9 @@
 """One contract for every AllReduce over every transport: the seam's promises (comm/protocols.py), checked on each rank.
 
-In process, where a call is cheap, every algorithm meets every world size, dtype and length below a few thousand, and a
-million elements with three ranks in bfloat16. Between processes every transport meets every algorithm at two to four
-ranks, shared memory at five and eight too, on two cores.
+In process, where a call is cheap, every algorithm meets world sizes 1 to 5 and 8 with every dtype and length up to 4096.
+Between processes every algorithm runs over gloo and shared memory with two to four ranks, over shared memory with five
+and eight too, over NCCL's calls with two and three, behind a throttled link with two. A million elements and three are
+summed in bfloat16 only, by three ranks in process and by two over shared memory.
 
 "nccl-calls" is the NCCL transport over a gloo group, "throttled" a transport behind an emulated link (tests/harness.py):
 NCCL itself needs a GPU per rank.
@@ -35,6 +36,7 @@ PROCESSES = [
 ]
 ON_NODES = [
     *(Over("in-process", *shape) for shape in ((3, 3), (4, 2), (6, 3), (6, 2), (8, 2))),
+    Over("gloo", 2, 2),
     Over("shared-memory", 4, 2),
 ]
 HIERARCHICAL = ["hierarchical", "hierarchical:int8", "hierarchical:int5-g32-had"]
