@@ -4,13 +4,14 @@
                                     [--calls 60] [--transports shared-memory,gloo]
 
 Every rank has one thread. ``native`` is gloo's all_reduce whatever the transport: the same processes, the same call of
-this library around it. The algorithms take turns call by call, so that what else runs hurts all of them; a barrier stands
-before each call, outside the time; every result is checked against the exact sum. Prints Markdown tables of rank 0's
-medians, with the factor over native in brackets, then one JSON line.
+this library around it. The algorithms take turns call by call in random order, so that what else runs hurts all of them;
+a barrier stands before each call, outside the time; every result is checked against the exact sum. Prints Markdown tables
+of rank 0's medians, with the factor over native in brackets, then one JSON line.
 """
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -18,8 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-from tightwire.server.bench.quiet import OthersWatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -54,10 +53,10 @@ def measure(
             x = torch.full((int(kib * 1024) // dtype.itemsize,), float(group.rank + 1), dtype=dtype)
             seconds: dict[str, list[float]] = {name: [] for name in _NAMES}
             for call in range(num_calls + 1):
-                for name, all_reduce in arms.items():
+                for name in random.Random(call).sample(_NAMES, len(_NAMES)):  # on all ranks alike
                     group.transport.barrier()
                     start = time.perf_counter()
-                    result = all_reduce(x)
+                    result = arms[name](x)
                     if call:  # the first one warms up
                         seconds[name].append(time.perf_counter() - start)
                     if not bool((result == total).all()):
