@@ -94,7 +94,7 @@ class CommBench:
         return 1 if faults else 0
 
     def fail(self, reason: str) -> int:
-        """Keep what was measured, and say why there is no more."""
+        """Keep what was measured, if anything was, and say why there is no more."""
         sys.stderr.write(f"tightwire bench comm: {reason}\n")
         self._keep()
         self._last_line(reason)
@@ -119,12 +119,13 @@ class CommBench:
                         comm_report.show_size(self._console, event.size, self._cells.rows())
 
     def _keep(self) -> None:
-        if self._files is not None:
+        if self._files is not None and self._cells.rows():
             self._files.write(self._result(), self._cells.samples())
 
     def _result(self) -> dict[str, Any]:
-        files = self._files.paths if self._files is not None else []
-        return {"schema": comm_report.SCHEMA, **self._facts, "cells": self._cells.rows(), "files": files}
+        rows = self._cells.rows()
+        files = self._files.paths if self._files is not None and rows else []
+        return {"schema": comm_report.SCHEMA, **self._facts, "cells": rows, "files": files}
 
     def _last_line(self, error: str | None) -> None:
         """The whole result on one line, without raw samples; ``error`` says why it cannot be trusted or is not complete."""

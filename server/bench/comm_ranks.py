@@ -67,7 +67,8 @@ def open_ranks(options: CommBenchOptions) -> Iterator[tuple[LocalRanks, dict[str
         )
         silence_s = 2 * options.timeout_s + 30
         ranks = stack.enter_context(LocalRanks(options.ranks, partial(open_group, plan), silence_s=silence_s))
-        if plan.peer_memory and not all([has for _, has in ranks.stream(has_peer_memory)]):
+        having = [has for _, has in ranks.stream(has_peer_memory)] if plan.peer_memory else []
+        if not all(having):
             if options.transport == "peer-memory":
                 raise ValueError("--transport peer-memory cannot be had; the ranks said above why")
             transport = "process-group"

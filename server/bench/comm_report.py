@@ -2,6 +2,7 @@
 
 import csv
 import json
+import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -72,7 +73,7 @@ class ResultFiles:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._json, self._csv, self._page = (folder / f"{stem}.{kind}" for kind in ("json", "csv", "html"))
-            self._json.touch(exist_ok=False)
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise ValueError(f"--output {folder} cannot be written: {error}") from error
 

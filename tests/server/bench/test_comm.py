@@ -116,6 +116,30 @@ def test_a_rank_that_fails_is_named_and_what_was_measured_is_told(capsys: pytest
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
 
 
+def test_what_cannot_be_had_is_refused_and_leaves_no_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(comm_ranks, "why_unusable", lambda: "this system has none")
+
+    status, result, text = bench(*SMALL, "--transport", "shared-memory", "--output", str(tmp_path), capsys=capsys)
+
+    assert (status, result["cells"], result["files"]) == (1, [], [])
+    assert "--transport shared-memory cannot be had: this system has none" in result["error"]
+    assert result["error"] in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+
+    status, result, text = bench(*SMALL, "--output", str(tmp_path / "file"), capsys=capsys)
+
+    assert status == 1 and result["cells"] == []
+    assert "cannot be written" in text and "KiB" not in text
+
+
 def test_over_a_real_wire_between_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         EmulatedNetwork(parse_link("1gbit")).close()
