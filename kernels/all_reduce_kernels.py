@@ -16,7 +16,8 @@ def _stays_rotated(fmt, out_fmt):
     return fmt is not None and out_fmt is not None and stays_rotated(fmt, out_fmt)
 
 
-@triton.jit
+# One kernel for every rank: a rank of 1 compiled by itself would keep the others waiting.
+@triton.jit(do_not_specialize=["rank", "max_polls"])
 def one_shot_kernel(
     x,
     out,
@@ -53,7 +54,7 @@ def one_shot_kernel(
     end_call(headers, rank, number, dead, late, failure)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "max_polls"])
 def two_shot_kernel(
     x,
     out,

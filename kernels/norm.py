@@ -1,10 +1,13 @@
 """Root-mean-square normalization, alone or with the residual sum before it.
 
 On CPU one numba pass per row replaces six torch operations, each of which costs a microsecond before it computes
-anything. A row's bits depend on that row alone.
+anything; on a GPU one Triton program per row replaces as many launches (``norm_triton``). A row's bits depend on that row
+alone.
 """
 
 import math
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +36,10 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """``rms_norm_reference``, equal to it but for the order of the fp32 sum over D.
 
     Raises:
-        ValueError: on CPU, shapes or dtypes of x and weight that do not match.
+        ValueError: shapes or dtypes of x and weight that do not match.
     """
-    if x_TD.device.type != "cpu":
-        return rms_norm_reference(x_TD, weight_D, eps)
+    if x_TD.is_cuda:
+        return _triton().rms_norm(x_TD, weight_D, eps)
     _check(x_TD, x_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
     _run(out_TD, None, x_TD, None, weight_D, eps)
@@ -45,13 +48,18 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``add_rms_norm_reference`` in one pass: the normalized sum and the sum itself, both new tensors."""
-    if x_TD.device.type != "cpu":
-        return add_rms_norm_reference(x_TD, residual_TD, weight_D, eps)
+    if x_TD.is_cuda:
+        return _triton().add_rms_norm(x_TD, residual_TD, weight_D, eps)
     _check(x_TD, residual_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
     sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
     _run(out_TD, sum_TD, x_TD, residual_TD, weight_D, eps)
     return out_TD, sum_TD
+
+
+def _triton() -> Any:
+    """Imported when a GPU asks for it: a CPU host need not have Triton."""
+    return import_module("tightwire.kernels.norm_triton")
 
 
 def _check(x: Tensor, residual: Tensor, weight: Tensor) -> None:

@@ -25,10 +25,10 @@ def load_tiles(source, first_B, end, elems: tl.constexpr, num_tiles: tl.constexp
     for r in tl.static_range(num_tiles):
         places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
         if whole:
-            stored = tl.load(_raw(source) + places_BW)
+            stored = tl.load(raw(source) + places_BW)
         else:
-            stored = tl.load(_raw(source) + places_BW, mask=places_BW < end, other=0)
-        tiles = tiles + (_widened(stored),)
+            stored = tl.load(raw(source) + places_BW, mask=places_BW < end, other=0)
+        tiles = tiles + (widened(stored),)
     return tiles
 
 
@@ -39,14 +39,14 @@ def store_tiles(target, first_B, end, tiles, whole: tl.constexpr):
     for r in tl.static_range(len(tiles)):
         places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
         if whole:
-            tl.store(_raw(target) + places_BW, _narrowed(tiles[r], target.dtype.element_ty))
+            tl.store(raw(target) + places_BW, narrowed(tiles[r], target.dtype.element_ty))
         else:
-            rounded = _narrowed(tiles[r], target.dtype.element_ty)
-            tl.store(_raw(target) + places_BW, rounded, mask=places_BW < end)
+            rounded = narrowed(tiles[r], target.dtype.element_ty)
+            tl.store(raw(target) + places_BW, rounded, mask=places_BW < end)
 
 
 @triton.jit
-def _raw(pointer):
+def raw(pointer):
     """bfloat16 is read and written as 16-bit integers: exactly, also where the interpreter's conversions are not."""
     if pointer.dtype.element_ty == tl.bfloat16:
         return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -55,8 +55,8 @@ def _raw(pointer):
 
 
 @triton.jit
-def _widened(stored):
-    """What was loaded through ``_raw`` as float32."""
+def widened(stored):
+    """What was loaded through ``raw`` as float32."""
     if stored.dtype == tl.int16:
         return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -64,8 +64,8 @@ def _widened(stored):
 
 
 @triton.jit
-def _narrowed(x, dtype: tl.constexpr):
-    """Float32 rounded to nearest even, in the form that is stored through ``_raw``."""
+def narrowed(x, dtype: tl.constexpr):
+    """Float32 rounded to nearest even, in the form that is stored through ``raw``."""
     if dtype == tl.bfloat16:
         if INTERPRETED:
             return bf16_bits(x).to(tl.int16)  # its conversion truncates

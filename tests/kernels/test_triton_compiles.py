@@ -30,7 +30,7 @@ def _ptx(kernel: Any, capability: int, types: dict[str, Any], constants: dict[st
 
     names = kernel.arg_names
     signature = {name: types.get(name, "i32") if name not in constants else "constexpr" for name in names}
-    aligned = [(i,) for i, name in enumerate(names) if isinstance(signature[name], str) and name not in constants]
+    aligned = [(i,) for i, name in enumerate(names) if str(signature[name]).startswith(("*", "i"))]
     aligned += [
         (i, j) for i, name in enumerate(names) if isinstance(signature[name], tuple) for j in range(len(types[name]))
     ]
@@ -89,3 +89,12 @@ def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
     assert len(atomics) == num_meetings and all("acq_rel" in line and "sys" in line for line in atomics)
     assert ptx.count("ld.global.sys.acquire") >= 2 * num_meetings
     assert "ld.global.nc" not in ptx  # what peers write is not constant
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_norm(adds: bool) -> None:
+    from tightwire.kernels.norm_triton import _rms_norm_row
+
+    types = dict.fromkeys(("x", "residual", "weight", "out", "total"), "*bf16")
+    ptx = _ptx(_rms_norm_row, H100, {**types, "eps": "fp32"}, {"ADDS": adds, "PLACES": 4096})
+    assert "approx" not in ptx and "fma" not in ptx and "sqrt.rn" in ptx

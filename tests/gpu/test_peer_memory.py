@@ -1,0 +1,125 @@
+"""AllReduce kernels on GPUs: ranks as processes that share one, as buffers of one process, and each on its own.
+
+The generic algorithms over gloo, on the CPU, say what every sum must be to the bit.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor
+from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.group import Group, open_process_group
+from tightwire.comm.peer_access import Council, why_unusable
+from tightwire.comm.registry import make_all_reduce
+from tightwire.comm.topology import Topology
+
+pytestmark = pytest.mark.gpu
+
+ALGORITHMS = ("one-shot", "two-shot", "flash-int8", "flash-int4", "flash-int5", "flash:int4-had,int8-g32")
+SIZES = (1, 4096, 100_003, 1 << 20)
+SEND_BYTES, NUM_BLOCKS = 256 << 10, 8  # the longest messages take several launches; all processes' blocks fit a device
+
+
+def _input(rank: int, num_elems: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * num_elems + 10 * rank + seed)
+    return (3 * torch.randn(num_elems, generator=generator)).to(dtype)
+
+
+def _on_one_device(group: Group, store_path: str) -> Group:
+    """``group``, of gloo, with its sums on the first GPU, which all ranks share."""
+    from tightwire.comm.peer_buffers import map_peer_buffers
+    from tightwire.comm.transport.peer_memory import PeerMemoryTransport
+
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    store: Store = FileStore(store_path, group.world_size)
+    council = Council(store, rank=group.rank, world_size=group.world_size, timeout_s=60.0)
+    assert why_unusable(council, device) is None
+    buffers = map_peer_buffers(council, store, device, send_bytes=SEND_BYTES, num_blocks=NUM_BLOCKS)
+    transport = PeerMemoryTransport(buffers, library=group.transport, timeout_s=60.0, describe=group.ledger.current)
+    return replace(group, transport=transport, device=device)
+
+
+def _check_sums(group: Group, store_path: str) -> None:
+    on_gpu = _on_one_device(group, store_path)
+    for name in ALGORITHMS:
+        expected, all_reduce = make_all_reduce(name, group), make_all_reduce(name, on_gpu)
+        for num_elems in SIZES:
+            for dtype in (torch.bfloat16, torch.float32):
+                x = _input(group.rank, num_elems, dtype)
+                sent_before = on_gpu.transport.bytes_sent
+                result = all_reduce(x.cuda())
+                assert on_gpu.transport.bytes_sent - sent_before == all_reduce.wire_bytes(num_elems, x.element_size())
+                assert torch.equal(result.cpu(), expected(x)), f"{name} {num_elems} {dtype}"
+    on_gpu.transport.barrier()
+
+
+def _check_graphs(group: Group, store_path: str) -> None:
+    """A captured call is replayed on new numbers, with other calls in between."""
+    on_gpu = _on_one_device(group, store_path)
+    for name in ("one-shot", "two-shot", "flash-int8"):
+        expected, all_reduce = make_all_reduce(name, group), make_all_reduce(name, on_gpu)
+        x = torch.zeros(4096, dtype=torch.bfloat16, device="cuda")
+        all_reduce(x)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = all_reduce(x)
+        for seed in range(5):
+            mine = _input(group.rank, 4096, torch.bfloat16, seed)
+            x.copy_(mine)
+            graph.replay()
+            assert torch.equal(result.cpu(), expected(mine)), f"{name}, replay {seed}"
+            if seed % 2:
+                assert torch.equal(all_reduce(x).cpu(), expected(mine)), f"{name} after replay {seed}"
+        on_gpu.transport.barrier()
+
+
+def _check_over_nccl(group: Group, store_path: str) -> None:
+    """Each rank on a GPU of its own: the same bits and bytes as the generic algorithms over NCCL, where peers can be had."""
+    device = torch.device("cuda", group.rank)
+    torch.cuda.set_device(device)
+    topology, store = Topology(group.rank, group.world_size), FileStore(store_path, group.world_size)
+    options: dict[str, Any] = {"store": store, "device": device, "timeout_s": 60.0}
+    with (
+        open_process_group(topology, **options, name="nccl") as plain,
+        open_process_group(topology, **options, name="peers", peer_memory=True) as over_peers,
+    ):
+        if over_peers.transport.fused is None:
+            return  # the log says why; NCCL has its own tests
+        for name in ALGORITHMS:
+            for num_elems in SIZES:
+                x = _input(group.rank, num_elems, torch.bfloat16).to(device)
+                want = make_all_reduce(name, plain)(x)
+                assert torch.equal(make_all_reduce(name, over_peers)(x), want), f"{name} {num_elems}"
+        over_peers.transport.barrier()
+
+
+@pytest.mark.parametrize("check", [_check_sums, _check_graphs])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_that_share_a_gpu(world_size: int, check: Callable[..., None], tmp_path: Path) -> None:
+    run_ranks(world_size, check, os.fspath(tmp_path / "store"), timeout_s=250.0, collective_timeout_s=120.0)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_ranks_played_by_one_process(world_size: int, device: torch.device) -> None:
+    from tightwire.server.bench.kernels_ranks import ALGORITHMS as PLAYED
+    from tightwire.server.bench.kernels_ranks import PlayedRanks
+
+    ranks = PlayedRanks(world_size, device)
+    for algorithm in PLAYED:
+        for num_bytes in (8192, 1 << 20):
+            assert ranks.arm(algorithm, num_bytes, torch.bfloat16).is_right(), f"{algorithm} {num_bytes}"
+
+
+@pytest.mark.multi_gpu
+def test_a_gpu_for_each_rank(tmp_path: Path) -> None:
+    world_size = min(8, torch.cuda.device_count())
+    run_ranks(world_size, _check_over_nccl, os.fspath(tmp_path / "store"), timeout_s=250.0)
