@@ -130,6 +130,16 @@ def test_keeps_the_contract_with_a_million_elements(runner: Runner, name: str) -
     _assert_contract(runner, name, (LARGE,), (torch.bfloat16,))
 
 
+@over(Over("gloo", 3), Over("shared-memory", 2), Over("shared-memory", 5), Over("nccl-calls", 3))
+def test_the_same_bits_over_every_transport(runner: Runner) -> None:
+    """A kernel that does a whole AllReduce rounds where the messages' algorithm does; only libraries add as they like."""
+    in_process = Runner(Over("in-process", runner.over.world_size))
+    for name in NAMES:
+        if name != "native":
+            got, want = (ranks.run(_check_contract, name, (1, 127, 4096), DTYPES)[0] for ranks in (runner, in_process))
+            assert got == want, name
+
+
 CODECS = [
     f"int{bits}{group}{symmetric}{rotated}"
     for bits, group, symmetric, rotated in product((8, 6, 5, 4, 3, 2), ("", "-g64", "-g32"), ("", "-sym"), ("", "-had"))
