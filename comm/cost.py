@@ -1,6 +1,6 @@
 """What an AllReduce costs: predicted from rounds, bytes and quantization, or measured on this host where it was.
 
-    us = call + rounds * round + sent bytes * byte + encoded elements * encode + decoded elements * decode
+    us = call + rounds * round + sent bytes * byte (+ coded call + encoded elements * encode + decoded elements * decode)
 
 The constants of a ``LinkCost`` are seeds: good enough to tell apart algorithms that differ much. ``tightwire tune`` replaces
 the prediction by what it measured. Source of the model: Thakur, Rabenseifner and Gropp, Optimization of Collective
@@ -45,7 +45,9 @@ class LinkCost:
     """Seeds for one way ranks reach each other, in microseconds; ``*_mib`` per MiB sent, ``*_melem`` per 2^20 elements."""
 
     call: float
-    round: float
+    coded_call: float  # on top, for an algorithm that encodes
+    round: float  # of one-shot, two-shot and flash, which are one kernel where memory is shared
+    message_round: float  # of those that always go message by message
     mib: float
     native_round: float
     native_mib: float
@@ -53,21 +55,53 @@ class LinkCost:
     decode_melem: float
 
 
-# Where each comes from: shared memory and gloo from `tightwire tune` on two cores of a server CPU with 2 ranks (gloo through
-# the loopback interface: a real network has its own bandwidth); the two for CUDA are published figures of PCIe boxes
-# (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier) and have not been measured here.
+# Where each comes from: shared memory and gloo from `bench comm` and benchmarks/all_reduce.py with 2 ranks on two cores of a
+# server CPU, rounded (gloo through the loopback interface: a real network has its own bandwidth); the two for CUDA are
+# published figures of PCIe boxes (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier), not measured here.
 LINK_COSTS: Mapping[tuple[str, str], LinkCost] = {
     ("shared-memory", "cpu"): LinkCost(
-        call=6, round=4, mib=200, native_round=150, native_mib=700, encode_melem=2000, decode_melem=600
+        call=6,
+        coded_call=80,
+        round=4,
+        message_round=35,
+        mib=200,
+        native_round=150,
+        native_mib=700,
+        encode_melem=600,
+        decode_melem=250,
     ),
     ("process-group", "cpu"): LinkCost(
-        call=20, round=110, mib=900, native_round=150, native_mib=900, encode_melem=2000, decode_melem=600
+        call=20,
+        coded_call=40,
+        round=110,
+        message_round=110,
+        mib=900,
+        native_round=150,
+        native_mib=900,
+        encode_melem=600,
+        decode_melem=250,
     ),
     ("process-group", "cuda"): LinkCost(
-        call=5, round=15, mib=45, native_round=6, native_mib=42, encode_melem=4, decode_melem=3
+        call=5,
+        coded_call=20,
+        round=15,
+        message_round=15,
+        mib=45,
+        native_round=6,
+        native_mib=42,
+        encode_melem=4,
+        decode_melem=3,
     ),
     ("peer-memory", "cuda"): LinkCost(
-        call=3, round=4, mib=42, native_round=6, native_mib=42, encode_melem=2, decode_melem=1.5
+        call=3,
+        coded_call=2,
+        round=4,
+        message_round=15,
+        mib=42,
+        native_round=6,
+        native_mib=42,
+        encode_melem=2,
+        decode_melem=1.5,
     ),
 }
 
@@ -126,10 +160,12 @@ class CostModel:
         link, work = self._link, _work(parse_all_reduce(name), self.setting, num_bytes)
         between = LINK_COSTS["process-group", self.setting.device]
         round_us, mib_us = (link.native_round, link.native_mib) if name == "native" else (link.round, link.mib)
+        if name == "ring" or name.startswith("hierarchical"):
+            round_us = link.message_round
         moving_us = work.rounds * round_us + work.sent_bytes / _MIB * mib_us
-        moving_us += work.node_rounds * between.round + work.node_bytes / _MIB * between.mib
+        moving_us += work.node_rounds * between.message_round + work.node_bytes / _MIB * between.mib
         coding_us = (work.encoded_elems * link.encode_melem + work.decoded_elems * link.decode_melem) / _MIB
-        return link.call + moving_us + coding_us
+        return link.call + moving_us + (link.coded_call + coding_us if work.encoded_elems else 0)
 
 
 @dataclass(frozen=True, slots=True)
