@@ -61,7 +61,7 @@ def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dt
     float32 in rank order, and rounded once, to ``dtype`` (default: that of ``x``; float32 keeps the sum as it is).
 
     Cost: ``reduce_scatter_bytes``. Error: the ranks' codec bounds, the additions and the last rounding
-    (``comm.summing.quantized_sum_bound``).
+    (``comm.error_bounds.quantized_sum_bound``).
 
     Raises:
         TypeError: a dtype that cannot be summed.

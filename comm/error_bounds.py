@@ -22,11 +22,11 @@ def rank_order_bound(inputs: Sequence[Tensor]) -> Tensor:
     the total t to a type with unit v (2^-8 bf16, 2^-11 fp16) adds at most v (|t| + e). Infinite where S leaves the
     type's range. Source: Higham, Accuracy and Stability of Numerical Algorithms, chapters 2 and 4.
     """
-    magnitude, exact = _magnitude(inputs), _exact(inputs)
-    error = adding_bound(inputs)
+    exact, error = _exact(inputs), adding_bound(inputs)
+    largest = _magnitude(inputs) + error
     if inputs[0].dtype != torch.float32:
         error = error + _unit(inputs[0].dtype) * (exact.abs() + error)
-    return _infinite_on_overflow(error, magnitude, inputs[0].dtype)
+    return _infinite_on_overflow(error, largest, inputs[0].dtype)
 
 
 def adding_bound(inputs: Sequence[Tensor]) -> Tensor:
@@ -44,9 +44,10 @@ def rounded_parts_bound(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     magnitude, dtype = _magnitude(inputs), inputs[0].dtype
     error = torch.stack([rank_order_bound(part) for part in parts]).sum(0)
     error = error + _adding_factor(len(parts)) * (magnitude + error)
+    largest = magnitude + error
     if dtype != torch.float32:
         error = error + _unit(dtype) * (_exact(inputs).abs() + error)
-    return _infinite_on_overflow(error, magnitude, dtype)
+    return _infinite_on_overflow(error, largest, dtype)
 
 
 def rounded_hops_bound(inputs: Sequence[Tensor]) -> Tensor:
@@ -60,7 +61,8 @@ def rounded_hops_bound(inputs: Sequence[Tensor]) -> Tensor:
     if dtype != torch.float32:
         factor *= 1 + _unit(dtype)
     magnitude = _magnitude(inputs)
-    return _infinite_on_overflow((factor ** (len(inputs) - 1) - 1) * magnitude, magnitude, dtype)
+    error = (factor ** (len(inputs) - 1) - 1) * magnitude
+    return _infinite_on_overflow(error, magnitude + error, dtype)
 
 
 def quantized_sum_bound(inputs: Sequence[Tensor], codec: Codec) -> tuple[Tensor, Tensor]:
@@ -127,6 +129,7 @@ def _magnitude(inputs: Sequence[Tensor]) -> Tensor:
     return torch.stack([x.double().abs() for x in inputs]).sum(0)
 
 
-def _infinite_on_overflow(error: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+def _infinite_on_overflow(error: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """``largest``: what a sum on the way may come to, its roundings so far included."""
     # Written so that NaN, the sum of an infinite and an opposite one, is beyond any bound too.
-    return torch.where(magnitude <= torch.finfo(dtype).max, error, torch.inf)
+    return torch.where(largest <= torch.finfo(dtype).max, error, torch.inf)

@@ -105,7 +105,7 @@ def _decode_all(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, add: bool) -> N
 
 
 def _check_numbers(x_N: Tensor, name: str) -> None:
-    if x_N.dtype not in NUMBER_KIND or x_N.dim() != 1 or not x_N.is_contiguous() or x_N.is_cuda:
+    if x_N.dtype not in NUMBER_KIND or x_N.dim() != 1 or not x_N.is_contiguous() or not x_N.is_cpu:
         raise ValueError(
             f"{name} must be one-dimensional and contiguous, of {', '.join(map(str, NUMBER_KIND))}, on the CPU; "
             f"got {tuple(x_N.shape)} {x_N.dtype} with strides {x_N.stride()} on {x_N.device}"
@@ -114,7 +114,7 @@ def _check_numbers(x_N: Tensor, name: str) -> None:
 
 def _check_message(buf: Tensor, fmt: BlockFormat, num_elems: int) -> None:
     size = fmt.encoded_bytes(num_elems)
-    if buf.dtype != torch.uint8 or buf.shape != (size,) or not buf.is_contiguous() or buf.is_cuda:
+    if buf.dtype != torch.uint8 or buf.shape != (size,) or not buf.is_contiguous() or not buf.is_cpu:
         raise ValueError(
             f"{num_elems} numbers in {fmt} are ({size},) torch.uint8, contiguous, on the CPU; "
             f"got {tuple(buf.shape)} {buf.dtype} with strides {buf.stride()} on {buf.device}"

@@ -43,6 +43,14 @@ def test_no_bound_where_the_sum_overflows() -> None:
     assert rank_order_bound(parts)[1] < 0.01
 
 
+def test_no_bound_where_roundings_on_the_way_lead_beyond_the_largest_number() -> None:
+    """The exact sum is float16's largest number, but the first hop rounds up by half a step of it."""
+    parts = [torch.tensor([value], dtype=torch.float16) for value in (16400.0, 16416.0, 32688.0)]
+    assert (parts[0] + parts[1] + parts[2]).isinf()
+    assert rounded_hops_bound(parts).isinf()
+    assert rounded_parts_bound([parts[:2], parts[2:]]).isinf()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parts_rounded_on_the_way_need_their_own_bound(dtype: torch.dtype) -> None:
     parts = _parts(8, dtype)
