@@ -18,7 +18,6 @@ from tightwire.comm.rendezvous import join
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.in_process import InProcessTransport, Meeting
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
-from tightwire.kernels.heap import keep_freed_memory
 from tightwire.kernels.shared_all_reduce import compile_all
 
 
@@ -117,7 +116,6 @@ def open_process_group(
     else:
         if segment_fd is not None:
             compile_all()  # while there is no deadline but the others' patience to join
-            keep_freed_memory()
         transport = join(
             topology,
             store=store,
