@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tightwire.comm.codec_error import relative_rms_error
 from tightwire.comm.cost import CostModel, size_grid
-from tightwire.comm.policy import PHASES, SITES, Choice, Policy, Rule
+from tightwire.comm.policy import PHASES, SITES, Choice, Policy, QuarantinedError, Rule
 from tightwire.comm.registry import parse_all_reduce
 
 RANK_ORDER = "in rank order"
@@ -91,7 +91,11 @@ class Chooser:
         self._admitted = {phase: self._admit(request.error_budget if phase == "prefill" else None) for phase in PHASES}
 
     def policy(self) -> Policy:
-        """Rules for every site and phase; the same inputs always give the same policy."""
+        """Rules for every site and phase; the same inputs always give the same policy.
+
+        Raises:
+            QuarantinedError: nothing that ``auto`` may use is left.
+        """
         return Policy(tuple(Rule(site, phase, self._choices(site, phase)) for site in SITES for phase in PHASES))
 
     def candidates(self) -> list[str]:
@@ -145,7 +149,13 @@ class Chooser:
         return (Choice(up_to_bytes=None, algorithms=(asked,), reason=by + self._crossing_rows(asked)),)
 
     def _auto_choices(self, phase: str, preface: str) -> tuple[Choice, ...]:
-        orders = self._admitted[phase].orders
+        orders, refused = self._admitted[phase].orders, self._admitted[phase].refused
+        if not orders:
+            found = "; ".join(f"{name}: {reason}" for name, reason in refused.items() if name in self._lossless())
+            raise QuarantinedError(
+                f"auto has no AllReduce left for {phase} messages ({found}). Name one with --allreduce, choose another "
+                "--transport, or run `tightwire tune` again if what was measured no longer holds"
+            )
         ranked = sorted(orders, key=lambda order: self._phase_us(phase, orders[order]))
         members = orders[ranked[0]]
         substitutes = [name for order in ranked[1:] for name in orders[order] if order in (RANK_ORDER, _NODE_ORDER)]
@@ -172,14 +182,19 @@ class Chooser:
         return tuple(choices)
 
     def _admit(self, error_budget: float | None) -> _Admitted:
-        admitted = _Admitted()
+        admitted, usable = _Admitted(), dict[str, str]()
         for name in [*self._lossless(), *self._lossy()]:
             order, reason = self._order(name, error_budget)
             if name in self._wrong:
                 admitted.refused[name] = f"summed wrongly when measured: {self._wrong[name]}"
             elif reason is not None:
                 admitted.refused[name] = reason
-            elif self._costs.tuned and not self._costs.predict(name, self._row_bytes).measured:
+            else:
+                usable[name] = order
+        # Seeds and measurements do not compare: where some were measured, the others are left alone.
+        measured = {name for name in usable if self._costs.predict(name, self._row_bytes).measured}
+        for name, order in usable.items():
+            if measured and name not in measured:
                 admitted.refused[name] = "not measured on this host, and others are"
             else:
                 admitted.orders.setdefault(order, []).append(name)
@@ -237,7 +252,11 @@ class Chooser:
         )
 
     def _why(self, leader: str, others: list[str], size: int) -> str:
-        source = "measured on this host" if self._costs.tuned else "predicted; `tightwire tune` measures"
+        source = (
+            "measured on this host"
+            if self._costs.predict(leader, size).measured
+            else "predicted; `tightwire tune` measures"
+        )
         beside = f", {others[0]} {self._us(others[0], size):.0f} us" if others else ""
         lossy = "" if parse_all_reduce(leader).lossless else f", error {self.error(leader):.3g} within the budget"
         return f"{self._us(leader, size):.0f} us at {_size(size)}{beside}{lossy} ({source})"

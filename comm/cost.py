@@ -128,10 +128,6 @@ class CostModel:
         self._link = LINK_COSTS[key]
         self._points = {name: list(row) for name, row in (points or {}).items() if row}
 
-    @property
-    def tuned(self) -> bool:
-        return bool(self._points)
-
     def predict(self, name: str, num_bytes: int) -> Prediction:
         """How long ``name`` takes for a message of ``num_bytes``.
 

@@ -6,7 +6,7 @@ import pytest
 
 from tightwire.comm.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.cost import CostModel, Setting, size_grid
-from tightwire.comm.policy import PHASES, SITES
+from tightwire.comm.policy import PHASES, SITES, QuarantinedError
 from tightwire.comm.registry import parse_all_reduce
 
 ROW = 576  # not a multiple of 128
@@ -163,6 +163,20 @@ def test_what_summed_wrongly_when_measured_is_not_used() -> None:
     assert made.policy().algorithms == ("two-shot",)
     refused = {v.algorithm: v.why for v in made.verdicts("o_proj", "decode", 1152)}
     assert "summed wrongly when measured: 1152 B: off by 3" in refused["one-shot"]
+
+
+def test_where_all_that_auto_may_use_summed_wrongly_the_error_says_so() -> None:
+    wrong = {"one-shot": "1152 B: off by 3", "two-shot": "1152 B: changed its input"}
+    with pytest.raises(
+        QuarantinedError, match=r"one-shot: summed wrongly.* off by 3.*ring: sums depend.*tightwire tune"
+    ):
+        chooser(4, wrong=wrong).policy()
+
+
+def test_measurements_of_what_may_not_be_used_leave_the_choice_to_the_seeds() -> None:
+    for name in ("ring", "flash:int8-g64,int8-g64"):
+        made = chooser(4, points={name: [(1152, 1.0)]})
+        assert made.policy() == chooser(4).policy()
 
 
 def test_nodes_make_hierarchical_a_candidate_and_one_node_does_not() -> None:

@@ -47,7 +47,6 @@ def test_with_two_ranks_one_shot_sends_no_more_and_always_wins() -> None:
 
 def test_measurements_are_read_off_joined_and_continued() -> None:
     costs = CostModel(setting(), {"one-shot": [(1000, 10.0), (100_000, 1000.0)]})
-    assert costs.tuned
     assert costs.predict("one-shot", 1000).us == 10
     assert costs.predict("one-shot", 100_000).us == 1000
     assert costs.predict("one-shot", 10_000).us == pytest.approx(100)  # a straight line in logarithms
