@@ -10,8 +10,6 @@ from tightwire.comm.group import Group
 from tightwire.comm.protocols import AllReduce
 from tightwire.comm.registry import make_all_reduce
 
-FAULTY = "two-shot"  # the name under which ``make_*`` make the wrong one; all others are right
-
 
 class _TooLarge(TwoShotAllReduce):
     def __call__(self, x: Tensor) -> Tensor:
@@ -50,22 +48,14 @@ class _Raising(TwoShotAllReduce):
         raise ZeroDivisionError("on purpose")
 
 
-def make_too_large(name: str, group: Group) -> AllReduce:
-    return _TooLarge(group) if name == FAULTY else make_all_reduce(name, group)
+# Wrong algorithms by the name they pass for; every other name is what it says.
+_FAULTY = {"ring": _TooLarge, "two-shot": _UnlikeBits, "one-shot": _Wandering, "native": _Miscounting}
 
 
-def make_unlike_bits(name: str, group: Group) -> AllReduce:
-    return _UnlikeBits(group) if name == FAULTY else make_all_reduce(name, group)
-
-
-def make_wandering(name: str, group: Group) -> AllReduce:
-    return _Wandering(group) if name == FAULTY else make_all_reduce(name, group)
-
-
-def make_miscounting(name: str, group: Group) -> AllReduce:
-    return _Miscounting(group) if name == FAULTY else make_all_reduce(name, group)
+def make_faulty(name: str, group: Group) -> AllReduce:
+    return _FAULTY[name](group) if name in _FAULTY else make_all_reduce(name, group)
 
 
 def make_raising(name: str, group: Group) -> AllReduce:
-    """Wrong on rank 1 only."""
-    return _Raising(group) if name == FAULTY and group.rank == 1 else make_all_reduce(name, group)
+    """Raises on rank 1, whatever the name."""
+    return _Raising(group) if group.rank == 1 else make_all_reduce(name, group)

@@ -16,25 +16,26 @@ class Cell:
 
     size: int
     algorithm: str
+    world_size: int
     checks: dict[int, Checked] = field(default_factory=dict)
     seconds: dict[int, list[float]] = field(default_factory=dict)
     changed_on: set[int] = field(default_factory=set)
 
     def samples(self) -> list[float]:
-        """Seconds of each call on its slowest rank; ranks leave a barrier together before it."""
-        ranks = list(self.seconds.values())
-        return [max(calls) for calls in zip(*ranks, strict=False)]
+        """Seconds on the slowest rank of each call that all ranks have told of; they leave a barrier together before it."""
+        if len(self.seconds) < self.world_size:
+            return []
+        return [max(calls) for calls in zip(*self.seconds.values(), strict=False)]
 
-    def faults(self, world_size: int) -> list[str]:
+    def faults(self) -> list[str]:
         """What is wrong with the answers; empty when nothing is."""
         found: list[str] = []
         shares = [check.share_of_bound for check in self.checks.values() if check.share_of_bound is not None]
         if shares and max(shares) > 1:
             found.append(f"an element is {max(shares):.3g} times as wrong as the algorithm's bound allows")
-        if len(digests := {rank: check.digest for rank, check in self.checks.items()}) == world_size and (
-            len(set(digests.values())) > 1
-        ):
-            found.append(f"ranks got unlike bits: {', '.join(f'rank {r} {d[:8]}' for r, d in sorted(digests.items()))}")
+        digests = {rank: check.digest for rank, check in sorted(self.checks.items())}
+        if len(digests) == self.world_size and len(set(digests.values())) > 1:
+            found.append(f"ranks got unlike bits: {', '.join(f'rank {r} {d[:8]}' for r, d in digests.items())}")
         if self.changed_on:
             found.append(f"the same call gave other bits later, on ranks {sorted(self.changed_on)}")
         for rank, check in sorted(self.checks.items()):
@@ -64,7 +65,7 @@ class Cells:
         return [
             f"{cell.algorithm} at {cell.size} bytes: {fault}"
             for cell in self._cells.values()
-            for fault in cell.faults(self._world_size)
+            for fault in cell.faults()
         ]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -76,7 +77,7 @@ class Cells:
                 continue
             baseline = medians.get((size, BASELINE))
             speed_up = baseline.p50 / seconds.p50 if baseline else None
-            rows.append(_row(cell, asdict(seconds), speed_up, self._world_size))
+            rows.append(_row(cell, asdict(seconds), speed_up))
         return rows
 
     def samples(self) -> list[list[float]]:
@@ -84,10 +85,12 @@ class Cells:
         return [cell.samples() for cell in self._cells.values() if cell.samples()]
 
     def _cell(self, size: int, algorithm: str) -> Cell:
-        return self._cells.setdefault((size, algorithm), Cell(size=size, algorithm=algorithm))
+        return self._cells.setdefault(
+            (size, algorithm), Cell(size=size, algorithm=algorithm, world_size=self._world_size)
+        )
 
 
-def _row(cell: Cell, seconds: Mapping[str, Any], speed_up: float | None, world_size: int) -> dict[str, Any]:
+def _row(cell: Cell, seconds: Mapping[str, Any], speed_up: float | None) -> dict[str, Any]:
     """``algbw`` is the message's bytes over its time, ``busbw`` that times 2 (N-1)/N, what a ring would send."""
     algbw = cell.size / seconds["p50"]
     checks = cell.checks.values()
@@ -96,10 +99,10 @@ def _row(cell: Cell, seconds: Mapping[str, Any], speed_up: float | None, world_s
         "algorithm": cell.algorithm,
         "seconds": dict(seconds),
         "algbw_bytes_per_s": algbw,
-        "busbw_bytes_per_s": algbw * 2 * (world_size - 1) / world_size,
+        "busbw_bytes_per_s": algbw * 2 * (cell.world_size - 1) / cell.world_size,
         "wire_bytes": max(check.wire_bytes for check in checks),  # of the rank that sends most
         "relative_error": next((c.relative_error for c in checks if c.relative_error is not None), None),
         "share_of_bound": next((c.share_of_bound for c in checks if c.share_of_bound is not None), None),
         "speed_up_over_native": speed_up,
-        "faults": cell.faults(world_size),
+        "faults": cell.faults(),
     }

@@ -1,19 +1,16 @@
 import csv
 import json
 import re
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import faulty_all_reduce
 import pytest
+from faulty_all_reduce import make_faulty, make_raising
 
 from tightwire.comm.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
-from tightwire.comm.group import Group
 from tightwire.comm.link import parse_link
 from tightwire.comm.local_ranks import LocalRankError
-from tightwire.comm.protocols import AllReduce
 from tightwire.server.bench import comm_ranks
 from tightwire.server.bench.cli import main
 from tightwire.server.bench.comm import CommBench
@@ -78,42 +75,41 @@ def _check_page(text: str) -> None:
     assert "#c0ff" not in text  # no stand-in colour is left
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (faulty_all_reduce.make_too_large, r"an element is [\d.e+]+ times as wrong as the algorithm's bound allows"),
-        (faulty_all_reduce.make_unlike_bits, r"ranks got unlike bits: rank 0 \w{8}, rank 1 \w{8}"),
-        (faulty_all_reduce.make_wandering, r"the same call gave other bits later, on ranks \[0, 1\]"),
-        (faulty_all_reduce.make_miscounting, r"rank 0 sent 1024 bytes, and its formula says 1025"),
-    ],
-)
-def test_a_wrong_answer_fails_the_run_by_name(
-    make: Callable[[str, Group], AllReduce], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = CommBenchOptions(algorithms=("one-shot", "two-shot"), sizes=(1024,), dtype="float32", repeats=3)
+def test_every_kind_of_wrong_answer_fails_the_run_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("auto", "ring", "two-shot", "one-shot", "native")
+    options = CommBenchOptions(
+        algorithms=names, sizes=(1024,), dtype="float32", transport="process-group", repeats=3, seed=3
+    )
 
-    status = CommBench(options, make).run()
+    status = CommBench(options, make_faulty).run()
 
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
     assert status == 1
-    assert re.search(f"wrong answer: two-shot at 1024 bytes: .*{words}", captured.err)
-    assert re.search(words, result["error"])
+    for name, words in {
+        "ring": r"an element is [\d.e+]+ times as wrong as the algorithm's bound allows",
+        "two-shot": r"ranks got unlike bits: rank 0 \w{8}, rank 1 \w{8}",
+        "one-shot": r"the same call gave other bits later, on ranks \[0, 1\]",
+        "native": r"rank 0 sent 1024 bytes, and its formula says 1025",
+    }.items():
+        assert re.search(f"wrong answer: {name} at 1024 bytes: .*{words}", captured.err), name
+        assert re.search(words, result["error"])
     assert {cell["algorithm"]: bool(cell["faults"]) for cell in result["cells"]} == {
-        "one-shot": False,
-        "two-shot": True,
+        name: name != "auto" for name in names
     }
 
 
-def test_a_rank_that_fails_is_named_and_what_was_measured_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    options = CommBenchOptions(algorithms=("one-shot", "two-shot"), sizes=(1024,), repeats=3, timeout_s=5)
-    run = CommBench(options, faulty_all_reduce.make_raising)
+def test_a_rank_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    options = CommBenchOptions(
+        algorithms=("one-shot",), sizes=(1024,), transport="process-group", repeats=3, timeout_s=5
+    )
+    run = CommBench(options, make_raising)
 
     with pytest.raises(LocalRankError, match="ZeroDivisionError: on purpose|lost rank 1") as caught:
         run.run()
-    run.fail(str(caught.value))
 
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+    assert run.fail(str(caught.value)) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"] == str(caught.value)
 
 
 def test_what_cannot_be_had_is_refused_and_leaves_no_file(
