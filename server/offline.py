@@ -61,6 +61,8 @@ async def _generate(
             stopped.set()
             preparing.join(FETCH_STOPS_S)
             raise
+        if decision.comm is not None and decision.comm.warning is not None:
+            progress.say(f"warning: {decision.comm.warning}")
         engine.load(RankWork(location=checkpoint.location, config=config, plan=decision.plan))
         tokenizer = await Background(checkpoint.tokenizer).result
         request = AddRequest(

@@ -52,7 +52,7 @@ def test_what_was_tuned_is_what_explain_and_serve_go_by(
     before = explained(capsys, *flags(model))
     assert before["measured"] is None
 
-    assert main(["tune", *flags(model, "--seconds", "1", "--transport", "shared-memory")]) == 0
+    assert main(["tune", *flags(model, "--seconds", "30", "--transport", "shared-memory")]) == 0
     shown = capsys.readouterr().out
     assert "one-shot" in shown and "over shared-memory" in shown and "kept in" in shown
 
