@@ -8,9 +8,9 @@ from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce
 from tightwire.comm.cost import CostModel, Setting, size_grid
 from tightwire.comm.group import Group
-from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 10, 64 << 20
+_FUSED = {"cpu": "shared-memory", "cuda": "peer-memory"}  # the transports that sum in kernels of their own
 
 
 class AutoAllReduce(SizedAllReduce):
@@ -29,7 +29,7 @@ class AutoAllReduce(SizedAllReduce):
 def _last_one_shot_bytes(group: Group) -> int | None:
     """The largest message that one-shot is not slower for; None: any."""
     setting = Setting(
-        transport="shared-memory" if isinstance(group.transport, SharedMemoryTransport) else "process-group",
+        transport="process-group" if group.transport.fused is None else _FUSED[group.device.type],
         device=group.device.type,
         world_size=group.world_size,
         num_nodes=1,
