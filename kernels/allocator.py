@@ -13,7 +13,7 @@ def keep_freed_memory() -> bool:
 
     For processes that make and free the same large tensors over and over. A fresh 16 MiB tensor takes 4096 page faults;
     without this, they took 14 of the 74 ms of a two-shot AllReduce of 16 MiB over a link of 2.5 Gbit/s
-    (benchmarks/limited_link.py). Does nothing, and says False, where the C library is not glibc.
+    (benchmarks/limited_link.py). It takes some rounds of the same sizes until none is left. Does nothing, and says False, where the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
