@@ -4,9 +4,12 @@ A kernel takes integers and floats only (addresses, sizes, strides), so it has o
 under a microsecond of dispatch, and the first start on a machine compiles each kernel once.
 """
 
+import fcntl
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,11 @@ from tightwire.kernels.backend import require_numba
 require_numba()
 
 import numba
+from numba.core.compiler_lock import global_compiler_lock
+
+# Longer than any kernel takes to compile on a busy laptop; then another process is taken for stuck.
+_TURN_S = 60.0
+_POLL_S = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +48,34 @@ def kernel(function: Callable[..., Any]) -> Any:
     # numba looks at the age of the kernel's own file alone; a changed helper in a neighbour must count as well.
     cache_file = dispatcher._cache._cache_file
     cache_file._source_stamp = (cache_file._source_stamp, _sources_stamp())
+    _compile_in_turn(dispatcher, Path(cache_file._cache_path) / f"{cache_file._index_name}.lock")
     return dispatcher
+
+
+def _compile_in_turn(dispatcher: Any, lock: Path) -> None:
+    """Let one process at a time compile this kernel: ranks that start together find in the cache what the first made."""
+    compile_or_load = dispatcher.compile
+
+    def compile_in_turn(signature: Any) -> Any:
+        # numba's own lock first: threads of one process must not meet at the file.
+        with global_compiler_lock, _turn(lock):
+            return compile_or_load(signature)
+
+    dispatcher.compile = compile_in_turn
+
+
+@contextmanager
+def _turn(lock: Path) -> Iterator[None]:
+    """Hold ``lock`` against other processes; after ``_TURN_S`` go on without, because compiling twice does no harm."""
+    with lock.open("wb") as file:
+        deadline = time.monotonic() + _TURN_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL_S)
+        yield
 
 
 def _sources_stamp() -> tuple[tuple[str, int, int], ...]:
