@@ -1,6 +1,7 @@
 """Memory that ranks of one host map of each other, for ``transport.peer_memory``. All ranks call these functions alike."""
 
 import mmap
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,7 +82,8 @@ def _try(mapping: _Mapping, size: int) -> tuple[list[Tensor], object, str | None
 
 def _map_symmetric(size: int, council: Council, store: Store, device: torch.device) -> tuple[list[Tensor], object]:
     symmetric: Any = torch._C._distributed_c10d._SymmetricMemory  # pyright: ignore[reportAttributeAccessIssue]
-    name = "tightwire-peer-memory"
+    # Torch keeps groups by name for a whole process; all ranks must call this one alike.
+    name = council.share("symmetric group", f"tightwire-peer-memory-{os.getpid()}-{id(council)}".encode())[0].decode()
     symmetric.set_group_info(name, council.rank, council.world_size, store)
     own = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
     handle = symmetric.rendezvous(own)

@@ -32,6 +32,7 @@ def one_shot_kernel(
     ROWS: tl.constexpr,
     ELEMS: tl.constexpr,
     TILES: tl.constexpr,
+    BEYOND: tl.constexpr,
 ):
     number, dead = begin_call(headers, rank)
     max_polls = tl.where(dead == 0, max_polls, 0)
@@ -40,17 +41,11 @@ def one_shot_kernel(
     step = tl.num_programs(0) * ROWS
     num_rows = tl.cdiv(num_elems, ELEMS)
     for row in range(first, num_rows, step):
-        if (row + ROWS) * ELEMS <= num_elems:
-            _share(x, headers, rank, send, row, num_elems, None, ROWS, ELEMS, TILES, True)
-        else:
-            _share(x, headers, rank, send, row, num_elems, None, ROWS, ELEMS, TILES, False)
+        _share(x, headers, rank, send, row, num_elems, None, ROWS, ELEMS, TILES, BEYOND)
     late = meet(headers, rank, max_polls, WORLD)
     valid = (late == 0) & (dead == 0)
     for row in range(first, num_rows, step):
-        if (row + ROWS) * ELEMS <= num_elems:
-            _add(x, out, headers, send, row, num_elems, valid, None, None, WORLD, ROWS, ELEMS, TILES, True)
-        else:
-            _add(x, out, headers, send, row, num_elems, valid, None, None, WORLD, ROWS, ELEMS, TILES, False)
+        _add(x, out, headers, send, row, num_elems, valid, None, None, WORLD, ROWS, ELEMS, TILES, BEYOND)
     end_call(headers, rank, number, dead, late, failure)
 
 
@@ -75,6 +70,7 @@ def two_shot_kernel(
     ROWS: tl.constexpr,
     ELEMS: tl.constexpr,
     TILES: tl.constexpr,
+    BEYOND: tl.constexpr,
 ):
     number, dead = begin_call(headers, rank)
     max_polls = tl.where(dead == 0, max_polls, 0)
@@ -87,20 +83,14 @@ def two_shot_kernel(
         slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
         slot = send + owner * slot_bytes
         for row in range(first, tl.cdiv(slot_elems, ELEMS), step):
-            if (row + ROWS) * ELEMS <= slot_elems:
-                _share(x + slot_start, headers, rank, slot, row, slot_elems, fmt, ROWS, ELEMS, TILES, True)
-            else:
-                _share(x + slot_start, headers, rank, slot, row, slot_elems, fmt, ROWS, ELEMS, TILES, False)
+            _share(x + slot_start, headers, rank, slot, row, slot_elems, fmt, ROWS, ELEMS, TILES, BEYOND)
     late = meet(headers, rank, max_polls, WORLD)
 
     slot_start, slot_elems = _slot(rank, num_elems, slice_elems, part_start, part_elems)
     slot = send + rank * slot_bytes
     own_sums = _at(headers, rank, sums)
     for row in range(first, tl.cdiv(slot_elems, ELEMS), step):
-        if (row + ROWS) * ELEMS <= slot_elems:
-            _add(x, own_sums, headers, slot, row, slot_elems, True, fmt, out_fmt, WORLD, ROWS, ELEMS, TILES, True)
-        else:
-            _add(x, own_sums, headers, slot, row, slot_elems, True, fmt, out_fmt, WORLD, ROWS, ELEMS, TILES, False)
+        _add(x, own_sums, headers, slot, row, slot_elems, True, fmt, out_fmt, WORLD, ROWS, ELEMS, TILES, BEYOND)
     # Who missed the first meeting is to blame; the others may still be waiting there.
     late_again = meet(headers, rank, tl.where(late == 0, max_polls, 0), WORLD)
     late = tl.where(late == 0, late_again, late)
@@ -110,14 +100,11 @@ def two_shot_kernel(
         slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
         for row in range(first, tl.cdiv(slot_elems, ELEMS), step):
             source = _at(headers, owner, sums)
-            if (row + ROWS) * ELEMS <= slot_elems:
-                _collect(source, out + slot_start, row, slot_elems, valid, out_fmt, ROWS, ELEMS, TILES, True)
-            else:
-                _collect(source, out + slot_start, row, slot_elems, valid, out_fmt, ROWS, ELEMS, TILES, False)
+            _collect(source, out + slot_start, row, slot_elems, valid, out_fmt, ROWS, ELEMS, TILES, BEYOND)
     end_call(headers, rank, number, dead, late, failure)
 
 
-# --- what a block does with one of its rows; ``whole`` rows need no comparisons with the end -------------------------------
+# --- what a block does with some of its rows -----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -132,12 +119,12 @@ def _share(
     ROWS: tl.constexpr,
     ELEMS: tl.constexpr,
     TILES: tl.constexpr,
-    whole: tl.constexpr,
+    BEYOND: tl.constexpr,
 ):
     """Own numbers to the own buffer."""
     row_B = row + tl.arange(0, ROWS).to(tl.int64)
-    tiles = load_tiles(x, row_B * ELEMS, num_elems, ELEMS, TILES, whole)
-    _put(_at(headers, rank, at), x, row_B, num_elems, tiles, fmt, False, ELEMS, whole)
+    tiles = load_tiles(x, row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND)
+    _put(_at(headers, rank, at), x, row_B, num_elems, tiles, fmt, False, ELEMS, BEYOND)
 
 
 @triton.jit
@@ -155,16 +142,16 @@ def _add(
     ROWS: tl.constexpr,
     ELEMS: tl.constexpr,
     TILES: tl.constexpr,
-    whole: tl.constexpr,
+    BEYOND: tl.constexpr,
 ):
     """The sum of what all processes have ``at`` one place of their buffers to ``target``; NaN unless ``valid``."""
     row_B = row + tl.arange(0, ROWS).to(tl.int64)
     rotated: tl.constexpr = _stays_rotated(fmt, out_fmt)
-    total = _take(_at(headers, 0, at), like, row_B, num_elems, fmt, rotated, ELEMS, TILES, whole)
+    total = _take(_at(headers, 0, at), like, row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
     for process in tl.static_range(1, WORLD):
-        part = _take(_at(headers, process, at), like, row_B, num_elems, fmt, rotated, ELEMS, TILES, whole)
+        part = _take(_at(headers, process, at), like, row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
         total = add_tiles(total, part)
-    _put(target, like, row_B, num_elems, _only_if(valid, total), out_fmt, rotated, ELEMS, whole)
+    _put(target, like, row_B, num_elems, _only_if(valid, total), out_fmt, rotated, ELEMS, BEYOND)
 
 
 @triton.jit
@@ -178,12 +165,12 @@ def _collect(
     ROWS: tl.constexpr,
     ELEMS: tl.constexpr,
     TILES: tl.constexpr,
-    whole: tl.constexpr,
+    BEYOND: tl.constexpr,
 ):
     """One owner's sums to the result; NaN unless ``valid``."""
     row_B = row + tl.arange(0, ROWS).to(tl.int64)
-    tiles = _take(source, out, row_B, num_elems, fmt, False, ELEMS, TILES, whole)
-    store_tiles(out, row_B * ELEMS, num_elems, _only_if(valid, tiles), whole)
+    tiles = _take(source, out, row_B, num_elems, fmt, False, ELEMS, TILES, BEYOND)
+    store_tiles(out, row_B * ELEMS, num_elems, _only_if(valid, tiles), BEYOND)
 
 
 @triton.jit
@@ -204,12 +191,12 @@ def _put(
     fmt: tl.constexpr,
     rotated: tl.constexpr,
     ELEMS: tl.constexpr,
-    whole: tl.constexpr,
+    BEYOND: tl.constexpr,
 ):
     if fmt is None:
-        store_tiles(target.to(like.dtype), row_B * ELEMS, num_elems, tiles, whole)
+        store_tiles(target.to(like.dtype), row_B * ELEMS, num_elems, tiles, BEYOND)
     else:
-        encode_row(target.to(tl.pointer_type(tl.uint8)), row_B, num_elems, tiles, fmt, rotated, ELEMS, whole)
+        encode_row(target.to(tl.pointer_type(tl.uint8)), row_B, num_elems, tiles, fmt, rotated, ELEMS, BEYOND)
 
 
 @triton.jit
@@ -222,12 +209,12 @@ def _take(
     rotated: tl.constexpr,
     ELEMS: tl.constexpr,
     TILES: tl.constexpr,
-    whole: tl.constexpr,
+    BEYOND: tl.constexpr,
 ):
     if fmt is None:
-        return load_tiles(source.to(like.dtype), row_B * ELEMS, num_elems, ELEMS, TILES, whole)
+        return load_tiles(source.to(like.dtype), row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND)
     else:
-        return decode_row(source, row_B, num_elems, fmt, rotated, ELEMS, TILES, whole)
+        return decode_row(source, row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from tightwire.kernels.barrier import header_bytes
 from tightwire.kernels.block_format import BlockFormat
 from tightwire.kernels.block_quant_triton import TilePlan
 from tightwire.kernels.triton_launch import launch
+from tightwire.kernels.triton_numbers import ANY, ROWS
 
 _ALIGNMENT = 128  # of slots, in bytes
 # Numbers per block and turn of its loop: few while a message is short and would not occupy all blocks otherwise.
@@ -75,7 +76,7 @@ def one_shot(x_N: Tensor, out_N: Tensor, peers: PeerBuffers, max_polls: int) -> 
     plan = _plan(x_N.numel(), peers.num_blocks)
     sizes = header_bytes(peers.num_blocks, peers.world_size), peers.send_bytes
     given = x_N, out_N, peers.addresses, peers.failure, x_N.numel(), peers.rank, *sizes, max_polls
-    launch(one_shot_kernel, peers.num_blocks, x_N.device, *given, peers.world_size, *plan.shape)
+    launch(one_shot_kernel, peers.num_blocks, x_N.device, *given, peers.world_size, *_sizes(plan, x_N.numel()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +122,19 @@ def two_shot(
     cut = x_N.numel(), part.slice_elems, part.start, part.num_elems
     sizes = header_bytes(peers.num_blocks, peers.world_size), peers.send_bytes, slot_bytes
     given = x_N, out_N, peers.addresses, peers.failure, *cut, peers.rank, *sizes, max_polls
-    launch(two_shot_kernel, peers.num_blocks, x_N.device, *given, fmt, out_fmt, peers.world_size, *plan.shape)
+    shape = _sizes(plan, x_N.numel(), part.slice_elems, part.start, part.num_elems)
+    launch(two_shot_kernel, peers.num_blocks, x_N.device, *given, fmt, out_fmt, peers.world_size, *shape)
 
 
 def _plan(num_elems: int, num_blocks: int, *formats: BlockFormat | None) -> TilePlan:
     given = [fmt for fmt in formats if fmt is not None]
     return TilePlan(*given, program_elems=_LONG_ELEMS if num_elems >= num_blocks * _LONG_ELEMS else _SHORT_ELEMS)
+
+
+def _sizes(plan: TilePlan, *lengths: int) -> tuple[int, int, int, int]:
+    """ROWS, ELEMS, TILES and BEYOND of kernels whose messages begin and end at these ``lengths``."""
+    beyond = ANY if any(length % plan.elems for length in lengths) else ROWS
+    return plan.rows, plan.elems, plan.num_tiles, beyond.value
 
 
 def _message_bytes(num_elems: int, elem_bytes: int, fmt: BlockFormat | None) -> int:

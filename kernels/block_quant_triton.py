@@ -12,7 +12,7 @@ from torch import Tensor
 from tightwire.kernels.block_format import BlockFormat
 from tightwire.kernels.block_tiles import decode_row, encode_row, stays_rotated
 from tightwire.kernels.triton_launch import launch
-from tightwire.kernels.triton_numbers import add_tiles, load_tiles, store_tiles
+from tightwire.kernels.triton_numbers import add_tiles, ends, load_tiles, store_tiles
 
 # Numbers of one program: with 4 warps each thread has 32, enough loads in flight to fill the memory bus, and each tile
 # has at least 8 for every thread, which is one vector load of 16-bit numbers.
@@ -33,8 +33,7 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
     out = _bytes_for(fmt.encoded_bytes(num_elems), x_N, out)
     plan = TilePlan(fmt)
     if num_elems:
-        whole = num_elems % plan.block_elems == 0
-        launch(_encode, plan.num_blocks(num_elems), x_N.device, x_N, out, num_elems, fmt, *plan.shape, whole)
+        launch(_encode, plan.num_blocks(num_elems), x_N.device, x_N, out, num_elems, fmt, *plan.sizes(num_elems))
     return out
 
 
@@ -52,8 +51,7 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
         raise ValueError(f"out must be {num_elems} numbers of {dtype}, got {out.numel()} of {out.dtype}")
     plan = TilePlan(fmt)
     if num_elems:
-        whole = num_elems % plan.block_elems == 0
-        launch(_decode, plan.num_blocks(num_elems), buf.device, buf, out, num_elems, fmt, False, *plan.shape, whole)
+        launch(_decode, plan.num_blocks(num_elems), buf.device, buf, out, num_elems, fmt, False, *plan.sizes(num_elems))
     return out
 
 
@@ -70,8 +68,9 @@ def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
         raise ValueError(f"a sum is float32, got {sum_N.dtype}")
     plan = TilePlan(fmt)
     if num_elems:
-        whole = num_elems % plan.block_elems == 0
-        launch(_decode, plan.num_blocks(num_elems), buf.device, buf, sum_N, num_elems, fmt, True, *plan.shape, whole)
+        launch(
+            _decode, plan.num_blocks(num_elems), buf.device, buf, sum_N, num_elems, fmt, True, *plan.sizes(num_elems)
+        )
 
 
 def decode_reduce_encode(
@@ -89,9 +88,8 @@ def decode_reduce_encode(
     out = _bytes_for(out_fmt.encoded_bytes(num_elems), bufs[0], out)
     plan = TilePlan(fmt, out_fmt)
     if num_elems:
-        whole = num_elems % plan.block_elems == 0
         given = tuple(bufs), out, num_elems, fmt, out_fmt
-        launch(_decode_reduce_encode, plan.num_blocks(num_elems), out.device, *given, *plan.shape, whole)
+        launch(_decode_reduce_encode, plan.num_blocks(num_elems), out.device, *given, *plan.sizes(num_elems))
     return out
 
 
@@ -109,17 +107,12 @@ class TilePlan:
         elems = max(_PROGRAM_ELEMS, _TILE_ELEMS * self.num_tiles) if program_elems is None else program_elems
         self.rows = elems // self.elems
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """ROWS, ELEMS and TILES of the kernels."""
-        return self.rows, self.elems, self.num_tiles
-
-    @property
-    def block_elems(self) -> int:
-        return self.rows * self.elems
-
     def num_blocks(self, num_elems: int) -> int:
-        return -(-num_elems // self.block_elems)
+        return -(-num_elems // (self.rows * self.elems))
+
+    def sizes(self, num_elems: int) -> tuple[int, int, int, int]:
+        """ROWS, ELEMS, TILES and BEYOND of kernels that take blocks of a message of ``num_elems``."""
+        return self.rows, self.elems, self.num_tiles, ends(num_elems, self.elems, self.rows)
 
 
 def _check_numbers(x_N: Tensor) -> None:
@@ -158,11 +151,11 @@ def _encode(
     ROWS: tl.constexpr,
     ELEMS: tl.constexpr,
     TILES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    BEYOND: tl.constexpr,
 ):
     row_B = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tiles = load_tiles(x, row_B * ELEMS, num_elems, ELEMS, TILES, WHOLE)
-    encode_row(out, row_B, num_elems, tiles, fmt, False, ELEMS, WHOLE)
+    tiles = load_tiles(x, row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND)
+    encode_row(out, row_B, num_elems, tiles, fmt, False, ELEMS, BEYOND)
 
 
 @triton.jit
@@ -175,14 +168,14 @@ def _decode(
     ROWS: tl.constexpr,
     ELEMS: tl.constexpr,
     TILES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    BEYOND: tl.constexpr,
 ):
     """To ``out``, or with ADD added to it."""
     row_B = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tiles = decode_row(buf, row_B, num_elems, fmt, False, ELEMS, TILES, WHOLE)
+    tiles = decode_row(buf, row_B, num_elems, fmt, False, ELEMS, TILES, BEYOND)
     if ADD:
-        tiles = add_tiles(load_tiles(out, row_B * ELEMS, num_elems, ELEMS, TILES, WHOLE), tiles)
-    store_tiles(out, row_B * ELEMS, num_elems, tiles, WHOLE)
+        tiles = add_tiles(load_tiles(out, row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND), tiles)
+    store_tiles(out, row_B * ELEMS, num_elems, tiles, BEYOND)
 
 
 @triton.jit
@@ -195,12 +188,12 @@ def _decode_reduce_encode(
     ROWS: tl.constexpr,
     ELEMS: tl.constexpr,
     TILES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    BEYOND: tl.constexpr,
 ):
     """``bufs``: a tuple of pointers, added in its order."""
     row_B = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     rotated: tl.constexpr = stays_rotated(fmt, out_fmt)
-    total = decode_row(bufs[0], row_B, num_elems, fmt, rotated, ELEMS, TILES, WHOLE)
+    total = decode_row(bufs[0], row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
     for i in tl.static_range(1, len(bufs)):
-        total = add_tiles(total, decode_row(bufs[i], row_B, num_elems, fmt, rotated, ELEMS, TILES, WHOLE))
-    encode_row(out, row_B, num_elems, total, out_fmt, rotated, ELEMS, WHOLE)
+        total = add_tiles(total, decode_row(bufs[i], row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND))
+    encode_row(out, row_B, num_elems, total, out_fmt, rotated, ELEMS, BEYOND)

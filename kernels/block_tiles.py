@@ -1,6 +1,6 @@
 """Block quantization inside a Triton kernel: numbers in registers to bytes in memory, and back. Launches nothing.
 
-``block_quant_triton`` and ``all_reduce`` build their kernels from these functions; ``block_quant`` is the specification
+``block_quant_triton`` and ``all_reduce_kernels`` build their kernels from these functions; ``block_quant`` is the specification
 and ``block_format`` the layout, kept to the byte.
 
 A kernel holds B groups of g numbers as R tiles of shape (B, W), W = g / R: number e of a group is in column e % W of tile
@@ -21,6 +21,8 @@ import triton.language as tl
 from tightwire.kernels import block_format
 from tightwire.kernels.block_sections import load_bf16, load_codes, store_bits, store_plane
 from tightwire.kernels.triton_numbers import (
+    ANY,
+    NOTHING,
     bf16_above,
     bf16_below,
     bf16_bits,
@@ -55,17 +57,17 @@ def decode_row(
     rotated: tl.constexpr,
     elems: tl.constexpr,
     num_tiles: tl.constexpr,
-    whole: tl.constexpr,
+    beyond: tl.constexpr,
 ):
     """The numbers ``row_B * elems`` to ``(row_B + 1) * elems`` of a message of ``num_elems`` at ``source``, as tiles.
 
-    ``rotated``: leave them rotated. ``whole``: all of them exist; else what is beyond the end is anything.
+    ``rotated``: leave them rotated. What is ``beyond`` the end is anything.
     """
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = elems // fmt.group_elems
     tiles = ()
     for i in tl.static_range(per_row):
-        group = _decode(source, row_B * per_row + i, num_groups, fmt, num_tiles // per_row, whole)
+        group = _decode(source, row_B * per_row + i, num_groups, fmt, num_tiles // per_row, beyond)
         if fmt.hadamard and not rotated:
             group = _unrotated(group, fmt.group_elems)
         tiles = tiles + group
@@ -81,13 +83,13 @@ def encode_row(
     fmt: tl.constexpr,
     rotated: tl.constexpr,
     elems: tl.constexpr,
-    whole: tl.constexpr,
+    beyond: tl.constexpr,
 ):
     """The inverse of ``decode_row``; the last group is filled up as the format wants it. ``rotated``: they are already."""
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = elems // fmt.group_elems
     per_group: tl.constexpr = len(tiles) // per_row
-    if not whole and not rotated:
+    if beyond == ANY and not rotated:
         tiles = _filled(tiles, row_B * elems, num_elems)
     for i in tl.static_range(per_row):
         group = ()
@@ -95,7 +97,7 @@ def encode_row(
             group = group + (tiles[i * per_group + r],)
         if fmt.hadamard and not rotated:
             group = _rotated(group)
-        _encode(target, row_B * per_row + i, num_groups, group, fmt, whole)
+        _encode(target, row_B * per_row + i, num_groups, group, fmt, beyond)
 
 
 @triton.jit
@@ -117,14 +119,14 @@ def _filled(tiles, first_B, num_elems):
 
 
 @triton.jit
-def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, whole: tl.constexpr):
+def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, beyond: tl.constexpr):
     """Write groups ``group_B`` of a message of ``num_groups`` at ``target`` (bytes). Rotated formats: rotate first.
 
-    ``whole``: all of ``group_B`` exist; else those from ``num_groups`` on are left out.
+    Groups from ``num_groups`` on are left out.
     """
     top: tl.constexpr = FLOAT8_MAX if fmt.float8 else (fmt.max_code if fmt.has_zeros else fmt.max_level)
     own: tl.constexpr = len(fmt.plane_bits)  # where the sections of the groups' own numbers begin: the scales
-    kept_B = None if whole else group_B < num_groups
+    kept_B = None if beyond == NOTHING else group_B < num_groups
 
     low_B, high_B, finite_B = _extremes(tiles)
     if fmt.spikes:
@@ -160,11 +162,11 @@ def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, whole: tl.con
 
 
 @triton.jit
-def _decode(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.constexpr, whole: tl.constexpr):
+def _decode(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.constexpr, beyond: tl.constexpr):
     """Groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles, still rotated where the format rotates."""
     own: tl.constexpr = len(fmt.plane_bits)
     width: tl.constexpr = fmt.group_elems // num_tiles
-    kept_B = None if whole else group_B < num_groups
+    kept_B = None if beyond == NOTHING else group_B < num_groups
     codes = load_codes(source, group_B, num_groups, kept_B, fmt, num_tiles)
     scale_B1 = load_bf16(source, own, group_B, num_groups, kept_B, fmt)[:, None]
     tiles = ()

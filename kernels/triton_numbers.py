@@ -13,19 +13,29 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 _NAN_BF16 = tl.constexpr(0x7FC0)
 
+# What a kernel's rows of ``elems`` numbers may have beyond the end of the message, known when it is compiled: nothing, whole
+# rows, or any numbers. The more may be missing the more is compared; and only of whole rows, vectors stay whole too.
+NOTHING, ROWS, ANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+def ends(num_elems: int, elems: int, rows: int) -> int:
+    """NOTHING, ROWS or ANY for a message of ``num_elems`` that is taken in blocks of ``rows`` rows of ``elems``."""
+    if num_elems % elems:
+        return ANY.value
+    return ROWS.value if num_elems % (rows * elems) else NOTHING.value
+
 
 @triton.jit
-def load_tiles(source, first_B, end, elems: tl.constexpr, num_tiles: tl.constexpr, whole: tl.constexpr):
-    """Float32 tiles of ``elems`` numbers from each place in ``first_B``; 0 where the place is not below ``end``.
-
-    ``whole``: all places are below ``end``, which saves the comparison.
-    """
+def load_tiles(source, first_B, end, elems: tl.constexpr, num_tiles: tl.constexpr, beyond: tl.constexpr):
+    """Float32 tiles of ``elems`` numbers from each place in ``first_B``; 0 where the place is not below ``end``."""
     width: tl.constexpr = elems // num_tiles
     tiles = ()
     for r in tl.static_range(num_tiles):
         places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
-        if whole:
+        if beyond == NOTHING:
             stored = tl.load(raw(source) + places_BW)
+        elif beyond == ROWS:
+            stored = tl.load(raw(source) + places_BW, mask=(first_B < end)[:, None], other=0)
         else:
             stored = tl.load(raw(source) + places_BW, mask=places_BW < end, other=0)
         tiles = tiles + (widened(stored),)
@@ -33,15 +43,17 @@ def load_tiles(source, first_B, end, elems: tl.constexpr, num_tiles: tl.constexp
 
 
 @triton.jit
-def store_tiles(target, first_B, end, tiles, whole: tl.constexpr):
+def store_tiles(target, first_B, end, tiles, beyond: tl.constexpr):
     """Round each number to ``target``'s type and store it; the inverse of ``load_tiles``."""
     width: tl.constexpr = tiles[0].shape[1]
     for r in tl.static_range(len(tiles)):
         places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
-        if whole:
-            tl.store(raw(target) + places_BW, narrowed(tiles[r], target.dtype.element_ty))
+        rounded = narrowed(tiles[r], target.dtype.element_ty)
+        if beyond == NOTHING:
+            tl.store(raw(target) + places_BW, rounded)
+        elif beyond == ROWS:
+            tl.store(raw(target) + places_BW, rounded, mask=(first_B < end)[:, None])
         else:
-            rounded = narrowed(tiles[r], target.dtype.element_ty)
             tl.store(raw(target) + places_BW, rounded, mask=places_BW < end)
 
 

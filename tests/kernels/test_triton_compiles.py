@@ -44,8 +44,8 @@ def _ptx(kernel: Any, capability: int, types: dict[str, Any], constants: dict[st
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
 
 
-def _shape(plan: Any) -> dict[str, int]:
-    return dict(zip(("ROWS", "ELEMS", "TILES"), plan.shape, strict=True))
+def _sizes(plan: Any, num_elems: int) -> dict[str, int]:
+    return dict(zip(("ROWS", "ELEMS", "TILES", "BEYOND"), plan.sizes(num_elems), strict=True))
 
 
 @pytest.mark.parametrize(("name", "capability"), [("int8", H100), ("int5-had", A100), ("int3-sr", H100), ("fp8", A100)])
@@ -54,7 +54,7 @@ def test_encode_and_decode(name: str, capability: int) -> None:
 
     fmt = parse_codec(name).format
     assert fmt is not None
-    constants = {"fmt": fmt, "WHOLE": True, **_shape(TilePlan(fmt))}
+    constants = {"fmt": fmt, **_sizes(TilePlan(fmt), 1 << 20)}
     encoded = _ptx(_encode, capability, {"x": "*bf16", "out": "*u8"}, constants)
     decoded = _ptx(_decode, capability, {"buf": "*u8", "out": "*bf16"}, {**constants, "ADD": False})
     for ptx in (encoded, decoded):
@@ -67,7 +67,7 @@ def test_decode_reduce_encode() -> None:
 
     fmt, out_fmt = parse_codec("int4-g32").format, parse_codec("int8").format
     assert fmt is not None and out_fmt is not None
-    constants = {"fmt": fmt, "out_fmt": out_fmt, "WHOLE": False, **_shape(TilePlan(fmt, out_fmt))}
+    constants = {"fmt": fmt, "out_fmt": out_fmt, **_sizes(TilePlan(fmt, out_fmt), 1000)}
     _ptx(_decode_reduce_encode, H100, {"bufs": ("*u8", "*u8"), "out": "*u8"}, constants)
 
 
@@ -79,11 +79,11 @@ def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
 
     types = {"x": "*bf16", "out": "*bf16", "headers": "*i64", "failure": "*i32"}
     if codecs is None:
-        ptx, num_meetings = _ptx(one_shot_kernel, capability, types, {"WORLD": 2, **_shape(TilePlan())}), 1
+        ptx, num_meetings = _ptx(one_shot_kernel, capability, types, {"WORLD": 2, **_sizes(TilePlan(), 128)}), 1
     else:
         fmt, out_fmt = (parse_codec(name).format for name in codecs)
         plan = TilePlan(*[given for given in (fmt, out_fmt) if given is not None])
-        constants = {"WORLD": 2, "fmt": fmt, "out_fmt": out_fmt, **_shape(plan)}
+        constants = {"WORLD": 2, "fmt": fmt, "out_fmt": out_fmt, **_sizes(plan, 128)}
         ptx, num_meetings = _ptx(two_shot_kernel, capability, types, constants), 2
     atomics = [line for line in ptx.splitlines() if "atom." in line]
     assert len(atomics) == num_meetings and all("acq_rel" in line and "sys" in line for line in atomics)
