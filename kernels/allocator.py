@@ -1,4 +1,4 @@
-"""What the C library does with freed memory: by default it goes back to the system, and comes again page by page."""
+"""What the C library does with freed memory: by default much goes back to the system, and comes again page by page."""
 
 import ctypes
 
@@ -11,9 +11,9 @@ _KEPT_BYTES = 256 << 20
 def keep_freed_memory() -> bool:
     """Let this process keep up to 256 MiB of what it frees, in pieces of up to 32 MiB, for its next tensors.
 
-    For processes that make and free the same large tensors over and over. A fresh 16 MiB tensor takes 4096 page faults;
-    without this, they took 14 of the 74 ms of a two-shot AllReduce of 16 MiB over a link of 2.5 Gbit/s
-    (benchmarks/limited_link.py). It takes some rounds of the same sizes until none is left. Does nothing, and says False, where the C library is not glibc.
+    For processes that make and free the same large tensors over and over. A fresh 16 MiB tensor takes 4096 page
+    faults; in a two-shot AllReduce of 16 MiB over a link of 2.5 Gbit/s they took up to 14 of 74 ms, or none, as the heap
+    happened to lie. Does nothing, and says False, where the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
