@@ -109,8 +109,9 @@ def explore(programs: list[Program], num_buffers: int) -> str | None:
         for buffer in range(num_buffers)
         for half in (0, 1)
     }
-    start: tuple[int, ...] = (0,) * len(programs)
-    seen, pending = {start}, [start]
+    start = (0,) * len(programs)
+    seen: set[tuple[int, ...]] = {start}
+    pending: list[tuple[int, ...]] = [start]
     while pending:
         places = pending.pop()
         moved = False
