@@ -27,16 +27,22 @@ from tightwire.server.bench.comm_measure import MeasurePlan, Timed, measure
 from tightwire.server.bench.comm_options import TRANSPORTS, CommBenchOptions
 from tightwire.server.bench.comm_ranks import open_ranks
 from tightwire.server.bench.comm_summary import Cells
+from tightwire.server.bench.quiet import OthersWatch
 from tightwire.server.config import ServeConfig
 from tightwire.server.devices import num_cores
 from tightwire.server.run_plan import decide_setting, policy_request
 from tightwire.server.sizes import format_bytes
 
 _START_S = 6.0  # for the ranks of one transport to start and join
-_OVERRUN = 1.5  # how many times its share of the time a transport may take where calls are slower than hoped
+_OVERRUN = 1.5  # times its share of the time that a transport may take where calls are slower than hoped
+_MOST_OTHERS = 0.25  # of the cores; beyond, medians have been seen to be wrong by a factor of ten
 _LEAST_SECONDS_PER_SIZE = 0.1
 _MAX_CALLS = 300  # of one algorithm at one size: medians do not move any more
 _ROW_STEP = 4  # from one message size to the next
+
+
+class CrowdedError(ValueError):
+    """What was measured is not worth keeping, because the machine was not this program's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +110,7 @@ def measure_all(plan: TunePlan) -> Iterator[Measured]:
 
     Raises:
         LocalRankError: a rank raised, died or fell silent.
+        CrowdedError: others used too much of the machine.
         ValueError: the only transport cannot be had after all.
     """
     progress = Progress(
@@ -126,6 +133,8 @@ def measure_all(plan: TunePlan) -> Iterator[Measured]:
             per_size_s = (plan.seconds - _START_S * len(plan.settings)) / num_sizes
             try:
                 yield _measure_setting(setting, plan.request, sizes, per_size_s, report)
+            except CrowdedError:
+                raise
             except ValueError as error:
                 if len(plan.settings) == 1:
                     raise
@@ -175,24 +184,42 @@ def _measure_setting(
         repeats=_MAX_CALLS,
         seconds_per_size=max(_LEAST_SECONDS_PER_SIZE, per_size_s),
     )
+    order = _ends_first(sizes)
     plan = MeasurePlan(
         algorithms=options.algorithms,
-        sizes=options.sizes,
+        sizes=order,
         dtype=options.dtype,
         repeats=options.repeats,
         seconds_per_size=options.seconds_per_size,
         seed=options.seed,
     )
     cells = Cells(setting.world_size)
-    deadline = time.monotonic() + _OVERRUN * (options.seconds_per_size * len(sizes) + _START_S)
+    deadline: float | None = None  # from the first answer: ranks may have had to compile before it
     with open_ranks(options) as (ranks, _):
+        watch = OthersWatch(ranks.pids)
         for rank, event in ranks.stream(measure, plan):
             cells.add(rank, event)
+            now = time.monotonic()
+            deadline = deadline or now + _OVERRUN * options.seconds_per_size * len(order)
             if rank == 0 and isinstance(event, Timed):
-                report(options.sizes.index(event.size) + event.done / event.rounds)
-            if time.monotonic() > deadline and cells.rows():
-                break  # the largest sizes are left to the seeds' shape: better than an hour on a crowded machine
+                report(order.index(event.size) + event.done / event.rounds)
+            if now > deadline and cells.rows():
+                break  # sizes in the middle are left out: better than an hour on a crowded machine
+        others = watch.share()
+    if others > _MOST_OTHERS:
+        raise CrowdedError(
+            f"others used {others:.0%} of this machine's cores while {setting.transport} was measured, so its times say "
+            "little and are not kept; run it again when they are done"
+        )
     return judge(setting, cells)
+
+
+def _ends_first(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The smallest, the largest, the second smallest, ...: what is left out lies between measured sizes."""
+    rest, order = list(sizes), []
+    while rest:
+        order.append(rest.pop(0 if len(order) % 2 == 0 else -1))
+    return tuple(order)
 
 
 def judge(setting: Setting, cells: Cells) -> Measured:

@@ -18,6 +18,7 @@ from tightwire.comm.tune_file import read_tuned, this_host, tune_path
 from tightwire.server import tune as tune_module
 from tightwire.server.bench.comm_measure import Checked, Timed
 from tightwire.server.bench.comm_summary import Cells
+from tightwire.server.bench.quiet import OthersWatch
 from tightwire.server.devices import num_cores
 from tightwire.server.flags import make_config
 
@@ -31,7 +32,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Of its own, on a machine that passes for quiet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(OthersWatch, "share", lambda self: 0.0)
     yield tmp_path / "tightwire"
 
 
@@ -80,6 +83,15 @@ def test_what_was_tuned_is_what_explain_and_serve_go_by(
         chosen = [verdict for verdict in message["verdicts"] if verdict["chosen"]]
         assert len(chosen) == 1 and chosen[0]["error"] == 0
         assert all(verdict["measured_us"] > 0 for verdict in message["verdicts"])
+
+
+def test_times_of_a_crowded_machine_are_not_kept(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(OthersWatch, "share", lambda self: 0.4)
+    assert main(["tune", *flags(model, "--seconds", "1", "--transport", "shared-memory")]) == 1
+    assert "others used 40% of this machine's cores while shared-memory was measured" in capsys.readouterr().err
+    assert list(cache.rglob("*.json")) == []
 
 
 def test_without_a_named_transport_every_one_that_can_be_had_is_measured(model: Path, cache: Path) -> None:
