@@ -40,12 +40,16 @@ def one_shot_kernel(
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
     num_rows = tl.cdiv(num_elems, ELEMS)
-    for row in range(first, num_rows, step):
+    row = first  # no range(): NumPy 2.4 and the interpreter of Triton 3.6 do not agree on what can count
+    while row < num_rows:
         _share(x, headers, rank, send, row, num_elems, None, ROWS, ELEMS, TILES, BEYOND)
+        row += step
     late = meet(headers, rank, max_polls, WORLD)
     valid = (late == 0) & (dead == 0)
-    for row in range(first, num_rows, step):
+    row = first
+    while row < num_rows:
         _add(x, out, headers, send, row, num_elems, valid, None, None, WORLD, ROWS, ELEMS, TILES, BEYOND)
+        row += step
     end_call(headers, rank, number, dead, late, failure)
 
 
@@ -82,15 +86,21 @@ def two_shot_kernel(
     for owner in range(WORLD):
         slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
         slot = send + owner * slot_bytes
-        for row in range(first, tl.cdiv(slot_elems, ELEMS), step):
+        num_rows = tl.cdiv(slot_elems, ELEMS)
+        row = first
+        while row < num_rows:
             _share(x + slot_start, headers, rank, slot, row, slot_elems, fmt, ROWS, ELEMS, TILES, BEYOND)
+            row += step
     late = meet(headers, rank, max_polls, WORLD)
 
     slot_start, slot_elems = _slot(rank, num_elems, slice_elems, part_start, part_elems)
     slot = send + rank * slot_bytes
     own_sums = _at(headers, rank, sums)
-    for row in range(first, tl.cdiv(slot_elems, ELEMS), step):
+    num_rows = tl.cdiv(slot_elems, ELEMS)
+    row = first
+    while row < num_rows:
         _add(x, own_sums, headers, slot, row, slot_elems, True, fmt, out_fmt, WORLD, ROWS, ELEMS, TILES, BEYOND)
+        row += step
     # Who missed the first meeting is to blame; the others may still be waiting there.
     late_again = meet(headers, rank, tl.where(late == 0, max_polls, 0), WORLD)
     late = tl.where(late == 0, late_again, late)
@@ -98,9 +108,12 @@ def two_shot_kernel(
     valid = (late == 0) & (dead == 0)
     for owner in range(WORLD):
         slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
-        for row in range(first, tl.cdiv(slot_elems, ELEMS), step):
+        num_rows = tl.cdiv(slot_elems, ELEMS)
+        row = first
+        while row < num_rows:
             source = _at(headers, owner, sums)
             _collect(source, out + slot_start, row, slot_elems, valid, out_fmt, ROWS, ELEMS, TILES, BEYOND)
+            row += step
     end_call(headers, rank, number, dead, late, failure)
 
 

@@ -82,12 +82,11 @@ class PeerAllReduce:
         if self._failure is not None:
             raise self._failure
 
-    def _in_slices(
-        self, x_N: Tensor, lengths: list[int], fmt: BlockFormat | None, out_fmt: BlockFormat | None
-    ) -> Tensor:
+    def _in_slices(self, x: Tensor, lengths: list[int], fmt: BlockFormat | None, out_fmt: BlockFormat | None) -> Tensor:
         self.check()
-        buffers, elem_bytes = self._buffers, x_N.element_size()
-        out_N = torch.empty_like(x_N)
+        buffers, elem_bytes = self._buffers, x.element_size()
+        result = torch.empty_like(x)
+        x_N, out_N = x.view(-1), result.view(-1)
         step = max_part_elems(buffers, elem_bytes, fmt, out_fmt)
         if step == 0:
             raise ValueError(f"peer buffers of {buffers.send_bytes} bytes hold no slice of {len(lengths)} ranks")
@@ -101,7 +100,7 @@ class PeerAllReduce:
             + len(others) * _wire_bytes(own, elem_bytes, out_fmt)
         )
         self.check()
-        return out_N
+        return result
 
 
 def _wire_bytes(num_elems: int, elem_bytes: int, fmt: BlockFormat | None) -> int:

@@ -95,6 +95,10 @@ def _check_sums(group: Group, path: str, cases: list[tuple[str, int, torch.dtype
         assert torch.equal(result, make_all_reduce(name, group)(x)), f"{case}: not the generic algorithm's bits"
         assert sent == all_reduce.wire_bytes(num_elems, x.element_size()), f"{case}: sent {sent}"
         assert torch.equal(x, _input(group.rank, num_elems, dtype)), f"{case}: input changed"
+    square = _input(group.rank, 36, torch.float32).view(6, 6).t()
+    for name in ("one-shot", "flash-int8"):
+        result = make_all_reduce(name, over_peers)(square)
+        assert result.is_contiguous() and torch.equal(result, make_all_reduce(name, group)(square)), name
     dead, calls, meetings = int(header[0]), header[1 : 1 + NUM_BLOCKS], header[1 + NUM_BLOCKS : 1 + 2 * NUM_BLOCKS]
     arrivals = header[1 + 2 * NUM_BLOCKS :][: NUM_BLOCKS * group.world_size].view(NUM_BLOCKS, -1)
     assert dead == 0 and bool((calls == calls[0]).all()) and int(calls[0]) >= len(cases)
