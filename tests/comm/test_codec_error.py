@@ -25,6 +25,15 @@ def test_a_bit_is_worth_about_six_decibels(fewer: str, more: str) -> None:
     assert abs(decibels - expected) < 1, f"{decibels:.1f} dB for {bits} bits"
 
 
+@pytest.mark.parametrize(
+    ("name", "decibels"),
+    [("int8", 34.5), ("fp8", 34.0), ("int6", 22.4), ("int4", 9.7), ("int4-had", 20.0), ("int4-g64-sr", 24.1)],
+)
+def test_it_is_that_of_numbers_with_outliers(name: str, decibels: float) -> None:
+    """tests/comm/test_codec.py has these for as many ranks and 32 times as many numbers; here each outlier counts more."""
+    assert -20 * math.log10(error(name, name, 4)) == pytest.approx(decibels, abs=1.5)
+
+
 def test_two_quantized_legs_err_by_about_the_root_of_both() -> None:
     one = math.hypot(error("int8", "none"), error("none", "int8"))
     assert error("int8", "int8") == pytest.approx(one, rel=0.05)

@@ -231,6 +231,21 @@ def _bytes_between_nodes(group: Group, inside: str, across: str, num_elems: int)
     return group.nodes.across.bytes_sent - before
 
 
+def _counted_over_nodes(group: Group) -> None:
+    x = torch.ones(128 * 6 * 4, dtype=torch.bfloat16)
+    exact, quantized = parse_codec("none"), parse_codec("int4")
+    for inside, across in ((exact, exact), (quantized, exact), (exact, quantized), (quantized, quantized)):
+        hierarchical_reduce_scatter(group, x, inside, across)
+        count = group.ledger.counts()[-1]
+        assert (count.op, count.algorithm) == ("reduce_scatter", f"hierarchical:{inside.name},{across.name}")
+        assert count.bytes_sent == hierarchical_reduce_scatter_bytes(group, x.numel(), 2, inside, across)
+        assert count.exact_bytes == hierarchical_reduce_scatter_bytes(group, x.numel(), 2)
+
+
+def test_reduce_scatter_over_nodes_is_counted_beside_what_it_would_send_unquantized() -> None:
+    run_in_process(4, _counted_over_nodes, num_nodes=2)
+
+
 def test_a_node_sends_its_tensor_once() -> None:
     """qgZ: all ranks of a node together send (K-1)/K n b/8 to other nodes, where an all-to-all sends L times that."""
     num_elems = 128 * 6 * 4

@@ -34,6 +34,43 @@ def test_a_larger_message_never_costs_less(name: str, link: tuple[str, str]) -> 
     assert times == sorted(times) and times[0] > 0
 
 
+@pytest.mark.parametrize(("name", "rounds"), [("one-shot", 1), ("two-shot", 2), ("flash:none,none", 2)])
+def test_a_message_of_next_to_nothing_costs_a_call_and_its_rounds(name: str, rounds: int) -> None:
+    costs, link = CostModel(setting(4)), LINK_COSTS["shared-memory", "cpu"]
+    assert costs.seeded_us(name, 2) == pytest.approx(link.call + rounds * link.round, rel=1e-3)
+
+
+def test_those_that_always_go_message_by_message_wait_longer_in_each_of_their_rounds() -> None:
+    link, between = LINK_COSTS["shared-memory", "cpu"], LINK_COSTS["process-group", "cpu"]
+    costs = CostModel(setting(4, num_nodes=2))
+    ring_us, nodes_us = link.call + 6 * link.message_round, link.call + 2 * (link.message_round + between.message_round)
+    assert costs.seeded_us("ring", 2) == pytest.approx(ring_us, rel=1e-3)
+    assert costs.seeded_us("hierarchical", 2) == pytest.approx(nodes_us, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("coded", "plain", "encoded", "decoded"),
+    [
+        # A rank encodes its numbers and its slice of the sum, decodes all ranks' parts of its slice and all the sums.
+        ("flash:int8,int8", "flash:none,none", 1 + 1 / 4, 2),
+        ("flash:none,int8", "flash:none,none", 1 / 4, 1),
+        ("flash:int8,none", "flash:none,none", 1, 1),
+        # The same with its node's sum of half the tensor, between two nodes.
+        ("hierarchical:int8", "hierarchical", (1 + 1 / 2) / 2, 2 / 2),
+    ],
+)
+def test_what_is_quantized_costs_its_encoding_and_decoding(
+    coded: str, plain: str, encoded: float, decoded: float
+) -> None:
+    costs, link = CostModel(setting(4, num_nodes=2)), LINK_COSTS["shared-memory", "cpu"]
+    num_elems = 1 << 20
+    saved_mib = (costs.wire_bytes(plain, 2 * num_elems) - costs.wire_bytes(coded, 2 * num_elems)) / (1 << 20)
+    wire = LINK_COSTS["process-group", "cpu"] if plain == "hierarchical" else link
+    more_us = costs.seeded_us(coded, 2 * num_elems) - costs.seeded_us(plain, 2 * num_elems)
+    coding_us = link.coded_call + encoded * link.encode_melem + decoded * link.decode_melem
+    assert more_us + saved_mib * wire.mib == pytest.approx(coding_us)
+
+
 def test_one_shot_wins_small_messages_and_two_shot_large_ones() -> None:
     costs = CostModel(setting(4))
     assert costs.predict("one-shot", 1024).us < costs.predict("two-shot", 1024).us

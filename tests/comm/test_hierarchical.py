@@ -78,3 +78,19 @@ def test_nodes_sums_are_rounded_once_more() -> None:
         assert result.item() == 0.0 and bound.item() >= 1.0
     for result, bound, *_ in run_in_process(4, _reduce, "two-shot", inputs):
         assert result.item() == 1.0 and bound.item() < 0.1
+
+
+def _count(group: Group) -> tuple[int, int]:
+    """Bytes sent and those that the ledger says would have been sent unquantized."""
+    make_all_reduce("hierarchical:int4", group)(torch.ones(128 * 16, dtype=torch.bfloat16))
+    [count] = group.ledger.counts()
+    return count.bytes_sent, count.exact_bytes
+
+
+def test_the_ledger_has_what_it_would_have_sent_unquantized() -> None:
+    exact = run_in_process(4, _reduce, "hierarchical", _inputs(4, 128 * 16), num_nodes=2)
+    quantized = run_in_process(4, _reduce, "hierarchical:int4", _inputs(4, 128 * 16), num_nodes=2)
+    for (sent, unquantized), (*_, inside, across), (*_, exact_inside, exact_across) in zip(
+        run_in_process(4, _count, num_nodes=2), quantized, exact, strict=True
+    ):
+        assert (sent, unquantized) == (inside + across, exact_inside + exact_across)
