@@ -1,4 +1,4 @@
-"""What can run here: numba for CPU tensors; CUDA tensors go through torch.
+"""What can run here: numba for CPU tensors; CUDA tensors go through torch and Triton.
 
 Nothing falls back in silence: a CPU host without numba is an error that names the remedy, because the same model on
 plain torch operations would answer correctly and several times slower, which nobody would notice.
