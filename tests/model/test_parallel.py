@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ _ROWS = 5
 _LOSSY = "flash:int4-g64,int4-g64"
 
 
-def policy(**asked: str) -> Policy:
+def policy(**asked: Any) -> Policy:
     setting = Setting(transport="process-group", device="cpu", world_size=2, num_nodes=1, dtype="float32")
     request = PolicyRequest(row_elems=64, max_rows=64, max_decode_rows=8, **asked)
     return Chooser(request, CostModel(setting)).policy()
