@@ -106,4 +106,4 @@ def _judge(group: Group, name: str, all_reduce: AllReduce, checks: Sequence[_Che
 
 def _digest(result: Tensor) -> bytes:
     raw = result.contiguous().view(-1).view(torch.uint8).cpu().numpy()
-    return hashlib.blake2b(raw, digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(raw.data, digest_size=_DIGEST_BYTES).digest()
