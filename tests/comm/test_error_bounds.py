@@ -85,3 +85,17 @@ def test_a_bound_of_numbers_that_are_none_is_infinite() -> None:
     int8 = parse_codec("int8")
     bound = quantized_total_bound(parts, *quantized_sum_bound(parts, int8), int8)
     assert bound[:128].isinf().all() and bound[128:].isfinite().all()
+
+
+@pytest.mark.parametrize("codec", ["int2", "int3"])
+def test_a_total_of_the_smallest_numbers_is_rounded_by_up_to_half_the_smallest(codec: str) -> None:
+    half_smallest, reached = 2.0**-25, False  # of float16
+    for largest in range(3, 60):
+        part = (torch.arange(128) % (largest + 1) * 2.0**-24).half()
+        parts, none = [part, torch.zeros_like(part)], parse_codec("none")
+        bound = quantized_total_bound(parts, *quantized_sum_bound(parts, none), parse_codec(codec))
+        got = parse_codec(codec).decode(parse_codec(codec).encode(part.float()), 128, torch.float16)
+        error = (got.double() - part.double()).abs()
+        assert (error <= bound).all(), largest
+        reached |= bool((error > bound - half_smallest).any())
+    assert reached, "some number needs that part of the bound"
