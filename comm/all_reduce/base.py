@@ -14,7 +14,8 @@ class BaseAllReduce(ABC):
     """Sums a tensor over ``group``; a subclass says how, what it sends, and how exact it is.
 
     All ranks call with the same shape and dtype (fp32, bf16 or fp16), in the same order. The result is a new
-    contiguous tensor that belongs to the caller, the same bits on every rank and in every run. One thread per group.
+    contiguous tensor that belongs to the caller, the same bits on every rank and in every run. It is no part of an
+    autograd graph: what a sum over ranks means for gradients is for the caller to say. One thread per group.
     """
 
     name: str
@@ -36,6 +37,8 @@ class BaseAllReduce(ABC):
         """
         if x.dtype not in SUMMABLE:
             raise TypeError(f"all_reduce sums {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert it first")
+        if x.requires_grad:
+            x = x.detach()
         if self.world_size == 1 or x.numel() == 0:
             return x.clone(memory_format=torch.contiguous_format)
         counter, ledger = self._counter, self._ledger
