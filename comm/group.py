@@ -48,6 +48,7 @@ class Group:
     transport: Transport
     ledger: Ledger = field(default_factory=Ledger)
     nodes: NodeGroups | None = None
+    no_peer_memory: str = ""  # why GPUs that were to sum through it do not
 
     @property
     def bytes_sent(self) -> int:
@@ -111,6 +112,7 @@ def open_process_group(
     if peer_memory and device.type != "cuda":
         raise ValueError(f"peer memory is between GPUs, got device {device}")
     ledger = ledger or Ledger()
+    no_peer_memory = ""
     if topology.world_size == 1:
         transport: Transport = InProcessTransport(Meeting(1), 0, timeout_s=timeout_s)
     else:
@@ -124,7 +126,7 @@ def open_process_group(
             join_timeout_s=timeout_s if join_timeout_s is None else join_timeout_s,
             name=name,
             interface=interface,
-            describe=ledger.current,
+            ledger=ledger,
         )
         if segment_fd is not None:
             transport = SharedMemoryTransport(
@@ -136,7 +138,7 @@ def open_process_group(
                 ledger=ledger,
             )
         if peer_memory:
-            transport = with_peer_memory(
+            transport, no_peer_memory = with_peer_memory(
                 transport,
                 PrefixStore(f"tightwire/{name}/peer-memory", store),
                 device=device,
@@ -150,6 +152,7 @@ def open_process_group(
         timeout_s=timeout_s,
         transport=transport,
         ledger=ledger,
+        no_peer_memory=no_peer_memory,
     )
 
 

@@ -98,8 +98,8 @@ def with_peer_memory(
     device: torch.device,
     timeout_s: float,
     describe: Callable[[], str | None] = lambda: None,
-) -> Transport:
-    """``library``, with AllReduces through peer memory where it can be had; where not, the log says why it is kept.
+) -> tuple[Transport, str]:
+    """``library``, with AllReduces through peer memory where it can be had; where not, why it is kept as it is, logged too.
 
     Args:
         store: one that all ranks reach and nothing else writes to.
@@ -121,7 +121,7 @@ def with_peer_memory(
         except CommError as error:
             reason = str(error)
         else:
-            return PeerMemoryTransport(buffers, library=library, timeout_s=timeout_s, describe=describe)
+            return PeerMemoryTransport(buffers, library=library, timeout_s=timeout_s, describe=describe), ""
     if library.rank == 0:
         _LOG.warning("sums go through the library (NCCL) and not through peer memory: %s", reason)
-    return library
+    return library, reason

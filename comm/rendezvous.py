@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.failure_notes import FailureNotes
+from tightwire.comm.ledger import Ledger
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport, ProcessGroupTransport
 
@@ -29,7 +29,7 @@ def join(
     join_timeout_s: float,
     name: str,
     interface: str | None,
-    describe: Callable[[], str | None],
+    ledger: Ledger,
 ) -> ProcessGroupTransport:
     """Connect this process to the other ranks; see ``comm.group.open_process_group``."""
     store = PrefixStore(f"tightwire/{name}", store)
@@ -53,7 +53,7 @@ def join(
         world_size=topology.world_size,
         device=device,
         timeout_s=timeout_s,
-        describe=describe,
+        ledger=ledger,
     )
     transport.barrier()
     return transport

@@ -147,6 +147,7 @@ class CommSetup(msgspec.Struct, frozen=True):
 
     transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
     num_nodes: int
+    transport_reason: str = ""  # why ``auto`` took a slower one than it would have liked
     choices: list[CommChoice] = []
     self_test: list[SelfTestVerdict] = []
 

@@ -45,7 +45,7 @@ def check_comm(
     """
     if group.world_size == 1:
         return CheckedComm(None, CommSetup(transport=plan.transport, num_nodes=plan.num_nodes))
-    transport, asked = _what_was_had(group, plan)
+    transport, reason, asked = _what_was_had(group, plan)
     candidates = make_candidates(asked, group)
     await_others()
     dtype: torch.dtype = getattr(torch, plan.dtype)
@@ -56,23 +56,27 @@ def check_comm(
         for name, detail in wrong.items():
             _log.error("quarantined %s, which failed the self-test: %s", name, detail)
     policy = asked.without(wrong)
-    return CheckedComm(Routes(policy, candidates), _describe(transport, plan.num_nodes, policy, verdicts))
+    return CheckedComm(Routes(policy, candidates), _describe(transport, reason, plan.num_nodes, policy, verdicts))
 
 
-def _what_was_had(group: Group, plan: RunPlan) -> tuple[str, Policy]:
-    """The transport that ``group`` came to have and the policy for it: whether GPUs reach each other only ranks find out."""
-    if plan.transport != "peer-memory" or group.transport.fused is not None:
-        return plan.transport, plan.policy
+def _what_was_had(group: Group, plan: RunPlan) -> tuple[str, str, Policy]:
+    """The transport that ``group`` came to have, why it is not a faster one, and the policy for it.
+
+    Whether GPUs reach each other only ranks find out.
+    """
+    if not group.no_peer_memory:
+        return plan.transport, plan.transport_reason, plan.policy
     if plan.library_policy is None:
         raise ValueError(
-            "--transport peer-memory cannot be had, and rank 0's log says why; use --transport process-group, or auto"
+            f"--transport peer-memory cannot be had: {group.no_peer_memory}; use --transport process-group, or auto"
         )
-    return "process-group", plan.library_policy
+    return "process-group", f"no peer memory: {group.no_peer_memory}", plan.library_policy
 
 
-def _describe(transport: str, num_nodes: int, policy: Policy, verdicts: list[Verdict]) -> CommSetup:
+def _describe(transport: str, reason: str, num_nodes: int, policy: Policy, verdicts: list[Verdict]) -> CommSetup:
     return CommSetup(
         transport=transport,
+        transport_reason=reason,
         num_nodes=num_nodes,
         choices=[
             CommChoice(

@@ -34,6 +34,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
     max_model_len: int
     num_blocks: int
+    transport_reason: str = ""  # why ``auto`` took a slower transport than it would have liked
     num_nodes: int = 1
     policy: Policy = Policy(())  # a single rank has nothing to sum
     library_policy: Policy | None = None  # for process-group, should peer memory turn out not to be had; None: refuse

@@ -221,6 +221,7 @@ class CommCost(Struct, frozen=True):
 class CommPolicy(Struct):
     """How the ranks sum their parts and why, and what rank 0 has exchanged since start.
 
+    ``transport_reason``: why ``--transport auto`` came to a slower one than this device's best; empty when it did not.
     ``choices``: the policy in force, the first line of a site and phase whose ``up_to_bytes`` the message does not
     exceed. ``self_test``: what the check at start-up found; an algorithm that is not ``ok`` is never used.
     ``saved_bytes``: what quantizing kept off the wire, ``exact_bytes`` less ``bytes_sent``.
@@ -228,6 +229,7 @@ class CommPolicy(Struct):
 
     algorithm: str
     transport: str
+    transport_reason: str
     tp: int
     num_nodes: int
     choices: list[CommChoice]

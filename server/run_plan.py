@@ -36,7 +36,9 @@ class Decision:
 
     def summary(self) -> str:
         """What fits where and how ranks will sum, line by line, for people."""
-        return "\n".join([self.budget.table(), *([] if self.comm is None else self.comm.notes())])
+        reason = self.plan.transport_reason
+        wire = [f"ranks meet over {self.plan.transport}: {reason}"] if reason else []
+        return "\n".join([self.budget.table(), *wire, *([] if self.comm is None else self.comm.notes())])
 
 
 def prepare(
@@ -84,6 +86,7 @@ def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
         dtype=dtype,
         allreduce=_describe_request(config.parallel),
         transport=setting.transport,
+        transport_reason=choose_transport(config.parallel.transport, device, tp)[1],
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
         num_nodes=config.parallel.nodes,
@@ -118,7 +121,7 @@ def decide_setting(config: ServeConfig, model: LlamaConfig) -> tuple[Setting, li
     gpus = cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if config.model.device != "cpu" else []
     device = _choose_device(config.model.device, tp, gpus)
     setting = Setting(
-        transport=_choose_transport(config.parallel.transport, device, tp),
+        transport=choose_transport(config.parallel.transport, device, tp)[0],
         device=device,
         world_size=tp,
         num_nodes=config.parallel.nodes,
@@ -153,9 +156,14 @@ def policy_request(config: ServeConfig, model: LlamaConfig) -> PolicyRequest:
     )
 
 
-def _choose_transport(asked: str, device: str, tp: int) -> str:
+def choose_transport(asked: str, device: str, tp: int) -> tuple[str, str]:
+    """The transport, and why ``auto`` took a slower one (empty: it did not).
+
+    Raises:
+        ValueError: what was asked for cannot be had.
+    """
     if tp == 1:
-        return "none"
+        return "none", ""
     if asked == "peer-memory" and device == "cpu":
         raise ValueError(
             "--transport peer-memory is between GPUs, and ranks run on the CPU; leave it out, or use --device cuda"
@@ -164,10 +172,10 @@ def _choose_transport(asked: str, device: str, tp: int) -> str:
     if asked == "shared-memory" and reason:
         raise ValueError(f"--transport shared-memory cannot be had: {reason}; use --transport process-group")
     if asked != "auto":
-        return asked
+        return asked, ""
     if device == "cuda":
-        return "peer-memory"
-    return "process-group" if reason else "shared-memory"
+        return "peer-memory", ""
+    return ("process-group", f"no shared memory: {reason}") if reason else ("shared-memory", "")
 
 
 def _choose_device(asked: str, tp: int, gpus: Sequence[CudaDevice]) -> str:

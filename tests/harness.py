@@ -105,7 +105,7 @@ def with_nccl_calls(group: Group, fn: Callable[..., Any], *args: Any) -> Any:
         world_size=group.world_size,
         device=group.device,
         timeout_s=group.timeout_s,
-        describe=group.ledger.current,
+        ledger=group.ledger,
     )
     transport.barrier()
     return fn(replace(group, transport=transport), *args)

@@ -5,8 +5,10 @@ hold several groups and close each. ``comm.group.open_process_group`` is the way
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from tightwire.comm.errors import (
     unlike_most,
 )
 from tightwire.comm.failure_notes import FailureNotes, Note, ranks_at_fault
+from tightwire.comm.ledger import Begun, Ledger
 from tightwire.comm.protocols import FusedAllReduce, Transport
 
 # How long a failed rank listens for what the others say of the failure: the time for a broken connection to run
@@ -29,6 +32,7 @@ _GRACE_S = 1.0
 _GRACE_SHARE = 0.2
 _TIME_SPENT = re.compile(r", [0-9.]+ s$")  # at the end of what a rank was doing
 _MAX_TAG = (1 << 31) - 1
+_SIZED_BY_RANK = ("sparse_all_gather",)  # collectives for which each rank may bring another size
 
 
 class ProcessGroupTransport(Transport):
@@ -43,7 +47,7 @@ class ProcessGroupTransport(Transport):
         world_size: int,
         device: torch.device,
         timeout_s: float,
-        describe: Callable[[], str | None] = lambda: None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -53,7 +57,7 @@ class ProcessGroupTransport(Transport):
         self._device = device
         self._notes = notes
         self._timeout_s = timeout_s
-        self._describe = describe
+        self._ledger = Ledger() if ledger is None else ledger  # of the group: says what is under way
         self._others = [(rank + i) % world_size for i in range(1, world_size)]
         self._peer: int | None = None  # whom the wait under way is for, when it is for one rank
         self._failure: CommError | None = None
@@ -88,7 +92,7 @@ class ProcessGroupTransport(Transport):
         # The frames in the traceback hold the operations under way, and those the group that is to go.
         error.__traceback__ = None
         peer = self._peer
-        doing = self._describe() or "a barrier"
+        doing = self._ledger.current() or "a barrier"
         own = Note(
             timed_out=_is_timeout(error), missed=() if peer is None else (peer,), doing=f"rank {self.rank} in {doing}"
         )
@@ -174,17 +178,18 @@ class GlooTransport(ProcessGroupTransport):
     def _transfer(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
         """All at once, receives posted first; empty messages are not sent, as both sides know their size.
 
-        A message is tagged with its size: one that is longer or shorter than expected meets nobody, and both sides time
-        out. (Untagged, gloo ends the process that receives more than it expects, and leaves what it lacks unset.)
+        A message is tagged with its size and the collective it is part of: one that is not what was expected meets
+        nobody, and both sides time out. (Untagged, gloo ends the process that receives more than it expects, leaves what
+        it lacks unset, and takes codes of another tensor for those of this one.)
         """
-        group = self._open_group()
+        group, call = self._open_group(), _tag_of(self._ledger.begun)
         works: list[tuple[int, Work]] = []
         for self._peer, buf in receives:
             if buf.numel():
-                works.append((self._peer, group.recv([buf], self._peer, buf.numel() & _MAX_TAG)))
+                works.append((self._peer, group.recv([buf], self._peer, (buf.numel() ^ call) & _MAX_TAG)))
         for self._peer, buf in sends:
             if buf.numel():
-                works.append((self._peer, group.send([buf], self._peer, buf.numel() & _MAX_TAG)))
+                works.append((self._peer, group.send([buf], self._peer, (buf.numel() ^ call) & _MAX_TAG)))
         for self._peer, work in works:
             work.wait()
         self._peer = None
@@ -248,6 +253,19 @@ class NcclTransport(ProcessGroupTransport):
         except RuntimeError as error:
             raise self._failed(error) from error
         return list(received.split(incoming))
+
+
+def _tag_of(begun: Begun | None) -> int:
+    """Equal on ranks that run the same collective over tensors of one size."""
+    if begun is None:
+        return 0
+    op, algorithm, num_bytes, _, _ = begun
+    return _tag(op, algorithm, 0 if op in _SIZED_BY_RANK else num_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _tag(op: str, algorithm: str, num_bytes: int) -> int:
+    return crc32(f"{op} {algorithm} {num_bytes}".encode())
 
 
 def _is_timeout(error: RuntimeError) -> bool:

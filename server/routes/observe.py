@@ -96,6 +96,7 @@ def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
     return CommPolicy(
         algorithm=info.allreduce,
         transport=setup.transport if setup else info.transport,
+        transport_reason=setup.transport_reason if setup else "",
         tp=info.tp,
         num_nodes=setup.num_nodes if setup else 1,
         choices=setup.choices if setup else [],

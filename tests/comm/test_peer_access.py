@@ -81,7 +81,9 @@ def test_what_cuda_tells_of_the_peers(
 def test_the_library_is_kept_and_the_log_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     library = InProcessTransport(Meeting(1), 0, timeout_s=1.0)
     store = FileStore(str(tmp_path / "store"), 1)
-    assert with_peer_memory(library, store, device=CPU, timeout_s=1.0) is library
+    kept, reason = with_peer_memory(library, store, device=CPU, timeout_s=1.0)
+    assert kept is library
+    assert reason.startswith("rank 0: peer memory is between GPUs")
     assert "not through peer memory: rank 0: peer memory is between GPUs" in caplog.text
 
 

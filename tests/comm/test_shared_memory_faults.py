@@ -42,7 +42,7 @@ def _unlike(group: Group, name: str, num_elems: int, odd_name: str, odd_num_elem
 
 
 @pytest.mark.parametrize("over", OVER)
-@pytest.mark.parametrize("name", ["one-shot", "two-shot", "ring", "flash:none,none"])
+@pytest.mark.parametrize("name", ["one-shot", "two-shot", "ring", "flash:none,none", "flash-int8"])
 def test_another_shape_is_an_error_on_every_rank_that_says_whose(over: str, name: str) -> None:
     with Ranks(3, shared_memory=OVER[over], collective_timeout_s=TIMEOUT_S) as ranks:
         outcomes = ranks.outcomes(_unlike, name, 300, name, 290, timeout_s=20)

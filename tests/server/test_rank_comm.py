@@ -1,6 +1,7 @@
 """What a rank does before it loads: every AllReduce checked, wrong ones out, the result told the same way on all ranks."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,16 +93,20 @@ def test_the_check_is_counted_apart_from_the_work() -> None:
     assert run_in_process(2, phases)[0] == {"self-test"}
 
 
+def _check_without_peer_memory(group: Group, run_plan: RunPlan) -> CommSetup:
+    return _check(replace(group, no_peer_memory="rank 0: the GPUs are strangers"), run_plan)[0]
+
+
 def test_without_peer_memory_the_policy_for_the_library_is_in_force() -> None:
-    # Ranks in one process have no fused AllReduces, as NCCL has none.
     here = plan(fixed_policy("flash-int8"), "peer-memory", library_policy=fixed_policy("two-shot"))
-    setup, _ = run_in_process(2, _check, here)[0]
+    setup = run_in_process(2, _check_without_peer_memory, here)[0]
     assert setup.transport == "process-group" and {choice.algorithm for choice in setup.choices} == {"two-shot"}
+    assert setup.transport_reason == "no peer memory: rank 0: the GPUs are strangers"
 
 
 def test_peer_memory_that_was_named_and_cannot_be_had_is_refused() -> None:
-    with pytest.raises(ValueError, match="--transport peer-memory cannot be had"):
-        run_in_process(2, _check, plan(fixed_policy("ring"), "peer-memory"))
+    with pytest.raises(ValueError, match="--transport peer-memory cannot be had: rank 0: the GPUs are strangers; use"):
+        run_in_process(2, _check_without_peer_memory, plan(fixed_policy("ring"), "peer-memory"))
 
 
 def test_others_are_awaited_once_everything_is_compiled() -> None:

@@ -184,3 +184,13 @@ def test_between_gpus_auto_tries_peer_memory_and_has_a_policy_without_it(gpus: l
 def test_peer_memory_is_refused_between_cpu_ranks(gpus: list[CudaDevice]) -> None:
     with pytest.raises(ValueError, match="--transport peer-memory is between GPUs"):
         run_plan.decide(make_config({"tp": 2, "device": "cpu", "transport": "peer-memory"}), MODEL)
+
+
+def test_why_ranks_do_not_share_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_plan, "why_unusable", lambda: "a sandbox forbids it")
+    decision = run_plan.decide(make_config({"tp": 2, "device": "cpu"}), MODEL)
+    assert decision.plan.transport == "process-group"
+    assert decision.plan.transport_reason == "no shared memory: a sandbox forbids it"
+    assert "ranks meet over process-group: no shared memory: a sandbox forbids it" in decision.summary()
+    asked = run_plan.decide(make_config({"tp": 2, "device": "cpu", "transport": "process-group"}), MODEL)
+    assert asked.plan.transport_reason == ""
