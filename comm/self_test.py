@@ -1,4 +1,4 @@
-"""The check at start-up: every algorithm that may be used sums random numbers, in the sizes and dtype to come.
+"""The check at start-up: every algorithm that may be used sums known numbers, in the sizes and dtype to come.
 
 A broken kernel, driver or cable is found here and not in a text. The ranks agree on what they found, so all of them
 quarantine the same algorithms.
@@ -14,11 +14,9 @@ from torch import Tensor
 
 from tightwire.comm.errors import CommError
 from tightwire.comm.group import Group
+from tightwire.comm.known_sum import KnownSum
 from tightwire.comm.protocols import AllReduce
 
-# Numbers that all ranks together contribute to one check: half a second of random numbers and float64 sums on one core.
-_MAX_ELEMS = {"cpu": 1 << 21, "cuda": 1 << 26}
-_SEED = 1234
 _DIGEST_BYTES = 8
 _PROBLEM_BYTES = 240  # a message of fixed size: all ranks know what to receive
 
@@ -39,30 +37,33 @@ def self_test(
 
     Wrong is: a result further from the float64 sum than the algorithm's own ``max_error``, another shape or dtype, a
     changed input, other bytes counted than ``wire_bytes`` says, an exception, or bits that differ between ranks.
-    Collective: all ranks pass the same arguments and get the same verdicts. Where the ranks' numbers would take too
-    long to make and add, the larger message is cut to fewer rows, and the verdict says to how many.
+    Collective: all ranks pass the same arguments and get the same verdicts. The larger message is as large as that,
+    always; where its numbers would take too long to make, fewer are repeated (``comm.known_sum``), and the verdict says
+    how many bytes of them there are.
 
     Raises:
         CollectiveTimeoutError, PeerLostError: a rank did not come; the group is of no use any more.
     """
-    most_rows = max(1, _MAX_ELEMS[group.device.type] // (group.world_size * row_elems))
-    checks = [_Check(group, rows * row_elems, dtype) for rows in sorted({1, min(max_rows, most_rows)})]
+    checks = [
+        _Check(KnownSum(group.rank, group.world_size, rows * row_elems, dtype, group.device))
+        for rows in sorted({1, max_rows})
+    ]
     return [_judge(group, name, all_reduce, checks) for name, all_reduce in candidates.items()]
 
 
+@dataclass(frozen=True, slots=True)
 class _Check:
-    """Numbers of one size for all ranks, the same on all of them, and their exact sum."""
+    known: KnownSum
 
-    def __init__(self, group: Group, num_elems: int, dtype: torch.dtype) -> None:
-        generator = torch.Generator(group.device).manual_seed(_SEED + num_elems)
-        numbers = torch.randn(group.world_size, num_elems, generator=generator, device=group.device)
-        self.inputs = list(numbers.to(dtype).unbind())
-        self.own = self.inputs[group.rank]
-        self.exact = torch.stack([x.double() for x in self.inputs]).sum(0)
+    @property
+    def words(self) -> str:
+        known = self.known
+        random_bytes = known.num_bytes * known.random_elems // known.num_elems
+        return f"{known.num_bytes} B" + (f" ({random_bytes} B, repeated)" if random_bytes < known.num_bytes else "")
 
     def problem(self, group: Group, all_reduce: AllReduce) -> tuple[str, bytes]:
         """What is wrong (empty: nothing), and a digest of the result's bits."""
-        given, sent_before = self.own.clone(), group.bytes_sent
+        given, sent_before = self.known.own(), group.bytes_sent
         try:
             result = all_reduce(given)
             sent = group.bytes_sent - sent_before
@@ -76,14 +77,11 @@ class _Check:
         size = f"{given.nbytes} B"
         if result.shape != given.shape or result.dtype != given.dtype:
             return f"{size}: gave {tuple(result.shape)} {result.dtype} for {tuple(given.shape)} {given.dtype}"
-        if not torch.equal(given, self.own):
+        if not self.known.is_own(given):
             return f"{size}: changed its input"
-        error, bound = (result.double() - self.exact).abs(), all_reduce.max_error(self.inputs)
-        num_wrong = int((~(error <= bound)).sum())  # a NaN is never within the bound
+        num_wrong, largest = self.known.errors(result, all_reduce)
         if num_wrong:
-            return (
-                f"{size}: {num_wrong} of {given.numel()} sums are off by more than it states, one by {error.max():.3g}"
-            )
+            return f"{size}: {num_wrong} of {given.numel()} sums are off by more than it states, one by {largest:.3g}"
         stated = all_reduce.wire_bytes(given.numel(), given.element_size())
         return "" if sent == stated else f"{size}: sent {sent} B and states {stated}"
 
@@ -100,8 +98,8 @@ def _judge(group: Group, name: str, all_reduce: AllReduce, checks: Sequence[_Che
     for rank, report in enumerate(reports):
         if report != reports[0]:
             return Verdict(algorithm=name, ok=False, detail=f"ranks 0 and {rank} hold different bits")
-    sizes = " and ".join(f"{check.own.nbytes} B" for check in checks)
-    return Verdict(algorithm=name, ok=True, detail=f"checked with {sizes} of {str(checks[0].own.dtype)[6:]}")
+    sizes = " and ".join(check.words for check in checks)
+    return Verdict(algorithm=name, ok=True, detail=f"checked with {sizes} of {str(checks[0].known.dtype)[6:]}")
 
 
 def _digest(result: Tensor) -> bytes:

@@ -1,5 +1,6 @@
 """The check at start-up finds what is broken, says what, on all ranks alike; and passes every algorithm there is."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -123,9 +124,62 @@ def test_every_algorithm_passes_between_processes() -> None:
 
 def _check_large(group: Group) -> list[Verdict]:
     arms = {"one-shot": OneShotAllReduce(group)}
-    return self_test(group, arms, row_elems=8192, max_rows=8192, dtype=torch.bfloat16)
+    return self_test(group, arms, row_elems=4096, max_rows=2048, dtype=torch.bfloat16)
 
 
-def test_a_message_too_large_to_check_in_time_is_cut_and_the_verdict_says_to_what() -> None:
+def test_the_largest_message_is_checked_whole_and_the_verdict_says_what_it_was_made_of() -> None:
     (verdict,) = run_in_process(2, _check_large)[0]
-    assert verdict.ok and verdict.detail == f"checked with 16384 B and {2 * (1 << 20)} B of bfloat16"
+    assert verdict.ok
+    assert verdict.detail == f"checked with {4096 * 2} B and {16 << 20} B ({1 << 19} B, repeated) of bfloat16"
+
+
+def halves_swapped(group: Group, x: Tensor, result: Tensor) -> Tensor:
+    return result.roll(len(result) // 2 // 128 * 128)
+
+
+def groups_swapped(group: Group, x: Tensor, result: Tensor) -> Tensor:
+    return torch.cat([result[:-356], result[-228:-100], result[-356:-228], result[-100:]])
+
+
+def last_is_off(group: Group, x: Tensor, result: Tensor) -> Tensor:
+    return off_by_a_little(group, x, result)
+
+
+def last_is_not_given_back(group: Group, x: Tensor, result: Tensor) -> Tensor:
+    x[-1] += 1
+    return result
+
+
+def _check_repeated(group: Group, break_it: Break) -> list[Verdict]:
+    def break_the_large(group: Group, x: Tensor, result: Tensor) -> Tensor:
+        return result if len(x) == 100 else break_it(group, x, result)
+
+    arms = {"broken": BrokenAllReduce(group, break_the_large)}
+    return self_test(group, arms, row_elems=100, max_rows=2700, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "found"),
+    [
+        (halves_swapped, r"rank 0: 1080000 B: 2\d{5} of 270000 sums are off"),
+        (groups_swapped, "rank 0: 1080000 B: 256 of 270000 sums are off"),
+        (last_is_off, "rank 0: 1080000 B: 1 of 270000 sums are off by more than it states, one by 0.1"),
+        (last_is_not_given_back, "rank 0: 1080000 B: changed its input"),
+        (not_a_number, "rank 0: 1080000 B: 1 of 270000 sums are off by more than it states, one by nan"),
+    ],
+)
+def test_a_fault_in_a_message_of_repeated_numbers_is_found(break_it: Break, found: str) -> None:
+    (verdict,) = run_in_process(2, _check_repeated, break_it)[0]
+    assert not verdict.ok and re.match(found, verdict.detail), verdict.detail
+
+
+def _check_all_repeated(group: Group) -> list[Verdict]:
+    names = [*all_reduce_names(), "flash:int4-g32-had,int5", "flash:int2-sr,fp8", "hierarchical:int3-g64"]
+    arms = {name: make_all_reduce(name, group) for name in names}
+    return self_test(group, arms, row_elems=99, max_rows=1350, dtype=torch.bfloat16)
+
+
+def test_every_algorithm_passes_with_repeated_numbers_that_end_within_a_group() -> None:
+    for verdicts in run_in_process(4, _check_all_repeated, num_nodes=2)[:1]:
+        assert [verdict for verdict in verdicts if not verdict.ok] == []
+        assert "267300 B (262144 B, repeated)" in verdicts[0].detail
