@@ -8,7 +8,11 @@ without a codec would send. Each has its exact cost as a function of its own bes
 Like an AllReduce, a call is made by all ranks with the same shapes and dtypes in the same order; its input is only read;
 a rank that does not come is a ``CollectiveTimeoutError`` or a ``PeerLostError``, after which the group is of no use.
 With a single rank nothing travels, and so nothing is quantized.
+
+A codec's kernels are compiled when first used, while the other ranks wait in the collective: whoever sets ranks up calls ``prepare_codecs`` before they meet, with all codecs to come, those of ``node_collectives`` too.
 """
+
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -22,6 +26,19 @@ from tightwire.comm.summing import SUMMABLE
 NONE = parse_codec("none")
 _INDEX_TYPES = (torch.int32, torch.int64)
 _COUNT_BYTES = 8
+# Triton compiles anew for whole blocks, for whole groups, and for lengths that are neither.
+_PREPARED_LENGTHS = (1 << 16, 128, 17)
+
+
+def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
+    """Have compiled now what collectives with these codecs run on ``device``, for every dtype that can be summed.
+
+    Not collective. Cost: the compiler's time when a machine does it first; reading its cache after that.
+    """
+    for codec, dtype, length in product(codecs, SUMMABLE, _PREPARED_LENGTHS):
+        encoded = codec.encode(torch.zeros(length, dtype=dtype, device=device))
+        codec.decode(encoded, length, dtype)
+        sum_encoded([encoded, encoded], length, codec, dtype)
 
 
 def all_gather(group: Group, x: Tensor, codec: Codec = NONE) -> list[Tensor]:

@@ -4,6 +4,7 @@ That is qgZ of ZeRO++ (arXiv 2306.10209, section 3.3): of N ranks on K nodes of 
 a tensor out of every node, this sends (K-1)/K. Each number is quantized twice, once a leg, each leg with its own codec.
 
 Any shape and count of elements: slices are those of ``collectives.reduce_scatter``, short or empty ones included.
+Codecs are prepared as there, with ``collectives.prepare_codecs``.
 """
 
 import torch

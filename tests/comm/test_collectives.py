@@ -14,6 +14,7 @@ from tightwire.comm.collectives import (
     all_gather_bytes,
     broadcast,
     broadcast_bytes,
+    prepare_codecs,
     reduce_scatter,
     reduce_scatter_bytes,
     reduce_scatter_slices,
@@ -28,6 +29,7 @@ from tightwire.comm.node_collectives import (
     hierarchical_slices,
 )
 from tightwire.comm.summing import SUMMABLE
+from tightwire.kernels import block_quant_cpu
 
 CODECS = ("none", "int8", "int6-g64", "int4-g32-had")
 OVER = [Over(transport, 3) for transport in ("gloo", "in-process", "shared-memory", "nccl-calls")]
@@ -277,3 +279,24 @@ def test_refuses_what_it_cannot_do() -> None:
         sparse_all_gather(group, torch.zeros(3, dtype=torch.int64), torch.zeros(4))
     with pytest.raises(ValueError, match="this group knows of no nodes"):
         hierarchical_reduce_scatter(group, torch.zeros(3))
+
+
+def _compiled_before_and_after(group: Group, prepared: bool) -> tuple[list[int], list[int]]:
+    def num_compiled() -> list[int]:
+        return [len(kernel.signatures) for kernel in (block_quant_cpu._encode, block_quant_cpu._decode)]
+
+    codec = parse_codec("int4-g32-had")
+    if prepared:
+        prepare_codecs(group.device, codec, parse_codec("none"))
+    before = num_compiled()
+    for dtype in SUMMABLE:
+        all_gather(group, torch.ones(100, dtype=dtype), codec)
+        reduce_scatter(group, torch.ones(100, dtype=dtype), codec)
+    return before, num_compiled()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_collectives_compile_nothing_that_was_prepared(prepared: bool) -> None:
+    for before, after in run_ranks(2, _compiled_before_and_after, prepared):
+        assert min(after) > 0
+        assert (before == after) == prepared
