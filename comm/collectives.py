@@ -9,7 +9,8 @@ Like an AllReduce, a call is made by all ranks with the same shapes and dtypes i
 a rank that does not come is a ``CollectiveTimeoutError`` or a ``PeerLostError``, after which the group is of no use.
 With a single rank nothing travels, and so nothing is quantized.
 
-A codec's kernels are compiled when first used, while the other ranks wait in the collective: whoever sets ranks up calls ``prepare_codecs`` before they meet, with all codecs to come, those of ``node_collectives`` too.
+A codec's kernels are compiled when first used, while the other ranks wait in the collective: whoever sets ranks up
+calls ``prepare_codecs`` before they meet, with all codecs to come, those of ``node_collectives`` too.
 """
 
 from itertools import product

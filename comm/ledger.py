@@ -1,7 +1,7 @@
 """What every collective cost: counts by (op, algorithm, phase), the one that runs now, and, when asked, each one.
 
-Cheap enough to stay on (less than a microsecond per collective; tests/comm/test_ledger.py holds it to two). One thread,
-the one that runs the collectives, writes; any thread may read, and any may start and stop a recording.
+Cheap enough to stay on; benchmarks/ledger.py says how cheap. One thread, the one that runs the collectives, writes; any
+thread may read, and any may start and stop a recording.
 
 On CUDA ``seconds`` is the time to enqueue the collective, because the host does not wait for the device.
 """
