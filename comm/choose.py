@@ -19,6 +19,7 @@ _NODE_ORDER = "node by node"
 _KEEP_WITHIN = 1.03  # a switch has to gain more than medians repeat to
 _DECODE_ROWS = (1, 4, 16)  # message sizes that a phase's order of summing is chosen for
 _PREFILL_SHARES = (0.25, 1.0)
+_DECODED_BESIDE = "a text may depend on what is generated"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +147,7 @@ class Chooser:
         asked, by = self._request.asked(site, phase)
         if asked == "auto":
             return self._auto_choices(_budget_phase(site, phase), _preface(by))
-        return (Choice(up_to_bytes=None, algorithms=(asked,), reason=by + self._crossing_rows(asked)),)
+        return (Choice(up_to_bytes=None, algorithms=(asked,), reason=by + self._crossing_rows(asked, phase)),)
 
     def _auto_choices(self, phase: str, preface: str) -> tuple[Choice, ...]:
         orders, refused = self._admitted[phase].orders, self._admitted[phase].refused
@@ -241,15 +242,13 @@ class Chooser:
             return f"its error of {error:.3g} exceeds the budget of {error_budget:g}"
         return None
 
-    def _crossing_rows(self, name: str) -> str:
+    def _crossing_rows(self, name: str, phase: str = "prefill") -> str:
         """What to know when a codec's groups hold numbers of two rows; empty when they do not."""
         group = max((codec.group_elems for codec in parse_all_reduce(name).codecs), default=1)
         if self._request.row_elems % group == 0:
             return ""
-        return (
-            f"; its groups of {group} cross rows of {self._request.row_elems}, so a prompt's text may depend on what is "
-            "prefilled beside it"
-        )
+        what = "a prompt's text may depend on what is prefilled" if phase == "prefill" else _DECODED_BESIDE
+        return f"; its groups of {group} cross rows of {self._request.row_elems}, so {what} beside it"
 
     def _why(self, leader: str, others: list[str], size: int) -> str:
         source = (

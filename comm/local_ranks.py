@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
@@ -52,6 +53,7 @@ class LocalRanks:
         self._pipes: list[Connection] = []
         self._processes = []
         try:
+            _start_fork_server()
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_rank_main, args=(rank, open_group, theirs), daemon=True)
@@ -135,6 +137,19 @@ class LocalRanks:
     def _failed(self, rank: int, reason: str) -> LocalRankError:
         self.kill()
         return LocalRankError(rank, f"rank {rank} of {self.world_size} {reason}")
+
+
+def _start_fork_server() -> None:
+    """Start what forks the ranks with Ctrl-C held back for good: in the midst of its imports it would print a traceback.
+
+    A held back signal is inherited, and not lost in this process: it comes when it is let through again.
+    """
+    resource_tracker.ensure_running()  # before, because starting it lets Ctrl-C through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _rank_main(rank: int, open_group: Callable[[int], Group], pipe: Connection) -> None:

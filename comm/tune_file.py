@@ -4,6 +4,7 @@ Times do not carry over: the file is named by a fingerprint of what they depend 
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import platform
@@ -143,6 +144,24 @@ def write_tuned(path: Path, host: Host, new: Sequence[Measured]) -> None:
         with contextlib.suppress(OSError):
             Path(name).unlink()
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Find out before measuring whether ``write_tuned`` could write there.
+
+    Raises:
+        OSError: it could not; says what to do.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written ({error.strerror}), and times are kept there; make it writable, or set "
+            "XDG_CACHE_HOME to a folder that is"
+        ) from None
 
 
 class _Schema(msgspec.Struct):

@@ -19,6 +19,7 @@ from tightwire.server.run_plan import check_all_reduce_names, decide_setting, po
 from tightwire.server.sizes import format_bytes
 
 _SITES = ("o_proj", "down_proj")
+_WHY_FITS = 76  # columns of a terminal; where there are fewer, reasons stand below the table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,13 +104,20 @@ def _show(console: Console, decision: CommDecision, explained: Sequence[Explaine
             box=SIMPLE_HEAD,
             padding=(0, 0, 0, 1),
         )
-        table.add_column("algorithm", no_wrap=True)
+        narrow = console.width < _WHY_FITS
+        table.add_column("algorithm", no_wrap=not narrow, overflow="fold")
         for name in ("predicted", "measured", "sent", "error"):
-            table.add_column(name, justify="right")
-        table.add_column("why", ratio=1)
+            table.add_column(name, justify="right", no_wrap=True)
+        if not narrow:
+            table.add_column("why", ratio=1)
         for verdict in entry.verdicts:
-            table.add_row(*_cells(verdict), style="bold green" if verdict.chosen else "")
+            cells = _cells(verdict)
+            table.add_row(*(cells[:-1] if narrow else cells), style="bold green" if verdict.chosen else "")
         console.print(table)
+        for verdict in entry.verdicts if narrow else ():
+            console.print(f"  {verdict.algorithm}: {_cells(verdict)[-1]}", markup=False)
+        if narrow:
+            console.print()
 
 
 def _cells(verdict: Verdict) -> list[str]:

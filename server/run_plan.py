@@ -105,7 +105,7 @@ def check_all_reduce_names(options: ParallelOptions) -> None:
     for field in ("allreduce", "allreduce_decode", "allreduce_o_proj", "allreduce_down_proj"):
         name = getattr(options, field)
         try:
-            parse_all_reduce(name or "auto")
+            parse_all_reduce("auto" if name is None else name)
         except ValueError as error:
             raise ValueError(f"--{field.replace('_', '-')}: {error}") from None
 

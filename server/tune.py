@@ -20,7 +20,7 @@ from tightwire.comm.choose import Chooser, PolicyRequest
 from tightwire.comm.cost import CostModel, Setting
 from tightwire.comm.local_ranks import LocalRankError
 from tightwire.comm.segment import why_unusable
-from tightwire.comm.tune_file import Host, Measured, Point, this_host, tune_path, write_tuned
+from tightwire.comm.tune_file import Host, Measured, Point, check_writable, this_host, tune_path, write_tuned
 from tightwire.model.catalog import cache_folder
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.bench.comm_measure import MeasurePlan, Timed, measure
@@ -74,6 +74,7 @@ def run(config: ServeConfig, seconds: float) -> int:
         sys.stderr.write(f"tightwire tune: {error}\n")
         return 2
     try:
+        check_writable(plan.path)
         for measured in measure_all(plan):
             show(console, plan, measured)
             write_tuned(plan.path, plan.host, [measured])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tightwire.comm.link import Link, parse_link
 from tightwire.comm.registry import all_reduce_names, describe_all_reduce_names, parse_all_reduce
+from tightwire.server.bench.label import check_label
 from tightwire.server.sizes import parse_bytes
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -57,6 +58,7 @@ class CommBenchOptions:
         for flag, value in (("--seconds-per-size", self.seconds_per_size), ("--timeout", self.timeout_s)):
             if not 0 < value < math.inf:
                 raise ValueError(f"{flag} must be above 0, got {value}")
+        check_label(self.label)
 
     @property
     def num_nodes(self) -> int:

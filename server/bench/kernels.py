@@ -23,6 +23,7 @@ from tightwire.comm.codec import parse_codec
 from tightwire.server.bench.environment import describe_environment
 from tightwire.server.bench.kernels_arms import OPERATIONS, codec_arms, copy_arm
 from tightwire.server.bench.kernels_timing import seconds_per_call
+from tightwire.server.bench.label import check_label
 from tightwire.server.sizes import format_bytes, parse_bytes
 
 SCHEMA = "tightwire.bench.kernels/1"
@@ -136,6 +137,7 @@ def parse_options(argv: Sequence[str]) -> KernelBenchOptions:
         )
         if options.repeats < 1 or min(options.ranks) < 2:
             raise ValueError("--repeats must be at least 1 and --ranks at least 2")
+        check_label(options.label)
     except ValueError as error:
         parser.error(str(error))
     return options

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tightwire.server.bench.label import check_label
 from tightwire.server.bench.load import Load
 
 
@@ -82,6 +83,7 @@ def _options(given: argparse.Namespace) -> ServeBenchOptions:
     else:
         loads = tuple(Load(concurrency=count) for count in given.concurrency or (1,))
     synthetic = given.prompts is None
+    check_label(given.label)
     return ServeBenchOptions(
         loads=loads,
         url=given.url,

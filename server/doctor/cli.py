@@ -83,14 +83,20 @@ async def examine(limit_s: float) -> list[Finding]:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= 3600:
         raise argparse.ArgumentTypeError(f"must be more than 0 and at most 3600 seconds, got {text}")
     return value
 
 
 def _ranks(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
     return value

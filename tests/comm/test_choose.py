@@ -133,7 +133,9 @@ def test_a_codec_whose_groups_cross_rows_is_not_chosen_and_said_when_named() -> 
     made = chooser(transport="process-group", row_elems=72, error_budget=0.9)
     assert lossless(first(made, "o_proj", "prefill"))
     (choice,) = chooser(allreduce="flash-int8").policy().choices("o_proj", 0, "prefill")
-    assert "groups of 128 cross rows of 576" in choice.reason
+    assert "groups of 128 cross rows of 576, so a prompt's text" in choice.reason
+    (choice,) = chooser(decode="flash-int8").policy().choices("o_proj", 0, "decode")
+    assert "cross rows of 576, so a text may depend on what is generated beside it" in choice.reason
     (choice,) = chooser(allreduce="flash-int8", row_elems=1024).policy().choices("o_proj", 0, "prefill")
     assert "cross" not in choice.reason
 

@@ -83,6 +83,30 @@ def test_an_error_of_the_parent_ends_the_ranks_at_once() -> None:
     assert all(_gone(pid) for pid in ranks.pids)
 
 
+_UNINTERRUPTED = """
+import signal
+from local_rank_bodies import open_nothing
+from multiprocessing.forkserver import _forkserver
+from tightwire.comm.local_ranks import LocalRanks
+if __name__ == "__main__":
+    with LocalRanks(1, open_nothing, silence_s=60):
+        for pid in ("self", _forkserver._forkserver_pid):
+            (held,) = (line for line in open(f"/proc/{pid}/status") if line.startswith("SigBlk"))
+            print(int(held.split()[1], 16) >> signal.SIGINT - 1 & 1)
+"""
+
+
+def test_ctrl_c_is_held_back_from_the_fork_server_whose_imports_it_would_break_off(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(_UNINTERRUPTED)
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=env, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["0", "1"]  # this process goes on hearing it
+
+
 _PARENT = """
 from local_rank_bodies import open_nothing, sleep
 from tightwire.comm.local_ranks import LocalRanks

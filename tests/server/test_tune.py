@@ -119,6 +119,7 @@ def test_explain_shows_a_table_for_each_message_and_follows_the_flags(
     ("verb", "arguments", "message"),
     [
         ("explain", ["--allreduce", "magic"], "--allreduce: unknown all-reduce 'magic'"),
+        ("explain", ["--allreduce-decode="], "--allreduce-decode: unknown all-reduce ''"),
         ("tune", ["--tp", "9"], "cannot split"),
         ("explain", ["--tp", "9"], "cannot split"),
     ],
@@ -128,6 +129,25 @@ def test_what_is_wrong_is_refused_by_name(
 ) -> None:
     assert main([verb, str(model), "--device", "cpu", *arguments]) == 2
     assert f"tightwire {verb}: " in (err := capsys.readouterr().err) and message in err
+
+
+def test_a_cache_that_cannot_be_written_is_found_out_before_measuring(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune_module, "measure_all", lambda plan: pytest.fail("measured all the same"))
+    assert main(["tune", *flags(model)]) == 1
+    assert "cannot be written (Not a directory)" in (err := capsys.readouterr().err) and "XDG_CACHE_HOME" in err
+
+
+def test_in_a_narrow_terminal_every_reason_can_still_be_read(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["explain", *flags(model)]) == 0
+    shown = capsys.readouterr().out
+    assert "\u2026" not in shown and "one-shot: chosen: fastest lossless" in shown
 
 
 def test_seconds_must_be_sensible(capsys: pytest.CaptureFixture[str]) -> None:

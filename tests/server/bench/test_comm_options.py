@@ -28,6 +28,8 @@ def test_names_sizes_and_nodes() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["--label", "../mine"], "--label begins the names of files"),
+        (["--label", ""], "--label begins the names of files"),
         (["--algorithms", "two-shots"], "unknown all-reduce 'two-shots'"),
         (["--algorithms", "flash:int4"], "needs two codecs"),
         (["--algorithms", "ring,ring"], "names ring twice"),

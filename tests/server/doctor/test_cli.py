@@ -62,6 +62,15 @@ def test_only_what_can_be_tried_is_tried(probes: Probes) -> None:
     assert "peer access" in probes.limits and "round trip" not in probes.limits
 
 
+@pytest.mark.parametrize(("option", "words"), [("--timeout-s", "at most 3600 seconds"), ("--tp", "whole number")])
+def test_a_word_where_a_number_belongs_is_told_what_is_possible(
+    option: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([option, "soon"])
+    assert words in (err := capsys.readouterr().err) and "got soon" in err
+
+
 @pytest.mark.parametrize("arguments", [["--timeout-s", "0"], ["--timeout-s", "nan"], ["--tp", "0"], ["--verbose"]])
 def test_what_is_no_option_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refusal:
