@@ -12,7 +12,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, Work
+from torch.distributed import AllreduceOptions, BroadcastOptions, Work
 
 from tightwire.comm.errors import (
     CollectiveMismatchError,
@@ -218,8 +218,11 @@ class NcclTransport(ProcessGroupTransport):
         own_bytes = buf.numel()
         if sizes is None or len(set(sizes)) == 1:
             received = self._all_gather(buf)
+        elif sum(map(bool, sizes)) == 1:
+            received = self._broadcast(buf, sizes)
         else:
-            # The library's own gather wants equal sizes, and padding would send bytes that nobody asked for.
+            # The library's own gather wants equal sizes, and padding would send bytes that nobody asked for. Its
+            # exchange wants a copy for every rank: meant for slices, which are small where there are many ranks.
             received = self._all_to_all(buf.repeat(self.world_size), [own_bytes] * self.world_size, list(sizes))
         self.bytes_sent += (self.world_size - 1) * own_bytes
         return received
@@ -245,6 +248,18 @@ class NcclTransport(ProcessGroupTransport):
         except RuntimeError as error:
             raise self._failed(error) from error
         return list(received.chunk(self.world_size))
+
+    def _broadcast(self, buf: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """The gathering of ``sizes`` that are nothing for all ranks but one: no copies on that one."""
+        options = BroadcastOptions()
+        options.rootRank = root = next(rank for rank, size in enumerate(sizes) if size)
+        received = [buf.new_empty(0)] * self.world_size
+        received[root] = buf if self.rank == root else buf.new_empty(sizes[root])
+        try:
+            self._open_group().broadcast([received[root]], options).wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return received
 
     def _all_to_all(self, buf: Tensor, outgoing: list[int], incoming: list[int]) -> list[Tensor]:
         received = buf.new_empty(sum(incoming))

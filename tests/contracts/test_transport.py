@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import run_in_process, run_nccl_calls, run_ranks, with_throttle
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightwire.comm.group import Group
 
@@ -35,12 +36,35 @@ def _check_exchange(group: Group) -> None:
 
 def _check_gather(group: Group) -> None:
     rank, num_ranks = group.rank, group.world_size
-    for sizes in (None, list(range(1, num_ranks + 1)), [9] + [0] * (num_ranks - 1)):
+    for sizes in (None, list(range(1, num_ranks + 1)), [9] + [0] * (num_ranks - 1), [0] * (num_ranks - 1) + [9]):
         lengths = [6] * num_ranks if sizes is None else sizes
         before = group.transport.bytes_sent
         received = group.transport.gather(_message(rank, 0, lengths[rank]), sizes)
         assert all(torch.equal(got, _message(peer, 0, lengths[peer])) for peer, got in enumerate(received)), sizes
         assert group.transport.bytes_sent - before == (num_ranks - 1) * lengths[rank]
+
+
+class _LargestMade(TorchDispatchMode):
+    """Elements of the largest tensor that was made meanwhile."""
+
+    num_elems = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.num_elems = max(self.num_elems, made.numel())
+        return made
+
+
+def _check_memory(group: Group) -> None:
+    """What one rank gives to all is not copied for each of them."""
+    num_bytes, last = 1000, group.world_size - 1
+    buf = _message(last, 0, num_bytes if group.rank == last else 0)
+    with _LargestMade() as largest:
+        group.transport.gather(buf, [0] * last + [num_bytes])
+    assert largest.num_elems <= num_bytes
 
 
 def _check_shift(group: Group) -> None:
@@ -79,5 +103,5 @@ def test_moves_and_counts_bytes(over: str, world_size: int) -> None:
 
 
 def _check_all(group: Group) -> None:
-    for check in (_check_exchange, _check_gather, _check_shift, _check_ownership, _check_barrier):
+    for check in (_check_exchange, _check_gather, _check_memory, _check_shift, _check_ownership, _check_barrier):
         check(group)
