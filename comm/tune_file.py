@@ -5,11 +5,13 @@ Times do not carry over: the file is named by a fingerprint of what they depend 
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import platform
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +22,7 @@ import tightwire
 from tightwire.comm.cost import Setting
 
 SCHEMA = 1
+_POLL_S = 0.02
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -123,16 +126,42 @@ def read_tuned(path: Path, host: Host) -> TuneRecords:
     return TuneRecords(file.settings)
 
 
-def write_tuned(path: Path, host: Host, new: Sequence[Measured]) -> None:
+def write_tuned(path: Path, host: Host, new: Sequence[Measured], timeout_s: float = 30.0) -> None:
     """Add ``new`` settings to the file, in place of older ones of the same setting. It is never half written.
+
+    Several may write at once: each in its turn, so that nobody's settings are lost.
 
     Raises:
         OSError: the folder cannot be written.
+        TimeoutError: another process has been writing for ``timeout_s``.
     """
-    replaced = {measured.setting for measured in new}
-    kept = [measured for measured in read_tuned(path, host).settings if measured.setting not in replaced]
-    file = _File(SCHEMA, host, (*kept, *new))
     path.parent.mkdir(parents=True, exist_ok=True)
+    with _turn(path.with_suffix(".lock"), timeout_s):
+        replaced = {measured.setting for measured in new}
+        kept = [measured for measured in read_tuned(path, host).settings if measured.setting not in replaced]
+        _replace(path, _File(SCHEMA, host, (*kept, *new)))
+
+
+@contextlib.contextmanager
+def _turn(lock: Path, timeout_s: float) -> Iterator[None]:
+    """Hold ``lock`` against whoever else writes, in this process too; given back when its file is closed."""
+    deadline = time.monotonic() + timeout_s
+    with lock.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"another process has held {lock} for {timeout_s:g} s; end the `tightwire tune` that hangs, "
+                        "and run this one again"
+                    ) from None
+                time.sleep(_POLL_S)
+        yield
+
+
+def _replace(path: Path, file: _File) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tune-")
     try:
         with os.fdopen(handle, "wb") as draft:

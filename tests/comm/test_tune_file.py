@@ -1,15 +1,19 @@
 """The host's file: read back what was written, merge by setting, and never trust a damaged or foreign one."""
 
+import fcntl
 import re
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tightwire.comm import tune_file
 from tightwire.comm.cost import Setting
-from tightwire.comm.tune_file import Host, Measured, Point, read_tuned, this_host, tune_path, write_tuned
+from tightwire.comm.tune_file import Host, Measured, Point, TuneRecords, read_tuned, this_host, tune_path, write_tuned
 
 HOST = Host(cpu="a cpu", num_cores=2, devices=(), torch="2.13.0", tightwire="0.1.0")
 
@@ -100,7 +104,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_draft(path: Path, monkeyp
     monkeypatch.setattr("os.fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_tuned(path, HOST, [measured(setting(3))])
-    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+    assert path.read_bytes() == before
+    assert sorted(path.parent.iterdir()) == [path, path.with_suffix(".lock")]
 
 
 def test_readers_never_see_half_a_file(path: Path) -> None:
@@ -117,6 +122,34 @@ def test_readers_never_see_half_a_file(path: Path) -> None:
     while not done.is_set():
         assert read_tuned(path, HOST).warning is None
     writer.join()
+
+
+def test_settings_written_at_once_are_all_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to have read the file gives the others every chance to read it too before it writes."""
+    read = tune_file.read_tuned
+    seen: list[int] = []
+
+    def read_and_dawdle(path: Path, host: Host) -> TuneRecords:
+        records = read(path, host)
+        seen.append(len(records.settings))
+        time.sleep(0.05)
+        return records
+
+    monkeypatch.setattr(tune_file, "read_tuned", read_and_dawdle)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda size: write_tuned(path, HOST, [measured(setting(size))]), range(2, 6)))
+    assert seen == [0, 1, 2, 3]
+    assert {measured.setting.world_size for measured in read(path, HOST).settings} == {2, 3, 4, 5}
+
+
+def test_a_writer_that_hangs_is_not_waited_for_forever(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    with path.with_suffix(".lock").open("w") as hung:
+        fcntl.flock(hung, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match=r"another process has held .*\.lock for 0.05 s; end the"):
+            write_tuned(path, HOST, [measured(setting())], timeout_s=0.05)
+    assert not path.exists()
+    write_tuned(path, HOST, [measured(setting())], timeout_s=0.05)
 
 
 def test_the_fingerprint_follows_what_times_depend_on(tmp_path: Path) -> None:
