@@ -38,7 +38,8 @@ class Decision:
         """What fits where and how ranks will sum, line by line, for people."""
         reason = self.plan.transport_reason
         wire = [f"ranks meet over {self.plan.transport}: {reason}"] if reason else []
-        return "\n".join([self.budget.table(), *wire, *([] if self.comm is None else self.comm.notes())])
+        alone = [] if self.plan.allreduce == "auto" else [f"one rank sums nothing: no use for {self.plan.allreduce}"]
+        return "\n".join([self.budget.table(), *wire, *(alone if self.comm is None else self.comm.notes())])
 
 
 def prepare(

@@ -76,6 +76,9 @@ def test_a_lossy_name_is_kept_from_generated_rows_and_all_that_was_asked_is_in_o
 def test_a_single_rank_has_no_policy(gpus: list[CudaDevice]) -> None:
     decision = run_plan.decide(make_config({"device": "cpu"}), MODEL)
     assert decision.plan.policy.rules == () and decision.comm is None
+    assert "one rank" not in decision.summary()
+    named = run_plan.decide(make_config({"device": "cpu", "allreduce": "flash-int8"}), MODEL)
+    assert "one rank sums nothing: no use for flash-int8" in named.summary()
 
 
 def test_the_summary_names_each_choice_with_its_reason(gpus: list[CudaDevice]) -> None:
