@@ -67,12 +67,6 @@ class Policy(msgspec.Struct, frozen=True):
         return Policy(tuple(rules))
 
 
-def fixed_policy(name: str) -> Policy:
-    """One algorithm for everything, whatever it costs and however exact it is. For tests and benches."""
-    choices = (Choice(up_to_bytes=None, algorithms=(name,), reason="for everything"),)
-    return Policy(tuple(Rule(site, phase, choices) for site in SITES for phase in PHASES))
-
-
 def _allowed(rule: Rule, choice: Choice, wrong: Mapping[str, str]) -> Choice:
     left = tuple(name for name in choice.algorithms if name not in wrong)
     if not left:

@@ -42,8 +42,3 @@ class Routes:
         if key not in self._made:
             self._made[key] = by_size([(limit, self._candidates[name]) for limit, name in key])
         return self._made[key]
-
-
-def make_routes(policy: Policy, group: Group) -> Routes:
-    """``policy`` over ``group``, with algorithms that nobody has checked."""
-    return Routes(policy, make_candidates(policy, group))

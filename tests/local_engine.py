@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from fixed_policy import fixed_policy, make_routes
 from torch import Tensor
 
 from tightwire.comm.group import Group, in_process_groups
-from tightwire.comm.policy import Policy, fixed_policy
-from tightwire.comm.routes import make_routes
+from tightwire.comm.policy import Policy
 from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint
 from tightwire.model.layout import make_layout

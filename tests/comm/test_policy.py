@@ -2,8 +2,9 @@
 
 import msgspec
 import pytest
+from fixed_policy import fixed_policy
 
-from tightwire.comm.policy import PHASES, SITES, Choice, Policy, QuarantinedError, Rule, fixed_policy
+from tightwire.comm.policy import Choice, Policy, QuarantinedError, Rule
 
 
 def choice(*algorithms: str, up_to_bytes: int | None = None) -> Choice:
@@ -17,14 +18,6 @@ def test_the_first_rule_that_matches_site_phase_and_layer_counts() -> None:
     assert policy.choices("o_proj", 1, "prefill") == general
     with pytest.raises(ValueError, match="no rule for down_proj of layer 3 in decode"):
         policy.choices("down_proj", 3, "decode")
-
-
-def test_a_fixed_policy_has_one_algorithm_for_every_message() -> None:
-    policy = fixed_policy("ring")
-    assert policy.algorithms == ("ring",)
-    for site in SITES:
-        for phase in PHASES:
-            assert [c.algorithms for c in policy.choices(site, 5, phase)] == [("ring",)]
 
 
 def test_algorithms_are_named_once_in_order_of_use() -> None:

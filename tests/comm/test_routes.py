@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from fixed_policy import fixed_policy, make_routes
 from harness import run_in_process
 
 from tightwire.comm.all_reduce.by_size import SizedAllReduce, by_size
 from tightwire.comm.group import Group, in_process_groups
-from tightwire.comm.policy import Choice, Policy, Rule, fixed_policy
+from tightwire.comm.policy import Choice, Policy, Rule
 from tightwire.comm.registry import make_all_reduce
-from tightwire.comm.routes import make_routes
 
 
 def rule(site: str, phase: str, *table: tuple[int | None, str], reason: str = "") -> Rule:

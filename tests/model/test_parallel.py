@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixed_policy import make_routes
 from harness import run_in_process
 from local_engine import continue_prompts, local_engine
 from tiny import make_tiny, tiny_config
@@ -16,7 +17,6 @@ from tightwire.comm.cost import CostModel, Setting
 from tightwire.comm.group import Group
 from tightwire.comm.policy import Policy
 from tightwire.comm.registry import make_all_reduce
-from tightwire.comm.routes import make_routes
 from tightwire.kernels.linear import linear
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.config import config_from_hf

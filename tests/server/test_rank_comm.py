@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fixed_policy import fixed_policy
 from harness import run_in_process
 from torch import Tensor
 
 from tightwire.comm import registry
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.group import Group
-from tightwire.comm.policy import Choice, Policy, QuarantinedError, Rule, fixed_policy
+from tightwire.comm.policy import Choice, Policy, QuarantinedError, Rule
 from tightwire.server.messages import CommChoice, CommSetup, SelfTestVerdict
 from tightwire.server.rank_comm import check_comm
 from tightwire.server.rank_setup import RunPlan

@@ -1,0 +1,16 @@
+"""Policies and routes as no server makes them: one algorithm for everything, and algorithms that nobody has checked."""
+
+from tightwire.comm.group import Group
+from tightwire.comm.policy import PHASES, SITES, Choice, Policy, Rule
+from tightwire.comm.routes import Routes, make_candidates
+
+
+def fixed_policy(name: str) -> Policy:
+    """One algorithm for every message, whatever it costs and however exact it is."""
+    choices = (Choice(up_to_bytes=None, algorithms=(name,), reason="for everything"),)
+    return Policy(tuple(Rule(site, phase, choices) for site in SITES for phase in PHASES))
+
+
+def make_routes(policy: Policy, group: Group) -> Routes:
+    """``policy`` over ``group``, without the self-test."""
+    return Routes(policy, make_candidates(policy, group))
