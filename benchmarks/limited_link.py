@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightwire.comm.emulated_network import WIRE
 from tightwire.comm.group import Group
-from tightwire.comm.link import parse_link
+from tightwire.comm.link.emulated_network import WIRE
+from tightwire.comm.link.link import parse_link
 from tightwire.comm.registry import make_all_reduce
 from tightwire.server.bench.comm_measure import MeasurePlan, measure
 from tightwire.server.bench.comm_options import CommBenchOptions

@@ -12,11 +12,11 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from tightwire.comm.failure_notes import FailureNotes
 from tightwire.comm.ledger import Ledger
-from tightwire.comm.peer_access import with_peer_memory
 from tightwire.comm.protocols import Transport
 from tightwire.comm.rendezvous import join
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.in_process import InProcessTransport, Meeting
+from tightwire.comm.transport.peer_access import with_peer_memory
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 from tightwire.kernels.shared_all_reduce import compile_all
 
@@ -97,10 +97,10 @@ def open_process_group(
         name: tells several groups on one store apart.
         interface: gloo's network interface, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one that leads to
             the store. (NCCL reads NCCL_SOCKET_IFNAME.)
-        segment_fd: memory that all ranks share (``comm.segment``): CPU tensors travel through it, and over gloo only
+        segment_fd: memory that all ranks share (``comm.transport.segment``): CPU tensors travel through it, and over gloo only
             for the library's own all-reduce.
         peer_memory: sum CUDA tensors through each other's memory, in kernels of this project, where the ranks can
-            reach it (``comm.peer_access``); where not, the log says why NCCL sums.
+            reach it (``comm.transport.peer_access``); where not, the log says why NCCL sums.
         ledger: where the group's collectives are recorded; default: a new one.
     Raises:
         CollectiveTimeoutError: some ranks did not join in time; names them.

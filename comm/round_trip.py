@@ -11,8 +11,8 @@ from tightwire.comm.group import Group, open_process_group
 from tightwire.comm.ledger import Latency
 from tightwire.comm.local_ranks import LocalRanks
 from tightwire.comm.registry import make_all_reduce
-from tightwire.comm.segment import make_segment
 from tightwire.comm.topology import Topology
+from tightwire.comm.transport.segment import make_segment
 
 _WARM_UP_CALLS = 50
 _CALLS = 512  # as many as a ledger keeps times of

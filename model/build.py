@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from tightwire.comm.group import Group
-from tightwire.comm.routes import Routes
+from tightwire.comm.policy.routes import Routes
 from tightwire.model.config import LlamaConfig
 from tightwire.model.kv_cache import make_kv_cache
 from tightwire.model.layout import Layout

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tightwire.comm.collectives import all_gather
 from tightwire.comm.group import Group
+from tightwire.comm.policy.routes import Routes
 from tightwire.comm.protocols import AllReduce
-from tightwire.comm.routes import Routes
 from tightwire.kernels.linear import linear
 from tightwire.model.layout import Layout
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tightwire.comm.choose import Chooser, PolicyRequest
-from tightwire.comm.cost import CostModel, Setting
-from tightwire.comm.tune_file import Measured, read_tuned, this_host, tune_path
+from tightwire.comm.policy.choose import Chooser, PolicyRequest
+from tightwire.comm.policy.cost import CostModel, Setting
+from tightwire.comm.policy.tune_file import Measured, read_tuned, this_host, tune_path
 from tightwire.model.catalog import cache_folder
 from tightwire.server.devices import num_cores
 

@@ -10,8 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tightwire.comm.choose import Chooser, PolicyRequest, Verdict
-from tightwire.comm.policy import PHASES
+from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
+from tightwire.comm.policy.rules import PHASES
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.comm_decision import CommDecision, decide_comm
 from tightwire.server.config import ServeConfig

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[repo
 
 from tightwire.comm.group import Group, open_process_group
 from tightwire.comm.nodes import join_nodes
-from tightwire.comm.routes import Routes
+from tightwire.comm.policy.routes import Routes
 from tightwire.comm.topology import Topology
 from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from tightwire.comm.group import Group
-from tightwire.comm.policy import Policy
-from tightwire.comm.routes import Routes, make_candidates
+from tightwire.comm.policy.routes import Routes, make_candidates
+from tightwire.comm.policy.rules import Policy
 from tightwire.comm.self_test import Verdict, self_test
 from tightwire.server.messages import CommChoice, CommSetup, SelfTestVerdict
 from tightwire.server.rank_setup import RunPlan

@@ -6,7 +6,7 @@ is gone. Ranks are started before the model has been looked at, because importin
 
 import msgspec
 
-from tightwire.comm.policy import Policy
+from tightwire.comm.policy.rules import Policy
 from tightwire.server.config import ServeConfig
 
 

@@ -16,7 +16,7 @@ from typing import IO, Self
 import msgspec
 
 import tightwire
-from tightwire.comm.segment import make_segment, why_unusable
+from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.server.channels import make_address
 from tightwire.server.devices import num_cores
 from tightwire.server.rank_setup import RankIdentity, RankWork

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tightwire.comm.choose import PolicyRequest
-from tightwire.comm.cost import Setting
-from tightwire.comm.policy import Policy
+from tightwire.comm.policy.choose import PolicyRequest
+from tightwire.comm.policy.cost import Setting
+from tightwire.comm.policy.rules import Policy
 from tightwire.comm.registry import parse_all_reduce
-from tightwire.comm.segment import why_unusable
+from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tightwire.comm.choose import Chooser, PolicyRequest
-from tightwire.comm.cost import CostModel, Setting
 from tightwire.comm.local_ranks import LocalRankError
-from tightwire.comm.segment import why_unusable
-from tightwire.comm.tune_file import Host, Measured, Point, check_writable, this_host, tune_path, write_tuned
+from tightwire.comm.policy.choose import Chooser, PolicyRequest
+from tightwire.comm.policy.cost import CostModel, Setting
+from tightwire.comm.policy.tune_file import Host, Measured, Point, check_writable, this_host, tune_path, write_tuned
+from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.catalog import cache_folder
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.bench.comm_measure import MeasurePlan, Timed, measure

@@ -1,8 +1,8 @@
 """Policies and routes as no server makes them: one algorithm for everything, and algorithms that nobody has checked."""
 
 from tightwire.comm.group import Group
-from tightwire.comm.policy import PHASES, SITES, Choice, Policy, Rule
-from tightwire.comm.routes import Routes, make_candidates
+from tightwire.comm.policy.routes import Routes, make_candidates
+from tightwire.comm.policy.rules import PHASES, SITES, Choice, Policy, Rule
 
 
 def fixed_policy(name: str) -> Policy:

@@ -29,11 +29,11 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from tightwire.comm.errors import CommError
 from tightwire.comm.group import Group, open_process_group
-from tightwire.comm.link import parse_link
+from tightwire.comm.link.link import parse_link
 from tightwire.comm.nodes import in_process_node_groups, join_nodes
-from tightwire.comm.segment import CHUNK_BYTES, make_segment
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport
+from tightwire.comm.transport.segment import CHUNK_BYTES, make_segment
 from tightwire.comm.transport.throttled import ThrottledTransport
 
 _LINK = "40gbit,latency=2us"

@@ -13,7 +13,7 @@ from fixed_policy import fixed_policy, make_routes
 from torch import Tensor
 
 from tightwire.comm.group import Group, in_process_groups
-from tightwire.comm.policy import Policy
+from tightwire.comm.policy.rules import Policy
 from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint
 from tightwire.model.layout import make_layout

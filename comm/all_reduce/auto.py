@@ -1,13 +1,13 @@
 """The lossless choice by size, from the cost model's seeds: what ``auto`` is for whoever has no policy.
 
-A server's ``auto`` is a policy (``comm.choose``): it knows the model's messages and what was measured on the host.
+A server's ``auto`` is a policy (``comm.policy.choose``): it knows the model's messages and what was measured on the host.
 """
 
 from tightwire.comm.all_reduce.by_size import SizedAllReduce
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce
-from tightwire.comm.cost import CostModel, Setting, size_grid
 from tightwire.comm.group import Group
+from tightwire.comm.policy.cost import CostModel, Setting, size_grid
 
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 10, 64 << 20
 _FUSED = {"cpu": "shared-memory", "cuda": "peer-memory"}  # the transports that sum in kernels of their own

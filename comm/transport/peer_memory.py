@@ -2,7 +2,7 @@
 
 One-shot, two-shot and flash are one kernel each (``peer_all_reduce``), without a copy through the host or a channel of
 the library's. Messages, barriers and ``native`` go to the transport that this one wraps: NCCL on GPUs, gloo where
-Triton's interpreter plays the GPU. ``comm.peer_buffers`` makes the memory and knows where it cannot be had.
+Triton's interpreter plays the GPU. ``comm.transport.peer_buffers`` makes the memory and knows where it cannot be had.
 """
 
 from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tightwire.comm.errors import unlike_most
 from tightwire.comm.ledger import Ledger
-from tightwire.comm.segment import RANK_BYTES, header_bytes
+from tightwire.comm.transport.segment import RANK_BYTES, header_bytes
 from tightwire.kernels import shared_all_reduce
 from tightwire.kernels.atomics import wake_on_time
 from tightwire.kernels.shared_all_reduce import CALLS, ONE_SHOT, TURN, TWO_SHOT, BoardPlace, call_of

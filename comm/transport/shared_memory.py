@@ -31,7 +31,7 @@ from tightwire.kernels.shared_all_reduce import call_word
 
 
 class SharedMemoryTransport(SharedTurns):
-    """One rank's end of a segment (``comm.segment``). ``library`` does what only it can: its own all-reduce.
+    """One rank's end of a segment (``comm.transport.segment``). ``library`` does what only it can: its own all-reduce.
 
     ``ledger``: the group's, for what errors tell.
     """

@@ -1,7 +1,7 @@
 """A slower wire than the one there is, in user space: any transport behind a link of one's choosing.
 
 For trying an algorithm as a slow link would run it, where the kernel cannot be asked to slow a real one
-(``comm.emulated_network``). A call hands its bytes over when the link would have delivered them. So times are right to
+(``comm.link.emulated_network``). A call hands its bytes over when the link would have delivered them. So times are right to
 about the accuracy of a sleep, tens of microseconds, plus what the transport below takes itself; of a real link's own
 behaviour, such as packets and full queues, nothing is in them.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tightwire.comm.link import Link
+from tightwire.comm.link.link import Link
 from tightwire.comm.protocols import FusedAllReduce, Transport
 
 # A sleep may end this much late; the rest of a wait is spent offering the core to others and looking at the clock.

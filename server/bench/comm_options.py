@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightwire.comm.link import Link, parse_link
+from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.registry import all_reduce_names, describe_all_reduce_names, parse_all_reduce
 from tightwire.server.bench.label import check_label
 from tightwire.server.sizes import parse_bytes

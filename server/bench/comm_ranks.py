@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.emulated_network import EmulatedNetwork, EmulatedNode, NoEmulatedNetworkError
 from tightwire.comm.group import Group, open_process_group
-from tightwire.comm.link import Link
+from tightwire.comm.link.emulated_network import EmulatedNetwork, EmulatedNode, NoEmulatedNetworkError
+from tightwire.comm.link.link import Link
 from tightwire.comm.local_ranks import LocalRanks
 from tightwire.comm.nodes import join_nodes
-from tightwire.comm.segment import make_segment, why_unusable
 from tightwire.comm.topology import Topology
+from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.comm.transport.throttled import ThrottledTransport
 from tightwire.server.bench.comm_options import CommBenchOptions
 

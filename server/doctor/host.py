@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import tightwire
-from tightwire.comm.segment import why_unusable
+from tightwire.comm.transport.segment import why_unusable
 from tightwire.server.devices import available_host_bytes, num_cores
 from tightwire.server.doctor.facts import (
     CpuFacts,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tightwire.comm.all_reduce.auto import AutoAllReduce
-from tightwire.comm.cost import CostModel, Setting, size_grid
 from tightwire.comm.group import Group, in_process_groups
+from tightwire.comm.policy.cost import CostModel, Setting, size_grid
 
 
 def _group(world_size: int, device: str, *, fused: bool) -> Group:

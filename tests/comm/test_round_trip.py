@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 
 from tightwire.comm.round_trip import measure_round_trip
-from tightwire.comm.segment import why_unusable
+from tightwire.comm.transport.segment import why_unusable
 
 
 @pytest.mark.skipif(why_unusable() is not None, reason=f"no shared memory here: {why_unusable()}")

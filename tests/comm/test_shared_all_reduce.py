@@ -12,8 +12,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from tightwire.comm.errors import CommError
 from tightwire.comm.group import Group, open_process_group
 from tightwire.comm.registry import make_all_reduce
-from tightwire.comm.segment import make_segment
 from tightwire.comm.topology import Topology
+from tightwire.comm.transport.segment import make_segment
 
 NAMES = ("one-shot", "two-shot", "flash-int8", "flash:int4-g32,int8-had", "flash:none,int5-sym", "flash:none,none")
 LENGTHS = (1, 63, 1025, 150_001)  # the last: several chunks, in any dtype

@@ -13,8 +13,8 @@ from harness import RankFailedError, Ranks, run_ranks
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError
 from tightwire.comm.group import Group
 from tightwire.comm.registry import make_all_reduce
-from tightwire.comm.segment import make_segment, why_unusable
 from tightwire.comm.transport.in_process import InProcessTransport, Meeting
+from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 
 _CHUNK_BYTES = 4096

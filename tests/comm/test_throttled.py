@@ -9,7 +9,7 @@ from harness import run_in_process
 
 from tightwire.comm.errors import PeerLostError
 from tightwire.comm.group import Group, in_process_groups
-from tightwire.comm.link import parse_link
+from tightwire.comm.link.link import parse_link
 from tightwire.comm.registry import make_all_reduce
 from tightwire.comm.transport.throttled import ThrottledTransport
 

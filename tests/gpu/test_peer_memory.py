@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.group import Group, open_process_group
-from tightwire.comm.peer_access import Council, why_unusable
 from tightwire.comm.registry import make_all_reduce
 from tightwire.comm.topology import Topology
+from tightwire.comm.transport.peer_access import Council, why_unusable
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +34,7 @@ def _input(rank: int, num_elems: int, dtype: torch.dtype, seed: int = 0) -> Tens
 
 def _on_one_device(group: Group, store_path: str) -> Group:
     """``group``, of gloo, with its sums on the first GPU, which all ranks share."""
-    from tightwire.comm.peer_buffers import map_peer_buffers
+    from tightwire.comm.transport.peer_buffers import map_peer_buffers
     from tightwire.comm.transport.peer_memory import PeerMemoryTransport
 
     device = torch.device("cuda", 0)

@@ -12,10 +12,10 @@ from local_engine import continue_prompts, local_engine
 from tiny import make_tiny, tiny_config
 from torch import Tensor
 
-from tightwire.comm.choose import Chooser, PolicyRequest
-from tightwire.comm.cost import CostModel, Setting
 from tightwire.comm.group import Group
-from tightwire.comm.policy import Policy
+from tightwire.comm.policy.choose import Chooser, PolicyRequest
+from tightwire.comm.policy.cost import CostModel, Setting
+from tightwire.comm.policy.rules import Policy
 from tightwire.comm.registry import make_all_reduce
 from tightwire.kernels.linear import linear
 from tightwire.model.checkpoint import open_checkpoint

@@ -12,7 +12,7 @@ from torch import Tensor
 from tightwire.comm import registry
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.group import Group
-from tightwire.comm.policy import Choice, Policy, QuarantinedError, Rule
+from tightwire.comm.policy.rules import Choice, Policy, QuarantinedError, Rule
 from tightwire.server.messages import CommChoice, CommSetup, SelfTestVerdict
 from tightwire.server.rank_comm import check_comm
 from tightwire.server.rank_setup import RunPlan

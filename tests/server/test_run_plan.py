@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.comm.cost import Setting
-from tightwire.comm.tune_file import Measured, Point, this_host, tune_path, write_tuned
+from tightwire.comm.policy.cost import Setting
+from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_path, write_tuned
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.server import run_plan

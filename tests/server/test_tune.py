@@ -13,8 +13,8 @@ import pytest
 from tiny import make_tiny
 
 from tightwire.__main__ import main
-from tightwire.comm.cost import Setting
-from tightwire.comm.tune_file import read_tuned, this_host, tune_path
+from tightwire.comm.policy.cost import Setting
+from tightwire.comm.policy.tune_file import read_tuned, this_host, tune_path
 from tightwire.server import tune as tune_module
 from tightwire.server.bench.comm_measure import Checked, Timed
 from tightwire.server.bench.comm_summary import Cells

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from faulty_all_reduce import make_faulty, make_raising
 
-from tightwire.comm.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
-from tightwire.comm.link import parse_link
+from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
+from tightwire.comm.link.link import parse_link
 from tightwire.comm.local_ranks import LocalRankError
 from tightwire.server.bench import comm_ranks
 from tightwire.server.bench.cli import main

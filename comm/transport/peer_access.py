@@ -111,7 +111,7 @@ def with_peer_memory(
     reason = why_unusable(council, device)
     if reason is None:
         # Not before it is known that Triton is installed.
-        from tightwire.comm.peer_buffers import map_peer_buffers
+        from tightwire.comm.transport.peer_buffers import map_peer_buffers
         from tightwire.comm.transport.peer_memory import PeerMemoryTransport
 
         try:

@@ -1,6 +1,6 @@
 """A wire by name: ``1gbit``, ``pcie3x4``, ``200mbit,latency=50us``. How fast it carries bytes, and how late.
 
-Numbers only. A wire of that kind between processes of one machine is made by ``comm.emulated_network`` (the kernel's own
+Numbers only. A wire of that kind between processes of one machine is made by ``comm.link.emulated_network`` (the kernel's own
 queues, as root on Linux); where that cannot be had, ``comm.transport.throttled`` slows a transport down in user space.
 """
 

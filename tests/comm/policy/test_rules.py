@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from fixed_policy import fixed_policy
 
-from tightwire.comm.policy import Choice, Policy, QuarantinedError, Rule
+from tightwire.comm.policy.rules import Choice, Policy, QuarantinedError, Rule
 
 
 def choice(*algorithms: str, up_to_bytes: int | None = None) -> Choice:

@@ -7,7 +7,7 @@ from harness import run_in_process
 
 from tightwire.comm.all_reduce.by_size import SizedAllReduce, by_size
 from tightwire.comm.group import Group, in_process_groups
-from tightwire.comm.policy import Choice, Policy, Rule
+from tightwire.comm.policy.rules import Choice, Policy, Rule
 from tightwire.comm.registry import make_all_reduce
 
 

@@ -11,9 +11,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tightwire.comm import tune_file
-from tightwire.comm.cost import Setting
-from tightwire.comm.tune_file import Host, Measured, Point, TuneRecords, read_tuned, this_host, tune_path, write_tuned
+from tightwire.comm.policy import tune_file
+from tightwire.comm.policy.cost import Setting
+from tightwire.comm.policy.tune_file import (
+    Host,
+    Measured,
+    Point,
+    TuneRecords,
+    read_tuned,
+    this_host,
+    tune_path,
+    write_tuned,
+)
 
 HOST = Host(cpu="a cpu", num_cores=2, devices=(), torch="2.13.0", tightwire="0.1.0")
 

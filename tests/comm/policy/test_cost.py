@@ -2,9 +2,9 @@
 
 import pytest
 
-from tightwire.comm.cost import LINK_COSTS, CostModel, Setting, size_grid
 from tightwire.comm.group import in_process_groups
 from tightwire.comm.nodes import in_process_node_groups
+from tightwire.comm.policy.cost import LINK_COSTS, CostModel, Setting, size_grid
 from tightwire.comm.registry import all_reduce_names, make_all_reduce
 
 

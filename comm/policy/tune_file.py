@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 import tightwire
-from tightwire.comm.cost import Setting
+from tightwire.comm.policy.cost import Setting
 
 SCHEMA = 1
 _POLL_S = 0.02
@@ -59,7 +59,7 @@ class Measured(msgspec.Struct, frozen=True):
     date: str  # ISO, UTC
 
     def rows(self) -> dict[str, list[tuple[int, float]]]:
-        """Points by algorithm, for ``comm.cost.CostModel``; those of wrong ones are left out."""
+        """Points by algorithm, for ``comm.policy.cost.CostModel``; those of wrong ones are left out."""
         rows: dict[str, list[tuple[int, float]]] = {}
         for point in sorted(self.points, key=lambda point: point.num_bytes):
             if point.algorithm not in self.wrong:

@@ -9,9 +9,9 @@ between algorithms of that order, which give the same bits.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tightwire.comm.codec_error import relative_rms_error
-from tightwire.comm.cost import CostModel, size_grid
-from tightwire.comm.policy import PHASES, SITES, Choice, Policy, QuarantinedError, Rule
+from tightwire.comm.policy.codec_error import relative_rms_error
+from tightwire.comm.policy.cost import CostModel, size_grid
+from tightwire.comm.policy.rules import PHASES, SITES, Choice, Policy, QuarantinedError, Rule
 from tightwire.comm.registry import parse_all_reduce
 
 RANK_ORDER = "in rank order"

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tightwire.comm.codec import parse_codec
-from tightwire.comm.codec_error import relative_rms_error
+from tightwire.comm.policy.codec_error import relative_rms_error
 
 
 def error(reduce: str, gather: str, num_ranks: int = 2) -> float:

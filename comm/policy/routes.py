@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from tightwire.comm.all_reduce.by_size import by_size
 from tightwire.comm.group import Group
-from tightwire.comm.policy import Choice, Policy
+from tightwire.comm.policy.rules import Choice, Policy
 from tightwire.comm.protocols import AllReduce
 from tightwire.comm.registry import make_all_reduce
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.comm import emulated_network
-from tightwire.comm.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
-from tightwire.comm.link import parse_link
+from tightwire.comm.link import emulated_network
+from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
+from tightwire.comm.link.link import parse_link
 
 _FOLDER = Path("/run/netns")
 
@@ -106,8 +106,8 @@ def test_three_nodes_reach_each_other_and_nothing_stays(network: EmulatedNetwork
 
 _MAKER = """
 import sys, time
-from tightwire.comm.emulated_network import EmulatedNetwork
-from tightwire.comm.link import parse_link
+from tightwire.comm.link.emulated_network import EmulatedNetwork
+from tightwire.comm.link.link import parse_link
 network = EmulatedNetwork(parse_link("1gbit"))
 print("made", network._remover.pid, flush=True)
 time.sleep(60)

@@ -1,6 +1,6 @@
 import pytest
 
-from tightwire.comm.link import parse_link
+from tightwire.comm.link.link import parse_link
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
-from tightwire.comm.line_rate import line_rate
-from tightwire.comm.link import Link
+from tightwire.comm.link.line_rate import line_rate
+from tightwire.comm.link.link import Link
 
 WIRE = "wire0"  # the interface of every node
 _FOLDER = Path("/run/netns")  # where iproute2 keeps namespaces

@@ -1,0 +1,1 @@
+"""Wires by name, and real slow ones between processes of one machine."""
