@@ -58,8 +58,8 @@ class ParallelOptions:
     allreduce: str = _option(
         "auto",
         "algorithm that sums the ranks' partial results: auto (the fastest lossless one by message size), native, ring, "
-        "one-shot, two-shot, hierarchical, flash-int8, flash-int6, flash-int5, flash-int4, flash:RS,AG with a codec for "
-        "each leg, or hierarchical:CODEC; `tightwire explain` says what each would do",
+        "one-shot, two-shot, hierarchical, flash-int8, flash-int6, flash-int6-uniform, flash-int5, flash-int4, "
+        "flash:RS,AG with a codec for each leg, or hierarchical:CODEC; `tightwire explain` says what each would do",
         metavar="NAME",
     )
     allreduce_decode: str | None = _option(

@@ -48,8 +48,7 @@ class FlashAllReduce(BaseAllReduce):
 
     def slices(self, num_elems: int) -> list[int]:
         """Elements of each rank's slice; groups of both codecs are whole in it."""
-        multiple = max(self._reduce_codec.group_elems, self._gather_codec.group_elems)  # both are powers of two
-        return slice_lengths(num_elems, self.world_size, multiple)
+        return _slices(num_elems, self.world_size, self._reduce_codec, self._gather_codec)
 
     def _reduce(self, x_N: Tensor) -> Tensor:
         lengths, dtype = self.slices(x_N.numel()), x_N.dtype
@@ -63,12 +62,7 @@ class FlashAllReduce(BaseAllReduce):
         return two_shot_bytes(self.rank, self.world_size, x.numel(), x.element_size())
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
-        if self.world_size == 1:
-            return 0
-        lengths = self.slices(num_elems)
-        own = lengths.pop(self.rank)
-        exchanged = sum(self._reduce_codec.wire_bytes(length, elem_bytes) for length in lengths)
-        return exchanged + (self.world_size - 1) * self._gather_codec.wire_bytes(own, elem_bytes)
+        return flash_bytes(self.rank, self.world_size, num_elems, elem_bytes, self._reduce_codec, self._gather_codec)
 
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
         """The ranks' reduce-leg bounds and the sum's, then the gather leg's bound for the sum, then one rounding."""
@@ -77,3 +71,20 @@ class FlashAllReduce(BaseAllReduce):
         flat = [x.reshape(-1) for x in inputs]
         sum_N, error_N = quantized_sum_bound(flat, self._reduce_codec)
         return quantized_total_bound(flat, sum_N, error_N, self._gather_codec).view(inputs[0].shape)
+
+
+def flash_bytes(
+    rank: int, world_size: int, num_elems: int, elem_bytes: int, reduce_codec: Codec, gather_codec: Codec
+) -> int:
+    """What ``rank`` sends: the others' slices, then its own sum to each of them."""
+    if world_size == 1:
+        return 0
+    lengths = _slices(num_elems, world_size, reduce_codec, gather_codec)
+    own = lengths.pop(rank)
+    exchanged = sum(reduce_codec.wire_bytes(length, elem_bytes) for length in lengths)
+    return exchanged + (world_size - 1) * gather_codec.wire_bytes(own, elem_bytes)
+
+
+def _slices(num_elems: int, world_size: int, reduce_codec: Codec, gather_codec: Codec) -> list[int]:
+    multiple = max(reduce_codec.group_elems, gather_codec.group_elems)  # both are powers of two
+    return slice_lengths(num_elems, world_size, multiple)

@@ -256,7 +256,11 @@ class Chooser:
             if self._costs.predict(leader, size).measured
             else "predicted; `tightwire tune` measures"
         )
-        beside = f", {others[0]} {self._us(others[0], size):.0f} us" if others else ""
+        beside = ""
+        if others:
+            beside = f", {others[0]} {self._us(others[0], size):.0f} us"
+            if self._us(others[0], size) < self._us(leader, size):
+                beside += f", which gains less than {100 * (_KEEP_WITHIN - 1):.0f} %"
         lossy = "" if parse_all_reduce(leader).lossless else f", error {self.error(leader):.3g} within the budget"
         return f"{self._us(leader, size):.0f} us at {_size(size)}{beside}{lossy} ({source})"
 

@@ -15,6 +15,8 @@ from itertools import pairwise
 
 import msgspec
 
+from tightwire.comm.all_reduce.flash import flash_bytes
+from tightwire.comm.all_reduce.two_shot import two_shot_bytes
 from tightwire.comm.codec import Codec
 from tightwire.comm.registry import AllReduceName, parse_all_reduce
 
@@ -147,8 +149,13 @@ class CostModel:
         return Prediction(edge_us * self.seeded_us(name, num_bytes) / self.seeded_us(name, edge), measured=True)
 
     def wire_bytes(self, name: str, num_bytes: int) -> int:
-        """What one rank sends, to within a slice's rounding (the AllReduce itself knows exactly)."""
-        work = _work(parse_all_reduce(name), self.setting, num_bytes)
+        """What rank 0 sends; for ring, native and hierarchical to within a slice's rounding."""
+        parsed, ranks, elem_bytes = parse_all_reduce(name), self.setting.world_size, self.setting.elem_bytes
+        if name == "two-shot":
+            return two_shot_bytes(0, ranks, num_bytes // elem_bytes, elem_bytes)
+        if name.startswith("flash"):
+            return flash_bytes(0, ranks, num_bytes // elem_bytes, elem_bytes, *parsed.codecs)
+        work = _work(parsed, self.setting, num_bytes)
         return round(work.sent_bytes + work.node_bytes)
 
     def seeded_us(self, name: str, num_bytes: int) -> float:

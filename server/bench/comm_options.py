@@ -13,6 +13,7 @@ from tightwire.server.sizes import parse_bytes
 
 DTYPES = ("bfloat16", "float16", "float32")
 TRANSPORTS = ("auto", "shared-memory", "process-group", "peer-memory")
+_MAX_SIZE = 1 << 30  # every rank holds a message, its result and the exact sum in float64
 DEFAULT_SIZES = tuple(8192 * 4**power for power in range(6))  # 8 KiB to 8 MiB
 _MAX_RANKS = 64
 
@@ -43,6 +44,8 @@ class CommBenchOptions:
             raise ValueError(f"--ranks must be 2 to {_MAX_RANKS}, got {self.ranks}")
         if not self.sizes or min(self.sizes) < 4 or any(size % 4 for size in self.sizes):
             raise ValueError(f"--sizes takes multiples of 4 bytes, got {', '.join(map(str, self.sizes)) or 'none'}")
+        if max(self.sizes) > _MAX_SIZE:
+            raise ValueError(f"--sizes goes up to {_MAX_SIZE >> 30}GiB, got {max(self.sizes)} bytes")
         if self.nodes is not None and (self.nodes < 1 or self.ranks % self.nodes):
             raise ValueError(f"--nodes must divide the {self.ranks} ranks evenly, got {self.nodes}")
         if self.link is not None and self.num_nodes < 2:
