@@ -30,10 +30,10 @@ from tightwire.comm.group import Group
 from tightwire.comm.link.emulated_network import WIRE
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.registry import make_all_reduce
-from tightwire.server.bench.comm_measure import MeasurePlan, measure
-from tightwire.server.bench.comm_options import CommBenchOptions
-from tightwire.server.bench.comm_ranks import open_ranks
-from tightwire.server.bench.comm_summary import Cells
+from tightwire.server.bench.comm.measure import MeasurePlan, measure
+from tightwire.server.bench.comm.options import CommBenchOptions
+from tightwire.server.bench.comm.ranks import open_ranks
+from tightwire.server.bench.comm.summary import Cells
 from tightwire.server.bench.environment import describe_environment
 from tightwire.server.bench.quiet import OthersWatch
 from tightwire.server.sizes import parse_bytes

@@ -23,10 +23,10 @@ from tightwire.comm.policy.tune_file import Host, Measured, Point, check_writabl
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.catalog import cache_folder
 from tightwire.model.checkpoint import open_checkpoint
-from tightwire.server.bench.comm_measure import MeasurePlan, Timed, measure
-from tightwire.server.bench.comm_options import TRANSPORTS, CommBenchOptions
-from tightwire.server.bench.comm_ranks import open_ranks
-from tightwire.server.bench.comm_summary import Cells
+from tightwire.server.bench.comm.measure import MeasurePlan, Timed, measure
+from tightwire.server.bench.comm.options import TRANSPORTS, CommBenchOptions
+from tightwire.server.bench.comm.ranks import open_ranks
+from tightwire.server.bench.comm.summary import Cells
 from tightwire.server.bench.quiet import OthersWatch
 from tightwire.server.config import ServeConfig
 from tightwire.server.devices import num_cores

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.workload import SyntheticWorkload
+from tightwire.server.bench.serve.workload import SyntheticWorkload
 
 CHECK_PROMPT = "The capital of France is"
 

@@ -6,9 +6,18 @@ from collections.abc import Sequence
 
 # verb -> (where its main(argv) lives, what it measures)
 VERBS: dict[str, tuple[str, str]] = {
-    "comm": ("tightwire.server.bench.comm:main", "every AllReduce by message size: time, bandwidth, bytes, error"),
-    "kernels": ("tightwire.server.bench.kernels:main", "block quantization in GB/s; AllReduce kernels on one GPU"),
-    "serve": ("tightwire.server.bench.serve:main", "load on a running server: TTFT, TPOT, ITL, end to end, tokens/s"),
+    "comm": (
+        "tightwire.server.bench.comm.bench:main",
+        "every AllReduce by message size: time, bandwidth, bytes, error",
+    ),
+    "kernels": (
+        "tightwire.server.bench.kernels.bench:main",
+        "block quantization in GB/s; AllReduce kernels on one GPU",
+    ),
+    "serve": (
+        "tightwire.server.bench.serve.bench:main",
+        "load on a running server: TTFT, TPOT, ITL, end to end, tokens/s",
+    ),
 }
 
 

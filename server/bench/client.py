@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import httpx
 
-from tightwire.server.bench.workload import Prompt
+from tightwire.server.bench.serve.workload import Prompt
 from tightwire.server.remote import (
     Remote,
     RemoteError,

@@ -110,8 +110,8 @@ def test_processes_that_share_a_gpu(world_size: int, check: Callable[..., None],
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_ranks_played_by_one_process(world_size: int, device: torch.device) -> None:
-    from tightwire.server.bench.kernels_ranks import ALGORITHMS as PLAYED
-    from tightwire.server.bench.kernels_ranks import PlayedRanks
+    from tightwire.server.bench.kernels.ranks import ALGORITHMS as PLAYED
+    from tightwire.server.bench.kernels.ranks import PlayedRanks
 
     ranks = PlayedRanks(world_size, device)
     for algorithm in PLAYED:

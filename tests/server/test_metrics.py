@@ -6,7 +6,7 @@ import httpx
 from fake_engine import FakeEngine, app_for
 from prometheus_client.parser import text_string_to_metric_families
 
-from tightwire.server.bench.serve import STARTUP_METRIC
+from tightwire.server.bench.serve.bench import STARTUP_METRIC
 from tightwire.server.messages import CommSetup, SelfTestVerdict
 from tightwire.server.metrics import Metrics
 

@@ -4,7 +4,7 @@ import pytest
 from fake_openai import FakeServer, running
 
 from tightwire.server.bench.client import BenchClient, Sample
-from tightwire.server.bench.workload import Prompt
+from tightwire.server.bench.serve.workload import Prompt
 from tightwire.server.remote import Remote
 
 PROMPT = Prompt(content="four words of prompt", max_tokens=6)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tightwire.server.bench.client import Sample
-from tightwire.server.bench.load import Arm
+from tightwire.server.bench.serve.load import Arm
 
 PERCENTILES = (50, 90, 99)
 

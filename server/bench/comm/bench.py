@@ -17,11 +17,11 @@ from tightwire.comm.group import Group
 from tightwire.comm.local_ranks import LocalRankError, LocalRanks
 from tightwire.comm.protocols import AllReduce
 from tightwire.comm.registry import make_all_reduce
-from tightwire.server.bench import comm_report
-from tightwire.server.bench.comm_measure import Checked, MeasurePlan, Timed, measure
-from tightwire.server.bench.comm_options import CommBenchOptions, parse_options
-from tightwire.server.bench.comm_ranks import open_ranks
-from tightwire.server.bench.comm_summary import Cells
+from tightwire.server.bench.comm import report as comm_report
+from tightwire.server.bench.comm.measure import Checked, MeasurePlan, Timed, measure
+from tightwire.server.bench.comm.options import CommBenchOptions, parse_options
+from tightwire.server.bench.comm.ranks import open_ranks
+from tightwire.server.bench.comm.summary import Cells
 from tightwire.server.bench.environment import describe_environment
 from tightwire.server.bench.quiet import OthersWatch
 from tightwire.server.sizes import format_bytes

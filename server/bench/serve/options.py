@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.server.bench.label import check_label
-from tightwire.server.bench.load import Load
+from tightwire.server.bench.serve.load import Load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

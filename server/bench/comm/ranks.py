@@ -18,7 +18,7 @@ from tightwire.comm.nodes import join_nodes
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.comm.transport.throttled import ThrottledTransport
-from tightwire.server.bench.comm_options import CommBenchOptions
+from tightwire.server.bench.comm.options import CommBenchOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,10 @@ from faulty_all_reduce import make_faulty, make_raising
 from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.local_ranks import LocalRankError
-from tightwire.server.bench import comm_ranks
 from tightwire.server.bench.cli import main
-from tightwire.server.bench.comm import CommBench
-from tightwire.server.bench.comm_options import CommBenchOptions
+from tightwire.server.bench.comm import ranks as comm_ranks
+from tightwire.server.bench.comm.bench import CommBench
+from tightwire.server.bench.comm.options import CommBenchOptions
 
 SMALL = ["--algorithms", "native,one-shot,two-shot,flash-int8", "--sizes", "4KiB,1000B", "--repeats", "3"]
 

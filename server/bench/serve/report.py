@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tightwire.server.bench.load import Arm
+from tightwire.server.bench.serve.load import Arm
 
 SCHEMA = "tightwire.bench.serve/1"
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from tightwire.server.bench.client import Sample
-from tightwire.server.bench.workload import Prompt
+from tightwire.server.bench.serve.workload import Prompt
 
 Send = Callable[[Prompt], Awaitable[Sample]]
 

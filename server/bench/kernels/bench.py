@@ -21,8 +21,8 @@ from rich.table import Table
 
 from tightwire.comm.codec import parse_codec
 from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.kernels_arms import OPERATIONS, codec_arms, copy_arm
-from tightwire.server.bench.kernels_timing import seconds_per_call
+from tightwire.server.bench.kernels.arms import OPERATIONS, codec_arms, copy_arm
+from tightwire.server.bench.kernels.timing import seconds_per_call
 from tightwire.server.bench.label import check_label
 from tightwire.server.sizes import format_bytes, parse_bytes
 
@@ -192,7 +192,7 @@ def _codec_rows(options: KernelBenchOptions, size: int) -> Iterator[dict[str, An
 
 def _rank_rows(options: KernelBenchOptions, world_size: int) -> Iterator[dict[str, Any]]:
     # Imports Triton, which a CPU host may not have.
-    from tightwire.server.bench.kernels_ranks import ALGORITHMS, PlayedRanks
+    from tightwire.server.bench.kernels.ranks import ALGORITHMS, PlayedRanks
 
     ranks = PlayedRanks(world_size, options.device)
     for size in options.rank_sizes:

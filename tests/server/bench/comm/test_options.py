@@ -1,6 +1,6 @@
 import pytest
 
-from tightwire.server.bench.comm_options import CommBenchOptions, parse_options
+from tightwire.server.bench.comm.options import CommBenchOptions, parse_options
 
 
 def test_defaults() -> None:

@@ -1,7 +1,7 @@
 """Plain English words that are one token each in byte-level BPE vocabularies, at the start of a text and after a space.
 
 A prompt of n of them is n tokens long without asking any tokenizer, and reads as text rather than as noise. Checked
-against SmolLM2's vocabulary by ``tests/server/bench/test_workload.py``; other vocabularies split a few of them, which
+against SmolLM2's vocabulary by ``tests/server/bench/serve/test_workload.py``; other vocabularies split a few of them, which
 is why the bench calibrates against the server's own count.
 """
 

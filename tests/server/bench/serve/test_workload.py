@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from tightwire.model.checkpoint import open_checkpoint
-from tightwire.server.bench.words import WORDS
-from tightwire.server.bench.workload import FileWorkload, Prompt, SyntheticWorkload
+from tightwire.server.bench.serve.words import WORDS
+from tightwire.server.bench.serve.workload import FileWorkload, Prompt, SyntheticWorkload
 
 
 def synthetic(seed: int = 1, num_words: int = 32) -> SyntheticWorkload:

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from tightwire.server.bench.client import Sample
-from tightwire.server.bench.load import Arm, Load, poisson_arrivals, run_arm
-from tightwire.server.bench.workload import Prompt
+from tightwire.server.bench.serve.load import Arm, Load, poisson_arrivals, run_arm
+from tightwire.server.bench.serve.workload import Prompt
 
 PROMPTS = [Prompt(content=str(i), max_tokens=1) for i in range(12)]
 

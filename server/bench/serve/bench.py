@@ -15,13 +15,13 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tightwire.server.bench import report
 from tightwire.server.bench.client import BenchClient
 from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.load import Arm, run_arm
-from tightwire.server.bench.options import ServeBenchOptions, parse_options
-from tightwire.server.bench.summary import doubts, summarize
-from tightwire.server.bench.workload import FileWorkload, Prompt, SyntheticWorkload, Workload
+from tightwire.server.bench.serve import report
+from tightwire.server.bench.serve.load import Arm, run_arm
+from tightwire.server.bench.serve.options import ServeBenchOptions, parse_options
+from tightwire.server.bench.serve.summary import doubts, summarize
+from tightwire.server.bench.serve.workload import FileWorkload, Prompt, SyntheticWorkload, Workload
 from tightwire.server.remote import Remote, RemoteError, connect
 
 _FIT_ATTEMPTS = 6

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tightwire.comm.registry import parse_all_reduce
-from tightwire.server.bench.comm_words import COLUMNS, cell_texts, describe_others, describe_setting, fault_texts
+from tightwire.server.bench.comm.words import COLUMNS, cell_texts, describe_others, describe_setting, fault_texts
 from tightwire.server.bench.html import Page, Section, TableView, render
 from tightwire.server.bench.plots import Plot, Series, draw
 from tightwire.server.sizes import format_bytes

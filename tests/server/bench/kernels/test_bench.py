@@ -11,7 +11,7 @@ from torch import Tensor
 from tightwire.kernels import block_quant
 from tightwire.kernels.block_format import BlockFormat
 from tightwire.server.bench import cli
-from tightwire.server.bench.kernels_arms import OPERATIONS
+from tightwire.server.bench.kernels.arms import OPERATIONS
 
 ARGS = ["kernels", "--device", "cpu", "--codecs", "int8,int4-had", "--sizes", "4KiB", "--repeats", "3"]
 

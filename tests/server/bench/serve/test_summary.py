@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from tightwire.server.bench.client import Sample
-from tightwire.server.bench.load import Arm, Load
-from tightwire.server.bench.summary import describe, doubts, summarize
+from tightwire.server.bench.serve.load import Arm, Load
+from tightwire.server.bench.serve.summary import describe, doubts, summarize
 
 
 def sample(index: int = 0, **fields: object) -> Sample:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tightwire.server.bench.words import WORDS
+from tightwire.server.bench.serve.words import WORDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 import pytest
 
-from tightwire.server.bench.comm_measure import Checked, Timed
-from tightwire.server.bench.comm_summary import Cells
+from tightwire.server.bench.comm.measure import Checked, Timed
+from tightwire.server.bench.comm.summary import Cells
 
 
 def _checked(name: str, *, digest: str = "d", error: float | None = None) -> Checked:

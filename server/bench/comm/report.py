@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tightwire.server.bench.comm_words import COLUMNS, cell_texts, describe_others, describe_setting
+from tightwire.server.bench.comm.words import COLUMNS, cell_texts, describe_others, describe_setting
 from tightwire.server.sizes import format_bytes
 
 SCHEMA = "tightwire.bench.comm/1"
@@ -84,7 +84,7 @@ class ResultFiles:
     def write(self, result: dict[str, Any], samples: Sequence[Sequence[float]]) -> None:
         """``samples``: raw seconds, for each of the result's cells."""
         # Matplotlib takes half a second to import, belongs to an extra, and is of use only here.
-        from tightwire.server.bench.comm_page import make_page
+        from tightwire.server.bench.comm.page import make_page
 
         cells = [{**cell, "samples_s": raw} for cell, raw in zip(result["cells"], samples, strict=True)]
         self._json.write_text(json.dumps({**result, "cells": cells}) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""``tightwire bench comm``: every AllReduce by message size."""

@@ -1,0 +1,1 @@
+"""``tightwire bench kernels``: block quantization, and AllReduce kernels on one GPU."""

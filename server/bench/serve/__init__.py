@@ -1,0 +1,1 @@
+"""``tightwire bench serve``: load on any server that speaks OpenAI's dialect."""
