@@ -6,7 +6,7 @@ load generator (``load``), not to the server, and is never in a sample.
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -76,14 +76,26 @@ class BenchClient:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def measure(self, prompt: Prompt) -> Sample:
-        """Send one prompt and read its stream to the end; a failure is a sample with ``error``, never an exception."""
+    async def measure(
+        self,
+        prompt: Prompt,
+        *,
+        extra_body: Mapping[str, Any] | None = None,
+        watch: Callable[[dict[str, Any]], None] | None = None,
+    ) -> Sample:
+        """Send one prompt and read its stream to the end; a failure is a sample with ``error``, never an exception.
+
+        Args:
+            extra_body: fields of this request alone.
+            watch: called with each event once it has been timed, for what only one bench wants of it.
+        """
         route = "chat/completions" if prompt.is_chat else "completions"
-        request = self._http.build_request("POST", f"{self._remote.base}/{route}", json=self._body(prompt))
+        body = {**self._body(prompt), **(extra_body or {})}
+        request = self._http.build_request("POST", f"{self._remote.base}/{route}", json=body)
         sample = Sample()
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._read(request, sample)
+                await self._read(request, sample, watch)
         except TimeoutError:
             sample.error = f"no end of the answer within {self._timeout_s:g} s"
         except httpx.HTTPError as error:
@@ -99,7 +111,9 @@ class BenchClient:
             **self._extra_body,
         }
 
-    async def _read(self, request: httpx.Request, sample: Sample) -> None:
+    async def _read(
+        self, request: httpx.Request, sample: Sample, watch: Callable[[dict[str, Any]], None] | None
+    ) -> None:
         began = time.perf_counter()
         response = await self._http.send(request, stream=True)
         try:
@@ -107,7 +121,7 @@ class BenchClient:
                 await response.aread()
                 sample.error = f"HTTP {response.status_code}: {error_text(response)}"
                 return
-            reader = _StreamReader(sample, began)
+            reader = _StreamReader(sample, began, watch)
             decoder = SseDecoder()
             async for chunk in response.aiter_bytes():
                 now = time.perf_counter()
@@ -121,9 +135,10 @@ class BenchClient:
 class _StreamReader:
     """Fills a sample from the events of its stream."""
 
-    def __init__(self, sample: Sample, began: float) -> None:
+    def __init__(self, sample: Sample, began: float, watch: Callable[[dict[str, Any]], None] | None) -> None:
         self._sample = sample
         self._began = began
+        self._watch = watch
         self._last_text: float | None = None
         self._num_texts = 0
         self._num_events = 0
@@ -146,6 +161,8 @@ class _StreamReader:
             sample.finish_reason = choice.get("finish_reason") or sample.finish_reason
         if isinstance(event.get("usage"), dict):
             self._usage(event["usage"])
+        if self._watch is not None:
+            self._watch(event)
 
     def _text(self, now: float) -> None:
         self._num_texts += 1
