@@ -1,10 +1,13 @@
 """The zmq sockets between the processes of one server: every process binds one inbox, the others connect to it.
 
-Addresses are abstract Unix sockets with random names, so two servers never meet and a crash leaves no file behind.
+Addresses are abstract Unix sockets with random names, so two servers never meet and a crash leaves no file behind. Between
+network namespaces, each of which has abstract sockets of its own, they are files in a private folder, which whoever made it
+removes.
 """
 
 import os
 import secrets
+from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
@@ -12,9 +15,12 @@ import zmq
 Context = zmq.Context[zmq.Socket[bytes]]
 
 
-def make_address(name: str) -> str:
-    """A fresh address, unknown to any other server; ``name`` is for whoever lists the machine's sockets."""
-    return f"ipc://@tightwire-{secrets.token_hex(8)}-{name}"
+def make_address(name: str, folder: Path | None = None) -> str:
+    """A fresh address, unknown to any other server; ``name`` is for whoever lists the machine's sockets.
+
+    ``folder``: where its file is to lie; None: it has none.
+    """
+    return f"ipc://@tightwire-{secrets.token_hex(8)}-{name}" if folder is None else f"ipc://{folder / name}"
 
 
 def connect_sender(context: Context, address: str) -> zmq.Socket[bytes]:

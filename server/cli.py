@@ -7,8 +7,11 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from tightwire.comm.link.link import parse_link
+from tightwire.comm.link.wire import open_wire
 from tightwire.server.config import ParallelOptions
 from tightwire.server.flags import make_parser, parse
 from tightwire.server.interrupts import interrupts_end_at_once
@@ -36,7 +39,11 @@ def _serve(argv: Sequence[str]) -> int:
         listener = listening.open_listener(config.http)
     except listening.PortTakenError as error:
         return _refuse("serve", error)
-    with listener, _start_ranks(config.parallel) as ranks:
+    with listener, ExitStack() as stack:
+        try:
+            ranks = _start_ranks(config.parallel, stack)
+        except ValueError as error:
+            return _refuse("serve", error)
         progress = importlib.import_module("tightwire.server.progress").make_progress(config.parallel.tp)
         return importlib.import_module("tightwire.server.launch").serve(config, listener, ranks, progress)
 
@@ -54,7 +61,11 @@ def generate(argv: Sequence[str]) -> int:
         "--temperature", type=_at_least(0, float), default=0.0, metavar="T", help="0: always the likeliest (default: 0)"
     )
     config, args = parse(parser, argv, _OFFLINE_GROUPS)
-    with _start_ranks(config.parallel) as ranks:
+    with ExitStack() as stack:
+        try:
+            ranks = _start_ranks(config.parallel, stack)
+        except ValueError as error:
+            return _refuse("generate", error)
         with interrupts_end_at_once():
             progress = importlib.import_module("tightwire.server.progress").make_progress(config.parallel.tp)
             offline = importlib.import_module("tightwire.server.offline")
@@ -95,8 +106,25 @@ def pull(argv: Sequence[str]) -> int:
     return 0
 
 
-def _start_ranks(options: ParallelOptions) -> "Ranks":
-    return importlib.import_module("tightwire.server.ranks").Ranks(options.tp, num_nodes=options.nodes)
+def _start_ranks(options: ParallelOptions, stack: ExitStack) -> "Ranks":
+    """The ranks, and before them the wire that is to lie between them; both end with ``stack``, in that order.
+
+    Raises:
+        ValueError: that wire cannot be had on this machine.
+    """
+    wire = None
+    if options.link is not None:
+        num_nodes = options.wire_nodes
+        wire = stack.enter_context(
+            open_wire(
+                parse_link(options.link),
+                num_nodes=num_nodes,
+                ranks_per_node=options.tp // num_nodes,
+                emulation=options.link_emulation,
+            )
+        )
+    ranks = importlib.import_module("tightwire.server.ranks").Ranks(options.tp, num_nodes=options.nodes, wire=wire)
+    return stack.enter_context(ranks)
 
 
 def _refuse(verb: str, error: Exception, exit_code: int = 2) -> int:

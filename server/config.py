@@ -7,6 +7,9 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from tightwire.comm.link.link import parse_link
+from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
+
 _MAX_RANKS = 64  # each is a process that imports torch before the model can say how many it is good for
 _MAX_SECONDS = 1e6  # eleven days: a deadline that no clock or timer overflows at
 
@@ -86,12 +89,25 @@ class ParallelOptions:
         ("auto", "shared-memory", "process-group", "peer-memory"),
     )
     nodes: int = _option(1, "equal nodes that the ranks are on, in order; for hierarchical", metavar="N")
+    link: str | None = _option(
+        None,
+        "a slow wire between the ranks, emulated on this machine: 200mbit, 2.5gbit, 300MB/s, pcie3x4, latency=50us, or "
+        "a rate and a latency with a comma between; each rank is a node of its own unless --nodes says otherwise",
+        metavar="LINK",
+    )
+    link_emulation: str = _option(
+        "auto",
+        "how the wire of --link is made: network namespaces with the kernel's own rate limit (as root, with iproute2), or "
+        "a transport slowed down in user space; auto: namespaces where they can be had",
+        EMULATIONS,
+    )
     comm_timeout_s: float = _option(60.0, "longest a rank waits in one collective before it gives up", metavar="S")
 
     def __post_init__(self) -> None:
         _require(1 <= self.tp <= _MAX_RANKS, "tp", self.tp, f"1 to {_MAX_RANKS}")
         _require_seconds("comm_timeout_s", self.comm_timeout_s)
         _require(self.nodes >= 1 and self.tp % self.nodes == 0, "nodes", self.nodes, f"a divisor of --tp ({self.tp})")
+        self._check_link()
         budget = self.comm_error_budget
         _require(budget is None or 0 < budget < 1, "comm_error_budget", budget, "above 0 and below 1")
         if self.tp_split is not None:
@@ -99,6 +115,24 @@ class ParallelOptions:
             _require(
                 all(0 < share < math.inf for share in self.tp_split), "tp_split", self.tp_split, "finite and above 0"
             )
+
+    @property
+    def wire_nodes(self) -> int:
+        """The nodes that the wire of ``link`` joins."""
+        return self.nodes if self.nodes > 1 else self.tp
+
+    def _check_link(self) -> None:
+        if self.link is None:
+            _require(self.link_emulation == "auto", "link_emulation", self.link_emulation, "beside a --link")
+            return
+        try:
+            parse_link(self.link)
+        except ValueError as error:
+            raise ValueError(f"--link: {error}") from None
+        _require(self.tp > 1, "link", self.link, "left out with --tp 1, as one rank sends nothing; give --tp 2 or more")
+        fits = self.transport in ("auto", "process-group") or self.link_emulation == USER_SPACE
+        want = f"auto or process-group beside --link {self.link}, as memory would pass the wire by; or give "
+        _require(fits, "transport", self.transport, f"{want}--link-emulation {USER_SPACE}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +200,10 @@ class ServeConfig:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     http: HttpOptions = field(default_factory=HttpOptions)
+
+    def __post_init__(self) -> None:
+        if self.parallel.link is not None and self.model.device == "cuda":
+            raise ValueError("--link is between ranks on the CPU; give --device cpu, or leave --link out")
 
 
 def option_fields() -> dict[str, tuple[str, Any]]:

@@ -95,7 +95,9 @@ class _Server:
             ValueError: the model or the options are refused.
         """
         options = self._config.model
-        self._preparing = Background(lambda: prepare(self._config, self._progress, stopped=self._stop.is_set))
+        self._preparing = Background(
+            lambda: prepare(self._config, self._progress, stopped=self._stop.is_set, link=self._ranks.link)
+        )
         checkpoint, decision = await self._preparing.result
         self._progress.say(decision.summary())
         engine.load(RankWork(location=checkpoint.location, config=self._config, plan=decision.plan))

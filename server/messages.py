@@ -8,6 +8,7 @@ hangs (``ToReporter``).
 import msgspec
 
 from tightwire.comm.ledger import Event, Latency
+from tightwire.comm.link.wire import LinkFacts
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.step import StepPlan
 
@@ -18,6 +19,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    allreduce: str | None = None  # the arm that sums its steps; None: the server's own
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
@@ -132,6 +134,7 @@ class CommChoice(msgspec.Struct, frozen=True):
     up_to_bytes: int | None  # the largest message this line is for; None: any
     algorithm: str
     reason: str
+    layers: list[int] | None = None  # None: all
 
 
 class SelfTestVerdict(msgspec.Struct, frozen=True):
@@ -150,6 +153,8 @@ class CommSetup(msgspec.Struct, frozen=True):
     transport_reason: str = ""  # why ``auto`` took a slower one than it would have liked
     choices: list[CommChoice] = []
     self_test: list[SelfTestVerdict] = []
+    link: LinkFacts | None = None  # the emulated wire between the nodes
+    extra: dict[str, list[CommChoice]] = {}  # the same for the policies that a request may ask for by name
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -54,7 +54,7 @@ async def _generate(
 ) -> int:
     stopped = threading.Event()
     async with RankedEngine(config, ranks, progress) as engine:
-        preparing = Background(lambda: prepare(config, progress, stopped=stopped.is_set))
+        preparing = Background(lambda: prepare(config, progress, stopped=stopped.is_set, link=ranks.link))
         try:
             checkpoint, decision = await engine.guard(preparing.result)
         except asyncio.CancelledError:

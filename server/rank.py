@@ -8,13 +8,16 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 
+import msgspec
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.group import Group, open_process_group
+from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
 from tightwire.comm.nodes import join_nodes
 from tightwire.comm.policy.routes import Routes
 from tightwire.comm.topology import Topology
+from tightwire.comm.transport.throttled import held_rate, throttle_group
 from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.layout import Layout, make_layout, num_weights
@@ -38,6 +41,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         store = _open_store(identity, work.config.parallel.comm_timeout_s)
         group = _join(identity, work, store)
         reporter.ledger = group.ledger
+        link = _tried_link(group, identity, work)
     try:
         with reporter.stage("self-test"):
             comm = check_comm(
@@ -53,23 +57,23 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         with _take_place(identity, work, checkpoint, group, runner, reporter) as place:
             with reporter.stage("warm-up"):
                 place.warm_up()
-            reporter.send(_ready(identity, work, checkpoint, layout, comm.setup))
+            reporter.send(_ready(identity, work, checkpoint, layout, msgspec.structs.replace(comm.setup, link=link)))
             place.serve()
     finally:
         group.close()
 
 
 def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
-    """The rendezvous store: in rank 0, on the socket its parent opened on the loopback interface."""
+    """The rendezvous store: in rank 0, on the socket its parent opened."""
     if identity.world_size == 1:
         if identity.store_fd is not None:
             socket.socket(fileno=identity.store_fd).close()  # nobody will ask for it
         return HashStore()
     timeout = timedelta(seconds=timeout_s)
     if identity.store_fd is None:
-        return TCPStore("127.0.0.1", identity.store_port, is_master=False, timeout=timeout)
+        return TCPStore(identity.store_host, identity.store_port, is_master=False, timeout=timeout)
     return TCPStore(
-        "127.0.0.1",
+        identity.store_host,
         identity.store_port,
         is_master=True,
         timeout=timeout,
@@ -85,15 +89,34 @@ def _join(identity: RankIdentity, work: RankWork, store: Store) -> Group:
         torch.cuda.set_device(device)
     topology = Topology(identity.rank, identity.world_size, num_nodes=work.plan.num_nodes)
     shared = work.plan.transport == "shared-memory"
+    # Behind a link, ranks of one node still share its memory, whatever the nodes have between them.
+    inside = identity.node_segment_fd if shared or work.plan.link else None
     group = open_process_group(
         topology,
         store=store,
         device=device,
         timeout_s=work.config.parallel.comm_timeout_s,
+        interface=identity.interface,
         segment_fd=identity.segment_fd if shared else None,
         peer_memory=work.plan.transport == "peer-memory",
     )
-    return join_nodes(group, topology, store=store, segment_fd=identity.node_segment_fd if shared else None)
+    group = join_nodes(group, topology, store=store, interface=identity.interface, segment_fd=inside)
+    return group if identity.throttle is None else throttle_group(group, identity.throttle)
+
+
+def _tried_link(group: Group, identity: RankIdentity, work: RankWork) -> LinkFacts | None:
+    """The facts about the wire, with the rate that a transport really holds which was to be slowed down to it.
+
+    Raises:
+        ValueError: that is not the rate that was asked for.
+    """
+    link = work.plan.link
+    if link is None or identity.throttle is None or link.measured_bytes_per_s is not None:
+        return link
+    per_node = identity.world_size / work.config.parallel.wire_nodes  # ranks of a node share its wire
+    held = msgspec.structs.replace(link, measured_bytes_per_s=held_rate(group, identity.throttle) * per_node)
+    refuse_too_fast(held)
+    return held
 
 
 def _load(

@@ -6,6 +6,8 @@ is gone. Ranks are started before the model has been looked at, because importin
 
 import msgspec
 
+from tightwire.comm.link.link import Link
+from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
 from tightwire.server.config import ServeConfig
 
@@ -19,10 +21,21 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     to_parent: str  # zmq address that every rank reports to
     inboxes: tuple[str, ...]  # zmq address of each rank's own inbox; rank 0 sends plans to those of the others
     reporter: str  # zmq address where this rank's reporter listens to the parent
-    store_port: int  # of the rendezvous store, on the loopback interface
+    store_port: int  # of the rendezvous store
     store_fd: int | None  # rank 0 only: the socket that already listens on that port
     segment_fd: int | None  # memory that all ranks share; None where that cannot be had
     node_segment_fd: int | None = None  # the same for the ranks of this rank's node, where there are several nodes
+    store_host: str = "127.0.0.1"  # where the store listens
+    interface: str | None = None  # towards the other nodes, where each is a network namespace
+    throttle: Link | None = None  # what this rank's messages between nodes are slowed down to
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """A further policy, for the requests that ask for it by name."""
+
+    name: str
+    policy: Policy
+    library_policy: Policy | None = None  # as in RunPlan
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,8 +49,16 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     transport_reason: str = ""  # why ``auto`` took a slower transport than it would have liked
     num_nodes: int = 1
+    link: LinkFacts | None = None  # the emulated wire between the nodes
     policy: Policy = Policy(())  # a single rank has nothing to sum
     library_policy: Policy | None = None  # for process-group, should peer memory turn out not to be had; None: refuse
+    own_arm: str = "auto"  # the name by which a request may ask for ``policy`` itself
+    extra: tuple[Arm, ...] = ()
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Every name that a request may ask for; a name's place is its arm's number."""
+        return (self.own_arm, *(arm.name for arm in self.extra))
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Self
 
 import msgspec
 
 import tightwire
+from tightwire.comm.link.emulated_network import EmulatedNode
+from tightwire.comm.link.wire import Wire
 from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.server.channels import make_address
 from tightwire.server.devices import num_cores
@@ -24,6 +27,8 @@ from tightwire.server.rank_setup import RankIdentity, RankWork
 WORKER = (sys.executable, "-m", "tightwire.server.worker")
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
+# The store looks for the names of those who connect, and warns where there is nobody to ask.
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -33,18 +38,26 @@ class Ranks:
     Construct on the main thread: the kernel ties a child to the thread that started it.
     """
 
-    def __init__(self, world_size: int, command: Sequence[str] = WORKER, *, num_nodes: int = 1) -> None:
-        """``num_nodes``: equal nodes that the ranks are taken to be on, in order; each gets memory of its own too."""
-        self.to_parent = make_address("parent")
-        self.inboxes = tuple(make_address(f"rank{rank}") for rank in range(world_size))
-        self.reporters = tuple(make_address(f"reporter{rank}") for rank in range(world_size))
+    def __init__(
+        self, world_size: int, command: Sequence[str] = WORKER, *, num_nodes: int = 1, wire: Wire | None = None
+    ) -> None:
+        """``num_nodes``: equal nodes that the ranks are taken to be on, in order; each gets memory of its own too.
+
+        ``wire``: what lies between nodes, for as long as the ranks live; each rank is started on its node.
+        """
+        self.link = None if wire is None else wire.facts
+        folder = None if wire is None else wire.folder
+        self.to_parent = make_address("parent", folder)
+        self.inboxes = tuple(make_address(f"rank{rank}", folder) for rank in range(world_size))
+        self.reporters = tuple(make_address(f"reporter{rank}", folder) for rank in range(world_size))
+        self._wire = wire
         self._processes: list[subprocess.Popen[bytes]] = []
         # The store's socket listens before any rank runs, so that none can come too early or find the port taken.
         shared = world_size > 1 and why_unusable() is None
         segment_fd = make_segment(world_size) if shared else None
         per_node = world_size // num_nodes
         node_fds = [make_segment(per_node) for _ in range(num_nodes)] if shared and num_nodes > 1 else []
-        with socket.create_server(("127.0.0.1", 0), backlog=max(64, world_size)) as listener:
+        with self._open_store(world_size) as listener:
             for rank in range(world_size):
                 node_fd = node_fds[rank // per_node] if node_fds else None
                 self._processes.append(self._start(rank, world_size, listener, segment_fd, node_fd, command))
@@ -56,6 +69,18 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+    def _node(self, rank: int, world_size: int) -> EmulatedNode | None:
+        """Where a rank lives; None: where this process does."""
+        nodes = self._wire.nodes if self._wire else ()
+        return nodes[rank * len(nodes) // world_size] if nodes else None
+
+    def _open_store(self, world_size: int) -> socket.socket:
+        """The store's socket, on rank 0's node."""
+        node, backlog = self._node(0, world_size), max(64, world_size)
+        if node is None:
+            return socket.create_server(("127.0.0.1", 0), backlog=backlog)
+        return node.visit(lambda: socket.create_server((node.address, 0), backlog=backlog))
 
     @property
     def pids(self) -> list[int]:
@@ -70,6 +95,7 @@ class Ranks:
         node_segment_fd: int | None,
         command: Sequence[str],
     ) -> subprocess.Popen[bytes]:
+        node = self._node(rank, world_size)
         identity = RankIdentity(
             rank=rank,
             world_size=world_size,
@@ -77,19 +103,22 @@ class Ranks:
             to_parent=self.to_parent,
             inboxes=self.inboxes,
             reporter=self.reporters[rank],
+            store_host=listener.getsockname()[0],
             store_port=listener.getsockname()[1],
             store_fd=listener.fileno() if rank == 0 else None,
             segment_fd=segment_fd,
             node_segment_fd=node_segment_fd,
+            interface=None if node is None else node.interface,
+            throttle=None if self._wire is None else self._wire.throttle,
         )
         inherited = [listener.fileno()] if rank == 0 else []
         inherited += [fd for fd in (segment_fd, node_segment_fd) if fd is not None]
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            env=_environment(world_size),
+            env=_environment(world_size) | (_QUIET if node else {}),
             pass_fds=inherited,
-            preexec_fn=_obey_only_the_parent,  # noqa: PLW1509 - four system calls, and no other thread runs yet
+            preexec_fn=partial(_begin, node),  # noqa: PLW1509 - a few system calls, and no other thread runs yet
         )
         self._tell(process, identity)
         return process
@@ -140,6 +169,12 @@ class Ranks:
 def _stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
     assert process.stdin is not None, "every rank is started with a pipe"
     return process.stdin
+
+
+def _begin(node: EmulatedNode | None) -> None:
+    _obey_only_the_parent()
+    if node is not None:
+        node.enter()
 
 
 def _obey_only_the_parent() -> None:

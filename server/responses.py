@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
+from tightwire.comm.link.wire import LinkFacts
 from tightwire.server.messages import CommChoice, SelfTestVerdict
 
 
@@ -223,7 +224,7 @@ class CommPolicy(Struct):
 
     ``transport_reason``: why ``--transport auto`` came to a slower one than this device's best; empty when it did not.
     ``choices``: the policy in force, the first line of a site and phase whose ``up_to_bytes`` the message does not
-    exceed. ``self_test``: what the check at start-up found; an algorithm that is not ``ok`` is never used.
+    exceed. ``link``: the emulated wire between the nodes, of ``serve --link``. ``self_test``: what the check at start-up found; an algorithm that is not ``ok`` is never used.
     ``saved_bytes``: what quantizing kept off the wire, ``exact_bytes`` less ``bytes_sent``.
     """
 
@@ -234,6 +235,7 @@ class CommPolicy(Struct):
     num_nodes: int
     choices: list[CommChoice]
     self_test: list[SelfTestVerdict]
+    link: LinkFacts | None
     num_steps: int
     bytes_sent: int
     exact_bytes: int

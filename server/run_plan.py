@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tightwire.comm.link.wire import NAMESPACES, LinkFacts
 from tightwire.comm.policy.choose import PolicyRequest
 from tightwire.comm.policy.cost import Setting
 from tightwire.comm.policy.rules import Policy
@@ -38,16 +39,24 @@ class Decision:
         """What fits where and how ranks will sum, line by line, for people."""
         reason = self.plan.transport_reason
         wire = [f"ranks meet over {self.plan.transport}: {reason}"] if reason else []
+        if self.plan.link is not None:
+            num_nodes = self.plan.num_nodes if self.plan.num_nodes > 1 else len(self.layout.shards)
+            wire.append(self.plan.link.describe(num_nodes))
         alone = [] if self.plan.allreduce == "auto" else [f"one rank sums nothing: no use for {self.plan.allreduce}"]
         return "\n".join([self.budget.table(), *wire, *(alone if self.comm is None else self.comm.notes())])
 
 
 def prepare(
-    config: ServeConfig, progress: Progress, *, stopped: Callable[[], bool] = lambda: False
+    config: ServeConfig,
+    progress: Progress,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    link: LinkFacts | None = None,
 ) -> tuple[Checkpoint, Decision]:
     """Find the model, fetching it if need be, and decide what will run. May be called off the main thread.
 
     Args:
+        link: the wire that has been made for ``--link``.
         stopped: asked several times a second during a fetch; once true, the fetch is given up within FETCH_STOPS_S.
     Raises:
         ValueError: the model or an option is refused.
@@ -61,10 +70,10 @@ def prepare(
         progress.fetching(name, fraction)
 
     checkpoint = open_checkpoint(name, config.model.seed, progress=fetching)
-    return checkpoint, decide(config, checkpoint.config)
+    return checkpoint, decide(config, checkpoint.config, link)
 
 
-def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
+def decide(config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None) -> Decision:
     """Settle every ``auto``.
 
     Raises:
@@ -72,7 +81,7 @@ def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
     """
     tp = config.parallel.tp
     layout = make_layout(model, tp, config.parallel.tp_split)
-    setting, gpus = decide_setting(config, model)
+    setting, gpus = decide_setting(config, model, link)
     device, dtype = setting.device, setting.dtype
     budget = make_budget(model, layout, config.engine, dtype=dtype, device=device, pools=_pools(device, tp, gpus))
     comm = None
@@ -87,10 +96,11 @@ def decide(config: ServeConfig, model: LlamaConfig) -> Decision:
         dtype=dtype,
         allreduce=_describe_request(config.parallel),
         transport=setting.transport,
-        transport_reason=choose_transport(config.parallel.transport, device, tp)[1],
+        transport_reason=choose_transport(config.parallel.transport, device, tp, link)[1],
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
         num_nodes=config.parallel.nodes,
+        link=link,
         policy=Policy(()) if comm is None else comm.chooser.policy(),
         library_policy=None if library is None else library.chooser.policy(),
     )
@@ -111,7 +121,9 @@ def check_all_reduce_names(options: ParallelOptions) -> None:
             raise ValueError(f"--{field.replace('_', '-')}: {error}") from None
 
 
-def decide_setting(config: ServeConfig, model: LlamaConfig) -> tuple[Setting, list[CudaDevice]]:
+def decide_setting(
+    config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None
+) -> tuple[Setting, list[CudaDevice]]:
     """Where ranks run, in which numbers and how they reach each other; and the CUDA devices, when they run there.
 
     Raises:
@@ -121,12 +133,15 @@ def decide_setting(config: ServeConfig, model: LlamaConfig) -> tuple[Setting, li
     make_layout(model, tp, config.parallel.tp_split)
     gpus = cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if config.model.device != "cpu" else []
     device = _choose_device(config.model.device, tp, gpus)
+    if link is not None and device != "cpu":
+        raise ValueError("--link is between ranks on the CPU, and --device auto took CUDA; give --device cpu")
     setting = Setting(
-        transport=choose_transport(config.parallel.transport, device, tp)[0],
+        transport=choose_transport(config.parallel.transport, device, tp, link)[0],
         device=device,
         world_size=tp,
         num_nodes=config.parallel.nodes,
         dtype=_choose_dtype(config.model, model, device),
+        link="" if link is None else f"{link.name} ({link.emulation})",
     )
     return setting, gpus if device == "cuda" else []
 
@@ -157,8 +172,8 @@ def policy_request(config: ServeConfig, model: LlamaConfig) -> PolicyRequest:
     )
 
 
-def choose_transport(asked: str, device: str, tp: int) -> tuple[str, str]:
-    """The transport, and why ``auto`` took a slower one (empty: it did not).
+def choose_transport(asked: str, device: str, tp: int, link: LinkFacts | None = None) -> tuple[str, str]:
+    """The transport, and why ``auto`` took a slower one (empty: it did not). ``link``: what lies between the nodes.
 
     Raises:
         ValueError: what was asked for cannot be had.
@@ -169,6 +184,8 @@ def choose_transport(asked: str, device: str, tp: int) -> tuple[str, str]:
         raise ValueError(
             "--transport peer-memory is between GPUs, and ranks run on the CPU; leave it out, or use --device cuda"
         )
+    if link is not None and link.emulation == NAMESPACES:
+        return "process-group", ""  # what else there is would pass the wire by, and so was refused
     reason = "it carries CPU tensors, and ranks run on CUDA" if device == "cuda" else why_unusable()
     if asked == "shared-memory" and reason:
         raise ValueError(f"--transport shared-memory cannot be had: {reason}; use --transport process-group")

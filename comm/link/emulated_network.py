@@ -10,8 +10,9 @@ of the machine's own network is touched. Processes of one node reach each other 
 no limit slows down. Needs root, and ``ip`` and ``tc`` of iproute2. Latency is not added here (that takes netem, which
 many kernels lack): a transport that waits does it (``comm.transport.throttled``).
 
-Namespaces are named after the process that made them. They are removed at the end of the context; when the process
-dies first, by a child that notices; when both are killed, by whoever makes the next network.
+Namespaces are named after the process that made them, and so is a folder for Unix sockets that processes of unlike nodes
+meet at (abstract ones are each namespace's own). All are removed at the end of the context; when the process dies
+first, by a child that notices; when both are killed, by whoever makes the next network.
 """
 
 import contextlib
@@ -33,7 +34,9 @@ from tightwire.comm.link.link import Link
 
 WIRE = "wire0"  # the interface of every node
 _FOLDER = Path("/run/netns")  # where iproute2 keeps namespaces
+_SOCKETS = Path("/run")  # short, as the names of Unix sockets must be; iproute2 needs it too
 _NAME = re.compile(r"tightwire-(\d+)-[0-9a-f]{4}-(?:\d+|switch)")
+_STEM = re.compile(r"tightwire-(\d+)-[0-9a-f]{4}")
 _MAX_NODES = 64
 _CLONE_NEWNET = 0x40000000
 _COMMAND_TIMEOUT_S = 20.0
@@ -46,7 +49,10 @@ _BURST_BYTES, _BURST_S = 68 << 10, 0.5e-3
 _QUEUE_BYTES, _QUEUE_S = 4 << 20, 20e-3  # what waits at most: more than TCP lets wait, so that nothing is lost
 
 # Ends when its standard input does, which is when the parent closes it or dies, however it dies.
-_REMOVE = 'trap "" INT TERM HUP; read -r _; for name; do ip netns del "$name" 2>/dev/null; done; exit 0'
+_REMOVE = (
+    'trap "" INT TERM HUP; read -r _; folder=$1; shift; for name; do ip netns del "$name" 2>/dev/null; done; '
+    'rm -rf -- "$folder"; exit 0'
+)
 
 
 class NoEmulatedNetworkError(RuntimeError):
@@ -102,16 +108,18 @@ class EmulatedNetwork:
     def __init__(self, link: Link, *, num_nodes: int = 2) -> None:
         if not 2 <= num_nodes <= _MAX_NODES:
             raise ValueError(f"an emulated network has 2 to {_MAX_NODES} nodes, got {num_nodes}")
-        _check_possible()
+        if reason := why_impossible():
+            raise NoEmulatedNetworkError(reason)
         _sweep()
         self.link = link
         stem = f"tightwire-{os.getpid()}-{secrets.token_hex(2)}"
+        self.folder = _SOCKETS / stem  # of this user alone
         self.nodes = tuple(EmulatedNode(f"{stem}-{i}", f"10.0.0.{i + 1}") for i in range(num_nodes))
         self._switch = f"{stem}-switch"
         names = [self._switch, *(node.namespace for node in self.nodes)]
         # Started before there is anything to remove, in a session of its own: Ctrl-C is not for it.
         self._remover = subprocess.Popen(
-            ["sh", "-c", _REMOVE, "sh", *names], stdin=subprocess.PIPE, start_new_session=True
+            ["sh", "-c", _REMOVE, "sh", str(self.folder), *names], stdin=subprocess.PIPE, start_new_session=True
         )
         try:
             self._build(names)
@@ -138,6 +146,10 @@ class EmulatedNetwork:
         self.close()
 
     def _build(self, names: Sequence[str]) -> None:
+        try:
+            self.folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise NoEmulatedNetworkError(f"{self.folder} cannot be made: {error.strerror}") from error
         for name in names:
             _run("ip", "netns", "add", name)
         _run("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
@@ -166,14 +178,16 @@ class EmulatedNetwork:
         _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *tbf)
 
 
-def _check_possible() -> None:
+def why_impossible() -> str:
+    """Why this process cannot make a network, with what to do; empty when nothing is known to be missing."""
     advice = "run as root on Linux with iproute2 installed, or use a link that is throttled in user space"
     if os.name != "posix" or not hasattr(_LIBC, "setns"):
-        raise NoEmulatedNetworkError(f"network namespaces are Linux's; {advice}")
+        return f"network namespaces are Linux's; {advice}"
     if os.geteuid() != 0:
-        raise NoEmulatedNetworkError(f"only root makes network namespaces; {advice}")
+        return f"only root makes network namespaces; {advice}"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        raise NoEmulatedNetworkError(f"{' and '.join(missing)} not found; {advice}")
+        return f"{' and '.join(missing)} not found; {advice}"
+    return ""
 
 
 def _sweep() -> None:
@@ -183,6 +197,10 @@ def _sweep() -> None:
         if match and not Path(f"/proc/{match[1]}").exists():
             with contextlib.suppress(NoEmulatedNetworkError):  # another process sweeps at the same time
                 _run("ip", "netns", "del", path.name)
+    for path in _SOCKETS.glob("tightwire-*"):
+        match = _STEM.fullmatch(path.name)
+        if match and not Path(f"/proc/{match[1]}").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _run(*command: str) -> None:

@@ -32,6 +32,7 @@ class Setting(msgspec.Struct, frozen=True):
     world_size: int
     num_nodes: int
     dtype: str
+    link: str = ""  # the emulated wire between the nodes
 
     @property
     def elem_bytes(self) -> int:
@@ -39,7 +40,8 @@ class Setting(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        return f"{self.world_size} ranks{nodes}, {self.dtype} on {self.device} over {self.transport}"
+        behind = f" behind {self.link}" if self.link else ""
+        return f"{self.world_size} ranks{nodes}, {self.dtype} on {self.device} over {self.transport}{behind}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

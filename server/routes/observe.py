@@ -101,6 +101,7 @@ def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
         num_nodes=setup.num_nodes if setup else 1,
         choices=setup.choices if setup else [],
         self_test=setup.self_test if setup else [],
+        link=setup.link if setup else None,
         num_steps=stats.num_steps if stats else 0,
         bytes_sent=bytes_sent,
         exact_bytes=exact_bytes,
