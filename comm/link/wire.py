@@ -1,0 +1,135 @@
+"""The wire between the nodes of a server: made as its link says, measured, described, taken away.
+
+    with open_wire(parse_link("200mbit"), num_nodes=2) as wire:
+        wire.nodes[1].enter()          # a process of the second node; () where nodes are not real
+
+A real one is the kernel's (``comm.link.emulated_network``). Where that cannot be had, ``wire.throttle`` says what
+each rank's transport is to be slowed down to (``comm.transport.throttled``), and the facts say so and why. Imports
+nothing heavy: the parent of the ranks makes the wire before it knows the model.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tightwire.comm.link.emulated_network import EmulatedNetwork, EmulatedNode, NoEmulatedNetworkError, why_impossible
+from tightwire.comm.link.link import Link
+
+NAMESPACES, USER_SPACE = "namespaces", "user-space"
+EMULATIONS = ("auto", NAMESPACES, USER_SPACE)
+LEAST_SHARE = 0.9  # of the rate that was asked for; a wire that carries less is not that wire
+
+
+class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A link as it was asked for, and what became of it. Rates are of a node, one way, in bytes of payload."""
+
+    name: str
+    asked_bytes_per_s: float | None  # None: a latency alone was asked for
+    measured_bytes_per_s: float | None  # None: not measured yet
+    latency_s: float
+    emulation: str
+    reason: str = ""  # why not namespaces; empty when they are, or when user space was asked for
+
+    @property
+    def link(self) -> Link:
+        """What the wire does, by its measured rate where there is one."""
+        rate = self.asked_bytes_per_s and (self.measured_bytes_per_s or self.asked_bytes_per_s)
+        return Link(self.name, rate, self.latency_s)
+
+    def describe(self, num_nodes: int) -> str:
+        """One line for the log."""
+        asked = "" if self.asked_bytes_per_s is None else f" of {_rate(self.asked_bytes_per_s)}"
+        measured = self.measured_bytes_per_s
+        rate = f"{'not measured' if measured is None else f'{_rate(measured)} measured'}{asked}"
+        if self.emulation == NAMESPACES:
+            how = "network namespaces" + (" with tc tbf" if self.asked_bytes_per_s else "")
+            how += ", the latency added in user space" if self.latency_s else ""
+        else:
+            how = "throttled in user space" + (f" ({self.reason})" if self.reason else "")
+        return f"link {self.name} between {num_nodes} nodes: {rate}, {how}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wire:
+    """``nodes``: where each node's processes live, () on the machine's own network; ``throttle``: of each rank's transport.
+
+    ``folder``: where sockets between processes of unlike nodes may lie, gone with the wire.
+    """
+
+    facts: LinkFacts
+    nodes: tuple[EmulatedNode, ...] = ()
+    throttle: Link | None = None
+    folder: Path | None = None
+
+
+@contextmanager
+def open_wire(link: Link, *, num_nodes: int, ranks_per_node: int = 1, emulation: str = "auto") -> Iterator[Wire]:
+    """The wire, until the end of the context. ``emulation``: ``auto`` takes namespaces where they can be had.
+
+    Call on the main thread before others run. Cost: about two seconds with namespaces, most of it measuring.
+
+    Raises:
+        ValueError: namespaces were asked for and cannot be had, or the machine cannot carry the link; says what can be
+            done. Nothing is left behind.
+    """
+    facts = plan_link(link, emulation)
+    if facts.emulation == USER_SPACE:
+        yield _throttled(facts, link, num_nodes, ranks_per_node)
+        return
+    try:
+        network = EmulatedNetwork(link, num_nodes=num_nodes)
+    except NoEmulatedNetworkError as error:
+        if emulation == NAMESPACES:
+            raise ValueError(f"network namespaces cannot be had: {error}") from error
+        facts = msgspec.structs.replace(facts, emulation=USER_SPACE, reason=str(error))
+        yield _throttled(facts, link, num_nodes, ranks_per_node)
+        return
+    with network:
+        facts = msgspec.structs.replace(facts, measured_bytes_per_s=network.measure())
+        refuse_too_fast(facts)
+        # The kernel limits the rate; what it often cannot do is wait (netem), so a transport that only waits does it.
+        delay = Link(link.name, None, link.latency_s) if link.latency_s else None
+        yield Wire(facts=facts, nodes=network.nodes, throttle=delay, folder=network.folder)
+
+
+def plan_link(link: Link, emulation: str = "auto") -> LinkFacts:
+    """What ``open_wire`` would try first, without making anything.
+
+    Raises:
+        ValueError: namespaces were asked for and cannot be had.
+    """
+    reason = "" if emulation == USER_SPACE else why_impossible()
+    if emulation == NAMESPACES and reason:
+        raise ValueError(f"network namespaces cannot be had: {reason}")
+    return LinkFacts(
+        name=link.name,
+        asked_bytes_per_s=link.bytes_per_s,
+        measured_bytes_per_s=None,
+        latency_s=link.latency_s,
+        emulation=USER_SPACE if reason or emulation == USER_SPACE else NAMESPACES,
+        reason=reason,
+    )
+
+
+def refuse_too_fast(facts: LinkFacts) -> None:
+    """Raises ValueError when what was measured falls short of what was asked for."""
+    asked, measured = facts.asked_bytes_per_s, facts.measured_bytes_per_s
+    if asked is None or measured is None or measured >= LEAST_SHARE * asked:
+        return
+    raise ValueError(
+        f"this machine cannot carry the link {facts.name}: {_rate(measured)} measured of {_rate(asked)} "
+        f"({facts.emulation}); ask for at most {int(measured * 8 / 1e6)}mbit, or leave the machine to this program alone"
+    )
+
+
+def _throttled(facts: LinkFacts, link: Link, num_nodes: int, ranks_per_node: int) -> Wire:
+    # Ranks of one node share its wire. Of the flat group's bytes, those that stay inside a node are slowed too.
+    rate = None if link.bytes_per_s is None else link.bytes_per_s / ranks_per_node
+    return Wire(facts=facts, throttle=Link(link.name, rate, link.latency_s))
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.1f} MB/s"
