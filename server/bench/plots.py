@@ -1,46 +1,30 @@
-"""Line and point plots as SVG that stands inside a page and takes the page's colours, light or dark.
+"""The kinds of plots on a result's page: lines and points, stacked bars, shares of samples (ECDF), heat maps.
 
-Matplotlib draws with stand-in colours, each of which becomes a CSS variable afterwards: ``--ink``, ``--grid`` and ``--c0`` to
-``--c9`` for the series. Needs the ``bench`` extra.
+Each is a frozen value; ``draw`` makes an ``<svg>`` of any of them. Needs the ``bench`` extra.
 """
 
-import io
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import singledispatch
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
-NUM_COLOURS = 10
-_INK, _GRID = "#c0ffe0", "#c0ffe1"
+from tightwire.server.bench.heat_map import HeatMap, draw_heat_map
+from tightwire.server.bench.svg import INK, NUM_COLOURS, canvas, colour
+
 _MARKERS = "osD^vPX<>*"
-_STYLE: dict[Any, Any] = {
-    "font.size": 11,
-    "font.family": "sans-serif",
-    "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "grid.color": _GRID,
-    "axes.grid": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-}
+_MOST_STEPS = 400  # of an ECDF: more cannot be seen, and make the page heavy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
     """One line, or one set of points. ``number`` picks colour and marker, the same in every plot of a page.
 
-    There are ten colours; from the eleventh on they come again, with another marker.
+    There are ten colours; from the eleventh on they come again, with another marker. ``low`` and ``high`` are the ends of
+    an interval around each point; ``labels`` stand beside the points.
     """
 
     name: str
@@ -48,6 +32,9 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     dashed: bool = False
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    labels: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,50 +53,146 @@ class Plot:
     line_y: float | None = None
 
 
-def draw(plot: Plot) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One part of every bar, in the order of the bars; ``number`` picks its colour."""
+
+    name: str
+    number: int
+    values: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackedBars:
+    """Lying bars, the first on top, each made of the same parts."""
+
+    name: str
+    title: str
+    x_label: str
+    bars: Sequence[str]  # their labels
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    name: str
+    number: int
+    values: Sequence[float]
+    dashed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ecdf:
+    """The share of each set of samples that is at most x."""
+
+    name: str
+    title: str
+    x_label: str
+    samples: Sequence[Samples]
+    log_x: bool = False
+    line_x: float | None = None  # a limit to compare with
+
+
+@singledispatch
+def draw(plot: object) -> str:
     """The plot as an ``<svg>`` element as wide as its place."""
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": plot.name}):
-        figure = Figure(figsize=(6.6, 4.9), layout="constrained")
-        axes = figure.add_subplot()
+    raise TypeError(f"no plot: {type(plot).__name__}")
+
+
+@draw.register
+def _draw_plot(plot: Plot) -> str:
+    with canvas(plot.name, plot.title) as board:
+        axes = board.figure.add_subplot()
         for series in plot.series:
             _draw_series(axes, series, joined=plot.joined)
-        _draw_axes(axes, plot)
-        figure.legend(loc="outside lower center", ncols=3, fontsize=10, handlelength=2.4, columnspacing=1.4)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _inline(out.getvalue(), plot)
+        if plot.log_x:
+            axes.set_xscale("log")
+            _number_log_axis(axes.xaxis)
+        if plot.log_y:
+            axes.set_yscale("log")
+            _number_log_axis(axes.yaxis)
+        else:
+            axes.set_ylim(bottom=0)
+        if plot.ticks is not None:
+            axes.set_xticks(list(plot.ticks[0]), list(plot.ticks[1]))
+            axes.minorticks_off()
+        if plot.line_y is not None:
+            axes.axhline(plot.line_y, color=INK, linewidth=1, linestyle=":")
+        axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
+        _draw_legend(board.figure)
+        return board.svg()
 
 
 def _draw_series(axes: Axes, series: Series, *, joined: bool) -> None:
-    colour = _colour(series.number)
     axes.plot(
         series.x,
         series.y,
         label=series.name,
-        color=colour,
+        color=colour(series.number),
         marker=_MARKERS[(series.number + series.number // NUM_COLOURS) % len(_MARKERS)],
         markersize=5 if joined else 8,
         linestyle=("--" if series.dashed else "-") if joined else "none",
         linewidth=1.7,
     )
+    if series.low:
+        axes.vlines(series.x, series.low, series.high, color=colour(series.number), linewidth=1.5)
+        axes.plot(
+            series.x, series.low, series.x, series.high, color=colour(series.number), marker="_", linestyle="none"
+        )
+    for x, y, label in zip(series.x, series.y, series.labels, strict=False):
+        axes.annotate(label, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=10)
 
 
-def _draw_axes(axes: Axes, plot: Plot) -> None:
-    if plot.log_x:
-        axes.set_xscale("log")
-        _number_log_axis(axes.xaxis)
-    if plot.log_y:
-        axes.set_yscale("log")
-        _number_log_axis(axes.yaxis)
-    else:
-        axes.set_ylim(bottom=0)
-    if plot.ticks is not None:
-        axes.set_xticks(list(plot.ticks[0]), list(plot.ticks[1]))
-        axes.minorticks_off()
-    if plot.line_y is not None:
-        axes.axhline(plot.line_y, color=_INK, linewidth=1, linestyle=":")
-    axes.set_xlabel(plot.x_label)
-    axes.set_ylabel(plot.y_label)
+@draw.register
+def _draw_bars(plot: StackedBars) -> str:
+    with canvas(plot.name, plot.title, height=1.6 + 0.34 * len(plot.bars)) as board:
+        axes = board.figure.add_subplot()
+        places = range(len(plot.bars))
+        ends = [0.0] * len(plot.bars)
+        for part in plot.parts:
+            axes.barh(places, part.values, left=ends, height=0.72, label=part.name, color=colour(part.number))
+            ends = [end + value for end, value in zip(ends, part.values, strict=True)]
+        axes.set_yticks(places, plot.bars)
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set(xlabel=plot.x_label)
+        _draw_legend(board.figure)
+        return board.svg()
+
+
+@draw.register
+def _draw_ecdf(plot: Ecdf) -> str:
+    with canvas(plot.name, plot.title) as board:
+        axes = board.figure.add_subplot()
+        for samples in plot.samples:
+            x, share = _steps(samples.values)
+            style = "--" if samples.dashed else "-"
+            line = {"color": colour(samples.number), "linestyle": style, "linewidth": 1.7}
+            axes.plot(x, share, drawstyle="steps-post", label=samples.name, **line)
+        if plot.log_x:
+            axes.set_xscale("log")
+            _number_log_axis(axes.xaxis)
+        else:
+            axes.set_xlim(left=0)
+        if plot.line_x is not None:
+            axes.axvline(plot.line_x, color=INK, linewidth=1, linestyle=":")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set(xlabel=plot.x_label, ylabel="share at most this", ylim=(0, 1.02))
+        _draw_legend(board.figure)
+        return board.svg()
+
+
+def _steps(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Places where the share rises and the share from there on, thinned out evenly where there are very many."""
+    ordered = sorted(values)
+    n = len(ordered)
+    count = min(n, _MOST_STEPS)
+    indices = sorted({round(i * (n - 1) / max(1, count - 1)) for i in range(count)})
+    return [ordered[0], *(ordered[i] for i in indices)], [0.0, *((i + 1) / n for i in indices)]
+
+
+def _draw_legend(figure: Figure) -> None:
+    figure.legend(loc="outside lower center", ncols=3, fontsize=10, handlelength=2.4, columnspacing=1.4)
 
 
 def _number_log_axis(axis: Axis) -> None:
@@ -119,24 +202,4 @@ def _number_log_axis(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _colour(number: int) -> str:
-    return f"#c0ff{number % NUM_COLOURS:02x}"
-
-
-def _inline(svg: str, plot: Plot) -> str:
-    """Without the file's head, with names of its own, as wide as the page allows, and in the page's colours."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{plot.name}-", svg)
-    svg = re.sub(r'<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg, count=1)
-    svg = re.sub(r'<svg ([^>]*?)height="[^"]*"', rf'<svg role="img" aria-label="{plot.title}" \1', svg, count=1)
-    for stand_in, variable in _variables():
-        svg = re.sub(stand_in, f"var({variable})", svg, flags=re.IGNORECASE)
-    return svg
-
-
-def _variables() -> Iterable[tuple[str, str]]:
-    yield _INK, "--ink"
-    yield _GRID, "--grid"
-    for number in range(NUM_COLOURS):
-        yield _colour(number), f"--c{number}"
+draw.register(HeatMap, draw_heat_map)
