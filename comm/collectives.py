@@ -13,6 +13,7 @@ A codec's kernels are compiled when first used, while the other ranks wait in th
 calls ``prepare_codecs`` before they meet, with all codecs to come, those of ``node_collectives`` too.
 """
 
+from contextlib import nullcontext
 from itertools import product
 
 import torch
@@ -60,8 +61,12 @@ def all_gather(group: Group, x: Tensor, codec: Codec = NONE) -> list[Tensor]:
     sent_before = transport.bytes_sent
     ledger.begin("all_gather", _label(codec), x.nbytes)
     flat_N = x.contiguous().view(-1)
-    received = transport.gather(codec.encode(flat_N))
-    gathered = [codec.decode(buf, flat_N.numel(), x.dtype).view(x.shape) for buf in received]
+    coding = nullcontext() if codec.exact else ledger.coding
+    with coding:
+        encoded = codec.encode(flat_N)
+    received = transport.gather(encoded)
+    with coding:
+        gathered = [codec.decode(buf, flat_N.numel(), x.dtype).view(x.shape) for buf in received]
     exact_bytes = all_gather_bytes(group.world_size, x.numel(), x.element_size())
     ledger.end(transport.bytes_sent - sent_before, None if codec.exact else exact_bytes)
     return gathered
@@ -92,8 +97,9 @@ def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dt
     sent_before = transport.bytes_sent
     ledger.begin("reduce_scatter", _label(codec), x.nbytes)
     lengths = reduce_scatter_slices(x.numel(), group.world_size, codec)
-    received = exchange_encoded(transport, x.contiguous().view(-1), lengths, codec)
-    sum_N = sum_encoded(received, lengths[group.rank], codec, x.dtype).to(dtype)
+    received = exchange_encoded(transport, x.contiguous().view(-1), lengths, codec, ledger)
+    with nullcontext() if codec.exact else ledger.coding:
+        sum_N = sum_encoded(received, lengths[group.rank], codec, x.dtype).to(dtype)
     exact_bytes = None
     if not codec.exact:
         exact_bytes = (x.numel() - lengths[group.rank]) * x.element_size()

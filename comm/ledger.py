@@ -3,7 +3,8 @@
 Cheap enough to stay on; benchmarks/ledger.py says how cheap. One thread, the one that runs the collectives, writes; any
 thread may read, and any may start and stop a recording.
 
-On CUDA ``seconds`` is the time to enqueue the collective, because the host does not wait for the device.
+On CUDA ``seconds`` is the time to enqueue the collective, because the host does not wait for the device; the same goes
+for ``codec_seconds``.
 """
 
 from collections import deque
@@ -25,6 +26,7 @@ class Count(NamedTuple):
     exact_bytes: int  # what the exact algorithm of the same shape would have sent; bytes_sent itself when exact
     seconds: float
     message_bytes: int  # of the tensors given, as the ranks hold them
+    codec_seconds: float | None = 0.0  # of ``seconds``, to encode and decode; None: inside a fused kernel, not known
 
     def since(self, before: "Count | None") -> "Count":
         """What was added to these totals after ``before`` was read (None: after the start)."""
@@ -36,7 +38,19 @@ class Count(NamedTuple):
             exact_bytes=self.exact_bytes - before.exact_bytes,
             seconds=self.seconds - before.seconds,
             message_bytes=self.message_bytes - before.message_bytes,
+            codec_seconds=None if self.codec_seconds is None else self.codec_seconds - (before.codec_seconds or 0.0),
         )
+
+
+class Spent(NamedTuple):
+    """Time in all collectives since start, of which ``codec_seconds`` is known to be encoding and decoding.
+
+    ``num_unsplit``: calls that encode inside a fused kernel; their share is in ``seconds`` alone.
+    """
+
+    seconds: float = 0.0
+    codec_seconds: float = 0.0
+    num_unsplit: int = 0
 
 
 class Latency(NamedTuple):
@@ -83,15 +97,33 @@ class _Totals:
         self.first_timed = 0  # the call from which on latencies are wanted
 
 
+class _CodingTimer:
+    __slots__ = ("_ledger", "_start_s")
+
+    def __init__(self, ledger: "Ledger") -> None:
+        self._ledger, self._start_s = ledger, 0.0
+
+    def __enter__(self) -> None:
+        self._start_s = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger.add_coding(perf_counter() - self._start_s)
+
+
 class Ledger:
     """The collectives of one rank of one group.
 
-    The caller sets ``phase`` ("prefill", "decode", ...) per step and may set ``site`` per collective.
+    The caller sets ``phase`` ("prefill", "decode", ...) per step and may set ``site`` per collective. A collective that
+    quantizes does its encoding and decoding inside ``with ledger.coding``, which is not to be nested.
     """
 
     def __init__(self) -> None:
         self.phase = ""
         self.site = ""
+        self.coding = _CodingTimer(self)
+        self._spent_s = self._coding_s = 0.0
+        self._num_unsplit = 0
+        self._coding_by_key: dict[tuple[str, str, str], float | None] = {}
         self._totals: dict[tuple[str, str, str], _Totals] = {}
         self._number = 0
         self._current: Begun | None = None
@@ -124,6 +156,7 @@ class Ledger:
         totals.exact_bytes += exact_bytes
         totals.message_bytes += num_bytes
         totals.seconds += seconds
+        self._spent_s += seconds
         self._last = begun
         self._current = None
         events = self._events
@@ -132,10 +165,29 @@ class Ledger:
                 Event(*key, self.site, number, num_bytes, bytes_sent, exact_bytes, start_s=start_s, seconds=seconds)
             )
 
+    def add_coding(self, seconds: float | None) -> None:
+        """The collective that runs now spent so long on encoding or decoding; None: in a fused kernel, nobody knows."""
+        begun = self._current
+        assert begun is not None, "add_coding() without begin()"
+        key = (begun[0], begun[1], self.phase)
+        known_s = self._coding_by_key.get(key, 0.0)
+        if seconds is None:
+            self._num_unsplit += 1
+            self._coding_by_key[key] = None
+            return
+        self._coding_s += seconds
+        if known_s is not None:
+            self._coding_by_key[key] = known_s + seconds
+
+    def spent(self) -> Spent:
+        """The sum of all kinds; unlike ``counts`` it costs no more when there are many."""
+        return Spent(self._spent_s, self._coding_s, self._num_unsplit)
+
     def counts(self) -> list[Count]:
         """Totals so far, in order of first use."""
+        coding = self._coding_by_key
         return [
-            Count(*key, t.calls, t.bytes_sent, t.exact_bytes, t.seconds, t.message_bytes)
+            Count(*key, t.calls, t.bytes_sent, t.exact_bytes, t.seconds, t.message_bytes, coding.get(key, 0.0))
             for key, t in list(self._totals.items())
         ]
 

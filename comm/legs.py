@@ -1,7 +1,9 @@
 """The two legs that everything quantized is made of: sum one slice per rank (reduce-scatter), share slices (all-gather).
 
 Each leg rounds a number at most once, on its way through the codec. These functions move and add, over a transport's
-messages; who records the call and what it is called is for the callers (``all_reduce``, ``collectives``).
+messages; who records the call and what it is called is for the callers (``all_reduce``, ``collectives``). What moves
+also tells the ``ledger`` how long coding took; what only adds (``sum_encoded``, ``sum_and_encode``) is called inside
+``with ledger.coding`` by those who quantize.
 
 Sums are float32 in rank order, from rank 0, of what the bytes stand for: the own slice goes through the codec like the
 others'. So whoever adds the same slices gets the same bits, and an element's sum depends only on the ranks' numbers in
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.codec import Codec
+from tightwire.comm.ledger import Ledger
 from tightwire.comm.protocols import Transport
 from tightwire.comm.slices import as_bytes
 from tightwire.comm.summing import SUMMABLE, sum_in_rank_order
@@ -28,17 +31,26 @@ def prepare(device: torch.device, codec: Codec, out_codec: Codec) -> None:
         decode_slices([summed], [1], out_codec, dtype)
 
 
-def exchange_encoded(transport: Transport, x_N: Tensor, lengths: Sequence[int], codec: Codec) -> list[Tensor]:
+def exchange_encoded(
+    transport: Transport, x_N: Tensor, lengths: Sequence[int], codec: Codec, ledger: Ledger
+) -> list[Tensor]:
     """Encode each slice of ``x_N`` for its owner; return this rank's own slice as every rank encoded it."""
-    return transport.exchange(encode_slices(x_N, lengths, codec))
+    if codec.exact:
+        return transport.exchange(encode_slices(x_N, lengths, codec))
+    with ledger.coding:
+        encoded = encode_slices(x_N, lengths, codec)
+    return transport.exchange(encoded)
 
 
 def gather_decoded(
-    transport: Transport, own: Tensor, lengths: Sequence[int], codec: Codec, dtype: torch.dtype
+    transport: Transport, own: Tensor, lengths: Sequence[int], codec: Codec, dtype: torch.dtype, ledger: Ledger
 ) -> Tensor:
     """Share ``own``, this rank's encoded slice; return all slices, decoded, one after the other: (sum(lengths),)."""
     received = transport.gather(own, [codec.wire_bytes(length, dtype.itemsize) for length in lengths])
-    return decode_slices(received, lengths, codec, dtype)
+    if codec.exact:
+        return decode_slices(received, lengths, codec, dtype)
+    with ledger.coding:
+        return decode_slices(received, lengths, codec, dtype)
 
 
 def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec) -> list[Tensor]:

@@ -7,6 +7,8 @@ Any shape and count of elements: slices are those of ``collectives.reduce_scatte
 Codecs are prepared as there, with ``collectives.prepare_codecs``.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -54,8 +56,10 @@ def hierarchical_reduce_scatter(
     sum_N = run_leg(group, nodes.inside, _sum_inside, nodes.inside, x.contiguous().view(-1), lengths, inside_codec)
     if across_codec.exact:
         sum_N = sum_N.to(x.dtype)
-    received = run_leg(group, nodes.across, exchange_encoded, nodes.across.transport, sum_N, own, across_codec)
-    total_N = sum_encoded(received, lengths[group.rank], across_codec, x.dtype).to(dtype)
+    ledger, across = group.ledger, nodes.across
+    received = run_leg(group, across, exchange_encoded, across.transport, sum_N, own, across_codec, ledger)
+    with nullcontext() if across_codec.exact else ledger.coding:
+        total_N = sum_encoded(received, lengths[group.rank], across_codec, x.dtype).to(dtype)
     exact = inside_codec.exact and across_codec.exact
     exact_bytes = None if exact else _bytes(nodes, lengths, x.element_size(), NONE, NONE)
     group.ledger.end(group.bytes_sent - sent_before, exact_bytes)
@@ -84,12 +88,15 @@ def _sum_inside(inside: Group, x_N: Tensor, lengths: list[int], codec: Codec) ->
         return x_N.float()  # nothing travels, so nothing is quantized
     # All but one slice are whole groups and the short one comes last, so slices joined are encoded as slices alone.
     parts, per_node = x_N.split(lengths), inside.world_size
+    coding = nullcontext() if codec.exact else inside.ledger.coding
     encoded = []
-    for place in range(per_node):
-        joined_N = torch.cat(parts[place::per_node])
-        encoded += encode_slices(joined_N, [joined_N.numel()], codec)
+    with coding:
+        for place in range(per_node):
+            joined_N = torch.cat(parts[place::per_node])
+            encoded += encode_slices(joined_N, [joined_N.numel()], codec)
     received = inside.transport.exchange(encoded)
-    return sum_encoded(received, sum(lengths[inside.rank :: per_node]), codec, x_N.dtype)
+    with coding:
+        return sum_encoded(received, sum(lengths[inside.rank :: per_node]), codec, x_N.dtype)
 
 
 def _lengths_by_place(nodes: NodeGroups, lengths: list[int]) -> list[list[int]]:

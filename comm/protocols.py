@@ -19,6 +19,8 @@ class FusedAllReduce(Protocol):
     messages. ``x`` is contiguous, of any shape, not empty, and only read; the result is a new tensor of its shape.
     """
 
+    tells_coding: bool  # whether ``flash`` tells the group's ledger how long it encodes and decodes
+
     def one_shot(self, x: Tensor) -> Tensor: ...
 
     def two_shot(self, x: Tensor) -> Tensor: ...

@@ -7,7 +7,8 @@ ranks hold the same bits.
 Source: Flash Communication, arXiv 2412.04964; bit splitting for 5 and 6 bits after Flash Communication V2, 2508.03760.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -40,7 +41,8 @@ class FlashAllReduce(BaseAllReduce):
         prepare(group.device, reduce_codec, gather_codec)
         fused = group.transport.fused
         if fused is not None:
-            self._fused = partial(fused.flash, reduce_codec=reduce_codec, gather_codec=gather_codec)
+            flash = partial(fused.flash, reduce_codec=reduce_codec, gather_codec=gather_codec)
+            self._fused = flash if fused.tells_coding or self.lossless else partial(self._in_one_kernel, flash)
 
     @property
     def lossless(self) -> bool:
@@ -52,9 +54,15 @@ class FlashAllReduce(BaseAllReduce):
 
     def _reduce(self, x_N: Tensor) -> Tensor:
         lengths, dtype = self.slices(x_N.numel()), x_N.dtype
-        received = exchange_encoded(self._transport, x_N, lengths, self._reduce_codec)
-        own = sum_and_encode(received, lengths[self.rank], self._reduce_codec, self._gather_codec, dtype)
-        return gather_decoded(self._transport, own, lengths, self._gather_codec, dtype)
+        ledger = self._ledger
+        received = exchange_encoded(self._transport, x_N, lengths, self._reduce_codec, ledger)
+        with nullcontext() if self.lossless else ledger.coding:
+            own = sum_and_encode(received, lengths[self.rank], self._reduce_codec, self._gather_codec, dtype)
+        return gather_decoded(self._transport, own, lengths, self._gather_codec, dtype, ledger)
+
+    def _in_one_kernel(self, flash: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        self._ledger.add_coding(None)
+        return flash(x)
 
     def _exact_bytes(self, x: Tensor) -> int | None:
         if self.lossless:

@@ -6,6 +6,7 @@ against two-shot's nearly 2 M. Flash Communication V2 (arXiv 2508.03760) does so
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class HierarchicalAllReduce(BaseAllReduce):
         group, inside, dtype = self._group, self._inside, x_N.dtype
         lengths = self._slices_inside(x_N.numel())
         own = lengths[inside.rank]
-        received = run_leg(group, inside, exchange_encoded, inside.transport, x_N, lengths, _EXACT)
+        received = run_leg(group, inside, exchange_encoded, inside.transport, x_N, lengths, _EXACT, self._ledger)
         if self._codec.exact:
             sum_N = sum_in_rank_order([buf.view(dtype) for buf in received])
         else:
@@ -66,15 +67,17 @@ class HierarchicalAllReduce(BaseAllReduce):
         if self._across is not None and own:
             sum_N = run_leg(group, self._across, self._sum_nodes, self._across, sum_N, dtype)
         sum_N = sum_N.to(dtype)  # an empty slice may still be float32
-        return run_leg(group, inside, gather_decoded, inside.transport, as_bytes(sum_N), lengths, _EXACT, dtype)
+        own_bytes = as_bytes(sum_N)
+        return run_leg(group, inside, gather_decoded, inside.transport, own_bytes, lengths, _EXACT, dtype, self._ledger)
 
     def _sum_nodes(self, across: Group, node_sum_N: Tensor, dtype: torch.dtype) -> Tensor:
         """The sum over nodes of ``node_sum_N``, in ``dtype``; the nodes' are float32 where they will be encoded."""
-        codec, transport = self._codec, across.transport
+        codec, transport, ledger = self._codec, across.transport, self._ledger
         lengths = self._slices_across(node_sum_N.numel())
-        received = exchange_encoded(transport, node_sum_N, lengths, codec)
-        encoded = sum_and_encode(received, lengths[transport.rank], codec, codec, dtype)
-        return gather_decoded(transport, encoded, lengths, codec, dtype)
+        received = exchange_encoded(transport, node_sum_N, lengths, codec, ledger)
+        with nullcontext() if codec.exact else ledger.coding:
+            encoded = sum_and_encode(received, lengths[transport.rank], codec, codec, dtype)
+        return gather_decoded(transport, encoded, lengths, codec, dtype, ledger)
 
     def _slices_inside(self, num_elems: int) -> list[int]:
         # Groups of the codec between nodes are counted from the start of the tensor, whatever L is.

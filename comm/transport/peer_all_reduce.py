@@ -31,6 +31,8 @@ class PeerAllReduce:
         describe: names the collective under way, for messages.
     """
 
+    tells_coding = False
+
     def __init__(
         self,
         buffers: PeerBuffers,

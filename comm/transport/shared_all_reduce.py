@@ -25,6 +25,8 @@ _FLASH_CHUNK_ELEMS = 1 << 19  # as much per turn as amortizes the calls of a cod
 class SharedAllReduce:
     """Takes the turns of ``turns``, between its messages."""
 
+    tells_coding = True
+
     def __init__(self, turns: SharedTurns) -> None:
         self._turns = turns
         self._table, self._announce = turns.board.table, turns.board.announce
@@ -71,27 +73,31 @@ class SharedAllReduce:
 
     def _flash_chunk(self, x_N: Tensor, out_N: Tensor, call: int, reduce_codec: Codec, gather_codec: Codec) -> None:
         """Two turns: encoded slices in the one, encoded sums in the other."""
-        turns, dtype = self._turns, x_N.dtype
+        turns, dtype, coding = self._turns, x_N.dtype, self._turns.ledger.coding
         lengths = self._flash_slices(x_N.numel(), reduce_codec, gather_codec)
         sizes = [reduce_codec.wire_bytes(length, dtype.itemsize) for length in lengths]
         buffer, start = turns.open_turn(), 0
-        for part, size in zip(x_N.split(lengths), sizes, strict=True):
-            if size:
-                reduce_codec.encode(part, buffer[start : start + size])
-                start += size
+        with coding:
+            for part, size in zip(x_N.split(lengths), sizes, strict=True):
+                if size:
+                    reduce_codec.encode(part, buffer[start : start + size])
+                    start += size
         turns.publish_turn(call)
 
         own, start = lengths[turns.rank], sum(sizes[: turns.rank])
         received = [buffer[start : start + sizes[turns.rank]] for buffer in turns.read_turn(call)]
         buffer = turns.open_turn()
         if own:
-            own_sum = sum_and_encode(received, own, reduce_codec, gather_codec, dtype).view(torch.uint8)
-            buffer[: own_sum.numel()].copy_(own_sum)
+            with coding:
+                own_sum = sum_and_encode(received, own, reduce_codec, gather_codec, dtype).view(torch.uint8)
+                buffer[: own_sum.numel()].copy_(own_sum)
         turns.publish_turn(call)
 
-        for buffer, part in zip(turns.read_turn(call), out_N.split(lengths), strict=True):
-            if num := part.numel():
-                gather_codec.decode(buffer[: gather_codec.wire_bytes(num, dtype.itemsize)], num, dtype, part)
+        buffers = turns.read_turn(call)
+        with coding:
+            for buffer, part in zip(buffers, out_N.split(lengths), strict=True):
+                if num := part.numel():
+                    gather_codec.decode(buffer[: gather_codec.wire_bytes(num, dtype.itemsize)], num, dtype, part)
 
     def _flash_slices(self, num_elems: int, reduce_codec: Codec, gather_codec: Codec) -> list[int]:
         """Each rank's elements, in whole groups of both codecs, whose sizes are powers of two."""

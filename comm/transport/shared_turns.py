@@ -34,7 +34,7 @@ class SharedTurns:
         self.rank, self.world_size = rank, world_size
         self.bytes_sent = 0
         self.board = SharedBoard(fd, rank, world_size, ledger)
-        self._timeout_s, self._ledger = timeout_s, ledger
+        self._timeout_s, self.ledger = timeout_s, ledger
         self._failure: CommError | None = None
 
     def open_turn(self) -> Tensor:
@@ -142,7 +142,7 @@ class SharedTurns:
 
     def _fail(self, error: type[CommError], verb: str, ranks: Sequence[int], reason: str) -> None:
         """The first error is the last: messages may have been half read, so the group is of no use any more."""
-        doing = self._ledger.current() or "a barrier"
+        doing = self.ledger.current() or "a barrier"
         listing = self.board.last_collectives()
         self._failure = error(
             f"rank {self.rank} {verb} {name_ranks(ranks)} of {self.world_size} in {doing}: {reason}. "

@@ -194,7 +194,8 @@ def test_a_rank_alone_quantizes_nothing() -> None:
 class _Fused:
     """Stands for a kernel: notes what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tells_coding: bool) -> None:
+        self.tells_coding = tells_coding
         self.asked: list[tuple[str, str]] = []
 
     def flash(self, x_N: Tensor, reduce_codec: Codec, gather_codec: Codec) -> Tensor:
@@ -202,9 +203,19 @@ class _Fused:
         return x_N * 2
 
 
-def test_a_transports_own_kernel_does_it_all() -> None:
+@pytest.mark.parametrize("tells_coding", [True, False])
+def test_a_transports_own_kernel_does_it_all(tells_coding: bool) -> None:
     [group, _] = in_process_groups(2)
-    fused: Any = _Fused()
+    fused: Any = _Fused(tells_coding=tells_coding)
     group.transport.fused = fused
     assert make_all_reduce("flash-int6", group)(torch.ones(2, 3)).tolist() == [[2.0] * 3] * 2
     assert fused.asked == [("int4", "int8")]
+    assert [count.codec_seconds for count in group.ledger.counts()] == [0.0 if tells_coding else None]
+
+
+def test_a_kernel_that_encodes_nothing_hides_nothing() -> None:
+    [group, _] = in_process_groups(2)
+    fused: Any = _Fused(tells_coding=False)
+    group.transport.fused = fused
+    make_all_reduce("flash:none,none", group)(torch.ones(2, 3))
+    assert [count.codec_seconds for count in group.ledger.counts()] == [0.0]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tightwire.comm.ledger import Event, Ledger
+from tightwire.comm.ledger import Event, Ledger, Spent
 
 
 def record(ledger: Ledger, algorithm: str = "ring", num_bytes: int = 64, sent: int = 64) -> None:
@@ -47,6 +47,38 @@ def test_what_was_added_since_a_reading() -> None:
     assert (added.calls, added.bytes_sent, added.exact_bytes, added.message_bytes) == (1, 64, 64, 64)
     assert added.seconds == ledger.counts()[0].seconds - before.seconds
     assert before.since(None) == before
+
+
+def test_coding_is_counted_within_its_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 3.0, 4.0, 5.0, 9.0, 10.0, 12.0])
+    monkeypatch.setattr("tightwire.comm.ledger.perf_counter", lambda: next(times))
+    ledger = Ledger()
+    ledger.begin("all_reduce", "flash-int8", 64)
+    with ledger.coding:
+        pass
+    with ledger.coding:
+        pass
+    ledger.end(30, exact_bytes=60)
+    before = ledger.counts()[0]
+    record(ledger)
+
+    assert [(count.seconds, count.codec_seconds) for count in ledger.counts()] == [(9.0, 3.0), (2.0, 0.0)]
+    assert ledger.counts()[0].since(before).codec_seconds == 0
+    assert ledger.spent() == Spent(seconds=11.0, codec_seconds=3.0, num_unsplit=0)
+
+
+def test_coding_that_a_kernel_hides_is_not_known() -> None:
+    ledger = Ledger()
+    before = None
+    for _ in range(2):
+        ledger.begin("all_reduce", "flash-int8", 64)
+        ledger.add_coding(None)
+        ledger.end(30, exact_bytes=60)
+        before = before or ledger.counts()[0]
+
+    assert ledger.counts()[0].codec_seconds is None
+    assert ledger.counts()[0].since(before).codec_seconds is None
+    assert ledger.spent().num_unsplit == 2
 
 
 def test_quantiles_are_of_the_newest_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,9 @@ def _count(group: Group) -> None:
         assert counts["prefill"].exact_bytes == exact.wire_bytes(1000, 4)
         assert counts["decode"].exact_bytes == 2 * exact.wire_bytes(10, 2)
         assert counts["decode"].seconds > 0
+        codec_seconds = counts["prefill"].codec_seconds
+        assert codec_seconds is not None
+        assert codec_seconds == 0 if all_reduce.lossless else 0 < codec_seconds < counts["prefill"].seconds
         assert group.ledger.current() is None
 
 
