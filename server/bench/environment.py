@@ -33,6 +33,19 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+def environment_facts(environment: dict[str, Any]) -> list[tuple[str, str]]:
+    """What ``describe_environment`` found, as lines of a page."""
+    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    return [
+        ("time", environment["time"]),
+        ("processor", f"{environment['cpu']}, {environment['usable_cores']} cores"),
+        ("system", f"{environment['os']}, Python {environment['python']}"),
+        ("packages", packages),
+        ("tightwire", f"{environment['tightwire']}, revision {environment['git_revision'] or 'unknown'}"),
+        ("command", " ".join(environment["command"])),
+    ]
+
+
 def _without_secrets(argv: Sequence[str]) -> list[str]:
     """The command line as it may be kept in a file and shown to others."""
     shown = [re.sub(r"^(--api-key=).*", r"\1***", word) for word in argv]

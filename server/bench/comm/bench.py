@@ -10,9 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from tightwire.comm.group import Group
 from tightwire.comm.local_ranks import LocalRankError, LocalRanks
 from tightwire.comm.protocols import AllReduce
@@ -22,8 +19,11 @@ from tightwire.server.bench.comm.measure import Checked, MeasurePlan, Timed, mea
 from tightwire.server.bench.comm.options import CommBenchOptions, parse_options
 from tightwire.server.bench.comm.ranks import open_ranks
 from tightwire.server.bench.comm.summary import Cells
+from tightwire.server.bench.console import make_console
 from tightwire.server.bench.environment import describe_environment
+from tightwire.server.bench.progress import progress_bar
 from tightwire.server.bench.quiet import OthersWatch
+from tightwire.server.bench.result_files import ResultFiles
 from tightwire.server.sizes import format_bytes
 
 
@@ -55,22 +55,15 @@ class CommBench:
         )
         self._cells = Cells(options.ranks)
         self._facts: dict[str, Any] = {}
-        self._files: comm_report.ResultFiles | None = None
-        self._console = comm_report.make_console()
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-            disable=not sys.stderr.isatty(),
-        )
+        self._files: ResultFiles | None = None
+        self._error: str | None = "not finished"
+        self._console = make_console()
+        self._progress = progress_bar()
 
     def run(self) -> int:
         options = self._options
         if options.output is not None:
-            self._files = comm_report.ResultFiles(options.output, options.label)
+            self._files = ResultFiles(options.output, options.label)
         self._facts = {
             "environment": describe_environment(),
             "ranks": options.ranks,
@@ -87,17 +80,15 @@ class CommBench:
             self._facts["others_share"] = watch.share()
         comm_report.show_doubts(self._console, self._facts)
         faults = self._cells.faults()
-        self._keep()
         for fault in faults:
             sys.stderr.write(f"tightwire bench comm: wrong answer: {fault}\n")
-        self._last_line("; ".join(faults) or None)
-        return 1 if faults else 0
+        self._finish("; ".join(faults) or None)
+        return 1 if self._error else 0
 
     def fail(self, reason: str) -> int:
         """Keep what was measured, if anything was, and say why there is no more."""
         sys.stderr.write(f"tightwire bench comm: {reason}\n")
-        self._keep()
-        self._last_line(reason)
+        self._finish(reason)
         return 1
 
     def _measure(self, ranks: LocalRanks) -> None:
@@ -117,17 +108,28 @@ class CommBench:
                     finished[event.size] += 1
                     if finished[event.size] == ranks.world_size:
                         comm_report.show_size(self._console, event.size, self._cells.rows())
+                        if self._files is not None:
+                            comm_report.keep_raw(self._files, self._result(), self._cells.samples())
 
-    def _keep(self) -> None:
+    def _finish(self, error: str | None) -> None:
+        """Keep what there is and print it on one line, without raw samples; ``error`` says why it cannot be trusted or is
+        not complete."""
+        self._error = error
         if self._files is not None and self._cells.rows():
-            self._files.write(self._result(), self._cells.samples())
+            try:
+                comm_report.keep(self._files, self._result(), self._cells.samples())
+            except ValueError as unwritable:
+                sys.stderr.write(f"tightwire bench comm: {unwritable}\n")
+                self._error = "; ".join(filter(None, [error, str(unwritable)]))
+        files = self._files.paths if self._files is not None else []
+        sys.stdout.write(json.dumps({**self._result(), "files": files}) + "\n")
+        sys.stdout.flush()
 
     def _result(self) -> dict[str, Any]:
-        rows = self._cells.rows()
-        files = self._files.paths if self._files is not None and rows else []
-        return {"schema": comm_report.SCHEMA, **self._facts, "cells": rows, "files": files}
-
-    def _last_line(self, error: str | None) -> None:
-        """The whole result on one line, without raw samples; ``error`` says why it cannot be trusted or is not complete."""
-        sys.stdout.write(json.dumps({**self._result(), "error": error}) + "\n")
-        sys.stdout.flush()
+        return {
+            "schema": comm_report.SCHEMA,
+            "label": self._options.label,
+            **self._facts,
+            "cells": self._cells.rows(),
+            "error": self._error,
+        }

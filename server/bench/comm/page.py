@@ -5,6 +5,7 @@ from typing import Any
 
 from tightwire.comm.registry import parse_all_reduce
 from tightwire.server.bench.comm.words import COLUMNS, cell_texts, describe_others, describe_setting, fault_texts
+from tightwire.server.bench.environment import environment_facts
 from tightwire.server.bench.html import Page, Section, TableView, render
 from tightwire.server.bench.plots import Plot, Series, draw
 from tightwire.server.sizes import format_bytes
@@ -122,18 +123,8 @@ def _cells(rows: _Rows) -> Section:
 
 
 def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:
-    environment = result["environment"]
-    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
     link = result["link"]
-    facts = [
-        ("time", environment["time"]),
-        ("processor", f"{environment['cpu']}, {environment['usable_cores']} cores"),
-        ("system", f"{environment['os']}, Python {environment['python']}"),
-        ("packages", packages),
-        ("tightwire", f"{environment['tightwire']}, revision {environment['git_revision'] or 'unknown'}"),
-        ("command", " ".join(environment["command"])),
-        ("seed", str(result["seed"])),
-    ]
+    facts = [*environment_facts(result["environment"]), ("seed", str(result["seed"]))]
     if "others_share" in result:  # not in a run that was cut short
         facts.append(("quiet", describe_others(result)))
     return facts if link is None else [*facts, ("link", ", ".join(f"{key} {value}" for key, value in link.items()))]

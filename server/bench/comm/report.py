@@ -1,33 +1,22 @@
 """How a result of ``bench comm`` is shown and kept: tables for eyes, JSON with every raw sample, CSV, an HTML page."""
 
-import csv
-import json
-import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from tightwire.server.bench.comm.words import COLUMNS, cell_texts, describe_others, describe_setting
+from tightwire.server.bench.result_files import ResultFiles
 from tightwire.server.sizes import format_bytes
 
 SCHEMA = "tightwire.bench.comm/1"
 
 _QUIET_SHARE = 0.1  # of the cores that others may use before it is worth a word
-_FILE_WIDTH = 120  # of lines that go to a file or a pipe
 _CSV_COLUMNS = [
     *("size", "algorithm", "calls", "median_us", "p99_us", "algbw_bytes_per_s", "busbw_bytes_per_s"),
     *("wire_bytes", "relative_error", "share_of_bound", "speed_up_over_native"),
 ]
-
-
-def make_console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_FILE_WIDTH)
 
 
 def show_head(console: Console, facts: dict[str, Any]) -> None:
@@ -56,43 +45,22 @@ def show_doubts(console: Console, facts: dict[str, Any]) -> None:
         console.print(f"note: {describe_others(facts)}; times are too long by that\n", style="yellow", soft_wrap=True)
 
 
-class ResultFiles:
-    """JSON, CSV and page of one run in a folder of the user's.
+def keep(files: ResultFiles, result: dict[str, Any], samples: Sequence[Sequence[float]]) -> None:
+    """``samples``: raw seconds, for each of the result's cells."""
+    # Matplotlib takes half a second to import, belongs to an extra, and is of use only here.
+    from tightwire.server.bench.comm.page import make_page
 
-    Raises:
-        ValueError: the folder cannot be made or written, or nothing here draws plots; found out before anything is
-            measured.
-    """
+    keep_raw(files, result, samples)
+    files.write_csv(_CSV_COLUMNS, map(_csv_row, result["cells"]))
+    files.write_html(make_page(result))
 
-    def __init__(self, folder: Path, label: str) -> None:
-        if find_spec("matplotlib") is None:
-            raise ValueError(
-                "--output draws plots with matplotlib, which is not installed: pip install tightwire[bench]"
-            )
-        stem = f"{label}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._json, self._csv, self._page = (folder / f"{stem}.{kind}" for kind in ("json", "csv", "html"))
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise ValueError(f"--output {folder} cannot be written: {error}") from error
 
-    @property
-    def paths(self) -> list[str]:
-        return [str(self._json), str(self._csv), str(self._page)]
+def keep_raw(files: ResultFiles, result: dict[str, Any], samples: Sequence[Sequence[float]]) -> None:
+    """The JSON alone: quick enough to be done while the ranks go on measuring."""
+    cells = [{**cell, "samples_s": raw} for cell, raw in zip(result["cells"], samples, strict=True)]
+    files.write_json({**result, "cells": cells})
 
-    def write(self, result: dict[str, Any], samples: Sequence[Sequence[float]]) -> None:
-        """``samples``: raw seconds, for each of the result's cells."""
-        # Matplotlib takes half a second to import, belongs to an extra, and is of use only here.
-        from tightwire.server.bench.comm.page import make_page
 
-        cells = [{**cell, "samples_s": raw} for cell, raw in zip(result["cells"], samples, strict=True)]
-        self._json.write_text(json.dumps({**result, "cells": cells}) + "\n", encoding="utf-8")
-        with self._csv.open("w", newline="", encoding="utf-8") as file:
-            rows = csv.DictWriter(file, _CSV_COLUMNS, extrasaction="ignore")
-            rows.writeheader()
-            for cell in cells:
-                seconds = cell["seconds"]
-                times = {"median_us": seconds["p50"] * 1e6, "p99_us": seconds["p99"] * 1e6}
-                rows.writerow({**cell, "calls": seconds["n"], **times})
-        self._page.write_text(make_page(result), encoding="utf-8")
+def _csv_row(cell: dict[str, Any]) -> dict[str, Any]:
+    seconds = cell["seconds"]
+    return {**cell, "calls": seconds["n"], "median_us": seconds["p50"] * 1e6, "p99_us": seconds["p99"] * 1e6}

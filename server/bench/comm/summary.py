@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tightwire.server.bench.comm.measure import Checked, Timed
-from tightwire.server.bench.serve.summary import describe
+from tightwire.server.bench.statistics import describe
 
 BASELINE = "native"
 

@@ -5,13 +5,11 @@ are timed on one core; the AllReduce kernels need a GPU.
 """
 
 import argparse
-import csv
 import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tightwire.comm.codec import parse_codec
+from tightwire.server.bench.console import make_console
 from tightwire.server.bench.environment import describe_environment
 from tightwire.server.bench.kernels.arms import OPERATIONS, codec_arms, copy_arm
 from tightwire.server.bench.kernels.timing import seconds_per_call
 from tightwire.server.bench.label import check_label
+from tightwire.server.bench.result_files import ResultFiles
 from tightwire.server.sizes import format_bytes, parse_bytes
 
 SCHEMA = "tightwire.bench.kernels/1"
@@ -32,7 +32,10 @@ _CODECS = "int8,int6,int5,int4,int4-had,int3-sr,fp8"
 _CPU_SIZES, _CUDA_SIZES = "64KiB,1MiB,16MiB", "64KiB,1MiB,8MiB,64MiB"
 _RANK_SIZES = "8KiB,64KiB,512KiB,4MiB,64MiB"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_FILE_WIDTH = 120
+_CSV_COLUMNS = [
+    *("name", "size", "codec", "algorithm", "ranks", "operation"),
+    *("seconds", "bytes_per_s", "share_of_copy", "right"),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, 1 for a wrong answer, 2 for bad options, 130 after Ctrl-C."""
     options = parse_options(sys.argv[1:] if argv is None else argv)
     torch.set_num_threads(1)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_FILE_WIDTH)
-    result: dict[str, Any] = {"schema": SCHEMA, **_facts(options), "codecs": [], "all_reduces": [], "files": []}
+    console = make_console()
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "label": options.label,
+        **_facts(options),
+        "codecs": [],
+        "all_reduces": [],
+        "files": [],
+    }
     try:
-        files = None if options.output is None else _free_files(options.output, options.label)
+        files = None if options.output is None else ResultFiles(options.output, options.label, ("json", "csv"))
         console.print(result["setting"], "\n", soft_wrap=True)
         for size in options.sizes:
             rows = list(_codec_rows(options, size))
@@ -81,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = [row["name"] for row in result["codecs"] + result["all_reduces"] if not row["right"]]
     result["error"] = f"wrong answers: {', '.join(wrong)}" if wrong else None
     if files is not None:
-        result["files"] = [str(path) for path in files]
-        _keep(result, *files)
+        _keep(files, result)
+        result["files"] = files.paths
     sys.stdout.write(json.dumps(_without_samples(result)) + "\n")
     for name in wrong:
         sys.stderr.write(f"tightwire bench kernels: wrong answer: {name}\n")
@@ -247,35 +255,9 @@ def _show_ranks(console: Console, world_size: int, rows: list[dict[str, Any]]) -
     console.print(table, "")
 
 
-def _free_files(folder: Path, label: str) -> tuple[Path, Path]:
-    stem = f"{label}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        json_path, csv_path = folder / f"{stem}.json", folder / f"{stem}.csv"
-        json_path.touch(exist_ok=False)
-    except OSError as error:
-        raise ValueError(f"--output {folder} cannot be written: {error}") from error
-    return json_path, csv_path
-
-
-def _keep(result: dict[str, Any], json_path: Path, csv_path: Path) -> None:
-    json_path.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    columns = [
-        "name",
-        "size",
-        "codec",
-        "algorithm",
-        "ranks",
-        "operation",
-        "seconds",
-        "bytes_per_s",
-        "share_of_copy",
-        "right",
-    ]
-    with csv_path.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.DictWriter(file, columns, extrasaction="ignore")
-        rows.writeheader()
-        rows.writerows(result["codecs"] + result["all_reduces"])
+def _keep(files: ResultFiles, result: dict[str, Any]) -> None:
+    files.write_json(result)
+    files.write_csv(_CSV_COLUMNS, result["codecs"] + result["all_reduces"])
 
 
 def _without_samples(result: dict[str, Any]) -> dict[str, Any]:
