@@ -128,3 +128,14 @@ def test_rows_of_both_kinds_keep_their_bits_and_bounds(dtype: torch.dtype, num_s
     assert torch.equal(got[num_single_rows:], blocks[num_single_rows:])
     _assert_close(got, x, weight, bias)
     assert torch.equal(linear(x[39:], weight, bias, num_single_rows=0), blocks[39:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_widened_weights_give_the_same_product(dtype: torch.dtype) -> None:
+    weight, bias = _random(96, 192, dtype=dtype), _random(96, dtype=dtype, seed=1)
+    x = _random(40, 192, dtype=dtype, seed=2)
+
+    got = linear(x, weight.float(), bias, num_single_rows=3)
+
+    assert got.dtype == dtype
+    _assert_close(got, x, weight, bias)
