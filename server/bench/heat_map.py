@@ -15,7 +15,7 @@ _SHADES = 5  # shown beside the map
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeatMap:
-    """A number for each row and column, the larger the darker; None stays empty. ``log``: shades go by powers of ten."""
+    """A number for each row and column, the larger the stronger its colour; None stays empty. ``log``: shades go by powers of ten."""
 
     name: str
     title: str

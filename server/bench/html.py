@@ -55,11 +55,9 @@ _STYLE = """
 :root { color-scheme: light dark; --paper: #fcfcfb; --ink: #1c2024; --soft: #5b6470; --grid: #dfe3e8; --mark: #eef4ff;
   --bad: #b42318; --c0: #6b7280; --c1: #0b63c5; --c2: #0e8a63; --c3: #b45309; --c4: #7c3aed; --c5: #c0262d; --c6: #0891b2;
   --c7: #a21caf; --c8: #4d7c0f; --c9: #be185d; }
-@media (prefers-color-scheme: dark) { :root { --paper: #14171a; --ink: #e8eaed; --soft: #a0a9b4; --grid: #343a41;
+@media screen and (prefers-color-scheme: dark) { :root { --paper: #14171a; --ink: #e8eaed; --soft: #a0a9b4; --grid: #343a41;
   --mark: #1d2a3d; --bad: #ff8a80; --c0: #a9b1bb; --c1: #6cb0ff; --c2: #4fd6a5; --c3: #f5b05c; --c4: #bda0ff; --c5: #ff8d8d;
   --c6: #58d3ea; --c7: #ee93f5; --c8: #b5dd6a; --c9: #ff9ac4; } }
-@media print { :root { color-scheme: light; --paper: #fff; --ink: #000; --grid: #ccc; --mark: #eee; }
-  section:not(.wide), tr { break-inside: avoid; } body { max-width: none; } .scroll { overflow: visible; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 72rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
@@ -68,7 +66,7 @@ p { margin: .25rem 0 .75rem; } .lead, .note, dt { color: var(--soft); }
 .alarm { color: var(--bad); font-weight: 600; }
 main { display: grid; gap: 2rem 2.5rem; margin-top: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
 section { min-width: 0; } section.wide { grid-column: 1 / -1; }
-svg { display: block; width: 100%; max-width: 42rem; height: auto; font-family: inherit; }
+svg { display: block; width: 100%; max-width: 36rem; height: auto; font-family: inherit; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
@@ -76,6 +74,10 @@ th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(-
 tr.strong { background: var(--mark); font-weight: 600; } tr.wrong td { color: var(--bad); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: 0; font-size: .875rem; }
 dd { margin: 0; overflow-wrap: anywhere; }
+@media print { @page { margin: 1.5cm; } :root { color-scheme: light; --paper: #fff; --ink: #000; --grid: #ccc; --mark: #eee; }
+  body { max-width: none; padding: 0; font-size: 10pt; } main { display: block; } section { margin-bottom: 1.5rem; }
+  section:not(.wide), tr, svg { break-inside: avoid; } h2 { break-after: avoid; } .scroll { overflow: visible; }
+  table { font-size: 7.5pt; } th, td { white-space: normal; padding: .2rem .3rem; } svg { max-width: 12cm; } }
 """
 
 _TEMPLATE = """{% macro word(is_word) %}{% if is_word %} class="word"{% endif %}{% endmacro %}

@@ -140,7 +140,7 @@ def _draw_series(axes: Axes, series: Series, *, joined: bool) -> None:
             series.x, series.low, series.x, series.high, color=colour(series.number), marker="_", linestyle="none"
         )
     for x, y, label in zip(series.x, series.y, series.labels, strict=False):
-        axes.annotate(label, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=10)
+        axes.annotate(label, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=9.5)
 
 
 @draw.register
@@ -192,7 +192,7 @@ def _steps(values: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def _draw_legend(figure: Figure) -> None:
-    figure.legend(loc="outside lower center", ncols=3, fontsize=10, handlelength=2.4, columnspacing=1.4)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9.5, handlelength=2.2, columnspacing=1.2)
 
 
 def _number_log_axis(axis: Axis) -> None:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 NUM_COLOURS = 10
 INK, GRID = "#c0ffe0", "#c0ffe1"
 _STYLE: dict[Any, Any] = {
-    "font.size": 11,
+    "font.size": 10.5,
     "font.family": "sans-serif",
     "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font
     "text.color": INK,
@@ -42,7 +42,7 @@ def colour(number: int) -> str:
 class Canvas:
     """A figure, and its SVG when it is drawn."""
 
-    def __init__(self, name: str, title: str, *, width: float = 6.6, height: float = 4.9) -> None:
+    def __init__(self, name: str, title: str, *, width: float = 5.6, height: float = 4.3) -> None:
         self._name, self._title = name, title
         self.figure = Figure(figsize=(width, height), layout="constrained")
 
@@ -53,7 +53,7 @@ class Canvas:
 
 
 @contextmanager
-def canvas(name: str, title: str, *, width: float = 6.6, height: float = 4.9) -> Iterator[Canvas]:
+def canvas(name: str, title: str, *, width: float = 5.6, height: float = 4.3) -> Iterator[Canvas]:
     """Draw into ``figure`` and take ``svg()`` inside the block. ``name`` tells the plots of a page apart."""
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
         yield Canvas(name, title, width=width, height=height)
