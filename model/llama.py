@@ -34,6 +34,7 @@ class Batch:
     context_lens_B: Tensor
     block_tables_BM: Tensor
     num_decode_rows: int  # the first so many rows are generated tokens
+    arm: int = 0  # which of the AllReduces that the model was given
 
 
 class Llama:
@@ -47,15 +48,20 @@ class Llama:
         self._weights = weights
         self._cache = cache
         self._cos_SE, self._sin_SE = rope_table(config, max_positions, cache.keys.device)
-        self._attention_sums = [parallel.row_sums("o_proj", layer) for layer in range(config.num_layers)]
-        self._mlp_sums = [parallel.row_sums("down_proj", layer) for layer in range(config.num_layers)]
+        self._attention_sums, self._mlp_sums = (
+            [
+                [parallel.row_sums(site, layer, arm) for layer in range(config.num_layers)]
+                for arm in range(parallel.num_arms)
+            ]
+            for site in ("o_proj", "down_proj")
+        )
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """(T, D) hidden states, before the final norm."""
         cos_TE, sin_TE = self._cos_SE[batch.positions_T], self._sin_SE[batch.positions_T]
         eps = self._config.norm_eps
-        residual_TD = self._parallel.embed(self._weights.outer.embedding, batch.token_ids_T)
+        residual_TD = self._parallel.embed(self._weights.outer.embedding, batch.token_ids_T, batch.arm)
         update_TD: Tensor | None = None  # what the previous block adds; joined with the norm that follows it
         for index in range(self._config.num_layers):
             weights = self._weights.layer(index)
@@ -65,7 +71,7 @@ class Llama:
                 normed_TD, residual_TD = add_rms_norm(update_TD, residual_TD, weights.attention_norm, eps)
             update_TD = self._attention(normed_TD, weights, index, batch, cos_TE, sin_TE)
             normed_TD, residual_TD = add_rms_norm(update_TD, residual_TD, weights.mlp_norm, eps)
-            update_TD = self._mlp(normed_TD, weights, index, batch.num_decode_rows)
+            update_TD = self._mlp(normed_TD, weights, index, batch)
             self._weights.release(index)
         assert update_TD is not None, "a model has at least one layer"
         return residual_TD + update_TD
@@ -103,12 +109,13 @@ class Llama:
             mixed_THE.flatten(1),
             weights.attention_out,
             weights.attention_out_bias,
-            self._attention_sums[index],
+            self._attention_sums[batch.arm][index],
             num_single_rows=num_decode,
         )
 
-    def _mlp(self, x_TD: Tensor, weights: LayerWeights, index: int, num_decode: int) -> Tensor:
+    def _mlp(self, x_TD: Tensor, weights: LayerWeights, index: int, batch: Batch) -> Tensor:
+        num_decode = batch.num_decode_rows
         gated_TF = swiglu(linear(x_TD, weights.gate_up, weights.gate_up_bias, num_single_rows=num_decode))
         return self._parallel.row_linear(
-            gated_TF, weights.down, weights.down_bias, self._mlp_sums[index], num_single_rows=num_decode
+            gated_TF, weights.down, weights.down_bias, self._mlp_sums[batch.arm][index], num_single_rows=num_decode
         )

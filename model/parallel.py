@@ -31,7 +31,10 @@ class RowSums:
 
 
 class TensorParallel:
-    """One rank's view of the split: its shard, the group, and the AllReduces it was given."""
+    """One rank's view of the split: its shard, the group, and the AllReduces it was given.
+
+    ``num_arms``: how many sets of AllReduces there are; each forward pass goes by one of them.
+    """
 
     def __init__(self, group: Group, layout: Layout, routes: Routes | None) -> None:
         """``routes``: not needed by a single rank."""
@@ -39,25 +42,29 @@ class TensorParallel:
         self._group = group
         self._layout = layout
         self._routes = routes
-        self._embedding_sum = None if routes is None else routes.all_reduce("embed", 0, "prefill")
+        self.num_arms = 1 if routes is None else len(routes.arms)
+        self._embedding_sums = [
+            None if routes is None else routes.all_reduce("embed", 0, "prefill", arm) for arm in range(self.num_arms)
+        ]
 
-    def row_sums(self, site: str, layer: int) -> RowSums | None:
+    def row_sums(self, site: str, layer: int, arm: int = 0) -> RowSums | None:
         """What sums the parts of ``site``'s matrix in ``layer``, to be given to ``row_linear``; None for one rank."""
         if self._routes is None:
             return None
         return RowSums(
-            f"{site} {layer}", *(self._routes.all_reduce(site, layer, phase) for phase in ("prefill", "decode"))
+            f"{site} {layer}", *(self._routes.all_reduce(site, layer, phase, arm) for phase in ("prefill", "decode"))
         )
 
-    def embed(self, local_table_VD: Tensor, token_ids_T: Tensor) -> Tensor:
+    def embed(self, local_table_VD: Tensor, token_ids_T: Tensor, arm: int = 0) -> Tensor:
         """(T, D) embeddings. Each token is known to one rank; the others add exact zeros."""
-        if self._embedding_sum is None:
+        embedding_sum = self._embedding_sums[arm]
+        if embedding_sum is None:
             return F.embedding(token_ids_T, local_table_VD)
         self._group.ledger.site = "embed"
         rows = self.shard.vocab_rows
         mine_T = (token_ids_T >= rows.start) & (token_ids_T < rows.stop)
         local_ids_T = torch.where(mine_T, token_ids_T - rows.start, 0)
-        return self._embedding_sum(F.embedding(local_ids_T, local_table_VD).mul_(mine_T.unsqueeze(-1)))
+        return embedding_sum(F.embedding(local_ids_T, local_table_VD).mul_(mine_T.unsqueeze(-1)))
 
     def row_linear(
         self,

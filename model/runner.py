@@ -53,6 +53,7 @@ class ModelRunner:
             context_lens_B=self._to_device(context_lens_B),
             block_tables_BM=self._to_device(block_tables_BM),
             num_decode_rows=plan.num_decode_rows,
+            arm=plan.arm,
         )
 
     def _to_device(self, array: np.ndarray) -> Tensor:

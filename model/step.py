@@ -22,3 +22,4 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     block_tables: bytes  # (B, max_blocks) int32, row-major, unused entries 0
     num_decode_rows: int  # the first so many rows of T are tokens the model generated, the others are prompt
     logit_rows: bytes  # (R,) int32 rows of T whose logits rank 0 needs; may be empty
+    arm: int = 0  # which of the AllReduces that the model was given sum this step

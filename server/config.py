@@ -11,6 +11,7 @@ from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
 
 _MAX_RANKS = 64  # each is a process that imports torch before the model can say how many it is good for
+POLICY_PREFIX = "policy:"  # of a name that stands for a policy file
 _MAX_SECONDS = 1e6  # eleven days: a deadline that no clock or timer overflows at
 
 
@@ -82,6 +83,18 @@ class ParallelOptions:
         "lossless",
         metavar="E",
     )
+    comm_policy: str | None = _option(
+        None,
+        "a policy file, such as `tightwire bench quality` writes: an AllReduce for each layer, site and phase; instead of "
+        "the five options above",
+        metavar="FILE",
+    )
+    allreduce_extra: tuple[str, ...] = _option(
+        (),
+        "further names as for --allreduce, or policy:FILE, that a single request may ask for: "
+        '"tightwire": {"allreduce": "NAME"} in its body',
+        metavar="NAME,NAME",
+    )
     transport: str = _option(
         "auto",
         "how ranks reach each other; auto: shared memory between CPU processes, each other's memory between GPUs where "
@@ -108,12 +121,33 @@ class ParallelOptions:
         _require_seconds("comm_timeout_s", self.comm_timeout_s)
         _require(self.nodes >= 1 and self.tp % self.nodes == 0, "nodes", self.nodes, f"a divisor of --tp ({self.tp})")
         self._check_link()
+        self._check_arms()
         budget = self.comm_error_budget
         _require(budget is None or 0 < budget < 1, "comm_error_budget", budget, "above 0 and below 1")
         if self.tp_split is not None:
             _require(len(self.tp_split) == self.tp, "tp_split", self.tp_split, f"{self.tp} numbers, one per rank")
             _require(
                 all(0 < share < math.inf for share in self.tp_split), "tp_split", self.tp_split, "finite and above 0"
+            )
+
+    def _check_arms(self) -> None:
+        if doubled := sorted({name for name in self.allreduce_extra if self.allreduce_extra.count(name) > 1}):
+            raise ValueError(f"--allreduce-extra names {', '.join(doubled)} twice")
+        by_file = [name for name in self.allreduce_extra if name.startswith(POLICY_PREFIX)]
+        if self.comm_policy is None and not by_file:
+            return
+        file = by_file[0] if self.comm_policy is None else f"--comm-policy {self.comm_policy}"
+        for name in ("allreduce_o_proj", "allreduce_down_proj", "allreduce_decode", "comm_error_budget"):
+            self._refuse_beside(file, name, getattr(self, name), None)
+        if self.comm_policy is not None:
+            self._refuse_beside(file, "allreduce", self.allreduce, "auto")
+
+    def _refuse_beside(self, file: str, name: str, value: object, absent: object) -> None:
+        if value != absent:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} {value} and {file} both say how to sum; leave out one of them, or put what {flag} says into the "
+                "file's rules"
             )
 
     @property

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
-from tightwire.comm.policy.rules import PHASES
+from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.comm_decision import CommDecision, decide_comm
+from tightwire.server.comm_request import check_all_reduce_names, policy_requests
 from tightwire.server.config import ServeConfig
-from tightwire.server.run_plan import check_all_reduce_names, decide_setting, policy_request
+from tightwire.server.run_plan import asked_link, decide_setting
 from tightwire.server.sizes import format_bytes
 
 _SITES = ("o_proj", "down_proj")
@@ -27,6 +28,7 @@ class Explained:
     """One message size of a phase, and every candidate for it, the chosen one first."""
 
     sites: tuple[str, ...]
+    layers: tuple[int, ...] | None  # None: all, as where no policy file tells layers apart
     phase: str
     num_rows: int
     num_bytes: int
@@ -36,11 +38,11 @@ class Explained:
 def run(config: ServeConfig, as_json: bool) -> int:
     """Print the explanation; exit code 0, or 2 for options that are refused."""
     try:
-        request, decision = decide_for(config)
+        request, decision, num_layers = decide_for(config)
     except ValueError as error:
         sys.stderr.write(f"tightwire explain: {error}\n")
         return 2
-    explained = explain(decision.chooser, request, decision.setting.elem_bytes)
+    explained = explain(decision.chooser, request, decision.setting.elem_bytes, num_layers)
     if as_json:
         sys.stdout.write(json.dumps(_as_data(decision, explained)) + "\n")
     else:
@@ -48,37 +50,54 @@ def run(config: ServeConfig, as_json: bool) -> int:
     return 0
 
 
-def decide_for(config: ServeConfig) -> tuple[PolicyRequest, CommDecision]:
-    """What ``serve`` with the same options would decide.
+def decide_for(config: ServeConfig) -> tuple[PolicyRequest, CommDecision, int]:
+    """What ``serve`` with the same options would decide, and the model's number of layers.
 
     Raises:
         ValueError: the model or an option is refused.
     """
     check_all_reduce_names(config.parallel)
     model = open_checkpoint(config.model.model, config.model.seed).config
-    request = policy_request(config, model)
-    setting, gpus = decide_setting(config, model)
-    return request, decide_comm(request, setting, devices=[gpu.name for gpu in gpus])
+    requests = policy_requests(config, model)
+    link = asked_link(config.parallel)
+    setting, gpus = decide_setting(config, model, link)
+    decision = decide_comm(requests, setting, [gpu.name for gpu in gpus], link)
+    return next(iter(requests.values())), decision, model.num_layers
 
 
-def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int) -> list[Explained]:
+def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layers: int) -> list[Explained]:
     """Sizes that the model will send: generated rows one by one and in batches, prompt rows in chunks."""
     explained = []
     for phase in PHASES[::-1]:
-        same = chooser.policy().choices("o_proj", 0, phase) == chooser.policy().choices("down_proj", 0, phase)
-        for sites in [_SITES] if same else [(site,) for site in _SITES]:
+        for sites, layers in _kinds(chooser, phase, num_layers):
             for num_rows in phase_rows(request, phase):
                 num_bytes = num_rows * request.row_elems * elem_bytes
                 explained.append(
                     Explained(
                         sites=sites,
+                        layers=layers,
                         phase=phase,
                         num_rows=num_rows,
                         num_bytes=num_bytes,
-                        verdicts=chooser.verdicts(sites[0], phase, num_bytes),
+                        verdicts=chooser.verdicts(sites[0], phase, num_bytes, layers[0] if layers else 0),
                     )
                 )
     return explained
+
+
+def _kinds(chooser: Chooser, phase: str, num_layers: int) -> list[tuple[tuple[str, ...], tuple[int, ...] | None]]:
+    """Sites and layers whose messages go the same way, each kind once; None: all layers."""
+    policy, kinds = chooser.policy(), dict[tuple[Choice, ...], dict[str, list[int]]]()
+    for site in _SITES:
+        for layer in range(num_layers):
+            kinds.setdefault(policy.choices(site, layer, phase), {}).setdefault(site, []).append(layer)
+    found: list[tuple[tuple[str, ...], tuple[int, ...] | None]] = []
+    for by_site in kinds.values():
+        alike = {tuple(layers) for layers in by_site.values()}
+        for layers in sorted(alike):
+            sites = tuple(site for site in by_site if tuple(by_site[site]) == layers)
+            found.append((sites, None if len(layers) == num_layers else layers))
+    return found
 
 
 def phase_rows(request: PolicyRequest, phase: str) -> list[int]:
@@ -91,14 +110,19 @@ def phase_rows(request: PolicyRequest, phase: str) -> list[int]:
 def _show(console: Console, decision: CommDecision, explained: Sequence[Explained]) -> None:
     if decision.warning:
         console.print(f"warning: {decision.warning}", style="yellow", markup=False)
+    if decision.chooser.warning:
+        console.print(f"warning: {decision.chooser.warning}", style="yellow", markup=False)
     measured = decision.measured
     source = f"measured on this host, {measured.date}" if measured else "not measured yet: `tightwire tune` does"
+    if decision.setting.link:
+        source = "predicted from the link's rate and latency"
     console.print(f"{decision.setting}; {source}\n", markup=False)
     for entry in explained:
         size = format_bytes(entry.num_bytes)
+        where = "" if entry.layers is None else f" of {describe_layers(entry.layers)}"
         rows = f"{entry.num_rows} {'row' if entry.num_rows == 1 else 'rows'}"
         table = Table(
-            title=f"{entry.phase}, {' and '.join(entry.sites)}: {rows}, {size} (times in us)",
+            title=f"{entry.phase}, {' and '.join(entry.sites)}{where}: {rows}, {size} (times in us)",
             title_justify="left",
             title_style="bold",
             box=SIMPLE_HEAD,
@@ -137,5 +161,6 @@ def _as_data(decision: CommDecision, explained: Sequence[Explained]) -> dict[str
         "setting": {name: getattr(setting, name) for name in setting.__struct_fields__},
         "measured": decision.measured.date if decision.measured else None,
         "warning": decision.warning,
+        "policy_warning": decision.chooser.warning,
         "messages": [asdict(entry) for entry in explained],
     }

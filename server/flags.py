@@ -13,6 +13,7 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
+from tightwire.comm.names import split_all_reduce_names
 from tightwire.server.config import (
     EngineOptions,
     HttpOptions,
@@ -162,15 +163,30 @@ def convert(field: Field[Any], value: object) -> Any:
     if kind is int and field.metadata["metavar"] == "BYTES" and isinstance(value, str):
         return parse_bytes(value)
     if kind is tuple:
-        parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, (list, tuple)):
-            parts = [parts]
-        return tuple(_number(float, part) for part in parts)
+        return tuple(_item(field, part) for part in _parts(field, value))
     if kind in (int, float):
         return _number(kind, value)
     if not isinstance(value, kind):
         raise _wrong(_KIND_NAMES[kind], value)
     return value
+
+
+def _parts(field: Field[Any], value: object) -> Sequence[object]:
+    if isinstance(value, str):
+        return split_all_reduce_names(value) if _holds_text(field) else value.split(",")
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _item(field: Field[Any], part: object) -> Any:
+    if not _holds_text(field):
+        return _number(float, part)
+    if not isinstance(part, str) or not part:
+        raise _wrong("names with commas between", part)
+    return part
+
+
+def _holds_text(field: Field[Any]) -> bool:
+    return str in typing.get_args(field.type)
 
 
 _KIND_NAMES: dict[type, str] = {
@@ -222,7 +238,7 @@ def _help(field: Field[Any]) -> str:
     """The field's text with its default; an option whose default is None says itself what happens without it."""
     text = field.metadata["help"].replace("%", "%%")
     default: Any = field.default
-    if default is None:
+    if default in (None, ()):
         return text
     return f"{text} (default: {format_bytes(default) if field.metadata['metavar'] == 'BYTES' else default})"
 

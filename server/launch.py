@@ -109,6 +109,7 @@ class _Server:
             root=checkpoint.location,
             tp=self._config.parallel.tp,
             allreduce=decision.plan.allreduce,
+            arms=decision.plan.arms,
             transport=decision.plan.transport,
             dtype=decision.plan.dtype,
             default_seed=options.seed,

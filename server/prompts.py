@@ -94,6 +94,13 @@ def make_sequences(
 
 
 def _check_options(body: GenerationBody, info: ModelInfo) -> None:
+    arm = body.tightwire.allreduce
+    if arm is not None and arm not in info.arms:
+        why = "one rank sums nothing, so" if info.tp == 1 else "others are made when it starts (--allreduce-extra);"
+        raise invalid(
+            f"tightwire.allreduce: there is no {arm[:200]!r} here; {why} this server has {', '.join(info.arms)}",
+            param="tightwire.allreduce",
+        )
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is for stream: true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:

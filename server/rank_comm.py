@@ -1,14 +1,14 @@
 """One rank's AllReduces: made as the policy says, checked, and reported. What summed wrongly is not used."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from tightwire.comm.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
-from tightwire.comm.policy.rules import Policy
+from tightwire.comm.policy.rules import Policy, QuarantinedError
 from tightwire.comm.self_test import Verdict, self_test
 from tightwire.server.messages import CommChoice, CommSetup, SelfTestVerdict
 from tightwire.server.rank_setup import RunPlan
@@ -32,7 +32,7 @@ def check_comm(
     max_rows: int,
     await_others: Callable[[], None] = lambda: None,
 ) -> CheckedComm:
-    """Make every AllReduce of the plan's policy, test each in the sizes to come, and quarantine the wrong ones.
+    """Make every AllReduce of the plan's policies, test each in the sizes to come, and quarantine the wrong ones.
 
     Collective. All ranks come to the same result.
 
@@ -46,7 +46,7 @@ def check_comm(
     if group.world_size == 1:
         return CheckedComm(None, CommSetup(transport=plan.transport, num_nodes=plan.num_nodes))
     transport, reason, asked = _what_was_had(group, plan)
-    candidates = make_candidates(asked, group)
+    candidates = make_candidates([policy for _, policy in asked], group)
     await_others()
     dtype: torch.dtype = getattr(torch, plan.dtype)
     group.ledger.phase = "self-test"
@@ -55,39 +55,57 @@ def check_comm(
     if group.rank == 0:
         for name, detail in wrong.items():
             _log.error("quarantined %s, which failed the self-test: %s", name, detail)
-    policy = asked.without(wrong)
-    return CheckedComm(Routes(policy, candidates), _describe(transport, reason, plan.num_nodes, policy, verdicts))
+    arms = [(asked[0][0], asked[0][1].without(wrong)), *(_extra_without(*arm, wrong) for arm in asked[1:])]
+    return CheckedComm(Routes(arms, candidates), _describe(transport, reason, plan.num_nodes, arms, verdicts))
 
 
-def _what_was_had(group: Group, plan: RunPlan) -> tuple[str, str, Policy]:
-    """The transport that ``group`` came to have, why it is not a faster one, and the policy for it.
+def _extra_without(name: str, policy: Policy, wrong: Mapping[str, str]) -> tuple[str, Policy]:
+    try:
+        return name, policy.without(wrong)
+    except QuarantinedError as error:
+        raise QuarantinedError(f"--allreduce-extra {name}: {error}") from None
+
+
+def _what_was_had(group: Group, plan: RunPlan) -> tuple[str, str, list[tuple[str, Policy]]]:
+    """The transport that ``group`` came to have, why it is not a faster one, and the arms for it, the server's own first.
 
     Whether GPUs reach each other only ranks find out.
     """
     if not group.no_peer_memory:
-        return plan.transport, plan.transport_reason, plan.policy
-    if plan.library_policy is None:
+        arms = [(plan.own_arm, plan.policy), *((arm.name, arm.policy) for arm in plan.extra)]
+        return plan.transport, plan.transport_reason, arms
+    library = [(plan.own_arm, plan.library_policy), *((arm.name, arm.library_policy) for arm in plan.extra)]
+    arms = [(name, policy) for name, policy in library if policy is not None]
+    if len(arms) < len(library):
         raise ValueError(
             f"--transport peer-memory cannot be had: {group.no_peer_memory}; use --transport process-group, or auto"
         )
-    return "process-group", f"no peer memory: {group.no_peer_memory}", plan.library_policy
+    return "process-group", f"no peer memory: {group.no_peer_memory}", arms
 
 
-def _describe(transport: str, reason: str, num_nodes: int, policy: Policy, verdicts: list[Verdict]) -> CommSetup:
+def _describe(
+    transport: str, reason: str, num_nodes: int, arms: list[tuple[str, Policy]], verdicts: list[Verdict]
+) -> CommSetup:
     return CommSetup(
         transport=transport,
         transport_reason=reason,
         num_nodes=num_nodes,
-        choices=[
-            CommChoice(
-                site=rule.site,
-                phase=rule.phase,
-                up_to_bytes=choice.up_to_bytes,
-                algorithm=choice.algorithms[0],
-                reason=choice.reason,
-            )
-            for rule in policy.rules
-            for choice in rule.choices
-        ],
+        choices=_choices(arms[0][1]),
         self_test=[SelfTestVerdict(algorithm=v.algorithm, ok=v.ok, detail=v.detail) for v in verdicts],
+        extra={name: _choices(policy) for name, policy in arms[1:]},
     )
+
+
+def _choices(policy: Policy) -> list[CommChoice]:
+    return [
+        CommChoice(
+            site=rule.site,
+            phase=rule.phase,
+            up_to_bytes=choice.up_to_bytes,
+            algorithm=choice.algorithms[0],
+            reason=choice.reason,
+            layers=None if rule.layers is None else list(rule.layers),
+        )
+        for rule in policy.rules
+        for choice in rule.choices
+    ]

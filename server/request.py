@@ -1,11 +1,12 @@
 """One sequence inside the engine, from its arrival to its last token."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.server.messages import AddRequest, TokenLogprob
+from tightwire.server.step_times import Reading
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +24,9 @@ class Request:
     num_prompt_tokens: int
     stop_ids: frozenset[int]
     arrival_s: float
+    arm: int = 0  # its steps are summed by this one of the model's sets of AllReduces
     first_scheduled_s: float | None = None
+    at_first_step: Reading | None = None  # the engine's times when its first step began
     num_computed: int = 0
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
     # Entries so far, the first None; None when not asked for, or already sent.
@@ -50,7 +53,7 @@ class Request:
         return range(first, max(first, min(end, self.num_prompt_tokens - 1)))
 
 
-def make_request(message: AddRequest, eos_token_ids: Iterable[int], arrival_s: float) -> Request:
+def make_request(message: AddRequest, eos_token_ids: Iterable[int], arrival_s: float, arm: int = 0) -> Request:
     params = message.params
     stop_ids = frozenset(params.stop_token_ids)
     return Request(
@@ -60,11 +63,12 @@ def make_request(message: AddRequest, eos_token_ids: Iterable[int], arrival_s: f
         num_prompt_tokens=len(message.prompt_token_ids),
         stop_ids=stop_ids if params.ignore_eos else stop_ids.union(eos_token_ids),
         arrival_s=arrival_s,
+        arm=arm,
         prompt_logprobs=None if params.prompt_logprobs is None else [None],
     )
 
 
-def why_refused(message: AddRequest, *, vocab_size: int, max_model_len: int) -> str | None:
+def why_refused(message: AddRequest, *, vocab_size: int, max_model_len: int, arms: Sequence[str]) -> str | None:
     """What makes this request impossible to run here; None when it can run.
 
     The HTTP side has checked ranges already. This is what would harm others if it slipped through.
@@ -76,6 +80,8 @@ def why_refused(message: AddRequest, *, vocab_size: int, max_model_len: int) -> 
         outside = next((i for i in ids if not 0 <= i < vocab_size), None)
         if outside is not None:
             return f"token id {outside} in {what} is outside the vocabulary; ids are 0 to {vocab_size - 1}"
+    if message.allreduce is not None and message.allreduce not in arms:
+        return f"there is no allreduce {message.allreduce!r} here; this server has {', '.join(arms)}"
     if params.max_tokens < 0:
         return f"max_tokens must be at least 0, got {params.max_tokens}"
     if len(prompt) + params.max_tokens > max_model_len:

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tightwire.comm.link.wire import NAMESPACES, LinkFacts
-from tightwire.comm.policy.choose import PolicyRequest
+from tightwire.comm.link.link import parse_link
+from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
 from tightwire.comm.policy.cost import Setting
 from tightwire.comm.policy.rules import Policy
-from tightwire.comm.registry import parse_all_reduce
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.model.layout import Layout, make_layout
 from tightwire.server.comm_decision import CommDecision, decide_comm
+from tightwire.server.comm_request import check_all_reduce_names, describe_request, own_arm, policy_requests
 from tightwire.server.config import ModelOptions, ParallelOptions, ServeConfig
 from tightwire.server.devices import CudaDevice, available_host_bytes, cuda_devices
 from tightwire.server.memory_budget import MemoryBudget, Pool, make_budget
 from tightwire.server.progress import Progress
-from tightwire.server.rank_setup import RunPlan
+from tightwire.server.rank_setup import Arm, RunPlan
 
 FETCH_STOPS_S = 2.0  # a fetch reports, and so asks, several times a second
 
@@ -87,14 +87,14 @@ def decide(config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = Non
     comm = None
     library = None  # should GPUs not reach each other's memory, which only ranks find out
     if tp > 1:
-        request, devices = policy_request(config, model), [gpu.name for gpu in gpus]
-        comm = decide_comm(request, setting, devices)
+        requests, devices = policy_requests(config, model), [gpu.name for gpu in gpus]
+        comm = decide_comm(requests, setting, devices, link)
         if setting.transport == "peer-memory" and config.parallel.transport == "auto":
-            library = decide_comm(request, msgspec.structs.replace(setting, transport="process-group"), devices)
+            library = decide_comm(requests, msgspec.structs.replace(setting, transport="process-group"), devices)
     plan = RunPlan(
         device=device,
         dtype=dtype,
-        allreduce=_describe_request(config.parallel),
+        allreduce=describe_request(config.parallel),
         transport=setting.transport,
         transport_reason=choose_transport(config.parallel.transport, device, tp, link)[1],
         max_model_len=budget.max_model_len,
@@ -103,22 +103,20 @@ def decide(config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = Non
         link=link,
         policy=Policy(()) if comm is None else comm.chooser.policy(),
         library_policy=None if library is None else library.chooser.policy(),
+        own_arm=own_arm(config.parallel),
+        extra=_extra_arms(comm, library),
     )
     return Decision(plan=plan, layout=layout, budget=budget, comm=comm)
 
 
-def check_all_reduce_names(options: ParallelOptions) -> None:
-    """Refuse a name that no AllReduce has, before anything is fetched for it.
-
-    Raises:
-        ValueError: says which flag, and what is possible.
-    """
-    for field in ("allreduce", "allreduce_decode", "allreduce_o_proj", "allreduce_down_proj"):
-        name = getattr(options, field)
-        try:
-            parse_all_reduce("auto" if name is None else name)
-        except ValueError as error:
-            raise ValueError(f"--{field.replace('_', '-')}: {error}") from None
+def _extra_arms(comm: CommDecision | None, library: CommDecision | None) -> tuple[Arm, ...]:
+    """The policies that requests may ask for; none for a single rank, which sums nothing."""
+    if comm is None:
+        return ()
+    return tuple(
+        Arm(name, chooser.policy(), None if library is None else library.extra[name].policy())
+        for name, chooser in comm.extra.items()
+    )
 
 
 def decide_setting(
@@ -146,30 +144,13 @@ def decide_setting(
     return setting, gpus if device == "cuda" else []
 
 
-def _describe_request(options: ParallelOptions) -> str:
-    """The name that was asked for and everything beside it, in one word, such as ``flash-int8+decode=two-shot``."""
-    beside = {
-        "decode": options.allreduce_decode,
-        "o-proj": options.allreduce_o_proj,
-        "down-proj": options.allreduce_down_proj,
-        "error-budget": options.comm_error_budget,
-    }
-    return "+".join([options.allreduce, *(f"{name}={value}" for name, value in beside.items() if value is not None)])
+def asked_link(options: ParallelOptions) -> LinkFacts | None:
+    """What ``--link`` asks for, before it is made and measured.
 
-
-def policy_request(config: ServeConfig, model: LlamaConfig) -> PolicyRequest:
-    """What the options ask of the policy, and the messages this model will send."""
-    parallel, engine = config.parallel, config.engine
-    return PolicyRequest(
-        row_elems=model.hidden_size,
-        max_rows=engine.max_num_batched_tokens,
-        max_decode_rows=engine.max_num_seqs,
-        allreduce=parallel.allreduce,
-        decode=parallel.allreduce_decode,
-        o_proj=parallel.allreduce_o_proj,
-        down_proj=parallel.allreduce_down_proj,
-        error_budget=parallel.comm_error_budget,
-    )
+    Raises:
+        ValueError: that kind of wire cannot be had here.
+    """
+    return None if options.link is None else plan_link(parse_link(options.link), options.link_emulation)
 
 
 def choose_transport(asked: str, device: str, tp: int, link: LinkFacts | None = None) -> tuple[str, str]:

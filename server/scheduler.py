@@ -8,6 +8,11 @@ of the queue, to be computed again.
 Nobody starves: whoever runs is older than whoever waits, only the youngest is preempted, and the oldest always gets at
 least one token, because the pool holds the longest sequence there may be and the budget is at least one token per
 sequence. So the oldest finishes, and everyone becomes the oldest.
+
+Sequences of unlike arms, summed by unlike AllReduces, never share a step: arms that have something to run take turns,
+one step each. Waiting is in one queue, in order of arrival, whatever the arm. So what was said of the oldest holds in
+each turn of its arm, which comes once in as many steps as there are arms, however long the others generate; and a step
+of one arm may preempt the youngest of another.
 """
 
 from collections import deque
@@ -83,6 +88,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()  # oldest first, like running; all of running is older
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self._last_arm = 0
         self._num_planned = 0
 
     def add(self, request: Request) -> None:
@@ -101,23 +107,37 @@ class Scheduler:
         """The next step, or None when there is nothing to do."""
         if not self.has_requests():
             return None
+        for arm in self._turns():
+            chunks = self._draft(arm, now_s)
+            if chunks:  # the youngest may have found no block, and the head of the queue no room
+                self._last_arm = arm
+                self._num_planned += 1
+                return ScheduledStep(make_plan(self._num_planned, chunks, arm), chunks)
+        raise AssertionError("the oldest sequence always gets a token")
+
+    def _turns(self) -> list[int]:
+        """The arms that may have something to run, the one whose turn it is first."""
+        arms = {request.arm for request in self.running}
+        if self.waiting:
+            arms.add(self.waiting[0].arm)
+        return sorted(arms, key=lambda arm: (arm <= self._last_arm, arm))
+
+    def _draft(self, arm: int, now_s: float) -> list[Chunk]:
         step = _StepDraft(self.limits)
+        running = [request for request in self.running if request.arm == arm]
         # One new token each, then prompts and what is computed again, oldest first.
-        for request in sorted(self.running, key=lambda r: r.num_to_compute > 1 or r.in_prompt):
+        for request in sorted(running, key=lambda r: r.num_to_compute > 1 or r.in_prompt):
             if request in step.preempted:
                 continue
             num_tokens = step.affordable(request)
             if num_tokens and self._grow(request, num_tokens, step):
                 step.take(request, num_tokens)
-        self._admit(step, now_s)  # never one just preempted: it gave up less than it would need
-        chunks = step.chunks()
-        assert chunks, "the oldest sequence always gets a token"
-        self._num_planned += 1
-        return ScheduledStep(make_plan(self._num_planned, chunks), chunks)
+        self._admit(arm, step, now_s)  # never one just preempted: it gave up less than it would need
+        return step.chunks()
 
-    def _admit(self, step: "_StepDraft", now_s: float) -> None:
+    def _admit(self, arm: int, step: "_StepDraft", now_s: float) -> None:
         """Start waiting sequences, in order, while there is room for all of each and for those running to grow."""
-        while self.waiting and len(self.running) < self.limits.max_num_seqs:
+        while self.waiting and self.waiting[0].arm == arm and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[0]
             num_tokens = step.affordable(request)
             if num_tokens == 0 or not self._has_room(request):
@@ -212,7 +232,7 @@ def _make_chunk(request: Request, num_tokens: int) -> Chunk:
     return Chunk(request, start, end, request.rows_to_score(start, end), complete and request.params.max_tokens > 0)
 
 
-def make_plan(index: int, chunks: Sequence[Chunk]) -> StepPlan:
+def make_plan(index: int, chunks: Sequence[Chunk], arm: int = 0) -> StepPlan:
     """Pack the chunks into arrays, sequences one after the other."""
     token_ids: list[int] = []
     logit_rows: list[int] = []
@@ -232,6 +252,7 @@ def make_plan(index: int, chunks: Sequence[Chunk]) -> StepPlan:
         block_tables=block_tables.tobytes(),
         num_decode_rows=sum(c.end - c.start for c in chunks if c.start >= c.request.num_prompt_tokens),
         logit_rows=_int32_bytes(logit_rows),
+        arm=arm,
     )
 
 

@@ -44,15 +44,19 @@ class ModelInfo:
     root: str = ""  # the folder or file it came from
     tp: int = 1
     allreduce: str = "native"
+    arms: tuple[str, ...] = ("native",)  # the AllReduces that a request may ask for by name, the server's own first
     transport: str = "none"
     dtype: str = ""
     default_seed: int = 0  # for requests that bring none; 0: a fresh one per request
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @property
-    def fingerprint(self) -> str:
-        """Equal seeds give equal text only under an equal fingerprint: these change the last bits of a sum."""
-        return "-".join(["tightwire", f"tp{self.tp}", self.allreduce, *([self.dtype] if self.dtype else [])])
+    def fingerprint(self, arm: str | None = None) -> str:
+        """Equal seeds give equal text only under an equal fingerprint: these change the last bits of a sum.
+
+        ``arm``: the AllReduce that was asked for by name.
+        """
+        allreduce = self.allreduce if arm in (None, self.arms[0]) else arm
+        return "-".join(["tightwire", f"tp{self.tp}", allreduce, *([self.dtype] if self.dtype else [])])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,11 @@ between algorithms of that order, which give the same bits.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tightwire.comm.policy.codec_error import relative_rms_error
 from tightwire.comm.policy.cost import CostModel, size_grid
+from tightwire.comm.policy.policy_file import FileRule, PolicyFile, apply, world_size_warning
 from tightwire.comm.policy.rules import PHASES, SITES, Choice, Policy, QuarantinedError, Rule
 from tightwire.comm.registry import parse_all_reduce
 
@@ -34,14 +37,19 @@ class PolicyRequest:
     o_proj: str | None = None
     down_proj: str | None = None
     error_budget: float | None = None
+    file: PolicyFile | None = None  # goes before all of the above
+    file_name: str = ""
 
     def __post_init__(self) -> None:
         for name in (self.allreduce, self.decode, self.o_proj, self.down_proj):
             if name is not None:
                 parse_all_reduce(name)
 
-    def asked(self, site: str, phase: str) -> tuple[str, str]:
-        """The name asked for, maybe ``auto``, and by which flag."""
+    def asked(self, site: str, phase: str, layer: int = 0) -> tuple[str, str]:
+        """The name asked for, maybe ``auto``, and by which flag or file."""
+        for rule in () if self.file is None else self.file.rules:
+            if (rule.site, rule.phase) == (site, phase) and (rule.layers is None or layer in rule.layers):
+                return rule.algorithm, f"policy file {self.file_name}"
         if site == "embed" and not parse_all_reduce(self.allreduce).lossless:
             return "auto", "embeddings are summed exactly, as all ranks but one add zeros"
         if site != "embed" and phase == "prefill":
@@ -97,7 +105,18 @@ class Chooser:
         Raises:
             QuarantinedError: nothing that ``auto`` may use is left.
         """
-        return Policy(tuple(Rule(site, phase, self._choices(site, phase)) for site in SITES for phase in PHASES))
+        base = Policy(tuple(Rule(site, phase, self._choices(site, phase)) for site in SITES for phase in PHASES))
+        file = self._request.file
+        if file is None:
+            return base
+        rules = tuple(msgspec.structs.replace(rule, reason=self._reason(rule)) for rule in file.rules)
+        return apply(base, msgspec.structs.replace(file, rules=rules), self._request.file_name)
+
+    @property
+    def warning(self) -> str | None:
+        """What is wrong with the request's policy file, though it can be obeyed."""
+        request, world_size = self._request, self._costs.setting.world_size
+        return None if request.file is None else world_size_warning(request.file, request.file_name, world_size)
 
     def candidates(self) -> list[str]:
         """Every algorithm worth measuring here, lossless ones first."""
@@ -114,10 +133,11 @@ class Chooser:
             self._errors[name] = relative_rms_error(codecs[0], codecs[-1], ranks) if codecs else 0.0
         return self._errors[name]
 
-    def verdicts(self, site: str, phase: str, num_bytes: int) -> list[Verdict]:
+    def verdicts(self, site: str, phase: str, num_bytes: int, layer: int = 0) -> list[Verdict]:
         """Every candidate for one message of the model, the chosen one first, then the fastest."""
-        choice = next(c for c in self._choices(site, phase) if c.up_to_bytes is None or num_bytes <= c.up_to_bytes)
-        chosen, (asked, by) = choice.algorithms[0], self._request.asked(site, phase)
+        choices = self.policy().choices(site, layer, phase)
+        choice = next(choice for choice in choices if choice.up_to_bytes is None or num_bytes <= choice.up_to_bytes)
+        chosen, (asked, by) = choice.algorithms[0], self._request.asked(site, phase, layer)
         admitted = self._admitted[_budget_phase(site, phase)]
         verdicts = []
         for name in dict.fromkeys([chosen, *self.candidates()]):
@@ -250,10 +270,18 @@ class Chooser:
         what = "a prompt's text may depend on what is prefilled" if phase == "prefill" else _DECODED_BESIDE
         return f"; its groups of {group} cross rows of {self._request.row_elems}, so {what} beside it"
 
+    def _reason(self, rule: FileRule) -> str:
+        """A policy file's reason for a rule, and what else is to be known."""
+        quantized = rule.phase == "decode" and not parse_all_reduce(rule.algorithm).lossless
+        beside = "; generated rows are quantized" if quantized else ""
+        return (rule.reason + beside + self._crossing_rows(rule.algorithm, rule.phase)).removeprefix("; ")
+
     def _why(self, leader: str, others: list[str], size: int) -> str:
         source = (
             "measured on this host"
             if self._costs.predict(leader, size).measured
+            else "predicted from the link's rate"
+            if self._costs.setting.link
             else "predicted; `tightwire tune` measures"
         )
         beside = ""

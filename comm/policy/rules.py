@@ -4,7 +4,7 @@ A message is known by its site (where in the model it arises), its layer, its ph
 its size. Knows names only and imports no torch; ``routes`` turns the names into AllReduces.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -65,6 +65,18 @@ class Policy(msgspec.Struct, frozen=True):
             for rule in self.rules
         )
         return Policy(tuple(rules))
+
+
+def describe_layers(layers: Sequence[int]) -> str:
+    """Rising layer numbers in words, such as ``layers 0-3, 7``."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(spans)}"
 
 
 def _allowed(rule: Rule, choice: Choice, wrong: Mapping[str, str]) -> Choice:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightwire.comm.link.link import Link, parse_link
+from tightwire.comm.names import split_all_reduce_names
 from tightwire.comm.registry import all_reduce_names, describe_all_reduce_names, parse_all_reduce
 from tightwire.server.bench.label import check_label
 from tightwire.server.sizes import parse_bytes
@@ -82,7 +83,7 @@ def parse_options(argv: Sequence[str]) -> CommBenchOptions:
     given = parser.parse_args(argv)
     try:
         return CommBenchOptions(
-            algorithms=() if given.algorithms is None else _split_names(given.algorithms),
+            algorithms=() if given.algorithms is None else split_all_reduce_names(given.algorithms),
             sizes=DEFAULT_SIZES if given.sizes is None else _parse_sizes(given.sizes),
             ranks=given.ranks,
             dtype=given.dtype,
@@ -139,17 +140,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="DIR", help="keep JSON (raw samples included), CSV and an HTML page there")
     add("--label", default="comm", metavar="NAME", help="beginning of those files' names (%(default)s)")
     return parser
-
-
-def _split_names(text: str) -> tuple[str, ...]:
-    """Names have commas between them, and ``flash:RS,AG`` has one inside."""
-    names: list[str] = []
-    for part in text.split(","):
-        if names and names[-1].startswith("flash:") and "," not in names[-1]:
-            names[-1] += f",{part}"
-        else:
-            names.append(part)
-    return tuple(names)
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:

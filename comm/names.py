@@ -1,0 +1,12 @@
+"""Lists of AllReduce names as people write them. Apart from ``registry``, so that reading flags imports no torch."""
+
+
+def split_all_reduce_names(text: str) -> tuple[str, ...]:
+    """Names have commas between them, and ``flash:RS,AG`` has one inside."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and names[-1].startswith("flash:") and "," not in names[-1]:
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    return tuple(names)

@@ -1,0 +1,164 @@
+"""Policy files: which AllReduce sums which layers, written by whoever measured what it costs, obeyed by ``serve``.
+
+A file names algorithms, lossy ones too, for prompt and for generated rows: that is how they are asked for. What it does
+not cover goes as without it. It carries what it was made for, and a model of another shape refuses it.
+"""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tightwire.comm.policy.rules import Choice, Policy, Rule
+from tightwire.comm.registry import parse_all_reduce
+
+SCHEMA = "tightwire.comm-policy/1"
+_CHECKED_FACTS = ("num_layers", "hidden_size", "world_size")
+
+
+class FileRule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One algorithm for the messages of a site and a phase, in some layers or (None) in all."""
+
+    site: Literal["o_proj", "down_proj"]
+    phase: Literal["prefill", "decode"]
+    algorithm: str
+    layers: tuple[int, ...] | None = None
+    reason: str = ""
+
+
+class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rules, the first that matches counts; and facts about what they were made for, of which some are checked."""
+
+    schema: str = SCHEMA
+    made_for: dict[str, Any] = {}
+    rules: tuple[FileRule, ...] = ()
+
+
+def read_policy_file(path: Path) -> PolicyFile:
+    """The file's content, checked as far as that goes without a model.
+
+    Raises:
+        ValueError: it cannot be read, is no policy file, or has a rule that cannot be obeyed; says which.
+    """
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=PolicyFile)
+    except OSError as error:
+        raise ValueError(f"the policy file {path} cannot be read: {error.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is not a policy file: {error}; `tightwire bench quality --write-policy` makes one"
+        ) from None
+    if file.schema != SCHEMA:
+        raise ValueError(f"{path} has the schema {file.schema!r}; this version reads {SCHEMA!r}")
+    if problem := _problem(file):
+        raise ValueError(f"{path}: {problem}")
+    return file
+
+
+def write_policy_file(path: Path, file: PolicyFile) -> None:
+    """Write ``file`` so that it is whole or not there.
+
+    Raises:
+        OSError: the folder cannot be written.
+        ValueError: it has a rule that could not be obeyed.
+    """
+    if problem := _problem(file):
+        raise ValueError(problem)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as draft:
+            draft.write(msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
+            os.fchmod(draft.fileno(), 0o644)  # a draft is its owner's alone, and servers run as others
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
+
+
+def apply(base: Policy, file: PolicyFile, name: str = "") -> Policy:
+    """``base`` with the file's rules before its own; rules that come to no layer are left out.
+
+    ``name``: the file's, for the reasons.
+    """
+    rules: list[Rule] = []
+    taken: dict[tuple[str, str], set[int] | None] = {}  # layers with a rule by site and phase; None: all have one
+    for rule in [*(_rule(rule, name) for rule in file.rules), *base.rules]:
+        kind = (rule.site, rule.phase)
+        before = taken.get(kind, set[int]())
+        if before is None:
+            continue
+        if rule.layers is None:
+            num_layers = file.made_for.get("num_layers")
+            taken[kind] = None
+            if num_layers is None or not before.issuperset(range(num_layers)):
+                rules.append(rule)
+        elif left := tuple(layer for layer in rule.layers if layer not in before):
+            taken[kind] = before | set(left)
+            rules.append(msgspec.structs.replace(rule, layers=left))
+    return Policy(tuple(rules))
+
+
+def check_shape(file: PolicyFile, name: str, shape: Mapping[str, int]) -> None:
+    """Refuse ``file`` for a model of another ``shape`` (``num_layers``, ``hidden_size``) than it was made for.
+
+    Raises:
+        ValueError: it was, or it names a layer that there is not.
+    """
+    for fact, value in shape.items():
+        made = file.made_for.get(fact)
+        if made is not None and made != value:
+            raise ValueError(
+                f"the policy file {name} was made for {fact} {made}, and this model has {value}; "
+                "make one for it with `tightwire bench quality`"
+            )
+    last = max((layer for rule in file.rules for layer in rule.layers or ()), default=0)
+    if last >= shape["num_layers"]:
+        raise ValueError(
+            f"the policy file {name} has a rule for layer {last}, and the model's layers are 0 to "
+            f"{shape['num_layers'] - 1}"
+        )
+
+
+def world_size_warning(file: PolicyFile, name: str, world_size: int) -> str | None:
+    """What to say when ``file`` was made for another number of ranks; None when it was not."""
+    made = file.made_for.get("world_size")
+    if made is None or made == world_size:
+        return None
+    return f"the policy file {name} was made for {made} ranks and is used with {world_size}: its error is another"
+
+
+def _rule(rule: FileRule, name: str) -> Rule:
+    reason = f"policy file {name}".rstrip() + (f": {rule.reason}" if rule.reason else "")
+    choice = Choice(up_to_bytes=None, algorithms=(rule.algorithm,), reason=reason)
+    layers = None if rule.layers is None else tuple(sorted(rule.layers))
+    return Rule(rule.site, rule.phase, (choice,), layers)
+
+
+def _problem(file: PolicyFile) -> str | None:
+    """What makes a file of the right form impossible to obey."""
+    for fact in _CHECKED_FACTS:
+        value = file.made_for.get(fact, 1)
+        if type(value) is not int or value < 1:
+            return f"made_for.{fact} must be a whole number above 0, got {value!r}"
+    problems = ((number, _rule_problem(rule)) for number, rule in enumerate(file.rules))
+    return next((f"rules[{number}]: {problem}" for number, problem in problems if problem), None)
+
+
+def _rule_problem(rule: FileRule) -> str | None:
+    try:
+        parse_all_reduce(rule.algorithm)
+    except ValueError as error:
+        return str(error)
+    if rule.algorithm == "auto":
+        return "auto is no algorithm; what no rule covers goes by it, so leave the rule out"
+    if rule.layers is not None:
+        if not rule.layers:
+            return "layers is empty; leave it out to mean all layers"
+        if min(rule.layers) < 0 or len(set(rule.layers)) < len(rule.layers):
+            return f"layers must be 0 or more and each once, got {list(rule.layers)}"
+    return None
