@@ -18,6 +18,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "tightwire.server.bench.serve.bench:main",
         "load on a running server: TTFT, TPOT, ITL, end to end, tokens/s",
     ),
+    "ttft": (
+        "tightwire.server.bench.ttft.bench:main",
+        "AllReduces against each other on one server, in time to first token",
+    ),
 }
 
 

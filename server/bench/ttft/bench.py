@@ -1,0 +1,125 @@
+"""``tightwire bench ttft``: which AllReduce, for this model, these prompts, this wire, at what accuracy.
+
+Starts one server, in which every AllReduce to compare is at hand and each request names its own; so all share weights,
+processes and the machine's state. What was measured is kept whatever comes after: a dead server, Ctrl-C.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tightwire.server.bench.console import make_console
+from tightwire.server.bench.environment import describe_environment
+from tightwire.server.bench.progress import progress_bar
+from tightwire.server.bench.quiet import OthersWatch
+from tightwire.server.bench.result_files import ResultFiles
+from tightwire.server.bench.ttft import report
+from tightwire.server.bench.ttft.argv import to_argv
+from tightwire.server.bench.ttft.child import ServerChild, ServerDiedError
+from tightwire.server.bench.ttft.facts import Facts, find_facts
+from tightwire.server.bench.ttft.meter import RequestFailedError
+from tightwire.server.bench.ttft.options import GROUPS, TtftOptions, parse_options
+from tightwire.server.bench.ttft.run import Run, WrongAnswerError
+from tightwire.server.remote import RemoteError, connect
+
+_START_TIMEOUT_S = 1800.0  # weights may have to be fetched, or read from a slow disk
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 1 for a wrong answer or a server that failed, 2 for bad options, 130 after Ctrl-C."""
+    return TtftBench(parse_options(sys.argv[1:] if argv is None else argv)).run()
+
+
+class TtftBench:
+    """One run: its options, the server it starts, and what was measured so far."""
+
+    def __init__(self, options: TtftOptions, start: Callable[[Sequence[str]], ServerChild] = ServerChild) -> None:
+        self._options, self._start = options, start
+        self._files: ResultFiles | None = None
+        self._facts: dict[str, Any] = {}
+        self._run: Run | None = None
+        self._child: ServerChild | None = None
+        self._console = make_console()
+        self._progress = progress_bar()
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        error, status = "interrupted", 130
+        try:
+            if self._options.output is not None:
+                self._files = ResultFiles(self._options.output, self._options.label)
+            self._measure(find_facts(self._options))
+            error, status = None, 0
+        except KeyboardInterrupt:
+            pass
+        except WrongAnswerError as wrong:
+            error, status = f"wrong answer: {wrong}", 1
+        except (ServerDiedError, RequestFailedError, RemoteError) as failure:
+            error, status = str(failure), 1
+        except ValueError as refusal:  # the server's too
+            error, status = str(refusal), 2
+        return self._end(error, status)
+
+    def _measure(self, facts: Facts) -> None:
+        self._facts = report.facts(self._options, facts, describe_environment())
+        run = self._run = Run(self._options, facts, told=self._told, kept=self._keep)
+        report.show_head(self._console, self._facts, run.num_entries)
+        watch = OthersWatch()
+        with self._progress:
+            self._task = self._progress.add_task("starting the server", total=None)
+            with self._start(to_argv(facts.config, GROUPS)) as child:
+                self._child = child
+                remote = connect(child.wait_ready(_START_TIMEOUT_S))
+                try:
+                    asyncio.run(run.measure(remote))
+                except (RequestFailedError, RemoteError):
+                    child.check()  # a server that died says more than a connection that broke
+                    raise
+                finally:
+                    self._facts["comm"] = run.comm
+                    self._facts["server_log"] = child.log
+        self._facts["others_share"] = watch.share()
+
+    def _told(self, what: str, done: int, total: int) -> None:
+        self._progress.update(self._task, description=what, completed=done, total=total)
+
+    def _keep(self) -> None:
+        """After every block, so that a crash loses one at most."""
+        self._result()
+
+    def _result(self, *, error: str | None = None, page: bool = False) -> dict[str, Any]:
+        """The result so far; in files too, where they are wanted and there is something to keep."""
+        measured = self._run.measured() if self._run is not None else None
+        if self._run is None or measured is None:
+            return report.result(self._facts, None, self._options, error)
+        result = report.result(self._facts, measured, self._options, error)
+        if self._files is not None:
+            full = {**result, "samples": report.samples(measured), "traced_all_reduces": self._run.traces}
+            self._files.write_csv(report.CSV_COLUMNS, report.csv_rows(measured))
+            if page:
+                # Matplotlib takes half a second to import, belongs to an extra, and is of use only here.
+                from tightwire.server.bench.ttft.page import make_page
+
+                self._files.write_html(make_page(full))
+            self._files.write_json(full)
+        return result
+
+    def _end(self, error: str | None, status: int) -> int:
+        """Show and keep what there is, say what went wrong, and end with one line of JSON."""
+        try:
+            result = self._result(error=error, page=True)
+        except ValueError as unwritable:
+            error, status = error or str(unwritable), status or 1
+            self._files = None
+            result = self._result(error=error)
+        if result["cells"]:
+            report.show(self._console, result)
+        if error is not None:
+            sys.stderr.write(f"tightwire bench ttft: {error}\n")
+        files = self._files.paths if self._files is not None else []
+        line = {key: value for key, value in result.items() if key not in ("comm", "server_log")}
+        sys.stdout.write(json.dumps({**line, "files": files}) + "\n")
+        sys.stdout.flush()
+        return status

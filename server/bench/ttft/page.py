@@ -1,0 +1,204 @@
+"""The page of ``bench ttft``: who is faster and by how much, where the time goes, what an error buys, every cell."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from tightwire.server.bench.html import Page, Section, TableView, render
+from tightwire.server.bench.plots import Ecdf, Part, Plot, Samples, Series, StackedBars, draw
+from tightwire.server.bench.ttft.summary import PARTS
+from tightwire.server.bench.ttft.words import (
+    LEGENDS,
+    OTHER_COLUMNS,
+    TTFT_COLUMNS,
+    describe_link,
+    describe_setting,
+    other_texts,
+    recommended_lines,
+    ttft_texts,
+)
+from tightwire.server.sizes import format_bytes
+
+_Rows = Sequence[Mapping[str, Any]]
+
+
+def make_page(result: Mapping[str, Any]) -> str:
+    """The result, as ``bench ttft`` keeps it in JSON, in one HTML document."""
+    rows = result["cells"]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(row["arm"] for row in rows))}
+    sections = [_recommended(result)]
+    for concurrency in sorted({row["concurrency"] for row in rows}):
+        own = [row for row in rows if row["concurrency"] == concurrency]
+        sections += [_by_length(own, numbers, concurrency), _parts(own, concurrency)]
+    sections += [_by_size(result["traced_all_reduces"], numbers), _bargain(rows, numbers)]
+    sections += _ecdfs(result["samples"], numbers)
+    sections += [
+        _table("TTFT, ms", LEGENDS[0], TTFT_COLUMNS, rows),
+        _table("Beside it", LEGENDS[1], OTHER_COLUMNS, rows),
+    ]
+    return render(
+        Page(
+            title="Time to first token by AllReduce",
+            lead=describe_setting(result),
+            sections=[section for section in sections if section is not None],
+            alarms=[] if result["error"] is None else [result["error"]],
+            facts=_facts(result),
+        )
+    )
+
+
+def _recommended(result: Mapping[str, Any]) -> Section | None:
+    lines = recommended_lines(result)
+    return Section(title="What to take", words=lines, wide=True) if lines else None
+
+
+def _by_length(rows: _Rows, numbers: Mapping[str, int], concurrency: int) -> Section:
+    """Medians, with the bootstrap interval of the ratio to the baseline laid around them."""
+    series = []
+    for name, number in numbers.items():
+        own = [row for row in rows if row["arm"] == name]
+        y = [row["ttft_s"]["p50"] * 1e3 for row in own]
+        ratios = [row["ratio"] or {"ratio": 1.0, "low": 1.0, "high": 1.0} for row in own]
+        series.append(
+            Series(
+                name=name,
+                number=number,
+                x=[row["prompt_len"] for row in own],
+                y=y,
+                dashed=not own[0]["lossless"],
+                low=[value * ratio["low"] / ratio["ratio"] for value, ratio in zip(y, ratios, strict=True)],
+                high=[value * ratio["high"] / ratio["ratio"] for value, ratio in zip(y, ratios, strict=True)],
+            )
+        )
+    lengths = sorted({row["prompt_len"] for row in rows})
+    title = f"TTFT by prompt length, {concurrency} at a time"
+    plot = Plot(
+        name=f"length-{concurrency}",
+        title=title,
+        x_label="prompt tokens",
+        y_label="median ms",
+        series=series,
+        ticks=(lengths, [str(length) for length in lengths]),
+    )
+    words = "Bars: the 95 % interval of the ratio to the baseline. Dashed: quantized."
+    return Section(title=title, words=[words], svg=draw(plot))
+
+
+def _parts(rows: _Rows, concurrency: int) -> Section:
+    title = f"Where TTFT goes, {concurrency} at a time"
+    parts = [
+        Part(name=part.removesuffix("_s"), number=i, values=[(row["parts_s"][part] or 0.0) * 1e3 for row in rows])
+        for i, part in enumerate(PARTS)
+    ]
+    bars = [f"{row['prompt_len']} {row['arm']}" for row in rows]
+    plot = StackedBars(name=f"parts-{concurrency}", title=title, x_label="ms inside the server", bars=bars, parts=parts)
+    words = "Medians of each part. AllReduce: waiting for slower ranks included"
+    inside = any(row["parts_s"]["codec_s"] is None for row in rows)
+    return Section(
+        title=title, words=[words + ("; so is coding, in fused kernels." if inside else ".")], svg=draw(plot)
+    )
+
+
+def _by_size(traced: _Rows, numbers: Mapping[str, int]) -> Section | None:
+    """Of the untimed turns in which every message was recorded."""
+    series = []
+    for name, number in numbers.items():
+        times: dict[int, list[float]] = {}
+        for event in traced:
+            if event["arm"] == name:
+                times.setdefault(event["message_bytes"], []).append(event["seconds"])
+        sizes = sorted(times)
+        series.append(Series(name=name, number=number, x=sizes, y=[median(times[size]) * 1e6 for size in sizes]))
+    sizes = sorted({event["message_bytes"] for event in traced})
+    if not sizes:
+        return None
+    title = "AllReduce by message size"
+    ticks = None if len(sizes) > 8 else (sizes, [format_bytes(size) for size in sizes])
+    plot = Plot(name="size", title=title, x_label="message size", y_label="median us", series=series, ticks=ticks)
+    words = "Of prompt rows on rank 0, coding included, as recorded in the turns that prove what was sent."
+    return Section(title=title, words=[words], svg=draw(plot))
+
+
+def _bargain(rows: _Rows, numbers: Mapping[str, int]) -> Section | None:
+    """Speed-up over the best lossless one against error."""
+    series = []
+    for name, number in numbers.items():
+        own = [row for row in rows if row["arm"] == name and not row["lossless"] and row["ratio_to_best_lossless"]]
+        if own:
+            ratios = [row["ratio_to_best_lossless"] for row in own]
+            series.append(
+                Series(
+                    name=name,
+                    number=number,
+                    x=[row["error"] for row in own],
+                    y=[1 / ratio["ratio"] for ratio in ratios],
+                    low=[1 / ratio["high"] for ratio in ratios],
+                    high=[1 / ratio["low"] for ratio in ratios],
+                    labels=[f"{row['prompt_len']}, {row['concurrency']}" for row in own],
+                )
+            )
+    if not series:
+        return None
+    title = "What an error buys"
+    plot = Plot(
+        name="bargain",
+        title=title,
+        x_label="relative RMS error of one AllReduce",
+        y_label="times as fast as the best lossless one",
+        series=series,
+        log_y=False,
+        joined=False,
+        line_y=1.0,
+    )
+    words = "Further up is faster, further left is more exact. Beside a point: prompt tokens, requests at a time."
+    return Section(title=title, words=[words], svg=draw(plot))
+
+
+def _ecdfs(samples: _Rows, numbers: Mapping[str, int]) -> list[Section]:
+    """Of the fewest requests at a time: with more, those of a turn wait for each other."""
+    sections = []
+    fewest = min(sample["concurrency"] for sample in samples)
+    samples = [sample for sample in samples if sample["concurrency"] == fewest]
+    for length in sorted({sample["prompt_len"] for sample in samples}):
+        title = f"TTFT of {length} prompt tokens, {fewest} at a time"
+        own = [
+            Samples(
+                name=name,
+                number=number,
+                values=[s["ttft_s"] * 1e3 for s in samples if (s["arm"], s["prompt_len"]) == (name, length)],
+            )
+            for name, number in numbers.items()
+        ]
+        plot = Ecdf(name=f"ecdf-{length}", title=title, x_label="ms", samples=own, log_x=True)
+        sections.append(Section(title=title, words=["The share of requests that were faster."], svg=draw(plot)))
+    return sections
+
+
+def _table(title: str, legend: str, columns: Sequence[str], rows: _Rows) -> Section:
+    texts = ttft_texts if columns is TTFT_COLUMNS else other_texts
+    table = TableView(
+        columns=["prompt", "at a time", "algorithm", *columns],
+        num_words=3,
+        rows=[[str(row["prompt_len"]), str(row["concurrency"]), row["arm"], *texts(row)] for row in rows],
+        strong=frozenset(i for i, row in enumerate(rows) if row["ratio"] and row["ratio"]["verdict"] == "faster"),
+    )
+    return Section(title=title, words=[legend], table=table, wide=True)
+
+
+def _facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    environment, comm = result["environment"], result.get("comm") or {}
+    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    facts = [
+        ("time", environment["time"]),
+        ("processor", f"{environment['cpu']}, {environment['usable_cores']} cores"),
+        ("system", f"{environment['os']}, Python {environment['python']}"),
+        ("packages", packages),
+        ("tightwire", f"{environment['tightwire']}, revision {environment['git_revision'] or 'unknown'}"),
+        ("command", " ".join(environment["command"])),
+        ("transport", str(comm.get("transport", "unknown"))),
+        ("wire", describe_link(comm.get("link"))),
+        ("warm-up", "two turns of each algorithm in each cell, not counted"),
+    ]
+    if "others_share" in result:  # not in a run that was cut short
+        facts.append(("quiet", f"others used {result['others_share']:.0%} of the cores meanwhile"))
+    return facts
