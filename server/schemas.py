@@ -135,6 +135,7 @@ class TightwireOptions(BaseModel):
 
     comm: bool = Field(False, description="Add what the ranks exchanged while this request lived.")
     timing: bool = Field(False, description="Add where the time to the first token went.")
+    token_ids: bool = Field(False, description="Add the ids of the answer's tokens, the one that ended it included.")
     allreduce: str | None = Field(
         None,
         description="Which of the AllReduces of --allreduce-extra sums; GET /comm lists them. Default: the server's.",
@@ -165,7 +166,7 @@ class GenerationBody(Body):
     min_tokens: TokenCount = Field(0, description="Extension: no end before so many tokens.")
     ignore_eos: bool = Field(False, description="Extension: go on after the model's end token.")
     prompt_logprobs: NumLogprobs | None = Field(None, description="Extension, without stream.")
-    tightwire: TightwireOptions = TightwireOptions(comm=False, timing=False, allreduce=None)
+    tightwire: TightwireOptions = TightwireOptions(comm=False, timing=False, token_ids=False, allreduce=None)
 
 
 class CompletionBody(GenerationBody):
