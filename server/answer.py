@@ -18,6 +18,7 @@ from tightwire.server.responses import TightwireExtra, Usage
 from tightwire.server.schemas import GenerationBody
 from tightwire.server.served_model import ServedModel
 from tightwire.server.serving import Serving
+from tightwire.server.ttft import TtftWatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +47,12 @@ class Dialect(Protocol):
     ) -> msgspec.Struct: ...
 
 
-def make_heading(prefix: str, model: ServedModel) -> Heading:
+def make_heading(prefix: str, model: ServedModel, body: GenerationBody) -> Heading:
     return Heading(
         id=f"{prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),
         model=model.info.name,
-        system_fingerprint=model.info.fingerprint,
+        system_fingerprint=model.info.fingerprint(body.tightwire.allreduce),
     )
 
 
@@ -66,14 +67,15 @@ class Answer:
         *,
         request_id: str,
         dialect: Dialect,
-        arrived_s: float,
+        ttft: TtftWatch,
     ) -> None:
         self._body = body
         self._dialect = dialect
         self._sequences = {f"{request_id}-{sequence.index}": sequence for sequence in sequences}
-        self._watch = CommWatch(serving.engine, arrived_s)
-        timers = {id_: SequenceTimer(serving.metrics, arrived_s) for id_ in self._sequences}
-        self._deltas = generate(serving.engine, self._sequences, timers)
+        self._ttft = ttft
+        self._watch = CommWatch(serving.engine, ttft.arrived_s)
+        timers = {id_: SequenceTimer(serving.metrics, ttft.arrived_s) for id_ in self._sequences}
+        self._deltas = generate(serving.engine, self._sequences, timers, ttft, body.tightwire.allreduce)
 
     async def respond(self, request: Request) -> Response:
         """The response; errors before the first token have a status of their own, later ones a frame."""
@@ -101,12 +103,14 @@ class Answer:
         try:
             for data in self._delta_frames(first):
                 yield data
+            self._ttft.sent()
             async for delta in self._deltas:
                 for data in self._delta_frames(delta):
                     yield data
-            if self._wants_usage or self._body.tightwire.comm:
+            extra = self._extra()
+            if self._wants_usage or extra is not msgspec.UNSET:
                 usage = self._usage() if self._wants_usage else None
-                yield sse.frame(self._dialect.last_chunk(usage, self._extra()))
+                yield sse.frame(self._dialect.last_chunk(usage, extra))
         except Exception as error:  # noqa: BLE001 - whatever broke, the client gets a frame it can read and an end
             yield sse.frame(to_api_error(error).body())
         finally:
@@ -129,7 +133,14 @@ class Answer:
         return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
 
     def _extra(self) -> TightwireExtra | msgspec.UnsetType:
-        return self._watch.report() if self._body.tightwire.comm else msgspec.UNSET
+        wanted = self._body.tightwire
+        if not (wanted.comm or wanted.timing or wanted.token_ids):
+            return msgspec.UNSET
+        return TightwireExtra(
+            comm=self._watch.report() if wanted.comm else msgspec.UNSET,
+            timing=self._ttft.timing if wanted.timing else msgspec.UNSET,
+            token_ids=[s.token_ids for s in self._sequences.values()] if wanted.token_ids else msgspec.UNSET,
+        )
 
 
 def _append(choice: Delta, delta: Delta) -> None:

@@ -3,6 +3,7 @@
 from fastapi import FastAPI
 
 from tightwire import __version__
+from tightwire.server.arrival import Arrival
 from tightwire.server.auth import RequireKey
 from tightwire.server.config import HttpOptions
 from tightwire.server.engine_client import EngineClient
@@ -43,5 +44,6 @@ def make_app(*, engine: EngineClient, slot: ModelSlot, http: HttpOptions) -> Fas
     install_error_handlers(app)
     if http.api_key is not None:
         app.add_middleware(RequireKey, api_key=http.api_key)
-    app.add_middleware(RequestId)  # the last one added is the outermost
+    app.add_middleware(RequestId)
+    app.add_middleware(Arrival)  # the last one added is the outermost
     return app

@@ -6,7 +6,7 @@ import msgspec
 
 from tightwire.server.engine_client import EngineClient
 from tightwire.server.messages import CommCount
-from tightwire.server.responses import CommReport, CommSpan, CommTotals, TightwireExtra
+from tightwire.server.responses import CommReport, CommSpan, CommTotals
 
 
 class CommWatch:
@@ -27,7 +27,7 @@ class CommWatch:
         if self._first_s is None:
             self._first, self._first_s = _read(self._engine), time.monotonic()
 
-    def report(self) -> TightwireExtra:
+    def report(self) -> CommReport:
         end, end_s = _read(self._engine), time.monotonic()
         first_s = end_s if self._first_s is None else self._first_s
         counters = [
@@ -40,21 +40,20 @@ class CommWatch:
                 exact_bytes=now.exact_bytes - before.exact_bytes,
                 seconds=now.seconds - before.seconds,
                 message_bytes=now.message_bytes - before.message_bytes,
+                codec_seconds=None if now.codec_seconds is None else now.codec_seconds - (before.codec_seconds or 0.0),
             )
             for key, now in end.items()
             if now.calls > (before := self._start.get(key, _zero(now))).calls
         ]
         bytes_sent = sum(counter.bytes_sent for counter in counters)
         exact_bytes = sum(counter.exact_bytes for counter in counters)
-        return TightwireExtra(
-            comm=CommReport(
-                ttft=_span(first_s - self._start_s, _seconds(self._first) - _seconds(self._start)),
-                decode=_span(end_s - first_s, _seconds(end) - _seconds(self._first)),
-                bytes_sent=bytes_sent,
-                exact_bytes=exact_bytes,
-                saved_bytes=exact_bytes - bytes_sent,
-                counters=counters,
-            )
+        return CommReport(
+            ttft=_span(first_s - self._start_s, _seconds(self._first) - _seconds(self._start)),
+            decode=_span(end_s - first_s, _seconds(end) - _seconds(self._first)),
+            bytes_sent=bytes_sent,
+            exact_bytes=exact_bytes,
+            saved_bytes=exact_bytes - bytes_sent,
+            counters=counters,
         )
 
 
@@ -64,7 +63,9 @@ def _read(engine: EngineClient) -> dict[tuple[str, str, str], CommCount]:
 
 
 def _zero(count: CommCount) -> CommCount:
-    return msgspec.structs.replace(count, calls=0, bytes_sent=0, exact_bytes=0, seconds=0.0, message_bytes=0)
+    return msgspec.structs.replace(
+        count, calls=0, bytes_sent=0, exact_bytes=0, seconds=0.0, message_bytes=0, codec_seconds=0.0
+    )
 
 
 def _seconds(counts: dict[tuple[str, str, str], CommCount]) -> float:

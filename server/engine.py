@@ -14,11 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tightwire.comm.ledger import Spent
 from tightwire.model.sampling import Sampler
 from tightwire.model.step import StepPlan
-from tightwire.server.messages import AddRequest, CommCount, EngineStats, Output, StepResult, TokenLogprob
+from tightwire.server.messages import AddRequest, CommCount, EngineStats, FirstToken, Output, StepResult, TokenLogprob
 from tightwire.server.request import Request, make_request, why_refused
 from tightwire.server.scheduler import Chunk, Limits, ScheduledStep, Scheduler
+from tightwire.server.step_times import StepTimes, first_token
 
 _log = logging.getLogger(__name__)
 
@@ -44,12 +46,19 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         broadcast: Callable[[StepPlan], None] = lambda plan: None,
         comm_counts: Callable[[], list[CommCount]] = list,
+        arms: Sequence[str] = ("auto",),
+        comm_spent: Callable[[], Spent] = Spent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``broadcast`` hands each plan to the other ranks before this one runs it; ``comm_counts`` fills the stats."""
+        """``broadcast`` hands each plan to the other ranks before this one runs it; ``comm_counts`` fills the stats.
+
+        ``comm_spent``: the time of all collectives so far. ``arms``: the AllReduces that a request may name, the server's own first; their places are the plans' arms.
+        """
         self._runner, self._sampler, self._broadcast = runner, sampler, broadcast
         self._comm_counts, self._clock = comm_counts, clock
+        self._times = StepTimes(clock, comm_spent)
         self._limits, self._vocab_size = limits, vocab_size
+        self._arms = tuple(arms)
         self._eos_token_ids = frozenset(eos_token_ids)
         if outside := [i for i in self._eos_token_ids if not 0 <= i < vocab_size]:
             raise ValueError(f"end tokens {outside} are outside the vocabulary of {vocab_size}")
@@ -64,11 +73,14 @@ class Engine:
             # Its sender breaks the protocol. An error under this id would end the sequence that is running.
             _log.error("request %s is already running; the second one of that id is ignored", message.id)
             return
-        refusal = why_refused(message, vocab_size=self._vocab_size, max_model_len=self._limits.max_model_len)
+        refusal = why_refused(
+            message, vocab_size=self._vocab_size, max_model_len=self._limits.max_model_len, arms=self._arms
+        )
         if refusal is not None:
             self._pending.append(Output(id=message.id, token_ids=[], finish_reason="error", message=refusal))
             return
-        request = make_request(message, self._eos_token_ids, self._clock())
+        arm = 0 if message.allreduce is None else self._arms.index(message.allreduce)
+        request = make_request(message, self._eos_token_ids, self._clock(), arm)
         if request.params.max_tokens == 0 and not request.rows_to_score(0, request.num_prompt_tokens):
             self._pending.append(_last_words(request, "length"))  # nothing to generate and nothing to score
             return
@@ -90,10 +102,13 @@ class Engine:
     def step(self) -> StepResult:
         """Run one forward pass, if any sequence needs one, and say what came of it."""
         outputs, self._pending = self._pending, []
-        step = self._scheduler.schedule(self._clock())
+        begun = self._times.read()
+        step = self._scheduler.schedule(begun.at_s)
         if step is not None:
+            for chunk in step.chunks:
+                chunk.request.at_first_step = chunk.request.at_first_step or begun
             self._broadcast(step.plan)
-            logits_RV = self._runner.execute(step.plan)
+            logits_RV = self._times.forward(self._runner.execute, step.plan)
             if logits_RV is None:
                 assert not step.plan.logit_rows, "the engine runs on rank 0, which has the logits"
                 logits_RV = torch.empty((0, self._vocab_size))
@@ -135,7 +150,7 @@ class Engine:
                 outputs.append(self._end(request, "length"))
         if sampled:
             chosen_RV = logits_RV if len(sampled_rows) == len(logits_RV) else logits_RV[sampled_rows]
-            result = self._sampler.sample(chosen_RV, sampled)
+            result = self._times.sampling(self._sampler.sample, chosen_RV, sampled)
             for request, token_id, score in zip(sampled, result.token_ids, result.scores, strict=True):
                 logprobs = None if score is None else [TokenLogprob(*score)]
                 outputs.append(self._extend(request, token_id, logprobs))
@@ -145,7 +160,8 @@ class Engine:
         request, positions = chunk.request, chunk.scored
         assert request.prompt_logprobs is not None
         targets = request.token_ids[positions.start + 1 : positions.stop + 1]
-        scores = self._sampler.score(logits_RV, targets, request.params.prompt_logprobs or 0)
+        num_top = request.params.prompt_logprobs or 0
+        scores = self._times.sampling(self._sampler.score, logits_RV, targets, num_top)
         request.prompt_logprobs.extend(TokenLogprob(*score) for score in scores)
         return not any(math.isnan(score.logprob) for score in scores)
 
@@ -173,7 +189,12 @@ class Engine:
             finish_reason=finish_reason,
             stop_token_id=token_id if finish_reason == "stop" else None,
             queue_s=_queue_s(request) if num_output == 1 else None,
+            first_token=self._first_token(request) if num_output == 1 else None,
         )
+
+    def _first_token(self, request: Request) -> FirstToken:
+        assert request.at_first_step is not None, "a token before the first step"
+        return first_token(request.at_first_step, self._times.read())
 
     def _end(self, request: Request, finish_reason: str, message: str | None = None) -> Output:
         self._forget(request)

@@ -15,6 +15,7 @@ from tightwire.server.errors import ApiError, unavailable
 from tightwire.server.messages import AddRequest, Output, TokenLogprob
 from tightwire.server.metrics import SequenceTimer
 from tightwire.server.stop_strings import StopStrings
+from tightwire.server.ttft import TtftWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Sequence:
         self.index = index
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.num_tokens = 0  # of the answer, the one that ended it included
+        self.token_ids: list[int] = []  # of the answer, the one that ended it included
         self.finished = False
         self._tokens = tokens
         self._detokenizer = Detokenizer(tokens, after_text=after_text)
@@ -72,6 +73,11 @@ class Sequence:
         self._discard_tokens = discard_tokens
         self._started = False
         self._delta = Delta(index)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the answer."""
+        return len(self.token_ids)
 
     def take(self, output: Output) -> Delta | None:
         """The delta this output makes certain, if any.
@@ -107,7 +113,7 @@ class Sequence:
 
     def _take_tokens(self, output: Output) -> None:
         for position, token_id in enumerate(output.token_ids):
-            self.num_tokens += 1
+            self.token_ids.append(token_id)
             logprob = output.logprobs[position] if output.logprobs else None
             self._delta.entries.append(TokenEntry(token_id, self._text_start + self._detokenizer.num_chars, logprob))
             ends = output.stop_token_id is not None and position == len(output.token_ids) - 1
@@ -119,7 +125,7 @@ class Sequence:
 
     def _add_text(self, text: str) -> None:
         # Text of the first min_tokens tokens is wanted even when it holds a stop string.
-        if self.num_tokens > self.params.min_tokens:
+        if len(self.token_ids) > self.params.min_tokens:
             text = self._stops.push(text)
         self._delta.text += text
         if self._stops.hit is not None:
@@ -148,11 +154,15 @@ def _given_up(output: Output) -> ApiError:
 
 
 async def generate(
-    engine: EngineClient, sequences: Mapping[str, Sequence], timers: Mapping[str, SequenceTimer]
+    engine: EngineClient,
+    sequences: Mapping[str, Sequence],
+    timers: Mapping[str, SequenceTimer],
+    ttft: TtftWatch,
+    allreduce: str | None = None,
 ) -> AsyncGenerator[Delta, None]:
     """Run these sequences (by engine id) and yield what is new, interleaved, until all are finished.
 
-    Closing the generator early cancels what still runs.
+    Closing the generator early cancels what still runs. ``allreduce``: what sums, by name; None: the server's own.
 
     Raises:
         QueueFullError, EngineUnavailableError: nothing was started, or the engine died in the middle.
@@ -160,9 +170,10 @@ async def generate(
     """
     running, accepted = dict(sequences), False
     outcome = "cancelled"  # of what still runs when this ends: closed early, unless an error says otherwise
-    requests = [AddRequest(id_, s.prompt_token_ids, s.params) for id_, s in sequences.items()]
+    requests = [AddRequest(id_, s.prompt_token_ids, s.params, allreduce) for id_, s in sequences.items()]
     try:
         # Implementations are async generators; the seam promises their aclose.
+        ttft.hand_over()
         async with aclosing(cast(AsyncGenerator[Output, None], engine.submit(requests))) as outputs:
             async for output in outputs:
                 accepted = True
@@ -170,6 +181,7 @@ async def generate(
                 if sequence is None:
                     continue  # ended by a stop string, and its last outputs were on their way
                 timers[output.id].saw_tokens(len(output.token_ids), output.queue_s)
+                ttft.saw_token(output.first_token)
                 delta = sequence.take(output)
                 if delta and delta.finish_reason is not None:
                     del running[output.id]

@@ -65,6 +65,21 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]
 
 
+class FirstToken(msgspec.Struct, frozen=True, array_like=True):
+    """How rank 0 came to a sequence's first token, between two moments on the clock of ``time.monotonic``.
+
+    The processes of a server are on one host, so the HTTP process reads the same clock. ``codec_s`` None: in a fused
+    kernel, so part of ``allreduce_s``. What is missing between the two moments is the engine's own work.
+    """
+
+    scheduled_s: float  # when its first step began
+    sampled_s: float
+    compute_s: float  # forward passes without their collectives
+    allreduce_s: float  # collectives, waiting for slower ranks included, without ``codec_s``
+    codec_s: float | None
+    sampling_s: float
+
+
 class Output(msgspec.Struct, frozen=True, tag=True):
     """New tokens of one request. The last one of a request has ``finish_reason``; nothing follows it.
 
@@ -81,6 +96,7 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     stop_token_id: int | None = None
     message: str | None = None
     queue_s: float | None = None  # with the first token: from arrival at the engine to the first scheduled step
+    first_token: FirstToken | None = None  # with the first token
 
 
 class CommCount(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +110,7 @@ class CommCount(msgspec.Struct, frozen=True, array_like=True):
     exact_bytes: int  # what the same collectives would have sent unquantized
     seconds: float
     message_bytes: int  # of the tensors given to them
+    codec_seconds: float | None = 0.0  # of ``seconds``, to encode and decode; None: inside a fused kernel, not known
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -6,16 +6,19 @@ Each app has a registry of its own, so two apps in one process (tests) do not me
 import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from tightwire.server.messages import CommSetup, EngineStats
+from tightwire.server.responses import Timing
 
 # Seconds. A laptop takes 0.1 s per token and a minute per answer; a GPU is a hundred times faster.
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400)
+
+_TTFT_PARTS = ("http", "tokenize", "queue", "compute", "allreduce", "codec", "sampling", "engine", "send")
 
 
 class Metrics:
@@ -40,6 +43,14 @@ class Metrics:
         self.queue_time = self._histogram(
             "tightwire_queue_seconds", "From arrival at the engine to the first scheduled step", _REQUEST_BUCKETS
         )
+        self._ttft_parts = Summary(
+            "tightwire_time_to_first_token_part_seconds",
+            "Where the time to the first token went, of requests whose first text was sent",
+            ["part"],
+            registry=self.registry,
+        )
+        for part in _TTFT_PARTS:
+            self._ttft_parts.labels(part)
         self.requests = Counter(
             "tightwire_requests", "Sequences ended, by outcome", ["outcome"], registry=self.registry
         )
@@ -48,6 +59,13 @@ class Metrics:
         self.registry.register(_EngineCollector(stats))
         self.registry.register(_StartupCollector(startup_s))
         self.registry.register(_SelfTestCollector(comm_setup))
+
+    def observe_ttft(self, timing: Timing) -> None:
+        """Sum up one request's parts; one that is not known counts nowhere."""
+        for part in _TTFT_PARTS:
+            seconds = getattr(timing, f"{part}_s")
+            if seconds is not None:
+                self._ttft_parts.labels(part).observe(seconds)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The page and its content type, as the scraper's Accept header wants it."""

@@ -59,6 +59,7 @@ class Leader:
     ) -> None:
         self._runner, self._group, self._reporter = runner, group, reporter
         self._vocab_size, self._eos_token_ids = model.vocab_size, model.eos_token_ids
+        self._arms = plan.arms
         self._limits = Limits(
             max_model_len=plan.max_model_len,
             max_num_seqs=options.max_num_seqs,
@@ -83,7 +84,9 @@ class Leader:
         self._context.term()
 
     def warm_up(self) -> None:
-        """Answer two requests of its own, greedy and drawn: whatever is compiled or allocated lazily happens here.
+        """Answer requests of its own: whatever is compiled or allocated lazily happens here.
+
+        A greedy one by each arm, and a drawn one.
 
         Raises:
             RuntimeError: the answer is not a text; serving it would be worse than not starting.
@@ -92,9 +95,10 @@ class Leader:
         room = self._limits.max_model_len - 1
         prompt = [token % self._vocab_size for token in range(1, 1 + min(_WARM_UP_PROMPT_TOKENS, room))]
         max_tokens = min(_WARM_UP_ANSWER_TOKENS, self._limits.max_model_len - len(prompt))
-        for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
+        for arm, temperature in [*((arm, 0.0) for arm in self._arms), (None, 1.0)]:
             params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.9, seed=1, ignore_eos=True)
-            engine.add(AddRequest(id=f"warm-up-{name}", prompt_token_ids=prompt, params=params))
+            request_id = "warm-up-drawn" if arm is None else f"warm-up-greedy-{arm}"
+            engine.add(AddRequest(id=request_id, prompt_token_ids=prompt, params=params, allreduce=arm))
         outputs: list[Output] = []
         while engine.has_work():
             outputs += engine.step().outputs
@@ -130,6 +134,8 @@ class Leader:
             eos_token_ids=self._eos_token_ids,
             broadcast=self._send_followers,
             comm_counts=self._comm_counts,
+            comm_spent=self._group.ledger.spent,
+            arms=self._arms,
         )
 
     def _take_messages(self, engine: Engine) -> bool:

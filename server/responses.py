@@ -21,7 +21,8 @@ class Usage(Struct, frozen=True):
 
 class CommTotals(Struct, frozen=True):
     """Collectives of one kind on rank 0. ``exact_bytes``: what they would have sent with nothing quantized;
-    ``message_bytes``: of the tensors given to them; ``seconds`` includes waiting for slower ranks.
+    ``message_bytes``: of the tensors given to them; ``seconds`` includes waiting for slower ranks, and
+    ``codec_seconds`` of them were spent encoding and decoding (null: inside a fused kernel, not known).
     """
 
     op: str
@@ -32,6 +33,7 @@ class CommTotals(Struct, frozen=True):
     exact_bytes: int
     seconds: float
     message_bytes: int
+    codec_seconds: float | None
 
 
 class CommSpan(Struct, frozen=True):
@@ -59,8 +61,37 @@ class CommReport(Struct, frozen=True):
     shared: bool = True
 
 
+class Timing(Struct, frozen=True):
+    """Where the time to the first token went, inside the server; the parts add up to ``ttft_s``.
+
+    It begins when the request's headers have come and ends when the first text is handed to the socket (text that may
+    be the beginning of a stop string waits for more tokens); of an answer that is not streamed, when its first token is
+    with the HTTP process. Of several sequences the first counts. ``http_s``: the body read and checked.
+    ``queue_s``: from the HTTP process to the first step that has the sequence. From there to the first token, whatever
+    other sequences the steps were for: ``compute_s``, forward passes without their collectives; ``allreduce_s``,
+    collectives on rank 0, waiting for slower ranks included; ``codec_s``, encoding and decoding for them (null: in a
+    fused kernel, so part of ``allreduce_s``); ``sampling_s``; ``engine_s``, all else. ``send_s``: from rank 0's token to
+    the end. Times are the host's: on CUDA, where work is only enqueued, ``sampling_s`` waits for the device.
+    """
+
+    ttft_s: float
+    http_s: float
+    tokenize_s: float
+    queue_s: float
+    compute_s: float
+    allreduce_s: float
+    codec_s: float | None
+    sampling_s: float
+    engine_s: float
+    send_s: float
+
+
 class TightwireExtra(Struct, frozen=True):
-    comm: CommReport
+    """What of it was asked for. ``timing`` is null where there was no first token; ``token_ids`` are by choice."""
+
+    comm: CommReport | UnsetType = UNSET
+    timing: Timing | UnsetType | None = UNSET
+    token_ids: list[list[int]] | UnsetType = UNSET
 
 
 class PromptLogprob(Struct, frozen=True):
@@ -213,6 +244,7 @@ class CommCost(Struct, frozen=True):
     exact_bytes: int
     seconds: float
     message_bytes: int
+    codec_seconds: float | None
     mean_us: float | None
     p50_us: float | None
     p99_us: float | None
@@ -223,8 +255,10 @@ class CommPolicy(Struct):
     """How the ranks sum their parts and why, and what rank 0 has exchanged since start.
 
     ``transport_reason``: why ``--transport auto`` came to a slower one than this device's best; empty when it did not.
-    ``choices``: the policy in force, the first line of a site and phase whose ``up_to_bytes`` the message does not
-    exceed. ``link``: the emulated wire between the nodes, of ``serve --link``. ``self_test``: what the check at start-up found; an algorithm that is not ``ok`` is never used.
+    ``choices``: the policy in force, the first line of a site, phase and layer (``layers`` null: any) whose
+    ``up_to_bytes`` the message does not exceed. ``extra``: the same of the policies that a request may ask for by name.
+    ``link``: the emulated wire between the nodes, of ``serve --link``. ``self_test``: what the check at start-up found;
+    an algorithm that is not ``ok`` is never used.
     ``saved_bytes``: what quantizing kept off the wire, ``exact_bytes`` less ``bytes_sent``.
     """
 
@@ -234,6 +268,7 @@ class CommPolicy(Struct):
     tp: int
     num_nodes: int
     choices: list[CommChoice]
+    extra: dict[str, list[CommChoice]]
     self_test: list[SelfTestVerdict]
     link: LinkFacts | None
     num_steps: int
