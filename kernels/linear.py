@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.kernels.linear_cpu import linear_cpu
+from tightwire.kernels.linear_widened import linear_widened, rows_are_independent, torch_has_bfloat16_products
 
 
 def linear_reference(
@@ -34,7 +35,7 @@ def linear(
     Args:
         num_single_rows: that many rows, the first, come one by one or a few at a time (generated tokens); the rest are
             blocks of many (prompts), which in bfloat16 on CPU are torch's: faster there, and by far where the CPU has
-            matrix units. Which kernel a row gets must depend on what it is and not on how many came with it. None: all.
+            matrix units, and widened where it has no units for bfloat16 at all. Which kernel a row gets must depend on what it is and not on how many came with it. None: all.
     Raises:
         ValueError: on CPU, shapes or dtypes that do not match, or rows that are not contiguous.
     """
@@ -52,7 +53,9 @@ def linear(
 
 
 def _block_product(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-    """F.linear; a single row is computed twice, because alone it would take another path and get other bits."""
-    if len(x_TD) == 1:
+    if not torch_has_bfloat16_products():
+        product = linear_widened if rows_are_independent() else linear_cpu
+        return product(x_TD, weight_OD, bias_O)
+    if len(x_TD) == 1:  # alone it would take another path and get other bits
         return F.linear(x_TD.expand(2, -1), weight_OD, bias_O)[:1]
     return F.linear(x_TD, weight_OD, bias_O)

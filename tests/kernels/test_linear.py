@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tightwire.kernels import simd
+from tightwire.kernels import linear as linear_module
+from tightwire.kernels import linear_widened, simd
 from tightwire.kernels.linear import linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -128,6 +129,28 @@ def test_rows_of_both_kinds_keep_their_bits_and_bounds(dtype: torch.dtype, num_s
     assert torch.equal(got[num_single_rows:], blocks[num_single_rows:])
     _assert_close(got, x, weight, bias)
     assert torch.equal(linear(x[39:], weight, bias, num_single_rows=0), blocks[39:])
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+@pytest.mark.parametrize("independent", [True, False])
+def test_block_rows_do_not_know_their_neighbours_with_or_without_bfloat16_units(
+    monkeypatch: pytest.MonkeyPatch, has_units: bool, independent: bool
+) -> None:
+    monkeypatch.setattr(linear_module, "torch_has_bfloat16_products", lambda: has_units)
+    if not independent:
+        monkeypatch.setattr(linear_module, "rows_are_independent", lambda: False)
+    weight, bias = _random(320, 192, dtype=torch.bfloat16), _random(320, dtype=torch.bfloat16, seed=1)
+    x = _random(300, 192, dtype=torch.bfloat16, seed=2)
+    together = linear(x, weight, bias, num_single_rows=0)
+    for first, last in ((0, 1), (1, 3), (3, 16), (16, 77), (77, 300)):
+        assert torch.equal(linear(x[first:last], weight, bias, num_single_rows=0), together[first:last])
+    _assert_close(together, x, weight, bias)
+
+
+def test_whether_rows_are_independent_is_found_out_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = torch.nn.functional.linear
+    monkeypatch.setattr(linear_widened.F, "linear", lambda x, weight: product(x, weight) * (1 + len(x) / 1024))
+    assert not linear_widened._rows_are_independent.__wrapped__(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
