@@ -20,7 +20,7 @@ from tightwire.model.tokenizer import Tokenizer
 from tightwire.server.app import make_app
 from tightwire.server.config import HttpOptions
 from tightwire.server.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
-from tightwire.server.messages import AddRequest, CommCount, CommSetup, EngineStats, Output, TokenLogprob
+from tightwire.server.messages import AddRequest, CommCount, CommSetup, EngineStats, FirstToken, Output, TokenLogprob
 from tightwire.server.served_model import ModelInfo, ModelSlot
 
 VOCAB_SIZE = 304
@@ -54,6 +54,7 @@ class FakeEngine:
     gives_up: str | None = None  # ends each sequence with this finish reason in place of its first token
     hangs_after: int | None = None  # outputs; then nothing comes until the stream is closed
     token_s: float = 0.0
+    tells_times: bool = True
     submitted: list[AddRequest] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     live: set[str] = field(default_factory=set)
@@ -141,6 +142,7 @@ class FakeEngine:
                 finish_reason=reason,
                 stop_token_id=token_id if stops else None,
                 queue_s=0.001 if first else None,
+                first_token=_first_token() if first and self.tells_times else None,
             )
             if reason is not None:
                 return
@@ -153,6 +155,11 @@ class FakeEngine:
 
     def _end(self, id_: str, reason: str) -> Output:
         return Output(id=id_, token_ids=[], finish_reason=reason, message="out of blocks")
+
+
+def _first_token() -> FirstToken:
+    now_s = time.monotonic()
+    return FirstToken(now_s, now_s, compute_s=0.0, allreduce_s=0.0, codec_s=0.0, sampling_s=0.0)
 
 
 def _logprob(token_id: int, num_top: int) -> TokenLogprob:
