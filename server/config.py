@@ -133,6 +133,9 @@ class ParallelOptions:
     def _check_arms(self) -> None:
         if doubled := sorted({name for name in self.allreduce_extra if self.allreduce_extra.count(name) > 1}):
             raise ValueError(f"--allreduce-extra names {', '.join(doubled)} twice")
+        extra = [name for name in self.allreduce_extra if name != self.allreduce]
+        want = "left out with --tp 1, as one rank sums nothing; give --tp 2 or more"
+        _require(self.tp > 1 or not extra, "allreduce_extra", ",".join(extra), want)
         by_file = [name for name in self.allreduce_extra if name.startswith(POLICY_PREFIX)]
         if self.comm_policy is None and not by_file:
             return

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tightwire.comm.local_ranks import LocalRankError
@@ -27,10 +26,12 @@ from tightwire.server.bench.comm.measure import MeasurePlan, Timed, measure
 from tightwire.server.bench.comm.options import TRANSPORTS, CommBenchOptions
 from tightwire.server.bench.comm.ranks import open_ranks
 from tightwire.server.bench.comm.summary import Cells
+from tightwire.server.bench.progress import progress_bar
 from tightwire.server.bench.quiet import OthersWatch
+from tightwire.server.comm_request import policy_request
 from tightwire.server.config import ServeConfig
 from tightwire.server.devices import num_cores
-from tightwire.server.run_plan import decide_setting, policy_request
+from tightwire.server.run_plan import decide_setting
 from tightwire.server.sizes import format_bytes
 
 _START_S = 6.0  # for the ranks of one transport to start and join
@@ -94,6 +95,10 @@ def make_plan(config: ServeConfig, seconds: float) -> TunePlan:
     Raises:
         ValueError: the model or an option is refused.
     """
+    if config.parallel.link is not None:
+        raise ValueError(
+            "--link: what is measured is this host's own transports; a server with a link predicts from the link's rate"
+        )
     model = open_checkpoint(config.model.model, config.model.seed).config
     setting, gpus = decide_setting(config, model)
     host = this_host([gpu.name for gpu in gpus], num_cores())
@@ -114,14 +119,7 @@ def measure_all(plan: TunePlan) -> Iterator[Measured]:
         CrowdedError: others used too much of the machine.
         ValueError: the only transport cannot be had after all.
     """
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
+    progress = progress_bar()
     with progress:
         num_sizes = sum(len(plan.sizes(setting)) for setting in plan.settings)
         task, done = progress.add_task("starting ranks", total=num_sizes), 0

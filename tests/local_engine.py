@@ -2,14 +2,14 @@
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from fixed_policy import fixed_policy, make_routes
+from fixed_policy import fixed_policy, make_arms
 from torch import Tensor
 
 from tightwire.comm.group import Group, in_process_groups
@@ -39,7 +39,7 @@ def local_engine(
     *,
     tp: int = 1,
     shares: Sequence[float] | None = None,
-    all_reduce: str | Policy = "one-shot",
+    all_reduce: str | Policy | Mapping[str, Policy] = "one-shot",
     dtype: torch.dtype = torch.float32,
     max_model_len: int = 2048,
     num_blocks: int | None = None,
@@ -47,19 +47,23 @@ def local_engine(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
 ) -> Iterator[LocalEngine]:
-    """An engine over ``tp`` ranks; followers run in threads until the block ends."""
+    """An engine over ``tp`` ranks; followers run in threads until the block ends.
+
+    ``all_reduce``: a name, a policy, or several policies by the names that requests ask for them.
+    """
     config = checkpoint.config
     layout = make_layout(config, tp, shares)
     num_blocks = num_blocks or 4 * -(-max_model_len // block_size)
     groups = in_process_groups(tp)
     policy = fixed_policy(all_reduce) if isinstance(all_reduce, str) else all_reduce
+    arms = policy if isinstance(policy, Mapping) else {"fixed": policy}
     runners = [
         build_runner(
             config,
             checkpoint.reader(),
             group,
             layout,
-            routes=make_routes(policy, group) if tp > 1 else None,
+            routes=make_arms(arms, group) if tp > 1 else None,
             dtype=dtype,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
@@ -93,6 +97,7 @@ def local_engine(
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             broadcast=broadcast,
+            arms=tuple(arms),
         )
         yield LocalEngine(engine, runners, groups)
     finally:

@@ -100,6 +100,7 @@ def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
         tp=info.tp,
         num_nodes=setup.num_nodes if setup else 1,
         choices=setup.choices if setup else [],
+        extra=setup.extra if setup else {},
         self_test=setup.self_test if setup else [],
         link=setup.link if setup else None,
         num_steps=stats.num_steps if stats else 0,

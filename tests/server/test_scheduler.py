@@ -18,9 +18,12 @@ def limits(**changes: int) -> Limits:
     return Limits(**(values | changes))
 
 
-def request(num_tokens: int, name: str = "r", *, max_tokens: int = 8, prompt_logprobs: int | None = None) -> Request:
+def request(
+    num_tokens: int, name: str = "r", *, max_tokens: int = 8, prompt_logprobs: int | None = None, arm: int = 0
+) -> Request:
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
-    return make_request(AddRequest(name, list(range(1, num_tokens + 1)), params), eos_token_ids=(), arrival_s=0.0)
+    message = AddRequest(name, list(range(1, num_tokens + 1)), params)
+    return make_request(message, eos_token_ids=(), arrival_s=0.0, arm=arm)
 
 
 def run(scheduler: Scheduler) -> ScheduledStep:
@@ -204,15 +207,52 @@ def test_limits_that_cannot_work_are_refused() -> None:
         limits(block_size=0)
 
 
+def test_arms_take_turns_and_never_share_a_step() -> None:
+    scheduler = Scheduler(limits())
+    for name, arm in (("a", 0), ("b", 2), ("c", 0)):
+        scheduler.add(request(3, name, arm=arm))
+    seen = [(step.plan.arm, shares(step)) for step in (run(scheduler) for _ in range(5))]
+    # c waits for b, which came first; from then on every other step is of either arm.
+    assert seen == [
+        (0, {"a": (0, 3)}),
+        (2, {"b": (0, 3)}),
+        (0, {"a": (3, 4), "c": (0, 3)}),
+        (2, {"b": (3, 4)}),
+        (0, {"a": (4, 5), "c": (3, 4)}),
+    ]
+
+
+def test_a_step_of_one_arm_may_preempt_the_youngest_of_another() -> None:
+    scheduler = Scheduler(limits(max_model_len=16, num_blocks=4))
+    scheduler.add(request(8, "old", max_tokens=8))
+    scheduler.add(request(3, "young", max_tokens=8, arm=1))
+    step = run(scheduler)
+    while not scheduler.num_preemptions:
+        step = run(scheduler)
+    assert step.plan.arm == 0 and [r.id for r in scheduler.waiting] == ["young"]
+    assert [run(scheduler).plan.arm for _ in range(3)] == [0, 0, 0]  # until old has ended there is no room
+
+
+def test_an_arm_that_finds_no_block_leaves_its_turn_to_another() -> None:
+    scheduler = Scheduler(limits(max_model_len=16, num_blocks=6))
+    scheduler.add(request(9, "old", max_tokens=7))
+    scheduler.add(request(3, "young", arm=1))
+    steps = [run(scheduler) for _ in range(14)]
+    # The fourteenth would be young's, for a third block that there is not.
+    assert [step.plan.arm for step in steps] == [0, 1] * 6 + [0, 0]
+    assert [step.plan.index for step in steps] == list(range(1, 15))
+    assert scheduler.num_preemptions == 1 and [r.id for r in scheduler.waiting] == ["young"]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12),
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=12),
     num_blocks=st.integers(15, 40),
     max_num_seqs=st.integers(1, 6),
     extra_budget=st.integers(0, 20),
 )
 def test_everyone_finishes_in_order_of_arrival_or_nearly(
-    lengths: list[tuple[int, int]], num_blocks: int, max_num_seqs: int, extra_budget: int
+    lengths: list[tuple[int, int, int]], num_blocks: int, max_num_seqs: int, extra_budget: int
 ) -> None:
     """No starvation: running stays older than waiting, and the total number of steps is bounded."""
     scheduler = Scheduler(
@@ -223,16 +263,20 @@ def test_everyone_finishes_in_order_of_arrival_or_nearly(
             max_num_batched_tokens=max_num_seqs + extra_budget,
         )
     )
-    requests = [request(prompt, str(i), max_tokens=out) for i, (prompt, out) in enumerate(lengths)]
+    requests = [request(prompt, str(i), max_tokens=out, arm=arm) for i, (prompt, out, arm) in enumerate(lengths)]
+    num_arms = len({arm for _, _, arm in lengths})
     for r in requests:
         scheduler.add(r)
-    # Even one at a time, one token at a time, the oldest finishes within its length.
-    for _ in range(sum(prompt + out for prompt, out in lengths)):
+    waited = 0
+    # Even one at a time, one token at a time, the oldest finishes within its length and its arm's turns.
+    for _ in range(num_arms * sum(prompt + out for prompt, out, _ in lengths)):
         if not scheduler.has_requests():
             break
         oldest = scheduler.running[0] if scheduler.running else scheduler.waiting[0]
         step = run(scheduler)
-        assert oldest in {chunk.request for chunk in step.chunks}
+        assert {chunk.request.arm for chunk in step.chunks} == {step.plan.arm}
+        waited = 0 if oldest in {chunk.request for chunk in step.chunks} else waited + 1
+        assert waited < num_arms
         order = [int(r.id) for r in [*scheduler.running, *scheduler.waiting]]
         assert order == sorted(order)
         for r in list(scheduler.running):

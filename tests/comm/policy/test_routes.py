@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fixed_policy import fixed_policy, make_routes
+from fixed_policy import fixed_policy, make_arms, make_routes
 from harness import run_in_process
 
 from tightwire.comm.all_reduce.by_size import SizedAllReduce, by_size
@@ -27,6 +27,17 @@ def test_equal_choices_share_an_object_whatever_their_reasons() -> None:
     routes = make_routes(policy, in_process_groups(1)[0])
     assert routes.all_reduce("o_proj", 0, "prefill") is routes.all_reduce("o_proj", 9, "decode")
     assert routes.all_reduce("o_proj", 0, "prefill") is not routes.all_reduce("down_proj", 0, "prefill")
+
+
+def test_arms_have_objects_of_their_own_and_share_those_of_like_choices() -> None:
+    both = fixed_policy("one-shot").rules[:4] + fixed_policy("ring").rules[4:]
+    arms = {"one": fixed_policy("one-shot"), "other": fixed_policy("ring"), "both": Policy(both)}
+    routes = make_arms(arms, in_process_groups(1)[0])
+    assert routes.arms == ("one", "other", "both")
+    names = [type(routes.all_reduce("o_proj", 0, "prefill", arm)).__name__ for arm in range(3)]
+    assert names == ["OneShotAllReduce", "RingAllReduce", "OneShotAllReduce"]
+    assert routes.all_reduce("o_proj", 0, "prefill", 2) is routes.all_reduce("embed", 0, "decode", 0)
+    assert routes.all_reduce("down_proj", 1, "decode", 2) is routes.all_reduce("o_proj", 0, "decode", 1)
 
 
 def test_one_algorithm_for_all_sizes_is_that_algorithm_itself() -> None:

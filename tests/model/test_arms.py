@@ -1,0 +1,45 @@
+"""Several policies in one model: each request's text and messages are those of its own, whoever runs beside it."""
+
+from pathlib import Path
+
+from fixed_policy import fixed_policy
+from local_engine import continue_prompts, local_engine, run_to_end
+from tiny import make_tiny
+
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.sampling_params import SamplingParams
+from tightwire.server.messages import AddRequest
+
+_ARMS = {name: fixed_policy(name) for name in ("one-shot", "flash:int4-g64,int4-g64", "ring")}
+_PROMPTS = [[5], [72, 101, 108, 108, 111], list(range(40, 100))]
+
+
+def test_requests_of_unlike_arms_get_the_text_of_a_server_of_their_own(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
+    alone = {}
+    for name in _ARMS:
+        with local_engine(checkpoint, tp=2, all_reduce=name, max_model_len=128) as local:
+            alone[name] = continue_prompts(local.engine, _PROMPTS, max_tokens=12)
+    settings = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with local_engine(checkpoint, tp=2, all_reduce=_ARMS, max_model_len=128, max_num_batched_tokens=64) as local:
+        for number, prompt in enumerate(_PROMPTS):
+            for name in (None, *_ARMS):  # None: the first
+                local.engine.add(AddRequest(f"{number} {name}", prompt, settings, allreduce=name))
+        outputs = run_to_end(local.engine)
+        counted = {count.algorithm for count in local.groups[1].ledger.counts() if count.op == "all_reduce"}
+    assert counted == set(_ARMS)
+    for name in (None, *_ARMS):
+        texts = [[t for out in outputs[f"{n} {name}"] for t in out.token_ids] for n in range(len(_PROMPTS))]
+        assert texts == alone[name or "one-shot"], name
+    assert alone["flash:int4-g64,int4-g64"] != alone["one-shot"], "the codec shows in the text"
+
+
+def test_an_arm_that_there_is_not_ends_that_request_alone(tmp_path: Path) -> None:
+    settings = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    with local_engine(open_checkpoint(str(make_tiny(tmp_path))), max_model_len=64) as local:
+        local.engine.add(AddRequest("wrong", [1], settings, allreduce="ring"))
+        local.engine.add(AddRequest("right", [1], settings, allreduce="fixed"))
+        outputs = run_to_end(local.engine)
+    assert outputs["wrong"][0].finish_reason == "error"
+    assert outputs["wrong"][0].message == "there is no allreduce 'ring' here; this server has fixed"
+    assert outputs["right"][-1].finish_reason == "length"
