@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tightwire.comm.ledger import Spent
 from tightwire.model.sampling import Sampler
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.step import StepPlan
 from tightwire.server.engine import Engine
-from tightwire.server.messages import AddRequest, CommCount, Output, TokenLogprob
+from tightwire.server.messages import AddRequest, CommCount, FirstToken, Output, TokenLogprob
 from tightwire.server.scheduler import Limits
 
 VOCAB = 61
@@ -442,3 +443,53 @@ def test_steps_without_rows_of_logits() -> None:
     assert engine.step().outputs == [] and engine.step().outputs == []
     assert len(engine.step().outputs) == 1
     assert torch.is_inference_mode_enabled() is False
+
+
+class Timed:
+    """A runner whose every step takes a second, a quarter of it in collectives."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._runner, self.now_s = FakeRunner(limits, VOCAB), 0.0
+
+    def execute(self, plan: StepPlan) -> Tensor | None:
+        self.now_s += 1.0
+        return self._runner.execute(plan)
+
+    def engine(self, limits: Limits) -> Engine:
+        return make_engine(
+            limits, runner=self, clock=lambda: self.now_s, comm_spent=lambda: Spent(self.now_s / 4, self.now_s / 8)
+        )
+
+
+def test_the_first_token_says_what_was_done_since_its_first_step() -> None:
+    """A prompt of five steps that comes while another sequence generates: the steps were for both."""
+    limits = Limits(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=5, num_blocks=48, block_size=4)
+    timed = Timed(limits)
+    engine = timed.engine(limits)
+    engine.add(AddRequest("a", [5], params(max_tokens=20)))
+    told = {1: engine.step().outputs[0].first_token}
+    engine.add(AddRequest("b", [7] * 20, params(max_tokens=3)))
+    while engine.has_work():
+        told |= {len(told) + 1: output.first_token for output in engine.step().outputs if output.first_token}
+
+    assert told == {
+        1: FirstToken(0.0, 1.0, compute_s=0.75, allreduce_s=0.125, codec_s=0.125, sampling_s=0.0),
+        2: FirstToken(1.0, 6.0, compute_s=3.75, allreduce_s=0.625, codec_s=0.625, sampling_s=0.0),
+    }
+
+
+def test_a_preemption_before_the_first_token_is_part_of_its_time() -> None:
+    limits = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=2, num_blocks=16, block_size=4)
+    timed, told = Timed(limits), []
+    engine = timed.engine(limits)
+    engine.add(AddRequest("old", [5] * 4, params(max_tokens=40)))
+    engine.add(AddRequest("young", [i * 5 % VOCAB for i in range(40)], params(max_tokens=5)))
+    while engine.has_work():
+        told += [(output.id, output.first_token) for output in engine.step().outputs if output.first_token]
+
+    (_, old), (_, young) = told
+    assert engine.stats().num_preemptions == 1 and [name for name, _ in told] == ["old", "young"]
+    for first in (old, young):
+        seconds = first.sampled_s - first.scheduled_s
+        assert (first.compute_s, first.allreduce_s + first.codec_s) == (0.75 * seconds, 0.25 * seconds)
+    assert young.sampled_s - young.scheduled_s > 40  # what was computed before it was preempted counts
