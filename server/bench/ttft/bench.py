@@ -64,7 +64,7 @@ class TtftBench:
 
     def _measure(self, facts: Facts) -> None:
         self._facts = report.facts(self._options, facts, describe_environment())
-        run = self._run = Run(self._options, facts, told=self._told, kept=self._keep)
+        run = self._run = Run(self._options, facts, told=self._told, expected=self._expected, kept=self._keep)
         report.show_head(self._console, self._facts, run.num_entries)
         watch = OthersWatch()
         with self._progress:
@@ -84,6 +84,9 @@ class TtftBench:
 
     def _told(self, what: str, done: int, total: int) -> None:
         self._progress.update(self._task, description=what, completed=done, total=total)
+
+    def _expected(self, seconds: float) -> None:
+        report.show_expected(self._console, seconds)
 
     def _keep(self) -> None:
         """After every block, so that a crash loses one at most."""

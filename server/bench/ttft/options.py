@@ -5,7 +5,7 @@ The server's own options (model, ranks, link, engine) are flags of ``serve`` and
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tightwire.comm.names import split_all_reduce_names
@@ -17,7 +17,7 @@ from tightwire.server.flags import make_parser, parse
 GROUPS = ("model", "parallel", "engine")
 _ALGORITHMS = ("native", "ring", "two-shot", "flash-int8", "flash-int6", "flash-int4")
 _OURS = ("allreduce", "allreduce_extra", "comm_policy")  # flags of serve that --algorithms stands for
-_RANKS = 2  # one rank has nothing to sum
+_RANKS = 2  # unless --tp or a file says otherwise: one rank has nothing to sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,14 +117,14 @@ def parse_options(argv: Sequence[str]) -> TtftOptions:
         GROUPS,
     )
     _add_flags(parser)
+    said = {word.partition("=")[0] for word in argv}
+    argv = argv if said & {"--tp", "--config"} else ["--tp", str(_RANKS), *argv]
     config, given = parse(parser, argv, GROUPS)
     for name in _OURS:
         if name in given:
             parser.error(f"--{name.replace('_', '-')} is not for this bench; --algorithms says what is compared")
     own = {name: getattr(given, name) for name in TtftOptions.__slots__ if name != "config" and hasattr(given, name)}
     try:
-        if config.parallel.tp == 1 and "tp" not in given:
-            config = replace(config, parallel=replace(config.parallel, tp=_RANKS))
         return TtftOptions(config=config, **own)
     except ValueError as error:
         parser.error(str(error))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -118,6 +119,12 @@ def show_head(console: Console, known: Mapping[str, Any], num_entries: int) -> N
     console.print(words, soft_wrap=True)
 
 
+def show_expected(console: Console, seconds: float) -> None:
+    """How long the timed part will take, known when everything has warmed up."""
+    time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+    console.print(f"warmed up, and each message of every rank is what it should be; the blocks take about {time}\n")
+
+
 def show(console: Console, shown: Mapping[str, Any]) -> None:
     """Two tables for each cell, then what to take."""
     console.print(f"wire: {describe_link((shown.get('comm') or {}).get('link'))}\n", soft_wrap=True, markup=False)
@@ -139,8 +146,8 @@ def show(console: Console, shown: Mapping[str, Any]) -> None:
 
 
 def _table(title: str, columns: Sequence[str], texts: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("algorithm")
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("algorithm", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right")
     for cells in texts:

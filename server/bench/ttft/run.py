@@ -33,6 +33,7 @@ class Run:
 
     Args:
         told: called with what runs now, and with how many entries of how many are done.
+        expected: called once with how many seconds the blocks will take, when all has warmed up.
         kept: called whenever a block is whole.
     """
 
@@ -42,9 +43,11 @@ class Run:
         facts: Facts,
         *,
         told: Callable[[str, int, int], None],
+        expected: Callable[[float], None],
         kept: Callable[[], None],
     ) -> None:
         self._options, self._facts, self._told, self._kept = options, facts, told, kept
+        self._expected, self._expected_s = expected, 0.0
         self._cells = make_cells(options.prompt_lens, options.concurrency)
         self._arms: list[Arm] = []
         self._policies: dict[str, ArmPolicy] = {}
@@ -54,7 +57,6 @@ class Run:
         self._done = 0
         self.comm: dict[str, Any] = {}  # GET /comm, before anything was asked
         self.traces: list[dict[str, Any]] = []  # of AllReduces by arm and message size, seconds on rank 0
-        self.expected_s = 0.0  # what the blocks will take, known after warming up
 
     @property
     def num_entries(self) -> int:
@@ -99,6 +101,7 @@ class Run:
             for cell in self._cells:
                 for arm in self._arms:
                     await self._warm_up(meter, prompts, cell, arm)
+            self._expected(self._expected_s)
             for block in make_blocks(self._cells, self._arms, self._options.repeats, self._options.config.model.seed):
                 await self._block(meter, prompts, block)
                 self._kept()
@@ -150,7 +153,7 @@ class Run:
             gathered = sum(c.bytes_sent for c in traced.counts if c.op == "all_gather" and c.phase == "prefill")
             messages = proof.messages(policy, cell.prompt_len, 1)
             self._uses[cell, arm.name] = wire_use(proof.formulas, messages, gathered)
-        self.expected_s += traced.wall_s * self._options.repeats
+        self._expected_s += traced.wall_s * self._options.repeats
         self._done += 1
 
     async def _block(self, meter: Meter, prompts: PromptMaker, block: Block) -> None:

@@ -7,8 +7,8 @@ from tightwire.server.sizes import format_bytes
 
 TTFT_COLUMNS = (*("n", "mean", "std", "p50", "p90", "p99", "ratio [95 %]", "verdict", "x best lossless"),)
 OTHER_COLUMNS = (
-    *("compute", "codec", "AllReduce", "rest", "sent", "over bound"),
-    *("TPOT", "ITL p50", "tokens/s", "error", "same answers"),
+    *("compute", "codec", "AllReduce", "rest", "sent", "x bound"),
+    *("TPOT", "ITL p50", "tokens/s", "error", "as exact"),
 )
 LEGENDS = (
     (
@@ -17,8 +17,10 @@ LEGENDS = (
     ),
     (
         "Times in ms, medians. AllReduce without coding, waiting for slower ranks included; rest: HTTP, tokenizing, queue, "
-        "scheduling, sampling, sending. Sent: by rank 0 for one prompt. Over bound: TTFT over compute + codec + bytes / "
-        "bandwidth, where the wire's is known. In brackets: times the baseline's. Error: relative RMS of one AllReduce."
+        "scheduling, sampling, sending. Sent: by rank 0 for one prompt. X bound: TTFT over compute + codec + bytes / "
+        "bandwidth, where the wire's is known. Beside TPOT and tokens/s: times the baseline's. Error: relative RMS of one "
+        "AllReduce. As exact: checked answers that are the lossless one's throughout (tokens until the first that is not, "
+        "nats by which that is less likely)."
     ),
 )
 _REST = ("http_s", "tokenize_s", "queue_s", "engine_s", "sampling_s", "send_s")
@@ -71,7 +73,7 @@ def _agreement(agreement: Mapping[str, Any]) -> str:
     text = f"{agreement['same']}/{agreement['checked']}"
     if agreement["first_difference"] is None:
         return text
-    return f"{text}, token {agreement['first_difference'] + 1}, {agreement['largest_gap_nats']:.2g} nats"
+    return f"{text} ({agreement['first_difference']}, {agreement['largest_gap_nats']:.2g})"
 
 
 def describe_setting(result: Mapping[str, Any]) -> str:
