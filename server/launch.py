@@ -121,6 +121,8 @@ class _Server:
     def _announce(self, info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> None:
         self._slot.startup_s = process_age_s()
         self._progress.say(describe_layout(decision, ready))
+        if (comm := ready[0].comm) is not None and comm.link is not None and comm.link != decision.plan.link:
+            self._progress.say(comm.link.describe(self._config.parallel.wire_nodes))  # measured by now
         self._progress.say(
             f"ready in {self._slot.startup_s:.1f} s at {url_of(self._listener)}: {info.name} "
             f"(tp {info.tp}, {info.dtype} on {decision.plan.device}, {_wire(info, ready[0].comm)}"

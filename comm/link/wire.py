@@ -41,9 +41,9 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe(self, num_nodes: int) -> str:
         """One line for the log."""
-        asked = "" if self.asked_bytes_per_s is None else f" of {_rate(self.asked_bytes_per_s)}"
+        asked = "as fast as it goes" if self.asked_bytes_per_s is None else _rate(self.asked_bytes_per_s)
         measured = self.measured_bytes_per_s
-        rate = f"{'not measured' if measured is None else f'{_rate(measured)} measured'}{asked}"
+        rate = f"{asked} asked for" if measured is None else f"{_rate(measured)} measured of {asked}"
         if self.emulation == NAMESPACES:
             how = "network namespaces" + (" with tc tbf" if self.asked_bytes_per_s else "")
             how += ", the latency added in user space" if self.latency_s else ""

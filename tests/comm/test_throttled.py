@@ -11,7 +11,7 @@ from tightwire.comm.errors import PeerLostError
 from tightwire.comm.group import Group, in_process_groups
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.registry import make_all_reduce
-from tightwire.comm.transport.throttled import ThrottledTransport
+from tightwire.comm.transport.throttled import ThrottledTransport, held_rate, throttle_group
 
 NUM_BYTES = 100_000
 
@@ -96,3 +96,27 @@ def _miss_a_peer(group: Group) -> str:
 
 def test_a_lost_peer_is_named_through_the_link() -> None:
     assert "lost rank 1" in run_in_process(2, _miss_a_peer)[0]
+
+
+def _hold(group: Group, link: str) -> float:
+    slow = throttle_group(group, parse_link(link))
+    return held_rate(slow, parse_link(link))
+
+
+@pytest.mark.parametrize(("link", "rate"), [("80mbit,latency=2ms", 10e6), ("pcie6x16", 121e9)])
+def test_all_ranks_learn_the_rate_that_the_slowest_holds(link: str, rate: float) -> None:
+    told = run_in_process(3, _hold, link)
+    assert told[0] == told[1] == told[2] <= rate
+    if link == "pcie6x16":  # which no memory here carries
+        assert told[0] < 0.9 * rate
+
+
+def _throttle_nodes(group: Group) -> list[bool]:
+    slow = throttle_group(group, parse_link("1gbit"))
+    assert slow.nodes is not None
+    groups = (slow, slow.nodes.across, slow.nodes.inside)
+    return [isinstance(group.transport, ThrottledTransport) for group in groups]
+
+
+def test_between_nodes_is_slow_and_inside_is_not() -> None:
+    assert run_in_process(4, _throttle_nodes, num_nodes=2) == [[True, True, False]] * 4

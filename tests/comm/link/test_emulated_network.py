@@ -30,6 +30,10 @@ def _namespaces(pid: int) -> list[str]:
     return sorted(path.name for path in _FOLDER.glob(f"tightwire-{pid}-*"))
 
 
+def _folders(pid: int) -> list[Path]:
+    return list(Path("/run").glob(f"tightwire-{pid}-*"))
+
+
 def _interfaces() -> str:
     return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
 
@@ -73,6 +77,28 @@ def test_a_node_is_not_on_the_machines_own_network(network: EmulatedNetwork) -> 
 
     assert "wire0" in shown and first.address in shown and second.address not in shown
     assert "wire0" not in _interfaces() and "port0" not in _interfaces()
+
+
+def test_processes_of_one_node_do_not_pass_the_wire(network: EmulatedNetwork) -> None:
+    first = network.nodes[0]
+
+    def send_to_itself() -> int:
+        before = _sent_over(first.interface)
+        with (
+            socket.create_server((first.address, 0)) as listener,
+            socket.create_connection(listener.getsockname(), timeout=10) as caller,
+            listener.accept()[0],
+        ):
+            caller.sendall(bytes(1 << 18))
+        return _sent_over(first.interface) - before
+
+    assert first.visit(send_to_itself) < 1 << 12
+
+
+def _sent_over(interface: str) -> int:
+    """Bytes that left through an interface of this thread's node."""
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.split()[0] == f"{interface}:")
 
 
 def test_a_thread_enters_a_node_alone(network: EmulatedNetwork) -> None:
@@ -132,23 +158,26 @@ def _end(maker: subprocess.Popen[str]) -> None:
 def test_a_killed_process_leaves_nothing_behind(network: EmulatedNetwork) -> None:
     maker, _ = _start_maker()
     assert len(_namespaces(maker.pid)) == 3
+    (folder,) = _folders(maker.pid)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "socket").touch()
 
     _end(maker)
 
     deadline = time.monotonic() + 10
-    while _namespaces(maker.pid) and time.monotonic() < deadline:
+    while (_namespaces(maker.pid) or _folders(maker.pid)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert _namespaces(maker.pid) == []
+    assert _namespaces(maker.pid) == [] and _folders(maker.pid) == []
 
 
 def test_what_two_killed_processes_left_is_swept_by_the_next(network: EmulatedNetwork) -> None:
     maker, remover = _start_maker()
     os.kill(remover, 9)
     _end(maker)
-    assert len(_namespaces(maker.pid)) == 3
+    assert len(_namespaces(maker.pid)) == 3 and len(_folders(maker.pid)) == 1
 
     with EmulatedNetwork(parse_link("1gbit")):
-        assert _namespaces(maker.pid) == []
+        assert _namespaces(maker.pid) == [] and _folders(maker.pid) == []
     assert len(_namespaces(os.getpid())) == 3  # a living process keeps its own
 
 

@@ -1,0 +1,81 @@
+"""The wire of a server: which kind is made, what is said of it, and when it is refused."""
+
+import pytest
+
+from tightwire.comm.link import wire as wire_module
+from tightwire.comm.link.emulated_network import NoEmulatedNetworkError
+from tightwire.comm.link.link import Link, parse_link
+from tightwire.comm.link.wire import LinkFacts, open_wire, plan_link, refuse_too_fast
+
+
+def _facts(measured: float | None, asked: float | None = 25e6, **more: object) -> LinkFacts:
+    values: dict[str, object] = {"name": "200mbit", "latency_s": 0.0, "emulation": "namespaces"} | more
+    return LinkFacts(asked_bytes_per_s=asked, measured_bytes_per_s=measured, **values)  # type: ignore[arg-type]
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise NoEmulatedNetworkError("`ip` failed")
+
+
+def test_where_a_network_cannot_be_made_auto_throttles_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_module, "why_impossible", lambda: "")
+    monkeypatch.setattr(wire_module, "EmulatedNetwork", _refuse)
+    with open_wire(parse_link("200mbit,latency=1ms"), num_nodes=2, ranks_per_node=2) as wire:
+        assert (wire.facts.emulation, wire.facts.reason) == ("user-space", "`ip` failed")
+        assert wire.nodes == () and wire.folder is None
+        assert wire.throttle == Link("200mbit,latency=1ms", 12.5e6, 1e-3)  # two ranks share a node's wire
+        said = wire.facts.describe(2)
+    assert (
+        said == "link 200mbit,latency=1ms between 2 nodes: 25.0 MB/s asked for, throttled in user space (`ip` failed)"
+    )
+
+
+@pytest.mark.parametrize("reason", ["", "only root makes network namespaces"])
+def test_namespaces_asked_for_by_name_are_had_or_refused(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    monkeypatch.setattr(wire_module, "why_impossible", lambda: reason)
+    monkeypatch.setattr(wire_module, "EmulatedNetwork", _refuse)
+    with (
+        pytest.raises(ValueError, match=f"network namespaces cannot be had: {reason or '`ip` failed'}"),
+        open_wire(parse_link("1gbit"), num_nodes=2, emulation="namespaces"),
+    ):
+        pass
+
+
+def test_what_would_be_made_is_known_without_making_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_module, "why_impossible", lambda: "no root")
+    assert (plan_link(parse_link("1gbit")).emulation, plan_link(parse_link("1gbit")).reason) == (
+        "user-space",
+        "no root",
+    )
+    assert plan_link(parse_link("1gbit"), "user-space").reason == ""
+    monkeypatch.setattr(wire_module, "why_impossible", lambda: "")
+    assert plan_link(parse_link("1gbit")).emulation == "namespaces"
+
+
+def test_a_wire_that_carries_less_than_nine_tenths_is_refused() -> None:
+    refuse_too_fast(_facts(22.6e6))
+    refuse_too_fast(_facts(1e6, asked=None))
+    with pytest.raises(ValueError, match=r"22\.4 MB/s measured of 25\.0 MB/s \(namespaces\); ask for at most 179mbit"):
+        refuse_too_fast(_facts(22.4e6))
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        (_facts(24.6e6), "24.6 MB/s measured of 25.0 MB/s, network namespaces with tc tbf"),
+        (
+            _facts(24.6e6, latency_s=1e-4),
+            "24.6 MB/s measured of 25.0 MB/s, network namespaces with tc tbf, the latency added in user space",
+        ),
+        (_facts(2e9, asked=None), "2000.0 MB/s measured of as fast as it goes, network namespaces"),
+        (_facts(24e6, emulation="user-space"), "24.0 MB/s measured of 25.0 MB/s, throttled in user space"),
+    ],
+)
+def test_a_line_says_rate_and_kind(facts: LinkFacts, words: str) -> None:
+    assert facts.describe(2) == f"link 200mbit between 2 nodes: {words}"
+
+
+def test_costs_go_by_the_measured_rate() -> None:
+    assert _facts(24e6).link == Link("200mbit", 24e6)
+    assert _facts(None).link == Link("200mbit", 25e6)
+    assert _facts(2e9, asked=None).link == Link("200mbit", None)
