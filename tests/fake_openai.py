@@ -37,6 +37,7 @@ class FakeServer:
     error_after: int | None = None  # tokens, then an error event
     refuses: tuple[int, str] | None = None  # status and message
     refuses_from: int = 0  # the number of the first request that is refused
+    refuses_fields: tuple[str, ...] = ()  # of a request's body, as servers do that do not know them
     metrics: str = ""
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -74,6 +75,8 @@ class FakeServer:
         self.bodies.append(body)
         if self.refuses and len(self.bodies) > self.refuses_from:
             return _error(*self.refuses)
+        if unknown := set(self.refuses_fields) & set(body):
+            return _error(422, f"extra fields not permitted: {', '.join(sorted(unknown))}")
         return self._refusal(request) or StreamingResponse(self._events(body), media_type="text/event-stream")
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[bytes]:

@@ -61,7 +61,7 @@ class BenchClient:
     def __init__(self, remote: Remote, *, timeout_s: float, extra_body: Mapping[str, Any]) -> None:
         self._remote = remote
         self._timeout_s = timeout_s
-        self._extra_body = dict(extra_body)
+        self.send_fields(extra_body)
         # No limit on connections: waiting for one would count as the server's time.
         self._http = httpx.AsyncClient(
             headers=dict(remote.headers),
@@ -69,6 +69,11 @@ class BenchClient:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0),
             trust_env=remote.trust_env,
         )
+
+    def send_fields(self, extra_body: Mapping[str, Any], *, asks_usage: bool = True) -> None:
+        """From now on, every request has these; ``asks_usage``: False for a server that refuses ``stream_options``."""
+        usage = {"stream_options": {"include_usage": True}} if asks_usage else {}
+        self._extra_body = {**usage, **extra_body}
 
     async def __aenter__(self) -> Self:
         return self
@@ -106,7 +111,6 @@ class BenchClient:
         return {
             "model": self._remote.model,
             "stream": True,
-            "stream_options": {"include_usage": True},
             **prompt.body(),
             **self._extra_body,
         }

@@ -1,7 +1,7 @@
 """``tightwire bench serve``: puts load on a running server and measures it as its clients would.
 
-Steps: reach the server, fit synthetic prompts to the wanted length by the server's own count, then for each load
-warm up, measure, print, keep. What was measured is kept whatever comes after: a dead server, Ctrl-C.
+Steps: reach the server, find out which fields it takes, fit prompts to the wanted length by the server's own count, then
+for each load warm up, measure, print, keep. What was measured is kept whatever comes after: a dead server, Ctrl-C.
 """
 
 import asyncio
@@ -12,19 +12,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tightwire.server.bench.client import BenchClient
+from tightwire.server.bench.console import make_console
 from tightwire.server.bench.environment import describe_environment
+from tightwire.server.bench.progress import progress_bar
+from tightwire.server.bench.result_files import ResultFiles
 from tightwire.server.bench.serve import report
+from tightwire.server.bench.serve.fit import fit_prompt_length, fit_scale, send_what_is_understood
 from tightwire.server.bench.serve.load import Arm, run_arm
-from tightwire.server.bench.serve.options import ServeBenchOptions, parse_options
+from tightwire.server.bench.serve.options import ServeBenchOptions, Workload, parse_options
 from tightwire.server.bench.serve.summary import doubts, summarize
-from tightwire.server.bench.serve.workload import FileWorkload, Prompt, SyntheticWorkload, Workload
+from tightwire.server.bench.serve.workload import FileWorkload, Prompt, SyntheticWorkload
 from tightwire.server.remote import Remote, RemoteError, connect
 
-_FIT_ATTEMPTS = 6
+_WITHOUT = {
+    "ignore_eos": "answers may end before their length, so rates of unlike servers count unlike answers",
+    "stream_options": "it may not tell how many tokens there were; then events with text are counted",
+}
 STARTUP_METRIC = re.compile(r"^tightwire_startup_seconds(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 
 
@@ -36,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run.run()
     except (RemoteError, ValueError) as error:
         sys.stderr.write(f"tightwire bench serve: {error}\n")
-        run.last_line(error=str(error))
+        run.finish(str(error))
         return 1
 
 
@@ -48,28 +53,20 @@ class ServeBench:
         self._arms: list[Arm] = []
         self._summaries: list[dict[str, Any]] = []
         self._facts: dict[str, Any] = {}
-        self._files: report.ResultFiles | None = None
-        self._console = Console(highlight=False)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-            disable=not sys.stderr.isatty(),
-        )
+        self._files: ResultFiles | None = None
+        self._error: str | None = "not finished"
+        self._console = make_console()
+        self._progress = progress_bar()
 
     def run(self) -> int:
         options = self._options
         if options.output is not None:
-            self._files = report.ResultFiles(options.output, options.label)
-        workload = self._workload()
+            self._files = ResultFiles(options.output, options.label)
+        workload = options.make_workload()
         remote = connect(options.url, model=options.model, api_key=options.api_key)
         self._facts = {
-            "server": {"url": remote.base, "model": remote.model, "startup_s": startup_seconds(remote)},
-            "workload": {"name": workload.name, "seed": options.seed, "output_len": options.output_len},
-            "request": options.body(),
+            "server": {"url": remote.base, "model": remote.model, "startup_s": startup_seconds(remote), "refused": []},
+            "workload": {"name": workload.name, "seed": options.seed},
             "environment": describe_environment(),
         }
         try:
@@ -78,29 +75,22 @@ class ServeBench:
         except KeyboardInterrupt:
             if self._arms and self._arms[-1].stopped is None and len(self._summaries) < len(self._arms):
                 self._arms[-1].stopped = "interrupted"
-                self._finish(self._arms[-1], None)
-            self.last_line(error="interrupted")
+                self._close(self._arms[-1], None)
+            self.finish("interrupted")
             return 130
         failure = self._failure()
         if failure:
             sys.stderr.write(f"tightwire bench serve: {failure}\n")
-        self.last_line(error=failure)
-        return 1 if failure else 0
-
-    def _workload(self) -> SyntheticWorkload | FileWorkload:
-        options = self._options
-        if options.prompts is not None:
-            return FileWorkload(options.prompts, output_len=options.output_len, reuse=options.reuse_prompts)
-        return SyntheticWorkload(
-            num_words=options.input_len, output_len=options.output_len, seed=options.seed, chat=options.chat
-        )
+        self.finish(failure)
+        return 1 if self._error else 0
 
     async def _measure(self, remote: Remote, workload: Workload) -> None:
         options = self._options
         async with BenchClient(remote, timeout_s=options.timeout_s, extra_body=options.body()) as client:
-            if isinstance(workload, SyntheticWorkload):
-                await fit_prompt_length(client, workload, options.input_len)
-                self._facts["workload"] |= {"input_len": options.input_len, "num_words": workload.num_words}
+            trial = _trial(options.chat, workload)
+            body, refused = await send_what_is_understood(client, options.body(), trial)
+            self._facts["server"]["refused"], self._facts["request"] = refused, body
+            self._facts["workload"] |= await _fitted(client, workload)
             self._show_head()
             # All prompts are taken first: too few of them is known before an hour of measuring, not after.
             shares = [
@@ -129,14 +119,15 @@ class ServeBench:
             await run_arm(arm, prompts, client.measure, seed=seed, done=lambda: self._progress.advance(task))
         self._progress.remove_task(task)
         expected = [prompt.max_tokens for prompt in prompts] if self._options.ignore_eos else None
-        self._finish(arm, expected)
+        self._close(arm, expected)
 
-    def _finish(self, arm: Arm, expected_generated: Sequence[int] | None) -> None:
-        summary = summarize(arm)
+    def _close(self, arm: Arm, expected_generated: Sequence[int] | None) -> None:
+        found = doubts(arm, expected_generated)
+        summary = {**summarize(arm, self._options.slo), "doubts": found}
         self._summaries.append(summary)
-        report.show(self._console, summary, doubts(arm, expected_generated))
+        report.show(self._console, summary, found)
         if self._files is not None:
-            self._files.write(self._result(), self._arms)
+            report.keep_raw(self._files, self._result(), self._arms)
 
     def _failure(self) -> str | None:
         for summary in self._summaries:
@@ -148,53 +139,50 @@ class ServeBench:
 
     def _show_head(self) -> None:
         server, workload = self._facts["server"], self._facts["workload"]
-        lengths = f", {workload['input_len']} prompt tokens" if "input_len" in workload else ""
-        self._console.print(
-            f"{server['model']} at {server['url']}: {workload['name']} prompts{lengths}, "
-            f"{workload['output_len']} output tokens, seed {workload['seed']}",
-            markup=False,
-            soft_wrap=True,
-        )
+        facts = ", ".join(f"{name} {value}" for name, value in workload.items() if name != "name")
+        words = f"{server['model']} at {server['url']}: {workload['name']} prompts, {facts}"
+        self._console.print(words, markup=False, soft_wrap=True)
+        for name in server["refused"]:
+            words = f"note: the server refuses {name}: {_WITHOUT[name]}"
+            self._console.print(words, style="yellow", markup=False, soft_wrap=True)
         if server["startup_s"] is not None:
             self._console.print(f"the server was ready {server['startup_s']:.2f} s after its start")
         self._console.print()
 
     def _result(self) -> dict[str, Any]:
-        files = self._files.paths if self._files is not None else []
-        return {"schema": report.SCHEMA, **self._facts, "arms": self._summaries, "files": files}
+        facts = {"schema": report.SCHEMA, "label": self._options.label, **self._facts}
+        return {**facts, "arms": self._summaries, "error": self._error}
 
-    def last_line(self, *, error: str | None = None) -> None:
-        """The whole result on one line, without raw samples; ``error`` says why it is not complete."""
-        sys.stdout.write(json.dumps({**self._result(), "error": error}) + "\n")
+    def finish(self, error: str | None) -> None:
+        """Keep what there is and print it on one line, without raw samples; ``error`` says why it is not complete."""
+        self._error = error
+        if self._files is not None and self._summaries:
+            try:
+                report.keep(self._files, self._result(), self._arms)
+            except ValueError as unwritable:
+                sys.stderr.write(f"tightwire bench serve: {unwritable}\n")
+                self._error = "; ".join(filter(None, [error, str(unwritable)]))
+        files = self._files.paths if self._files is not None else []
+        sys.stdout.write(json.dumps({**self._result(), "files": files}) + "\n")
         sys.stdout.flush()
 
 
-async def fit_prompt_length(client: BenchClient, workload: SyntheticWorkload, input_len: int) -> None:
-    """Set ``workload.num_words`` so that the server counts ``input_len`` prompt tokens, chat template included.
+def _trial(chat: bool, workload: Workload) -> Prompt:
+    """A prompt of the kind that will be sent, for one token."""
+    chat = workload.has_chat if isinstance(workload, FileWorkload) else chat
+    return Prompt(content=[{"role": "user", "content": "Hello"}] if chat else "Hello", max_tokens=1)
 
-    Raises:
-        RemoteError: the server refuses the prompt, or no number of words comes within 2 % of the length.
-    """
-    counted, tokens_per_word = 0, 1.0
-    tried: tuple[int, int] | None = None
-    for attempt in range(_FIT_ATTEMPTS):
-        sample = await client.measure(workload.probe(attempt))
-        if sample.error:
-            raise RemoteError(f"a trial request failed: {sample.error}")
-        words, counted = workload.num_words, sample.num_prompt
-        if not sample.usage or counted == input_len:
-            return
-        if words == 1 and counted > input_len:
-            raise RemoteError(f"one word is already {counted} prompt tokens here, more than --input-len {input_len}")
-        # The slope between two trials leaves out the template's own tokens; near ones would only give noise.
-        if tried is None:
-            tokens_per_word = counted / words
-        elif abs(words - tried[0]) > 2:
-            tokens_per_word = (counted - tried[1]) / (words - tried[0])
-        tried = words, counted
-        workload.num_words = max(1, words + round((input_len - counted) / max(1.0, tokens_per_word)))
-    if abs(counted - input_len) > max(2, 0.02 * input_len):
-        raise RemoteError(f"cannot make prompts of {input_len} tokens for this server; the nearest had {counted}")
+
+async def _fitted(client: BenchClient, workload: Workload) -> dict[str, Any]:
+    """Fit prompts to their lengths; returns what the result says of them."""
+    if isinstance(workload, FileWorkload):
+        return {"prompts": len(workload)}
+    if isinstance(workload, SyntheticWorkload):
+        input_len = workload.num_words
+        await fit_prompt_length(client, workload, input_len)
+        return {"input_len": input_len, "output_len": workload.output_len, "num_words": workload.num_words}
+    await fit_scale(client, workload)
+    return {**workload.facts(), "tokens_per_word": workload.scale.tokens_per_word}
 
 
 def startup_seconds(remote: Remote) -> float | None:

@@ -1,4 +1,4 @@
-"""How prompts are sent: so many at a time (closed loop), or so many a second (open loop, Poisson arrivals).
+"""How prompts are sent: so many at a time (closed loop), or so many a second (open loop, Poisson arrivals or burstier).
 
 A closed loop shows what n patient clients get; an open loop shows what happens when clients do not wait for each
 other, and its queue grows without bound when the server is too slow.
@@ -27,12 +27,14 @@ class Load:
 
     concurrency: int | None = None
     request_rate: float | None = None  # requests per second
+    burstiness: float = 1.0  # shape of the gaps' gamma distribution: 1 is Poisson, less comes in bursts, more is even
 
     @property
     def name(self) -> str:
         if self.concurrency is not None:
             return f"concurrency {self.concurrency}"
-        return f"rate {self.request_rate:g}/s"
+        bursts = "" if self.burstiness == 1 else f", burstiness {self.burstiness:g}"
+        return f"rate {self.request_rate:g}/s{bursts}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,13 +73,17 @@ async def run_arm(arm: Arm, prompts: Sequence[Prompt], send: Send, *, seed: int,
         await _closed_loop(arm, arm.load.concurrency, len(prompts), one)
     else:
         assert arm.load.request_rate is not None
-        await _open_loop(arm, poisson_arrivals(len(prompts), arm.load.request_rate, seed), began, one)
+        await _open_loop(arm, arrivals(len(prompts), arm.load.request_rate, seed, arm.load.burstiness), began, one)
 
 
-def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds at which requests arrive; the first at 0, the gaps exponential with mean 1 / rate."""
+def arrivals(count: int, rate: float, seed: int, burstiness: float = 1.0) -> list[float]:
+    """Seconds at which requests arrive; the first at 0, the gaps gamma-distributed with mean 1 / rate.
+
+    Their standard deviation is the mean over the root of ``burstiness``; at 1 they are exponential: Poisson arrivals.
+    """
     source = random.Random(f"{seed}/arrivals")
-    return list(accumulate((source.expovariate(rate) for _ in range(count - 1)), initial=0.0))
+    gaps = (source.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count - 1))
+    return list(accumulate(gaps, initial=0.0))
 
 
 async def _closed_loop(arm: Arm, concurrency: int, count: int, one: Callable[[int], Coroutine[Any, Any, None]]) -> None:
@@ -95,10 +101,10 @@ async def _closed_loop(arm: Arm, concurrency: int, count: int, one: Callable[[in
 
 
 async def _open_loop(
-    arm: Arm, arrivals: Sequence[float], began: float, one: Callable[[int, float], Coroutine[Any, Any, None]]
+    arm: Arm, planned: Sequence[float], began: float, one: Callable[[int, float], Coroutine[Any, Any, None]]
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
-        for index, arrival in enumerate(arrivals):
+        for index, arrival in enumerate(planned):
             await asyncio.sleep(began + arrival - time.perf_counter())
             if arm.stopped:
                 return

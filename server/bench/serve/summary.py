@@ -4,50 +4,13 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from tightwire.server.bench.client import Sample
 from tightwire.server.bench.serve.load import Arm
-
-PERCENTILES = (50, 90, 99)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Distribution:
-    n: int
-    mean: float
-    std: float  # of the sample, n - 1 in the denominator; 0 for a single value
-    min: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-
-def describe(values: Sequence[float]) -> Distribution | None:
-    """The distribution of ``values``; None when there are none."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return Distribution(
-        n=len(ordered),
-        mean=statistics.fmean(ordered),
-        std=statistics.stdev(ordered) if len(ordered) > 1 else 0.0,
-        min=ordered[0],
-        p50=percentile(ordered, 50),
-        p90=percentile(ordered, 90),
-        p99=percentile(ordered, 99),
-        max=ordered[-1],
-    )
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest of the sorted values, as numpy does by default."""
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+from tightwire.server.bench.serve.slo import Slo
+from tightwire.server.bench.statistics import describe
 
 
 def latencies(samples: Sequence[Sample]) -> dict[str, list[float]]:
@@ -61,30 +24,33 @@ def latencies(samples: Sequence[Sample]) -> dict[str, list[float]]:
     }
 
 
-def summarize(arm: Arm) -> dict[str, Any]:
-    """One arm as plain data: counts, rates, and a distribution per latency."""
+def summarize(arm: Arm, slo: Slo | None = None) -> dict[str, Any]:
+    """One arm as plain data: counts, rates, a distribution per latency, and the goodput where there are limits."""
     ok = [sample for sample in arm.samples if sample.error is None]
     num_prompt = sum(sample.num_prompt for sample in ok)
     num_generated = sum(sample.num_generated for sample in ok)
+    counted = all(sample.usage for sample in ok)
     seconds = arm.duration_s or math.inf
     described = {name: describe(values) for name, values in latencies(arm.samples).items()}
     return {
         "load": arm.load.name,
         "concurrency": arm.load.concurrency,
         "request_rate": arm.load.request_rate,
+        "burstiness": arm.load.burstiness,
         "requested": arm.num_requests,
         "succeeded": len(ok),
         "failed": len(arm.samples) - len(ok),
         "stopped": arm.stopped,
         "duration_s": arm.duration_s,
-        "prompt_tokens": num_prompt,
-        "cached_tokens": sum(sample.num_cached for sample in ok),
+        "prompt_tokens": num_prompt if counted else None,
+        "cached_tokens": sum(sample.num_cached for sample in ok) if counted else None,
         "generated_tokens": num_generated,
         "requests_per_s": len(ok) / seconds,
         "output_tokens_per_s": num_generated / seconds,
-        "total_tokens_per_s": (num_prompt + num_generated) / seconds,
+        "total_tokens_per_s": (num_prompt + num_generated) / seconds if counted else None,
         "mean_in_flight": sum(sample.e2e_s or 0.0 for sample in ok) / seconds,
         **{name: asdict(d) if d else None for name, d in described.items()},
+        "goodput": None if slo is None else slo.goodput(arm.samples, arm.duration_s),
         "errors": dict(Counter(sample.error for sample in arm.samples if sample.error).most_common()),
     }
 

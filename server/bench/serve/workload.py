@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tightwire.server.bench.serve.words import WORDS
 
@@ -30,34 +30,20 @@ class Prompt:
         return {"messages" if self.is_chat else "prompt": self.content, "max_tokens": self.max_tokens}
 
 
-class Workload(Protocol):
-    """Hands out prompts, none of them twice."""
-
-    name: str
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts.
-
-        Raises:
-            ValueError: fewer are left.
-        """
-        ...
-
-
 class SyntheticWorkload:
     """Random English words, ``num_words`` to a prompt; the same seed gives the same prompts."""
 
-    name = "synthetic"
+    name = "random"
 
     def __init__(self, *, num_words: int, output_len: int, seed: int, chat: bool = False) -> None:
         self.num_words = num_words
-        self._output_len = output_len
+        self.output_len = output_len
         self._seed = seed
         self._chat = chat
         self._random = random.Random(f"{seed}/prompts")
 
     def take(self, count: int) -> list[Prompt]:
-        return [self._prompt(self._random, self._output_len) for _ in range(count)]
+        return [self._prompt(self._random, self.output_len) for _ in range(count)]
 
     def probe(self, attempt: int) -> Prompt:
         """A prompt of the present length that asks for one token, outside the sequence of ``take``."""
@@ -83,6 +69,11 @@ class FileWorkload:
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the first prompt is for /v1/chat/completions."""
+        return self._prompts[0].is_chat
 
     def take(self, count: int) -> list[Prompt]:
         first, self._taken = self._taken, self._taken + count

@@ -11,19 +11,21 @@ from tightwire.server.bench.cli import main
 SMALL = ["--input-len", "12", "--output-len", "4", "--num-requests", "6"]
 
 
-def bench(fake: FakeServer, *argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
+def bench(
+    fake: FakeServer, *argv: str, small: list[str] = SMALL, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, dict[str, Any], str]:
     """Run ``bench serve`` against ``fake``: exit code, last line, everything before it and stderr."""
     with running(fake):
-        status = main(["serve", "--url", fake.url, *SMALL, *argv])
+        status = main(["serve", "--url", fake.url, *small, *argv])
     captured = capsys.readouterr()
     *text, last = captured.out.splitlines()
     return status, json.loads(last), "\n".join([*text, captured.err])
 
 
-def test_several_concurrencies_in_one_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_several_concurrencies_in_one_run(capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeServer(token_s=0.005, metrics="# HELP x\ntightwire_startup_seconds 3.25\n")
 
-    status, result, text = bench(fake, "--concurrency", "1,3", "--output", str(tmp_path), capsys=capsys)
+    status, result, text = bench(fake, "--concurrency", "1,3", capsys=capsys)
 
     assert status == 0
     assert [arm["load"] for arm in result["arms"]] == ["concurrency 1", "concurrency 3"]
@@ -47,9 +49,11 @@ def test_no_prompt_is_sent_twice_and_a_seed_repeats_the_run(capsys: pytest.Captu
     bench(unseeded, "--warmups", "2", capsys=capsys)
 
     prompts = [body["prompt"] for body in first.bodies]
-    assert len(set(prompts)) == len(prompts) == 1 + 2 + 6  # a trial for the length, warm-ups, measured
+    assert (
+        len(set(prompts)) == len(prompts) == 1 + 1 + 2 + 6
+    )  # trials for fields and for the length, warm-ups, measured
     assert prompts == [body["prompt"] for body in second.bodies]
-    assert not set(prompts) & {body["prompt"] for body in unseeded.bodies}
+    assert not set(prompts[1:]) & {body["prompt"] for body in unseeded.bodies[1:]}
     assert all(body["ignore_eos"] is True and body["temperature"] == 0 for body in first.bodies)
 
 
@@ -74,17 +78,22 @@ def test_a_request_rate_is_an_open_loop(capsys: pytest.CaptureFixture[str]) -> N
     assert fake.peak_in_flight == 6
 
 
-def test_raw_samples_are_kept_as_json_and_csv(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    _, result, _ = bench(FakeServer(), "--output", str(tmp_path), "--label", "a", "--api-key", "k", capsys=capsys)
+def test_raw_samples_and_a_page_are_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ("--output", str(tmp_path), "--label", "a", "--api-key", "k", "--concurrency", "1,2", "--slo", "ttft=9s")
+    _, result, _ = bench(FakeServer(token_s=0.001), *argv, capsys=capsys)
 
-    json_path, csv_path = map(Path, result["files"])
+    json_path, csv_path, page = map(Path, result["files"])
     kept = json.loads(json_path.read_text())
     rows = list(csv.DictReader(csv_path.read_text(encoding="utf-8").splitlines()))
     assert json_path.name.startswith("a-")
     assert kept["schema"] == result["schema"] == "tightwire.bench.serve/1"
-    assert len(kept["arms"][0]["samples"]) == len(rows) == 6
+    assert len(kept["arms"][0]["samples"]) == 6 and len(rows) == 12
     assert float(rows[3]["ttft_s"]) == kept["arms"][0]["samples"][3]["ttft_s"]
     assert rows[0]["error"] == ""
+    text = page.read_text()
+    assert text.count("<svg") == 4  # ECDFs of TTFT and ITL, throughput, TTFT over time; all prompts are of one length
+    assert "Rates" in text and "within limits" in text
+    assert text.count("<tr") == 1 + 2 + 1 + 8
 
 
 def test_prompts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -92,15 +101,73 @@ def test_prompts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     path.write_text("".join(json.dumps({"prompt": f"prompt {i}"}) + "\n" for i in range(7)), encoding="utf-8")
     fake = FakeServer()
 
-    status, _, _ = bench(fake, "--prompts", str(path), "--warmups", "1", capsys=capsys)
+    status, _, _ = bench(fake, "--workload", str(path), "--warmups", "1", small=SMALL[2:], capsys=capsys)
 
     assert status == 0
-    assert [body["prompt"] for body in fake.bodies] == [f"prompt {i}" for i in range(7)]
+    assert [body["prompt"] for body in fake.bodies] == ["Hello", *(f"prompt {i}" for i in range(7))]
     assert "ignore_eos" not in fake.bodies[0]
 
-    status, result, _ = bench(FakeServer(), "--prompts", str(path), "--warmups", "2", capsys=capsys)
+    status, result, _ = bench(FakeServer(), "--workload", str(path), "--warmups", "2", small=SMALL[2:], capsys=capsys)
     assert status == 1
     assert "has 7 prompts" in result["error"]
+
+
+@pytest.mark.parametrize("unknown", ["ignore_eos", "stream_options"])
+def test_a_peer_that_refuses_a_field_is_measured_without_it(unknown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(refuses_fields=(unknown,))
+
+    status, result, text = bench(fake, capsys=capsys)
+
+    assert status == 0
+    assert result["server"]["refused"] == [unknown]
+    assert result["arms"][0]["succeeded"] == 6
+    assert f"the server refuses {unknown}" in text
+    assert unknown not in fake.bodies[-1]
+
+
+def test_without_usage_what_is_unknown_is_said_to_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, result, text = bench(FakeServer(usage=False), "--output", str(tmp_path), capsys=capsys)
+
+    (arm,) = result["arms"]
+    assert (arm["prompt_tokens"], arm["cached_tokens"], arm["total_tokens_per_s"]) == (None, None, None)
+    assert arm["generated_tokens"] == 24
+    assert "sends no usage" in text and "tokens/s in all" not in text
+    page = Path(result["files"][2]).read_text()
+    assert "sends no usage" in page and "<td>unknown</td>" in page
+
+
+def test_goodput_counts_the_requests_within_all_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(token_s=0.02)
+
+    _, loose, text = bench(fake, "--slo", "ttft=9s,tpot=5s", capsys=capsys)
+    _, tight, _ = bench(FakeServer(token_s=0.02), "--slo", "ttft=9s,tpot=1ms", capsys=capsys)
+
+    goodput = loose["arms"][0]["goodput"]
+    assert (goodput["slo"], goodput["met"], goodput["share"]) == ({"ttft_s": 9.0, "tpot_s": 5.0}, 6, 1.0)
+    assert goodput["requests_per_s"] == pytest.approx(loose["arms"][0]["requests_per_s"])
+    assert "100.0% of the requests" in text and "met ttft 9000 ms, tpot 5000 ms" in text
+    assert tight["arms"][0]["goodput"]["met"] == 0
+
+
+def test_prompts_that_begin_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(tokens_per_word=2)
+
+    argv = ("--workload", "shared-prefix", "--prefix-len", "40", "--prefix-groups", "2", "--num-requests", "12")
+    _, result, _ = bench(fake, *argv, capsys=capsys)
+
+    begins = {" ".join(body["prompt"].split()[:20]) for body in fake.bodies[3:]}
+    assert len(begins) == 2
+    assert len({body["prompt"] for body in fake.bodies}) == len(fake.bodies)
+    assert result["arms"][0]["prompt_tokens"] == 12 * (40 + 12)
+    assert result["workload"]["tokens_per_word"] == 2
+
+
+def test_lengths_as_in_sharegpt(capsys: pytest.CaptureFixture[str]) -> None:
+    status, result, _ = bench(FakeServer(template_tokens=3), "--workload", "sharegpt", capsys=capsys)
+
+    assert status == 0
+    assert result["workload"]["name"] == "sharegpt" and "log-normal" in result["workload"]["lengths"]
+    assert result["arms"][0]["generated_tokens"] != 6 * 4
 
 
 def test_figures_that_may_mislead_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,8 +183,8 @@ def test_figures_that_may_mislead_are_marked(capsys: pytest.CaptureFixture[str])
         ({}, ["--model", "other"], "has no model 'other'; it has fake-model"),
         ({"api_key": "right"}, ["--api-key", "wrong"], "refuses the API key (bad key)"),
         ({"refuses": (400, "too long for the context")}, [], "a trial request failed: HTTP 400: too long"),
-        ({"refuses": (503, "draining"), "refuses_from": 1}, [], "every warm-up request failed; the last: HTTP 503"),
-        ({"refuses": (503, "draining"), "refuses_from": 2}, ["--warmups", "1"], "all requests failed: HTTP 503"),
+        ({"refuses": (503, "draining"), "refuses_from": 2}, [], "every warm-up request failed; the last: HTTP 503"),
+        ({"refuses": (503, "draining"), "refuses_from": 3}, ["--warmups", "1"], "all requests failed: HTTP 503"),
         ({"template_tokens": 50}, [], "one word is already 51 prompt tokens here, more than --input-len 12"),
     ],
 )
@@ -134,7 +201,7 @@ def test_nothing_usable_is_a_clear_failure(
 def test_a_server_that_dies_in_the_middle_leaves_what_was_measured(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    fake = FakeServer(refuses=(503, "rank 1 died"), refuses_from=1 + 1 + 5)
+    fake = FakeServer(refuses=(503, "rank 1 died"), refuses_from=2 + 1 + 5)
 
     status, result, _ = bench(
         fake, "--num-requests", "40", "--warmups", "1", "--output", str(tmp_path), "--concurrency", "1,2", capsys=capsys
@@ -179,6 +246,18 @@ def test_an_output_that_cannot_be_written_is_found_before_measuring(
         (["--input-len", "0"], "--input-len must be at least 1"),
         (["--extra-body", "[]"], "expected a JSON object"),
         (["--timeout", "0"], "--timeout must be above 0"),
+        (
+            ["--workload", "none.jsonl"],
+            "random, sharegpt, shared-prefix or a JSONL file, and there is no file none.jsonl",
+        ),
+        (["--workload", __file__, "--input-len", "3"], "--input-len is for workloads that are made"),
+        (["--reuse-prompts"], "the workload random never runs out"),
+        (["--burstiness", "2"], "needs --request-rate"),
+        (["--request-rate", "1", "--burstiness", "0"], "--burstiness must be above 0"),
+        (["--prefix-groups", "0"], "--prefix-groups must be at least 1"),
+        (["--slo", "ttft=fast"], "--slo takes limits for ttft, tpot, e2e"),
+        (["--slo", "itl=5ms"], "--slo takes limits"),
+        (["--slo", "ttft=1s,ttft=2s"], "--slo takes limits"),
     ],
 )
 def test_bad_options_are_refused(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

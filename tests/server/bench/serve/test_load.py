@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from tightwire.server.bench.client import Sample
-from tightwire.server.bench.serve.load import Arm, Load, poisson_arrivals, run_arm
+from tightwire.server.bench.serve.load import Arm, Load, arrivals, run_arm
 from tightwire.server.bench.serve.workload import Prompt
 
 PROMPTS = [Prompt(content=str(i), max_tokens=1) for i in range(12)]
@@ -63,7 +63,7 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
 
     assert server.peak == len(PROMPTS)
     assert time.perf_counter() - began < 12 * 0.5
-    assert [sample.sent_s - sample.late_s for sample in arm.samples] == pytest.approx(poisson_arrivals(12, 200.0, 1))
+    assert [sample.sent_s - sample.late_s for sample in arm.samples] == pytest.approx(arrivals(12, 200.0, 1))
 
 
 async def test_a_server_that_is_gone_is_asked_no_more() -> None:
@@ -76,11 +76,20 @@ async def test_a_server_that_is_gone_is_asked_no_more() -> None:
 
 
 def test_arrivals_are_poisson_and_follow_the_seed() -> None:
-    arrivals = poisson_arrivals(4001, 50.0, seed=7)
-    gaps = [later - earlier for earlier, later in pairwise(arrivals)]
+    times = arrivals(4001, 50.0, seed=7)
+    gaps = [later - earlier for earlier, later in pairwise(times)]
 
-    assert arrivals[0] == 0.0
-    assert arrivals == poisson_arrivals(4001, 50.0, seed=7) != poisson_arrivals(4001, 50.0, seed=8)
+    assert times[0] == 0.0
+    assert times == arrivals(4001, 50.0, seed=7) != arrivals(4001, 50.0, seed=8)
     # Exponential gaps have a standard deviation equal to their mean; five standard errors of 4000 draws.
     assert statistics.fmean(gaps) == pytest.approx(0.02, rel=5 / 4000**0.5)
     assert statistics.stdev(gaps) == pytest.approx(0.02, rel=5 * (2 / 4000) ** 0.5)
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 4.0])
+def test_bursts_keep_the_rate_and_spread_the_gaps(burstiness: float) -> None:
+    gaps = [later - earlier for earlier, later in pairwise(arrivals(8001, 50.0, seed=7, burstiness=burstiness))]
+
+    spread = 0.02 / burstiness**0.5
+    assert statistics.fmean(gaps) == pytest.approx(0.02, abs=5 * spread / 8000**0.5)
+    assert statistics.stdev(gaps) == pytest.approx(spread, rel=0.1)

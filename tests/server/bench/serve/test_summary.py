@@ -1,9 +1,8 @@
-import numpy as np
 import pytest
 
 from tightwire.server.bench.client import Sample
 from tightwire.server.bench.serve.load import Arm, Load
-from tightwire.server.bench.serve.summary import describe, doubts, summarize
+from tightwire.server.bench.serve.summary import doubts, summarize
 
 
 def sample(index: int = 0, **fields: object) -> Sample:
@@ -19,23 +18,6 @@ def arm(*samples: Sample, load: Load | None = None) -> Arm:
     for each in samples:
         arm.add(each)
     return arm
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 101])
-def test_a_distribution_agrees_with_numpy(count: int) -> None:
-    values = np.random.default_rng(count).exponential(size=count)
-
-    got = describe(values.tolist())
-
-    assert got is not None
-    assert got.n == count
-    assert (got.min, got.max) == (values.min(), values.max())
-    np.testing.assert_allclose([got.p50, got.p90, got.p99], np.percentile(values, [50, 90, 99]), rtol=1e-12)
-    np.testing.assert_allclose([got.mean, got.std], [values.mean(), values.std(ddof=1) if count > 1 else 0], rtol=1e-12)
-
-
-def test_no_values_have_no_distribution() -> None:
-    assert describe([]) is None
 
 
 def test_rates_count_only_what_succeeded() -> None:
