@@ -51,6 +51,19 @@ def test_default_max_tokens_shrinks_to_what_fits() -> None:
         assert sequence.params.max_tokens == expected
 
 
+def test_an_allreduce_that_the_server_has_not_is_the_requests_fault() -> None:
+    two = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, arms=("auto", "flash-int8"))
+    alone = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, arms=("auto",))
+    for info, wrong, message in (
+        (two, "ring", r"others are made when it starts \(--allreduce-extra\); this server has auto, flash-int8"),
+        (alone, "flash-int8", "one rank sums nothing, so this server has auto"),
+    ):
+        assert len(_seeds(_body(tightwire={"allreduce": "auto"}), info)) == 1
+        with pytest.raises(ApiError, match=message) as raised:
+            _seeds(_body(tightwire={"allreduce": wrong}), info)
+        assert (raised.value.status, raised.value.param) == (400, "tightwire.allreduce")
+
+
 def test_a_token_that_the_model_does_not_have_is_the_requests_fault() -> None:
     info = ModelInfo(name="tiny", max_model_len=256, vocab_size=200)
     with pytest.raises(ApiError, match="prompt has the token id 200; the vocabulary of 'tiny' is 0 to 199") as raised:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from fixed_policy import fixed_policy
 from harness import run_in_process
+from msgspec import structs
 from torch import Tensor
 
 from tightwire.comm import registry
@@ -15,7 +16,7 @@ from tightwire.comm.group import Group
 from tightwire.comm.policy.rules import Choice, Policy, QuarantinedError, Rule
 from tightwire.server.messages import CommChoice, CommSetup, SelfTestVerdict
 from tightwire.server.rank_comm import check_comm
-from tightwire.server.rank_setup import RunPlan
+from tightwire.server.rank_setup import Arm, RunPlan
 
 
 class BrokenAllReduce(OneShotAllReduce):
@@ -108,6 +109,40 @@ def test_without_peer_memory_the_policy_for_the_library_is_in_force() -> None:
 def test_peer_memory_that_was_named_and_cannot_be_had_is_refused() -> None:
     with pytest.raises(ValueError, match="--transport peer-memory cannot be had: rank 0: the GPUs are strangers; use"):
         run_in_process(2, _check_without_peer_memory, plan(fixed_policy("ring"), "peer-memory"))
+
+
+def test_further_policies_are_checked_and_reported_by_name() -> None:
+    int8 = (Choice(None, ("flash-int8",), "policy file mix.json"),)
+    mixed = Policy((Rule("o_proj", "prefill", int8, layers=(1, 3)), *fixed_policy("ring").rules))
+    here = structs.replace(plan(fixed_policy("two-shot")), own_arm="two-shot", extra=(Arm("policy:mix.json", mixed),))
+    assert here.arms == ("two-shot", "policy:mix.json")
+
+    def check(group: Group) -> tuple[CommSetup, tuple[str, ...], list[str]]:
+        checked = check_comm(group, here, row_elems=64, max_rows=8)
+        assert checked.routes is not None
+        sums = [checked.routes.all_reduce("o_proj", layer, "prefill", arm) for arm in (0, 1) for layer in (0, 1)]
+        return checked.setup, checked.routes.arms, [type(all_reduce).__name__ for all_reduce in sums]
+
+    setup, arms, sums = run_in_process(2, check)[1]
+    assert arms == here.arms
+    assert sums == ["TwoShotAllReduce", "TwoShotAllReduce", "RingAllReduce", "FlashAllReduce"]
+    assert {choice.algorithm for choice in setup.choices} == {"two-shot"}
+    (choices,) = setup.extra.values()
+    assert choices[0] == CommChoice("o_proj", "prefill", None, "flash-int8", "policy file mix.json", layers=[1, 3])
+    assert [verdict.algorithm for verdict in setup.self_test] == ["two-shot", "flash-int8", "ring"]
+
+
+def test_a_further_algorithm_that_sums_wrongly_is_refused_by_its_name() -> None:
+    here = structs.replace(plan(fixed_policy("ring")), extra=(Arm("broken", fixed_policy("broken")),))
+    with pytest.raises(QuarantinedError, match=r"--allreduce-extra broken: .* left without an AllReduce"):
+        run_in_process(2, _check, here)
+
+
+def test_without_peer_memory_further_policies_are_those_for_the_library() -> None:
+    arm = Arm("flash-int8", fixed_policy("flash-int8"), library_policy=fixed_policy("ring"))
+    here = plan(fixed_policy("flash-int8"), "peer-memory", library_policy=fixed_policy("two-shot"))
+    setup = run_in_process(2, _check_without_peer_memory, structs.replace(here, extra=(arm,)))[0]
+    assert {choice.algorithm for choice in setup.extra["flash-int8"]} == {"ring"}
 
 
 def test_others_are_awaited_once_everything_is_compiled() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tightwire.comm.policy.cost import Setting
+from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file
 from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_path, write_tuned
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
@@ -90,6 +91,42 @@ def test_the_summary_names_each_choice_with_its_reason(gpus: list[CudaDevice]) -
     assert len([line for line in alike if line.startswith("allreduce ")]) == 1
 
 
+_MIX = PolicyFile(
+    made_for={"world_size": 4},
+    rules=(
+        FileRule(site="o_proj", phase="prefill", algorithm="flash-int4", layers=(1,), reason="KL 0.001"),
+        FileRule(site="down_proj", phase="decode", algorithm="flash:int8-g64,int8-g64"),
+    ),
+)
+
+
+def test_requests_may_ask_for_what_serve_would_make_of_that_name(gpus: list[CudaDevice], tmp_path: Path) -> None:
+    path = tmp_path / "mix.json"
+    write_policy_file(path, _MIX)
+    names = ("ring", "flash-int8", "two-shot", f"policy:{path}")
+    options = {"device": "cpu", "tp": 2, "allreduce": "two-shot"}
+    decision = run_plan.decide(make_config({**options, "allreduce_extra": names}), MODEL)
+    # The server's own is one of them anyway.
+    assert decision.plan.arms == ("two-shot", "ring", "flash-int8", f"policy:{path}")
+    for arm in decision.plan.extra[:2]:
+        assert arm.policy == run_plan.decide(make_config({**options, "allreduce": arm.name}), MODEL).plan.policy
+    by_file = run_plan.decide(make_config({"device": "cpu", "tp": 2, "comm_policy": str(path)}), MODEL).plan
+    assert (by_file.own_arm, by_file.policy) == (f"policy:{path}", decision.plan.extra[2].policy)
+    summary = decision.summary()
+    assert "on request, ring: allreduce ring: --allreduce ring" in summary
+    assert "allreduce flash-int4 for prefill o_proj of layer 1: policy file mix.json: KL 0.001; its groups" in summary
+    assert "for decode down_proj: policy file mix.json: generated rows are quantized" in summary
+    assert "warning: the policy file mix.json was made for 4 ranks and is used with 2" in summary
+
+
+def test_a_policy_file_for_another_model_is_refused(gpus: list[CudaDevice], tmp_path: Path) -> None:
+    path = tmp_path / "mix.json"
+    write_policy_file(path, _MIX)
+    config = make_config({"device": "cpu", "tp": 2, "comm_policy": str(path)})
+    with pytest.raises(ValueError, match="a rule for layer 1, and the model's layers are 0 to 0"):
+        run_plan.decide(config, replace(MODEL, num_layers=1))
+
+
 def test_what_was_measured_on_this_host_decides_and_a_damaged_file_is_a_warning(
     gpus: list[CudaDevice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,12 +157,15 @@ def test_what_was_measured_on_this_host_decides_and_a_damaged_file_is_a_warning(
     ("options", "message"),
     [
         ({"allreduce": "magic"}, "--allreduce: unknown all-reduce 'magic'; choose one of auto, native"),
+        ({"allreduce_extra": ("ring", "magic")}, "--allreduce-extra: unknown all-reduce 'magic'"),
+        ({"allreduce_extra": ("policy:/no/such",)}, "--allreduce-extra: the policy file /no/such cannot be read"),
+        ({"comm_policy": "/no/such"}, "--comm-policy: the policy file /no/such cannot be read"),
         ({"allreduce_decode": "flash:int8"}, "--allreduce-decode: 'flash:int8' needs two codecs"),
         ({"allreduce_down_proj": "flash:int7,int8"}, "--allreduce-down-proj: .*unknown codec 'int7'"),
     ],
 )
 def test_a_name_that_no_allreduce_has_is_refused_before_anything_is_fetched(
-    options: dict[str, str], message: str
+    options: dict[str, object], message: str
 ) -> None:
     config = make_config({"model": "no/such/model", "tp": 2, **options})
     with pytest.raises(ValueError, match=message):
@@ -184,9 +224,10 @@ def test_between_gpus_auto_tries_peer_memory_and_has_a_policy_without_it(gpus: l
     assert library.transport == "process-group" and library.library_policy is None
 
 
-def test_peer_memory_is_refused_between_cpu_ranks(gpus: list[CudaDevice]) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_peer_memory_is_refused_between_cpu_ranks(gpus: list[CudaDevice], tp: int) -> None:
     with pytest.raises(ValueError, match="--transport peer-memory is between GPUs"):
-        run_plan.decide(make_config({"tp": 2, "device": "cpu", "transport": "peer-memory"}), MODEL)
+        run_plan.decide(make_config({"tp": tp, "device": "cpu", "transport": "peer-memory"}), MODEL)
 
 
 def test_why_ranks_do_not_share_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
