@@ -8,6 +8,7 @@ for ``codec_seconds``.
 """
 
 from collections import deque
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
@@ -79,22 +80,21 @@ class Event(NamedTuple):
     finished: bool = True
 
 
-Begun = tuple[
-    str, str, int, int, float
-]  # op, algorithm, message bytes, number, start; a NamedTuple takes twice as long
+# Op, algorithm, message bytes, number, start; a NamedTuple takes twice as long.
+Begun = tuple[str, str, int, int, float]
 
 
+@dataclass(slots=True)
 class _Totals:
-    __slots__ = ("bytes_sent", "calls", "exact_bytes", "first_timed", "message_bytes", "recent_s", "seconds")
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.bytes_sent = 0
-        self.exact_bytes = 0
-        self.message_bytes = 0
-        self.seconds = 0.0
-        self.recent_s = [0.0] * _NUM_RECENT  # written in turn: entry calls % _NUM_RECENT
-        self.first_timed = 0  # the call from which on latencies are wanted
+    calls: int = 0
+    bytes_sent: int = 0
+    exact_bytes: int = 0
+    message_bytes: int = 0
+    seconds: float = 0.0
+    coding_s: float | None = 0.0
+    # Written in turn: entry calls % _NUM_RECENT.
+    recent_s: list[float] = field(default_factory=lambda: [0.0] * _NUM_RECENT)
+    first_timed: int = 0  # the call from which on latencies are wanted
 
 
 class _CodingTimer:
@@ -107,23 +107,25 @@ class _CodingTimer:
         self._start_s = perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._ledger.add_coding(perf_counter() - self._start_s)
+        self._ledger.coding_s += perf_counter() - self._start_s
 
 
 class Ledger:
     """The collectives of one rank of one group.
 
     The caller sets ``phase`` ("prefill", "decode", ...) per step and may set ``site`` per collective. A collective that
-    quantizes does its encoding and decoding inside ``with ledger.coding``, which is not to be nested.
+    quantizes does its encoding and decoding inside ``with ledger.coding``, which is not to be nested, or calls
+    ``hide_coding``.
     """
 
     def __init__(self) -> None:
         self.phase = ""
         self.site = ""
         self.coding = _CodingTimer(self)
-        self._spent_s = self._coding_s = 0.0
+        self.coding_s = 0.0  # of the collective that runs
+        self._hidden = False  # whether that one encodes where nobody sees it
+        self._spent_s = self._all_coding_s = 0.0
         self._num_unsplit = 0
-        self._coding_by_key: dict[tuple[str, str, str], float | None] = {}
         self._totals: dict[tuple[str, str, str], _Totals] = {}
         self._number = 0
         self._current: Begun | None = None
@@ -157,6 +159,8 @@ class Ledger:
         totals.message_bytes += num_bytes
         totals.seconds += seconds
         self._spent_s += seconds
+        if self.coding_s or self._hidden:
+            self._end_coding(totals)
         self._last = begun
         self._current = None
         events = self._events
@@ -165,29 +169,27 @@ class Ledger:
                 Event(*key, self.site, number, num_bytes, bytes_sent, exact_bytes, start_s=start_s, seconds=seconds)
             )
 
-    def add_coding(self, seconds: float | None) -> None:
-        """The collective that runs now spent so long on encoding or decoding; None: in a fused kernel, nobody knows."""
-        begun = self._current
-        assert begun is not None, "add_coding() without begin()"
-        key = (begun[0], begun[1], self.phase)
-        known_s = self._coding_by_key.get(key, 0.0)
-        if seconds is None:
-            self._num_unsplit += 1
-            self._coding_by_key[key] = None
-            return
-        self._coding_s += seconds
-        if known_s is not None:
-            self._coding_by_key[key] = known_s + seconds
+    def hide_coding(self) -> None:
+        """The collective that runs encodes and decodes inside a fused kernel, and nobody knows for how long."""
+        self._hidden = True
+
+    def _end_coding(self, totals: _Totals) -> None:
+        self._all_coding_s += self.coding_s
+        self._num_unsplit += self._hidden
+        if self._hidden or totals.coding_s is None:
+            totals.coding_s = None
+        else:
+            totals.coding_s += self.coding_s
+        self.coding_s, self._hidden = 0.0, False
 
     def spent(self) -> Spent:
         """The sum of all kinds; unlike ``counts`` it costs no more when there are many."""
-        return Spent(self._spent_s, self._coding_s, self._num_unsplit)
+        return Spent(self._spent_s, self._all_coding_s, self._num_unsplit)
 
     def counts(self) -> list[Count]:
         """Totals so far, in order of first use."""
-        coding = self._coding_by_key
         return [
-            Count(*key, t.calls, t.bytes_sent, t.exact_bytes, t.seconds, t.message_bytes, coding.get(key, 0.0))
+            Count(*key, t.calls, t.bytes_sent, t.exact_bytes, t.seconds, t.message_bytes, t.coding_s)
             for key, t in list(self._totals.items())
         ]
 

@@ -61,7 +61,7 @@ class FlashAllReduce(BaseAllReduce):
         return gather_decoded(self._transport, own, lengths, self._gather_codec, dtype, ledger)
 
     def _in_one_kernel(self, flash: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        self._ledger.add_coding(None)
+        self._ledger.hide_coding()
         return flash(x)
 
     def _exact_bytes(self, x: Tensor) -> int | None:
