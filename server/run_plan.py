@@ -159,12 +159,12 @@ def choose_transport(asked: str, device: str, tp: int, link: LinkFacts | None = 
     Raises:
         ValueError: what was asked for cannot be had.
     """
-    if tp == 1:
-        return "none", ""
     if asked == "peer-memory" and device == "cpu":
         raise ValueError(
             "--transport peer-memory is between GPUs, and ranks run on the CPU; leave it out, or use --device cuda"
         )
+    if tp == 1:
+        return "none", ""
     if link is not None and link.emulation == NAMESPACES:
         return "process-group", ""  # what else there is would pass the wire by, and so was refused
     reason = "it carries CPU tensors, and ranks run on CUDA" if device == "cuda" else why_unusable()

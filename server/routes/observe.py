@@ -67,6 +67,11 @@ def observe_router(serving: Serving) -> APIRouter:
         summary="Record every collective of all ranks for some seconds; open the answer in ui.perfetto.dev",
     )
     async def trace(request: Request) -> Response:
+        if unknown := sorted(set(request.query_params) - {"seconds"}):
+            given = unknown[0][:40]
+            raise invalid(
+                f"unknown query parameter {given!r}; seconds is the only one", given, code="unknown_parameter"
+            )
         seconds = _trace_seconds(request.query_params.getlist("seconds"))
         ranks = await serving.engine.record_collectives(seconds)
         # Half a minute of several ranks takes a second to write; others' tokens need not wait for it.

@@ -52,6 +52,13 @@ async def test_a_traces_length_is_bounded(client: httpx.AsyncClient, engine: Fak
     assert engine.recordings == []
 
 
+async def test_a_trace_takes_no_other_parameter(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    response = await client.get("/comm/trace", params={"seconds": "1", "second": "1"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "second", "unknown_parameter")
+    assert "seconds" in error["message"] and engine.recordings == []
+
+
 @pytest.mark.parametrize(
     ("failure", "status", "code"),
     [
