@@ -115,10 +115,13 @@ def _choose_model(response: httpx.Response, wanted: str | None, base: str) -> st
         names = [str(entry["id"]) for entry in response.json()["data"]]
     except (ValueError, KeyError, TypeError) as error:
         raise RemoteError(f"{base}/models is not an OpenAI model list; is --url right?") from error
-    if wanted and wanted not in names:
-        raise RemoteError(f"{base} has no model {wanted!r}; it has {', '.join(names) or 'none'}")
-    if not wanted and not names:
+    if not names:
+        # Says nothing of a named model: `transformers serve` lists its download cache, not what it serves.
+        if wanted:
+            return wanted
         raise RemoteError(f"{base} lists no models; name one with --model")
+    if wanted and wanted not in names:
+        raise RemoteError(f"{base} has no model {wanted!r}; it has {', '.join(names)}")
     return wanted or names[0]
 
 
