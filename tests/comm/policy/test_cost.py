@@ -3,6 +3,7 @@
 import pytest
 
 from tightwire.comm.group import in_process_groups
+from tightwire.comm.link.link import Link
 from tightwire.comm.nodes import in_process_node_groups
 from tightwire.comm.policy.cost import LINK_COSTS, CostModel, Setting, size_grid
 from tightwire.comm.registry import all_reduce_names, make_all_reduce
@@ -12,6 +13,7 @@ def setting(world_size: int = 2, transport: str = "shared-memory", num_nodes: in
     return Setting(transport=transport, device=device, world_size=world_size, num_nodes=num_nodes, dtype="bfloat16")
 
 
+_MIB = 1 << 20
 NAMES = [*(name for name in all_reduce_names() if name != "auto"), "flash:int4-g32,int8", "hierarchical:int8"]
 
 
@@ -114,3 +116,41 @@ def test_the_grid_covers_both_ends() -> None:
     grid = size_grid(1152, 1152 * 512)
     assert grid[0] == 1152 and grid[-1] >= 1152 * 512
     assert size_grid(64, 64) == [64]
+
+
+def test_behind_a_link_bytes_go_at_its_rate_and_rounds_wait_its_latency() -> None:
+    wire = Link("200mbit,latency=1ms", 25e6, 1e-3)
+    free, slow = CostModel(setting(2, "process-group")), CostModel(setting(2, "process-group"), None, wire)
+    loop, size = LINK_COSTS["process-group", "cpu"], 1 << 20
+    for name, rounds in (("one-shot", 1), ("two-shot", 2), ("ring", 2), ("native", 2), ("flash-int8", 2)):
+        sent = slow.wire_bytes(name, size)
+        added_us = sent / 25e6 * 1e6 - sent / size * loop.mib + rounds * 1000
+        assert slow.seeded_us(name, size) - free.seeded_us(name, size) == pytest.approx(added_us, rel=1e-6)
+
+
+def test_a_link_faster_than_the_transport_changes_nothing_there() -> None:
+    fast = CostModel(setting(2, "process-group"), None, Link("100gbit", 12.5e9))
+    for name in NAMES:
+        assert fast.seeded_us(name, 1 << 20) == pytest.approx(
+            CostModel(setting(2, "process-group")).seeded_us(name, 1 << 20)
+        )
+
+
+def test_ranks_of_a_node_share_its_wire_and_hierarchical_carries_less_over_it() -> None:
+    """Two nodes of two: a flat all-to-all takes 2/3 of both ranks' bytes across, a ring one rank's, hierarchical half."""
+    wire, size = Link("80mbit", 10e6), 1 << 22
+    costs = CostModel(setting(4, "process-group", 2), None, wire)
+    across = {"two-shot": 2 * 2 / 3 * 1.5 * size, "ring": 1.5 * size, "hierarchical": 2 * 1 * size / 2}
+    for name, num_bytes in across.items():
+        us = costs.seeded_us(name, size)
+        assert num_bytes / 10e6 <= us * 1e-6 <= num_bytes / 10e6 + 0.01
+
+
+def test_a_codec_that_packs_planes_or_small_groups_takes_longer() -> None:
+    costs = CostModel(setting(2), None)
+    plain, planes, small = (
+        costs.seeded_us(f"flash:{codec},{codec}", 1 << 24)
+        - costs.wire_bytes(f"flash:{codec},{codec}", 1 << 24) / _MIB * 200
+        for codec in ("int8", "int6", "int8-g32")
+    )
+    assert plain < small < planes
