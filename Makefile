@@ -43,10 +43,10 @@ check: $(installed_dev)
 gpu-test: $(installed_dev)
 	$(bin)/python -m pytest -q -rs -m "gpu or multi_gpu" $(ARGS)
 
-# Servers of its own beside transformers: start-up, time to first token, tokens per second at concurrency 1 and 16.
+# `tightwire serve` beside those of vLLM, llama.cpp and transformers that benchmarks/peers/install.sh has installed.
 bench: $(installed)
 	$(bin)/tightwire pull
-	$(bin)/python benchmarks/run_serve_vs_transformers.py $(ARGS)
+	$(bin)/python benchmarks/peers/run.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
