@@ -10,9 +10,17 @@ VERBS: dict[str, tuple[str, str]] = {
         "tightwire.server.bench.comm.bench:main",
         "every AllReduce by message size: time, bandwidth, bytes, error",
     ),
+    "compare": (
+        "tightwire.server.bench.compare.bench:main",
+        "two results of one bench: ratios with intervals, and an exit code",
+    ),
     "kernels": (
         "tightwire.server.bench.kernels.bench:main",
         "block quantization in GB/s; AllReduce kernels on one GPU",
+    ),
+    "quality": (
+        "tightwire.server.bench.quality.bench:main",
+        "what a quantized AllReduce costs in accuracy: perplexity, KL, greedy texts, noise by layer",
     ),
     "serve": (
         "tightwire.server.bench.serve.bench:main",
