@@ -39,7 +39,10 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
-    """``ticks``: places and labels on the x axis; None: matplotlib's own. ``line_y``: a level to compare with."""
+    """``ticks``: places and labels on the x axis; None: matplotlib's own. ``line_y``: a level to compare with.
+
+    ``from_zero``: a linear y axis begins at 0, so that what is twice as high is twice as much.
+    """
 
     name: str  # tells the plots of a page apart; letters and dashes
     title: str
@@ -51,6 +54,7 @@ class Plot:
     log_y: bool = True
     joined: bool = True  # lines between the points
     line_y: float | None = None
+    from_zero: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +115,7 @@ def _draw_plot(plot: Plot) -> str:
         if plot.log_y:
             axes.set_yscale("log")
             _number_log_axis(axes.yaxis)
-        else:
+        elif plot.from_zero:
             axes.set_ylim(bottom=0)
         if plot.ticks is not None:
             axes.set_xticks(list(plot.ticks[0]), list(plot.ticks[1]))

@@ -270,6 +270,6 @@ def test_bad_options_are_refused(argv: list[str], says: str, capsys: pytest.Capt
 
 def test_an_unknown_bench_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["swim"]) == 2
-    assert "unknown bench 'swim'; choose one of comm, kernels, serve" in capsys.readouterr().err
+    assert "unknown bench 'swim'; choose one of comm, compare, kernels" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "serve" in capsys.readouterr().out

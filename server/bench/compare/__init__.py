@@ -1,0 +1,1 @@
+"""``tightwire bench compare``: what changed between two results of one bench."""
