@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import open_wire
 from tightwire.server.config import ParallelOptions
-from tightwire.server.flags import make_parser, parse
+from tightwire.server.flags import make_parser, parse, refuse_allreduce_extra
 from tightwire.server.interrupts import interrupts_end_at_once
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def generate(argv: Sequence[str]) -> int:
         "--temperature", type=_at_least(0, float), default=0.0, metavar="T", help="0: always the likeliest (default: 0)"
     )
     config, args = parse(parser, argv, _OFFLINE_GROUPS)
+    refuse_allreduce_extra(parser, config)
     with ExitStack() as stack:
         try:
             ranks = _start_ranks(config.parallel, stack)

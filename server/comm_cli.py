@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tightwire.server.config import ServeConfig
-from tightwire.server.flags import make_parser, parse
+from tightwire.server.flags import make_parser, parse, refuse_allreduce_extra
 from tightwire.server.interrupts import interrupts_end_at_once
 
 _GROUPS = ("model", "parallel", "engine")
@@ -23,6 +23,7 @@ def explain(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
     config, args = parse(parser, argv, _GROUPS)
+    refuse_allreduce_extra(parser, config)
     with interrupts_end_at_once():
         return importlib.import_module("tightwire.server.explain").run(_at_least_two_ranks(config), "json" in args)
 
@@ -36,6 +37,7 @@ def tune(argv: Sequence[str]) -> int:
         "--seconds", type=_seconds, default=60.0, metavar="S", help="about how long it may take in all (default: 60)"
     )
     config, args = parse(parser, argv, _GROUPS)
+    refuse_allreduce_extra(parser, config)
     with interrupts_end_at_once():
         module = importlib.import_module("tightwire.server.tune")
     return module.run(_at_least_two_ranks(config), args.seconds)

@@ -81,6 +81,12 @@ def parse(
         parser.error(str(error))
 
 
+def refuse_allreduce_extra(parser: argparse.ArgumentParser, config: ServeConfig) -> None:
+    """For verbs that have no requests which could ask for a further AllReduce. Ends the program with exit code 2."""
+    if config.parallel.allreduce_extra:
+        parser.error("--allreduce-extra is for requests to `serve`; leave it out, or name one with --allreduce")
+
+
 def make_config(values: Mapping[str, Any]) -> ServeConfig:
     """The config tree with some options set by field name, and the rest at their defaults.
 

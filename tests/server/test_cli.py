@@ -96,6 +96,7 @@ def test_every_verb_of_the_table_exists_and_explains_itself(verb: str, capsys: p
         (["hi", "--temperature", "nan"], "must be at least 0"),
         ([], "PROMPT"),
         (["hi", "--port", "1"], "unknown argument '--port'"),
+        (["hi", "--tp", "2", "--allreduce-extra", "ring"], "--allreduce-extra is for requests to `serve`"),
     ],
 )
 def test_generate_refuses_wrong_arguments(

@@ -14,6 +14,7 @@ from tiny import make_tiny
 
 from tightwire.__main__ import main
 from tightwire.comm.policy.cost import Setting
+from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file
 from tightwire.comm.policy.tune_file import read_tuned, this_host, tune_path
 from tightwire.server import tune as tune_module
 from tightwire.server.bench.comm.measure import Checked, Timed
@@ -113,6 +114,28 @@ def test_explain_shows_a_table_for_each_message_and_follows_the_flags(
     assert isinstance(messages, list)
     refused = [v["why"] for m in messages if m["phase"] == "prefill" for v in m["verdicts"] if not v["chosen"]]
     assert not any("no error budget" in why for why in refused)
+
+
+def test_explain_shows_layers_apart_where_a_policy_file_does(
+    model: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = FileRule(site="o_proj", phase="prefill", algorithm="flash:int4-g64,int4-g64", layers=(1,), reason="KL 0.001")
+    path = tmp_path / "mix.json"
+    write_policy_file(path, PolicyFile(made_for={"world_size": 8}, rules=(rule,)))
+    data = explained(capsys, *flags(model, "--comm-policy", str(path)))
+    assert "made for 8 ranks" in str(data["policy_warning"])
+    messages = data["messages"]
+    assert isinstance(messages, list)
+    kinds = [(m["phase"], m["sites"], m["layers"], m["verdicts"][0]["algorithm"]) for m in messages]
+    assert ("prefill", ["o_proj"], [1], rule.algorithm) in kinds
+    assert ("prefill", ["o_proj"], [0], rule.algorithm) not in kinds
+    assert {layers is None for phase, sites, layers, _ in kinds if phase == "decode" or sites == ["down_proj"]} == {
+        True
+    }
+    (chosen,) = [m["verdicts"][0] for m in messages if m["layers"] == [1] and m["num_rows"] == 2]
+    assert chosen["why"] == "policy file mix.json: KL 0.001"
+    assert main(["explain", *flags(model, "--comm-policy", str(path))]) == 0
+    assert "prefill, o_proj of layer 1: 2 rows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
