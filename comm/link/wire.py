@@ -39,17 +39,21 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
         rate = self.asked_bytes_per_s and (self.measured_bytes_per_s or self.asked_bytes_per_s)
         return Link(self.name, rate, self.latency_s)
 
+    @property
+    def how(self) -> str:
+        """Which kind of wire this is, in words."""
+        if self.emulation == USER_SPACE:
+            return "throttled in user space"
+        how = "tc tbf between network namespaces" if self.asked_bytes_per_s else "network namespaces"
+        return f"{how}, latency in user space" if self.latency_s else how
+
     def describe(self, num_nodes: int) -> str:
         """One line for the log."""
         asked = "as fast as it goes" if self.asked_bytes_per_s is None else _rate(self.asked_bytes_per_s)
         measured = self.measured_bytes_per_s
         rate = f"{asked} asked for" if measured is None else f"{_rate(measured)} measured of {asked}"
-        if self.emulation == NAMESPACES:
-            how = "network namespaces" + (" with tc tbf" if self.asked_bytes_per_s else "")
-            how += ", the latency added in user space" if self.latency_s else ""
-        else:
-            how = "throttled in user space" + (f" ({self.reason})" if self.reason else "")
-        return f"link {self.name} between {num_nodes} nodes: {rate}, {how}"
+        why = f" ({self.reason})" if self.reason else ""
+        return f"link {self.name} between {num_nodes} nodes: {rate}, {self.how}{why}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.group import Group, open_process_group
-from tightwire.comm.link.emulated_network import EmulatedNetwork, EmulatedNode, NoEmulatedNetworkError
+from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.link import Link
+from tightwire.comm.link.wire import Wire, open_wire
 from tightwire.comm.local_ranks import LocalRanks
 from tightwire.comm.nodes import join_nodes
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.segment import make_segment, why_unusable
-from tightwire.comm.transport.throttled import ThrottledTransport
+from tightwire.comm.transport.throttled import throttle_group
 from tightwire.server.bench.comm.options import CommBenchOptions
 
 
@@ -47,7 +48,7 @@ def open_ranks(options: CommBenchOptions) -> Iterator[tuple[LocalRanks, dict[str
     """
     transport = _choose_transport(options)
     with ExitStack() as stack:
-        wire = _Wire(options.link, options, stack)
+        wire, link_facts = _open_wire(options, stack)
         per_node = options.ranks // options.num_nodes
         shares_nodes = transport == "shared-memory" or (options.link is not None and why_unusable() is None)
         plan = GroupPlan(
@@ -62,8 +63,8 @@ def open_ranks(options: CommBenchOptions) -> Iterator[tuple[LocalRanks, dict[str
                 for _ in range(options.num_nodes)
             ),
             peer_memory=transport == "peer-memory",
-            network=wire.nodes,
-            throttle=wire.throttle,
+            network=wire.nodes if wire else (),
+            throttle=wire.throttle if wire else None,
         )
         silence_s = 2 * options.timeout_s + 30
         ranks = stack.enter_context(LocalRanks(options.ranks, partial(open_group, plan), silence_s=silence_s))
@@ -72,7 +73,7 @@ def open_ranks(options: CommBenchOptions) -> Iterator[tuple[LocalRanks, dict[str
             if options.transport == "peer-memory":
                 raise ValueError("--transport peer-memory cannot be had; the ranks said above why")
             transport = "process-group"
-        yield ranks, {"transport": transport, "link": wire.facts}
+        yield ranks, {"transport": transport, "link": link_facts}
 
 
 def has_peer_memory(group: Group) -> Iterator[bool]:
@@ -103,42 +104,18 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
     if plan.num_nodes > 1:
         segment_fd = _open(plan.node_segments[topology.node])
         group = join_nodes(group, topology, store=store, interface=interface, segment_fd=segment_fd)
-    return group if plan.throttle is None else _throttled(group, plan.throttle)
+    return group if plan.throttle is None else throttle_group(group, plan.throttle)
 
 
-def _throttled(group: Group, link: Link) -> Group:
-    """``group`` with ``link`` wherever its bytes may pass from node to node."""
-    slow = replace(group, transport=ThrottledTransport(group.transport, link))
-    if slow.nodes is None:
-        return slow
-    across = slow.nodes.across
-    slow_across = replace(across, transport=ThrottledTransport(across.transport, link))
-    return replace(slow, nodes=replace(slow.nodes, across=slow_across))
-
-
-class _Wire:
-    """What lies between the nodes: nothing, a wire that the kernel limits, or transports that limit themselves."""
-
-    def __init__(self, link: Link | None, options: CommBenchOptions, stack: ExitStack) -> None:
-        self.nodes: tuple[EmulatedNode, ...] = ()
-        self.throttle: Link | None = None
-        self.facts: dict[str, Any] | None = None
-        if link is None:
-            return
-        self.facts = {**asdict(link), "how": "", "measured_bytes_per_s": None}
-        delay = Link(link.name, None, link.latency_s) if link.latency_s else None
-        try:
-            network = stack.enter_context(EmulatedNetwork(link, num_nodes=options.num_nodes))
-        except NoEmulatedNetworkError as error:
-            # Ranks of one node share its wire. Of the flat group's bytes, those that stay inside a node are slowed too.
-            shared = None if link.bytes_per_s is None else link.bytes_per_s * options.num_nodes / options.ranks
-            self.throttle = Link(link.name, shared, link.latency_s)
-            self.facts |= {"how": "throttled in user space", "why": str(error)}
-        else:
-            self.nodes, self.throttle = network.nodes, delay
-            how = "tc tbf between network namespaces" if link.bytes_per_s else "network namespaces"
-            self.facts["how"] = f"{how}, latency in user space" if delay else how
-            self.facts["measured_bytes_per_s"] = network.measure()
+def _open_wire(options: CommBenchOptions, stack: ExitStack) -> tuple[Wire | None, dict[str, Any] | None]:
+    """What lies between the nodes, and facts about it for the result."""
+    if options.link is None:
+        return None, None
+    per_node = options.ranks // options.num_nodes
+    wire = stack.enter_context(open_wire(options.link, num_nodes=options.num_nodes, ranks_per_node=per_node))
+    measured, reason = wire.facts.measured_bytes_per_s, wire.facts.reason
+    facts = {**asdict(options.link), "how": wire.facts.how, "measured_bytes_per_s": measured}
+    return wire, facts | ({"why": reason} if reason else {})
 
 
 def _choose_transport(options: CommBenchOptions) -> str:

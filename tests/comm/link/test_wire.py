@@ -62,10 +62,10 @@ def test_a_wire_that_carries_less_than_nine_tenths_is_refused() -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        (_facts(24.6e6), "24.6 MB/s measured of 25.0 MB/s, network namespaces with tc tbf"),
+        (_facts(24.6e6), "24.6 MB/s measured of 25.0 MB/s, tc tbf between network namespaces"),
         (
             _facts(24.6e6, latency_s=1e-4),
-            "24.6 MB/s measured of 25.0 MB/s, network namespaces with tc tbf, the latency added in user space",
+            "24.6 MB/s measured of 25.0 MB/s, tc tbf between network namespaces, latency in user space",
         ),
         (_facts(2e9, asked=None), "2000.0 MB/s measured of as fast as it goes, network namespaces"),
         (_facts(24e6, emulation="user-space"), "24.0 MB/s measured of 25.0 MB/s, throttled in user space"),

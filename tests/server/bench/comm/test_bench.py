@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from faulty_all_reduce import make_faulty, make_raising
 
+from tightwire.comm.link import wire
 from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.local_ranks import LocalRankError
@@ -163,7 +164,7 @@ def test_without_namespaces_the_link_is_throttled_and_the_result_says_so(
     def refuse(*_: object, **__: object) -> EmulatedNetwork:
         raise NoEmulatedNetworkError("only root makes network namespaces")
 
-    monkeypatch.setattr(comm_ranks, "EmulatedNetwork", refuse)
+    monkeypatch.setattr(wire, "EmulatedNetwork", refuse)
 
     status, result, text = bench(
         *("--algorithms", "two-shot,flash-int8", "--sizes", "64KiB", "--repeats", "3", "--link", "80mbit"),
