@@ -14,7 +14,7 @@ _FUSED = {"cpu": "shared-memory", "cuda": "peer-memory"}  # the transports that 
 
 
 class AutoAllReduce(SizedAllReduce):
-    """``one-shot`` up to some size, ``two-shot`` beyond; with two ranks always one-shot, which then sends no more.
+    """``one-shot`` up to some size, ``two-shot`` beyond; with two ranks in shared memory always one-shot, which sends no more.
 
     Both are exact and add in rank order with one rounding, so the switch changes no bit of the result: a row's sum does
     not depend on how many rows travel with it. The ledger records the algorithm that ran, not this name.

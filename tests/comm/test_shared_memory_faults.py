@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from harness import Ranks
 from tightwire.comm.errors import CollectiveMismatchError, CollectiveTimeoutError, CommError, PeerLostError
 from tightwire.comm.group import Group
 from tightwire.comm.registry import make_all_reduce
+from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 
 ODD_RANK = 1
 TIMEOUT_S = 1.5
@@ -90,8 +92,17 @@ def test_another_dtype_is_seen_and_told() -> None:
 def _until_rank_one_stops(group: Group, stop: signal.Signals) -> Seen | None:
     make_all_reduce("two-shot", group)(torch.ones(16))
     if group.rank == ODD_RANK:
+        _wait_for_the_others(group)
         os.kill(os.getpid(), stop)
     return _call(group, "one-shot", torch.ones(300))
+
+
+def _wait_for_the_others(group: Group) -> None:
+    """Until the board shows them in the next collective; gloo has no board, and tells when each gives up."""
+    transport = group.transport
+    if isinstance(transport, SharedMemoryTransport):
+        while transport.board.last_collectives().count("#2") < group.world_size - 1:
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
