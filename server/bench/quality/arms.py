@@ -13,6 +13,7 @@ from tightwire.model.config import LlamaConfig
 
 LOSSLESS = "two-shot"  # adds in float32 in rank order and rounds once, as `auto` does on CPUs
 EXACT = "exact"
+MIX = "mix"  # what a search has found
 LOSSY_SITES = ("o_proj", "down_proj")
 _POLICY = "policy:"
 

@@ -18,8 +18,14 @@ class Budget:
     limit: float
 
     def allows(self, row: Mapping[str, Any]) -> bool:
-        """Whether an arm that came to ``row`` at one world size is inside."""
-        return row["kl_mean" if self.kind == "kl" else "perplexity_delta"] <= self.limit
+        """Whether an arm that came to ``row`` at one world size is inside.
+
+        Perplexity needs many tokens until luck evens out: the upper end of its interval has to be inside.
+        """
+        if self.kind == "kl":
+            return row["kl_mean"] <= self.limit
+        high = row["perplexity_delta_high"]
+        return (row["perplexity_delta"] if high is None else high) <= self.limit
 
 
 def parse_budget(text: str) -> Budget:

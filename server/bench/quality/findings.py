@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile
-from tightwire.server.bench.quality.arms import LOSSY_SITES, Arm, bytes_per_token, file_arm, make_arm
+from tightwire.server.bench.quality.arms import LOSSY_SITES, MIX, Arm, bytes_per_token, file_arm, make_arm
 from tightwire.server.bench.quality.measure import Measured
 from tightwire.server.bench.quality.ranks import PlayedRanks
 from tightwire.server.bench.quality.search import CANDIDATES, Mix, Search, choose
@@ -14,7 +14,6 @@ from tightwire.server.bench.quality.setting import Setting
 from tightwire.server.bench.quality.summary import window_means
 from tightwire.server.bench.statistics import compare
 
-MIX = "mix"
 _AS_MANY = 1.1  # times the mix's bytes: arms that send more are no rivals
 
 

@@ -34,6 +34,7 @@ class QualityOptions:
     dtype: str = "auto"
     budget: Budget | None = None
     search: str | None = None  # find a mix that sends at most as many bytes as this one
+    search_tokens: int = 2048  # that it is found with, besides those that are judged
     write_policy: Path | None = None
     seed: int = 0  # of random weights
     output: Path | None = None
@@ -53,6 +54,7 @@ class QualityOptions:
             raise ValueError("--world-sizes names one twice")
         for flag, value, least in (
             ("--tokens", self.tokens, 1),
+            ("--search-tokens", self.search_tokens, 1),
             ("--window", self.window, 16),
             ("--batch", self.batch, 1),
         ):
@@ -85,6 +87,7 @@ def parse_options(argv: Sequence[str]) -> QualityOptions:
             dtype=given.dtype,
             budget=None if given.budget is None else parse_budget(given.budget),
             search=given.search,
+            search_tokens=given.search_tokens,
             write_policy=given.write_policy,
             seed=given.seed,
             output=given.output,
@@ -128,6 +131,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="find a mix of codecs by layer that sends no more than NAME (%(const)s), and judge it on other windows than "
         "it was found with",
+    )
+    add(
+        "--search-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="that it is found with: each costs as many passes as the model has AllReduces (%(default)s)",
     )
     add("--write-policy", type=Path, metavar="FILE", help="keep what was found for `serve --comm-policy FILE`")
     add("--seed", type=int, default=0, metavar="N", help="of random weights (%(default)s)")

@@ -15,8 +15,6 @@ from tightwire.server.bench.quality.options import QualityOptions
 from tightwire.server.bench.quality.windows import Windows, make_windows
 from tightwire.server.bench.text import ENGLISH_NAME, english_text, read_text
 
-_CALIBRATION_TOKENS = 2048  # that a mix is found with
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
@@ -52,7 +50,7 @@ def make_setting(options: QualityOptions) -> Setting:
         text,
         num_tokens=options.tokens,
         window=options.window,
-        num_calibration=0 if options.search is None else -(-_CALIBRATION_TOKENS // options.window),
+        num_calibration=0 if options.search is None else -(-options.search_tokens // options.window),
     )
     dtype = _choose_dtype(options.dtype, config)
     return Setting(

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tightwire.server.bench.quality.arms import MIX
+
 COLUMNS = (*("bytes", "share", "ppl", "ppl +%", "KL", "KL p99", "top-1 %", "greedy", "o dB", "down dB"),)
 LEGEND = (
     "bytes: that a rank sends for a prompt token, mean of the ranks, and their share of the lossless sum's; ppl: perplexity, "
@@ -46,7 +48,11 @@ def describe_choice(choice: Mapping[str, Any]) -> str:
     sizes = ", ".join(map(str, choice["world_sizes"]))
     if choice["algorithm"] is None:
         return f"within {choice['budget']} at {sizes} ranks: none of these; all but lossless ones lose more"
-    return f"within {choice['budget']} at {sizes} ranks, the cheapest is --allreduce {choice['algorithm']}"
+    name = choice["algorithm"]
+    flag = "the mix" if name == MIX else f"--allreduce {name}"
+    if name.startswith("policy:"):
+        flag = f"--comm-policy {name.removeprefix('policy:')}"
+    return f"within {choice['budget']} at {sizes} ranks, the cheapest is {flag}"
 
 
 def _delta(row: Mapping[str, Any]) -> str:
