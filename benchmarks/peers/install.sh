@@ -4,12 +4,11 @@
 #   benchmarks/peers/install.sh DIR [vllm] [transformers] [llama.cpp]      (all three if none is named)
 #
 # Variables: PYTHON (3.11 or newer), PIP_FLAGS (such as --extra-index-url URL, where the default index offers no CPU build of
-# torch), LLAMA_CMAKE_FLAGS (more for llama.cpp's build; -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON
-# where the default, everything this CPU has, does not run), JOBS (of that build).
+# torch), LLAMA_CMAKE_FLAGS (in place of those that are chosen for this CPU, for llama.cpp's build), JOBS (of that build).
 set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)
-[ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1"
 dir=$(cd "$1" && pwd)
 shift
@@ -23,6 +22,22 @@ environment() {
     "$dir/$1/bin/pip" install $pip_flags -r "$here/$1.txt"
 }
 
+# Each vector extension that the kernel announces, by name. Not -march=native: where a virtual machine announces matrix units
+# that it does not have, that program ends with an illegal instruction. So AMX is left out.
+llama_cpu_flags() {
+    has=$(sed -n 's/^flags[^:]*://p' /proc/cpuinfo 2>/dev/null | head -n 1)
+    [ -n "$has" ] || return 0 # no x86, or no Linux: llama.cpp's own choice
+    chosen=-DGGML_NATIVE=OFF
+    for pair in sse4_2:SSE42 avx:AVX avx2:AVX2 bmi2:BMI2 fma:FMA f16c:F16C avx_vnni:AVX_VNNI avx512f:AVX512 \
+        avx512vbmi:AVX512_VBMI avx512_vnni:AVX512_VNNI avx512_bf16:AVX512_BF16; do
+        case " $has " in
+            *" ${pair%%:*} "*) chosen="$chosen -DGGML_${pair#*:}=ON" ;;
+            *) chosen="$chosen -DGGML_${pair#*:}=OFF" ;;
+        esac
+    done
+    echo "$chosen"
+}
+
 # The sources of llama.cpp that llama-cpp-python's package has inside: its server is llama.cpp's own program, not the Python
 # wrapper, which answers one request at a time.
 llama_cpp() {
@@ -33,11 +48,13 @@ llama_cpp() {
         -d "$work" 'llama-cpp-python==0.3.36'
     rm -rf "$work/source"
     mkdir "$work/source"
+    flags=${LLAMA_CMAKE_FLAGS:-$(llama_cpu_flags)}
+    echo "llama.cpp is built with ${flags:-its own choice for this CPU}"
     tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$work/source" --strip-components=1
     # shellcheck disable=SC2086
     cmake -S "$work/source/vendor/llama.cpp" -B "$work/build" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
         -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_APP=OFF \
-        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF ${LLAMA_CMAKE_FLAGS:-}
+        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF $flags
     cmake --build "$work/build" --target llama-server --parallel "${JOBS:-2}"
     ln -sf build/bin/llama-server "$work/llama-server"
 }

@@ -196,6 +196,8 @@ def _steps(values: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def _draw_legend(figure: Figure) -> None:
+    if not any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
+        return  # nothing was measured; matplotlib warns of an empty legend
     figure.legend(loc="outside lower center", ncols=3, fontsize=9.5, handlelength=2.2, columnspacing=1.2)
 
 

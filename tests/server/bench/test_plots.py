@@ -63,6 +63,12 @@ def test_a_plot_stands_in_the_page(kind: str) -> None:
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg)) <= ids
 
 
+def test_a_plot_of_nothing_has_its_words_and_no_warning() -> None:
+    svg = draw(Plot(name="empty", title="Nothing yet", x_label="x words", y_label="y words", series=[], log_x=False))
+
+    assert "x words" in svg and "y words" in svg
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
