@@ -1,4 +1,4 @@
-"""The texts the parity tests continue: English, code, Chinese, emoji, one token, and one of 1500 tokens."""
+"""The texts the parity tests continue: English, code, Chinese, emoji, one token, and one of many steps."""
 
 _STORY = (
     "The lighthouse keeper had counted ships for thirty years, and in that time he had learned that no two of them "
@@ -23,7 +23,7 @@ SHORT = [
 
 
 def long_text(num_words: int = 1300) -> str:
-    """Varied prose long enough to be cut to 1500 tokens, so that it runs over many blocks and prefill chunks."""
+    """Varied prose that runs over many blocks and prefill chunks."""
     sentences = [
         f"On day {day} he wrote down {day * 7 % 23} names and {day * 5 % 11} flags. {_STORY}" for day in range(60)
     ]

@@ -1,5 +1,6 @@
 """The embedded model against transformers on the same weights: tokens in float32, close company in bfloat16."""
 
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from tightwire.model.sampling_params import SamplingParams
 from tightwire.server.messages import AddRequest
 
 _NUM_TOKENS = 64
+_NUM_BFLOAT16_TOKENS = 24
+_LONG = 1100  # tokens: three steps of at most 512
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -29,7 +32,7 @@ def prompts(checkpoint: Checkpoint) -> list[list[int]]:
     tokenizer = checkpoint.tokenizer()
     encoded = [tokenizer.encode(text) for text in SHORT]
     assert any(len(ids) == 1 for ids in encoded)
-    return [*encoded, tokenizer.encode(long_text())[:1500]]
+    return [*encoded, tokenizer.encode(long_text())[:_LONG]]
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +41,26 @@ def folder(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def float32_answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return [greedy(model, prompt, _NUM_TOKENS).tokens for prompt in prompts]
+def float32_model(folder: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def test_float32_logits_within_a_thousandth(checkpoint: Checkpoint, folder: Path, prompts: list[list[int]]) -> None:
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+@pytest.fixture(scope="module")
+def float32_answers(float32_model: LlamaForCausalLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [greedy(float32_model, prompt, _NUM_TOKENS).tokens for prompt in prompts]
 
+
+def test_float32_logits_within_a_thousandth(
+    checkpoint: Checkpoint, float32_model: LlamaForCausalLM, prompts: list[list[int]]
+) -> None:
     with local_engine(checkpoint) as local:
         for prompt in prompts:
-            ours, theirs = prompt_logits(local.runners[0], prompt), logits(model, prompt)
+            ours, theirs = prompt_logits(local.runners[0], prompt), logits(float32_model, prompt)
             assert (ours - theirs).abs().max() <= 1e-3
 
 
-@pytest.mark.parametrize(
-    ("tp", "algorithm"), [(1, "native"), *((tp, name) for tp in (2, 3, 4) for name in sorted(ALL_REDUCE))]
-)
+# Every algorithm and every number of ranks; test_tiny.py has all pairs of them, on heads that split as unevenly.
+@pytest.mark.parametrize(("tp", "algorithm"), [(1, "native"), *zip(cycle((2, 3, 4)), sorted(ALL_REDUCE))])
 def test_float32_tokens_equal(
     tp: int, algorithm: str, checkpoint: Checkpoint, prompts: list[list[int]], float32_answers: list[list[int]]
 ) -> None:
@@ -65,7 +71,12 @@ def test_float32_tokens_equal(
 @pytest.fixture(scope="module")
 def bfloat16_answers(folder: Path, prompts: list[list[int]]) -> list[Greedy]:
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    return [greedy(model, prompt, _NUM_TOKENS) for prompt in prompts]
+    return [greedy(model, prompt, _NUM_BFLOAT16_TOKENS) for prompt in _shortened(prompts)]
+
+
+def _shortened(prompts: list[list[int]]) -> list[list[int]]:
+    """transformers is slow in bfloat16 where the CPU has no products of that type."""
+    return [prompt[:100] for prompt in prompts]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -73,17 +84,17 @@ def test_bfloat16_parts_only_between_near_equals(
     tp: int, checkpoint: Checkpoint, prompts: list[list[int]], bfloat16_answers: list[Greedy]
 ) -> None:
     """At the first token that differs, each side's choice is among the other's five best."""
-    ours = _answers_with_top5(checkpoint, prompts, tp)
+    ours = _answers_with_top5(checkpoint, _shortened(prompts), tp)
 
     for mine, their in zip(ours, bfloat16_answers, strict=True):
-        parted = next((i for i in range(_NUM_TOKENS) if mine.tokens[i] != their.tokens[i]), None)
+        parted = next((i for i in range(_NUM_BFLOAT16_TOKENS) if mine.tokens[i] != their.tokens[i]), None)
         if parted is not None:
             assert mine.tokens[parted] in their.top5[parted]
             assert their.tokens[parted] in mine.top5[parted]
 
 
 def _answers_with_top5(checkpoint: Checkpoint, prompts: list[list[int]], tp: int) -> list[Greedy]:
-    params = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS, ignore_eos=True, logprobs=5)
+    params = SamplingParams(temperature=0.0, max_tokens=_NUM_BFLOAT16_TOKENS, ignore_eos=True, logprobs=5)
     with local_engine(checkpoint, tp=tp, dtype=torch.bfloat16) as local:
         for index, prompt in enumerate(prompts):
             local.engine.add(AddRequest(id=str(index), prompt_token_ids=prompt, params=params))
