@@ -16,6 +16,7 @@ from tightwire.server.bench.ttft.prompts import TextPrompt
 from tightwire.server.remote import Remote, RemoteError, describe, error_text
 
 _TRACE_LEAD_S = 0.2  # until all ranks record
+_TRACE_SLACK_S = 0.1
 _TRACE_MAX_S = 30.0  # the server's own limit
 
 
@@ -79,7 +80,7 @@ class Meter:
         self, entry: Entry, prompts: Sequence[TextPrompt], *, expected_s: float
     ) -> list[dict[str, Any]]:
         """``run``, and every collective of every rank meanwhile (the first half minute of them), as trace events."""
-        seconds = min(_TRACE_MAX_S, _TRACE_LEAD_S + 1.5 * expected_s)
+        seconds = min(_TRACE_MAX_S, _TRACE_LEAD_S + 1.5 * expected_s + _TRACE_SLACK_S)
         recording = asyncio.create_task(self._get(f"comm/trace?seconds={seconds:.3f}", seconds + 60.0))
         try:
             await asyncio.sleep(_TRACE_LEAD_S)

@@ -68,15 +68,12 @@ class Proof:
     def traced_faults(self, policy: ArmPolicy, events: Iterable[Mapping[str, Any]]) -> list[str]:
         """What is wrong with the AllReduces of one arm, recorded on all ranks; empty when nothing is."""
         found: Counter[str] = Counter()
-        num_prompt_sums = 0
-        for event in events:
-            op, _, algorithm = event["name"].partition(" ")
-            details = event.get("args", {})
-            if event["ph"] != "X" or op != _OP or details["phase"] not in _PHASES or details.get("unfinished"):
-                continue
+        sums = [event for event in events if _is_sum(event)]
+        for event in sums:
+            _, _, algorithm = event["name"].partition(" ")
+            details = event["args"]
             site, _, layer = details["site"].partition(" ")
             phase, size = "prefill" if site == "embed" else details["phase"], details["message_bytes"]
-            num_prompt_sums += site != "embed" and phase == "prefill"
             wanted = policy.algorithm(site, int(layer or 0), phase, size)
             if algorithm != wanted:
                 found[f"{site} in {phase} was summed by {algorithm}, and the policy says {wanted}"] += 1
@@ -85,7 +82,7 @@ class Proof:
             if sent != formula:
                 what = f"{algorithm} of {size} B on rank {event['pid']}"
                 found[f"{what} sent {sent} B, and its formula says {formula}"] += 1
-        if not num_prompt_sums:
+        if not prompt_sums(sums):
             return ["no AllReduce of prompt rows was recorded"]
         return [f"{fault} ({times} times)" for fault, times in found.items()]
 
@@ -157,6 +154,20 @@ class Proof:
         seen, wanted = sum(count.message_bytes for count in sums), rows * self.shape.row_bytes
         if seen != wanted:
             faults.append(f"{what} had {seen} B in all, and should have {wanted}")
+
+
+def prompt_sums(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The AllReduces of prompt rows among recorded events, without those of embeddings, which are exact in all arms."""
+    sums = (event for event in events if _is_sum(event))
+    return [event for event in sums if event["args"]["phase"] == "prefill" and event["args"]["site"] != "embed"]
+
+
+def _is_sum(event: Mapping[str, Any]) -> bool:
+    """Whether it is a whole AllReduce of the model."""
+    if event["ph"] != "X" or event["name"].partition(" ")[0] != _OP:
+        return False
+    details = event.get("args", {})
+    return details["phase"] in _PHASES and not details.get("unfinished")
 
 
 def _totals(totals: tuple[int, int, int] | None) -> str:
