@@ -18,7 +18,7 @@ from tightwire.comm.group import Group
 from tightwire.comm.link.link import Link
 from tightwire.comm.protocols import FusedAllReduce, Transport
 
-_PROBE_S, _PROBE_BYTES = 0.2, 32 << 20  # how long a link's rate is tried, and with how many bytes at most
+_PROBES, _PROBE_S, _PROBE_BYTES = 3, 0.1, 32 << 20  # how often a link's rate is tried, how long, with how many bytes
 # A sleep may end this much late; the rest of a wait is spent offering the core to others and looking at the clock.
 _SLEEP_SLACK_S = 150e-6
 
@@ -92,19 +92,22 @@ def throttle_group(group: Group, link: Link) -> Group:
 
 
 def held_rate(group: Group, link: Link) -> float:
-    """Bytes per second that the slowest rank of ``group``, which is behind ``link``, really sends. Collective.
+    """Bytes per second that the slowest rank of ``group``, which is behind ``link``, can send. Collective.
 
-    Cost: two exchanges of at most 0.2 s each, or what 32 MiB take if that is less.
+    The best of a few exchanges counts: what slows one of them down is somebody else's. Cost: 0.4 s, or what four times
+    32 MiB take if that is less.
     """
     others = max(1, group.world_size - 1)
     total = _PROBE_BYTES if link.bytes_per_s is None else min(_PROBE_BYTES, int(link.bytes_per_s * _PROBE_S))
     slices = [torch.zeros(max(1, total // others), dtype=torch.uint8) for _ in range(group.world_size)]
     group.transport.exchange(slices)  # touches the memory
-    group.transport.barrier()
-    start = time.perf_counter()
-    group.transport.exchange(slices)
-    seconds = max(time.perf_counter() - start - link.latency_s, 1e-9)
-    own = torch.tensor([others * slices[0].numel() / seconds], dtype=torch.float64)
+    seconds: list[float] = []
+    for _ in range(_PROBES):
+        group.transport.barrier()
+        start = time.perf_counter()
+        group.transport.exchange(slices)
+        seconds.append(max(time.perf_counter() - start - link.latency_s, 1e-9))
+    own = torch.tensor([others * slices[0].numel() / min(seconds)], dtype=torch.float64)
     return min(float(told.view(torch.float64)) for told in group.transport.gather(own.view(torch.uint8)))
 
 
