@@ -18,18 +18,17 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tightwire.comm.group import Group
 from tightwire.comm.link.emulated_network import WIRE
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.registry import make_all_reduce
+from tightwire.server.bench.comm.computing import ComputingPlan, compute_alone
 from tightwire.server.bench.comm.measure import MeasurePlan, measure
 from tightwire.server.bench.comm.options import CommBenchOptions
 from tightwire.server.bench.comm.ranks import open_ranks
@@ -40,42 +39,7 @@ from tightwire.server.sizes import parse_bytes
 
 _ALGORITHMS = ("two-shot", "flash-int8", "flash-int6-uniform", "flash-int5", "flash-int4")
 _BASELINE = "two-shot"
-_WARM_UPS = 2
 _SETTLE_S = 0.1
-
-
-class _Nothing:
-    """A transport whose messages cost nothing: what comes from another rank is this rank's own."""
-
-    fused = None
-    bytes_sent = 0
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-
-    def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        return [slices[self.rank]] * self.world_size
-
-    def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        sizes = [buf.numel()] * self.world_size if sizes is None else sizes
-        return [buf if size == buf.numel() else buf.new_zeros(size) for size in sizes]
-
-
-def compute_alone(group: Group, plan: MeasurePlan) -> Iterator[dict[str, list[float]]]:
-    """Seconds of each call by algorithm, all ranks computing at the same time."""
-    free = replace(group, transport=_Nothing(group.rank, group.world_size), nodes=None)
-    arms = {name: make_all_reduce(name, free) for name in plan.algorithms}
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    source = torch.Generator().manual_seed(plan.seed + group.rank)
-    x = torch.randn(plan.sizes[0] // 2, generator=source).to(torch.bfloat16)
-    for number in range(_WARM_UPS + plan.repeats):
-        for name, all_reduce in arms.items():
-            group.transport.barrier()
-            start = time.perf_counter()
-            all_reduce(x)
-            if number >= _WARM_UPS:
-                seconds[name].append(time.perf_counter() - start)
-    yield seconds
 
 
 def count_wire(group: Group, plan: MeasurePlan) -> Iterator[dict[str, float]]:
@@ -114,9 +78,9 @@ def run_link(name: str, size: int, ranks: int, rounds: int) -> dict[str, Any]:
         if facts["link"]["measured_bytes_per_s"] is None:
             raise SystemExit(f"a real wire is needed: {facts['link']['why']}")
         watch = OthersWatch(processes.pids)
-        for _, seconds in processes.stream(compute_alone, plan):
-            for algorithm, calls in seconds.items():
-                alone[algorithm] = max(alone[algorithm], statistics.median(calls))
+        computing = ComputingPlan(algorithms=_ALGORITHMS, sizes=(size,), dtype="bfloat16", repeats=rounds)
+        for _, computed in processes.stream(compute_alone, computing):
+            alone[computed.algorithm] = max(alone[computed.algorithm], statistics.median(computed.seconds))
         for _, shares in processes.stream(count_wire, plan):
             for algorithm, share in shares.items():
                 wire[algorithm] = max(wire[algorithm], share)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from tightwire.comm.policy.cost import Setting
+from tightwire.comm.policy.cost import Points
 from tightwire.comm.policy.crossover import crossover_rate
+from tightwire.comm.policy.setting import Setting
 
 HEAD = (
     "| link (payload rate) | AllReduce | TTFT ms | AllReduce's share | speed-up | by formula | MB over the wire | TTFT / "
@@ -78,8 +79,13 @@ def measured_crossover(points: Sequence[tuple[float, float]]) -> tuple[float | N
     return (1 / zero if zero > 0 else None), True
 
 
-def crossovers(rows: Sequence[dict[str, Any]], setting: Setting, message_bytes: int) -> list[dict[str, Any]]:
-    """For each quantized AllReduce the measured and the predicted rate at which it stops paying."""
+def crossovers(
+    rows: Sequence[dict[str, Any]], setting: Setting, message_bytes: int, computing: Points
+) -> list[dict[str, Any]]:
+    """For each quantized AllReduce the measured and the predicted rate at which it stops paying.
+
+    ``computing``: what `tightwire tune` measured of it on this host; seeds where it did not.
+    """
     found = []
     best = {row["link"]: row for row in rows if row["is_best_lossless"]}
     for name in dict.fromkeys(row["arm"] for row in rows if not row["lossless"]):
@@ -88,7 +94,7 @@ def crossovers(rows: Sequence[dict[str, Any]], setting: Setting, message_bytes: 
         measured, extrapolated = measured_crossover(saved)
         # Of the fastest link: the exact AllReduce that was the best nearest to where it stops paying.
         exact = best[max(own, key=lambda row: row["bytes_per_s"])["link"]]["arm"]
-        predicted = crossover_rate(setting, exact, name, message_bytes)
+        predicted = crossover_rate(setting, exact, name, message_bytes, computing=computing)
         off = predicted / measured - 1 if predicted and measured else None
         found.append(
             {
@@ -97,6 +103,7 @@ def crossovers(rows: Sequence[dict[str, Any]], setting: Setting, message_bytes: 
                 "measured_bytes_per_s": measured,
                 "extrapolated": extrapolated,
                 "predicted_bytes_per_s": predicted,
+                "predicted_from": "tune" if {exact, name} <= computing.keys() else "seeds",
                 "off": off,
             }
         )
@@ -124,10 +131,11 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def show_crossovers(found: Sequence[dict[str, Any]]) -> None:
-    sys.stdout.write("\n| stops paying | against | measured Mbit/s | predicted Mbit/s | off |\n|---|---|--:|--:|--:|\n")
+    sys.stdout.write("\n| stops paying | against | measured Mbit/s | predicted Mbit/s | from | off |\n")
+    sys.stdout.write("|---|---|--:|--:|---|--:|\n")
     for row in found:
         rates = [row["measured_bytes_per_s"], row["predicted_bytes_per_s"]]
         texts = ["none" if rate is None else f"{rate * 8 / 1e6:.0f}" for rate in rates]
         texts[0] += " (extrapolated)" if row["extrapolated"] and rates[0] else ""
         off = "-" if row["off"] is None else f"{row['off']:+.0%}"
-        sys.stdout.write(f"| {' | '.join([row['arm'], row['against'], *texts, off])} |\n")
+        sys.stdout.write(f"| {' | '.join([row['arm'], row['against'], *texts, row['predicted_from'], off])} |\n")

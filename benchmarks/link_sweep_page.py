@@ -108,9 +108,10 @@ def _crossovers(found: _Rows) -> Section:
         rates = [row["measured_bytes_per_s"], row["predicted_bytes_per_s"]]
         words = ["none" if rate is None else f"{rate * 8 / 1e6:.0f}" for rate in rates]
         words[0] += " (extrapolated)" if row["extrapolated"] and rates[0] else ""
+        words.append(row["predicted_from"])
         texts.append([row["arm"], row["against"], *words, "-" if row["off"] is None else f"{row['off']:+.0%}"])
     table = TableView(
-        columns=["AllReduce", "against", "measured Mbit/s", "predicted Mbit/s", "off"], num_words=2, rows=texts
+        columns=["AllReduce", "against", "measured Mbit/s", "predicted Mbit/s", "from", "off"], num_words=2, rows=texts
     )
     return Section(title="Where quantizing stops paying", words=["Above this bandwidth it costs time."], table=table)
 

@@ -11,7 +11,8 @@ For every link ``tightwire bench ttft`` runs on a server of its own. For each li
 
 and for each quantized AllReduce the bandwidth at which it stops paying: measured, where the time it saves, a straight line
 in 1 / bandwidth between two links, crosses zero (or would, by the line through all of them, then marked as extrapolated),
-and as the policy's cost model predicts it for the AllReduces of this prompt. ``--find-share`` looks for the link on which
+and as the policy's cost model predicts it for the AllReduces of this prompt: from what `tightwire tune` measured of this
+host's computing, if it was run, or from seeds. ``--find-share`` looks for the link on which
 the baseline's AllReduce takes that share of TTFT, and ends. Flags after ``--`` go to `bench ttft` as they are. Prints
 Markdown; the last line is one JSON object.
 """
@@ -29,10 +30,13 @@ from link_sweep import HEAD, crossovers, rows_of, show, show_crossovers
 from link_sweep_page import make_page
 
 from tightwire.comm.link.link import parse_link
-from tightwire.comm.policy.cost import ELEM_BYTES, Setting
+from tightwire.comm.policy.setting import ELEM_BYTES, Setting
+from tightwire.comm.policy.tune_file import read_tuned, this_host, tune_path
+from tightwire.model.catalog import cache_folder
 from tightwire.server.bench.environment import describe_environment
 from tightwire.server.bench.result_files import ResultFiles
 from tightwire.server.config import EngineOptions
+from tightwire.server.devices import num_cores
 
 _BENCH = (sys.executable, "-m", "tightwire", "bench", "ttft")
 _MOST_TRIES = 4  # of --find-share; times change linearly with 1 / bandwidth, so two are enough on a quiet machine
@@ -128,6 +132,8 @@ def sweep_links(sweep: Sweep, given: argparse.Namespace, files: ResultFiles | No
         "crossovers": [],
         "error": None,
     }
+    host = this_host([], num_cores())
+    tuned = read_tuned(tune_path(cache_folder(), host), host)
     sys.stdout.write(HEAD)
     for link in given.links.split(","):
         one = sweep.run(link, given.algorithms, given.repeats)
@@ -137,7 +143,8 @@ def sweep_links(sweep: Sweep, given: argparse.Namespace, files: ResultFiles | No
         result["message_bytes"] = min(given.prompt_len, given.max_num_batched_tokens) * one["hidden_size"]
         result["message_bytes"] *= ELEM_BYTES[one["dtype"]]
         setting = Setting(one["comm"]["transport"], one["device"], given.tp, given.nodes, one["dtype"])
-        result["crossovers"] = crossovers(result["rows"], setting, result["message_bytes"])
+        computing = tuned.computing_of(setting)
+        result["crossovers"] = crossovers(result["rows"], setting, result["message_bytes"], computing)
         result["error"] = "; ".join(sweep.faults) or None
         if files is not None:
             files.write_json(result)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
-from tightwire.comm.policy.cost import CostModel, Setting
+from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.rules import describe_layers
+from tightwire.comm.policy.setting import Setting
 from tightwire.comm.policy.tune_file import Measured, read_tuned, this_host, tune_path
 from tightwire.model.catalog import cache_folder
 from tightwire.server.devices import num_cores
@@ -56,8 +57,8 @@ def decide_comm(
 ) -> CommDecision:
     """Read what was measured on this host, with its CUDA ``devices``, and make what chooses.
 
-    ``requests``: by name, the server's own first. ``link``: the wire between the nodes; what was measured without it
-    says nothing about this setting, so costs are predicted from the wire's own rate.
+    ``requests``: by name, the server's own first. ``link``: the wire between the nodes; of what was measured without it
+    only computing says something about this setting, and moving is predicted from the wire's own rate.
 
     Raises:
         ValueError: a name that no AllReduce has.
@@ -65,7 +66,12 @@ def decide_comm(
     host = this_host(devices, num_cores())
     records = read_tuned(tune_path(cache_folder(), host), host)
     measured = records.of(setting)
-    costs = CostModel(setting, None if measured is None else measured.rows(), None if link is None else link.link)
+    costs = CostModel(
+        setting,
+        None if measured is None else measured.rows(),
+        None if link is None else link.link,
+        records.computing_of(setting),
+    )
     wrong = None if measured is None else measured.wrong
     own, *extra = ((name, Chooser(request, costs, wrong)) for name, request in requests.items())
     return CommDecision(own[1], setting, measured, records.warning, dict(extra))

@@ -8,8 +8,8 @@ import msgspec
 
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
-from tightwire.comm.policy.cost import Setting
 from tightwire.comm.policy.rules import Policy
+from tightwire.comm.policy.setting import Setting
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.config import LlamaConfig

@@ -153,7 +153,7 @@ class Chooser:
             verdicts.append(
                 Verdict(
                     algorithm=name,
-                    predicted_us=self._costs.seeded_us(name, num_bytes),
+                    predicted_us=self._costs.modelled_us(name, num_bytes),
                     measured_us=prediction.us if prediction.measured else None,
                     wire_bytes=self._costs.wire_bytes(name, num_bytes),
                     error=self.error(name),

@@ -5,46 +5,24 @@
 
 The constants of a ``LinkCost`` are seeds: good enough to tell apart algorithms that differ much. ``tightwire tune`` replaces
 the prediction by what it measured. Behind an emulated wire (``serve --link``) bytes between nodes cost what that wire's
-own rate says, and rounds its latency more. Source of the model: Thakur, Rabenseifner and Gropp, Optimization of Collective
+own rate says, rounds its latency more, and computing what ``tune`` measured of it apart from any wire. Source of the model: Thakur, Rabenseifner and Gropp, Optimization of Collective
 Communication Operations in MPICH, 2005.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import msgspec
-
 from tightwire.comm.all_reduce.flash import flash_bytes
 from tightwire.comm.all_reduce.two_shot import two_shot_bytes
-from tightwire.comm.codec import Codec
 from tightwire.comm.link.link import Link
-from tightwire.comm.registry import AllReduceName, parse_all_reduce
+from tightwire.comm.policy.setting import Setting
+from tightwire.comm.policy.work import Work, work_of
+from tightwire.comm.registry import parse_all_reduce
 
-ELEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MIB = 1 << 20
-
-
-class Setting(msgspec.Struct, frozen=True):
-    """What a measured time belongs to, beside the algorithm and the size."""
-
-    transport: str
-    device: str  # cpu or cuda
-    world_size: int
-    num_nodes: int
-    dtype: str
-    link: str = ""  # the emulated wire between the nodes
-
-    @property
-    def elem_bytes(self) -> int:
-        return ELEM_BYTES[self.dtype]
-
-    def __str__(self) -> str:
-        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        behind = f" behind {self.link}" if self.link else ""
-        return f"{self.world_size} ranks{nodes}, {self.dtype} on {self.device} over {self.transport}{behind}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +43,8 @@ class LinkCost:
 
 # Where each comes from: shared memory and gloo from `bench comm` and benchmarks/all_reduce.py with 2 ranks on two cores of a
 # server CPU, rounded (gloo through the loopback interface: a real network has its own bandwidth); encoding and decoding
-# there from benchmarks/codec.py, one core, and adding from benchmarks/limited_link.py; the two for CUDA are published figures of PCIe boxes (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier), not measured here.
+# there from benchmarks/codec.py, one core, and adding from benchmarks/limited_link.py; the two for CUDA are published
+# figures of PCIe boxes (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier), not measured here.
 LINK_COSTS: Mapping[tuple[str, str], LinkCost] = {
     ("shared-memory", "cpu"): LinkCost(
         call=6,
@@ -130,34 +109,31 @@ class CostModel:
     """Times of algorithms in one setting. ``points`` are measurements, none for an algorithm that was not measured.
 
     ``wire``: what each node sends over, at most at that rate, whoever of its ranks it is; each rank is a node of its own
-    where there are no others.
+    where there are no others. ``computing``: measured times of algorithms whose messages took none, behind any wire.
     """
 
-    def __init__(self, setting: Setting, points: Points | None = None, wire: Link | None = None) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        points: Points | None = None,
+        wire: Link | None = None,
+        computing: Points | None = None,
+    ) -> None:
         key = (setting.transport, setting.device)
         if key not in LINK_COSTS:
             raise ValueError(f"no cost is known of {setting.device} ranks over {setting.transport}")
         self.setting = setting
         self._link, self._wire = LINK_COSTS[key], wire
         self._points = {name: list(row) for name, row in (points or {}).items() if row}
+        # Of messages: where memory is shared and nothing lies between, kernels do it all at once.
+        self._computing = {name: list(row) for name, row in (computing or {}).items() if row and wire is not None}
 
     def predict(self, name: str, num_bytes: int) -> Prediction:
-        """How long ``name`` takes for a message of ``num_bytes``.
-
-        Between two measured sizes: a straight line in logarithms. Beyond them: the seeds' shape from the nearest one.
-        """
+        """How long ``name`` takes for a message of ``num_bytes``; beyond measured sizes with the model's shape."""
         row = self._points.get(name)
         if row is None:
-            return Prediction(self.seeded_us(name, num_bytes), measured=False)
-        place = bisect_left(row, (num_bytes, 0.0))
-        if 0 < place < len(row):
-            (low, low_us), (high, high_us) = row[place - 1], row[place]
-            share = math.log(num_bytes / low) / math.log(high / low)
-            return Prediction(low_us ** (1 - share) * high_us**share, measured=True)
-        edge, edge_us = row[min(place, len(row) - 1)]
-        if edge == num_bytes:
-            return Prediction(edge_us, measured=True)
-        return Prediction(edge_us * self.seeded_us(name, num_bytes) / self.seeded_us(name, edge), measured=True)
+            return Prediction(self.modelled_us(name, num_bytes), measured=False)
+        return Prediction(_read_off(row, num_bytes, lambda size: self.modelled_us(name, size)), measured=True)
 
     def wire_bytes(self, name: str, num_bytes: int) -> int:
         """What rank 0 sends; for ring, native and hierarchical to within a slice's rounding."""
@@ -166,21 +142,26 @@ class CostModel:
             return two_shot_bytes(0, ranks, num_bytes // elem_bytes, elem_bytes)
         if name.startswith("flash"):
             return flash_bytes(0, ranks, num_bytes // elem_bytes, elem_bytes, *parsed.codecs)
-        work = _work(parsed, self.setting, num_bytes)
+        work = work_of(parsed, self.setting, num_bytes)
         return round(work.sent_bytes + work.node_bytes)
 
-    def seeded_us(self, name: str, num_bytes: int) -> float:
-        """What the seeds alone say, whatever was measured."""
-        work = _work(parse_all_reduce(name), self.setting, num_bytes)
+    def modelled_us(self, name: str, num_bytes: int) -> float:
+        """What the formula says, with the seeds' constants; computing as it was measured, where that is known."""
+        work = work_of(parse_all_reduce(name), self.setting, num_bytes)
         link, between = self._costs(name)
         round_us, mib_us = (link.native_round, link.native_mib) if name == "native" else (link.round, link.mib)
         if name == "ring" or name.startswith("hierarchical"):
             round_us = link.message_round
         moving_us = work.rounds * round_us + work.sent_bytes / _MIB * mib_us
         moving_us += work.node_rounds * between.message_round + work.node_bytes / _MIB * between.mib
-        adding_us = (work.summed_elems * link.sum_melem + work.node_summed_elems * between.sum_melem) / _MIB
-        coding_us = (work.encoded_elems * link.encode_melem + work.decoded_elems * link.decode_melem) / _MIB
-        return link.call + moving_us + adding_us + (link.coded_call + coding_us if work.encoded_elems else 0)
+        row = self._computing.get(name)
+        if row is None:
+            return moving_us + _computing_us(work, link, between)
+        return moving_us + _read_off(
+            row,
+            num_bytes,
+            lambda size: _computing_us(work_of(parse_all_reduce(name), self.setting, size), link, between),
+        )
 
     def _costs(self, name: str) -> tuple[LinkCost, LinkCost]:
         """Of the messages of ``name`` between all ranks, or inside a node where it knows nodes; and between nodes."""
@@ -212,68 +193,23 @@ def _behind(cost: LinkCost, wire: Link, shared_by: float) -> LinkCost:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    rounds: int
-    sent_bytes: float
-    summed_elems: float = 0  # that are added as they are
-    encoded_elems: float = 0  # each counted as often as its codec is slower than the fastest
-    decoded_elems: float = 0
-    node_rounds: int = 0  # between nodes, over another transport
-    node_bytes: float = 0
-    node_summed_elems: float = 0
+def _computing_us(work: Work, link: LinkCost, between: LinkCost) -> float:
+    """By the seeds: calling, adding, encoding and decoding."""
+    adding_us = (work.summed_elems * link.sum_melem + work.node_summed_elems * between.sum_melem) / _MIB
+    coding_us = (work.encoded_elems * link.encode_melem + work.decoded_elems * link.decode_melem) / _MIB
+    return link.call + adding_us + (link.coded_call + coding_us if work.encoded_elems else 0)
 
 
-def _work(name: AllReduceName, setting: Setting, num_bytes: int) -> _Work:
-    """What one rank does for a message of ``num_bytes``; the bytes are those of the algorithms' own docstrings."""
-    ranks = setting.world_size
-    others, elems = (ranks - 1) / ranks, num_bytes / setting.elem_bytes
-    if name.name == "one-shot":
-        return _Work(1, (ranks - 1) * num_bytes, ranks * elems)
-    if name.name == "two-shot":
-        return _Work(2, 2 * others * num_bytes, elems)
-    if name.name in ("ring", "native"):
-        return _Work(2 * (ranks - 1), 2 * others * num_bytes, elems)
-    if name.name.startswith("flash"):
-        reduce, gather = name.codecs
-        sent = others * elems * (_elem_bytes(reduce, setting) + _elem_bytes(gather, setting))
-        # Own slices out, everybody's slices in; then the own sum out, everybody's sums in.
-        reduced, gathered = elems * _effort(reduce), elems * _effort(gather)
-        return _Work(2, sent, elems if reduce.exact else 0, reduced + gathered / ranks, reduced + gathered)
-    (codec,) = name.codecs
-    nodes, local = setting.num_nodes, ranks // setting.num_nodes
-    inside = 2 * (local - 1) / local * num_bytes
-    between = 2 * (nodes - 1) / nodes * elems / local * _elem_bytes(codec, setting)
-    coded = elems / local * _effort(codec)
-    return _Work(
-        2 if local > 1 else 0,
-        inside,
-        elems if local > 1 else 0,
-        encoded_elems=coded * (1 + 1 / nodes),
-        decoded_elems=2 * coded,
-        node_rounds=2 if nodes > 1 else 0,
-        node_bytes=between,
-        node_summed_elems=elems / local if codec.exact and nodes > 1 else 0,
-    )
-
-
-def _elem_bytes(codec: Codec, setting: Setting) -> float:
-    return codec.wire_bytes(codec.group_elems, setting.elem_bytes) / codec.group_elems
-
-
-def _effort(codec: Codec) -> float:
-    """How many times as long ``codec`` takes as int8, by benchmarks/codec.py; 0: it is exact, and takes nothing."""
-    fmt = codec.format
-    if fmt is None:
-        return 0.0
-    if fmt.spikes:
-        return 3.0
-    if fmt.hadamard:
-        return 2.3
-    return (1.9 if len(fmt.plane_bits) > 1 else 1.0) * _GROUP_EFFORT[fmt.group_elems]
-
-
-_GROUP_EFFORT = {128: 1.0, 64: 1.2, 32: 1.7}
+def _read_off(row: Sequence[tuple[int, float]], num_bytes: int, shape_us: Callable[[int], float]) -> float:
+    """Microseconds at ``num_bytes``: between two measured sizes of ``row`` a straight line in logarithms, beyond them
+    ``shape_us`` from the nearest one."""
+    place = bisect_left(row, (num_bytes, 0.0))
+    if 0 < place < len(row):
+        (low, low_us), (high, high_us) = row[place - 1], row[place]
+        share = math.log(num_bytes / low) / math.log(high / low)
+        return low_us ** (1 - share) * high_us**share
+    edge, edge_us = row[min(place, len(row) - 1)]
+    return edge_us if edge == num_bytes else edge_us * shape_us(num_bytes) / shape_us(edge)
 
 
 def size_grid(smallest: int, largest: int) -> list[int]:

@@ -18,9 +18,9 @@ import msgspec
 from filelock import FileLock, Timeout
 
 import tightwire
-from tightwire.comm.policy.cost import Setting
+from tightwire.comm.policy.setting import Setting
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -48,18 +48,37 @@ class Point(msgspec.Struct, frozen=True):
     relative_error: float | None
 
 
+class Computing(msgspec.Struct, frozen=True):
+    """The median time that one algorithm computes at one size, messages left out, on the slowest rank."""
+
+    algorithm: str
+    num_bytes: int
+    us: float
+
+
 class Measured(msgspec.Struct, frozen=True):
-    """One setting. ``wrong``: algorithms that summed wrongly, and what they did."""
+    """One setting. ``wrong``: algorithms that summed wrongly, and what they did.
+
+    ``computing`` does not depend on the transport: it holds behind any link.
+    """
 
     setting: Setting
     points: tuple[Point, ...]
+    computing: tuple[Computing, ...]
     wrong: dict[str, str]
     date: str  # ISO, UTC
 
     def rows(self) -> dict[str, list[tuple[int, float]]]:
         """Points by algorithm, for ``comm.policy.cost.CostModel``; those of wrong ones are left out."""
+        return self._rows(self.points)
+
+    def computing_rows(self) -> dict[str, list[tuple[int, float]]]:
+        """What algorithms compute, in the same form."""
+        return self._rows(self.computing)
+
+    def _rows(self, points: Sequence[Point] | Sequence[Computing]) -> dict[str, list[tuple[int, float]]]:
         rows: dict[str, list[tuple[int, float]]] = {}
-        for point in sorted(self.points, key=lambda point: point.num_bytes):
+        for point in sorted(points, key=lambda point: point.num_bytes):
             if point.algorithm not in self.wrong:
                 rows.setdefault(point.algorithm, []).append((point.num_bytes, point.us))
         return rows
@@ -80,6 +99,16 @@ class TuneRecords:
 
     def of(self, setting: Setting) -> Measured | None:
         return next((measured for measured in self.settings if measured.setting == setting), None)
+
+    def computing_of(self, setting: Setting) -> dict[str, list[tuple[int, float]]]:
+        """What algorithms compute with as many ranks, the same device and numbers, over whichever wire; the latest."""
+        alike = [
+            measured
+            for measured in self.settings
+            if (measured.setting.device, measured.setting.world_size, measured.setting.dtype)
+            == (setting.device, setting.world_size, setting.dtype)
+        ]
+        return max(alike, key=lambda measured: measured.date).computing_rows() if alike else {}
 
 
 def this_host(devices: Sequence[str], num_cores: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> Host:
@@ -189,7 +218,7 @@ class _Schema(msgspec.Struct):
 def _problem(settings: Sequence[Measured]) -> str | None:
     """What a file that has the right fields may still say wrongly."""
     for measured in settings:
-        for name, row in measured.rows().items():
+        for name, row in [*measured.rows().items(), *measured.computing_rows().items()]:
             sizes = [num_bytes for num_bytes, _ in row]
             if sizes[0] < 1 or len(set(sizes)) < len(sizes) or not all(us > 0 for _, us in row):
                 return f"{name} over {measured.setting.transport} has impossible sizes or times"

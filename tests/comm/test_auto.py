@@ -8,7 +8,8 @@ import torch
 
 from tightwire.comm.all_reduce.auto import AutoAllReduce
 from tightwire.comm.group import Group, in_process_groups
-from tightwire.comm.policy.cost import CostModel, Setting, size_grid
+from tightwire.comm.policy.cost import CostModel, size_grid
+from tightwire.comm.policy.setting import Setting
 
 
 def _group(world_size: int, device: str, *, fused: bool) -> Group:

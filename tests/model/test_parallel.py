@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tightwire.comm.group import Group
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
-from tightwire.comm.policy.cost import CostModel, Setting
+from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.rules import Policy
+from tightwire.comm.policy.setting import Setting
 from tightwire.comm.registry import make_all_reduce
 from tightwire.kernels.linear import linear
 from tightwire.model.checkpoint import open_checkpoint

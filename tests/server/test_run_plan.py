@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.comm.policy.cost import Setting
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file
+from tightwire.comm.policy.setting import Setting
 from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_path, write_tuned
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
@@ -141,7 +141,7 @@ def test_what_was_measured_on_this_host_decides_and_a_damaged_file_is_a_warning(
     )
     host = this_host([], num_cores())
     path = tune_path(tmp_path / "tightwire", host)
-    write_tuned(path, host, [Measured(setting=setting, points=points, wrong={}, date="2026-01-01")])
+    write_tuned(path, host, [Measured(setting=setting, points=points, computing=(), wrong={}, date="2026-01-01")])
 
     decision = run_plan.decide(config, MODEL)
     assert decision.plan.policy.choices("o_proj", 0, "decode")[0].algorithms == ("two-shot", "one-shot")

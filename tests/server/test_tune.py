@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from tiny import make_tiny
 
 from tightwire.__main__ import main
-from tightwire.comm.policy.cost import Setting
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file
+from tightwire.comm.policy.setting import Setting
 from tightwire.comm.policy.tune_file import read_tuned, this_host, tune_path
 from tightwire.server import tune as tune_module
+from tightwire.server import tune_measure
 from tightwire.server.bench.comm.measure import Checked, Timed
 from tightwire.server.bench.comm.summary import Cells
 from tightwire.server.bench.quiet import OthersWatch
@@ -69,6 +71,9 @@ def test_what_was_tuned_is_what_explain_and_serve_go_by(
     assert {"one-shot", "two-shot", "ring", "native"} < set(rows)
     assert "flash:int8-g64,int8-g64" in rows, "groups that fill rows of 64"
     assert [size for size, _ in rows["one-shot"]] == [128, 512, 2048]
+    computing = records.computing_of(structs.replace(setting, transport="process-group", link="1gbit"))
+    assert {"one-shot", "two-shot", "ring", "flash:int8-g64,int8-g64"} <= set(computing) and "native" not in computing
+    assert all(len(row) == 3 and all(us > 0 for _, us in row) for row in computing.values())
 
     after = explained(capsys, *flags(model))
     assert after["measured"] is not None and after["warning"] is None
@@ -197,7 +202,7 @@ def test_an_algorithm_with_a_wrong_answer_is_recorded_as_wrong() -> None:
         )
         cells.add(0, Timed(size=64, seconds={name: [1e-6] * 3}, changed=(), done=3, rounds=3))
     setting = Setting(transport="process-group", device="cpu", world_size=1, num_nodes=1, dtype="float32")
-    measured = tune_module.judge(setting, cells)
+    measured = tune_measure.judge(setting, cells, [])
     assert set(measured.wrong) == {"one-shot"} and "7 times as wrong" in measured.wrong["one-shot"]
     assert set(measured.rows()) == {"ring"}
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from tightwire.comm.policy.choose import Chooser
-from tightwire.comm.policy.cost import ELEM_BYTES
+from tightwire.comm.policy.setting import ELEM_BYTES
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.bench.ttft.options import TtftOptions, is_policy, policy_path
 from tightwire.server.bench.ttft.proof import ModelShape, Proof

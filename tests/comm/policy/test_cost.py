@@ -5,7 +5,8 @@ import pytest
 from tightwire.comm.group import in_process_groups
 from tightwire.comm.link.link import Link
 from tightwire.comm.nodes import in_process_node_groups
-from tightwire.comm.policy.cost import LINK_COSTS, CostModel, Setting, size_grid
+from tightwire.comm.policy.cost import LINK_COSTS, CostModel, size_grid
+from tightwire.comm.policy.setting import Setting
 from tightwire.comm.registry import all_reduce_names, make_all_reduce
 
 
@@ -42,15 +43,15 @@ def test_a_larger_message_never_costs_less(name: str, link: tuple[str, str]) -> 
 @pytest.mark.parametrize(("name", "rounds"), [("one-shot", 1), ("two-shot", 2), ("flash:none,none", 2)])
 def test_a_message_of_next_to_nothing_costs_a_call_and_its_rounds(name: str, rounds: int) -> None:
     costs, link = CostModel(setting(4)), LINK_COSTS["shared-memory", "cpu"]
-    assert costs.seeded_us(name, 2) == pytest.approx(link.call + rounds * link.round, rel=1e-3)
+    assert costs.modelled_us(name, 2) == pytest.approx(link.call + rounds * link.round, rel=1e-3)
 
 
 def test_those_that_always_go_message_by_message_wait_longer_in_each_of_their_rounds() -> None:
     link, between = LINK_COSTS["shared-memory", "cpu"], LINK_COSTS["process-group", "cpu"]
     costs = CostModel(setting(4, num_nodes=2))
     ring_us, nodes_us = link.call + 6 * link.message_round, link.call + 2 * (link.message_round + between.message_round)
-    assert costs.seeded_us("ring", 2) == pytest.approx(ring_us, rel=1e-3)
-    assert costs.seeded_us("hierarchical", 2) == pytest.approx(nodes_us, rel=1e-3)
+    assert costs.modelled_us("ring", 2) == pytest.approx(ring_us, rel=1e-3)
+    assert costs.modelled_us("hierarchical", 2) == pytest.approx(nodes_us, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_what_is_quantized_costs_its_encoding_and_decoding(
     num_elems = 1 << 20
     saved_mib = (costs.wire_bytes(plain, 2 * num_elems) - costs.wire_bytes(coded, 2 * num_elems)) / (1 << 20)
     wire = LINK_COSTS["process-group", "cpu"] if plain == "hierarchical" else link
-    more_us = costs.seeded_us(coded, 2 * num_elems) - costs.seeded_us(plain, 2 * num_elems)
+    more_us = costs.modelled_us(coded, 2 * num_elems) - costs.modelled_us(plain, 2 * num_elems)
     coding_us = link.coded_call + encoded * link.encode_melem + decoded * link.decode_melem
     if plain == "hierarchical":
         coding_us -= wire.sum_melem / 2  # a node's half, added exactly
@@ -95,16 +96,16 @@ def test_measurements_are_read_off_joined_and_continued() -> None:
     assert costs.predict("one-shot", 100_000).us == 1000
     assert costs.predict("one-shot", 10_000).us == pytest.approx(100)  # a straight line in logarithms
     beyond = costs.predict("one-shot", 1 << 20)
-    ratio = costs.seeded_us("one-shot", 1 << 20) / costs.seeded_us("one-shot", 100_000)
+    ratio = costs.modelled_us("one-shot", 1 << 20) / costs.modelled_us("one-shot", 100_000)
     assert beyond.measured and beyond.us == pytest.approx(1000 * ratio)
     assert costs.predict("one-shot", 100).us < 10
     assert not costs.predict("two-shot", 1000).measured
 
 
 def test_a_single_measured_size_scales_the_seeds() -> None:
-    costs = CostModel(setting(), {"ring": [(1000, 3 * CostModel(setting()).seeded_us("ring", 1000))]})
+    costs = CostModel(setting(), {"ring": [(1000, 3 * CostModel(setting()).modelled_us("ring", 1000))]})
     for size in (10, 1000, 100_000):
-        assert costs.predict("ring", size).us == pytest.approx(3 * costs.seeded_us("ring", size))
+        assert costs.predict("ring", size).us == pytest.approx(3 * costs.modelled_us("ring", size))
 
 
 def test_a_transport_without_seeds_is_refused() -> None:
@@ -125,14 +126,14 @@ def test_behind_a_link_bytes_go_at_its_rate_and_rounds_wait_its_latency() -> Non
     for name, rounds in (("one-shot", 1), ("two-shot", 2), ("ring", 2), ("native", 2), ("flash-int8", 2)):
         sent = slow.wire_bytes(name, size)
         added_us = sent / 25e6 * 1e6 - sent / size * loop.mib + rounds * 1000
-        assert slow.seeded_us(name, size) - free.seeded_us(name, size) == pytest.approx(added_us, rel=1e-6)
+        assert slow.modelled_us(name, size) - free.modelled_us(name, size) == pytest.approx(added_us, rel=1e-6)
 
 
 def test_a_link_faster_than_the_transport_changes_nothing_there() -> None:
     fast = CostModel(setting(2, "process-group"), None, Link("100gbit", 12.5e9))
     for name in NAMES:
-        assert fast.seeded_us(name, 1 << 20) == pytest.approx(
-            CostModel(setting(2, "process-group")).seeded_us(name, 1 << 20)
+        assert fast.modelled_us(name, 1 << 20) == pytest.approx(
+            CostModel(setting(2, "process-group")).modelled_us(name, 1 << 20)
         )
 
 
@@ -142,14 +143,36 @@ def test_ranks_of_a_node_share_its_wire_and_hierarchical_carries_less_over_it() 
     costs = CostModel(setting(4, "process-group", 2), None, wire)
     across = {"two-shot": 2 * 2 / 3 * 1.5 * size, "ring": 1.5 * size, "hierarchical": 2 * 1 * size / 2}
     for name, num_bytes in across.items():
-        us = costs.seeded_us(name, size)
+        us = costs.modelled_us(name, size)
         assert num_bytes / 10e6 <= us * 1e-6 <= num_bytes / 10e6 + 0.01
+
+
+def test_behind_a_link_computing_that_was_measured_takes_the_place_of_the_seeds() -> None:
+    wire, sizes = Link("200mbit,latency=1ms", 25e6, 1e-3), (1 << 10, 1 << 20)
+    computing = {"flash-int8": [(sizes[0], 300.0), (sizes[1], 9000.0)]}
+    costs = CostModel(setting(2, "process-group"), None, wire, computing)
+    loop = LINK_COSTS["process-group", "cpu"]
+    for size, us in zip(sizes, (300, 9000), strict=True):
+        moving_us = 2 * (loop.message_round + 1000) + costs.wire_bytes("flash-int8", size) / 25
+        assert costs.predict("flash-int8", size).us == pytest.approx(us + moving_us, rel=1e-6)
+        assert not costs.predict("flash-int8", size).measured, "the whole was not"
+    # Beyond, as the seeds grow; and nothing changes for what was not measured, or without a wire.
+    seeds = CostModel(setting(2, "process-group"), None, wire)
+    added = [
+        m.modelled_us("flash-int8", 1 << 22) - costs.wire_bytes("flash-int8", 1 << 22) / 25 for m in (costs, seeds)
+    ]
+    assert added[0] > 2 * added[1]
+    assert costs.modelled_us("two-shot", 1 << 20) == seeds.modelled_us("two-shot", 1 << 20)
+    free = CostModel(setting(2, "process-group"), None, None, computing)
+    assert free.modelled_us("flash-int8", 1024) == CostModel(setting(2, "process-group")).modelled_us(
+        "flash-int8", 1024
+    )
 
 
 def test_a_codec_that_packs_planes_or_small_groups_takes_longer() -> None:
     costs = CostModel(setting(2), None)
     plain, planes, small = (
-        costs.seeded_us(f"flash:{codec},{codec}", 1 << 24)
+        costs.modelled_us(f"flash:{codec},{codec}", 1 << 24)
         - costs.wire_bytes(f"flash:{codec},{codec}", 1 << 24) / _MIB * 200
         for codec in ("int8", "int6", "int8-g32")
     )

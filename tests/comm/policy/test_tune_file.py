@@ -10,10 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from tightwire.comm.policy import tune_file
-from tightwire.comm.policy.cost import Setting
+from tightwire.comm.policy.setting import Setting
 from tightwire.comm.policy.tune_file import (
+    Computing,
     Host,
     Measured,
     Point,
@@ -37,7 +39,10 @@ def measured(where: Setting, us: float = 10.0, wrong: dict[str, str] | None = No
         for name in ("one-shot", "ring")
         for size in (4096, 1024)
     )
-    return Measured(setting=where, points=points, wrong=wrong or {}, date="2026-01-01T00:00:00+00:00")
+    computing = (Computing("ring", 1024, us), Computing("wrong", 1024, us))
+    return Measured(
+        setting=where, points=points, computing=computing, wrong=wrong or {}, date="2026-01-01T00:00:00+00:00"
+    )
 
 
 @pytest.fixture
@@ -48,6 +53,16 @@ def path(tmp_path: Path) -> Path:
 def test_nothing_measured_is_nothing_to_warn_of(path: Path) -> None:
     records = read_tuned(path, HOST)
     assert records.of(setting()) is None and records.warning is None
+
+
+def test_computing_holds_over_any_wire_for_as_many_ranks_of_the_same_numbers(path: Path) -> None:
+    write_tuned(path, HOST, [measured(setting(2), 3.0, wrong={"wrong": "1 + 1 = 3"}), measured(setting(4), 5.0)])
+    records = read_tuned(path, HOST)
+    behind = structs.replace(setting(4), transport="process-group", num_nodes=2, link="1gbit")
+    assert records.computing_of(behind) == {"ring": [(1024, 5.0)], "wrong": [(1024, 5.0)]}
+    assert records.computing_of(setting(2)) == {"ring": [(1024, 3.0)]}
+    assert records.computing_of(setting(3)) == {}
+    assert records.computing_of(structs.replace(setting(4), dtype="float32")) == {}
 
 
 def test_settings_are_added_and_the_same_one_replaced(path: Path) -> None:
@@ -79,7 +94,7 @@ def _with(path: Path, **changes: object) -> bytes:
         (lambda path: path.read_bytes()[:-40], "is damaged"),
         (lambda path: b"\xff\xfe{", "is damaged"),
         (lambda path: b"[1, 2]", "is damaged"),
-        (lambda path: _with(path, schema=2), "has schema 2 and this version reads 1"),
+        (lambda path: _with(path, schema=1), "has schema 1 and this version reads 2"),
         (lambda path: _with(path, settings=[{}]), "is damaged"),
         (lambda path: path.read_bytes().replace(b"a cpu", b"b cpu"), "measured on another host .b cpu."),
         (lambda path: path.read_bytes().replace(b'"us": 10240.0', b'"us": -1.0'), "impossible sizes or times"),

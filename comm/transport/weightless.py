@@ -1,0 +1,44 @@
+"""A transport whose messages take no time: what remains of an algorithm is its computing.
+
+For measuring encoding, adding and decoding apart from any wire. The sums are wrong: what comes from another rank is this
+rank's own.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.protocols import FusedAllReduce
+
+
+class WeightlessTransport:
+    """As ``Transport``, of one rank by itself; no other rank needs to be there."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.fused: FusedAllReduce | None = None
+        self.bytes_sent = 0
+
+    def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        return [slices[self.rank]] * self.world_size
+
+    def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        return [_sized(buf, size) for size in ([buf.numel()] * self.world_size if sizes is None else sizes)]
+
+    def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
+        return _sized(buf, buf.numel() if recv_bytes is None else recv_bytes)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("there is no library below to sum")
+
+    def barrier(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _sized(buf: Tensor, size: int) -> Tensor:
+    """``buf`` where it has ``size`` bytes, else zeros, which every codec decodes."""
+    return buf if size == buf.numel() else torch.zeros(size, dtype=buf.dtype, device=buf.device)
