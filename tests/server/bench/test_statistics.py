@@ -105,3 +105,14 @@ def test_a_seed_repeats_the_interval() -> None:
 def test_what_has_no_ratio_is_refused(a: list[float], b: list[float], paired: bool, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         compare(a, b, paired=paired)
+
+
+@pytest.mark.parametrize(("count", "paired"), [(3, True), (4, True), (3, False)])
+def test_few_samples_have_an_interval_as_wide_as_they_deserve(count: int, paired: bool) -> None:
+    inside = 0
+    for seed in range(60):
+        got = pairs(noisy(seed, count, 0.1), noisy(seed + 500, count, 0.1), paired=paired)
+        inside += got.low <= 1.0 <= got.high
+        assert got.low <= got.ratio <= got.high
+
+    assert inside / 60 > 0.95 - 3 * (0.05 * 0.95 / 60) ** 0.5
