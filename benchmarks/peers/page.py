@@ -1,9 +1,10 @@
 """A run in words and drawings: the Markdown table, and the page with plots."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from summary import FIGURES, Figure, doubts
+from summary import FIGURES, Figure, doubts, reason
 
 from tightwire.server.bench.environment import environment_facts
 from tightwire.server.bench.html import Page, Section, TableView, render
@@ -17,9 +18,9 @@ def make_page(result: dict[str, Any]) -> str:
             title="Servers side by side, same weights, one machine",
             lead=f"{load['input_len']} prompt tokens, {load['output_len']} generated; {result['rounds']} rounds, each server "
             "once in each, in random order; all servers up, one at a time under load.",
-            alarms=doubts(result["peers"]),
+            alarms=doubts(result),
             sections=[
-                *(_plot(result, figure) for figure in FIGURES),
+                *(_plot(result, figure) for figure in FIGURES if result["cells"]),
                 _figures(result),
                 _servers(result),
                 _answers(result),
@@ -30,10 +31,10 @@ def make_page(result: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    columns, rows = _table(result)
-    lines = [f"| {' | '.join(columns)} |", "|---|" + "--:|" * (len(columns) - 1)]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    lines += ["", *(f"- {doubt}" for doubt in doubts(result["peers"]))]
+    rows = [*_rows(result), *_left_out(result)]
+    lines = [f"| {' | '.join(_COLUMNS)} |", "|---" + "|--:" * (len(_COLUMNS) - 1) + "|"]
+    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    lines += ["", *(f"- {doubt}" for doubt in doubts(result))]
     return "\n".join(lines) + "\n"
 
 
@@ -67,28 +68,44 @@ def _plot(result: dict[str, Any], figure: Figure) -> Section:
 
 
 def _figures(result: dict[str, Any]) -> Section:
-    columns, rows = _table(result)
     words = (
         f"Median over rounds; in brackets the ratio to {result['peers'][0]['name']} with its bootstrap 95 % interval, "
         "rounds being pairs. For times above 1 is slower, for tokens/s below 1."
     )
-    return Section(title="Figures", words=[words], table=TableView(columns=columns, rows=rows), wide=True)
+    rows = [*_rows(result), *_left_out(result)]
+    wrong = frozenset(range(len(_rows(result)), len(rows)))
+    return Section(title="Figures", words=[words], table=TableView(columns=_COLUMNS, rows=rows, wrong=wrong), wide=True)
 
 
-def _table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    counts = result["load"]["concurrency"]
-    columns = ["server"] + [
-        f"{figure.title}, {figure.unit}" + (f" at {count}" if len(counts) > 1 else "")
-        for count in counts
-        for figure in FIGURES
-    ]
+_COLUMNS = ["server", "in flight", *(f"{figure.title}, {figure.unit}" for figure in FIGURES)]
+
+
+def _rows(result: dict[str, Any]) -> list[list[str]]:
+    """What is to be compared stands together: all servers of one number of requests in flight."""
     cells = {(cell["server"], cell["concurrency"], cell["figure"]): cell for cell in result["cells"]}
-    rows = [
-        [peer["name"]]
-        + [_cell(cells.get((peer["name"], count, figure.key)), figure) for count in counts for figure in FIGURES]
+    return [
+        [peer["name"], str(count), *(_cell(cells.get((peer["name"], count, figure.key)), figure) for figure in FIGURES)]
+        for count in result["load"]["concurrency"]
         for peer in result["peers"]
+        if peer["turns"]
     ]
-    return columns, rows
+
+
+def _left_out(result: dict[str, Any]) -> list[list[str]]:
+    return [
+        [
+            peer["name"],
+            "-",
+            f"left out: {textwrap.shorten(reason(peer['fault']), _MOST_CHARS, placeholder=' ...')}",
+            "-",
+            "-",
+        ]
+        for peer in result["peers"]
+        if peer["fault"]
+    ]
+
+
+_MOST_CHARS = 80  # of a reason within the table; the whole one is in the lines above or below it
 
 
 def _cell(cell: dict[str, Any] | None, figure: Figure) -> str:

@@ -26,6 +26,7 @@ class PeerProcess:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, port: int, log: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.ready_s: float | None = None  # from its start to the first 200 of its health route
+        self._asked = False  # to stop; a second signal may cut a clean end short
         self._log = log
         self._began = time.perf_counter()
         with log.open("wb") as out:
@@ -75,10 +76,15 @@ class PeerProcess:
     def log_tail(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
+    def ask_to_stop(self) -> None:
+        if not self._asked and self.alive:
+            self._process.send_signal(signal.SIGTERM)
+        self._asked = True
+
     def stop(self) -> None:
         """SIGTERM to the server, then SIGKILL to whatever of its session is left."""
+        self.ask_to_stop()
         if self.alive:
-            self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_S)
         for pid in self.pids():

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -58,9 +59,16 @@ class Rounds:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for peer in self.peers:
-            if peer.process is not None:
-                peer.process.stop()
+        """All end together; a further Ctrl-C meanwhile would leave the rest of them running."""
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            processes = [peer.process for peer in self.peers if peer.process is not None]
+            for process in processes:
+                process.ask_to_stop()
+            for process in processes:
+                process.stop()
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     @property
     def running(self) -> list[Peer]:

@@ -72,6 +72,7 @@ def _run(
             "environment": describe_environment(),
             "load": plain_load(load),
             "rounds": done,
+            "rounds_asked": given.rounds,
             "seed": given.seed,
             "check_prompts": list(CHECK_PROMPTS),
             "took_s": time.perf_counter() - began,

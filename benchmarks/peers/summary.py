@@ -83,9 +83,11 @@ def _by_round(peer: dict[str, Any], concurrency: int, figure: Figure) -> dict[in
     }
 
 
-def doubts(peers: Sequence[dict[str, Any]]) -> list[str]:
-    """Reasons to read the figures with care."""
-    found = [f"{peer['name']} was left out: {peer['fault'].splitlines()[0]}" for peer in peers if peer["fault"]]
+def doubts(result: dict[str, Any]) -> list[str]:
+    """Reasons to read the figures with care: what is missing first."""
+    peers = result["peers"]
+    found = [f"{result['error']}: {result['rounds']} of {result['rounds_asked']} rounds"] if result["error"] else []
+    found += [f"{peer['name']} was left out: {reason(peer['fault'])}" for peer in peers if peer["fault"]]
     for peer in peers:
         turns = peer["turns"]
         others = max((turn["others_share"] or 0.0 for turn in turns), default=0.0)
@@ -95,6 +97,13 @@ def doubts(peers: Sequence[dict[str, Any]]) -> list[str]:
         found += [f"{name}, idle, used {share:.1%} of the cores under {peer['name']}" for name, share in awake.items()]
         found += _wrong_lengths(peer)
     return found
+
+
+def reason(fault: str) -> str:
+    """One line of a fault that may end with a log: how it showed, and the last error that the log names."""
+    first, *log = fault.splitlines()
+    errors = [line.strip() for line in log if "error" in line.lower()]
+    return f"{first} {errors[-1]}" if errors else first
 
 
 _MOST_OTHERS = 0.1  # of the cores

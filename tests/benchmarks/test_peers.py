@@ -31,7 +31,8 @@ def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
         servers = f"one={one.url},two={two.url},wrong={wrong.url},dead=http://127.0.0.1:9"
         status = _module("run").main(["--servers", servers, *_SHORT, "--output", str(tmp_path)])
 
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr().out.splitlines()
+    result = json.loads(printed[-1])
     faults = {peer["name"]: peer["fault"] for peer in result["peers"]}
     assert status == 0
     assert faults["one"] is None and faults["two"] is None
@@ -44,11 +45,61 @@ def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
     kept = json.loads(Path(result["files"][0]).read_text())
     assert kept["peers"][1]["turns"][0]["loads"][0]["ttft_s"]["n"] == 1
     assert "dead was left out" in Path(result["files"][1]).read_text()
+    assert any(line.startswith("| dead | - | left out: it does not answer") for line in printed)
 
 
 def test_without_any_server_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert _module("run").main(["--servers", "dead=http://127.0.0.1:9", *_SHORT]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"] == "no server could be measured"
+
+
+def test_an_interrupted_run_keeps_its_rounds_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = {"load": "1 in flight", "concurrency": 1, "prompt_tokens": 8, "generated_tokens": 4, "succeeded": 1}
+    figures = {"ttft_s": {"p50": 0.1}, "tpot_s": {"p50": 0.01}, "output_tokens_per_s": 50.0}
+
+    def interrupted_in_round_two(*_: Any, seed: int, **__: Any) -> dict[str, Any]:
+        if seed == 1 + 2:  # of the options, plus the round
+            raise KeyboardInterrupt
+        return {"arms": [{**measured, **figures}], "files": []}
+
+    rounds = _module("rounds")
+    monkeypatch.setattr(rounds, "warm_up", lambda *_: None)
+    monkeypatch.setattr(rounds, "bench", interrupted_in_round_two)
+    with running(FakeServer()) as one:
+        options = ["--servers", f"one={one.url}", *_SHORT, "--rounds", "2", "--output", str(tmp_path)]
+        status = _module("run").main(options)
+
+    printed = capsys.readouterr().out.splitlines()
+    result = json.loads(printed[-1])
+    assert (status, result["error"], result["rounds"]) == (130, "interrupted", 1)
+    assert "- interrupted: 1 of 2 rounds" in printed
+    assert len(json.loads(Path(result["files"][0]).read_text())["peers"][0]["turns"]) == 1
+    assert "interrupted: 1 of 2 rounds" in Path(result["files"][1]).read_text()
+
+
+def test_a_reason_is_the_error_that_the_log_names() -> None:
+    fault = "ended with status 1:\nTraceback (most recent call last):\n  raise it\nRuntimeError: no such unit\nbye"
+    assert _module("summary").reason(fault) == "ended with status 1: RuntimeError: no such unit"
+    assert _module("summary").reason("the load did not end") == "the load did not end"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_peers_multiply_in_what_this_cpu_is_fast_at(
+    dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arms = _module("arms")
+    monkeypatch.setattr(arms, "torch_has_bfloat16_products", lambda: dtype == "bfloat16")
+    for program in ("vllm/bin/python", "transformers/bin/transformers"):
+        path = tmp_path / program
+        path.parent.mkdir(parents=True)
+        path.touch(mode=0o755)
+    setup = arms.Setup(model="m", gguf=tmp_path / "m.gguf", weights=tmp_path, peers=tmp_path, num_threads=1)
+
+    for name in ("vllm", "transformers"):
+        arm = arms.make_arm(name, setup)
+        assert arm.numbers == arm.command[arm.command.index("--dtype") + 1] == dtype
 
 
 @pytest.mark.parametrize(
