@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tightwire.server.bench.compare import report
-from tightwire.server.bench.compare.match import Row, check_alike, chosen_metrics, differences, rows
+from tightwire.server.bench.compare.match import Row, check_alike, chosen_metrics, differences, faults, rows
 from tightwire.server.bench.compare.options import CompareOptions, parse_options
 from tightwire.server.bench.compare.results import KINDS, read_result
 from tightwire.server.bench.console import make_console
@@ -18,7 +18,7 @@ SCHEMA = "tightwire.bench.compare/1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 without a regression, 1 with one, 2 for what cannot be compared, 130 after Ctrl-C."""
+    """Returns 0 without a regression, 1 with one or where B failed, 2 for what cannot be compared, 130 after Ctrl-C."""
     options = parse_options(sys.argv[1:] if argv is None else argv)
     try:
         files = None if options.output is None else ResultFiles(options.output, options.label)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     sys.stdout.write(json.dumps({**result, "files": [] if files is None else files.paths}) + "\n")
-    return 1 if result["regressions"] else 0
+    return 1 if result["regressions"] or result["faults"] else 0
 
 
 def compared(options: CompareOptions) -> dict[str, Any]:
@@ -59,6 +59,7 @@ def compared(options: CompareOptions) -> dict[str, Any]:
         "tolerance": options.tolerance,
         "deciding": [metric.name for metric in metrics if metric.decides],
         "differences": differences(a, b),
+        "faults": faults(a, b, options.tolerance),
         "cells": cells,
         "regressions": sum(cell["regression"] for cell in cells),
         "error": None,

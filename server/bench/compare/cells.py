@@ -5,7 +5,7 @@ Times are seconds. What failed is no sample.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -14,15 +14,25 @@ from tightwire.server.sizes import format_bytes
 
 Samples = dict[int, float]  # by id
 
+_BATCHES = 20  # that the calls of one bench are divided into
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
+    """``batch``: so many neighbours by id share their luck, and are one sample together."""
+
     name: str
     metrics: Mapping[str, Samples]
+    batch: int = 1
+    requested: int = 0  # requests that were sent; 0 where a bench sends none
+    failed: int = 0
 
 
 def of_serve(result: Mapping[str, Any]) -> list[Cell]:
-    """A cell for each load; one sample for each request. ITL is a request's mean gap: single gaps are not independent."""
+    """A cell for each load; a batch is as many requests as were in flight, for those share the server's steps.
+
+    ITL is a request's mean gap: single gaps are not independent.
+    """
     cells = []
     for arm in result["arms"]:
         ok = {sample["index"]: sample for sample in arm["samples"] if not sample["error"]}
@@ -31,7 +41,15 @@ def of_serve(result: Mapping[str, Any]) -> list[Cell]:
             for name in ("ttft_s", "tpot_s", "e2e_s")
         }
         metrics["itl_s"] = {index: fmean(sample["itl_s"]) for index, sample in ok.items() if sample["itl_s"]}
-        cells.append(Cell(name=arm["load"], metrics=metrics))
+        cells.append(
+            Cell(
+                name=arm["load"],
+                metrics=metrics,
+                batch=arm.get("concurrency") or max(1, round(arm.get("mean_in_flight") or 1)),
+                requested=len(arm["samples"]),
+                failed=len(arm["samples"]) - len(ok),
+            )
+        )
     return cells
 
 
@@ -60,20 +78,15 @@ def of_ttft(result: Mapping[str, Any]) -> list[Cell]:
 
 
 def of_comm(result: Mapping[str, Any]) -> list[Cell]:
-    """A cell for each algorithm and size; one sample for each call."""
+    """A cell for each algorithm and size."""
     return [
-        Cell(
-            name=f"{cell['algorithm']}, {format_bytes(cell['size'])}",
-            metrics={"seconds": dict(enumerate(cell["samples_s"]))},
-        )
-        for cell in result["cells"]
+        _of_calls(f"{cell['algorithm']}, {format_bytes(cell['size'])}", cell["samples_s"]) for cell in result["cells"]
     ]
 
 
 def of_kernels(result: Mapping[str, Any]) -> list[Cell]:
-    """A cell for each operation, codec and size; one sample for each call."""
-    rows = [*result["codecs"], *result["all_reduces"]]
-    return [Cell(name=row["name"], metrics={"seconds": dict(enumerate(row["samples_s"]))}) for row in rows]
+    """A cell for each operation, codec and size."""
+    return [_of_calls(row["name"], row["samples_s"]) for row in [*result["codecs"], *result["all_reduces"]]]
 
 
 def of_quality(result: Mapping[str, Any]) -> list[Cell]:
@@ -85,6 +98,11 @@ def of_quality(result: Mapping[str, Any]) -> list[Cell]:
             del metrics["kl"]
         cells.append(Cell(name=f"{row['algorithm']}, {row['world_size']} ranks", metrics=metrics))
     return cells
+
+
+def _of_calls(name: str, seconds: Sequence[float]) -> Cell:
+    """Calls that follow each other meet the same moods of the machine, so a run has ``_BATCHES`` samples at most."""
+    return Cell(name=name, metrics={"seconds": dict(enumerate(seconds))}, batch=max(1, len(seconds) // _BATCHES))
 
 
 def _block_means(rounds: Mapping[int, list[Mapping[str, Any]]], name: str) -> Samples:

@@ -1,5 +1,6 @@
 """Two results side by side: cells of the same name, the ratio of each metric with its interval, and the verdict."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -21,7 +22,7 @@ _FREE = ("seed", "num_words", "tokens_per_word")  # may differ from run to run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One metric of one cell in both results; ``a`` and ``b`` are medians in the samples' own unit."""
+    """One metric of one cell in both results; ``a`` and ``b`` are medians of batches, in the samples' own unit."""
 
     cell: str
     metric: Metric
@@ -64,11 +65,22 @@ def rows(a: Result, b: Result, metrics: Sequence[Metric]) -> list[Row]:
     for cell in a.cells:
         if cell.name not in others:
             continue
+        other = others[cell.name]
+        batch = max(cell.batch, other.batch)
         for metric in metrics:
-            mine, its = cell.metrics.get(metric.name), others[cell.name].metrics.get(metric.name)
+            mine, its = cell.metrics.get(metric.name), other.metrics.get(metric.name)
             if mine and its:
-                found.append(_row(cell.name, metric, mine, its, same=same))
+                row = _row(cell.name, metric, _batched(mine, batch), _batched(its, batch), same=same)
+                found.append(row)
     return found
+
+
+def _batched(samples: Samples, batch: int) -> Samples:
+    """The median of each batch, by its number."""
+    batches: dict[int, list[float]] = defaultdict(list)
+    for number, value in samples.items():
+        batches[number // batch].append(value)
+    return {number: median(values) for number, values in batches.items()}
 
 
 def _row(name: str, metric: Metric, mine: Samples, its: Samples, *, same: bool) -> Row:
@@ -84,6 +96,22 @@ def _row(name: str, metric: Metric, mine: Samples, its: Samples, *, same: bool) 
         paired=paired,
         comparison=compare(before, after, paired=paired, worse_is_higher=metric.worse_is_higher),
     )
+
+
+def faults(a: Result, b: Result, tolerance: float) -> list[str]:
+    """Where B did not get so far as A, in words: times of what succeeded say nothing of that."""
+    found = [f"B is not complete, and A is: {b.error}"] if b.error and not a.error else []
+    others = {cell.name: cell for cell in b.cells}
+    for cell in a.cells:
+        other = others.get(cell.name)
+        if other is None or not (cell.requested and other.requested):
+            continue
+        if other.failed / other.requested > cell.failed / cell.requested + tolerance:
+            found.append(
+                f"{cell.name}: {other.failed} of {other.requested} requests failed in B, and {cell.failed} of "
+                f"{cell.requested} in A"
+            )
+    return found
 
 
 def chosen_metrics(kind: str, names: Sequence[str]) -> list[Metric]:
@@ -108,6 +136,7 @@ def differences(a: Result, b: Result) -> list[str]:
         if facts.get(name) != others.get(name)
     ]
     found += [f"{result.path} is not complete: {result.error}" for result in (a, b) if result.error]
+    found += [*a.notes, *b.notes]
     mine, other = {cell.name for cell in a.cells}, {cell.name for cell in b.cells}
     for path, only in ((a.path, mine - other), (b.path, other - mine)):
         if only:

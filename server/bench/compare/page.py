@@ -18,7 +18,7 @@ def make_page(result: dict[str, Any]) -> str:
             title=f"Two results of bench {result['kind']}",
             lead=head(result),
             sections=[*sections, _table(cells)],
-            alarms=[conclusion(result)] if result["regressions"] else [],
+            alarms=[*result["faults"], *([conclusion(result)] if result["regressions"] else [])],
             facts=[
                 ("conclusion", conclusion(result)),
                 *(("note", words) for words in result["differences"]),
@@ -61,4 +61,5 @@ def _table(cells: list[dict[str, Any]]) -> Section:
     rows = [[f"{place}. {cell['cell']}", metric_text(cell), *cell_texts(cell)] for place, cell in enumerate(cells, 1)]
     wrong = frozenset(number for number, cell in enumerate(cells) if cell["regression"])
     table = TableView(columns=["cell", "metric", *COLUMNS], rows=rows, num_words=2, wrong=wrong)
-    return Section(title="Every cell", table=table, wide=True)
+    words = "A, B: medians. n: samples; requests that were in flight together, or neighbouring calls, are one."
+    return Section(title="Every cell", words=[words], table=table, wide=True)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tightwire.server.bench.result_files import ResultFiles
@@ -15,16 +16,19 @@ _CSV_COLUMNS = [
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print every cell, what is unlike, and the sum of it."""
-    table = Table(title=head(result), title_justify="left", title_style="bold")
+    table = Table(title=escape(head(result)), title_justify="left", title_style="bold")
     table.add_column("cell")
     table.add_column("metric")
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for cell in result["cells"]:
-        table.add_row(cell["cell"], metric_text(cell), *cell_texts(cell), style="red" if cell["regression"] else None)
+        texts = map(escape, (cell["cell"], metric_text(cell), *cell_texts(cell)))
+        table.add_row(*texts, style="red" if cell["regression"] else None)
     console.print(table)
     for words in result["differences"]:
         console.print(f"note: {words}", style="yellow", markup=False, soft_wrap=True)
+    for words in result["faults"]:
+        console.print(words, style="red", markup=False, soft_wrap=True)
     console.print(conclusion(result), markup=False, soft_wrap=True)
 
 
@@ -42,7 +46,7 @@ def cell_texts(cell: dict[str, Any]) -> list[str]:
         f"{cell['a']:,.4g}",
         f"{cell['b']:,.4g}",
         f"{cell['ratio']:.3f}",
-        f"{cell['low']:.3f} to {cell['high']:.3f}",
+        "unknown" if cell["verdict"] == "too few" else f"{cell['low']:.3f} to {cell['high']:.3f}",
         str(cell["n"]),
         cell["verdict"],
     ]
@@ -55,7 +59,9 @@ def conclusion(result: dict[str, Any]) -> str:
     if result["regressions"]:
         count = f"{result['regressions']} regression{'s' * (result['regressions'] > 1)}"
         return f"{count}: by {deciding}, B is worse by more than {limit}, interval and all"
-    return f"no regression: by {deciding}, no cell of B is surely worse by more than {limit}"
+    few = sum(cell["verdict"] == "too few" for cell in result["cells"] if cell["metric"] in result["deciding"])
+    unsure = f"; {few} of them have too few samples to tell: measure more" if few else ""
+    return f"no regression: by {deciding}, no cell of B is surely worse by more than {limit}{unsure}"
 
 
 def keep(files: ResultFiles, result: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """Results of the benches as ``compare`` sees them: cells with raw samples by metric, and what says whether they are alike."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class Result:
     version: str
     cells: list[Cell]
     same: Any
+    notes: tuple[str, ...]  # what was left out, in words
     raw: Mapping[str, Any] = field(repr=False)
 
     @property
@@ -106,4 +108,26 @@ def read_result(path: Path) -> Result:
         ) from error
     if not found:
         raise ValueError(f"{path} has no cells: {raw.get('error') or 'nothing was measured'}")
-    return Result(path=path, kind=kind, version=version, cells=found, same=same, raw=raw)
+    notes = tuple(f"{path}: {words}" for cell in found for words in _without_ratio(cell))
+    return Result(path=path, kind=kind, version=version, cells=_comparable(found), same=same, notes=notes, raw=raw)
+
+
+def _without_ratio(cell: Cell) -> list[str]:
+    """Such as the TPOT of answers whose tokens all came in one piece: 0 seconds."""
+    return [
+        f"{cell.name} has {name} of {min(samples.values()):g}, to which there is no ratio; {name} is left out there"
+        for name, samples in cell.metrics.items()
+        if samples and min(samples.values()) <= 0
+    ]
+
+
+def _comparable(found: Sequence[Cell]) -> list[Cell]:
+    """Only metrics that have ratios; cells of the same name, such as ``--concurrency 4,4`` gives, are numbered."""
+    times: Counter[str] = Counter()
+    cells = []
+    for cell in found:
+        times[cell.name] += 1
+        number = f" ({times[cell.name]})" if times[cell.name] > 1 else ""
+        metrics = {name: samples for name, samples in cell.metrics.items() if samples and min(samples.values()) > 0}
+        cells.append(replace(cell, name=f"{cell.name}{number}", metrics=metrics))
+    return cells

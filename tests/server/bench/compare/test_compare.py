@@ -178,7 +178,8 @@ def test_unlike_circumstances_are_told(tmp_path: Path, capsys: pytest.CaptureFix
 
     status, result, text = compare(tmp_path, serve("a"), other, capsys=capsys)
 
-    assert status == 0
+    assert status == 1
+    assert result["regressions"] == 0 and result["faults"] == ["B is not complete, and A is: interrupted"]
     for words in (
         "environment.cpu differs: a cpu in A, another in B",
         "environment.git_revision differs: abc in A, def in B",
@@ -186,6 +187,96 @@ def test_unlike_circumstances_are_told(tmp_path: Path, capsys: pytest.CaptureFix
         "b.json has concurrency 2",
     ):
         assert any(words in found for found in result["differences"]) and words.split(" differs")[0] in text
+
+
+def test_requests_of_one_batch_are_one_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten batches, each of four requests with one luck: as forty samples they would seem to be surely slower."""
+
+    def batches(name: str) -> list[dict[str, Any]]:
+        luck = noise(name, 10, 0.2)
+        times = {"ttft_s": 1.0, "tpot_s": 0.1, "e2e_s": 2.0}
+        return [
+            {"index": i, **{key: value * luck[i // 4] for key, value in times.items()}, "itl_s": [], "error": None}
+            for i in range(40)
+        ]
+
+    a, b = (
+        serve(name, arms=[{"load": "concurrency 4", "concurrency": 4, "samples": batches(f"{name}30")}])
+        for name in "ab"
+    )
+
+    alone_a, alone_b = ({**each, "arms": [{**each["arms"][0], "concurrency": 1}]} for each in (a, b))
+    assert compare(tmp_path, alone_a, alone_b, capsys=capsys)[0] == 1
+    status, result, _ = compare(tmp_path, a, b, capsys=capsys)
+
+    assert status == 0
+    assert {(cell["verdict"], cell["n"]) for cell in result["cells"]} == {("no difference", 10)}
+
+
+def test_neighbouring_calls_are_one_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [{"algorithm": "ring", "size": 4096, "samples_s": noise("calls", 1000)}]
+    result = {"schema": "tightwire.bench.comm/1", "environment": ENVIRONMENT, "cells": cells, "error": None}
+
+    _, compared, _ = compare(tmp_path, result, result, capsys=capsys)
+
+    assert compared["cells"][0]["n"] == 20
+
+
+def test_loads_that_were_given_twice_are_compared_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    twice = serve("a")
+    twice["arms"] = [serve("a")["arms"][0], serve("x", ttft=1.5)["arms"][0]]
+
+    status, result, _ = compare(tmp_path, twice, twice, capsys=capsys)
+
+    assert status == 0
+    assert verdicts(result, "ttft_s") == {"concurrency 1": "no difference", "concurrency 1 (2)": "no difference"}
+
+
+def test_requests_that_fail_are_a_fault_of_b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failing = serve("a")
+    for sample in failing["arms"][0]["samples"][:20]:
+        sample |= {"ttft_s": None, "tpot_s": None, "e2e_s": None, "itl_s": [], "error": "HTTP 500"}
+    output = ("--output", str(tmp_path / "out"), "--metric", "ttft_s")
+
+    status, result, text = compare(tmp_path, serve("a"), failing, *output, capsys=capsys)
+    better, _, _ = compare(tmp_path, failing, serve("a"), capsys=capsys)
+
+    assert (status, better) == (1, 0)
+    assert result["regressions"] == 0
+    assert "concurrency 1: 21 of 31 requests failed in B, and 1 of 31 in A" in result["faults"][0]
+    assert result["faults"][0] in text.replace("\n", "") and result["faults"][0] in Path(result["files"][2]).read_text()
+
+
+def test_what_has_no_ratio_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    at_once = serve("b")
+    for sample in at_once["arms"][0]["samples"][:3]:
+        sample["tpot_s"] = 0.0  # all tokens of these came in one piece
+
+    status, result, _ = compare(tmp_path, serve("a"), at_once, capsys=capsys)
+
+    assert status == 0
+    assert {cell["metric"] for cell in result["cells"]} == {"ttft_s", "e2e_s", "itl_s"}
+    assert any("concurrency 1 has tpot_s of 0" in words for words in result["differences"])
+
+
+def test_too_few_samples_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = serve("a")
+    few["arms"][0]["samples"] = few["arms"][0]["samples"][:2]
+
+    _, result, text = compare(tmp_path, few, few, capsys=capsys)
+
+    assert set(verdicts(result, "ttft_s").values()) == {"too few"}
+    assert "3 of them have too few samples to tell" in text and "unknown" in text
+
+
+def test_brackets_in_names_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = serve("a", label="[/b]")
+    named["arms"][0]["load"] = "flash[int8]"
+
+    status, _, text = compare(tmp_path, named, named, capsys=capsys)
+
+    assert status == 0
+    assert "flash[int8]" in text and "[/b]" in text
 
 
 def test_files_and_a_page_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
