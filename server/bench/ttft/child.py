@@ -16,6 +16,7 @@ import tightwire
 
 SERVE = (sys.executable, "-m", "tightwire", "serve")
 _READY = re.compile(r"ready in .* at (http://\S+):")
+_SAYS = "tightwire serve:"
 _TAIL_LINES = 20
 _GRACE_S = 10.0  # it is idle when it is ended
 _LIBC = ctypes.CDLL(None)
@@ -106,13 +107,17 @@ class ServerChild:
         if code == 2:
             raise ServerRefusedError(self._refusal())
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        raise ServerDiedError(f"the server ended {how}; its log ends:\n{self._tail()}")
+        raise ServerDiedError(f"the server ended {how}; its log ends:\n{self._reason()}")
 
     def _refusal(self) -> str:
-        """From the line on that says why; what was said before it is of no interest."""
+        reason = self._reason()
+        return f"the server says: {reason}" if reason.startswith(_SAYS) else reason
+
+    def _reason(self) -> str:
+        """From the line on that says why; what was said before it is of no interest. The log's end where none does."""
         lines = self.log
-        first = max((i for i, line in enumerate(lines) if line.startswith("tightwire serve:")), default=None)
-        return self._tail() if first is None else "the server says: " + "\n".join(lines[first:])
+        first = max((i for i, line in enumerate(lines) if line.startswith(_SAYS)), default=None)
+        return self._tail() if first is None else "\n".join(lines[first : first + _TAIL_LINES])
 
     def _tail(self) -> str:
         return "\n".join(self.log[-_TAIL_LINES:]) or "(it wrote nothing)"

@@ -31,6 +31,10 @@ def test_death_shows_the_end_of_the_log() -> None:
     death = pytest.raises(ServerDiedError, match=r"exit code 1; its log ends:\nrank 1 was killed")
     with child("log('rank 1 was killed\\n')\nsys.exit(1)") as server, death:
         server.wait_ready(20)
+    # What says why comes before the ranks' tracebacks, and is not lost above them.
+    script = "log('loading\\ntightwire serve: rank 0 failed\\n' + 'in a file\\n' * 50)\nsys.exit(1)"
+    with child(script) as server, pytest.raises(ServerDiedError, match="ends:\ntightwire serve: rank 0 failed\nin a"):
+        server.wait_ready(20)
     with child("log('ready in 1 s at http://127.0.0.1:81: tiny\\n')\ntime.sleep(60)") as server:
         server.wait_ready(20)
         server.check()
