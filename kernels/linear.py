@@ -28,22 +28,16 @@ def linear(
         bfloat16   142 / 228   127 / 231   176 / 324   628 / 669   4953 / 3970
         float32    293 / 438   263 / 573   446 / 969  1283 / 2603  10105 / 17802
 
-    Weights may be float32 where x is 16 bits wide: the same product, of 16-bit numbers that were widened once and not in
-    every call. On CPUs without bfloat16 units that is by far the fastest way for many rows (70 against 9 GFLOP/s on one
-    Zen 3 core), for twice the memory; but a row's bits then depend on how many come with it.
-
     Args:
         num_single_rows: that many rows, the first, come one by one or a few at a time (generated tokens); the rest are
             blocks of many (prompts), which in bfloat16 on CPU are torch's: faster there, and by far where the CPU has
-            matrix units, and widened where it has no units for bfloat16 at all. Which kernel a row gets must depend on what it is and not on how many came with it. None: all.
+            matrix units, and widened where it has no units for bfloat16 at all. Which kernel a row gets must depend on
+            what it is and not on how many came with it. None: all.
     Raises:
         ValueError: on CPU, shapes or dtypes that do not match, or rows that are not contiguous.
     """
     if x_TD.device.type != "cpu":
         return linear_reference(x_TD, weight_OD, bias_O)
-    if weight_OD.dtype == torch.float32 and x_TD.dtype in (torch.bfloat16, torch.float16):
-        wide_bias_O = None if bias_O is None else bias_O.float()
-        return F.linear(x_TD.float(), weight_OD, wide_bias_O).to(x_TD.dtype)
     if num_single_rows is None or num_single_rows >= len(x_TD) or x_TD.dtype != torch.bfloat16:
         return linear_cpu(x_TD, weight_OD, bias_O)
     if num_single_rows == 0:

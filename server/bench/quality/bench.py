@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tightwire.comm.policy.policy_file import write_policy_file
+from tightwire.comm.policy.policy_file import PolicyFile, write_policy_file
 from tightwire.model.errors import ModelError
 from tightwire.server.bench.console import make_console
 from tightwire.server.bench.progress import progress_bar
 from tightwire.server.bench.quality import report
+from tightwire.server.bench.quality.arms import MIX
 from tightwire.server.bench.quality.budget import cheapest_inside
 from tightwire.server.bench.quality.findings import FoundMix, budget_policy, find_mix, mix_against
 from tightwire.server.bench.quality.greedy import NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS
@@ -72,9 +73,12 @@ class QualityBench:
                 with self._open_ranks(setting, world_size) as ranks:
                     if self._options.search is not None and self._mix is None:
                         self._mix = find_mix(setting, ranks, pool, self._told)
+                        if self._options.budget is None:  # else all arms have to be measured before one is chosen
+                            self._write_policy(self._mix.file)
                     self._measure_ranks(setting, ranks, pool)
                 self._progress.reset(self._task, total=None)
-        self._write_policy(setting)
+        if self._options.budget is not None and self._options.write_policy is not None:
+            self._write_policy(self._chosen_file(setting))
 
     def _open_ranks(self, setting: Setting, world_size: int) -> PlayedRanks:
         options = self._options
@@ -110,26 +114,23 @@ class QualityBench:
     def _told(self, what: str) -> None:
         self._progress.update(self._task, description=what, advance=1)
 
-    def _write_policy(self, setting: Setting) -> None:
-        """The mix, or what the budget has chosen.
+    def _write_policy(self, file: PolicyFile) -> None:
+        if (path := self._options.write_policy) is not None:
+            write_policy_file(path, file)
+            self._policy_file = str(path)
+
+    def _chosen_file(self, setting: Setting) -> PolicyFile:
+        """Of the cheapest arm inside the budget.
 
         Raises:
-            ValueError: nothing is inside the budget.
+            ValueError: nothing is inside.
         """
-        path = self._options.write_policy
-        if path is None:
-            return
-        if self._mix is not None:
-            file = self._mix.file
-        else:
-            choice = self._choice()
-            if choice is None or choice["algorithm"] is None:
-                raise ValueError(
-                    "--write-policy: nothing is inside the --budget; give a larger one, or other --algorithms"
-                )
-            file = budget_policy(setting, choice["algorithm"], self._rows(setting))
-        write_policy_file(path, file)
-        self._policy_file = str(path)
+        choice = self._choice()
+        if choice is None or choice["algorithm"] is None:
+            raise ValueError("--write-policy: nothing is inside the --budget; give a larger one, or other --algorithms")
+        if self._mix is not None and choice["algorithm"] == MIX:
+            return self._mix.file
+        return budget_policy(setting, choice["algorithm"], self._rows(setting))
 
     def _rows(self, setting: Setting) -> list[dict[str, Any]]:
         arms = [*setting.arms, *([] if self._mix is None else [self._mix.arm])]

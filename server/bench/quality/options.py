@@ -139,7 +139,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="that it is found with: each costs as many passes as the model has AllReduces (%(default)s)",
     )
-    add("--write-policy", type=Path, metavar="FILE", help="keep what was found for `serve --comm-policy FILE`")
+    add(
+        "--write-policy",
+        type=Path,
+        metavar="FILE",
+        help="keep the cheapest inside the --budget, or without one the --search's mix, for `serve --comm-policy FILE`",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of random weights (%(default)s)")
     add("--output", type=Path, metavar="DIR", help="keep JSON, CSV and an HTML page there")
     add("--label", default="quality", metavar="NAME", help="beginning of those files' names (%(default)s)")

@@ -1,14 +1,12 @@
 """A model split over ranks that are threads of this process: every world size can be had, whatever machine this is.
 
-Layers, shards and AllReduces are those that serve; what is added up, in which order and in which dtype, is the same. Only
-the matrix products take another way: weights are widened to float32 once, products are summed in float32 and rounded
-once, as the server's are, and that is faster on CPUs without bfloat16 units.
+Layers, shards, kernels and AllReduces are those that serve: what is added up, in which order and in which dtype, is the
+same.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Self, TypeVar
 
 import torch
@@ -23,7 +21,7 @@ from tightwire.model.kv_cache import make_kv_cache
 from tightwire.model.layout import make_layout
 from tightwire.model.llama import Batch, Llama
 from tightwire.model.parallel import TensorParallel
-from tightwire.model.weights.resident import ResidentWeights, load_resident
+from tightwire.model.weights.resident import load_resident
 from tightwire.server.bench.quality.arms import Arm
 
 MakeRoutes = Callable[[Sequence[Arm], Group], Routes]
@@ -79,7 +77,6 @@ class PlayedRanks:
         outers = [weights.outer for weights in self._weights]
         self._final_norm_D = outers[0].final_norm
         self.head_VD = torch.cat([outer.head for outer in outers]).float()
-        self._weights = [_widened(weights) for weights in self._weights]
         self._models: list[Llama] = []
 
     def give_arms(self, arms: Sequence[Arm], make_routes: MakeRoutes = plain_routes) -> None:
@@ -147,20 +144,3 @@ class PlayedRanks:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-
-def _widened(weights: ResidentWeights) -> ResidentWeights:
-    """Matrices in float32; norms and biases, which are added in the model's dtype, stay."""
-    return replace(
-        weights,
-        layers=tuple(
-            replace(
-                layer,
-                qkv=layer.qkv.float(),
-                attention_out=layer.attention_out.float(),
-                gate_up=layer.gate_up.float(),
-                down=layer.down.float(),
-            )
-            for layer in weights.layers
-        ),
-    )

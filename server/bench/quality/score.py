@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_ROWS = 64  # whose logits are in memory at once, for each thread
+_ROWS = 128  # whose logits are in memory at once, for each thread
 
 Floats = NDArray[np.float64]
 
