@@ -123,9 +123,11 @@ def refuse_too_fast(facts: LinkFacts) -> None:
     asked, measured = facts.asked_bytes_per_s, facts.measured_bytes_per_s
     if asked is None or measured is None or measured >= LEAST_SHARE * asked:
         return
+    most_mbit = measured * 8 / 1e6
+    most = f"{int(most_mbit)}" if most_mbit >= 10 else f"{int(most_mbit * 100) / 100:g}"
     raise ValueError(
         f"this machine cannot carry the link {facts.name}: {_rate(measured)} measured of {_rate(asked)} "
-        f"({facts.emulation}); ask for at most {int(measured * 8 / 1e6)}mbit, or leave the machine to this program alone"
+        f"({facts.emulation}); ask for at most {most}mbit, or leave the machine to this program alone"
     )
 
 
@@ -136,4 +138,5 @@ def _throttled(facts: LinkFacts, link: Link, num_nodes: int, ranks_per_node: int
 
 
 def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e6:.1f} MB/s"
+    megabytes = bytes_per_s / 1e6
+    return f"{megabytes:.1f} MB/s" if megabytes >= 10 else f"{megabytes:.3g} MB/s"
