@@ -48,10 +48,11 @@ _T = TypeVar("_T")
 _BURST_BYTES, _BURST_S = 68 << 10, 0.5e-3
 _QUEUE_BYTES, _QUEUE_S = 4 << 20, 20e-3  # what waits at most: more than TCP lets wait, so that nothing is lost
 
-# Ends when its standard input does, which is when the parent closes it or dies, however it dies.
+# Begins when it is told to, or when its standard input ends: then the parent is dead, however it died, and what it had
+# just started to make a namespace may still be about to.
 _REMOVE = (
-    'trap "" INT TERM HUP; read -r _; folder=$1; shift; for name; do ip netns del "$name" 2>/dev/null; done; '
-    'rm -rf -- "$folder"; exit 0'
+    'trap "" INT TERM HUP; read -r _ || sleep 0.5; folder=$1; shift; '
+    'for name; do ip netns del "$name" 2>/dev/null; done; rm -rf -- "$folder"; exit 0'
 )
 
 
@@ -135,9 +136,9 @@ class EmulatedNetwork:
     def close(self) -> None:
         """Remove everything. Processes that still run in a node keep that node alive, without a wire. May be called twice."""
         assert self._remover.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._remover.stdin.close()
-        self._remover.wait(_COMMAND_TIMEOUT_S)
+        if not self._remover.stdin.closed:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then it ends by itself, later
+                self._remover.communicate(b"\n", timeout=_COMMAND_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self

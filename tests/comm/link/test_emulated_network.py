@@ -1,10 +1,11 @@
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from tightwire.comm.link import emulated_network
 from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
 from tightwire.comm.link.link import parse_link
+
+pytestmark = pytest.mark.alone
 
 _FOLDER = Path("/run/netns")
 
@@ -155,6 +158,13 @@ def _end(maker: subprocess.Popen[str]) -> None:
     maker.stdout.close()
 
 
+def _wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < deadline, "it does not come to that"
+        time.sleep(0.005)
+
+
 def test_a_killed_process_leaves_nothing_behind(network: EmulatedNetwork) -> None:
     maker, _ = _start_maker()
     assert len(_namespaces(maker.pid)) == 3
@@ -164,10 +174,21 @@ def test_a_killed_process_leaves_nothing_behind(network: EmulatedNetwork) -> Non
 
     _end(maker)
 
-    deadline = time.monotonic() + 10
-    while (_namespaces(maker.pid) or _folders(maker.pid)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert _namespaces(maker.pid) == [] and _folders(maker.pid) == []
+    _wait_until(lambda: not _namespaces(maker.pid) and not _folders(maker.pid))
+
+
+def test_what_a_process_was_about_to_make_when_it_was_killed_goes_too(network: EmulatedNetwork, tmp_path: Path) -> None:
+    begun, slow = tmp_path / "begun", tmp_path / "ip"
+    slow.write_text(f'#!/bin/sh\n[ "$2" = add ] && touch {begun} && sleep 0.2\nexec {shutil.which("ip")} "$@"\n')
+    slow.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    maker = subprocess.Popen([sys.executable, "-c", _MAKER], stdout=subprocess.PIPE, text=True, env=environment)
+    _wait_until(begun.exists)
+
+    _end(maker)
+
+    _wait_until(lambda: bool(_namespaces(maker.pid)))  # late, after whoever made it
+    _wait_until(lambda: not _namespaces(maker.pid) and not _folders(maker.pid))
 
 
 def test_what_two_killed_processes_left_is_swept_by_the_next(network: EmulatedNetwork) -> None:
