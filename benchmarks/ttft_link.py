@@ -12,9 +12,9 @@ For every link ``tightwire bench ttft`` runs on a server of its own. For each li
 and for each quantized AllReduce the bandwidth at which it stops paying: measured, where the time it saves, a straight line
 in 1 / bandwidth between two links, crosses zero (or would, by the line through all of them, then marked as extrapolated),
 and as the policy's cost model predicts it for the AllReduces of this prompt: from what `tightwire tune` measured of this
-host's computing, if it was run, or from seeds. ``--find-share`` looks for the link on which
-the baseline's AllReduce takes that share of TTFT, and ends. Flags after ``--`` go to `bench ttft` as they are. Prints
-Markdown; the last line is one JSON object.
+host's computing, if it was run, or from seeds. ``--find-share`` looks for the link on which the baseline's AllReduce takes
+that share of TTFT, and ends; a longer prompt has about the same share there, for its computing and its bytes grow alike.
+Flags after ``--`` go to `bench ttft` as they are. Prints Markdown; the last line is one JSON object.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from typing import Any
 
 from link_sweep import HEAD, crossovers, rows_of, show, show_crossovers
 from link_sweep_page import make_page
+from link_sweep_time import least_wire_s
 
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.policy.setting import ELEM_BYTES, Setting
@@ -40,6 +41,7 @@ from tightwire.server.devices import num_cores
 
 _BENCH = (sys.executable, "-m", "tightwire", "bench", "ttft")
 _MOST_TRIES = 4  # of --find-share; times change linearly with 1 / bandwidth, so two are enough on a quiet machine
+_TRY_REPEATS = 2  # a share is a matter of seconds: no interval is wanted
 
 
 class Sweep:
@@ -77,7 +79,7 @@ def find_share(sweep: Sweep, given: argparse.Namespace) -> dict[str, Any]:
     link, tries = given.links.split(",")[0], []
     baseline = given.algorithms.split(",")[0]
     for _ in range(_MOST_TRIES):
-        row = rows_of(sweep.run(link, f"{baseline},{baseline}", max(3, given.repeats // 2)), link)[0]
+        row = rows_of(sweep.run(link, f"{baseline},{baseline}", _TRY_REPEATS), link)[0]
         tries.append({key: row[key] for key in ("link", "bytes_per_s", "arm", "ttft_s", "share", "wire_s")})
         sys.stdout.write(f"{link}: {baseline} takes {row['share']:.1%} of TTFT ({row['ttft_s'] * 1e3:.0f} ms)\n")
         sys.stdout.flush()
@@ -91,7 +93,7 @@ def find_share(sweep: Sweep, given: argparse.Namespace) -> dict[str, Any]:
                 f"no link is fast enough: {waiting_s - row['wire_s']:.3f} s of AllReduce are not the wire's"
             )
         asked = parse_link(link).bytes_per_s or row["bytes_per_s"]
-        link = f"{asked * row['wire_s'] / wanted_s * 8 / 1e6:.0f}mbit"
+        link = f"{asked * row['wire_s'] / wanted_s * 8 / 1e6:.1f}mbit"
     return {"share": given.find_share, "link": tries[-1]["link"], "found": tries[-1]["share"], "tries": tries}
 
 
@@ -134,6 +136,8 @@ def sweep_links(sweep: Sweep, given: argparse.Namespace, files: ResultFiles | No
     }
     host = this_host([], num_cores())
     tuned = read_tuned(tune_path(cache_folder(), host), host)
+    least = f"at least {least_wire_s(given) / 60:.0f} minutes for the bytes; computing and starting servers come on top"
+    sys.stderr.write(f"ttft_link: {least}\n")
     sys.stdout.write(HEAD)
     for link in given.links.split(","):
         one = sweep.run(link, given.algorithms, given.repeats)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tightwire.server.bench.console import make_console
 from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.progress import progress_bar
+from tightwire.server.bench.progress import paused, progress_bar
 from tightwire.server.bench.quiet import OthersWatch
 from tightwire.server.bench.result_files import ResultFiles
 from tightwire.server.bench.ttft import report
@@ -86,7 +86,8 @@ class TtftBench:
         self._progress.update(self._task, description=what, completed=done, total=total)
 
     def _expected(self, seconds: float) -> None:
-        report.show_expected(self._console, seconds)
+        with paused(self._progress):
+            report.show_expected(self._console, seconds)
 
     def _keep(self) -> None:
         """After every block, so that a crash loses one at most."""

@@ -10,6 +10,7 @@ from tightwire.server.bench.ttft.summary import PARTS
 from tightwire.server.bench.ttft.words import (
     LEGENDS,
     OTHER_COLUMNS,
+    RANDOM_WEIGHTS,
     TTFT_COLUMNS,
     describe_link,
     describe_setting,
@@ -199,6 +200,8 @@ def _facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("wire", describe_link(comm.get("link"))),
         ("warm-up", "two turns of each algorithm in each cell, not counted"),
     ]
+    if result["random_weights"]:
+        facts.append(("answers", RANDOM_WEIGHTS))
     if "others_share" in result:  # not in a run that was cut short
         facts.append(("quiet", f"others used {result['others_share']:.0%} of the cores meanwhile"))
     return facts

@@ -14,6 +14,7 @@ from tightwire.server.bench.ttft.summary import PARTS, Measured, rows
 from tightwire.server.bench.ttft.words import (
     LEGENDS,
     OTHER_COLUMNS,
+    RANDOM_WEIGHTS,
     TTFT_COLUMNS,
     describe_link,
     describe_setting,
@@ -45,6 +46,7 @@ def facts(options: TtftOptions, found: Facts, environment: dict[str, Any]) -> di
         "num_layers": found.proof.shape.num_layers,
         "hidden_size": found.hidden_size,
         "seed": options.config.model.seed,
+        "random_weights": options.config.model.model.startswith("random:"),
         "options": {
             "algorithms": list(options.algorithms),
             "baseline": options.baseline_name,
@@ -139,6 +141,8 @@ def show(console: Console, shown: Mapping[str, Any]) -> None:
         console.print(legend, style="dim", soft_wrap=True)
     for line in recommended_lines(shown):
         console.print(line, style="bold", markup=False, soft_wrap=True)
+    if shown["random_weights"]:
+        console.print(f"note: {RANDOM_WEIGHTS}", style="yellow", soft_wrap=True)
     if shown.get("others_share", 0.0) > _QUIET_SHARE:
         share = f"others used {shown['others_share']:.0%} of this machine's cores meanwhile"
         console.print(f"note: {share}; times are too long by that", style="yellow", soft_wrap=True)

@@ -20,7 +20,7 @@ from tightwire.server.bench.ttft.proof import ArmPolicy, prompt_sums
 from tightwire.server.bench.ttft.summary import Measured, whole_blocks
 from tightwire.server.remote import Remote
 
-_TIMEOUT_S = 600.0  # of one request
+_TIMEOUT_S = 1800.0  # of one request: a long prompt over a slow wire takes minutes
 _TRACE_TRIES = 3
 _BODY = {"temperature": 0, "ignore_eos": True}
 

@@ -23,6 +23,10 @@ LEGENDS = (
         "nats by which that is less likely)."
     ),
 )
+RANDOM_WEIGHTS = (
+    "random weights: many tokens are about as likely as the likeliest, so answers part soon, and that they do says "
+    "nothing of a trained model"
+)
 _REST = ("http_s", "tokenize_s", "queue_s", "engine_s", "sampling_s", "send_s")
 
 
