@@ -53,9 +53,10 @@ class ModelInfo:
     def fingerprint(self, arm: str | None = None) -> str:
         """Equal seeds give equal text only under an equal fingerprint: these change the last bits of a sum.
 
-        ``arm``: the AllReduce that was asked for by name.
+        ``arm``: the AllReduce that was asked for by name; what the server's options say beside it holds for it too.
         """
-        allreduce = self.allreduce if arm in (None, self.arms[0]) else arm
+        own = self.arms[0]
+        allreduce = (own if arm is None else arm) + self.allreduce.removeprefix(own)
         return "-".join(["tightwire", f"tp{self.tp}", allreduce, *([self.dtype] if self.dtype else [])])
 
 

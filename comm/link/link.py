@@ -14,6 +14,8 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _PCIE_LANE = {1: 250e6, 2: 500e6, 3: 8e9 / 8 * 128 / 130, 4: 16e9 / 8 * 128 / 130, 5: 32e9 / 8 * 128 / 130, 6: 7.5625e9}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([a-z/]+)")
 _PCIE = re.compile(r"pcie([1-6])x(1|2|4|8|16)")
+# Beyond these the first AllReduce outlasts whoever waits for it.
+_LEAST_RATE, _MOST_LATENCY_S = 64e3 / 8, 1.0
 _EXAMPLES = "200mbit, 2.5gbit, 300MB/s or pcie3x4, and if wished latency=50us after a comma"
 
 
@@ -37,7 +39,7 @@ def parse_link(text: str) -> Link:
     is one direction's payload before packet headers. Latency: ``latency=`` with ``us``, ``ms`` or ``s``.
 
     Raises:
-        ValueError: anything else, a part given twice, or a rate of zero.
+        ValueError: anything else, a part given twice, a rate below 64kbit, or a latency above a second.
     """
     rate: float | None = None
     latency_s: float | None = None
@@ -49,6 +51,8 @@ def parse_link(text: str) -> Link:
             known = rate is None and (rate := _rate(part)) is not None
         if not known:
             raise ValueError(f"{text!r} is not a link; write {_EXAMPLES}")
+    if (rate is not None and rate < _LEAST_RATE) or (latency_s or 0.0) > _MOST_LATENCY_S:
+        raise ValueError(f"{text!r} is too slow to sum over: a link's rate is 64kbit or more, its latency 1s or less")
     return Link(text.lower().replace(" ", ""), rate, latency_s or 0.0)
 
 

@@ -92,11 +92,21 @@ def open_wire(link: Link, *, num_nodes: int, ranks_per_node: int = 1, emulation:
         yield _throttled(facts, link, num_nodes, ranks_per_node)
         return
     with network:
-        facts = msgspec.structs.replace(facts, measured_bytes_per_s=network.measure())
+        facts = msgspec.structs.replace(facts, measured_bytes_per_s=_measure(network))
         refuse_too_fast(facts)
         # The kernel limits the rate; what it often cannot do is wait (netem), so a transport that only waits does it.
         delay = Link(link.name, None, link.latency_s) if link.latency_s else None
         yield Wire(facts=facts, nodes=network.nodes, throttle=delay, folder=network.folder)
+
+
+def _measure(network: EmulatedNetwork) -> float:
+    try:
+        return network.measure()
+    except OSError as error:
+        raise ValueError(
+            f"what the link {network.link.name} carries cannot be measured: {error}; ask for a faster one, or leave the "
+            "machine to this program alone"
+        ) from error
 
 
 def plan_link(link: Link, emulation: str = "auto") -> LinkFacts:

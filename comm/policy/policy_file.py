@@ -48,7 +48,7 @@ def read_policy_file(path: Path) -> PolicyFile:
         file = msgspec.json.decode(path.read_bytes(), type=PolicyFile)
     except OSError as error:
         raise ValueError(f"the policy file {path} cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a policy file: {error}; `tightwire bench quality --write-policy` makes one"
         ) from None

@@ -64,6 +64,13 @@ def test_an_allreduce_that_the_server_has_not_is_the_requests_fault() -> None:
         assert (raised.value.status, raised.value.param) == (400, "tightwire.allreduce")
 
 
+def test_what_is_said_beside_the_allreduce_is_in_every_fingerprint() -> None:
+    asked = {"allreduce": "flash-int8+decode=ring", "arms": ("flash-int8", "two-shot")}
+    info = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, dtype="bfloat16", **asked)
+    assert info.fingerprint() == info.fingerprint("flash-int8") == "tightwire-tp2-flash-int8+decode=ring-bfloat16"
+    assert info.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16"
+
+
 def test_a_token_that_the_model_does_not_have_is_the_requests_fault() -> None:
     info = ModelInfo(name="tiny", max_model_len=256, vocab_size=200)
     with pytest.raises(ApiError, match="prompt has the token id 200; the vocabulary of 'tiny' is 0 to 199") as raised:

@@ -41,3 +41,11 @@ def test_rate_and_latency_in_any_order() -> None:
 def test_what_is_not_a_link_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a link; write 200mbit, .* latency=50us"):
         parse_link(text)
+
+
+@pytest.mark.parametrize("text", ["63kbit", "1gbit,latency=1001ms", "latency=20s"])
+def test_what_no_rank_would_wait_for_is_refused_with_the_bounds(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"too slow to sum over: a link's rate is 64kbit or more, its latency 1s or less"
+    ):
+        parse_link(text)

@@ -1,5 +1,7 @@
 """The wire of a server: which kind is made, what is said of it, and when it is refused."""
 
+import contextlib
+
 import pytest
 
 from tightwire.comm.link import wire as wire_module
@@ -59,6 +61,27 @@ def test_a_wire_that_carries_less_than_nine_tenths_is_refused() -> None:
         refuse_too_fast(_facts(22.4e6))
     with pytest.raises(ValueError, match=r"0\.1 MB/s measured of 0\.125 MB/s \(namespaces\); ask for at most 0\.8mbit"):
         refuse_too_fast(_facts(0.1e6, asked=0.125e6))
+
+
+class _DeadNetwork(contextlib.nullcontext["_DeadNetwork"]):
+    """A network over which nothing comes in time."""
+
+    def __init__(self, link: Link, *, num_nodes: int) -> None:
+        super().__init__(self)
+        self.link = link
+
+    def measure(self) -> float:
+        raise TimeoutError("timed out")
+
+
+def test_a_wire_that_cannot_be_measured_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_module, "why_impossible", lambda: "")
+    monkeypatch.setattr(wire_module, "EmulatedNetwork", _DeadNetwork)
+    with (
+        pytest.raises(ValueError, match="what the link 64kbit carries cannot be measured: timed out; ask for a faster"),
+        open_wire(parse_link("64kbit"), num_nodes=2),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
