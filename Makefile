@@ -2,7 +2,7 @@
 # make test    every check and test that needs no GPU
 #
 # Variables: PYTHON (3.11 or newer), MODEL, TP, HOST, PORT, ARGS (more flags of `tightwire serve`, or of pytest),
-# PIP_FLAGS (such as --extra-index-url URL, where the default index offers no CPU build of torch).
+# WORKERS (tests at once), PIP_FLAGS (such as --extra-index-url URL, where the default index offers no CPU build of torch).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,6 +11,7 @@ TP ?= 2
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
+WORKERS ?= 2
 PIP_FLAGS ?=
 
 bin := $(VENV)/bin
@@ -18,6 +19,9 @@ bin := $(VENV)/bin
 installed := $(VENV)/.installed
 installed_dev := $(VENV)/.installed-dev
 sources := pyproject.toml constraints.txt
+pytest := $(bin)/python -m pytest -q -rs
+# pytest's 5: nothing was selected, which is well where ARGS select.
+none_of_these := { [ $$? -eq 5 ] && [ -n "$(ARGS)" ]; }
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test check gpu-test bench clean
@@ -32,7 +36,8 @@ serve: $(installed)
 
 test: check
 	$(bin)/tightwire pull
-	$(bin)/python -m pytest -q -rs -m "not gpu and not multi_gpu" $(ARGS)
+	$(pytest) -n $(WORKERS) --dist loadfile -m "not gpu and not multi_gpu and not alone" $(ARGS) || $(none_of_these)
+	$(pytest) -m "alone and not gpu and not multi_gpu" $(ARGS) || $(none_of_these)
 
 check: $(installed_dev)
 	$(bin)/ruff check .
@@ -41,7 +46,7 @@ check: $(installed_dev)
 	$(bin)/lint-imports
 
 gpu-test: $(installed_dev)
-	$(bin)/python -m pytest -q -rs -m "gpu or multi_gpu" $(ARGS)
+	$(pytest) -m "gpu or multi_gpu" $(ARGS)
 
 # `tightwire serve` beside those of vLLM, llama.cpp and transformers that benchmarks/peers/install.sh has installed.
 bench: $(installed)

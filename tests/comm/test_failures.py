@@ -18,6 +18,8 @@ from tightwire.comm.group import Group, open_process_group
 from tightwire.comm.registry import ALL_REDUCE, make_all_reduce
 from tightwire.comm.topology import Topology
 
+pytestmark = pytest.mark.alone
+
 NAMES = sorted(ALL_REDUCE)
 BAD_RANK = 2
 

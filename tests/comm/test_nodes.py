@@ -19,6 +19,8 @@ from tightwire.comm.nodes import join_nodes, ranks_of
 from tightwire.comm.registry import make_all_reduce
 from tightwire.comm.topology import Topology
 
+pytestmark = pytest.mark.alone
+
 BAD_RANK = 3
 
 

@@ -17,6 +17,8 @@ from tightwire.comm.transport.in_process import InProcessTransport, Meeting
 from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 
+pytestmark = pytest.mark.alone
+
 _CHUNK_BYTES = 4096
 
 

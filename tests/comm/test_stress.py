@@ -7,6 +7,8 @@ import pytest
 from harness import run_ranks
 from stress_calls import alternating_calls
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(("world_size", "num_calls"), [(2, 10_000), (3, 3_000), (8, 300)])
 def test_alternating_calls_end_with_the_right_sums(world_size: int, num_calls: int) -> None:

@@ -13,6 +13,8 @@ from tightwire.comm.link.link import parse_link
 from tightwire.comm.registry import make_all_reduce
 from tightwire.comm.transport.throttled import ThrottledTransport, held_rate, throttle_group
 
+pytestmark = pytest.mark.alone
+
 NUM_BYTES = 100_000
 
 

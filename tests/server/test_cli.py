@@ -15,6 +15,8 @@ from tightwire.__main__ import VERBS, main
 from tightwire.model.catalog import is_cached, pull
 from tightwire.server import cli
 
+pytestmark = pytest.mark.alone
+
 SOURCE = Path(__file__).parents[2] / "src"
 HEAVY = ("torch", "transformers", "numpy", "numba", "fastapi", "uvicorn", "pydantic", "zmq", "rich", "yaml")
 

@@ -71,7 +71,7 @@ def _stream(table: TokenTable, ids: list[int], *, after_text: bool = False) -> l
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(ids=_ids)
 def test_stream_equals_decode_for_any_ids(name: str, ids: list[int]) -> None:
     backend = BACKENDS[name]
@@ -154,7 +154,7 @@ def _reference(stops: list[str], text: str, *, include: bool) -> tuple[str, str 
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
     text=st.text("abc\n", max_size=20),

@@ -14,6 +14,8 @@ from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetw
 from tightwire.comm.link.link import parse_link
 from tightwire.server.config import ModelOptions, ParallelOptions, ServeConfig
 
+pytestmark = pytest.mark.alone
+
 Start = Callable[..., ServerProcess]
 
 

@@ -14,6 +14,8 @@ from fake_openai import FakeServer, running
 
 from tightwire.server.terminal_chat import main
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

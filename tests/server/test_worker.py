@@ -22,6 +22,8 @@ from tightwire.server.messages import Failed, FromRank, Heartbeat, Record, Recor
 from tightwire.server.rank_setup import RankWork, RunPlan
 from tightwire.server.ranks import Ranks
 
+pytestmark = pytest.mark.alone
+
 WORK = RankWork(
     location="some/model",
     config=ServeConfig(),

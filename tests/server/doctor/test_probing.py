@@ -9,6 +9,8 @@ from server_process import is_alive, wait_until
 
 from tightwire.server.doctor.probing import Finding, run_probe
 
+pytestmark = pytest.mark.alone
+
 SLOW_S = 60.0  # of a probe that is to end by itself, on a busy machine
 
 
