@@ -91,6 +91,8 @@ class TtftBench:
 
     def _keep(self) -> None:
         """After every block, so that a crash loses one at most."""
+        assert self._run is not None, "it is the run that calls"
+        self._facts["comm"] = self._run.comm
         self._result()
 
     def _result(self, *, error: str | None = None, page: bool = False) -> dict[str, Any]:
