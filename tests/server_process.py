@@ -14,7 +14,7 @@ from typing import Self
 import httpx
 
 _SOURCE = Path(__file__).parent.parent / "src"
-START_S = 120.0  # a tiny model takes two seconds; a busy machine many times that
+START_S = 240.0  # a tiny model takes two seconds; a busy machine many times that
 SERVE = (sys.executable, "-m", "tightwire", "serve")
 
 

@@ -200,9 +200,14 @@ def _counts(group: Group) -> None:
     assert group.ledger.current() is None
 
 
-def test_every_collective_keeps_its_word(runner: Runner) -> None:
+@pytest.fixture(scope="module")
+def in_process() -> list[tuple[list[Tensor], list[Tensor]]]:
+    return run_in_process(3, _all)
+
+
+def test_every_collective_keeps_its_word(runner: Runner, in_process: list[tuple[list[Tensor], list[Tensor]]]) -> None:
     """And sums are the same bits over every transport."""
-    for (gathered, summed), (want_gathered, want_summed) in zip(runner.run(_all), run_in_process(3, _all), strict=True):
+    for (gathered, summed), (want_gathered, want_summed) in zip(runner.run(_all), in_process, strict=True):
         assert all(torch.equal(got, want) for got, want in zip(gathered, want_gathered, strict=True))
         assert all(torch.equal(got, want) for got, want in zip(summed, want_summed, strict=True))
 
