@@ -93,16 +93,16 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
 
 def _left_out(result: dict[str, Any]) -> list[list[str]]:
     return [
-        [
-            peer["name"],
-            "-",
-            f"left out: {textwrap.shorten(reason(peer['fault']), _MOST_CHARS, placeholder=' ...')}",
-            "-",
-            "-",
-        ]
+        [peer["name"], "-", _why(peer["fault"]), "-", "-"]
         for peer in result["peers"]
-        if peer["fault"]
+        if peer["fault"] or not peer["turns"]
     ]
+
+
+def _why(fault: str | None) -> str:
+    if fault is None:
+        return "not measured yet"
+    return f"left out: {textwrap.shorten(reason(fault), _MOST_CHARS, placeholder=' ...')}"
 
 
 _MOST_CHARS = 80  # of a reason within the table; the whole one is in the lines above or below it

@@ -12,6 +12,7 @@ Exit status: 0; 1 when no server could be measured; 2 for bad options; 130 after
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -85,8 +86,11 @@ def _run(
         with rounds:
             wait_for_quiet(_QUIET, given.wait_for_quiet)
             rounds.start()
-            while rounds.running and done < given.rounds:
+            longest_s = 0.0
+            while rounds.running and done < given.rounds and time.perf_counter() + longest_s < began + given.time_limit:
+                round_began = time.perf_counter()
                 rounds.take_turns(done + 1)
+                longest_s = max(longest_s, time.perf_counter() - round_began)
                 done += 1
                 _keep(files, result())
     except KeyboardInterrupt:
@@ -162,6 +166,8 @@ def _load(given: argparse.Namespace) -> Load:
             f"--num-requests takes one number above 0 for each of the {len(given.concurrency)} of --concurrency, "
             f"got {','.join(map(str, numbers))}"
         )
+    if not given.time_limit > 0:
+        raise ValueError(f"--time-limit must be above 0 s, got {given.time_limit:g}")
     if given.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {given.rounds}")
     return Load(
@@ -210,7 +216,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--input-len", type=int, default=128, help="prompt tokens (%(default)s)")
     add("--output-len", type=int, default=32, help="tokens to generate (%(default)s)")
     add("--seed", type=int, default=1, help="of prompts and of the order of turns (%(default)s)")
-    add("--start-timeout", type=float, default=300.0, metavar="S", help="longest one may take to start (%(default)s)")
+    add("--time-limit", type=float, default=math.inf, metavar="S", help="no round that would end later (none)")
+    add("--start-timeout", type=float, default=900.0, metavar="S", help="longest one may take to start (%(default)s)")
     add(
         "--wait-for-quiet", type=float, default=0.0, metavar="S", help="wait so long for others to finish (%(default)s)"
     )

@@ -86,7 +86,8 @@ def _by_round(peer: dict[str, Any], concurrency: int, figure: Figure) -> dict[in
 def doubts(result: dict[str, Any]) -> list[str]:
     """Reasons to read the figures with care: what is missing first."""
     peers = result["peers"]
-    found = [f"{result['error']}: {result['rounds']} of {result['rounds_asked']} rounds"] if result["error"] else []
+    why, done, asked = result["error"], result["rounds"], result["rounds_asked"]
+    found = [f"{why or 'the time was up'}: {done} of {asked} rounds"] if why or done < asked else []
     found += [f"{peer['name']} was left out: {reason(peer['fault'])}" for peer in peers if peer["fault"]]
     for peer in peers:
         turns = peer["turns"]

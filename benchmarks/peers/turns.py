@@ -110,7 +110,7 @@ def bench(arm: Arm, url: str, load: Load, *, seed: int, output: Path | None) -> 
     lines = done.stdout.decode().splitlines()
     if done.returncode != 0 or not lines:
         said = (done.stderr.decode() or done.stdout.decode()).strip()[-500:]
-        raise TurnError(f"bench serve ended with status {done.returncode}: {said}")
+        raise TurnError(f"bench serve ended with status {done.returncode}:\n{said}")
     result = json.loads(lines[-1])
     for load_result in result["arms"]:
         if load_result["failed"] or not load_result["ttft_s"]:

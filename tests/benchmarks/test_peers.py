@@ -53,16 +53,25 @@ def test_without_any_server_the_status_says_so(capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"] == "no server could be measured"
 
 
+_MEASURED = {
+    "load": "1 in flight",
+    "concurrency": 1,
+    "prompt_tokens": 8,
+    "generated_tokens": 4,
+    "succeeded": 1,
+    "ttft_s": {"p50": 0.1},
+    "tpot_s": {"p50": 0.01},
+    "output_tokens_per_s": 50.0,
+}
+
+
 def test_an_interrupted_run_keeps_its_rounds_and_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    measured = {"load": "1 in flight", "concurrency": 1, "prompt_tokens": 8, "generated_tokens": 4, "succeeded": 1}
-    figures = {"ttft_s": {"p50": 0.1}, "tpot_s": {"p50": 0.01}, "output_tokens_per_s": 50.0}
-
     def interrupted_in_round_two(*_: Any, seed: int, **__: Any) -> dict[str, Any]:
         if seed == 1 + 2:  # of the options, plus the round
             raise KeyboardInterrupt
-        return {"arms": [{**measured, **figures}], "files": []}
+        return {"arms": [_MEASURED], "files": []}
 
     rounds = _module("rounds")
     monkeypatch.setattr(rounds, "warm_up", lambda *_: None)
@@ -77,6 +86,27 @@ def test_an_interrupted_run_keeps_its_rounds_and_says_so(
     assert "- interrupted: 1 of 2 rounds" in printed
     assert len(json.loads(Path(result["files"][0]).read_text())["peers"][0]["turns"]) == 1
     assert "interrupted: 1 of 2 rounds" in Path(result["files"][1]).read_text()
+
+
+def test_no_round_begins_that_would_end_after_the_time_limit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def half_a_minute(*_: Any, **__: Any) -> dict[str, Any]:
+        nonlocal now_s
+        now_s += 30.0
+        return {"arms": [_MEASURED], "files": []}
+
+    monkeypatch.setattr(_module("rounds"), "warm_up", lambda *_: None)
+    monkeypatch.setattr(_module("rounds"), "bench", half_a_minute)
+    monkeypatch.setattr(_module("run").time, "perf_counter", lambda: now_s)
+    with running(FakeServer()) as one:
+        status = _module("run").main(["--servers", f"one={one.url}", *_SHORT, "--rounds", "9", "--time-limit", "100"])
+
+    printed = capsys.readouterr().out.splitlines()
+    assert (status, json.loads(printed[-1])["rounds"]) == (0, 3)
+    assert "- the time was up: 3 of 9 rounds" in printed
 
 
 def test_a_reason_is_the_error_that_the_log_names() -> None:
@@ -109,6 +139,7 @@ def test_peers_multiply_in_what_this_cpu_is_fast_at(
         (["--servers", "a=http://x,a=http://y"], "every server once"),
         (["--num-requests", "1,2"], "one number above 0 for each of the 3"),
         (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--time-limit", "-1"], "--time-limit must be above 0 s"),
     ],
 )
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
