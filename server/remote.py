@@ -173,5 +173,5 @@ def choice_text(choice: Mapping[str, Any]) -> str:
     """The text a choice adds, of either endpoint; may be empty."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
-        return delta.get("content") or delta.get("reasoning_content") or ""
+        return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
     return choice.get("text") or ""

@@ -32,6 +32,7 @@ class FakeServer:
     template_tokens: int = 0
     cached_tokens: int = 0
     usage: bool = True
+    odd_usage: dict[str, Any] | None = None  # sent instead
     ends_after: int | None = None  # tokens, however many were asked for
     breaks_after: int | None = None  # tokens, then the stream just ends
     error_after: int | None = None  # tokens, then an error event
@@ -65,6 +66,8 @@ class FakeServer:
         return None
 
     async def _models(self, request: Request) -> Response:
+        if self.refuses and self.refuses[0] == 503 and len(self.bodies) > self.refuses_from:
+            return _error(*self.refuses)  # which is a server that is gone
         return self._refusal(request) or JSONResponse({"object": "list", "data": [{"id": self.model}]})
 
     async def _metrics(self, request: Request) -> Response:
@@ -111,6 +114,8 @@ class FakeServer:
             yield {"choices": [], "usage": self._usage(body, len(words))}
 
     def _usage(self, body: dict[str, Any], num_generated: int) -> dict[str, Any]:
+        if self.odd_usage is not None:
+            return self.odd_usage
         text = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
         return {
             "prompt_tokens": len(text.split()) * self.tokens_per_word + self.template_tokens,

@@ -178,9 +178,9 @@ class _StreamReader:
 
     def _usage(self, usage: dict[str, Any]) -> None:
         self._sample.usage = True
-        self._sample.num_prompt = usage.get("prompt_tokens") or 0
-        self._sample.num_generated = usage.get("completion_tokens") or 0
-        self._sample.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        self._sample.num_prompt = _count(usage, "prompt_tokens")
+        self._sample.num_generated = _count(usage, "completion_tokens")
+        self._sample.num_cached = _count(usage.get("prompt_tokens_details"), "cached_tokens")
 
     def end(self) -> None:
         sample = self._sample
@@ -188,3 +188,9 @@ class _StreamReader:
             sample.num_generated = self._num_texts
         if sample.error is None and sample.finish_reason is None:
             sample.error = f"the stream broke off after {self._num_events} events, without a finish_reason"
+
+
+def _count(counts: Any, name: str) -> int:
+    """0 for what a peer leaves out or has in another shape."""
+    number = counts.get(name) if isinstance(counts, dict) else None
+    return number if isinstance(number, int) else 0

@@ -46,10 +46,17 @@ def environment_facts(environment: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def without_password(text: str) -> str:
+    """URLs in ``text`` without what they say before the host: user and password."""
+    return re.sub(r"://[^/@]*@", "://***@", text)
+
+
 def _without_secrets(argv: Sequence[str]) -> list[str]:
     """The command line as it may be kept in a file and shown to others."""
-    shown = [re.sub(r"^(--api-key=).*", r"\1***", word) for word in argv]
-    return ["***" if before == "--api-key" else word for before, word in zip(["", *shown], shown, strict=False)]
+    # argparse takes the beginnings of options too: --a, --api
+    shown = [without_password(re.sub(r"^(--a(?:p[a-z-]*)?=).*", r"\1***", word)) for word in argv]
+    hides = re.compile(r"--a(?:p[a-z-]*)?").fullmatch
+    return ["***" if hides(before) else word for before, word in zip(["", *shown], shown, strict=False)]
 
 
 def cpu_name() -> str:

@@ -21,7 +21,7 @@ from tightwire.server.bench.comm.ranks import open_ranks
 from tightwire.server.bench.comm.summary import Cells
 from tightwire.server.bench.console import make_console
 from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.progress import progress_bar
+from tightwire.server.bench.progress import paused, progress_bar
 from tightwire.server.bench.quiet import OthersWatch
 from tightwire.server.bench.result_files import ResultFiles
 from tightwire.server.sizes import format_bytes
@@ -107,7 +107,8 @@ class CommBench:
                 if isinstance(event, Timed) and event.done == event.rounds:
                     finished[event.size] += 1
                     if finished[event.size] == ranks.world_size:
-                        comm_report.show_size(self._console, event.size, self._cells.rows())
+                        with paused(self._progress):
+                            comm_report.show_size(self._console, event.size, self._cells.rows())
                         if self._files is not None:
                             comm_report.keep_raw(self._files, self._result(), self._cells.samples())
 

@@ -14,7 +14,7 @@ from typing import Any
 from tightwire.comm.policy.policy_file import PolicyFile, write_policy_file
 from tightwire.model.errors import ModelError
 from tightwire.server.bench.console import make_console
-from tightwire.server.bench.progress import progress_bar
+from tightwire.server.bench.progress import paused, progress_bar
 from tightwire.server.bench.quality import report
 from tightwire.server.bench.quality.arms import MIX
 from tightwire.server.bench.quality.budget import cheapest_inside
@@ -106,10 +106,12 @@ class QualityBench:
         for _ in measurement.run(measured):
             if len(self._measured) == 1 and not measured.scores:
                 seconds = measurement.seconds_left() * len(self._options.world_sizes)
-                report.show_estimate(self._console, seconds, _NUM_THREADS)
+                with paused(self._progress):
+                    report.show_estimate(self._console, seconds, _NUM_THREADS)
             elif self._files is not None:
                 report.keep(self._files, self._result(with_samples=True), page=False)
-        report.show_world_size(self._console, self._result(), ranks.world_size)
+        with paused(self._progress):
+            report.show_world_size(self._console, self._result(), ranks.world_size)
 
     def _told(self, what: str) -> None:
         self._progress.update(self._task, description=what, advance=1)

@@ -15,8 +15,8 @@ import httpx
 
 from tightwire.server.bench.client import BenchClient
 from tightwire.server.bench.console import make_console
-from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.progress import progress_bar
+from tightwire.server.bench.environment import describe_environment, without_password
+from tightwire.server.bench.progress import paused, progress_bar
 from tightwire.server.bench.result_files import ResultFiles
 from tightwire.server.bench.serve import report
 from tightwire.server.bench.serve.fit import fit_prompt_length, fit_scale, send_what_is_understood
@@ -65,7 +65,12 @@ class ServeBench:
         workload = options.make_workload()
         remote = connect(options.url, model=options.model, api_key=options.api_key)
         self._facts = {
-            "server": {"url": remote.base, "model": remote.model, "startup_s": startup_seconds(remote), "refused": []},
+            "server": {
+                "url": without_password(remote.base),
+                "model": remote.model,
+                "startup_s": startup_seconds(remote),
+                "refused": [],
+            },
             "workload": {"name": workload.name, "seed": options.seed},
             "environment": describe_environment(),
         }
@@ -91,7 +96,8 @@ class ServeBench:
             body, refused = await send_what_is_understood(client, options.body(), trial)
             self._facts["server"]["refused"], self._facts["request"] = refused, body
             self._facts["workload"] |= await _fitted(client, workload)
-            self._show_head()
+            with paused(self._progress):
+                self._show_head()
             # All prompts are taken first: too few of them is known before an hour of measuring, not after.
             shares = [
                 (workload.take(options.warmups_of(i)), workload.take(options.requests_of(i)))
@@ -117,6 +123,8 @@ class ServeBench:
         else:
             self._progress.update(task, description=arm.load.name, total=len(prompts), completed=0)
             await run_arm(arm, prompts, client.measure, seed=seed, done=lambda: self._progress.advance(task))
+            if arm.stopped is None and arm.samples[-1].error:
+                arm.stopped = self._gone()
         self._progress.remove_task(task)
         expected = [prompt.max_tokens for prompt in prompts] if self._options.ignore_eos else None
         self._close(arm, expected)
@@ -125,9 +133,19 @@ class ServeBench:
         found = doubts(arm, expected_generated)
         summary = {**summarize(arm, self._options.slo), "doubts": found}
         self._summaries.append(summary)
-        report.show(self._console, summary, found)
+        with paused(self._progress):
+            report.show(self._console, summary, found)
         if self._files is not None:
             report.keep_raw(self._files, self._result(), self._arms)
+
+    def _gone(self) -> str | None:
+        """Why the server cannot be reached any more; None where it can. It may die too late for many failures in a row."""
+        options = self._options
+        try:
+            connect(options.url, model=options.model, api_key=options.api_key)
+        except RemoteError as error:
+            return str(error)
+        return None
 
     def _failure(self) -> str | None:
         for summary in self._summaries:

@@ -17,8 +17,9 @@ from tightwire.server.bench.serve.workload import Prompt
 
 Send = Callable[[Prompt], Awaitable[Sample]]
 
-# So many failures in a row mean that the server is gone, not that it sheds load.
+# So many failures in a row mean that the server is gone. Refusing what is too much (429) is no sign of that.
 MAX_FAILURES_IN_A_ROW = 10
+_TOO_MUCH = "HTTP 429"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,8 @@ class Arm:
 
     def add(self, sample: Sample) -> None:
         self.samples.append(sample)
-        self._failures = self._failures + 1 if sample.error else 0
+        if not (sample.error and sample.error.startswith(_TOO_MUCH)):
+            self._failures = self._failures + 1 if sample.error else 0
         if self._failures >= MAX_FAILURES_IN_A_ROW and self.stopped is None:
             self.stopped = f"{self._failures} requests in a row failed; the last: {sample.error}"
 

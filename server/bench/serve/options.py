@@ -71,6 +71,8 @@ class ServeBenchOptions:
             )
         if self.warmups is not None and self.warmups < 0:
             raise ValueError(f"--warmups must be at least 0, got {self.warmups}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"--temperature must be at least 0, got {self.temperature:g}")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"--timeout must be above 0, got {self.timeout_s}")
 

@@ -8,7 +8,7 @@ from tightwire.server.bench.environment import environment_facts
 from tightwire.server.bench.html import Page, Section, TableView, render
 from tightwire.server.bench.plots import Ecdf, Plot, Samples, Series, draw
 from tightwire.server.bench.serve.load import Arm
-from tightwire.server.bench.serve.report import LATENCIES, STATISTICS, latency_cells
+from tightwire.server.bench.serve.report import LATENCIES, STATISTICS, latency_cells, thin_tail
 from tightwire.server.bench.serve.summary import latencies
 
 _MOST_POINTS = 600  # of one load in a plot of single requests
@@ -142,8 +142,9 @@ def _latencies(summaries: Sequence[dict[str, Any]]) -> Section:
         "Measured at the client, from when a request is sent. TPOT is the mean of one answer's tokens after the first; ITL "
         "are all gaps between its pieces."
     )
+    few = [f"{summary['load']}: {tail}" for summary in summaries if (tail := thin_tail(summary))]
     table = TableView(columns=["load", "ms", *STATISTICS], rows=rows, num_words=2)
-    return Section(title="Latencies in milliseconds", words=[words], table=table, wide=True)
+    return Section(title="Latencies in milliseconds", words=[words, *few], table=table, wide=True)
 
 
 def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:

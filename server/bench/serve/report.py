@@ -19,6 +19,7 @@ LATENCIES = (
     ("itl_s", "ITL", "gaps in text"),
     ("e2e_s", "E2E", "whole answer"),
 )
+_MANY = 100  # of fewer samples, the 99th percentile is a mean of the two slowest, weighted
 STATISTICS = ("n", "mean", "std", "p50", "p90", "p95", "p99")
 _CSV_COLUMNS = [
     *("arm", "load", "index", "sent_s", "late_s", "ttft_s", "tpot_s", "e2e_s"),
@@ -35,6 +36,8 @@ def show(console: Console, summary: dict[str, Any], doubts: Sequence[str]) -> No
         table.add_column(name, justify="right")
     for key, label, meaning in LATENCIES:
         table.add_row(f"{label} [dim]{meaning}[/dim]", *latency_cells(summary[key]))
+    if few := thin_tail(summary):
+        table.caption, table.caption_justify = few, "left"
     console.print(table)
     for line in rate_lines(summary):
         console.print(line, soft_wrap=True)
@@ -43,6 +46,15 @@ def show(console: Console, summary: dict[str, Any], doubts: Sequence[str]) -> No
     for doubt in [*doubts, *([f"stopped early: {summary['stopped']}"] if summary["stopped"] else [])]:
         console.print(f"note: {doubt}", style="yellow", markup=False, soft_wrap=True)
     console.print()
+
+
+def thin_tail(summary: dict[str, Any]) -> str | None:
+    """What to know of p99 where requests are few; None where they are not."""
+    if not 0 < summary["succeeded"] < _MANY:
+        return None
+    return (
+        f"p99 of {summary['succeeded']} requests is hardly more than their slowest; for a tail measure {_MANY} or more"
+    )
 
 
 def latency_cells(distribution: dict[str, float] | None) -> list[str]:

@@ -117,6 +117,10 @@ def _content(entry: Mapping[str, Any], where: str) -> Any:
     else:
         ids = isinstance(content, list) and all(type(token) is int for token in content)
         ok = content and (isinstance(content, str) or ids)
+    try:
+        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise ValueError(f"{where} cannot be sent as JSON: {error}") from error
     if not ok:
         raise ValueError(f"{where}: prompt must be text or token ids, messages a list of objects, and not empty")
     return content

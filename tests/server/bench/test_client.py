@@ -64,6 +64,15 @@ async def test_the_request_carries_what_was_asked() -> None:
     assert fake.bodies[1]["messages"] == [{"role": "user", "content": "Hi"}]
 
 
+async def test_a_usage_of_another_shape_counts_nothing() -> None:
+    odd = {"prompt_tokens": "12", "completion_tokens": None, "prompt_tokens_details": [3]}
+
+    sample = await measure(FakeServer(odd_usage=odd), stream_options={"include_usage": True})
+
+    assert sample.error is None
+    assert (sample.num_prompt, sample.num_generated, sample.num_cached) == (0, 0, 0)
+
+
 async def test_without_usage_events_with_text_are_counted() -> None:
     sample = await measure(FakeServer(usage=False))
 

@@ -38,6 +38,7 @@ def test_several_concurrencies_in_one_run(capsys: pytest.CaptureFixture[str]) ->
     assert result["server"]["startup_s"] == 3.25
     assert result["environment"]["git_revision"] is not None
     assert "concurrency 3: 6/6 requests" in text
+    assert "p99 of 6 requests is hardly more than their slowest" in text
     assert "ready 3.25 s after its start" in text
 
 
@@ -92,6 +93,7 @@ def test_raw_samples_and_a_page_are_kept(capsys: pytest.CaptureFixture[str], tmp
     assert rows[0]["error"] == ""
     text = page.read_text()
     assert text.count("<svg") == 4  # ECDFs of TTFT and ITL, throughput, TTFT over time; all prompts are of one length
+    assert "Measured at the client" in text and "concurrency 2: p99 of 6 requests" in text
     assert "Rates" in text and "within limits" in text
     assert text.count("<tr") == 1 + 2 + 1 + 8
 
@@ -184,7 +186,7 @@ def test_figures_that_may_mislead_are_marked(capsys: pytest.CaptureFixture[str])
         ({"api_key": "right"}, ["--api-key", "wrong"], "refuses the API key (bad key)"),
         ({"refuses": (400, "too long for the context")}, [], "a trial request failed: HTTP 400: too long"),
         ({"refuses": (503, "draining"), "refuses_from": 2}, [], "every warm-up request failed; the last: HTTP 503"),
-        ({"refuses": (503, "draining"), "refuses_from": 3}, ["--warmups", "1"], "all requests failed: HTTP 503"),
+        ({"refuses": (503, "draining"), "refuses_from": 3}, ["--warmups", "1"], "models answered 503: draining"),
         ({"template_tokens": 50}, [], "one word is already 51 prompt tokens here, more than --input-len 12"),
     ],
 )
@@ -211,6 +213,16 @@ def test_a_server_that_dies_in_the_middle_leaves_what_was_measured(
     assert "10 requests in a row failed; the last: HTTP 503: rank 1 died" in result["error"]
     assert [(arm["succeeded"], arm["failed"]) for arm in result["arms"]] == [(5, 10)]
     assert len(json.loads(Path(result["files"][0]).read_text())["arms"][0]["samples"]) == 15
+
+
+def test_a_server_that_dies_near_the_end_is_a_failure_too(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(refuses=(503, "rank 1 died"), refuses_from=2 + 1 + 4)
+
+    status, result, text = bench(fake, "--warmups", "1", capsys=capsys)
+
+    assert status == 1
+    assert "stopped early" in result["error"] and "503: rank 1 died" in result["error"] and "stopped early" in text
+    assert [(arm["succeeded"], arm["failed"]) for arm in result["arms"]] == [(4, 2)]
 
 
 def test_no_server_at_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,6 +257,7 @@ def test_an_output_that_cannot_be_written_is_found_before_measuring(
         (["--concurrency", "1", "--request-rate", "1"], "not allowed with"),
         (["--input-len", "0"], "--input-len must be at least 1"),
         (["--extra-body", "[]"], "expected a JSON object"),
+        (["--temperature", "nan"], "--temperature must be at least 0"),
         (["--timeout", "0"], "--timeout must be above 0"),
         (
             ["--workload", "none.jsonl"],

@@ -93,3 +93,11 @@ def test_bursts_keep_the_rate_and_spread_the_gaps(burstiness: float) -> None:
     spread = 0.02 / burstiness**0.5
     assert statistics.fmean(gaps) == pytest.approx(0.02, abs=5 * spread / 8000**0.5)
     assert statistics.stdev(gaps) == pytest.approx(spread, rel=0.1)
+
+
+async def test_refusing_what_is_too_much_is_not_being_gone() -> None:
+    full, gone = Server(error="HTTP 429: queue full"), Server(error="HTTP 503: rank 1 died")
+
+    assert (await run(Load(concurrency=1), full)).stopped is None
+    assert "10 requests in a row failed" in ((await run(Load(concurrency=1), gone)).stopped or "")
+    assert len(full.asked) == 12

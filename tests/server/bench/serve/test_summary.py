@@ -71,6 +71,8 @@ def test_a_client_that_cannot_hold_the_rate_is_noticed() -> None:
 
     assert doubts(arm(sample(late_s=0.001), load=load)) == []
     assert "cannot hold the rate" in doubts(arm(sample(late_s=0.05), load=load))[0]
+    # Little beside the gaps, and much beside what is measured.
+    assert "cannot hold the rate" in doubts(arm(sample(late_s=0.001, ttft_s=0.005), load=load))[0]
 
 
 def test_ten_failures_in_a_row_stop_an_arm_but_scattered_ones_do_not() -> None:

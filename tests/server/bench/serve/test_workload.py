@@ -101,6 +101,8 @@ def test_a_file_starts_over_when_that_is_wished(tmp_path: Path) -> None:
         ({"prompt": [1, "a"]}, "token ids"),
         ({"prompt": [True]}, "token ids"),
         ({"messages": "a"}, "a list of objects"),
+        ({"prompt": "\ud800"}, "p.jsonl:2 cannot be sent as JSON"),
+        ({"messages": [{"content": float("nan")}]}, "p.jsonl:2 cannot be sent as JSON"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens must be"),
         ({"prompt": "a", "max_tokens": True}, "max_tokens must be"),
     ],
