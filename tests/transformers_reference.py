@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -10,11 +9,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tightwire.model.checkpoint import Checkpoint
-
-
-class Greedy(NamedTuple):
-    tokens: list[int]
-    top5: list[list[int]]  # best first, at each generated place
 
 
 def save_as_folder(checkpoint: Checkpoint, folder: Path) -> Path:
@@ -49,15 +43,13 @@ def logits(model: LlamaForCausalLM, prompt: Sequence[int]) -> Tensor:
 
 
 @torch.inference_mode()
-def greedy(model: LlamaForCausalLM, prompt: Sequence[int], num_tokens: int) -> Greedy:
+def greedy(model: LlamaForCausalLM, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Plain greedy decoding with transformers' own cache; no end token stops it."""
-    tokens, top5, past = [], [], None
+    tokens, past = [], None
     inputs = torch.tensor([list(prompt)])
     for _ in range(num_tokens):
         output = model(inputs, past_key_values=past, use_cache=True, logits_to_keep=1)
         past = output.past_key_values
-        best = output.logits[0, -1].float().topk(5).indices.tolist()
-        tokens.append(best[0])
-        top5.append(best)
-        inputs = torch.tensor([[best[0]]])
-    return Greedy(tokens, top5)
+        tokens.append(int(output.logits[0, -1].argmax()))
+        inputs = torch.tensor([tokens[-1:]])
+    return tokens

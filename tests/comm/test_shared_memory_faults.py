@@ -15,6 +15,8 @@ from tightwire.comm.group import Group
 from tightwire.comm.registry import make_all_reduce
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 
+pytestmark = pytest.mark.alone
+
 ODD_RANK = 1
 TIMEOUT_S = 1.5
 OVER = {"gloo": False, "shared-memory": True}

@@ -24,7 +24,7 @@ def _reference(folder: Path) -> LlamaForCausalLM:
 def test_logits_and_tokens_equal_transformers_at_every_tp(variant: str, tmp_path: Path) -> None:
     folder = make_tiny(tmp_path, **VARIANTS[variant])
     checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
-    wanted = [greedy(model, prompt, 24).tokens for prompt in _PROMPTS]
+    wanted = [greedy(model, prompt, 24) for prompt in _PROMPTS]
 
     for tp in range(1, min(4, checkpoint.config.num_heads) + 1):
         with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64) as local:
@@ -39,7 +39,7 @@ def test_logits_and_tokens_equal_transformers_at_every_tp(variant: str, tmp_path
 def test_tokens_do_not_depend_on_the_algorithm(algorithm: str, tmp_path: Path) -> None:
     folder = make_tiny(tmp_path, **VARIANTS["odd-heads"])
     checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
-    wanted = [greedy(model, prompt, 24).tokens for prompt in _PROMPTS]
+    wanted = [greedy(model, prompt, 24) for prompt in _PROMPTS]
 
     for tp in (2, 3, 4):
         with local_engine(checkpoint, tp=tp, all_reduce=algorithm, max_model_len=256) as local:
@@ -49,7 +49,7 @@ def test_tokens_do_not_depend_on_the_algorithm(algorithm: str, tmp_path: Path) -
 def test_unequal_shares_change_the_split_and_not_the_tokens(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path, **VARIANTS["odd-heads"])
     checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
-    wanted = [greedy(model, prompt, 24).tokens for prompt in _PROMPTS]
+    wanted = [greedy(model, prompt, 24) for prompt in _PROMPTS]
 
     with local_engine(checkpoint, tp=2, shares=(1, 2), max_model_len=256) as local:
         got = continue_prompts(local.engine, _PROMPTS, max_tokens=24)
@@ -81,7 +81,7 @@ def test_two_all_reduces_per_layer_one_for_the_embedding_one_gather(tmp_path: Pa
 def test_chunked_prefill_changes_nothing(max_num_batched_tokens: int, tmp_path: Path) -> None:
     folder = make_tiny(tmp_path)
     checkpoint, model = open_checkpoint(str(folder)), _reference(folder)
-    wanted = [greedy(model, prompt, 16).tokens for prompt in _PROMPTS]
+    wanted = [greedy(model, prompt, 16) for prompt in _PROMPTS]
 
     with local_engine(
         checkpoint, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens
