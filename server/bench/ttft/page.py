@@ -21,6 +21,8 @@ from tightwire.server.bench.ttft.words import (
 from tightwire.server.sizes import format_bytes
 
 _Rows = Sequence[Mapping[str, Any]]
+_LABEL_SHARE = 0.06  # of a plot's height: what a label takes
+_TICK_RATIO = 1.3  # of two message sizes whose names do not touch
 
 
 def make_page(result: Mapping[str, Any]) -> str:
@@ -114,7 +116,8 @@ def _by_size(traced: _Rows, numbers: Mapping[str, int]) -> Section | None:
     if not sizes:
         return None
     title = "AllReduce by message size"
-    ticks = None if len(sizes) > 8 else (sizes, [format_bytes(size) for size in sizes])
+    shown = [size for i, size in enumerate(sizes) if i == 0 or size >= _TICK_RATIO * sizes[i - 1]]
+    ticks = None if len(shown) > 8 else (shown, [format_bytes(size) for size in shown])
     plot = Plot(name="size", title=title, x_label="message size", y_label="median us", series=series, ticks=ticks)
     words = "Of prompt rows on rank 0, coding included, as recorded in the turns that prove what was sent."
     return Section(title=title, words=[words], svg=draw(plot))
@@ -123,6 +126,8 @@ def _by_size(traced: _Rows, numbers: Mapping[str, int]) -> Section | None:
 def _bargain(rows: _Rows, numbers: Mapping[str, int]) -> Section | None:
     """Speed-up over the best lossless one against error."""
     series = []
+    gains = [row["ratio_to_best_lossless"] for row in rows if not row["lossless"] and row["ratio_to_best_lossless"]]
+    height = max((1 / g["low"] for g in gains), default=0.0) - min((1 / g["high"] for g in gains), default=0.0)
     for name, number in numbers.items():
         own = [row for row in rows if row["arm"] == name and not row["lossless"] and row["ratio_to_best_lossless"]]
         if own:
@@ -135,7 +140,11 @@ def _bargain(rows: _Rows, numbers: Mapping[str, int]) -> Section | None:
                     y=[1 / ratio["ratio"] for ratio in ratios],
                     low=[1 / ratio["high"] for ratio in ratios],
                     high=[1 / ratio["low"] for ratio in ratios],
-                    labels=[f"{row['prompt_len']}, {row['concurrency']}" for row in own],
+                    labels=_joint_labels(
+                        [f"{row['prompt_len']}, {row['concurrency']}" for row in own],
+                        [1 / ratio["ratio"] for ratio in ratios],
+                        least_gap=_LABEL_SHARE * height,
+                    ),
                 )
             )
     if not series:
@@ -153,6 +162,19 @@ def _bargain(rows: _Rows, numbers: Mapping[str, int]) -> Section | None:
     )
     words = "Further up is faster, further left is more exact. Beside a point: prompt tokens, requests at a time."
     return Section(title=title, words=[words], svg=draw(plot))
+
+
+def _joint_labels(labels: Sequence[str], y: Sequence[float], *, least_gap: float) -> list[str]:
+    """Of points above each other, those that would lie on one another share the lowest one's place."""
+    shown = [""] * len(labels)
+    lowest: int | None = None
+    for place in sorted(range(len(labels)), key=lambda place: y[place]):
+        if lowest is None or y[place] - y[lowest] >= least_gap:
+            lowest = place
+            shown[place] = labels[place]
+        else:
+            shown[lowest] += f"; {labels[place]}"
+    return shown
 
 
 def _ecdfs(samples: _Rows, numbers: Mapping[str, int]) -> list[Section]:
