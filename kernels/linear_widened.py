@@ -1,7 +1,7 @@
 """Matrix products of many bfloat16 rows on CPUs without bfloat16 units (AVX2): widened to float32, as torch does not.
 
-There torch multiplies bfloat16 matrices with scalar code: 9 GFLOP/s on a Zen 3 core, where its float32 product reaches 80
-and this file 62 (512 rows, 3072 outputs of 576 inputs, the weights widened in every call; ``linear_cpu`` 32).
+There torch multiplies bfloat16 matrices with scalar code: 9 GFLOP/s on a Zen 3 core, where its float32 product reaches
+80 and this file 62 (512 rows, 3072 outputs of 576 inputs, the weights widened in every call; ``linear_cpu`` 32).
 
 In float32 torch picks its kernel by the number of rows, and kernels differ in the order they add in; from a few rows a
 thread on it is one kernel. So few rows are padded, and whether that holds here is asked once, by trying.
@@ -19,7 +19,8 @@ _PROBE_OUTPUTS, _PROBE_INPUTS = 256, 512
 
 def torch_has_bfloat16_products() -> bool:
     """Whether this CPU multiplies bfloat16 in its vector or matrix units, as torch sees it."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # Builds without oneDNN do not have the question either.
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def linear_widened(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:

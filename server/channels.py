@@ -1,8 +1,8 @@
 """The zmq sockets between the processes of one server: every process binds one inbox, the others connect to it.
 
-Addresses are abstract Unix sockets with random names, so two servers never meet and a crash leaves no file behind. Between
-network namespaces, each of which has abstract sockets of its own, they are files in a private folder, which whoever made it
-removes.
+Addresses are abstract Unix sockets with random names, so two servers never meet and a crash leaves no file behind.
+Between network namespaces, each of which has abstract sockets of its own, they are files in a private folder, which
+whoever made it removes.
 """
 
 import os

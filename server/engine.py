@@ -52,7 +52,8 @@ class Engine:
     ) -> None:
         """``broadcast`` hands each plan to the other ranks before this one runs it; ``comm_counts`` fills the stats.
 
-        ``comm_spent``: the time of all collectives so far. ``arms``: the AllReduces that a request may name, the server's own first; their places are the plans' arms.
+        ``comm_spent``: the time of all collectives so far. ``arms``: the AllReduces that a request may name, the server's
+        own first; their places are the plans' arms.
         """
         self._runner, self._sampler, self._broadcast = runner, sampler, broadcast
         self._comm_counts, self._clock = comm_counts, clock

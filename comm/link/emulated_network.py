@@ -10,8 +10,8 @@ of the machine's own network is touched. Processes of one node reach each other 
 no limit slows down. Needs root, and ``ip`` and ``tc`` of iproute2. Latency is not added here (that takes netem, which
 many kernels lack): a transport that waits does it (``comm.transport.throttled``).
 
-Namespaces are named after the process that made them, and so is a folder for Unix sockets that processes of unlike nodes
-meet at (abstract ones are each namespace's own). All are removed at the end of the context; when the process dies
+Namespaces are named after the process that made them, and so is a folder for Unix sockets that processes of unlike
+nodes meet at (abstract ones are each namespace's own). All are removed at the end of the context; when the process dies
 first, by a child that notices; when both are killed, by whoever makes the next network.
 """
 
@@ -134,7 +134,10 @@ class EmulatedNetwork:
         return line_rate(first.visit(_stream_socket), second.visit(_stream_socket), first.address, seconds)
 
     def close(self) -> None:
-        """Remove everything. Processes that still run in a node keep that node alive, without a wire. May be called twice."""
+        """Remove everything. May be called twice.
+
+        Processes that still run in a node keep that node alive, without a wire.
+        """
         assert self._remover.stdin is not None
         if not self._remover.stdin.closed:
             with contextlib.suppress(subprocess.TimeoutExpired):  # then it ends by itself, later

@@ -1,7 +1,8 @@
 """A wire by name: ``1gbit``, ``pcie3x4``, ``200mbit,latency=50us``. How fast it carries bytes, and how late.
 
-Numbers only. A wire of that kind between processes of one machine is made by ``comm.link.emulated_network`` (the kernel's own
-queues, as root on Linux); where that cannot be had, ``comm.transport.throttled`` slows a transport down in user space.
+Numbers only. A wire of that kind between processes of one machine is made by ``comm.link.emulated_network`` (the
+kernel's own queues, as root on Linux); where that cannot be had, ``comm.transport.throttled`` slows a transport down in
+user space.
 """
 
 import re
@@ -35,8 +36,8 @@ class Link:
 def parse_link(text: str) -> Link:
     """A rate, a latency, or both with a comma between, in any order and case.
 
-    Rates: ``kbit mbit gbit`` (a second), ``KB/s MB/s GB/s`` (of 10**3, 10**6, 10**9) and ``pcie`` generation ``x`` lanes, which
-    is one direction's payload before packet headers. Latency: ``latency=`` with ``us``, ``ms`` or ``s``.
+    Rates: ``kbit mbit gbit`` (a second), ``KB/s MB/s GB/s`` (of 10**3, 10**6, 10**9) and ``pcie`` generation ``x`` lanes,
+    which is one direction's payload before packet headers. Latency: ``latency=`` with ``us``, ``ms`` or ``s``.
 
     Raises:
         ValueError: anything else, a part given twice, a rate below 64kbit, or a latency above a second.

@@ -58,9 +58,10 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wire:
-    """``nodes``: where each node's processes live, () on the machine's own network; ``throttle``: of each rank's transport.
+    """``nodes``: where each node's processes live, () on the machine's own network.
 
-    ``folder``: where sockets between processes of unlike nodes may lie, gone with the wire.
+    ``throttle``: what each rank's transport is to be slowed down to. ``folder``: where sockets between processes of
+    unlike nodes may lie, gone with the wire.
     """
 
     facts: LinkFacts

@@ -151,3 +151,9 @@ def test_whether_rows_are_independent_is_found_out_by_trying(monkeypatch: pytest
     product = torch.nn.functional.linear
     monkeypatch.setattr(linear_widened.F, "linear", lambda x, weight: product(x, weight) * (1 + len(x) / 1024))
     assert not linear_widened._rows_are_independent.__wrapped__(1)
+
+
+def test_a_torch_without_onednn_has_no_bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", object())  # nothing to ask
+    assert not linear_widened.torch_has_bfloat16_products()
