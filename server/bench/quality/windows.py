@@ -48,9 +48,12 @@ def make_windows(tokenizer: Tokenizer, text: str, *, num_tokens: int, window: in
     num_judged = -(-num_tokens // window)
     num_windows = num_judged + num_calibration
     if length < 2 or num_windows * length > len(ids):
+        most = max(0, len(ids) // max(1, length) - num_calibration) * window
+        ask = f"or ask for at most --tokens {most}" if most else "or ask for smaller --window and --tokens"
+        found_with = f" ({num_calibration} of them for the search)" if num_calibration else ""
         raise ValueError(
-            f"the text has {len(ids)} tokens, and {num_windows} windows of {window} need {num_windows * length}; "
-            f"give a longer --text, or ask for at most --tokens {max(0, len(ids) // max(1, length) - num_calibration) * window}"
+            f"the text has {len(ids)} tokens, and {num_windows} windows of {window}{found_with} need "
+            f"{num_windows * length}; give a longer --text, {ask}"
         )
     # Of the places that windows could take in a row, those that spread over the text.
     places = len(ids) // length
