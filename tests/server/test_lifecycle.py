@@ -17,6 +17,8 @@ from tiny import make_tiny
 
 from tightwire.server.reporter import HEARTBEAT_PERIOD_S
 
+pytestmark = pytest.mark.alone
+
 ENDLESS = 60_000  # tokens: minutes of work, so that what ends it is the test's doing
 
 Start = Callable[..., ServerProcess]
@@ -63,7 +65,7 @@ def assert_told(streaming: Streaming, reason: str) -> None:
     assert '"error"' in events[-2] and reason in events[-2]
 
 
-def test_ready_means_that_a_request_is_answered_and_sigterm_ends_it_all(start: Start) -> None:
+def test_ready_means_that_a_request_is_answered_and_sigterm_lets_those_running_finish(start: Start) -> None:
     server = start()
     url = server.wait_ready()
     assert get(f"{url}/health").status_code == 200
@@ -73,14 +75,21 @@ def test_ready_means_that_a_request_is_answered_and_sigterm_ends_it_all(start: S
     pids = [server.process.pid, *server.ranks()]
     assert len(pids) == 3
     assert [files_in_memory(pid) for pid in pids] == [[], [], []]
-    assert server.end() == 0
+    streaming = Streaming(url, 300)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "shutting down" in server.log, 5)
+    refused = complete(url, 1)
+    events = streaming.finish(60)
+    assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+    assert events[-1] == "data: [DONE]" and any('"finish_reason":"length"' in event for event in events)
+    assert server.wait_exit(10) == 0
     assert not any(map(is_alive, pids))
     assert list(server.temp.iterdir()) == []
     assert "2 heads, 1 KV heads" in server.log and "allreduce auto" in server.log
     assert len(re.findall(r"rank [01]: .* of weights, at most \d+(\.\d)?MiB of host memory", server.log)) == 2
 
 
-def test_a_trace_holds_the_same_collectives_of_both_ranks(start: Start) -> None:
+def test_a_trace_holds_both_ranks_collectives_and_what_outlasts_the_grace_time_is_cancelled(start: Start) -> None:
     server = start("--shutdown-grace-s", "0.5")
     url = server.wait_ready()
     streaming = Streaming(url, ENDLESS)
@@ -97,12 +106,15 @@ def test_a_trace_holds_the_same_collectives_of_both_ranks(start: Start) -> None:
         # Neither can end before the other has begun: ranks of one host are on one clock.
         assert first["ts"] <= second["ts"] + second["dur"] and second["ts"] <= first["ts"] + first["dur"]
     assert server.end() == 0
-    streaming.finish(10)
+    assert streaming.finish(5)[-1] == "data: [DONE]"
+    assert "cancelling 1 sequences" in server.log
 
 
-def test_a_killed_rank_is_named_to_every_client(start: Start) -> None:
-    server = start()
-    url = server.wait_ready()
+def test_a_killed_rank_is_named_to_every_client_and_another_server_goes_on(start: Start) -> None:
+    server, other = start(), start()
+    url, other_url = server.wait_ready(), other.wait_ready()
+    want = complete(other_url, 20).json()["choices"][0]["text"]
+    assert complete(url, 20).json()["choices"][0]["text"] == want
     ranks = server.ranks()
     streaming = Streaming(url, ENDLESS)
     time.sleep(2 * HEARTBEAT_PERIOD_S)  # what ranks do is known as of their last heartbeat
@@ -117,6 +129,8 @@ def test_a_killed_rank_is_named_to_every_client(start: Start) -> None:
     assert time.monotonic() - killed_s < 8
     assert reason in server.log
     assert not any(map(is_alive, ranks))
+    assert complete(other_url, 20).json()["choices"][0]["text"] == want
+    assert other.end() == 0
 
 
 def test_a_stopped_rank_is_noticed_by_its_silence(start: Start) -> None:
@@ -146,27 +160,6 @@ def test_a_hung_step_is_noticed_though_the_rank_lives(start: Start) -> None:
     step = f"step {faulty_server.HANG_AT_STEP}"
     blamed, told = rf"rank 1 \(pid \d+\) has been at one step for \d+ s: {step}, after", r"\S+ \S+ \d+ B, #\d+"
     assert re.search(rf"{blamed} {told} \(rank 0: {step}: {told}, \d", server.log), server.log
-
-
-def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(start: Start) -> None:
-    server = start()
-    url = server.wait_ready()
-    streaming = Streaming(url, 300)
-    server.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: "shutting down" in server.log, 5)
-    refused = complete(url, 1)
-    events = streaming.finish(60)
-    assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
-    assert events[-1] == "data: [DONE]" and any('"finish_reason":"length"' in event for event in events)
-    assert server.wait_exit(10) == 0
-
-
-def test_what_does_not_finish_within_the_grace_time_is_cancelled(start: Start) -> None:
-    server = start("--shutdown-grace-s", "0.5")
-    streaming = Streaming(server.wait_ready(), ENDLESS)
-    assert server.end() == 0
-    assert streaming.finish(5)[-1] == "data: [DONE]"
-    assert "cancelling 1 sequences" in server.log
 
 
 def test_a_second_signal_ends_it_at_once(start: Start) -> None:
@@ -203,17 +196,6 @@ def test_a_failed_load_on_one_rank_ends_all_with_its_cause(start: Start) -> None
     assert f"rank 1 (pid {ranks[1]}) failed while: weights: OSError: the disk is on fire" in server.log
     assert "Traceback" in server.log
     assert not any(map(is_alive, ranks))
-
-
-def test_two_servers_do_not_disturb_each_other(start: Start) -> None:
-    first, second = start(), start()
-    first_url, second_url = first.wait_ready(), second.wait_ready()
-    want = complete(second_url, 20).json()["choices"][0]["text"]
-    assert complete(first_url, 20).json()["choices"][0]["text"] == want
-    os.kill(first.ranks()[0], signal.SIGKILL)
-    assert first.wait_exit(10) == 1
-    assert complete(second_url, 20).json()["choices"][0]["text"] == want
-    assert second.end() == 0
 
 
 def test_a_taken_port_is_refused_before_anything_is_started(start: Start) -> None:
