@@ -30,6 +30,7 @@ class FakeServer:
     answer: list[str] | None = None  # the tokens of every answer; default: word after word
     tokens_per_word: int = 1
     template_tokens: int = 0
+    context: int | None = None  # more prompt tokens are refused
     cached_tokens: int = 0
     usage: bool = True
     odd_usage: dict[str, Any] | None = None  # sent instead
@@ -80,6 +81,8 @@ class FakeServer:
             return _error(*self.refuses)
         if unknown := set(self.refuses_fields) & set(body):
             return _error(422, f"extra fields not permitted: {', '.join(sorted(unknown))}")
+        if self.context is not None and self._usage(body, 0)["prompt_tokens"] > self.context:
+            return _error(400, f"longer than the context of {self.context}")
         return self._refusal(request) or StreamingResponse(self._events(body), media_type="text/event-stream")
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[bytes]:

@@ -12,7 +12,8 @@ from tightwire.server.bench.serve.mixed_workload import MixedWorkload, WordScale
 from tightwire.server.bench.serve.workload import Prompt, SyntheticWorkload
 from tightwire.server.remote import RemoteError
 
-_FIT_ATTEMPTS = 6
+_FIT_ATTEMPTS = 8
+_SHRINK = 4
 _FEW_WORDS, _MANY_WORDS = 24, 280
 _REFUSED = ("HTTP 400", "HTTP 422")
 
@@ -50,6 +51,10 @@ async def fit_prompt_length(client: BenchClient, workload: SyntheticWorkload, in
     for attempt in range(_FIT_ATTEMPTS):
         sample = await client.measure(workload.probe(attempt))
         if sample.error:
+            if sample.error.startswith(_REFUSED) and tried is None and workload.num_words >= _SHRINK:
+                # A word may be many tokens here, and so many words more than the context, where input_len tokens are not.
+                workload.num_words //= _SHRINK
+                continue
             raise RemoteError(f"a trial request failed: {sample.error}")
         words, counted = workload.num_words, sample.num_prompt
         if not sample.usage or counted == input_len:

@@ -36,9 +36,9 @@ def show(console: Console, summary: dict[str, Any], doubts: Sequence[str]) -> No
         table.add_column(name, justify="right")
     for key, label, meaning in LATENCIES:
         table.add_row(f"{label} [dim]{meaning}[/dim]", *latency_cells(summary[key]))
-    if few := thin_tail(summary):
-        table.caption, table.caption_justify = few, "left"
     console.print(table)
+    if few := thin_tail(summary):
+        console.print(few, style="dim", markup=False, soft_wrap=True)
     for line in rate_lines(summary):
         console.print(line, soft_wrap=True)
     for error, count in summary["errors"].items():

@@ -69,6 +69,16 @@ def test_prompts_are_fitted_to_the_servers_own_count(capsys: pytest.CaptureFixtu
     assert "messages" in fake.bodies[0]
 
 
+def test_prompts_that_fit_are_found_where_the_first_trial_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(tokens_per_word=5, context=120)
+
+    status, result, _ = bench(fake, "--input-len", "100", capsys=capsys)
+    beyond, failed, _ = bench(FakeServer(context=50), "--input-len", "100", capsys=capsys)
+
+    assert (status, result["arms"][0]["prompt_tokens"]) == (0, 6 * 100)
+    assert (beyond, "longer than the context of 50" in failed["error"]) == (1, True)
+
+
 def test_a_request_rate_is_an_open_loop(capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeServer(first_token_s=0.5)
 
