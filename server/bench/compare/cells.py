@@ -14,7 +14,7 @@ from tightwire.server.sizes import format_bytes
 
 Samples = dict[int, float]  # by id
 
-_BATCHES = 20  # that the calls of one bench are divided into
+_BATCHES = 20  # that one run is divided into
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Cell:
 
 
 def of_serve(result: Mapping[str, Any]) -> list[Cell]:
-    """A cell for each load; a batch is as many requests as were in flight, for those share the server's steps.
+    """A cell for each load; a batch is at least as many requests as were in flight, for those share the server's steps.
 
     ITL is a request's mean gap: single gaps are not independent.
     """
@@ -45,7 +45,7 @@ def of_serve(result: Mapping[str, Any]) -> list[Cell]:
             Cell(
                 name=arm["load"],
                 metrics=metrics,
-                batch=arm.get("concurrency") or max(1, round(arm.get("mean_in_flight") or 1)),
+                batch=max(arm.get("concurrency") or round(arm.get("mean_in_flight") or 1), _batch(len(arm["samples"]))),
                 requested=len(arm["samples"]),
                 failed=len(arm["samples"]) - len(ok),
             )
@@ -101,8 +101,12 @@ def of_quality(result: Mapping[str, Any]) -> list[Cell]:
 
 
 def _of_calls(name: str, seconds: Sequence[float]) -> Cell:
-    """Calls that follow each other meet the same moods of the machine, so a run has ``_BATCHES`` samples at most."""
-    return Cell(name=name, metrics={"seconds": dict(enumerate(seconds))}, batch=max(1, len(seconds) // _BATCHES))
+    return Cell(name=name, metrics={"seconds": dict(enumerate(seconds))}, batch=_batch(len(seconds)))
+
+
+def _batch(count: int) -> int:
+    """What follows each other meets the same moods of the machine, so a run has some ``_BATCHES`` samples at most."""
+    return max(1, count // _BATCHES)
 
 
 def _block_means(rounds: Mapping[int, list[Mapping[str, Any]]], name: str) -> Samples:

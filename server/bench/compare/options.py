@@ -30,10 +30,11 @@ def parse_options(argv: Sequence[str]) -> CompareOptions:
         prog="tightwire bench compare",
         description="Compare two results of one bench: for every cell the ratio B / A of medians, its bootstrap 95 % "
         "interval from the raw samples, and a verdict. Exit status 0: no regression; 1: a metric that decides is worse, and "
-        "its whole interval is beyond the tolerance, or requests failed in B that did not in A; 2: the files cannot be compared. The last line of stdout is one JSON "
-        "object. Requests that were in flight together, and calls one after the other, count as one sample. "
-        "An interval knows the noise inside each run, not how the machine drifts between two: run both again before "
-        "believing a small difference. Of bench ttft the ratio to the baseline decides, in which that drift cancels.",
+        "its whole interval is beyond the tolerance, or requests failed in B that did not in A; 2: the files cannot be "
+        "compared. The last line of stdout is one JSON object. Requests that were in flight together count as one sample, "
+        "and of many others so do neighbours. An interval knows the noise inside each run, not how the machine drifts "
+        "between two: run both again before believing a small difference. Of bench ttft the ratio to the baseline decides, "
+        "in which that drift cancels.",
     )
     add = parser.add_argument
     add("a", type=Path, metavar="A.json", help="what B is compared with")

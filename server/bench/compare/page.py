@@ -61,5 +61,8 @@ def _table(cells: list[dict[str, Any]]) -> Section:
     rows = [[f"{place}. {cell['cell']}", metric_text(cell), *cell_texts(cell)] for place, cell in enumerate(cells, 1)]
     wrong = frozenset(number for number, cell in enumerate(cells) if cell["regression"])
     table = TableView(columns=["cell", "metric", *COLUMNS], rows=rows, num_words=2, wrong=wrong)
-    words = "A, B: medians. n: samples; requests that were in flight together, or neighbouring calls, are one."
+    words = (
+        "A, B: medians. n: samples; requests that were in flight together are one, and of many others so are neighbours. A "
+        "verdict needs more than the 95 % interval beside it: the wider one that a dozen verdicts need to be right together."
+    )
     return Section(title="Every cell", words=[words], table=table, wide=True)

@@ -190,14 +190,14 @@ def test_unlike_circumstances_are_told(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_requests_of_one_batch_are_one_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten batches, each of four requests with one luck: as forty samples they would seem to be surely slower."""
+    """Eight batches, each of four requests with one luck: as 32 samples they would seem to be surely slower."""
 
     def batches(name: str) -> list[dict[str, Any]]:
-        luck = noise(name, 10, 0.2)
+        luck = noise(name, 8, 0.2)
         times = {"ttft_s": 1.0, "tpot_s": 0.1, "e2e_s": 2.0}
         return [
             {"index": i, **{key: value * luck[i // 4] for key, value in times.items()}, "itl_s": [], "error": None}
-            for i in range(40)
+            for i in range(32)
         ]
 
     a, b = (
@@ -210,7 +210,7 @@ def test_requests_of_one_batch_are_one_sample(tmp_path: Path, capsys: pytest.Cap
     status, result, _ = compare(tmp_path, a, b, capsys=capsys)
 
     assert status == 0
-    assert {(cell["verdict"], cell["n"]) for cell in result["cells"]} == {("no difference", 10)}
+    assert {(cell["verdict"], cell["n"]) for cell in result["cells"]} == {("no difference", 8)}
 
 
 def test_neighbouring_calls_are_one_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
