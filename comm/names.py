@@ -2,9 +2,9 @@
 
 
 def split_all_reduce_names(text: str) -> tuple[str, ...]:
-    """Names have commas between them, and ``flash:RS,AG`` has one inside."""
+    """Names have commas between them, maybe blanks too, and ``flash:RS,AG`` has a comma inside."""
     names: list[str] = []
-    for part in text.split(","):
+    for part in map(str.strip, text.split(",")):
         if names and names[-1].startswith("flash:") and "," not in names[-1]:
             names[-1] += f",{part}"
         else:

@@ -3,10 +3,10 @@
     us = call + rounds * round + sent bytes * byte + summed elements * sum
          (+ coded call + encoded elements * encode + decoded elements * decode)
 
-The constants of a ``LinkCost`` are seeds: good enough to tell apart algorithms that differ much. ``tightwire tune`` replaces
-the prediction by what it measured. Behind an emulated wire (``serve --link``) bytes between nodes cost what that wire's
-own rate says, rounds its latency more, and computing what ``tune`` measured of it apart from any wire. Source of the model: Thakur, Rabenseifner and Gropp, Optimization of Collective
-Communication Operations in MPICH, 2005.
+The constants of a ``LinkCost`` are seeds: good enough to tell apart algorithms that differ much. ``tightwire tune``
+replaces the prediction by what it measured. Behind an emulated wire (``serve --link``) bytes between nodes cost what
+that wire's own rate says, rounds its latency more, and computing what ``tune`` measured of it apart from any wire. Source
+of the model: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005.
 """
 
 import math
@@ -41,10 +41,10 @@ class LinkCost:
     sum_melem: float = 0.0  # adding exactly, where ``mib`` does not hold it
 
 
-# Where each comes from: shared memory and gloo from `bench comm` and benchmarks/all_reduce.py with 2 ranks on two cores of a
-# server CPU, rounded (gloo through the loopback interface: a real network has its own bandwidth); encoding and decoding
-# there from benchmarks/codec.py, one core, and adding from benchmarks/limited_link.py; the two for CUDA are published
-# figures of PCIe boxes (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier), not measured here.
+# Where each comes from: shared memory and gloo from `bench comm` and benchmarks/all_reduce.py with 2 ranks on two cores
+# of a server CPU, rounded (gloo through the loopback interface: a real network has its own bandwidth); encoding and
+# decoding there from benchmarks/codec.py, one core, and adding from benchmarks/limited_link.py; the two for CUDA are
+# published figures of PCIe boxes (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier), not measured here.
 LINK_COSTS: Mapping[tuple[str, str], LinkCost] = {
     ("shared-memory", "cpu"): LinkCost(
         call=6,
