@@ -44,7 +44,8 @@ class LinkCost:
 # Where each comes from: shared memory and gloo from `bench comm` and benchmarks/all_reduce.py with 2 ranks on two cores
 # of a server CPU, rounded (gloo through the loopback interface: a real network has its own bandwidth); encoding and
 # decoding there from benchmarks/codec.py, one core, and adding from benchmarks/limited_link.py; the two for CUDA are
-# published figures of PCIe boxes (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier), not measured here.
+# published figures of PCIe boxes (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier), not measured
+# here.
 LINK_COSTS: Mapping[tuple[str, str], LinkCost] = {
     ("shared-memory", "cpu"): LinkCost(
         call=6,
