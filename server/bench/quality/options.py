@@ -19,6 +19,7 @@ DEFAULT_ALGORITHMS = (
 )
 DEFAULT_MODEL = "smollm2-135m"
 SEARCH_BYTES_OF = "flash-int6"
+SEARCH_TOKENS = 2048
 _MAX_RANKS = 64
 
 
@@ -34,7 +35,7 @@ class QualityOptions:
     dtype: str = "auto"
     budget: Budget | None = None
     search: str | None = None  # find a mix that sends at most as many bytes as this one
-    search_tokens: int = 2048  # that it is found with, besides those that are judged
+    search_tokens: int = SEARCH_TOKENS  # that it is found with, besides those that are judged
     write_policy: Path | None = None
     seed: int = 0  # of random weights
     output: Path | None = None
@@ -76,6 +77,8 @@ def parse_options(argv: Sequence[str]) -> QualityOptions:
     parser = _parser()
     given = parser.parse_args(argv)
     try:
+        if given.search_tokens is not None and given.search is None:
+            raise ValueError("--search-tokens says what --search works with; give --search too")
         return QualityOptions(
             model=given.model,
             algorithms=DEFAULT_ALGORITHMS if given.algorithms is None else split_all_reduce_names(given.algorithms),
@@ -87,7 +90,7 @@ def parse_options(argv: Sequence[str]) -> QualityOptions:
             dtype=given.dtype,
             budget=None if given.budget is None else parse_budget(given.budget),
             search=given.search,
-            search_tokens=given.search_tokens,
+            search_tokens=SEARCH_TOKENS if given.search_tokens is None else given.search_tokens,
             write_policy=given.write_policy,
             seed=given.seed,
             output=given.output,
@@ -135,9 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--search-tokens",
         type=int,
-        default=2048,
         metavar="N",
-        help="that it is found with: each costs as many passes as the model has AllReduces (%(default)s)",
+        help=f"that it is found with: each costs as many passes as the model has AllReduces ({SEARCH_TOKENS})",
     )
     add(
         "--write-policy",

@@ -133,6 +133,7 @@ def test_what_is_finished_is_kept_when_cut_short(
         (["--budget", "ppl=-1%"], "is no budget"),
         (["--write-policy", "x.json"], "give one of them"),
         (["--budget", "kl=1", "--write-policy", "no/where/x.json"], "cannot be written"),
+        (["--search-tokens", "512"], "give --search too"),
         (["--tokens", "0"], "--tokens must be at least 1"),
     ],
 )
