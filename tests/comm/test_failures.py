@@ -20,7 +20,6 @@ from tightwire.comm.topology import Topology
 
 pytestmark = pytest.mark.alone
 
-NAMES = sorted(ALL_REDUCE)
 BAD_RANK = 2
 
 
@@ -96,20 +95,21 @@ def _survivors(outcomes: dict[int, Any]) -> dict[int, Seen]:
     return {rank: seen for rank, seen in outcomes.items() if isinstance(seen, Seen)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+# One-shot is what auto takes at this size.
+@pytest.mark.parametrize("name", [name for name in sorted(ALL_REDUCE) if name != "one-shot"])
 def test_a_rank_that_never_comes_is_named_by_all_others(name: str) -> None:
-    with Ranks(4, collective_timeout_s=1.0) as ranks:
+    with Ranks(4, collective_timeout_s=2.0) as ranks:
         seen = _survivors(ranks.outcomes(_bad_rank_never_comes, name, 30.0, enough=3))
         ranks.kill()
 
-    ran = "one-shot" if name == "auto" else name  # auto's choice at this size
+    ran = "one-shot" if name == "auto" else name
     assert sorted(seen) == [0, 1, 3]
     for rank, failure in seen.items():
         assert failure.error == "CollectiveTimeoutError", failure
         assert failure.ranks == (BAD_RANK,), f"rank {rank}: {failure.message}"
-        assert "rank 2 of 4 did not come within 1 s" in failure.message
+        assert "rank 2 of 4 did not come within 2 s" in failure.message
         assert f"all_reduce {ran} 1152 B, #2" in failure.message
-        assert failure.seconds < 5
+        assert failure.seconds < 8
         assert failure.doing is not None and failure.doing.startswith(f"all_reduce {ran} 1152 B, #2")
 
 
@@ -130,7 +130,7 @@ def test_a_killed_rank_is_named_long_before_the_deadline(name: str, num_elems: i
 
 
 def test_a_stopped_rank_is_named() -> None:
-    with Ranks(3, collective_timeout_s=1.0) as ranks:
+    with Ranks(3, collective_timeout_s=2.0) as ranks:
         stopper = threading.Timer(0.3, os.kill, (ranks.processes[BAD_RANK].pid, signal.SIGSTOP))
         stopper.start()
         outcomes = ranks.outcomes(_watch, "two-shot", 1_000_000, enough=2)

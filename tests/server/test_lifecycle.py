@@ -77,12 +77,12 @@ def test_ready_means_that_a_request_is_answered_and_sigterm_lets_those_running_f
     assert [files_in_memory(pid) for pid in pids] == [[], [], []]
     streaming = Streaming(url, 300)
     server.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: "shutting down" in server.log, 5)
+    wait_until(lambda: "shutting down" in server.log, 20)
     refused = complete(url, 1)
     events = streaming.finish(60)
     assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
     assert events[-1] == "data: [DONE]" and any('"finish_reason":"length"' in event for event in events)
-    assert server.wait_exit(10) == 0
+    assert server.wait_exit(30) == 0
     assert not any(map(is_alive, pids))
     assert list(server.temp.iterdir()) == []
     assert "2 heads, 1 KV heads" in server.log and "allreduce auto" in server.log
@@ -125,7 +125,7 @@ def test_a_killed_rank_is_named_to_every_client_and_another_server_goes_on(start
     health = get(f"{url}/health")
     assert health.status_code == 503 and reason in health.json()["reason"]
     assert "rank 0: step" in health.json()["reason"]
-    assert server.wait_exit(10) == 1
+    assert server.wait_exit(30) == 1
     assert time.monotonic() - killed_s < 8
     assert reason in server.log
     assert not any(map(is_alive, ranks))
@@ -146,7 +146,7 @@ def test_a_stopped_rank_is_noticed_by_its_silence(start: Start) -> None:
     # A follower is idle between two plans.
     assert re.search(rf"last seen at: (step \d+|idle)(:|, after) {collective}", reason), reason
     assert re.search(rf"\(rank 0: step \d+(:|, after) {collective}", reason), reason
-    assert server.wait_exit(10) == 1
+    assert server.wait_exit(30) == 1
     assert not any(map(is_alive, ranks))
     assert list(server.temp.iterdir()) == []
 
@@ -156,7 +156,7 @@ def test_a_hung_step_is_noticed_though_the_rank_lives(start: Start) -> None:
     url = server.wait_ready()
     streaming = Streaming(url, ENDLESS)
     assert_told(streaming, "has been at one step for")
-    assert server.wait_exit(10) == 1
+    assert server.wait_exit(30) == 1
     step = f"step {faulty_server.HANG_AT_STEP}"
     blamed, told = rf"rank 1 \(pid \d+\) has been at one step for \d+ s: {step}, after", r"\S+ \S+ \d+ B, #\d+"
     assert re.search(rf"{blamed} {told} \(rank 0: {step}: {told}, \d", server.log), server.log
@@ -169,10 +169,10 @@ def test_a_second_signal_ends_it_at_once(start: Start) -> None:
     for _ in range(3):  # a terminal, a shell and make may all pass on the same Ctrl-C
         server.process.send_signal(signal.SIGINT)
         time.sleep(0.05)
-    wait_until(lambda: "shutting down" in server.log, 5)
+    wait_until(lambda: "shutting down" in server.log, 20)
     time.sleep(1)
     assert server.process.poll() is None
-    assert server.end(signal.SIGINT, timeout_s=3) == 128 + signal.SIGINT
+    assert server.end(signal.SIGINT, timeout_s=10) == 128 + signal.SIGINT
     assert not any(map(is_alive, ranks))
     streaming.finish(5)
 
@@ -185,7 +185,7 @@ def test_a_killed_parent_leaves_no_process(start: Start, when: str) -> None:
     ranks = server.wait_ranks()
     os.kill(ranks[0], signal.SIGSTOP)  # a stopped rank must go too
     server.end(signal.SIGKILL)
-    wait_until(lambda: not any(map(is_alive, ranks)), 5)
+    wait_until(lambda: not any(map(is_alive, ranks)), 20)
     assert list(server.temp.iterdir()) == []
 
 
