@@ -1,5 +1,6 @@
 """Turns boiled down: for each server and number of requests in flight, medians over rounds, and ratios to the first."""
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -103,7 +104,7 @@ def doubts(result: dict[str, Any]) -> list[str]:
 def reason(fault: str) -> str:
     """One line of a fault that may end with a log: how it showed, and the last error that the log names."""
     first, *log = fault.splitlines()
-    errors = [line.strip() for line in log if "error" in line.lower()]
+    errors = [line.strip() for line in log if re.search(r"error\b\s*[:,]", line, re.IGNORECASE)]
     return f"{first} {errors[-1]}" if errors else first
 
 

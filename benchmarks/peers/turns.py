@@ -102,7 +102,7 @@ def bench(arm: Arm, url: str, load: Load, *, seed: int, output: Path | None) -> 
     command += ["--input-len", str(load.input_len), "--output-len", str(load.output_len), "--warmups", str(_WARMUPS)]
     command += ["--model", arm.model] if arm.model else []
     command += [] if arm.ignore_eos else ["--no-ignore-eos"]
-    command += ["--output", str(output), "--label", f"{_file_name(arm.name)}-round{seed}"] if output else []
+    command += ["--output", str(output), "--label", f"{_file_name(arm.name)}-seed{seed}"] if output else []
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TURN_S, check=False)
     except subprocess.TimeoutExpired as error:

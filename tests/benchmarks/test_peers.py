@@ -110,7 +110,7 @@ def test_no_round_begins_that_would_end_after_the_time_limit(
 
 
 def test_a_reason_is_the_error_that_the_log_names() -> None:
-    fault = "ended with status 1:\nTraceback (most recent call last):\n  raise it\nRuntimeError: no such unit\nbye"
+    fault = "ended with status 1:\nTraceback (most recent call last):\n  raise it\nRuntimeError: no such unit\nsee http://a/value_error"
     assert _module("summary").reason(fault) == "ended with status 1: RuntimeError: no such unit"
     assert _module("summary").reason("the load did not end") == "the load did not end"
 
