@@ -210,7 +210,8 @@ class Recorded(msgspec.Struct, frozen=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """This rank cannot go on; it exits after sending this.
 
-    ``symptom``: it failed for want of another rank, whose own report says more.
+    ``symptom``: it failed for want of another rank, whose own report says more. ``traceback``: empty where the message is
+    for the user, of an option that turned out not to be possible.
     """
 
     rank: int

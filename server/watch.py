@@ -144,7 +144,7 @@ class Watch:
         """Of the ranks that failed by themselves; those of mere symptoms when there are no others."""
         failed = [(number, rank.failed) for number, rank in enumerate(self._ranks) if rank.failed]
         causes = [(number, failure) for number, failure in failed if not failure.symptom]
-        return [(number, failure.traceback) for number, failure in causes or failed]
+        return [(number, failure.traceback) for number, failure in causes or failed if failure.traceback]
 
 
 def _signal_name(number: int) -> str:

@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from tightwire.comm.errors import CommError
+from tightwire.comm.link.wire import LinkTooFastError
 from tightwire.server.messages import Failed
 from tightwire.server.rank_setup import RankIdentity, RankWork
 from tightwire.server.reporter import Reporter
@@ -46,7 +47,7 @@ def main(body: str = "tightwire.server.rank:run") -> int:
                 rank=identity.rank,
                 doing=reporter.doing,
                 message=_describe(error),
-                traceback=traceback.format_exc(),
+                traceback="" if isinstance(error, LinkTooFastError) else traceback.format_exc(),
                 symptom=isinstance(error, CommError),
             )
         )

@@ -23,6 +23,10 @@ EMULATIONS = ("auto", NAMESPACES, USER_SPACE)
 LEAST_SHARE = 0.9  # of the rate that was asked for; a wire that carries less is not that wire
 
 
+class LinkTooFastError(ValueError):
+    """This machine does not carry what was asked for; the message says how much it carries."""
+
+
 class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A link as it was asked for, and what became of it. Rates are of a node, one way, in bytes of payload."""
 
@@ -130,13 +134,13 @@ def plan_link(link: Link, emulation: str = "auto") -> LinkFacts:
 
 
 def refuse_too_fast(facts: LinkFacts) -> None:
-    """Raises ValueError when what was measured falls short of what was asked for."""
+    """Raises LinkTooFastError when what was measured falls short of what was asked for."""
     asked, measured = facts.asked_bytes_per_s, facts.measured_bytes_per_s
     if asked is None or measured is None or measured >= LEAST_SHARE * asked:
         return
     most_mbit = measured * 8 / 1e6
     most = f"{int(most_mbit)}" if most_mbit >= 10 else f"{int(most_mbit * 100) / 100:g}"
-    raise ValueError(
+    raise LinkTooFastError(
         f"this machine cannot carry the link {facts.name}: {_rate(measured)} measured of {_rate(asked)} "
         f"({facts.emulation}); ask for at most {most}mbit, or leave the machine to this program alone"
     )

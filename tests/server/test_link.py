@@ -144,3 +144,12 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, object],
 def test_a_link_is_between_ranks_on_the_cpu() -> None:
     with pytest.raises(ValueError, match="--link is between ranks on the CPU"):
         ServeConfig(model=ModelOptions(device="cuda"), parallel=ParallelOptions(tp=2, link="1gbit"))
+
+
+def test_a_throttle_that_cannot_be_as_fast_is_refused_without_a_traceback(start: Start) -> None:
+    """Found out by the ranks, when they have joined."""
+    server = start("--tp", "2", "--link", "pcie6x16", "--link-emulation", "user-space")
+    assert server.wait_exit(START_S) == 1
+    assert "this machine cannot carry the link pcie6x16: " in server.log
+    assert "MB/s measured of 121000.0 MB/s (user-space)" in server.log
+    assert "Traceback" not in server.log
