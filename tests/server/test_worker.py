@@ -154,7 +154,7 @@ def test_an_end_is_noticed_at_once_with_its_signal(parent: Parent) -> None:
         exits: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         parent.ranks.on_exit(asyncio.get_running_loop(), lambda rank, code: exits.put_nowait((rank, code)))
         os.kill(parent.ranks.pids[1], signal.SIGKILL)
-        return await asyncio.wait_for(exits.get(), 5)
+        return await asyncio.wait_for(exits.get(), 20)
 
     assert asyncio.run(first_exit()) == (1, -signal.SIGKILL)
 
