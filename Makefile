@@ -21,7 +21,7 @@ installed_dev := $(VENV)/.installed-dev
 sources := pyproject.toml constraints.txt
 pytest := $(bin)/python -m pytest -q -rs
 # pytest's 5: nothing was selected, which is well where ARGS select.
-none_of_these := { [ $$? -eq 5 ] && [ -n "$(ARGS)" ]; }
+none_of_these := $(if $(ARGS),[ $$? -eq 5 ],false)
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test check gpu-test bench clean
