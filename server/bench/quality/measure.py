@@ -91,9 +91,7 @@ class Measurement:
 
     def _greedy(self, measured: Measured) -> None:
         length = min(PROMPT_TOKENS, self.windows.token_ids_NL.shape[1])
-        judged = self.windows.judged
-        numbers = [judged[i * len(judged) // NUM_PROMPTS] for i in range(min(NUM_PROMPTS, len(judged)))]
-        prompts_BL = self.windows.token_ids_NL[numbers, :length]
+        prompts_BL = self.windows.token_ids_NL[spread(self.windows.judged, NUM_PROMPTS), :length]
         self.told("greedy texts")
         exact_BT = generate(self.ranks, prompts_BL, 0, NEW_TOKENS, self.dtype)
         for number, arm in enumerate(self.arms, start=1):
@@ -105,6 +103,12 @@ class Measurement:
 def batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     for start in range(0, len(numbers), size):
         yield numbers[start : start + size]
+
+
+def spread(numbers: Sequence[int], most: int) -> list[int]:
+    """``most`` of them, evenly from the whole, or all where there are fewer."""
+    count = min(most, len(numbers))
+    return [numbers[i * len(numbers) // count] for i in range(count)]
 
 
 def noise_of_arms(
