@@ -47,7 +47,9 @@ def answers(arm: Arm, url: str) -> list[str]:
         TurnError: it does not answer.
     """
     try:
-        with httpx.Client(timeout=120.0, trust_env=False, base_url=url) as client:
+        # llama.cpp closes kept connections at times of its own, which here would look like no answer.
+        headers = {"Connection": "close"}
+        with httpx.Client(timeout=120.0, trust_env=False, base_url=url, headers=headers) as client:
             model = arm.model or client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
             return [_answer(client, model, prompt) for prompt in CHECK_PROMPTS]
     except (httpx.HTTPError, RemoteError, ValueError, KeyError, IndexError) as error:

@@ -119,7 +119,7 @@ class BenchClient:
         self, request: httpx.Request, sample: Sample, watch: Callable[[dict[str, Any]], None] | None
     ) -> None:
         began = time.perf_counter()
-        response = await self._http.send(request, stream=True)
+        response = await self._send(request)
         try:
             if response.status_code != 200:
                 await response.aread()
@@ -134,6 +134,23 @@ class BenchClient:
             reader.end()
         finally:
             await response.aclose()
+
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        """A server may close a kept connection just when the next request comes (llama.cpp's does, RFC 9112 section 9.3.1);
+        that request goes out again, once, and its time runs on. A new connection that ends unanswered is an error."""
+        is_new = False
+
+        async def watch(event: str, _: Mapping[str, Any]) -> None:
+            nonlocal is_new
+            is_new = is_new or event == "connection.connect_tcp.started"
+
+        request.extensions["trace"] = watch
+        try:
+            return await self._http.send(request, stream=True)
+        except (httpx.RemoteProtocolError, httpx.ReadError):
+            if is_new:
+                raise
+            return await self._http.send(request, stream=True)
 
 
 class _StreamReader:

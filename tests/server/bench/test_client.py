@@ -1,3 +1,7 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -100,3 +104,49 @@ async def test_a_server_that_is_gone_is_an_error_too() -> None:
         sample = await client.measure(PROMPT)
 
     assert (sample.error or "").startswith("connection: ")
+
+
+@asynccontextmanager
+async def _close_after(num_answers: int) -> AsyncIterator[tuple[str, list[int]]]:
+    """A server that keeps each connection for ``num_answers``, then closes it on the next request; and how many it took."""
+    event = {"choices": [{"index": 0, "text": "word", "finish_reason": "length"}]}
+    stream = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: {len(stream)}\r\n\r\n".encode()
+    requests: list[int] = []
+    closed = asyncio.Semaphore(0)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for number in range(num_answers + 1):
+            try:
+                asked = await reader.readuntil(b"\r\n\r\n")
+            except asyncio.IncompleteReadError:
+                break  # the client is done
+            await reader.readexactly(int(asked.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+            requests.append(number)
+            if number < num_answers:
+                writer.write(head + stream)
+                await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        closed.release()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", requests
+        for _ in range(requests.count(0)):
+            await closed.acquire()
+
+
+async def test_a_kept_connection_that_the_server_closes_is_no_failure() -> None:
+    async with _close_after(1) as (base, requests):
+        async with BenchClient(Remote(base=base, model="m"), timeout_s=10.0, extra_body={}) as client:
+            errors = [(await client.measure(PROMPT)).error for _ in range(3)]
+        assert errors == [None, None, None]
+        assert requests == [0, 1, 0, 1, 0]  # the second and the third were sent again
+
+
+async def test_a_new_connection_that_ends_unanswered_is_a_failure() -> None:
+    async with _close_after(0) as (base, requests):
+        async with BenchClient(Remote(base=base, model="m"), timeout_s=10.0, extra_body={}) as client:
+            sample = await client.measure(PROMPT)
+        assert sample.error is not None and "connection" in sample.error
+        assert requests == [0]
