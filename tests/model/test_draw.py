@@ -70,7 +70,7 @@ def test_shares_follow_the_filtered_distribution(
         logits = np.round(logits)
     wanted, near = reference_share(logits, temperature, min_p, top_k, top_p)
     assume(near > 1e-5)
-    grid = (np.arange(2000) + 0.5) / 2000
+    grid = (np.arange(500) + 0.5) / 500
     drawn = draw_many(logits, filters(temperature, min_p, min(top_k, vocab), top_p, vocab=vocab), grid)
     # An even grid of uniform numbers hits each token's interval within one grid step at either end.
     got = np.bincount(drawn, minlength=vocab) / len(grid)
