@@ -3,16 +3,15 @@
 import argparse
 
 from tightwire.comm.link.link import parse_link
+from tightwire.comm.names import split_all_reduce_names
 from tightwire.comm.policy.setting import ELEM_BYTES
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.bench.ttft.options import TtftOptions, is_policy
 from tightwire.server.bench.ttft.wire import WireFormulas
 
 _DTYPE = "bfloat16"
-_WARM_UPS, _REPLAYS = (
-    2,
-    2,
-)  # turns of `bench ttft` beside the timed ones: untimed, and an exact one or two for each answer
+_WARM_UPS = 2  # untimed turns of `bench ttft`
+_REPLAYS = 2  # exact ones, at most, for each answer that is checked
 
 
 def least_wire_s(given: argparse.Namespace) -> float:
@@ -27,7 +26,7 @@ def least_wire_s(given: argparse.Namespace) -> float:
     messages = (2 * config.num_layers + 1) * given.prompt_len / rows
     exact = messages * formulas.crossing("two-shot", message_bytes)
     num_bytes = 0.0
-    for name in given.algorithms.split(","):
+    for name in split_all_reduce_names(given.algorithms):
         own = exact
         if name != "auto" and not is_policy(name):
             own = messages * formulas.crossing(name, message_bytes)

@@ -31,6 +31,7 @@ from link_sweep_page import make_page
 from link_sweep_time import least_wire_s
 
 from tightwire.comm.link.link import parse_link
+from tightwire.comm.names import split_all_reduce_names
 from tightwire.comm.policy.setting import ELEM_BYTES, Setting
 from tightwire.comm.policy.tune_file import read_tuned, this_host, tune_path
 from tightwire.model.catalog import cache_folder
@@ -77,7 +78,7 @@ class Sweep:
 def find_share(sweep: Sweep, given: argparse.Namespace) -> dict[str, Any]:
     """The link on which the baseline's AllReduce takes about ``--find-share`` of TTFT, and the tries that led there."""
     link, tries = given.links.split(",")[0], []
-    baseline = given.algorithms.split(",")[0]
+    baseline = split_all_reduce_names(given.algorithms)[0]
     for _ in range(_MOST_TRIES):
         row = rows_of(sweep.run(link, f"{baseline},{baseline}", _TRY_REPEATS), link)[0]
         tries.append({key: row[key] for key in ("link", "bytes_per_s", "arm", "ttft_s", "share", "wire_s")})
