@@ -53,8 +53,10 @@ def without_password(text: str) -> str:
 
 def _without_secrets(argv: Sequence[str]) -> list[str]:
     """The command line as it may be kept in a file and shown to others."""
-    program, *argv = argv or [""]
-    argv = ["tightwire" if Path(program).name in ("tightwire", "__main__.py") else program, *argv]  # wherever it is installed
+    program, *rest = argv or [""]
+    if Path(program).name in ("tightwire", "__main__.py"):
+        program = "tightwire"  # wherever it is installed
+    argv = [program, *rest]
     # argparse takes the beginnings of options too: --a, --api
     shown = [without_password(re.sub(r"^(--a(?:p[a-z-]*)?=).*", r"\1***", word)) for word in argv]
     hides = re.compile(r"--a(?:p[a-z-]*)?").fullmatch
