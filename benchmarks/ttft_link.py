@@ -45,6 +45,10 @@ _MOST_TRIES = 4  # of --find-share; times change linearly with 1 / bandwidth, so
 _TRY_REPEATS = 2  # a share is a matter of seconds: no interval is wanted
 
 
+class NothingMeasuredError(RuntimeError):
+    """`bench ttft` brought no cell on a link; the message has its command and its reason."""
+
+
 class Sweep:
     """The runs of one command: what is common to them, and what each has brought."""
 
@@ -56,7 +60,7 @@ class Sweep:
         """One link: the result of `bench ttft` with the facts that it keeps in its file.
 
         Raises:
-            SystemExit: it measured nothing.
+            NothingMeasuredError: such as on a link that this machine does not carry.
         """
         given = self._given
         command = [*_BENCH, given.model, "--link", link, "--link-emulation", given.link_emulation]
@@ -68,7 +72,9 @@ class Sweep:
         lines = done.stdout.splitlines()
         line = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {"cells": [], "files": []}
         if not line["cells"]:
-            raise SystemExit(f"{' '.join(command)}\nmeasured nothing: {line.get('error', f'exit {done.returncode}')}")
+            raise NothingMeasuredError(
+                f"{' '.join(command)}\nmeasured nothing: {line.get('error', f'exit {done.returncode}')}"
+            )
         if line["error"]:
             self.faults.append(f"{link}: {line['error']}")
         (path,) = (path for path in line["files"] if path.endswith(".json"))
@@ -141,7 +147,14 @@ def sweep_links(sweep: Sweep, given: argparse.Namespace, files: ResultFiles | No
     sys.stderr.write(f"ttft_link: {least}\n")
     sys.stdout.write(HEAD)
     for link in given.links.split(","):
-        one = sweep.run(link, given.algorithms, given.repeats)
+        try:
+            one = sweep.run(link, given.algorithms, given.repeats)
+        except NothingMeasuredError as error:
+            sweep.faults.append(f"{link}: {error}")
+            sys.stderr.write(f"ttft_link: {link} is left out: {error}\n")
+            continue
+        finally:
+            result["error"] = "; ".join(sweep.faults) or None
         rows = rows_of(one, link)
         show(rows)
         result["rows"] += rows
@@ -150,10 +163,11 @@ def sweep_links(sweep: Sweep, given: argparse.Namespace, files: ResultFiles | No
         setting = Setting(one["comm"]["transport"], one["device"], given.tp, given.nodes, one["dtype"])
         computing = tuned.computing_of(setting)
         result["crossovers"] = crossovers(result["rows"], setting, result["message_bytes"], computing)
-        result["error"] = "; ".join(sweep.faults) or None
         if files is not None:
             files.write_json(result)
-            files.write_html(make_page(result))
+    if files is not None and result["rows"]:
+        files.write_json(result)
+        files.write_html(make_page(result))
     show_crossovers(result["crossovers"])
     return result
 
@@ -171,6 +185,9 @@ def main() -> int:
         sweep = Sweep(given, Path(folder) if given.output is None else given.output)
         try:
             result = find_share(sweep, given) if given.find_share else sweep_links(sweep, given, files)
+        except NothingMeasuredError as error:
+            sys.stderr.write(f"ttft_link: {error}\n")
+            return 1
         except KeyboardInterrupt:
             sys.stderr.write("ttft_link: interrupted; what was measured of whole links is kept\n")
             return 130
