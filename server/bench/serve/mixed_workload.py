@@ -2,6 +2,7 @@
 
 import math
 import random
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ class WordScale:
         return max(1, round((num_tokens - self.overhead) / self.tokens_per_word))
 
 
-class MixedWorkload:
+class MixedWorkload(ABC):
     """What both share: a seed, a scale that is set when the server has been asked, prompts for asking it."""
 
     name: str
@@ -48,12 +49,12 @@ class MixedWorkload:
         source = random.Random(f"{self._seed}/probe {num_words}")
         return Prompt(content=self._content("", _text(source, num_words)), max_tokens=1)
 
+    @abstractmethod
     def facts(self) -> dict[str, Any]:
         """What the result says of it."""
-        raise NotImplementedError
 
-    def _next(self) -> Prompt:
-        raise NotImplementedError
+    @abstractmethod
+    def _next(self) -> Prompt: ...
 
     def _content(self, prefix: str, text: str) -> Any:
         if not self._chat:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from tightwire.server.bench.environment import environment_facts
 from tightwire.server.bench.html import Page, Section, TableView, render
 from tightwire.server.bench.plots import Ecdf, Part, Plot, Samples, Series, StackedBars, draw
 from tightwire.server.bench.ttft.summary import PARTS
@@ -209,15 +210,9 @@ def _table(title: str, legend: str, columns: Sequence[str], rows: _Rows) -> Sect
 
 
 def _facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    environment, comm = result["environment"], result.get("comm") or {}
-    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    comm = result.get("comm") or {}
     facts = [
-        ("time", environment["time"]),
-        ("processor", f"{environment['cpu']}, {environment['usable_cores']} cores"),
-        ("system", f"{environment['os']}, Python {environment['python']}"),
-        ("packages", packages),
-        ("tightwire", f"{environment['tightwire']}, revision {environment['git_revision'] or 'unknown'}"),
-        ("command", " ".join(environment["command"])),
+        *environment_facts(result["environment"]),
         ("transport", str(comm.get("transport", "unknown"))),
         ("wire", describe_link(comm.get("link"))),
         ("warm-up", "two turns of each algorithm in each cell, not counted"),
