@@ -104,6 +104,26 @@ def connect(url: str, *, model: str | None = None, api_key: str | None = None) -
     return Remote(base=base, model=_choose_model(response, model, base), headers=headers)
 
 
+async def ask(
+    http: httpx.AsyncClient, url: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+) -> dict[str, Any]:
+    """The JSON that ``url`` answers: to a POST of ``body``, or to a GET.
+
+    Raises:
+        RemoteError: no answer, or another status than 200; names the route.
+    """
+    limit = http.timeout if timeout_s is None else timeout_s
+    route = httpx.URL(url).path
+    try:
+        request = http.get(url, timeout=limit) if body is None else http.post(url, json=body, timeout=limit)
+        response = await request
+    except httpx.HTTPError as error:
+        raise RemoteError(f"{route}: {describe(error)}") from error
+    if response.status_code != 200:
+        raise RemoteError(f"{route} answered {response.status_code}: {error_text(response)}")
+    return response.json()
+
+
 def _choose_model(response: httpx.Response, wanted: str | None, base: str) -> str:
     if response.status_code in (401, 403):
         raise RemoteError(f"{base} refuses the API key ({error_text(response)}); give the right one with --api-key")

@@ -12,7 +12,7 @@ import httpx
 
 from tightwire.server.bench.ttft.meter import Entry, Request
 from tightwire.server.bench.ttft.plan import Arm, Cell
-from tightwire.server.remote import Remote, RemoteError, describe, error_text
+from tightwire.server.remote import Remote, RemoteError, ask
 
 NEAR_TIE_NATS = {"bfloat16": 0.25, "float16": 0.05, "float32": 1e-3}
 ABSURD_NATS = 4.0
@@ -83,9 +83,6 @@ class AnswerCheck:
             **asked,
         }
         try:
-            response = await self._http.post(f"{self._remote.base}/completions", json=body)
-        except httpx.HTTPError as error:
-            raise RemoteError(f"checking an answer: {describe(error)}") from error
-        if response.status_code != 200:
-            raise RemoteError(f"checking an answer: {response.status_code}: {error_text(response)}")
-        return response.json()
+            return await ask(self._http, f"{self._remote.base}/completions", body)
+        except RemoteError as error:
+            raise RemoteError(f"checking an answer: {error}") from error

@@ -13,7 +13,7 @@ from tightwire.server.bench.client import BenchClient
 from tightwire.server.bench.serve.workload import Prompt
 from tightwire.server.bench.ttft.plan import Arm, Cell
 from tightwire.server.bench.ttft.prompts import TextPrompt
-from tightwire.server.remote import Remote, RemoteError, describe, error_text
+from tightwire.server.remote import Remote, ask
 
 _TRACE_LEAD_S = 0.2  # until all ranks record
 _TRACE_SLACK_S = 0.1
@@ -102,13 +102,7 @@ class Meter:
         return {row[:3]: row for row in rows}
 
     async def _get(self, route: str, timeout_s: float) -> dict[str, Any]:
-        try:
-            response = await self._http.get(f"{self._remote.root}/{route}", timeout=timeout_s)
-        except httpx.HTTPError as error:
-            raise RemoteError(f"/{route}: {describe(error)}") from error
-        if response.status_code != 200:
-            raise RemoteError(f"/{route} answered {response.status_code}: {error_text(response)}")
-        return response.json()
+        return await ask(self._http, f"{self._remote.root}/{route}", timeout_s=timeout_s)
 
     async def _request(self, entry: Entry, prompt: TextPrompt) -> Request:
         extra: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from tightwire.server.bench.text import Passages
-from tightwire.server.remote import Remote, RemoteError, describe, error_text
+from tightwire.server.remote import Remote, RemoteError, ask
 
 _ATTEMPTS = 200  # a passage that begins or ends inside a word often comes back as another number of tokens
 
@@ -66,10 +66,4 @@ class PromptMaker:
         return (await self._post("detokenize", {"tokens": token_ids}))["prompt"]
 
     async def _post(self, route: str, body: dict[str, object]) -> dict[str, Any]:
-        try:
-            response = await self._http.post(f"{self._root}/{route}", json=body)
-        except httpx.HTTPError as error:
-            raise RemoteError(f"/{route}: {describe(error)}") from error
-        if response.status_code != 200:
-            raise RemoteError(f"/{route} answered {response.status_code}: {error_text(response)}")
-        return response.json()
+        return await ask(self._http, f"{self._root}/{route}", body)
