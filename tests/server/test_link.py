@@ -71,7 +71,7 @@ def _command(pid: int) -> str:
 
 @pytest.mark.usefixtures("namespaces")
 def test_ranks_on_two_nodes_answer_over_the_wire_and_ctrl_c_takes_it_away(start: Start) -> None:
-    server = start("--tp", "4", "--nodes", "2", "--link", "400mbit,latency=100us", "--allreduce", "hierarchical")
+    server = start("--tp", "4", "--nodes", "2", "--link", "40mbit,latency=100us", "--allreduce", "hierarchical")
     url = server.wait_ready()
     ranks = _ranks(server)
     networks = [os.stat(f"/proc/{pid}/ns/net").st_ino for pid in ranks]
@@ -80,17 +80,17 @@ def test_ranks_on_two_nodes_answer_over_the_wire_and_ctrl_c_takes_it_away(start:
     assert own not in networks
     assert complete(url, 3).json()["usage"]["completion_tokens"] == 3
     link = get(f"{url}/comm").json()["link"]
-    assert (link["name"], link["asked_bytes_per_s"], link["emulation"]) == ("400mbit,latency=100us", 50e6, "namespaces")
-    assert 0.9 * 50e6 <= link["measured_bytes_per_s"] <= 1.1 * 50e6 and link["latency_s"] == pytest.approx(1e-4)
-    assert "link 400mbit,latency=100us between 2 nodes: " in server.log
-    assert "MB/s measured of 50.0 MB/s, tc tbf between network namespaces, latency in user space" in server.log
+    assert (link["name"], link["asked_bytes_per_s"], link["emulation"]) == ("40mbit,latency=100us", 5e6, "namespaces")
+    assert 0.9 * 5e6 <= link["measured_bytes_per_s"] <= 1.1 * 5e6 and link["latency_s"] == pytest.approx(1e-4)
+    assert "link 40mbit,latency=100us between 2 nodes: " in server.log
+    assert "MB/s measured of 5.0 MB/s, tc tbf between network namespaces, latency in user space" in server.log
     assert server.end(signal.SIGINT) == 0
     assert not any(map(is_alive, ranks)) and _left(server) == []
 
 
 @pytest.mark.usefixtures("namespaces")
 def test_a_killed_rank_ends_the_server_and_its_network(start: Start) -> None:
-    server = start("--tp", "2", "--link", "400mbit")
+    server = start("--tp", "2", "--link", "40mbit")
     wait_until(lambda: len(_ranks(server)) == 2, START_S)
     assert len(_left(server)) == 4  # two nodes, what joins them, a folder
     os.kill(_ranks(server)[1], signal.SIGKILL)
@@ -100,7 +100,7 @@ def test_a_killed_rank_ends_the_server_and_its_network(start: Start) -> None:
 
 @pytest.mark.usefixtures("namespaces")
 def test_a_killed_server_leaves_no_network_and_no_rank(start: Start) -> None:
-    server = start("--tp", "2", "--link", "400mbit")
+    server = start("--tp", "2", "--link", "40mbit")
     wait_until(lambda: len(_ranks(server)) == 2, START_S)
     ranks = _ranks(server)
     server.process.kill()

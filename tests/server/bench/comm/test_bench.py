@@ -145,7 +145,7 @@ def test_over_a_real_wire_between_two_nodes(capsys: pytest.CaptureFixture[str]) 
 
     status, result, text = bench(
         *("--algorithms", "two-shot,hierarchical:int8", "--sizes", "64KiB", "--repeats", "3"),
-        *("--ranks", "4", "--nodes", "2", "--link", "400mbit,latency=100us"),
+        *("--ranks", "4", "--nodes", "2", "--link", "40mbit,latency=100us"),
         capsys=capsys,
     )
 
@@ -153,7 +153,7 @@ def test_over_a_real_wire_between_two_nodes(capsys: pytest.CaptureFixture[str]) 
     link = result["link"]
     assert link["how"] == "tc tbf between network namespaces, latency in user space"
     assert link["measured_bytes_per_s"] > 0
-    assert "4 ranks on 2 nodes, bfloat16, process-group over 400mbit,latency=100us (tc tbf" in text
+    assert "4 ranks on 2 nodes, bfloat16, process-group over 40mbit,latency=100us (tc tbf" in text
     for cell in result["cells"]:
         assert cell["seconds"]["min"] >= 2 * 100e-6  # two rounds at least pass the wire
 
