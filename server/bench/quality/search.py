@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tightwire.comm.policy.policy_file import FileRule
 from tightwire.comm.policy.rules import Choice, Policy, Rule
 from tightwire.model.config import LlamaConfig
-from tightwire.server.bench.quality.arms import LOSSY_SITES, Arm, bytes_at, exact_arm, make_arm
+from tightwire.server.bench.quality.arms import LOSSLESS, LOSSY_SITES, Arm, bytes_at, exact_arm, make_arm
 from tightwire.server.bench.quality.measure import batches, noise_of_arms
 from tightwire.server.bench.quality.noise import Power
 from tightwire.server.bench.quality.ranks import PlayedRanks
@@ -28,7 +28,7 @@ Place = tuple[str, int]  # site and layer
 CANDIDATES = (
     *("flash-int8", "flash:int8-had,int8-had", "flash-int6-uniform", "flash:int6-had,int6-had"),
     *("flash-int5", "flash:int5-had,int5-had", "flash-int4", "flash:int4-had,int4-had", "flash:int4-sr,int4-sr"),
-    "flash:int3-had,int3-had",
+    *("flash:int3-had,int3-had", LOSSLESS),
 )
 _PROBE = "flash-int4"  # coarse enough to stand out from the rounding of bfloat16
 
