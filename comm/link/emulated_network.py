@@ -43,9 +43,11 @@ _COMMAND_TIMEOUT_S = 20.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _T = TypeVar("_T")
 
-# Token bucket: what may pass at once. The largest packet before segmentation (64 KiB) must fit, and what the rate brings
-# in half a millisecond, or the timer's grain costs rate. More would let a message's beginning through for free.
-_BURST_BYTES, _BURST_S = 68 << 10, 0.5e-3
+# Token bucket: what may pass at once, and so what of every message that follows a pause passes for free: as little as
+# the rate bears. The largest packet before segmentation must fit, so slower wires are given smaller ones, of two Ethernet
+# frames at least; and on top what the rate brings while the kernel's timer is late, or that is lost.
+_PACKET_S = _LATE_S = 0.5e-3
+_LEAST_BYTES, _MOST_PACKET_BYTES = 3 << 10, 64 << 10
 _QUEUE_BYTES, _QUEUE_S = 4 << 20, 20e-3  # what waits at most: more than TCP lets wait, so that nothing is lost
 
 # Begins when it is told to, or when its standard input ends: then the parent is dead, however it died, and what it had
@@ -177,7 +179,10 @@ class EmulatedNetwork:
         rate = self.link.bytes_per_s
         if rate is None:
             return
-        burst, limit = max(_BURST_BYTES, int(rate * _BURST_S)), max(_QUEUE_BYTES, int(rate * _QUEUE_S))
+        packet = min(max(int(rate * _PACKET_S), _LEAST_BYTES), _MOST_PACKET_BYTES)
+        _run("ip", "-n", namespace, "link", "set", interface, "gso_max_size", str(packet))
+        burst = packet + max(int(rate * _LATE_S), _LEAST_BYTES)
+        limit = max(_QUEUE_BYTES, int(rate * _QUEUE_S))
         tbf = ("tbf", "rate", f"{int(rate * 8)}bit", "burst", str(burst), "limit", str(limit))
         _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *tbf)
 
