@@ -11,6 +11,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.failure_notes import FailureNotes
+from tightwire.comm.gloo_threads import make_loop_threads_batch
 from tightwire.comm.ledger import Ledger
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport, ProcessGroupTransport
@@ -105,6 +106,7 @@ def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1  # one collective at a time
     options._devices = [gloo.create_device(**address)]
+    make_loop_threads_batch()
     return gloo(store, topology.rank, topology.world_size, options)
 
 

@@ -77,6 +77,17 @@ def _num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def _policies_of_gloo_threads(_: Group) -> list[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    loops = [int(task.name) for task in tasks if (task / "comm").read_text().startswith("gloo_tcp")]
+    return [os.sched_getscheduler(number) for number in loops]
+
+
+def test_gloo_does_not_preempt_who_sends() -> None:
+    for policies in run_ranks(2, _policies_of_gloo_threads):
+        assert policies == [os.SCHED_BATCH]
+
+
 def test_groups_side_by_side_do_not_mix() -> None:
     with Ranks(2) as first, Ranks(3) as second, Ranks(2) as third:
         assert first.run(_sum, 1.0) == [11.0] * 2
