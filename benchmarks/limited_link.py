@@ -1,6 +1,7 @@
 """AllReduce over a wire that is really slow: measured, and what bytes / bandwidth + computing predicts.
 
     sudo python benchmarks/limited_link.py [--links 200mbit,1gbit,2.5gbit] [--size 16MiB] [--ranks 2] [--rounds 7]
+                                           [--algorithms two-shot,flash-int8,...]
 
 Each rank is a process in a network namespace of its own; the kernel limits what passes between them (tc tbf), and gloo
 carries it. For every link and algorithm:
@@ -10,7 +11,10 @@ carries it. For every link and algorithm:
 where computing alone is the same algorithm on all ranks at once, over a transport that hands every message back at no
 cost: encoding, summing, decoding and putting slices together. "On the wire" is what the kernel counted at the interface
 (in large packets, before they are cut), over the bytes that the algorithm counted. Algorithms take turns in random
-order, every result is checked, and the median of the rounds counts. Prints Markdown; the last line is one JSON object.
+order, every result is checked, and the median of the rounds counts. With several links, for each quantized AllReduce the
+bandwidth at which it stops paying: measured, where the time that it saves, a straight line in 1 / bandwidth between two
+links, crosses zero; and as the policy's cost model predicts it from computing alone, the median of all links. Prints
+Markdown; the last line is one JSON object.
 """
 
 import argparse
@@ -23,11 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from link_sweep import crossover_row, measured_crossover, show_crossovers
 
 from tightwire.comm.group import Group
 from tightwire.comm.link.emulated_network import WIRE
 from tightwire.comm.link.link import parse_link
-from tightwire.comm.registry import make_all_reduce
+from tightwire.comm.names import split_all_reduce_names
+from tightwire.comm.policy.setting import Setting
+from tightwire.comm.registry import make_all_reduce, parse_all_reduce
 from tightwire.server.bench.comm.computing import ComputingPlan, compute_alone
 from tightwire.server.bench.comm.measure import MeasurePlan, measure
 from tightwire.server.bench.comm.options import CommBenchOptions
@@ -37,7 +44,8 @@ from tightwire.server.bench.environment import describe_environment
 from tightwire.server.bench.quiet import OthersWatch
 from tightwire.server.sizes import parse_bytes
 
-_ALGORITHMS = ("two-shot", "flash-int8", "flash-int6-uniform", "flash-int5", "flash-int4")
+_ALGORITHMS = "two-shot,flash-int8,flash-int6-uniform,flash-int5,flash-int4"
+_DTYPE = "bfloat16"
 _BASELINE = "two-shot"
 _SETTLE_S = 0.1
 
@@ -66,19 +74,17 @@ def _interface_bytes() -> int:
     raise RuntimeError("this process is not on an emulated node")
 
 
-def run_link(name: str, size: int, ranks: int, rounds: int) -> dict[str, Any]:
+def run_link(name: str, algorithms: tuple[str, ...], size: int, ranks: int, rounds: int) -> dict[str, Any]:
     """One wire: its measured rate, and a row for each algorithm."""
-    options = CommBenchOptions(algorithms=_ALGORITHMS, sizes=(size,), ranks=ranks, link=parse_link(name))
-    plan = MeasurePlan(
-        algorithms=_ALGORITHMS, sizes=(size,), dtype="bfloat16", repeats=rounds, seconds_per_size=1e9, seed=0
-    )
+    options = CommBenchOptions(algorithms=algorithms, sizes=(size,), ranks=ranks, link=parse_link(name))
+    plan = MeasurePlan(algorithms=algorithms, sizes=(size,), dtype=_DTYPE, repeats=rounds, seconds_per_size=1e9, seed=0)
     cells = Cells(ranks)
-    alone, wire = dict.fromkeys(_ALGORITHMS, 0.0), dict.fromkeys(_ALGORITHMS, 0.0)
+    alone, wire = dict.fromkeys(algorithms, 0.0), dict.fromkeys(algorithms, 0.0)
     with open_ranks(options) as (processes, facts):
         if facts["link"]["measured_bytes_per_s"] is None:
             raise SystemExit(f"a real wire is needed: {facts['link']['why']}")
         watch = OthersWatch(processes.pids)
-        computing = ComputingPlan(algorithms=_ALGORITHMS, sizes=(size,), dtype="bfloat16", repeats=rounds)
+        computing = ComputingPlan(algorithms=algorithms, sizes=(size,), dtype=_DTYPE, repeats=rounds)
         for _, computed in processes.stream(compute_alone, computing):
             alone[computed.algorithm] = max(alone[computed.algorithm], statistics.median(computed.seconds))
         for _, shares in processes.stream(count_wire, plan):
@@ -112,6 +118,27 @@ def _row(cell: dict[str, Any], rate: float, alone_s: float, wire_over_counted: f
     }
 
 
+def crossovers(results: list[dict[str, Any]], size: int, ranks: int) -> list[dict[str, Any]]:
+    """For each quantized AllReduce the measured and the predicted rate at which it stops paying."""
+    by_name: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    for result in results:
+        for row in result["rows"]:
+            by_name.setdefault(row["algorithm"], []).append((result["measured_bytes_per_s"], row))
+    computing = {
+        name: [(size, statistics.median(row["computing_s"] for _, row in rows) * 1e6)] for name, rows in by_name.items()
+    }
+    setting = Setting("process-group", "cpu", ranks, ranks, _DTYPE)
+    found = []
+    for name, rows in by_name.items():
+        if parse_all_reduce(name).codecs:
+            saved = [
+                (rate, exact["measured_s"] - row["measured_s"])
+                for (rate, exact), (_, row) in zip(by_name[_BASELINE], rows, strict=True)
+            ]
+            found.append(crossover_row(name, _BASELINE, measured_crossover(saved), setting, size, computing))
+    return found
+
+
 def _show(result: dict[str, Any]) -> None:
     baseline_s = next(row["measured_s"] for row in result["rows"] if row["algorithm"] == _BASELINE)
     for row in result["rows"]:
@@ -135,24 +162,31 @@ def _show(result: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", default="200mbit,1gbit,2.5gbit")
+    parser.add_argument("--algorithms", type=split_all_reduce_names, default=_ALGORITHMS)
     parser.add_argument("--size", type=parse_bytes, default=16 << 20)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
+    if _BASELINE not in given.algorithms:
+        parser.error(f"--algorithms must name {_BASELINE}, which the others are compared with")
     sys.stdout.write(
         f"| link (payload rate) | algorithm | bytes sent | on the wire | computing ms | predicted ms | best ms | median ms | median / "
         f"predicted | x {_BASELINE} | rel. error |\n|---|---|{'--:|' * 9}\n"
     )
     results = []
     for name in given.links.split(","):
-        results.append(run_link(name, given.size, given.ranks, given.rounds))
+        results.append(run_link(name, tuple(given.algorithms), given.size, given.ranks, given.rounds))
         _show(results[-1])
+    found = crossovers(results, given.size, given.ranks)
+    if len(results) > 1:
+        show_crossovers(found)
     for result in results:
         sys.stdout.write(f"\n{result['link']}: others used {result['others_share']:.0%} of the cores")
         for fault in result["faults"]:
             sys.stdout.write(f"\nwrong answer: {fault}")
     environment = describe_environment()
-    sys.stdout.write(f"\n\n{json.dumps({'environment': environment, 'size': given.size, 'links': results})}\n")
+    line = {"environment": environment, "size": given.size, "links": results, "crossovers": found}
+    sys.stdout.write(f"\n\n{json.dumps(line)}\n")
     return 1 if any(result["faults"] for result in results) else 0
 
 

@@ -91,23 +91,32 @@ def crossovers(
     for name in dict.fromkeys(row["arm"] for row in rows if not row["lossless"]):
         own = [row for row in rows if row["arm"] == name and row["link"] in best]
         saved = [(row["bytes_per_s"], best[row["link"]]["ttft_s"] - row["ttft_s"]) for row in own]
-        measured, extrapolated = measured_crossover(saved)
         # Of the fastest link: the exact AllReduce that was the best nearest to where it stops paying.
         exact = best[max(own, key=lambda row: row["bytes_per_s"])["link"]]["arm"]
-        predicted = crossover_rate(setting, exact, name, message_bytes, computing=computing)
-        off = predicted / measured - 1 if predicted and measured else None
-        found.append(
-            {
-                "arm": name,
-                "against": exact,
-                "measured_bytes_per_s": measured,
-                "extrapolated": extrapolated,
-                "predicted_bytes_per_s": predicted,
-                "predicted_from": "tune" if {exact, name} <= computing.keys() else "seeds",
-                "off": off,
-            }
-        )
+        found.append(crossover_row(name, exact, measured_crossover(saved), setting, message_bytes, computing))
     return found
+
+
+def crossover_row(
+    name: str,
+    exact: str,
+    measured: tuple[float | None, bool],
+    setting: Setting,
+    message_bytes: int,
+    computing: Points,
+) -> dict[str, Any]:
+    """One AllReduce against ``exact``: what ``measured_crossover`` found, beside what the cost model says."""
+    rate, extrapolated = measured
+    predicted = crossover_rate(setting, exact, name, message_bytes, computing=computing)
+    return {
+        "arm": name,
+        "against": exact,
+        "measured_bytes_per_s": rate,
+        "extrapolated": extrapolated,
+        "predicted_bytes_per_s": predicted,
+        "predicted_from": "measured computing" if {exact, name} <= computing.keys() else "seeds",
+        "off": predicted / rate - 1 if predicted and rate else None,
+    }
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

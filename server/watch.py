@@ -24,10 +24,15 @@ class _Rank:
     heard: float
     doing: str = "starting"
     step: int = -1
-    busy_s: float = 0.0
+    busy_s: float = 0.0  # in this step
+    moved_s: float = 0.0  # how far into it the newest collective was first heard of
     num_collectives: int = 0
     exit_code: int | None = None
     failed: Failed | None = None
+
+    @property
+    def stuck_s(self) -> float:
+        return self.busy_s - self.moved_s
 
 
 class Watch:
@@ -54,12 +59,16 @@ class Watch:
         if isinstance(message, Heartbeat):
             rank = self._ranks[message.rank]
             rank.heard = self._clock()
+            if message.step != rank.step:
+                rank.moved_s = 0.0
+            elif message.num_collectives != rank.num_collectives:
+                rank.moved_s = message.busy_s
             rank.doing, rank.step, rank.busy_s = message.doing, message.step, message.busy_s
             rank.num_collectives = message.num_collectives
         elif isinstance(message, Ready):
             # Until the next heartbeat says more. The last one may be of a long warm-up, to which no limit applies.
             rank = self._ranks[message.rank]
-            rank.doing, rank.step, rank.busy_s = "idle", -1, 0.0
+            rank.doing, rank.step, rank.busy_s, rank.moved_s = "idle", -1, 0.0, 0.0
         elif isinstance(message, Failed):
             rank = self._ranks[message.rank]
             rank.failed, rank.doing = message, message.doing
@@ -127,13 +136,15 @@ class Watch:
         if not self.serving:
             return None
         at_a_step = [(rank.num_collectives, number) for number, rank in enumerate(self._ranks) if rank.step >= 0]
-        if not any(self._ranks[number].busy_s > self._step_timeout_s for _, number in at_a_step):
+        # A step may last: a long prompt over a slow wire moves from collective to collective for minutes.
+        if not any(self._ranks[number].stuck_s > self._step_timeout_s for _, number in at_a_step):
             return None
         # Ranks begin a step together and their heartbeats come at different times, so who is over the limit first says
         # nothing. The others wait for the one that has begun the fewest collectives.
         _, number = min(at_a_step)
         rank = self._ranks[number]
-        return number, f"has been at one step for {rank.busy_s:.0f} s: {rank.doing}"
+        stuck = f", {rank.stuck_s:.0f} s without a new collective" if rank.moved_s else ""
+        return number, f"has been at one step for {rank.busy_s:.0f} s{stuck}: {rank.doing}"
 
     def _others(self, number: int) -> str:
         """What the other ranks last said they were doing, each with its newest collective."""

@@ -143,6 +143,18 @@ def test_of_ranks_that_hang_together_the_one_behind_is_blamed_and_each_ones_last
     )
 
 
+def test_a_step_that_moves_may_last_and_hangs_when_it_no_longer_does(watch: Watch) -> None:
+    for busy_s, number in ((1.0, 10), (119.0, 400), (238.0, 800), (357.0, 801), (476.0, 801)):
+        for rank in range(2):
+            doing = f"step 9: all_reduce ring 1152 B, #{number}, 0.4 s"
+            watch.heard(Heartbeat(rank=rank, step=9, doing=doing, busy_s=busy_s, num_collectives=number))
+        assert watch.check() is None
+    watch.heard(Heartbeat(rank=0, step=9, doing="step 9: a barrier", busy_s=478.0, num_collectives=801))
+    reason = watch.check()
+    assert reason is not None
+    assert "rank 0 (pid 11) has been at one step for 478 s, 121 s without a new collective: step 9: a barrier" in reason
+
+
 def test_last_words_are_newer_than_heartbeats(watch: Watch) -> None:
     beat(watch, 0, doing="step 7, after all_reduce ring 8 B, #3")
     watch.heard(failed(0, "PeerLostError: rank 1 is gone", symptom=True))
