@@ -217,7 +217,9 @@ class HttpOptions:
     max_body_bytes: int = _option(4 << 20, "largest request body", metavar="BYTES")
     shutdown_grace_s: float = _option(30.0, "after SIGTERM, how long running requests may take to finish", metavar="S")
     rank_timeout_s: float = _option(10.0, "a rank silent for so long is taken for dead", metavar="S")
-    step_timeout_s: float = _option(120.0, "a step that begins no new collective for so long is taken for hung", metavar="S")
+    step_timeout_s: float = _option(
+        120.0, "a step that begins no new collective for so long is taken for hung", metavar="S"
+    )
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
