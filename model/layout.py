@@ -1,9 +1,10 @@
-"""Which part of the model each rank holds: an uneven split that keeps the ranks' total work even.
+"""Which part of the model each rank holds: every half of a layer split as evenly as it can be.
 
 Attention can only be cut between key/value heads (a query head must sit with its KV head), so SmolLM2's three KV heads
-cannot be shared evenly by two ranks. The MLP can be cut at any column, so it makes up the difference: the rank with
-more heads gets fewer columns. With more ranks than KV heads, each KV head is kept by several ranks, which share its
-query heads.
+cannot be shared evenly by two ranks. The MLP can be cut at any column and is cut evenly. It does not make up for the
+heads: ranks wait for each other after the attention and again after the MLP, so a layer takes as long as the slowest
+attention and then the slowest MLP, and fewer columns for the rank with more heads would only make the other's MLP the
+slower. With more ranks than KV heads, each KV head is kept by several ranks, which share its query heads.
 
 Knows sizes only: no tensors, no files, no devices.
 """
@@ -39,7 +40,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The shards of all ranks; ranks are equal in work as far as heads allow, or follow ``shares``."""
+    """The shards of all ranks; equal as far as heads allow, or following ``shares``."""
 
     shards: tuple[Shard, ...]
 
@@ -53,11 +54,13 @@ def make_layout(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
     """Split ``config`` over ``world_size`` ranks in proportion to ``shares`` (default: equal).
 
     Raises:
-        ValueError: more ranks than query heads, or shares so unlike that a rank would be left without work.
+        ValueError: more ranks than query heads, MLP columns or vocabulary rows, or not one share above 0 for each rank.
     """
     shares = _normalized(config, world_size, shares)
     heads = _split_heads(config, shares)
-    columns = _split_columns(config, shares, [len(q) for q, _ in heads], [len(kv) for _, kv in heads])
+    if config.mlp_size < world_size:
+        raise ValueError(f"cannot split {config.mlp_size} MLP columns over {world_size} ranks")
+    columns = _ranges(_apportion(config.mlp_size, shares, unit=_COLUMN_UNIT, at_least=1))
     if config.vocab_size < world_size:
         raise ValueError(f"cannot split {config.vocab_size} vocabulary rows over {world_size} ranks")
     rows = _ranges(_apportion(config.vocab_size, shares, unit=_COLUMN_UNIT, at_least=1))
@@ -76,17 +79,6 @@ def make_layout(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
     )
 
 
-def work_per_rank(config: LlamaConfig, layout: Layout) -> list[float]:
-    """Weights each rank multiplies per token, as a share of the total: what ``make_layout`` evens out."""
-    work = [
-        shard.local_heads * _query_head_weights(config)
-        + shard.local_kv_heads * _kv_head_weights(config)
-        + len(shard.mlp_columns) * _column_weights(config)
-        for shard in layout.shards
-    ]
-    return [w / sum(work) for w in work]
-
-
 def num_weights(config: LlamaConfig, shard: Shard) -> int:
     """Numbers in this rank's part of the model, norms and biases included."""
     hidden, columns = config.hidden_size, len(shard.mlp_columns)
@@ -96,18 +88,6 @@ def num_weights(config: LlamaConfig, shard: Shard) -> int:
     layer += (qkv_rows + once) * config.attention_bias + (2 * columns + once) * config.mlp_bias
     tables = 1 if config.tied_embeddings else 2
     return config.num_layers * layer + hidden * (tables * len(shard.vocab_rows) + 1)
-
-
-def _query_head_weights(config: LlamaConfig) -> int:
-    return 2 * config.hidden_size * config.head_dim  # its rows of q and columns of o
-
-
-def _kv_head_weights(config: LlamaConfig) -> int:
-    return 2 * config.hidden_size * config.head_dim  # its rows of k and v
-
-
-def _column_weights(config: LlamaConfig) -> int:
-    return 3 * config.hidden_size  # a row of gate and up, a column of down
 
 
 def _normalized(config: LlamaConfig, world_size: int, shares: Sequence[float] | None) -> list[float]:
@@ -143,21 +123,6 @@ def _apportion_ranks(world_size: int, num_kv_heads: int, per_kv: int) -> list[in
     counts = [base + (kv_head < extra) for kv_head in range(num_kv_heads)]
     assert max(counts) <= per_kv, "world_size <= num_heads was checked"
     return counts
-
-
-def _split_columns(config: LlamaConfig, shares: list[float], num_query: list[int], num_kv: list[int]) -> list[range]:
-    """MLP columns that bring each rank's total work to its share."""
-    attention = [
-        q * _query_head_weights(config) + kv * _kv_head_weights(config) for q, kv in zip(num_query, num_kv, strict=True)
-    ]
-    total = sum(attention) + config.mlp_size * _column_weights(config)
-    wanted = [
-        max(0.0, share * total - own) / _column_weights(config) for share, own in zip(shares, attention, strict=True)
-    ]
-    if config.mlp_size < len(shares):
-        raise ValueError(f"cannot split {config.mlp_size} MLP columns over {len(shares)} ranks")
-    weights = [max(want, 1e-9) for want in wanted]
-    return _ranges(_apportion(config.mlp_size, weights, unit=_COLUMN_UNIT, at_least=1))
 
 
 def _apportion(total: int, shares: Sequence[float], *, unit: int, at_least: int) -> list[int]:
