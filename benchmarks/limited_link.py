@@ -32,6 +32,7 @@ from link_sweep import crossover_row, measured_crossover, show_crossovers
 from tightwire.comm.group import Group
 from tightwire.comm.link.emulated_network import WIRE
 from tightwire.comm.link.link import parse_link
+from tightwire.comm.link.wire import LinkTooFastError
 from tightwire.comm.names import split_all_reduce_names
 from tightwire.comm.policy.setting import Setting
 from tightwire.comm.registry import make_all_reduce, parse_all_reduce
@@ -175,8 +176,14 @@ def main() -> int:
     )
     results = []
     for name in given.links.split(","):
-        results.append(run_link(name, tuple(given.algorithms), given.size, given.ranks, given.rounds))
+        try:
+            results.append(run_link(name, tuple(given.algorithms), given.size, given.ranks, given.rounds))
+        except LinkTooFastError as error:
+            sys.stderr.write(f"limited_link: {error}\n")
+            continue
         _show(results[-1])
+    if not results:
+        return 1
     found = crossovers(results, given.size, given.ranks)
     if len(results) > 1:
         show_crossovers(found)
