@@ -5,17 +5,21 @@ import threading
 import time
 
 _PIECE_BYTES = 1 << 20
+_WAKE_BYTES, _WAKE_S = 16 << 10, 10e-3  # a receiver is woken for so much and no less: packets need the cores too
 _WARM_UP_S = 0.3  # the congestion window opens, and the token bucket's first credit is spent
 _DEADLINE_S = 30.0  # of a single send or receive
 
 
-def line_rate(listener: socket.socket, caller: socket.socket, address: str, seconds: float) -> float:
+def line_rate(
+    listener: socket.socket, caller: socket.socket, address: str, seconds: float, expected: float | None = None
+) -> float:
     """Payload bytes per second of the slower direction while both are full.
 
     Args:
         listener, caller: unconnected TCP sockets of the two ends; closed afterwards.
         address: of the listener's end.
         seconds: how long to measure, after a warm-up of 0.3 s.
+        expected: bytes per second at most, where that is known.
     Raises:
         OSError: the two ends cannot reach each other, or nothing passes for half a minute.
     """
@@ -28,6 +32,9 @@ def line_rate(listener: socket.socket, caller: socket.socket, address: str, seco
         accepted, _ = listener.accept()
         with accepted:
             accepted.settimeout(_DEADLINE_S)
+            wake_bytes = _WAKE_BYTES if expected is None else max(1, min(_WAKE_BYTES, int(expected * _WAKE_S)))
+            for end in (caller, accepted):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
             return min(_both_ways(caller, accepted, time.monotonic(), seconds))
 
 
