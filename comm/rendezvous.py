@@ -106,8 +106,9 @@ def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1  # one collective at a time
     options._devices = [gloo.create_device(**address)]
-    make_loop_threads_batch()
-    return gloo(store, topology.rank, topology.world_size, options)
+    group = gloo(store, topology.rank, topology.world_size, options)
+    make_loop_threads_batch()  # only now: a thread gives itself its name when it first runs, as it has to connect
+    return group
 
 
 def _make_nccl(topology: Topology, store: Store, timeout_s: float) -> Any:
