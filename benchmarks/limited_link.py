@@ -14,7 +14,8 @@ cost: encoding, summing, decoding and putting slices together. "On the wire" is 
 order, every result is checked, and the median of the rounds counts. With several links, for each quantized AllReduce the
 bandwidth at which it stops paying: measured, where the time that it saves, a straight line in 1 / bandwidth between two
 links, crosses zero; and as the policy's cost model predicts it from computing alone, the median of all links. Prints
-Markdown; the last line is one JSON object.
+Markdown; the last line is one JSON object. Exit code 1: a link that this machine cannot carry (the others are measured)
+or a wrong answer.
 """
 
 import argparse
@@ -174,11 +175,12 @@ def main() -> int:
         f"| link (payload rate) | algorithm | bytes sent | on the wire | computing ms | predicted ms | best ms | median ms | median / "
         f"predicted | x {_BASELINE} | rel. error |\n|---|---|{'--:|' * 9}\n"
     )
-    results = []
+    results, left_out = [], {}
     for name in given.links.split(","):
         try:
             results.append(run_link(name, tuple(given.algorithms), given.size, given.ranks, given.rounds))
         except LinkTooFastError as error:
+            left_out[name] = str(error)
             sys.stderr.write(f"limited_link: {error}\n")
             continue
         _show(results[-1])
@@ -192,9 +194,9 @@ def main() -> int:
         for fault in result["faults"]:
             sys.stdout.write(f"\nwrong answer: {fault}")
     environment = describe_environment()
-    line = {"environment": environment, "size": given.size, "links": results, "crossovers": found}
+    line = {"environment": environment, "size": given.size, "links": results, "left_out": left_out, "crossovers": found}
     sys.stdout.write(f"\n\n{json.dumps(line)}\n")
-    return 1 if any(result["faults"] for result in results) else 0
+    return 1 if left_out or any(result["faults"] for result in results) else 0
 
 
 if __name__ == "__main__":

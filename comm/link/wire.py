@@ -8,6 +8,7 @@ each rank's transport is to be slowed down to (``comm.transport.throttled``), an
 nothing heavy: the parent of the ranks makes the wire before it knows the model.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ LEAST_SHARE = 0.9  # of the rate that was asked for; a wire that carries less is
 
 _FULL_SHARE = 0.92  # what is left of it beside headers, or nearly
 _TRIES = 6
+_MEASURE_S = 15.0  # no further try after this long: on a slow wire each takes seconds
 
 
 class LinkTooFastError(ValueError):
@@ -110,10 +112,11 @@ def open_wire(link: Link, *, num_nodes: int, ranks_per_node: int = 1, emulation:
 def _measure(network: EmulatedNetwork) -> float:
     """What it carries; again where that is less than it should, as others may have had the cores, then the most."""
     asked, most = network.link.bytes_per_s or 0.0, 0.0
+    deadline = time.monotonic() + _MEASURE_S
     try:
         for _ in range(_TRIES):
             most = max(most, network.measure())
-            if most >= _FULL_SHARE * asked:
+            if most >= _FULL_SHARE * asked or time.monotonic() > deadline:
                 break
         return most
     except OSError as error:
