@@ -14,7 +14,7 @@ from tightwire.server.comm_watch import CommWatch
 from tightwire.server.errors import to_api_error
 from tightwire.server.generation import Delta, Sequence, generate
 from tightwire.server.metrics import SequenceTimer
-from tightwire.server.responses import TightwireExtra, Usage
+from tightwire.server.responses import PromptTokensDetails, TightwireExtra, Usage
 from tightwire.server.schemas import GenerationBody
 from tightwire.server.served_model import ServedModel
 from tightwire.server.serving import Serving
@@ -75,7 +75,9 @@ class Answer:
         self._ttft = ttft
         self._watch = CommWatch(serving.engine, ttft.arrived_s)
         timers = {id_: SequenceTimer(serving.metrics, ttft.arrived_s) for id_ in self._sequences}
-        self._deltas = generate(serving.engine, self._sequences, timers, ttft, body.tightwire.allreduce)
+        self._deltas = generate(
+            serving.engine, self._sequences, timers, ttft, body.tightwire.allreduce, body.cache_salt or ""
+        )
 
     async def respond(self, request: Request) -> Response:
         """The response; errors before the first token have a status of their own, later ones a frame."""
@@ -128,9 +130,15 @@ class Answer:
 
     def _usage(self) -> Usage:
         sequences = self._sequences.values()
-        prompt = sum(len(sequence.prompt_token_ids) for sequence in sequences if sequence.index % self._body.n == 0)
+        firsts = [sequence for sequence in sequences if sequence.index % self._body.n == 0]
+        prompt = sum(len(sequence.prompt_token_ids) for sequence in firsts)
         completion = sum(sequence.num_tokens for sequence in sequences)
-        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(sum(sequence.num_cached_tokens for sequence in firsts)),
+        )
 
     def _extra(self) -> TightwireExtra | msgspec.UnsetType:
         wanted = self._body.tightwire

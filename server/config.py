@@ -186,6 +186,12 @@ class EngineOptions:
         512, "tokens in one step; longer prompts are prefilled in chunks", metavar="N"
     )
     block_size: int = _option(16, "tokens per KV cache block", metavar="N")
+    prefix_cache: str = _option(
+        "prompts",
+        "what requests that begin alike share of the KV cache: prompts, which changes no bit of an answer; all, generated "
+        "tokens too, so a chat goes on sooner (in 16-bit numbers a text may then differ by rounding); or none",
+        ("none", "prompts", "all"),
+    )
     kv_cache_memory: int | None = _option(
         None,
         "bytes of KV cache over all ranks, such as 2GiB; default: what max_num_seqs needs, at most a share of memory",

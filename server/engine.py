@@ -118,7 +118,7 @@ class Engine:
         return StepResult(outputs=outputs, stats=self.stats())
 
     def stats(self) -> EngineStats:
-        pool = self._scheduler.pool
+        pool, prefixes = self._scheduler.pool, self._scheduler.prefixes
         return EngineStats(
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
@@ -128,6 +128,8 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
+            num_prefix_queried_tokens=0 if prefixes is None else prefixes.num_queried_tokens,
+            num_prefix_hit_tokens=0 if prefixes is None else prefixes.num_hit_tokens,
             comm=self._comm_counts(),
         )
 
@@ -191,6 +193,7 @@ class Engine:
             stop_token_id=token_id if finish_reason == "stop" else None,
             queue_s=_queue_s(request) if num_output == 1 else None,
             first_token=self._first_token(request) if num_output == 1 else None,
+            num_cached_tokens=request.num_cached_tokens if num_output == 1 else 0,
         )
 
     def _first_token(self, request: Request) -> FirstToken:
@@ -198,12 +201,12 @@ class Engine:
         return first_token(request.at_first_step, self._times.read())
 
     def _end(self, request: Request, finish_reason: str, message: str | None = None) -> Output:
-        self._forget(request)
+        self._forget(request, spoiled=finish_reason == "error")
         return _last_words(request, finish_reason, message)
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: Request, *, spoiled: bool = False) -> None:
         del self._requests[request.id]
-        self._scheduler.remove(request)
+        self._scheduler.remove(request, spoiled=spoiled)
         self._sampler.release(request)
 
 

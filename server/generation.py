@@ -63,6 +63,7 @@ class Sequence:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.token_ids: list[int] = []  # of the answer, the one that ended it included
+        self.num_cached_tokens = 0  # of the prompt, which the engine did not have to compute
         self.finished = False
         self._tokens = tokens
         self._detokenizer = Detokenizer(tokens, after_text=after_text)
@@ -98,6 +99,7 @@ class Sequence:
 
     def _start(self, output: Output) -> None:
         self._started = True
+        self.num_cached_tokens = output.num_cached_tokens
         self._delta.prompt_logprobs = output.prompt_logprobs
         if self._echo is not None:
             self._delta.text = self._echo
@@ -159,10 +161,12 @@ async def generate(
     timers: Mapping[str, SequenceTimer],
     ttft: TtftWatch,
     allreduce: str | None = None,
+    cache_salt: str = "",
 ) -> AsyncGenerator[Delta, None]:
     """Run these sequences (by engine id) and yield what is new, interleaved, until all are finished.
 
     Closing the generator early cancels what still runs. ``allreduce``: what sums, by name; None: the server's own.
+    ``cache_salt``: cached prompts are shared with requests of the same one alone.
 
     Raises:
         QueueFullError, EngineUnavailableError: nothing was started, or the engine died in the middle.
@@ -170,7 +174,7 @@ async def generate(
     """
     running, accepted = dict(sequences), False
     outcome = "cancelled"  # of what still runs when this ends: closed early, unless an error says otherwise
-    requests = [AddRequest(id_, s.prompt_token_ids, s.params, allreduce) for id_, s in sequences.items()]
+    requests = [AddRequest(id_, s.prompt_token_ids, s.params, allreduce, cache_salt) for id_, s in sequences.items()]
     try:
         # Implementations are async generators; the seam promises their aclose.
         ttft.hand_over()

@@ -20,6 +20,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     allreduce: str | None = None  # the arm that sums its steps; None: the server's own
+    cache_salt: str = ""  # shares cached prefixes with requests of the same salt alone
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
@@ -97,6 +98,7 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     message: str | None = None
     queue_s: float | None = None  # with the first token: from arrival at the engine to the first scheduled step
     first_token: FirstToken | None = None  # with the first token
+    num_cached_tokens: int = 0  # with the first token: of the prompt, found in the prefix cache
 
 
 class CommCount(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +126,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_preemptions: int
     num_prompt_tokens: int
     num_generation_tokens: int
+    num_prefix_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
+    num_prefix_hit_tokens: int = 0  # and found there
     comm: list[CommCount] = []
 
 

@@ -128,10 +128,20 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("tightwire_requests_waiting", "Sequences waiting for a place", stats.num_waiting)
         yield GaugeMetricFamily("tightwire_kv_cache_usage_ratio", "KV cache blocks in use, 0 to 1", used)
         yield CounterMetricFamily("tightwire_engine_steps", "Forward passes", stats.num_steps)
-        yield CounterMetricFamily("tightwire_prompt_tokens", "Prompt tokens computed", stats.num_prompt_tokens)
+        yield CounterMetricFamily(
+            "tightwire_prompt_tokens", "Prompt tokens of sequences that began to answer", stats.num_prompt_tokens
+        )
         yield CounterMetricFamily("tightwire_generation_tokens", "Tokens sampled", stats.num_generation_tokens)
         yield CounterMetricFamily(
             "tightwire_preemptions", "Sequences put back for want of blocks", stats.num_preemptions
+        )
+        yield CounterMetricFamily(
+            "tightwire_prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache",
+            stats.num_prefix_queried_tokens,
+        )
+        yield CounterMetricFamily(
+            "tightwire_prefix_cache_hits", "Prompt tokens found there, not computed again", stats.num_prefix_hit_tokens
         )
         yield from _comm_metrics(stats)
 

@@ -66,6 +66,7 @@ class Leader:
             max_num_batched_tokens=options.max_num_batched_tokens,
             num_blocks=plan.num_blocks,
             block_size=options.block_size,
+            prefix_cache=options.prefix_cache,
         )
         self._sampler = Sampler(model.vocab_size, group.device)
         self._context = zmq.Context()

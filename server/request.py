@@ -1,7 +1,7 @@
 """One sequence inside the engine, from its arrival to its last token."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tightwire.model.sampling_params import SamplingParams
@@ -25,10 +25,14 @@ class Request:
     stop_ids: frozenset[int]
     arrival_s: float
     arm: int = 0  # its steps are summed by this one of the model's sets of AllReduces
+    cache_salt: str = ""  # requests of unlike salts share no cached prefix
     first_scheduled_s: float | None = None
     at_first_step: Reading | None = None  # the engine's times when its first step began
     num_computed: int = 0
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first begun
+    num_entered_blocks: int = 0  # the first so many of ``blocks`` are known to the prefix cache
+    prefix: Hashable = None  # what the prefix cache knows the last of them by
     # Entries so far, the first None; None when not asked for, or already sent.
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
@@ -64,6 +68,7 @@ def make_request(message: AddRequest, eos_token_ids: Iterable[int], arrival_s: f
         stop_ids=stop_ids if params.ignore_eos else stop_ids.union(eos_token_ids),
         arrival_s=arrival_s,
         arm=arm,
+        cache_salt=message.cache_salt,
         prompt_logprobs=None if params.prompt_logprobs is None else [None],
     )
 

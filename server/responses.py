@@ -11,12 +11,19 @@ from tightwire.comm.link.wire import LinkFacts
 from tightwire.server.messages import CommChoice, SelfTestVerdict
 
 
+class PromptTokensDetails(Struct, frozen=True):
+    """``cached_tokens``: found in the prefix cache, so not computed for this request."""
+
+    cached_tokens: int
+
+
 class Usage(Struct, frozen=True):
     """A prompt is counted once, however many answers it got."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CommTotals(Struct, frozen=True):

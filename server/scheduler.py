@@ -9,6 +9,8 @@ Nobody starves: whoever runs is older than whoever waits, only the youngest is p
 least one token, because the pool holds the longest sequence there may be and the budget is at least one token per
 sequence. So the oldest finishes, and everyone becomes the oldest.
 
+A sequence starts behind what the prefix cache has of it, when it comes for the first time and after a preemption.
+
 Sequences of unlike arms, summed by unlike AllReduces, never share a step: arms that have something to run take turns,
 one step each. Waiting is in one queue, in order of arrival, whatever the arm. So what was said of the oldest holds in
 each turn of its arm, which comes once in as many steps as there are arms, however long the others generate; and a step
@@ -24,6 +26,7 @@ import numpy as np
 
 from tightwire.model.step import StepPlan
 from tightwire.server.blocks import BlockPool
+from tightwire.server.prefix_cache import PrefixCache
 from tightwire.server.request import Request
 
 # Prompt rows of one step whose logits are asked for: 50 MB for a vocabulary of 49152. The memory budget counts them.
@@ -40,6 +43,7 @@ class Limits:
     num_blocks: int
     block_size: int
     max_scored_rows: int = MAX_SCORED_ROWS
+    prefix_cache: str = "prompts"  # what sequences that begin alike share: none, prompts, or all (answers too)
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "num_blocks", "block_size", "max_scored_rows"):
@@ -85,6 +89,7 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
+        self.prefixes = _prefix_cache(limits, self.pool)
         self.waiting: deque[Request] = deque()  # oldest first, like running; all of running is older
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -95,9 +100,14 @@ class Scheduler:
         """Queue a sequence whose tokens, with all it may generate, fit max_model_len."""
         self.waiting.append(request)
 
-    def remove(self, request: Request) -> None:
-        """Forget a sequence that ended or was cancelled; its blocks are free at once."""
+    def remove(self, request: Request, *, spoiled: bool = False) -> None:
+        """Forget a sequence that ended or was cancelled; its blocks are free at once.
+
+        ``spoiled``: what it computed came to nothing that others should share.
+        """
         (self.running if request in self.running else self.waiting).remove(request)
+        if spoiled:
+            self.pool.spoil(request.blocks)
         self._free(request)
 
     def has_requests(self) -> bool:
@@ -132,6 +142,8 @@ class Scheduler:
             num_tokens = step.affordable(request)
             if num_tokens and self._grow(request, num_tokens, step):
                 step.take(request, num_tokens)
+        for request, num_tokens in step.tokens.items():
+            self._enter(request, num_tokens)
         self._admit(arm, step, now_s)  # never one just preempted: it gave up less than it would need
         return step.chunks()
 
@@ -139,15 +151,23 @@ class Scheduler:
         """Start waiting sequences, in order, while there is room for all of each and for those running to grow."""
         while self.waiting and self.waiting[0].arm == arm and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[0]
-            num_tokens = step.affordable(request)
-            if num_tokens == 0 or not self._has_room(request):
+            if step.affordable(request) == 0:
+                return
+            if self.prefixes is not None:
+                self.prefixes.take(request)
+            if not self._has_room(request):
+                self._free(request)
                 return
             self.waiting.popleft()
             self.running.append(request)
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now_s
+                if self.prefixes is not None:
+                    self.prefixes.count(request)
+            num_tokens = step.affordable(request)
             self._grow(request, num_tokens, step)
             step.take(request, num_tokens)
+            self._enter(request, num_tokens)
 
     def _has_room(self, request: Request) -> bool:
         """Whether starting ``request`` would leave every running sequence its prompt and one more block.
@@ -157,8 +177,8 @@ class Scheduler:
         """
         if not self.running:
             return True
-        wanted = sum(self._blocks_soon(r) - len(r.blocks) for r in self.running)
-        return wanted + self._blocks_soon(request) <= self.pool.num_free
+        wanted = sum(self._blocks_soon(r) - len(r.blocks) for r in [*self.running, request])
+        return wanted <= self.pool.num_free
 
     def _blocks_soon(self, request: Request) -> int:
         num_tokens = len(request.token_ids) + self.limits.block_size
@@ -185,9 +205,15 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _free(self, request: Request) -> None:
-        self.pool.free(request.blocks)
+        self.pool.free(reversed(request.blocks))  # of what is kept, the ends of prompts are to go first
         del request.blocks[:]
         request.num_computed = 0
+        request.num_entered_blocks, request.prefix = 0, None
+
+    def _enter(self, request: Request, num_tokens: int) -> None:
+        """Tell the prefix cache of what this step will compute. From here on nobody of the step is preempted."""
+        if self.prefixes is not None:
+            self.prefixes.enter(request, request.num_computed + num_tokens)
 
 
 class _StepDraft:
@@ -195,7 +221,7 @@ class _StepDraft:
 
     def __init__(self, limits: Limits) -> None:
         self.preempted: set[Request] = set()
-        self._tokens: dict[Request, int] = {}
+        self.tokens: dict[Request, int] = {}
         self._budget = limits.max_num_batched_tokens
         self._scored_rows = limits.max_scored_rows
 
@@ -211,19 +237,25 @@ class _StepDraft:
         return num_tokens
 
     def take(self, request: Request, num_tokens: int) -> None:
-        self._tokens[request] = num_tokens
+        self.tokens[request] = num_tokens
         self._budget -= num_tokens
         self._scored_rows -= len(request.rows_to_score(request.num_computed, request.num_computed + num_tokens))
 
     def drop(self, request: Request) -> None:
         """Leave out a preempted sequence, though it was given tokens; what they took of the budgets stays spent."""
         self.preempted.add(request)
-        self._tokens.pop(request, None)
+        self.tokens.pop(request, None)
 
     def chunks(self) -> list[Chunk]:
         """Generated tokens first, as ``StepPlan`` wants them."""
-        shares = sorted(self._tokens.items(), key=lambda share: share[0].in_prompt)
+        shares = sorted(self.tokens.items(), key=lambda share: share[0].in_prompt)
         return [_make_chunk(request, num_tokens) for request, num_tokens in shares]
+
+
+def _prefix_cache(limits: Limits, pool: BlockPool) -> PrefixCache | None:
+    if limits.prefix_cache == "none":
+        return None
+    return PrefixCache(pool, limits.block_size, with_answers=limits.prefix_cache == "all")
 
 
 def _make_chunk(request: Request, num_tokens: int) -> Chunk:

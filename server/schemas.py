@@ -13,6 +13,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_N = 128
 MAX_LOGPROBS = 20
+MAX_SALT_CHARS = 256
 
 # Accepted and ignored: they label a request for billing, storage or routing and change no answer.
 IGNORED_FIELDS = frozenset(
@@ -166,6 +167,12 @@ class GenerationBody(Body):
     min_tokens: TokenCount = Field(0, description="Extension: no end before so many tokens.")
     ignore_eos: bool = Field(False, description="Extension: go on after the model's end token.")
     prompt_logprobs: NumLogprobs | None = Field(None, description="Extension, without stream.")
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_SALT_CHARS,
+        description="Extension: share cached prompt beginnings with requests of the same salt alone.",
+    )
     tightwire: TightwireOptions = TightwireOptions(comm=False, timing=False, token_ids=False, allreduce=None)
 
 

@@ -46,6 +46,7 @@ def local_engine(
     block_size: int = 16,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
+    prefix_cache: str = "prompts",
 ) -> Iterator[LocalEngine]:
     """An engine over ``tp`` ranks; followers run in threads until the block ends.
 
@@ -89,6 +90,7 @@ def local_engine(
             max_num_batched_tokens=max_num_batched_tokens,
             num_blocks=num_blocks,
             block_size=block_size,
+            prefix_cache=prefix_cache,
         )
         engine = Engine(
             runner=runners[0],

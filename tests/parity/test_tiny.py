@@ -89,6 +89,37 @@ def test_chunked_prefill_changes_nothing(max_num_batched_tokens: int, tmp_path: 
         assert continue_prompts(local.engine, _PROMPTS, max_tokens=16) == wanted
 
 
+@pytest.mark.parametrize(
+    ("prefix_cache", "dtype"), [("prompts", torch.bfloat16), ("prompts", torch.float32), ("all", torch.float32)]
+)
+def test_what_the_prefix_cache_has_changes_no_bit(prefix_cache: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Chats that go on from their own answers, side by side, against each turn computed from nothing."""
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
+    settings = {"temperature": 1.0, "seed": 7, "max_tokens": 20}
+
+    def turns(prefix_cache: str) -> tuple[list[list[list[int]]], int]:
+        answers, hits = [], 0
+        chats = [_PROMPTS[1] * 3, _PROMPTS[1] * 3 + [5], _PROMPTS[2]]
+        with local_engine(
+            checkpoint,
+            tp=2,
+            dtype=dtype,
+            max_model_len=256,
+            max_num_seqs=4,
+            max_num_batched_tokens=20,
+            prefix_cache=prefix_cache,
+        ) as local:
+            for _ in range(3):
+                answers.append(continue_prompts(local.engine, chats, **settings))
+                chats = [chat + answer + [3, 4] for chat, answer in zip(chats, answers[-1], strict=True)]
+            hits = local.engine.stats().num_prefix_hit_tokens
+        return answers, hits
+
+    (computed, none), (cached, some) = turns("none"), turns(prefix_cache)
+    assert none == 0 and some > 100
+    assert cached == computed
+
+
 @pytest.mark.parametrize("num_blocks", [64, 16], ids=["room-for-all", "preempted"])
 def test_bfloat16_text_is_the_same_alone_and_in_a_crowd(num_blocks: int, tmp_path: Path) -> None:
     """Sampled with a seed: neighbours, chunks, arrival order and preemption leave every bit of a row as it was."""

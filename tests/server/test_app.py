@@ -47,6 +47,7 @@ async def test_chat_answer_has_openais_shape(client: httpx.AsyncClient, engine: 
         "prompt_tokens": len(prompt),
         "completion_tokens": 14,
         "total_tokens": len(prompt) + 14,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert engine.submitted[0].params.max_tokens == INFO.max_model_len - len(prompt)
 
@@ -81,7 +82,12 @@ async def test_completion_of_several_prompts_and_n(client: httpx.AsyncClient, en
         (3, "c!", "length"),
     ]
     assert [request.params.seed for request in engine.submitted] == [7, 8, 7, 8]
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 10,
+        "total_tokens": 13,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 @pytest.mark.parametrize("prompt", ["ab", ["ab"], [97, 98], [[97, 98]]])

@@ -38,6 +38,42 @@ def test_double_free_is_an_error() -> None:
     assert pool.num_free == 4
 
 
+def test_a_kept_block_is_handed_out_after_blank_ones_the_longest_unused_first() -> None:
+    pool = BlockPool(4)
+    taken = pool.allocate(3)
+    for block in taken[:2]:
+        pool.keep(block)
+    pool.free([taken[1], taken[0], taken[2]])
+    assert pool.num_free == 4 and pool.is_kept(taken[0]) and not pool.is_kept(taken[2])
+    assert set(pool.allocate(2)).isdisjoint(taken[:2])
+    assert pool.allocate(2) == [taken[1], taken[0]]
+    assert not pool.is_kept(taken[0])
+
+
+def test_a_shared_block_is_free_when_its_last_holder_gives_it_up() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.keep(block)
+    pool.share([block])
+    pool.free([block])
+    assert pool.num_used == 1
+    pool.free([block])
+    assert pool.num_used == 0
+    pool.share([block])  # from among the free
+    assert pool.num_used == 1 and pool.allocate(1) != [block]
+    with pytest.raises(ValueError, match="0 of 2 are free"):
+        pool.allocate(1)
+
+
+def test_a_spoiled_block_is_not_kept() -> None:
+    pool = BlockPool(1)
+    (block,) = pool.allocate(1)
+    pool.keep(block)
+    pool.spoil([block])
+    pool.free([block])
+    assert not pool.is_kept(block)
+
+
 def test_needs_a_block() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         BlockPool(0)

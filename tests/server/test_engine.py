@@ -216,8 +216,8 @@ def test_what_cannot_run_gets_an_error_and_disturbs_nobody(
 
 def test_cancel_frees_blocks_at_once_and_tells_the_client_once() -> None:
     engine, answers = make_engine(), {}
-    for name in "abc":
-        engine.add(AddRequest(name, [5] * 10, params(max_tokens=50)))
+    for token_id, name in enumerate("abc"):
+        engine.add(AddRequest(name, [token_id] * 10, params(max_tokens=50)))
     for output in engine.step().outputs:
         answers.setdefault(output.id, Answer()).take(output)
     used = engine.stats().num_blocks - engine.stats().num_free_blocks
@@ -346,12 +346,14 @@ def random_params(rng: random.Random) -> SamplingParams:
     max_num_seqs=st.integers(1, 8),
     extra_budget=st.integers(0, 24),
     block_size=st.sampled_from([3, 4]),
+    prefix_cache=st.sampled_from(["none", "prompts", "all"]),
 )
 def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
-    seed: int, num_blocks: int, max_num_seqs: int, extra_budget: int, block_size: int
+    seed: int, num_blocks: int, max_num_seqs: int, extra_budget: int, block_size: int, prefix_cache: str
 ) -> None:
-    """Random arrivals, tiny block pools, preemptions, cancellations, requests that cannot run."""
+    """Random arrivals, tiny block pools, preemptions, cancellations, common beginnings, requests that cannot run."""
     rng = random.Random(seed)
+    stems = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
     limits = Limits(
         max_model_len=48,
         max_num_seqs=max_num_seqs,
@@ -359,9 +361,15 @@ def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
         num_blocks=num_blocks,
         block_size=block_size,
         max_scored_rows=7,
+        prefix_cache=prefix_cache,
     )
     waiting = [
-        AddRequest(str(i), [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))], random_params(rng))
+        AddRequest(
+            str(i),
+            rng.choice(stems)[: rng.randint(0, 24)] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))],
+            random_params(rng),
+            cache_salt=rng.choice(["", "", "of one's own"]),
+        )
         for i in range(14)
     ]
     wanted = {m.id: alone(m) for m in waiting if len(m.prompt_token_ids) + m.params.max_tokens <= limits.max_model_len}
@@ -388,6 +396,7 @@ def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
             assert answer == wanted[message.id]
     stats = engine.stats()
     assert (stats.num_free_blocks, stats.num_running, stats.num_waiting) == (num_blocks, 0, 0)
+    assert (stats.num_prefix_queried_tokens > 0) == (prefix_cache != "none")
 
 
 def test_a_pool_a_third_of_the_need_preempts_and_still_answers_right() -> None:

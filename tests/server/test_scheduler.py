@@ -13,9 +13,10 @@ from tightwire.server.request import Request, make_request
 from tightwire.server.scheduler import Limits, ScheduledStep, Scheduler
 
 
-def limits(**changes: int) -> Limits:
+def limits(*, prefix_cache: str = "none", **changes: int) -> Limits:
+    """Without a prefix cache, because these tests' prompts all begin alike."""
     values = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 64, "block_size": 4}
-    return Limits(**(values | changes))
+    return Limits(**(values | changes), prefix_cache=prefix_cache)
 
 
 def request(

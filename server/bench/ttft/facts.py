@@ -75,4 +75,9 @@ def _config(options: TtftOptions) -> ServeConfig:
     own = options.baseline_name
     others = tuple(dict.fromkeys(name for name in options.algorithms if name != own))
     sums = {"comm_policy": policy_path(own)} if is_policy(own) else {"allreduce": own}
-    return replace(options.config, parallel=replace(options.config.parallel, allreduce_extra=others, **sums))
+    return replace(
+        options.config,
+        parallel=replace(options.config.parallel, allreduce_extra=others, **sums),
+        # No prompt is used twice, but the answers that are checked come from prompts that were timed.
+        engine=replace(options.config.engine, prefix_cache="none"),
+    )

@@ -123,6 +123,10 @@ def parse_options(argv: Sequence[str]) -> TtftOptions:
     for name in _OURS:
         if name in given:
             parser.error(f"--{name.replace('_', '-')} is not for this bench; --algorithms says what is compared")
+    if "prefix_cache" in given:
+        parser.error(
+            "--prefix-cache is not for this bench, whose prompts are all computed; `bench serve` has workloads for it"
+        )
     own = {name: getattr(given, name) for name in TtftOptions.__slots__ if name != "config" and hasattr(given, name)}
     try:
         return TtftOptions(config=config, **own)

@@ -1,0 +1,94 @@
+"""Sequences that begin alike share the blocks of their common beginning: it is computed once.
+
+A block is found by what is in it and by all that comes before: its key is the number of the entry for the block before
+it, and its own tokens. Keys are compared, not hashes of them, so no prompt can be made to meet another's blocks. The
+first block's key begins with the arm and the request's salt: keys and values depend on what summed them, and salted
+requests share with their like alone (whoever can time answers can tell what has been asked before).
+
+Kept are the prompts' blocks, whose numbers are the same bits in whatever company a prompt is computed; so a hit changes
+nothing in the answer. Generated tokens may go through other kernels and another AllReduce than prompts do: their blocks
+are kept only where that was asked for.
+
+A block is entered when the step that fills it is planned: within each layer all keys and values of a step are written
+before any are read, so sequences of one step may share.
+"""
+
+from array import array
+from collections.abc import Hashable
+from itertools import count
+
+from tightwire.server.blocks import BlockPool
+from tightwire.server.request import Request
+
+
+class PrefixCache:
+    """Entries for the kept blocks of one pool, at most one a block. Cost: about 0.3 kB an entry."""
+
+    def __init__(self, pool: BlockPool, block_size: int, *, with_answers: bool = False) -> None:
+        self._pool, self._block_size, self._with_answers = pool, block_size, with_answers
+        self._block_of: dict[Hashable, int] = {}
+        self._key_of: list[Hashable] = [None] * pool.num_blocks
+        self._entry_of = [0] * pool.num_blocks  # its number, never given twice
+        self._numbers = count(1)
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    def take(self, request: Request) -> None:
+        """Give a request without blocks the longest kept beginning of it, but for the last token: its logits are needed."""
+        assert not request.blocks
+        if request.prompt_logprobs is not None:
+            return  # every token's logits are needed
+        blocks: list[int] = []
+        prefix = _root(request)
+        for index in range((len(request.token_ids) - 1) // self._block_size):
+            block = self._find(self._key(request, index, prefix))
+            if block is None:
+                break
+            blocks.append(block)
+            prefix = self._entry_of[block]
+        self._pool.share(blocks)
+        request.blocks.extend(blocks)
+        request.num_computed = len(blocks) * self._block_size
+        request.num_entered_blocks, request.prefix = len(blocks), prefix
+
+    def count(self, request: Request) -> None:
+        """Count what ``take`` found for a request that is now begun."""
+        if request.prompt_logprobs is None:
+            request.num_cached_tokens = request.num_computed
+            self.num_queried_tokens += request.num_prompt_tokens
+            self.num_hit_tokens += request.num_computed
+
+    def enter(self, request: Request, num_tokens: int) -> None:
+        """After the next step ``num_tokens`` of ``request`` are computed: others may share the blocks they fill."""
+        if not self._with_answers:
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        prefix = request.prefix or _root(request)
+        for index in range(request.num_entered_blocks, num_tokens // self._block_size):
+            key = self._key(request, index, prefix)
+            block = self._find(key)
+            if block is None:
+                block = request.blocks[index]
+                self._enter(block, key)
+            prefix = self._entry_of[block]
+            request.num_entered_blocks = index + 1
+        request.prefix = prefix
+
+    def _key(self, request: Request, index: int, prefix: Hashable) -> Hashable:
+        start = index * self._block_size
+        return prefix, array("i", request.token_ids[start : start + self._block_size]).tobytes()
+
+    def _find(self, key: Hashable) -> int | None:
+        block = self._block_of.get(key)
+        return block if block is not None and self._pool.is_kept(block) else None
+
+    def _enter(self, block: int, key: Hashable) -> None:
+        old_key = self._key_of[block]
+        if self._block_of.get(old_key) == block:
+            del self._block_of[old_key]  # the block was handed out since
+        self._block_of[key] = block
+        self._key_of[block], self._entry_of[block] = key, next(self._numbers)
+        self._pool.keep(block)
+
+
+def _root(request: Request) -> Hashable:
+    return request.arm, request.cache_salt
