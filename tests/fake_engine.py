@@ -55,6 +55,7 @@ class FakeEngine:
     hangs_after: int | None = None  # outputs; then nothing comes until the stream is closed
     token_s: float = 0.0
     tells_times: bool = True
+    num_cached_tokens: int = 0  # of each prompt
     submitted: list[AddRequest] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     live: set[str] = field(default_factory=set)
@@ -83,6 +84,8 @@ class FakeEngine:
             num_preemptions=0,
             num_prompt_tokens=sum(len(request.prompt_token_ids) for request in self.submitted),
             num_generation_tokens=calls,
+            num_prefix_queried_tokens=100,
+            num_prefix_hit_tokens=40,
             comm=[
                 CommCount(
                     "all_reduce", "native", "decode", calls * 4, calls * 1000, calls * 1500, calls * 1e-6, calls * 500
@@ -143,6 +146,7 @@ class FakeEngine:
                 stop_token_id=token_id if stops else None,
                 queue_s=0.001 if first else None,
                 first_token=_first_token() if first and self.tells_times else None,
+                num_cached_tokens=self.num_cached_tokens if first else 0,
             )
             if reason is not None:
                 return

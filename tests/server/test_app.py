@@ -163,6 +163,25 @@ async def test_prompt_logprobs_in_vllms_form(client: httpx.AsyncClient) -> None:
     assert answer["choices"][0]["logprobs"] is None
 
 
+async def test_cached_prompt_tokens_are_told_once_a_prompt(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.num_cached_tokens = 5
+    answer = await _ask(client, "/v1/completions", prompt=["seven..", "another"], n=2, max_tokens=2)
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 10}
+
+
+async def test_a_salt_reaches_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await _ask(client, "/v1/completions", prompt="a", cache_salt="mine", max_tokens=1)
+    await _ask(client, "/v1/chat/completions", **CHAT, max_tokens=1)
+    assert [request.cache_salt for request in engine.submitted] == ["mine", ""]
+
+
+@pytest.mark.parametrize("salt", ["", "a" * 257, 5])
+async def test_a_salt_that_is_none_is_refused(client: httpx.AsyncClient, salt: Any) -> None:
+    response = await client.post("/v1/completions", json={"prompt": "a", "cache_salt": salt})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "cache_salt"
+
+
 async def test_stop_string_ends_text_and_cancels_the_sequence(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     answer = await _ask(client, "/v1/completions", prompt="a", stop=["wor", "zzz"], max_tokens=50, n=2)
     assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [("Hello, ", "stop")] * 2
