@@ -1,6 +1,7 @@
 """Host side of the CPU attention: checks, scratch memory and threads around ``attention_cpu_kernels``."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from tightwire.kernels.attention_cpu_plan import BUCKETS, plan_tiles, work_numbe
 from tightwire.kernels.simd import NUMBER_KIND
 from tightwire.kernels.threads import run_on_threads
 
-_LOG2_E = 1 / math.log(2)
+LOG2_E = 1 / math.log(2)
 
 # One thread does this many score and value multiplications in about 100 us; waking a helper for less costs more.
 _WORK_PER_THREAD = 4_000_000
@@ -32,34 +33,11 @@ def paged_attention_cpu(
     _check(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM)
     num_tokens, num_heads, head_dim = q_THE.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
-    num_seqs, max_blocks = block_table_BM.shape
     per_kv_head = num_heads // num_kv_heads
     tile_tokens = max(1, ROWS // per_kv_head)
-    query_start, context_lens, block_table = (
-        query_start_B1.data_ptr(),
-        context_lens_B.data_ptr(),
-        block_table_BM.data_ptr(),
+    tiles = cut_into_tiles(
+        query_start_B1, context_lens_B, block_table_BM, num_tokens, tile_tokens, num_blocks, tokens_per_block
     )
-    table_stride = block_table_BM.stride(0) * 4
-    work_W = torch.empty(work_numbers(num_tokens, num_seqs, tile_tokens), dtype=torch.int64)
-    work = work_W.data_ptr()
-    num_tiles, num_keys = plan_tiles(
-        query_start,
-        context_lens,
-        num_seqs,
-        num_tokens,
-        block_table,
-        table_stride,
-        max_blocks,
-        num_blocks,
-        tokens_per_block,
-        tile_tokens,
-        work,
-    )
-    if num_tiles < 0:
-        raise ValueError(
-            _impossible(num_keys, num_tokens, query_start_B1, context_lens_B, block_table_BM, k_cache_NKPE)
-        )
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype)
     token_stride, head_stride, _ = q_THE.stride()
     q_bytes = q_THE.element_size()
@@ -73,18 +51,18 @@ def paged_attention_cpu(
         v_cache_NKPE.data_ptr(),
         k_cache_NKPE.stride(0) * k_cache_NKPE.element_size(),
         NUMBER_KIND[k_cache_NKPE.dtype],
-        query_start,
-        context_lens,
-        block_table,
-        table_stride,
+        query_start_B1.data_ptr(),
+        context_lens_B.data_ptr(),
+        block_table_BM.data_ptr(),
+        block_table_BM.stride(0) * 4,
         tokens_per_block,
         num_kv_heads,
         per_kv_head,
         head_dim,
-        scale * _LOG2_E,
-        work + 8 * BUCKETS,
-        num_tiles,
-        work,
+        scale * LOG2_E,
+        tiles.address,
+        tiles.count,
+        tiles.counter,
     )
     rows = min(tile_tokens, num_tokens) * per_kv_head
     num_scratch = scratch_floats(rows, head_dim)
@@ -93,9 +71,64 @@ def paged_attention_cpu(
         scratch = torch.empty(num_scratch, dtype=torch.float32)
         attend(*arguments, scratch.data_ptr())
 
-    multiplications = num_keys * num_kv_heads * head_dim * (8 + rows)
-    run_on_threads(attend_tiles, min(num_tiles * num_kv_heads, 1 + multiplications // _WORK_PER_THREAD))
+    multiplications = tiles.num_keys * num_kv_heads * head_dim * (8 + rows)
+    run_on_threads(attend_tiles, min(tiles.count * num_kv_heads, 1 + multiplications // _WORK_PER_THREAD))
     return out_THE
+
+
+class Tiles(NamedTuple):
+    """A batch cut up for ``attend``, which is to be given ``address``, ``count`` and a counter at zero."""
+
+    work_W: Tensor
+    count: int
+    num_keys: int  # that the tiles visit in all
+
+    @property
+    def address(self) -> int:
+        return self.work_W.data_ptr() + 8 * BUCKETS
+
+    @property
+    def counter(self) -> int:
+        """A counter at zero, for one use."""
+        return self.work_W.data_ptr()
+
+
+def cut_into_tiles(
+    query_start_B1: Tensor,
+    context_lens_B: Tensor,
+    block_table_BM: Tensor,
+    num_tokens: int,
+    tile_tokens: int,
+    num_blocks: int,
+    tokens_per_block: int,
+) -> Tiles:
+    """Cut the packed rows into tiles of at most ``tile_tokens`` of one sequence.
+
+    Raises:
+        ValueError: lengths or block numbers that cannot be.
+    """
+    num_seqs, max_blocks = block_table_BM.shape
+    work_W = torch.empty(work_numbers(num_tokens, num_seqs, tile_tokens), dtype=torch.int64)
+    num_tiles, num_keys = plan_tiles(
+        query_start_B1.data_ptr(),
+        context_lens_B.data_ptr(),
+        num_seqs,
+        num_tokens,
+        block_table_BM.data_ptr(),
+        block_table_BM.stride(0) * 4,
+        max_blocks,
+        num_blocks,
+        tokens_per_block,
+        tile_tokens,
+        work_W.data_ptr(),
+    )
+    if num_tiles < 0:
+        raise ValueError(
+            _impossible(
+                num_keys, num_tokens, query_start_B1, context_lens_B, block_table_BM, num_blocks, tokens_per_block
+            )
+        )
+    return Tiles(work_W, num_tiles, num_keys)
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, lens: Tensor, table: Tensor) -> None:
@@ -133,8 +166,9 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, lens: Ten
         raise ValueError(f"attention wants q and caches on one device; got cpu, {k_cache.device} and {v_cache.device}")
 
 
-def _impossible(seq: int, num_tokens: int, start: Tensor, lens: Tensor, table: Tensor, k_cache: Tensor) -> str:
-    num_blocks, _, tokens_per_block, _ = k_cache.shape
+def _impossible(
+    seq: int, num_tokens: int, start: Tensor, lens: Tensor, table: Tensor, num_blocks: int, tokens_per_block: int
+) -> str:
     if seq == len(lens):
         return f"query starts go from {int(start[0])} to {int(start[-1])}, but q has rows 0 to {num_tokens}"
     return (

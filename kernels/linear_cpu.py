@@ -24,6 +24,8 @@ _CACHE_BYTES = 96 << 10  # of those rows, to stay in the second-level cache besi
 # One thread multiplies with so many weights (with eight rows, or waiting for memory with fewer) in about 100 us.
 _WORK_PER_THREAD = 1 << 20
 
+_BF16_PRODUCTS = simd.bf16_products_usable()
+
 _sums = simd.make_stack(_MAX_ROWS * _PANEL)
 
 _float_4x4 = simd.make_tile_dot(4, 4, FLOAT32)
@@ -53,10 +55,9 @@ def linear_cpu(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor
     num_outputs = weight_OD.shape[0]
     kind = NUMBER_KIND[weight_OD.dtype]
     out_TO = torch.empty((num_tokens, num_outputs), dtype=x_TD.dtype)
-    if kind == FLOAT16 or (kind == BFLOAT16 and not simd.bf16_products_usable()):
+    if kind == FLOAT16 or (kind == BFLOAT16 and not _BF16_PRODUCTS):
         x_TD = x_TD.float()
-    work = num_outputs * num_inputs * (num_tokens + 7) // 8
-    max_threads = min(-(-num_outputs // _PANEL), 1 + work // _WORK_PER_THREAD)
+    max_threads = min(-(-num_outputs // _PANEL), useful_threads(num_tokens, weight_OD.numel()))
     counter = torch.zeros(1, dtype=torch.int64) if max_threads > 1 else None
     x_bytes = x_TD.element_size()
     arguments = (
@@ -69,15 +70,19 @@ def linear_cpu(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor
         num_tokens,
         num_outputs,
         num_inputs,
-        max(4, min(_MAX_ROWS, _CACHE_BYTES // (x_bytes * num_inputs + 1) // 4 * 4)),
         kind,
         0 if counter is None else counter.data_ptr(),
     )
     if counter is None:
-        _multiply(*arguments)
+        multiply(*arguments)
     else:
-        run_on_threads(lambda: _multiply(*arguments), max_threads)
+        run_on_threads(lambda: multiply(*arguments), max_threads)
     return out_TO
+
+
+def useful_threads(num_rows: int, num_weights: int) -> int:
+    """How many threads are worth waking to multiply so many rows with so many weights, one matrix or several."""
+    return 1 + num_weights * (num_rows + 7) // 8 // _WORK_PER_THREAD
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -96,7 +101,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 @kernel
-def _multiply(
+def multiply(
     out: int,
     x: int,
     x_stride: int,
@@ -106,14 +111,15 @@ def _multiply(
     num_tokens: int,
     num_outputs: int,
     num_inputs: int,
-    rows_at_once: int,
     kind: int,
     counter: int,
 ) -> None:
     """Panel after panel until ``counter``, which other threads draw from too, has passed the last.
 
-    With ``counter`` 0 this thread is alone and takes them all. Strides are bytes.
+    With ``counter`` 0 this thread is alone and takes them all. Strides are bytes. ``x`` is as ``prepare_rows`` leaves it.
     """
+    x_bytes = size_of(kind) if kind == FLOAT32 or (kind == BFLOAT16 and _BF16_PRODUCTS) else 4
+    rows_at_once = max(4, min(_MAX_ROWS, _CACHE_BYTES // (x_bytes * num_inputs + 1) // 4 * 4))
     sums = _sums()
     size = size_of(kind)
     panel = 0
@@ -142,6 +148,18 @@ def _multiply(
                         value = simd.add(value, load_numbers(bias + size * (first + at), kind, outputs - at))
                     store_numbers(target + size * at, value, kind, outputs - at)
         panel += 1
+
+
+@helper
+def prepare_rows(x: int, num_rows: int, depth: int, kind: int, scratch: int) -> tuple[int, int]:
+    """Address and stride of contiguous rows as ``multiply`` reads them: as they are, or in float32 in ``scratch``."""
+    if kind == FLOAT32 or (kind == BFLOAT16 and _BF16_PRODUCTS):
+        return x, depth * size_of(kind)
+    for row in range(num_rows):
+        for at in range(0, depth, LANES):
+            numbers = load_numbers(x + size_of(kind) * (row * depth + at), kind, depth - at)
+            store_numbers(scratch + 4 * (row * depth + at), numbers, FLOAT32, depth - at)
+    return scratch, 4 * depth
 
 
 @helper

@@ -85,7 +85,7 @@ def _run(out: Tensor, total: Tensor | None, x: Tensor, residual: Tensor | None, 
     out_address, weight_address = out.data_ptr(), weight.data_ptr()
 
     def rows(start: int, stop: int) -> None:
-        _rms_norm_rows(
+        rms_norm_rows(
             out_address,
             total_address,
             x_address,
@@ -104,7 +104,7 @@ def _run(out: Tensor, total: Tensor | None, x: Tensor, residual: Tensor | None, 
 
 
 @kernel
-def _rms_norm_rows(
+def rms_norm_rows(
     out: int,
     total: int,
     x: int,

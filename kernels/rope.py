@@ -41,7 +41,7 @@ def apply_rope(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     half, kind = head_dim // 2, NUMBER_KIND[x_THE.dtype]
 
     def rows(start: int, stop: int) -> None:
-        _rope_rows(
+        rope_rows(
             out, x, token_stride, head_stride, cos, cos_stride, sin, sin_stride, num_heads, half, kind, start, stop
         )
 
@@ -66,7 +66,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 @kernel
-def _rope_rows(
+def rope_rows(
     out: int,
     x: int,
     token_stride: int,

@@ -36,14 +36,14 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
     row_stride = gate_up_T2F.stride(0) * gate_up_T2F.element_size()
 
     def rows(start: int, stop: int) -> None:
-        _swiglu_rows(out, gate_up, row_stride, columns // 2, kind, start, stop)
+        swiglu_rows(out, gate_up, row_stride, columns // 2, kind, start, stop)
 
     run_on_rows(rows, num_tokens, columns)
     return out_TF
 
 
 @kernel
-def _swiglu_rows(out: int, gate_up: int, row_stride: int, width: int, kind: int, start: int, stop: int) -> None:
+def swiglu_rows(out: int, gate_up: int, row_stride: int, width: int, kind: int, start: int, stop: int) -> None:
     """Rows ``start`` to ``stop``; ``row_stride`` is bytes, ``out`` is contiguous."""
     number_bytes = size_of(kind)
     one = simd.splat(1.0)

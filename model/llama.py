@@ -17,6 +17,7 @@ from tightwire.kernels.norm import add_rms_norm, rms_norm
 from tightwire.kernels.rope import apply_rope
 from tightwire.kernels.swiglu import swiglu
 from tightwire.model.config import LlamaConfig
+from tightwire.model.decode_program import DecodeProgram
 from tightwire.model.kv_cache import KVCache
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.rope_table import rope_table
@@ -55,10 +56,16 @@ class Llama:
             ]
             for site in ("o_proj", "down_proj")
         )
+        self._program = None
+        if cache.keys.device.type == "cpu":
+            layers = [weights.layer(index) for index in range(config.num_layers)]
+            self._program = DecodeProgram(config, parallel.shard, layers, cache, self._cos_SE, self._sin_SE)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """(T, D) hidden states, before the final norm."""
+        if self._program is not None and batch.num_decode_rows == len(batch.token_ids_T):
+            return self._forward_generated(batch, self._program)
         cos_TE, sin_TE = self._cos_SE[batch.positions_T], self._sin_SE[batch.positions_T]
         eps = self._config.norm_eps
         residual_TD = self._parallel.embed(self._weights.outer.embedding, batch.token_ids_T, batch.arm)
@@ -74,6 +81,32 @@ class Llama:
             update_TD = self._mlp(normed_TD, weights, index, batch)
             self._weights.release(index)
         assert update_TD is not None, "a model has at least one layer"
+        return residual_TD + update_TD
+
+    def _forward_generated(self, batch: Batch, program: DecodeProgram) -> Tensor:
+        """``forward`` where every row is a generated token, to the same bits."""
+        residual_TD = self._parallel.embed(self._weights.outer.embedding, batch.token_ids_T, batch.arm)
+        program.begin(
+            residual_TD,
+            batch.positions_T,
+            batch.slots_T,
+            batch.query_start_B1,
+            batch.context_lens_B,
+            batch.block_tables_BM,
+        )
+        sums = [
+            site[batch.arm][index]
+            for index in range(self._config.num_layers)
+            for site in (self._attention_sums, self._mlp_sums)
+        ]
+        if sums[0] is None:
+            return residual_TD + program.run(0, len(sums), None)
+        update_TD: Tensor | None = None
+        for part, row_sums in enumerate(sums):
+            assert row_sums is not None, "ranks sum everywhere or nowhere"
+            partial_TD = program.run(part, part + 1, update_TD)
+            update_TD = self._parallel.sum_rows(partial_TD, row_sums, num_single_rows=len(partial_TD))
+        assert update_TD is not None
         return residual_TD + update_TD
 
     @torch.inference_mode()

@@ -81,8 +81,10 @@ class TensorParallel:
         different algorithms they travel apart, so what a row becomes does not depend on its neighbours' kind.
         """
         partial_TD = linear(local_x_TF, local_weight_DF, bias_D, num_single_rows=num_single_rows)
-        if sums is None:
-            return partial_TD
+        return partial_TD if sums is None else self.sum_rows(partial_TD, sums, num_single_rows=num_single_rows)
+
+    def sum_rows(self, partial_TD: Tensor, sums: RowSums, *, num_single_rows: int) -> Tensor:
+        """(T, D): what the ranks' partial results add up to."""
         ledger = self._group.ledger
         ledger.site = sums.label
         if num_single_rows == 0 or sums.prompt is sums.generated:

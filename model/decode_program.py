@@ -1,0 +1,196 @@
+"""The layers of one rank for generated tokens on CPU: host side of ``kernels.decode_kernel``.
+
+Buffers stay from step to step, and Python is entered twice a layer, where ranks sum, or once a step where there is
+nothing to sum.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels import decode_kernel as place
+from tightwire.kernels.attention_cpu import LOG2_E, Tiles, cut_into_tiles
+from tightwire.kernels.attention_cpu_kernels import scratch_floats
+from tightwire.kernels.linear_cpu import useful_threads
+from tightwire.kernels.simd import NUMBER_KIND
+from tightwire.kernels.threads import run_on_threads
+from tightwire.model.config import LlamaConfig
+from tightwire.model.kv_cache import KVCache
+from tightwire.model.layout import Shard
+from tightwire.model.weights.source import LayerWeights
+
+
+class DecodeProgram:
+    """``begin`` a step, then ``run`` its parts in order: part 2l is layer l's attention, 2l + 1 its MLP.
+
+    A row's bits are those that the kernels for many rows give it. One thread calls; several may work.
+
+    Cost: some microseconds per ``run``; buffers of about 6 D + 3 H E + 4 K E + 3 F numbers a row.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        shard: Shard,
+        layers: Sequence[LayerWeights],
+        cache: KVCache,
+        cos_SE: Tensor,
+        sin_SE: Tensor,
+    ) -> None:
+        self._config, self._shard, self._cache = config, shard, cache
+        self._constants = (tuple(layers), cos_SE, sin_SE)  # kept alive: the tables hold their addresses
+        self._layers = torch.tensor(
+            [
+                _layer_integers(weights, keys_NKPE, values_NKPE)
+                for weights, keys_NKPE, values_NKPE in zip(layers, cache.keys, cache.values, strict=True)
+            ],
+            dtype=torch.int64,
+        )
+        self._weights_per_part = [
+            sum(matrix.numel() for matrix in matrices)
+            for weights in layers
+            for matrices in ((weights.qkv, weights.attention_out), (weights.gate_up, weights.down))
+        ]
+        self._phases = torch.empty(len(layers) * place.PHASES_PER_LAYER * place.PHASE_BYTES, dtype=torch.uint8)
+        self._buffers: dict[int, Tensor] = {}
+        self._step: tuple[Tensor | Tiles, ...] = ()  # what the program of the step that runs has addresses of
+        self._program = torch.zeros(place.PROGRAM_INTS, dtype=torch.int64)
+        self._set(
+            {
+                place.HIDDEN_SIZE: config.hidden_size,
+                place.NUM_HEADS: shard.local_heads,
+                place.NUM_KV_HEADS: shard.local_kv_heads,
+                place.HEAD_DIM: config.head_dim,
+                place.MLP_SIZE: len(shard.mlp_columns),
+                place.KIND: NUMBER_KIND[cache.keys.dtype],
+                place.COS: cos_SE.data_ptr(),
+                place.SIN: sin_SE.data_ptr(),
+                place.ANGLE_STRIDE: cos_SE.stride(0) * cos_SE.element_size(),
+                place.NUM_BLOCKS: cache.num_blocks,
+                place.TOKENS_PER_BLOCK: cache.block_size,
+                place.CACHE_BLOCK_STRIDE: cache.keys.stride(1) * cache.keys.element_size(),
+                place.PHASES: self._phases.data_ptr(),
+            }
+        )
+        self._num_positions = len(cos_SE)
+        self._num_rows = 0
+        self._make_buffers(1)
+
+    def begin(
+        self,
+        residual_TD: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        query_start_B1: Tensor,
+        context_lens_B: Tensor,
+        block_tables_BM: Tensor,
+    ) -> None:
+        """Start a step of T rows. ``residual_TD``, contiguous, takes in every sum but the last as the parts run.
+
+        Raises:
+            ValueError: a position, slot, length or block that cannot be.
+        """
+        num_rows = len(residual_TD)
+        if num_rows > len(self._buffers[place.PARTIAL]):
+            self._make_buffers(num_rows)
+        _check_range("position", positions_T, self._num_positions)
+        _check_range("slot", slots_T, self._cache.num_blocks * self._cache.block_size)
+        tiles = cut_into_tiles(
+            query_start_B1,
+            context_lens_B,
+            block_tables_BM,
+            num_rows,
+            1,
+            self._cache.num_blocks,
+            self._cache.block_size,
+        )
+        self._step = (residual_TD, positions_T, slots_T, query_start_B1, context_lens_B, block_tables_BM, tiles)
+        self._num_rows = num_rows
+        self._phases.zero_()
+        self._set(
+            {
+                place.NUM_ROWS: num_rows,
+                place.RESIDUAL: residual_TD.data_ptr(),
+                place.POSITIONS: positions_T.data_ptr(),
+                place.SLOTS: slots_T.data_ptr(),
+                place.QUERY_START: query_start_B1.data_ptr(),
+                place.CONTEXT_LENS: context_lens_B.data_ptr(),
+                place.BLOCK_TABLE: block_tables_BM.data_ptr(),
+                place.TABLE_STRIDE: block_tables_BM.stride(0) * block_tables_BM.element_size(),
+                place.TILES: tiles.address,
+                place.NUM_TILES: tiles.count,
+            }
+        )
+
+    def run(self, first: int, stop: int, update_TD: Tensor | None) -> Tensor:
+        """Run parts ``first`` to ``stop``; gives (T, D), what the last one ends with, valid until the next ``run``.
+
+        Args:
+            update_TD: the ranks' sum of what the part before ended with, contiguous; None before the first.
+        """
+        arguments = (
+            self._program.data_ptr(),
+            self._layers.data_ptr(),
+            first,
+            stop,
+            0 if update_TD is None else update_TD.data_ptr(),
+            self._config.norm_eps,
+            self._config.head_dim**-0.5 * LOG2_E,
+        )
+
+        def work() -> None:
+            scratch = torch.empty(self._scratch_floats, dtype=torch.float32)
+            place.run_parts(*arguments, scratch.data_ptr())
+
+        run_on_threads(work, useful_threads(self._num_rows, sum(self._weights_per_part[first:stop])))
+        return self._buffers[place.PARTIAL][: self._num_rows]
+
+    def _make_buffers(self, num_rows: int) -> None:
+        config, shard = self._config, self._shard
+        head_dim, num_heads, num_kv_heads = config.head_dim, shard.local_heads, shard.local_kv_heads
+        mlp_size = len(shard.mlp_columns)
+        widths = {
+            place.NORMED: config.hidden_size,
+            place.QKV: (num_heads + 2 * num_kv_heads) * head_dim,
+            place.ROTATED: (num_heads + num_kv_heads) * head_dim,
+            place.MIXED: num_heads * head_dim,
+            place.GATE_UP: 2 * mlp_size,
+            place.GATED: mlp_size,
+            place.PARTIAL: config.hidden_size,
+        }
+        self._buffers = {
+            field: torch.empty(num_rows, width, dtype=self._cache.keys.dtype) for field, width in widths.items()
+        }
+        self._set({field: buffer.data_ptr() for field, buffer in self._buffers.items()})
+        widest = max(config.hidden_size, num_heads * head_dim, mlp_size)
+        self._scratch_floats = max(num_rows * widest, scratch_floats(num_heads // num_kv_heads, head_dim))
+
+    def _set(self, values: dict[int, int]) -> None:
+        program = self._program.numpy()
+        for field, value in values.items():
+            program[field] = value
+
+
+def _layer_integers(weights: LayerWeights, keys_NKPE: Tensor, values_NKPE: Tensor) -> list[int]:
+    values = [0] * place.LAYER_INTS
+    values[place.ATTENTION_NORM] = weights.attention_norm.data_ptr()
+    values[place.MLP_NORM] = weights.mlp_norm.data_ptr()
+    values[place.KEYS], values[place.VALUES] = keys_NKPE.data_ptr(), values_NKPE.data_ptr()
+    for field, matrix, bias in (
+        (place.QKV_MATRIX, weights.qkv, weights.qkv_bias),
+        (place.OUT_MATRIX, weights.attention_out, weights.attention_out_bias),
+        (place.GATE_UP_MATRIX, weights.gate_up, weights.gate_up_bias),
+        (place.DOWN_MATRIX, weights.down, weights.down_bias),
+    ):
+        stride = matrix.stride(0) * matrix.element_size()
+        values[field : field + place.MATRIX_INTS] = (matrix.data_ptr(), stride, 0 if bias is None else bias.data_ptr())
+    return values
+
+
+def _check_range(what: str, numbers_T: Tensor, stop: int) -> None:
+    numbers = numbers_T.numpy()
+    wrong = (numbers < 0) | (numbers >= stop)
+    if wrong.any():
+        token = int(wrong.argmax())
+        raise ValueError(f"token {token} has {what} {numbers[token]}; there are {what}s 0 to {stop - 1}")

@@ -1,0 +1,124 @@
+"""Generated rows by themselves go through the decode program; beside a prompt row they go kernel by kernel."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import VARIANTS, make_tiny
+from torch import Tensor
+
+from tightwire.comm.group import in_process_groups
+from tightwire.model import decode_program
+from tightwire.model.build import build_runner
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.layout import make_layout
+from tightwire.model.runner import ModelRunner
+from tightwire.model.step import StepPlan
+
+_BLOCK_SIZE, _MAX_BLOCKS, _VOCAB = 16, 8, 304
+
+
+def _runner(folder: Path, dtype: torch.dtype) -> ModelRunner:
+    checkpoint = open_checkpoint(str(folder))
+    return build_runner(
+        checkpoint.config,
+        checkpoint.reader(),
+        in_process_groups(1)[0],
+        make_layout(checkpoint.config, 1),
+        routes=None,
+        dtype=dtype,
+        max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
+        num_blocks=32 * _MAX_BLOCKS,
+        block_size=_BLOCK_SIZE,
+    )
+
+
+def _execute(runner: ModelRunner, lens: Sequence[tuple[int, int]], num_decode: int, **changes: bytes) -> Tensor:
+    """Logits of all rows of sequences with (new tokens, context); the first ``num_decode`` sequences are generated."""
+    rng = np.random.default_rng(3)
+    token_ids = [rng.integers(0, _VOCAB, new) for new, _ in lens]
+    tables = np.arange(len(lens) * _MAX_BLOCKS).reshape(len(lens), _MAX_BLOCKS)
+    values = {
+        "token_ids": _int32(np.concatenate(token_ids)),
+        "query_lens": _int32([new for new, _ in lens]),
+        "context_lens": _int32([context for _, context in lens]),
+        "block_tables": _int32(tables),
+        "num_decode_rows": sum(new for new, _ in lens[:num_decode]),
+        "logit_rows": _int32(range(sum(new for new, _ in lens))),
+    }
+    logits_TV = runner.execute(StepPlan(index=0, **(values | changes)))
+    assert logits_TV is not None
+    return logits_TV
+
+
+def _int32(values: object) -> bytes:
+    return np.asarray(values, "<i4").tobytes()
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """More than there is work for, so that some come late and find phases done."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    monkeypatch.setattr(decode_program, "useful_threads", lambda num_rows, num_weights: 3)
+    yield
+    torch.set_num_threads(before)
+
+
+_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+_CONTEXTS = [5, 1, 100, 17, 64, 65, 16, 33, 2]
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_a_row_gets_the_same_bits_by_itself_and_beside_a_prompt(
+    variant: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    runner = _runner(make_tiny(tmp_path, **VARIANTS[variant]), dtype)
+    for num_seqs in (1, len(_CONTEXTS)):
+        contexts = _CONTEXTS[:num_seqs]
+        _execute(runner, [(context, context) for context in contexts], 0)
+        generated = [(1, context) for context in contexts]
+        by_themselves = _execute(runner, generated, num_seqs)
+        beside = _execute(runner, [*generated, (3, 3)], num_seqs)
+        assert by_themselves.isfinite().all()
+        assert torch.equal(by_themselves, beside[:num_seqs])
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_threads_that_share_the_work_change_no_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    runner = _runner(make_tiny(tmp_path, num_hidden_layers=6), dtype)
+    _execute(runner, [(context, context) for context in _CONTEXTS], 0)
+    generated = [(1, context) for context in _CONTEXTS]
+    beside = _execute(runner, [*generated, (3, 3)], len(_CONTEXTS))[: len(_CONTEXTS)]
+    for _ in range(50):
+        assert torch.equal(_execute(runner, generated, len(_CONTEXTS)), beside)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_several_tokens_of_a_sequence_see_each_other_in_order(dtype: torch.dtype, tmp_path: Path) -> None:
+    runner = _runner(make_tiny(tmp_path), dtype)
+    lens = [(3, 40), (1, 7), (5, 5), (2, 66)]
+    _execute(runner, [(context, context) for _, context in lens], 0)
+    by_themselves = _execute(runner, lens, len(lens))
+    beside = _execute(runner, [*lens, (3, 3)], len(lens))
+    assert torch.equal(by_themselves, beside[: len(by_themselves)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_tables": _int32([[32 * _MAX_BLOCKS] * _MAX_BLOCKS])}, "has slot 4100; there are slots 0 to 4095"),
+        ({"block_tables": _int32([[-1] * _MAX_BLOCKS])}, "token 0 has slot -12"),
+        ({"block_tables": _int32([[999, *range(7)]]), "context_lens": _int32([21])}, "sequence 0 has query rows"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_before_anything_is_written(
+    changes: dict[str, bytes], message: str, tmp_path: Path
+) -> None:
+    runner = _runner(make_tiny(tmp_path), torch.float32)
+    with pytest.raises(ValueError, match=message):
+        _execute(runner, [(1, 5)], 1, **changes)
