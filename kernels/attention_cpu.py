@@ -61,7 +61,7 @@ def paged_attention_cpu(
         head_dim,
         scale * LOG2_E,
         tiles.address,
-        tiles.count,
+        tiles.num_tiles,
         tiles.counter,
     )
     rows = min(tile_tokens, num_tokens) * per_kv_head
@@ -72,15 +72,15 @@ def paged_attention_cpu(
         attend(*arguments, scratch.data_ptr())
 
     multiplications = tiles.num_keys * num_kv_heads * head_dim * (8 + rows)
-    run_on_threads(attend_tiles, min(tiles.count * num_kv_heads, 1 + multiplications // _WORK_PER_THREAD))
+    run_on_threads(attend_tiles, min(tiles.num_tiles * num_kv_heads, 1 + multiplications // _WORK_PER_THREAD))
     return out_THE
 
 
 class Tiles(NamedTuple):
-    """A batch cut up for ``attend``, which is to be given ``address``, ``count`` and a counter at zero."""
+    """A batch cut up for ``attend``, which is to be given ``address``, ``num_tiles`` and a counter at zero."""
 
     work_W: Tensor
-    count: int
+    num_tiles: int
     num_keys: int  # that the tiles visit in all
 
     @property

@@ -119,7 +119,7 @@ class DecodeProgram:
                 place.BLOCK_TABLE: block_tables_BM.data_ptr(),
                 place.TABLE_STRIDE: block_tables_BM.stride(0) * block_tables_BM.element_size(),
                 place.TILES: tiles.address,
-                place.NUM_TILES: tiles.count,
+                place.NUM_TILES: tiles.num_tiles,
             }
         )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def _execute(runner: ModelRunner, lens: Sequence[tuple[int, int]], num_decode: i
     rng = np.random.default_rng(3)
     token_ids = [rng.integers(0, _VOCAB, new) for new, _ in lens]
     tables = np.arange(len(lens) * _MAX_BLOCKS).reshape(len(lens), _MAX_BLOCKS)
-    values = {
+    values: dict[str, Any] = {
         "token_ids": _int32(np.concatenate(token_ids)),
         "query_lens": _int32([new for new, _ in lens]),
         "context_lens": _int32([context for _, context in lens]),

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from tightwire.model.sampling_params import SamplingParams
@@ -90,7 +92,7 @@ def test_the_same_tokens_after_another_beginning_are_not_the_same() -> None:
 
 
 @pytest.mark.parametrize(("other", "start"), [({}, 8), ({"salt": "mine"}, 0), ({"arm": 1}, 0)])
-def test_salts_and_arms_are_apart(other: dict[str, str | int], start: int) -> None:
+def test_salts_and_arms_are_apart(other: dict[str, Any], start: int) -> None:
     scheduler = make_scheduler()
     finish(scheduler, request(list(range(10))))
     scheduler.add(request(list(range(10)), **other))
@@ -146,11 +148,8 @@ def test_a_preempted_sequence_comes_back_behind_its_own_prompt() -> None:
     scheduler.add(young)
     while not scheduler.num_preemptions:
         run(scheduler)
-    while young not in scheduler.running:
-        if old.num_output_tokens >= 30:
-            scheduler.remove(old)
-        step = run(scheduler)
-    assert shares(step)["young"][0] > 0
+    scheduler.remove(old)
+    assert shares(run(scheduler))["young"][0] > 0
     assert young.num_cached_tokens == 0  # of its first start
 
 
