@@ -198,7 +198,22 @@ class EngineOptions:
         metavar="BYTES",
     )
 
+    speculation: str = _option(
+        "none",
+        "guess tokens ahead and check several in one step: ngram guesses what followed when the last tokens stood in the "
+        "text before. The answer is the same to the bit, sooner where it repeats its prompt",
+        ("none", "ngram"),
+    )
+    speculative_tokens: int = _option(5, "most tokens guessed at a time", metavar="N")
+    speculative_max_seqs: int = _option(16, "with more sequences in a step nothing is guessed", metavar="N")
+    ngram_max: int = _option(4, "most last tokens that must have stood before for a guess", metavar="N")
+    ngram_min: int = _option(2, "fewest", metavar="N")
+
     def __post_init__(self) -> None:
+        for name in ("speculative_tokens", "speculative_max_seqs", "ngram_min"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        want = f"at least --ngram-min ({self.ngram_min})"
+        _require(self.ngram_max >= self.ngram_min, "ngram_max", self.ngram_max, want)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(

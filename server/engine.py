@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.ledger import Spent
+from tightwire.model.logprobs import TokenScore
 from tightwire.model.sampling import Sampler
 from tightwire.model.step import StepPlan
+from tightwire.server.drafts import NgramDrafter
 from tightwire.server.messages import AddRequest, CommCount, EngineStats, FirstToken, Output, StepResult, TokenLogprob
 from tightwire.server.request import Request, make_request, why_refused
 from tightwire.server.scheduler import Chunk, Limits, ScheduledStep, Scheduler
@@ -48,12 +50,13 @@ class Engine:
         comm_counts: Callable[[], list[CommCount]] = list,
         arms: Sequence[str] = ("auto",),
         comm_spent: Callable[[], Spent] = Spent,
+        drafter: NgramDrafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``broadcast`` hands each plan to the other ranks before this one runs it; ``comm_counts`` fills the stats.
 
         ``comm_spent``: the time of all collectives so far. ``arms``: the AllReduces that a request may name, the server's
-        own first; their places are the plans' arms.
+        own first; their places are the plans' arms. ``drafter``: guesses tokens ahead; None: nothing does.
         """
         self._runner, self._sampler, self._broadcast = runner, sampler, broadcast
         self._comm_counts, self._clock = comm_counts, clock
@@ -63,10 +66,11 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         if outside := [i for i in self._eos_token_ids if not 0 <= i < vocab_size]:
             raise ValueError(f"end tokens {outside} are outside the vocabulary of {vocab_size}")
-        self._scheduler = Scheduler(limits)
+        self._scheduler = Scheduler(limits, drafter)
         self._requests: dict[str, Request] = {}
         self._pending: list[Output] = []  # ends that happened between steps
         self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._num_draft_tokens = self._num_accepted_draft_tokens = 0
 
     def add(self, message: AddRequest) -> None:
         """Queue a sequence; it joins the next step. One that cannot run gets its error with the next step."""
@@ -130,33 +134,45 @@ class Engine:
             num_generation_tokens=self._num_generation_tokens,
             num_prefix_queried_tokens=0 if prefixes is None else prefixes.num_queried_tokens,
             num_prefix_hit_tokens=0 if prefixes is None else prefixes.num_hit_tokens,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_draft_tokens=self._num_accepted_draft_tokens,
             comm=self._comm_counts(),
         )
 
     def _take_in(self, step: ScheduledStep, logits_RV: Tensor, outputs: list[Output]) -> None:
         """Score prompts, sample, and append what each sequence got to ``outputs``."""
-        sampled: list[Request] = []
-        sampled_rows: list[int] = []
+        chosen: list[_NewTokens] = []
         row = 0
         for chunk in step.chunks:
             request = chunk.request
             request.num_computed = chunk.end
             scored_rows = slice(row, row + len(chunk.scored))
-            row = scored_rows.stop + chunk.samples
+            row = scored_rows.stop + chunk.samples + len(chunk.draft)
             if chunk.scored and not self._score(chunk, logits_RV[scored_rows]):
                 outputs.append(self._end(request, "error", _NOT_FINITE))
             elif chunk.samples:
-                sampled.append(request)
-                sampled_rows.append(scored_rows.stop)
+                chosen.append(_NewTokens(chunk, scored_rows.stop))
             elif chunk.end == len(request.token_ids):  # echo only
                 self._num_prompt_tokens += request.num_prompt_tokens
                 outputs.append(self._end(request, "length"))
-        if sampled:
-            chosen_RV = logits_RV if len(sampled_rows) == len(logits_RV) else logits_RV[sampled_rows]
-            result = self._times.sampling(self._sampler.sample, chosen_RV, sampled)
-            for request, token_id, score in zip(sampled, result.token_ids, result.scores, strict=True):
-                logprobs = None if score is None else [TokenLogprob(*score)]
-                outputs.append(self._extend(request, token_id, logprobs))
+        self._choose(chosen, logits_RV)
+        outputs.extend(self._tell(new) for new in chosen)
+
+    def _choose(self, chosen: Sequence["_NewTokens"], logits_RV: Tensor) -> None:
+        """Choose every sequence's next token, and the one after where that was guessed, as long as guesses hold.
+
+        The logits behind a right guess are those that the token itself would have led to, so the text is what it would be
+        without guessing, to the bit, drawn tokens too.
+        """
+        going_on = list(chosen)
+        while going_on:
+            rows = [new.row + len(new.token_ids) for new in going_on]
+            chosen_RV = logits_RV if len(rows) == len(logits_RV) else logits_RV[rows]
+            requests = [new.chunk.request for new in going_on]
+            result = self._times.sampling(self._sampler.sample, chosen_RV, requests)
+            for new, token_id, score in zip(going_on, result.token_ids, result.scores, strict=True):
+                new.add(token_id, score)
+            going_on = [new for new in going_on if new.guess_held]
 
     def _score(self, chunk: Chunk, logits_RV: Tensor) -> bool:
         """Append the chunk's prompt logprobs; False when they are not numbers."""
@@ -168,32 +184,33 @@ class Engine:
         request.prompt_logprobs.extend(TokenLogprob(*score) for score in scores)
         return not any(math.isnan(score.logprob) for score in scores)
 
-    def _extend(self, request: Request, token_id: int, logprobs: list[TokenLogprob] | None) -> Output:
-        """The output that one sampled token makes, the sequence's last one if it stops here."""
-        if token_id < 0:
+    def _tell(self, new: "_NewTokens") -> Output:
+        """The output that a step's new tokens make, the sequence's last one if it stops here."""
+        request, finish_reason = new.chunk.request, new.finish_reason
+        if finish_reason == "error":
             return self._end(request, "error", _NOT_FINITE)
-        request.token_ids.append(token_id)
-        num_output = request.num_output_tokens
-        if num_output == 1:
+        num_new = len(new.token_ids)
+        request.num_computed += num_new - 1  # the guesses that held
+        self._num_generation_tokens += num_new
+        if new.chunk.draft:
+            self._num_draft_tokens += len(new.chunk.draft)
+            self._num_accepted_draft_tokens += num_new - 1
+            self._scheduler.learn(request, num_new - 1)
+        is_first = request.num_output_tokens == num_new
+        if is_first:
             self._num_prompt_tokens += request.num_prompt_tokens
-        self._num_generation_tokens += 1
-        finish_reason = None
-        if token_id in request.stop_ids:  # never before min_tokens: the sampler bans them
-            finish_reason = "stop"
-        elif num_output >= request.params.max_tokens:
-            finish_reason = "length"  # the context's end too: prompt + max_tokens was checked to fit
         if finish_reason is not None:
             self._forget(request)
         return Output(
             id=request.id,
-            token_ids=[token_id],
-            logprobs=logprobs,
+            token_ids=new.token_ids,
+            logprobs=new.logprobs or None,
             prompt_logprobs=_once(request),
             finish_reason=finish_reason,
-            stop_token_id=token_id if finish_reason == "stop" else None,
-            queue_s=_queue_s(request) if num_output == 1 else None,
-            first_token=self._first_token(request) if num_output == 1 else None,
-            num_cached_tokens=request.num_cached_tokens if num_output == 1 else 0,
+            stop_token_id=new.token_ids[-1] if finish_reason == "stop" else None,
+            queue_s=_queue_s(request) if is_first else None,
+            first_token=self._first_token(request) if is_first else None,
+            num_cached_tokens=request.num_cached_tokens if is_first else 0,
         )
 
     def _first_token(self, request: Request) -> FirstToken:
@@ -208,6 +225,37 @@ class Engine:
         del self._requests[request.id]
         self._scheduler.remove(request, spoiled=spoiled)
         self._sampler.release(request)
+
+
+class _NewTokens:
+    """What one sequence gets in a step; its request has each token as soon as it is chosen."""
+
+    def __init__(self, chunk: Chunk, row: int) -> None:
+        self.chunk = chunk
+        self.row = row  # of the logits, that choose the first
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: str | None = None
+
+    def add(self, token_id: int, score: TokenScore | None) -> None:
+        request = self.chunk.request
+        if token_id < 0:
+            self.finish_reason = "error"
+            return
+        self.token_ids.append(token_id)
+        request.token_ids.append(token_id)
+        if score is not None:
+            self.logprobs.append(TokenLogprob(*score))
+        if token_id in request.stop_ids:  # never before min_tokens: the sampler bans them
+            self.finish_reason = "stop"
+        elif request.num_output_tokens >= request.params.max_tokens:
+            self.finish_reason = "length"  # the context's end too: prompt + max_tokens was checked to fit
+
+    @property
+    def guess_held(self) -> bool:
+        """Whether the token chosen last is the one that was guessed: then there are logits for the next."""
+        draft, num_new = self.chunk.draft, len(self.token_ids)
+        return self.finish_reason is None and num_new <= len(draft) and draft[num_new - 1] == self.token_ids[-1]
 
 
 def _last_words(request: Request, finish_reason: str, message: str | None = None) -> Output:

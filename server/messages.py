@@ -128,6 +128,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_generation_tokens: int
     num_prefix_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
     num_prefix_hit_tokens: int = 0  # and found there
+    num_draft_tokens: int = 0  # guessed ahead
+    num_accepted_draft_tokens: int = 0  # and rightly so
     comm: list[CommCount] = []
 
 

@@ -143,6 +143,10 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(
             "tightwire_prefix_cache_hits", "Prompt tokens found there, not computed again", stats.num_prefix_hit_tokens
         )
+        yield CounterMetricFamily("tightwire_draft_tokens", "Tokens guessed ahead", stats.num_draft_tokens)
+        yield CounterMetricFamily(
+            "tightwire_accepted_draft_tokens", "Guessed tokens that held", stats.num_accepted_draft_tokens
+        )
         yield from _comm_metrics(stats)
 
 

@@ -22,6 +22,7 @@ from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.step import StepPlan
 from tightwire.server.channels import bind_receiver, connect_sender
 from tightwire.server.config import EngineOptions
+from tightwire.server.drafts import NgramDrafter
 from tightwire.server.engine import Engine
 from tightwire.server.messages import (
     AddRequest,
@@ -67,7 +68,13 @@ class Leader:
             num_blocks=plan.num_blocks,
             block_size=options.block_size,
             prefix_cache=options.prefix_cache,
+            max_drafting_seqs=options.speculative_max_seqs,
         )
+        self._drafter = None
+        if options.speculation == "ngram":
+            self._drafter = NgramDrafter(
+                max_tokens=options.speculative_tokens, longest=options.ngram_max, shortest=options.ngram_min
+            )
         self._sampler = Sampler(model.vocab_size, group.device)
         self._context = zmq.Context()
         self._inbox = bind_receiver(self._context, inbox)
@@ -137,6 +144,7 @@ class Leader:
             comm_counts=self._comm_counts,
             comm_spent=self._group.ledger.spent,
             arms=self._arms,
+            drafter=self._drafter,
         )
 
     def _take_messages(self, engine: Engine) -> bool:

@@ -33,6 +33,8 @@ class Request:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first begun
     num_entered_blocks: int = 0  # the first so many of ``blocks`` are known to the prefix cache
     prefix: Hashable = None  # what the prefix cache knows the last of them by
+    token_bytes: bytearray = field(default_factory=bytearray)  # token_ids as int32, as far as a draft has needed them
+    draft_limit: int = 0  # the longest draft worth making after how the last one fared; 0: not known yet
     # Entries so far, the first None; None when not asked for, or already sent.
     prompt_logprobs: list[TokenLogprob | None] | None = None
 

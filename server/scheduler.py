@@ -11,6 +11,9 @@ sequence. So the oldest finishes, and everyone becomes the oldest.
 
 A sequence starts behind what the prefix cache has of it, when it comes for the first time and after a preemption.
 
+Where drafts are made, a sequence that needs one token may bring guesses of those after it along, of what the running
+sequences left of budget and blocks: nobody is preempted for a guess.
+
 Sequences of unlike arms, summed by unlike AllReduces, never share a step: arms that have something to run take turns,
 one step each. Waiting is in one queue, in order of arrival, whatever the arm. So what was said of the oldest holds in
 each turn of its arm, which comes once in as many steps as there are arms, however long the others generate; and a step
@@ -26,6 +29,7 @@ import numpy as np
 
 from tightwire.model.step import StepPlan
 from tightwire.server.blocks import BlockPool
+from tightwire.server.drafts import NgramDrafter
 from tightwire.server.prefix_cache import PrefixCache
 from tightwire.server.request import Request
 
@@ -43,6 +47,7 @@ class Limits:
     num_blocks: int
     block_size: int
     max_scored_rows: int = MAX_SCORED_ROWS
+    max_drafting_seqs: int = 16  # with more sequences in a step none brings guesses along
     prefix_cache: str = "prompts"  # what sequences that begin alike share: none, prompts, or all (answers too)
 
     def __post_init__(self) -> None:
@@ -74,10 +79,15 @@ class Chunk(NamedTuple):
     end: int
     scored: range  # positions whose logits score the next prompt token
     samples: bool  # the last position's logits choose the next token
+    draft: Sequence[int] = ()  # guesses of it and of those after, computed behind ``end``; each has logits too
+
+    @property
+    def num_rows(self) -> int:
+        return self.end - self.start + len(self.draft)
 
 
 class ScheduledStep(NamedTuple):
-    """``chunks`` are in the order of the plan's rows; each owns len(scored) + samples of its logits."""
+    """``chunks`` are in the order of the plan's rows; each owns len(scored) + samples + len(draft) of its logits."""
 
     plan: StepPlan
     chunks: list[Chunk]
@@ -86,8 +96,10 @@ class ScheduledStep(NamedTuple):
 class Scheduler:
     """Waiting and running sequences and the block pool; ``schedule`` makes one step of them."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, drafter: NgramDrafter | None = None) -> None:
+        """``drafter``: None where nothing is guessed."""
         self.limits = limits
+        self._drafter = drafter
         self.pool = BlockPool(limits.num_blocks)
         self.prefixes = _prefix_cache(limits, self.pool)
         self.waiting: deque[Request] = deque()  # oldest first, like running; all of running is older
@@ -109,6 +121,11 @@ class Scheduler:
         if spoiled:
             self.pool.spoil(request.blocks)
         self._free(request)
+
+    def learn(self, request: Request, num_right: int) -> None:
+        """The first ``num_right`` guesses of ``request``'s draft held."""
+        assert self._drafter is not None, "somebody made the draft"
+        self._drafter.learn(request, num_right)
 
     def has_requests(self) -> bool:
         return bool(self.running or self.waiting)
@@ -144,6 +161,9 @@ class Scheduler:
                 step.take(request, num_tokens)
         for request, num_tokens in step.tokens.items():
             self._enter(request, num_tokens)
+        if self._drafter is not None and len(step.tokens) <= self.limits.max_drafting_seqs:
+            for request in step.tokens:
+                self._guess(request, step, self._drafter)
         self._admit(arm, step, now_s)  # never one just preempted: it gave up less than it would need
         return step.chunks()
 
@@ -198,6 +218,18 @@ class Scheduler:
         request.blocks.extend(self.pool.allocate(missing))
         return True
 
+    def _guess(self, request: Request, step: "_StepDraft", drafter: NgramDrafter) -> None:
+        if request.in_prompt or request.num_to_compute != 1:
+            return
+        num_tokens = len(request.token_ids)
+        free_slots = (len(request.blocks) + self.pool.num_free) * self.limits.block_size - num_tokens
+        # The last token of an answer is chosen, not computed.
+        wanted = request.params.max_tokens - request.num_output_tokens - 1
+        draft = drafter.draft(request, min(step.room_for_draft, free_slots, wanted))
+        if draft:
+            self._grow(request, 1 + len(draft), step)
+            step.take_draft(request, draft)
+
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._free(request)
@@ -222,6 +254,7 @@ class _StepDraft:
     def __init__(self, limits: Limits) -> None:
         self.preempted: set[Request] = set()
         self.tokens: dict[Request, int] = {}
+        self._drafts: dict[Request, list[int]] = {}
         self._budget = limits.max_num_batched_tokens
         self._scored_rows = limits.max_scored_rows
 
@@ -241,6 +274,15 @@ class _StepDraft:
         self._budget -= num_tokens
         self._scored_rows -= len(request.rows_to_score(request.num_computed, request.num_computed + num_tokens))
 
+    @property
+    def room_for_draft(self) -> int:
+        return min(self._budget, self._scored_rows)
+
+    def take_draft(self, request: Request, draft: list[int]) -> None:
+        self._drafts[request] = draft
+        self._budget -= len(draft)
+        self._scored_rows -= len(draft)
+
     def drop(self, request: Request) -> None:
         """Leave out a preempted sequence, though it was given tokens; what they took of the budgets stays spent."""
         self.preempted.add(request)
@@ -249,7 +291,7 @@ class _StepDraft:
     def chunks(self) -> list[Chunk]:
         """Generated tokens first, as ``StepPlan`` wants them."""
         shares = sorted(self.tokens.items(), key=lambda share: share[0].in_prompt)
-        return [_make_chunk(request, num_tokens) for request, num_tokens in shares]
+        return [_make_chunk(request, num_tokens, self._drafts.get(request, ())) for request, num_tokens in shares]
 
 
 def _prefix_cache(limits: Limits, pool: BlockPool) -> PrefixCache | None:
@@ -258,10 +300,11 @@ def _prefix_cache(limits: Limits, pool: BlockPool) -> PrefixCache | None:
     return PrefixCache(pool, limits.block_size, with_answers=limits.prefix_cache == "all")
 
 
-def _make_chunk(request: Request, num_tokens: int) -> Chunk:
+def _make_chunk(request: Request, num_tokens: int, draft: Sequence[int]) -> Chunk:
     start, end = request.num_computed, request.num_computed + num_tokens
     complete = end == len(request.token_ids)
-    return Chunk(request, start, end, request.rows_to_score(start, end), complete and request.params.max_tokens > 0)
+    samples = complete and request.params.max_tokens > 0
+    return Chunk(request, start, end, request.rows_to_score(start, end), samples, draft)
 
 
 def make_plan(index: int, chunks: Sequence[Chunk], arm: int = 0) -> StepPlan:
@@ -269,20 +312,21 @@ def make_plan(index: int, chunks: Sequence[Chunk], arm: int = 0) -> StepPlan:
     token_ids: list[int] = []
     logit_rows: list[int] = []
     block_tables = np.zeros((len(chunks), max(len(chunk.request.blocks) for chunk in chunks)), "<i4")
-    for b, (request, start, end, scored, samples) in enumerate(chunks):
+    for b, (request, start, end, scored, samples, draft) in enumerate(chunks):
         if scored:
             logit_rows.extend(range(len(token_ids) + scored.start - start, len(token_ids) + scored.stop - start))
         token_ids.extend(request.token_ids[start:end])
         if samples:
-            logit_rows.append(len(token_ids) - 1)
+            logit_rows.extend(range(len(token_ids) - 1, len(token_ids) + len(draft)))
+            token_ids.extend(draft)
         block_tables[b, : len(request.blocks)] = request.blocks
     return StepPlan(
         index=index,
         token_ids=_int32_bytes(token_ids),
-        query_lens=_int32_bytes([chunk.end - chunk.start for chunk in chunks]),
-        context_lens=_int32_bytes([chunk.end for chunk in chunks]),
+        query_lens=_int32_bytes([chunk.num_rows for chunk in chunks]),
+        context_lens=_int32_bytes([chunk.start + chunk.num_rows for chunk in chunks]),
         block_tables=block_tables.tobytes(),
-        num_decode_rows=sum(c.end - c.start for c in chunks if c.start >= c.request.num_prompt_tokens),
+        num_decode_rows=sum(c.num_rows for c in chunks if c.start >= c.request.num_prompt_tokens),
         logit_rows=_int32_bytes(logit_rows),
         arm=arm,
     )

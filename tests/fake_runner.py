@@ -68,7 +68,8 @@ class FakeRunner:
         assert context_lens.max() <= limits.max_model_len
         assert tables.min() >= 0 and tables.max() < limits.num_blocks
         held = [table[: limits.blocks_for(n)] for table, n in zip(tables, context_lens, strict=True)]
-        assert tables.shape[1] == max(len(blocks) for blocks in held), "padded beyond the widest"
+        # Blocks of guesses that failed are kept for what comes.
+        assert 0 <= tables.shape[1] - max(len(blocks) for blocks in held) <= 2, "padded beyond the widest"
         if limits.prefix_cache == "none":
             together = np.concatenate(held)
             assert len(set(together.tolist())) == len(together), "two sequences share a block"

@@ -21,6 +21,7 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling import Sampler
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.step import StepPlan
+from tightwire.server.drafts import NgramDrafter
 from tightwire.server.engine import Engine
 from tightwire.server.messages import AddRequest, Output
 from tightwire.server.scheduler import Limits
@@ -47,6 +48,7 @@ def local_engine(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
     prefix_cache: str = "prompts",
+    drafter: NgramDrafter | None = None,
 ) -> Iterator[LocalEngine]:
     """An engine over ``tp`` ranks; followers run in threads until the block ends.
 
@@ -100,6 +102,7 @@ def local_engine(
             eos_token_ids=config.eos_token_ids,
             broadcast=broadcast,
             arms=tuple(arms),
+            drafter=drafter,
         )
         yield LocalEngine(engine, runners, groups)
     finally:

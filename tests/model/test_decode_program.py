@@ -36,7 +36,7 @@ def _runner(folder: Path, dtype: torch.dtype) -> ModelRunner:
     )
 
 
-def _execute(runner: ModelRunner, lens: Sequence[tuple[int, int]], num_decode: int, **changes: bytes) -> Tensor:
+def _execute(runner: ModelRunner, lens: Sequence[tuple[int, int]], num_decode: int, **changes: Any) -> Tensor:
     """Logits of all rows of sequences with (new tokens, context); the first ``num_decode`` sequences are generated."""
     rng = np.random.default_rng(3)
     token_ids = [rng.integers(0, _VOCAB, new) for new, _ in lens]

@@ -12,6 +12,7 @@ from transformers_reference import greedy, logits
 from tightwire.comm.registry import ALL_REDUCE
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.layout import make_layout
+from tightwire.server.drafts import NgramDrafter
 
 _PROMPTS = [[5], [72, 101, 108, 108, 111], list(range(40, 140)), [200, 3, 17] * 11]
 
@@ -118,6 +119,20 @@ def test_what_the_prefix_cache_has_changes_no_bit(prefix_cache: str, dtype: torc
     (computed, none), (cached, some) = turns("none"), turns(prefix_cache)
     assert none == 0 and some > 100
     assert cached == computed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_guessed_tokens_change_no_bit(temperature: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
+    settings = {"temperature": temperature, "seed": 7, "max_tokens": 80, "frequency_penalty": -1.0}  # repeats itself
+    texts, drafter = [], NgramDrafter(max_tokens=4, longest=3, shortest=1)
+    for guessing in (None, drafter):
+        with local_engine(checkpoint, tp=2, dtype=dtype, max_model_len=256, max_num_seqs=4, drafter=guessing) as local:
+            texts.append(continue_prompts(local.engine, _PROMPTS, **settings))
+    assert texts[0] == texts[1]
+    stats = local.engine.stats()
+    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("num_blocks", [64, 16], ids=["room-for-all", "preempted"])

@@ -14,8 +14,10 @@ from tightwire.comm.ledger import Spent
 from tightwire.model.sampling import Sampler
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.step import StepPlan
+from tightwire.server.drafts import NgramDrafter
 from tightwire.server.engine import Engine
 from tightwire.server.messages import AddRequest, CommCount, FirstToken, Output, TokenLogprob
+from tightwire.server.request import Request
 from tightwire.server.scheduler import Limits
 
 VOCAB = 61
@@ -26,6 +28,18 @@ ROOMY = Limits(max_model_len=96, max_num_seqs=8, max_num_batched_tokens=64, num_
 def make_engine(limits: Limits = ROOMY, **options: Any) -> Engine:
     parts: dict[str, Any] = {"runner": FakeRunner(limits, VOCAB), "sampler": Sampler(VOCAB)}
     return Engine(**(parts | options), limits=limits, vocab_size=VOCAB, eos_token_ids=[EOS])
+
+
+class OddGuesses(NgramDrafter):
+    """Rightly guesses as many tokens as the text's length has left when divided by four, and then wrongly."""
+
+    def draft(self, request: Request, room: int) -> list[int]:
+        text = list(request.token_ids)
+        right = greedy_reference(text, len(text) % 4)
+        return [*right, (len(text) * 7) % VOCAB][: max(0, room)]
+
+
+ODD_GUESSES = OddGuesses(max_tokens=4, longest=1, shortest=1)
 
 
 def params(**changes: Any) -> SamplingParams:
@@ -347,11 +361,18 @@ def random_params(rng: random.Random) -> SamplingParams:
     extra_budget=st.integers(0, 24),
     block_size=st.sampled_from([3, 4]),
     prefix_cache=st.sampled_from(["none", "prompts", "all"]),
+    drafter=st.sampled_from([None, ODD_GUESSES, NgramDrafter(max_tokens=3, longest=2, shortest=1)]),
 )
 def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
-    seed: int, num_blocks: int, max_num_seqs: int, extra_budget: int, block_size: int, prefix_cache: str
+    seed: int,
+    num_blocks: int,
+    max_num_seqs: int,
+    extra_budget: int,
+    block_size: int,
+    prefix_cache: str,
+    drafter: NgramDrafter | None,
 ) -> None:
-    """Random arrivals, tiny block pools, preemptions, cancellations, common beginnings, requests that cannot run."""
+    """Random arrivals, tiny block pools, preemptions, cancellations, common beginnings, guesses, impossible requests."""
     rng = random.Random(seed)
     stems = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
     limits = Limits(
@@ -373,7 +394,7 @@ def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
         for i in range(14)
     ]
     wanted = {m.id: alone(m) for m in waiting if len(m.prompt_token_ids) + m.params.max_tokens <= limits.max_model_len}
-    engine, answers, cancelled = make_engine(limits), {}, set()
+    engine, answers, cancelled = make_engine(limits, drafter=drafter), {}, set()
     arrivals = list(waiting)
     while arrivals or engine.has_work():
         while arrivals and rng.random() < 0.4:
