@@ -86,6 +86,8 @@ class FakeEngine:
             num_generation_tokens=calls,
             num_prefix_queried_tokens=100,
             num_prefix_hit_tokens=40,
+            num_draft_tokens=30,
+            num_accepted_draft_tokens=20,
             comm=[
                 CommCount(
                     "all_reduce", "native", "decode", calls * 4, calls * 1000, calls * 1500, calls * 1e-6, calls * 500
