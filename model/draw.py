@@ -110,7 +110,7 @@ def _draw_sorted(keys_RV: Tensor, total_R1: Tensor, filters: Filters, uniform_R1
     """Draw among the ``width`` best tokens; rows whose cut lies beyond them are sorted whole."""
     assert filters.top_k_R1 is not None and filters.top_p_R1 is not None
     vocab_size = keys_RV.shape[1]
-    keys_RC = _largest(keys_RV, width)
+    keys_RC = largest_keys(keys_RV, width)
     weights_RC = keys_RC >> _ID_BITS
     up_to_RC = weights_RC.cumsum(-1)
 
@@ -136,7 +136,7 @@ def _draw_sorted(keys_RV: Tensor, total_R1: Tensor, filters: Filters, uniform_R1
     return ids_R1
 
 
-def _largest(keys_RV: Tensor, width: int) -> Tensor:
+def largest_keys(keys_RV: Tensor, width: int) -> Tensor:
     """The ``width`` largest keys of each row, largest first; keys are unique, so every algorithm agrees."""
     vocab_size = keys_RV.shape[1]
     if keys_RV.is_cpu:

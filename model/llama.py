@@ -110,10 +110,11 @@ class Llama:
         return residual_TD + update_TD
 
     @torch.inference_mode()
-    def logits(self, hidden_RD: Tensor) -> Tensor | None:
-        """(R, V) float32 on rank 0, None elsewhere."""
+    def logits(self, hidden_RD: Tensor, num_candidates: int = 0) -> Tensor | None:
+        """(R, V) float32 on rank 0, None elsewhere; see ``TensorParallel.logits``."""
         outer = self._weights.outer
-        return self._parallel.logits(rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps), outer.head)
+        normed_RD = rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps)
+        return self._parallel.logits(normed_RD, outer.head, num_candidates)
 
     def _attention(
         self, x_TD: Tensor, weights: LayerWeights, index: int, batch: Batch, cos_TE: Tensor, sin_TE: Tensor

@@ -18,6 +18,7 @@ from tightwire.comm.group import Group
 from tightwire.comm.policy.routes import Routes
 from tightwire.comm.protocols import AllReduce
 from tightwire.kernels.linear import linear
+from tightwire.model.candidates import KEY_BYTES, best_candidates, scatter_candidates
 from tightwire.model.layout import Layout
 
 
@@ -96,18 +97,32 @@ class TensorParallel:
         ledger.phase = step_phase
         return torch.cat([generated_TD, sums.prompt(partial_TD[num_single_rows:])])
 
-    def logits(self, hidden_RD: Tensor, local_head_VD: Tensor) -> Tensor | None:
+    def logits(self, hidden_RD: Tensor, local_head_VD: Tensor, num_candidates: int = 0) -> Tensor | None:
         """(R, V) float32 on rank 0, None on the others.
 
-        Cost: (W - 1) R max_vocab_rows elements sent by each rank, because the gather is to all.
+        Args:
+            num_candidates: with several ranks, that many of each row's best are kept, at the least, and the others may
+                become minus infinity; 0: all.
+        Cost: each rank sends W - 1 times R max_vocab_rows elements, or 8 R num_candidates bytes; the gather is to all.
         """
         local_RV = linear(hidden_RD, local_head_VD)
         if self._group.world_size == 1:
             return local_RV.float()
         self._group.ledger.site = "logits"
+        fewest = min(len(shard.vocab_rows) for shard in self._layout.shards)
+        whole_bytes = self._layout.max_vocab_rows * local_RV.element_size()
+        if 0 < num_candidates <= fewest and num_candidates * KEY_BYTES < whole_bytes:
+            return self._logits_of_candidates(local_RV, num_candidates)
         padding = self._layout.max_vocab_rows - local_RV.shape[1]
         gathered = all_gather(self._group, F.pad(local_RV, (0, padding)).contiguous())
         if self._group.rank != 0:
             return None
         parts = [part[:, : len(s.vocab_rows)] for part, s in zip(gathered, self._layout.shards, strict=True)]
         return torch.cat(parts, dim=1).float()
+
+    def _logits_of_candidates(self, local_RV: Tensor, num_candidates: int) -> Tensor | None:
+        keys_RC = best_candidates(local_RV, num_candidates, self.shard.vocab_rows.start)
+        gathered = all_gather(self._group, keys_RC.contiguous())
+        if self._group.rank != 0:
+            return None
+        return scatter_candidates(torch.cat(gathered, dim=1), self._layout.shards[-1].vocab_rows.stop)

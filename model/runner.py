@@ -23,7 +23,8 @@ class ModelRunner:
         """Run one forward pass; keys and values of the new tokens are in the cache afterwards.
 
         Returns:
-            Logits (R, V) float32 of ``plan.logit_rows`` on rank 0; None on other ranks, and when R is 0.
+            Logits (R, V) float32 of ``plan.logit_rows`` on rank 0; None on other ranks, and when R is 0. With
+            ``plan.num_candidates`` those beside the best may be minus infinity.
         """
         # A step with any prompt in it sends messages of a prompt's size: that is what the two phases tell apart.
         self._ledger.phase = "decode" if 4 * plan.num_decode_rows == len(plan.token_ids) else "prefill"
@@ -31,7 +32,7 @@ class ModelRunner:
         rows_R = _int32(plan.logit_rows)
         if not len(rows_R):
             return None
-        return self._model.logits(hidden_TD[self._to_device(rows_R)])
+        return self._model.logits(hidden_TD[self._to_device(rows_R)], plan.num_candidates)
 
     def _batch(self, plan: StepPlan) -> Batch:
         query_lens_B, context_lens_B = _int32(plan.query_lens), _int32(plan.context_lens)

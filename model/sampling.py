@@ -18,10 +18,7 @@ from torch import Tensor
 from tightwire.model.draw import MAX_VOCAB_SIZE, Filters, draw, mix_seed, uniforms
 from tightwire.model.logprobs import TokenScore, score_tokens
 from tightwire.model.penalties import PenaltyTables, has_penalties
-from tightwire.model.sampling_params import SamplingParams
-
-# As in vLLM: below this, float32 logits divided by the temperature leave nothing but the largest one.
-_GREEDY_BELOW = 1e-5
+from tightwire.model.sampling_params import SamplingParams, is_greedy
 
 
 class SamplingRow(Protocol):
@@ -156,7 +153,7 @@ class _Batch:
         self.penalized = [r for r, p in enumerate(params) if has_penalties(p)]
         self.scored = [r for r, p in enumerate(params) if p.logprobs is not None]
         self.top_n = [params[r].logprobs or 0 for r in self.scored]
-        drawn = [r for r, p in enumerate(params) if p.temperature >= _GREEDY_BELOW and p.top_k != 1]
+        drawn = [r for r, p in enumerate(params) if not is_greedy(p)]
         in_order = [r for r in drawn if not self._needs_sort(params[r])]
         ranked = [r for r in drawn if self._needs_sort(params[r])]
         self.groups = [self._group(chosen, device) for chosen in (in_order, ranked) if chosen]

@@ -25,3 +25,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()  # the model's end tokens are added by the engine unless ignore_eos
     min_tokens: int = 0  # no stop token before this many
     ignore_eos: bool = False
+
+
+# As in vLLM: below this, float32 logits divided by the temperature leave nothing but the largest one.
+_GREEDY_BELOW = 1e-5
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the most likely token is taken, whatever the seed."""
+    return params.temperature < _GREEDY_BELOW or params.top_k == 1

@@ -23,3 +23,4 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_decode_rows: int  # the first so many rows of T are tokens the model generated, the others are prompt
     logit_rows: bytes  # (R,) int32 rows of T whose logits rank 0 needs; may be empty
     arm: int = 0  # which of the AllReduces that the model was given sum this step
+    num_candidates: int = 0  # so many of each row's best logits are wanted of every rank; 0: all

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tightwire.model.candidates import candidates_needed
 from tightwire.model.step import StepPlan
 from tightwire.server.blocks import BlockPool
 from tightwire.server.drafts import NgramDrafter
@@ -329,7 +330,16 @@ def make_plan(index: int, chunks: Sequence[Chunk], arm: int = 0) -> StepPlan:
         num_decode_rows=sum(c.num_rows for c in chunks if c.start >= c.request.num_prompt_tokens),
         logit_rows=_int32_bytes(logit_rows),
         arm=arm,
+        num_candidates=_candidates_needed(chunks),
     )
+
+
+def _candidates_needed(chunks: Sequence[Chunk]) -> int:
+    """How many of the best logits are enough for every row; 0: all are needed, or no row has any."""
+    if any(chunk.scored for chunk in chunks):
+        return 0
+    needed = [candidates_needed(chunk.request.params) for chunk in chunks if chunk.samples]
+    return max(needed) if needed and min(needed) else 0
 
 
 def _int32_bytes(values: list[int]) -> bytes:
