@@ -31,6 +31,11 @@ def helper(function: Callable[..., Any]) -> Any:
     return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
 
 
+def routine(function: Callable[..., Any]) -> Any:
+    """Compile a function that kernels call and that stays one: for large ones, of which LLVM then sees one at a time."""
+    return numba.njit(nogil=True, error_model="numpy")(function)
+
+
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile an entry point at its first call and cache the machine code.
 

@@ -5,21 +5,34 @@ other bits when it is alone. Here inputs and weights are both read along their r
 output is sixteen chains of multiply-adds over the inputs, added in a fixed tree, rounded once. Its bits depend on its
 row of x and its row of weights, not on the number of rows or threads.
 
-On CPUs with AVX512-BF16 bfloat16 numbers are multiplied as they are, in pairs; elsewhere they are widened on the way.
+On CPUs with AVX512-BF16 bfloat16 numbers are multiplied as they are, in pairs; elsewhere they are widened on the way,
+or once for all rows when there are many.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tightwire.kernels import simd
-from tightwire.kernels.jit import helper, kernel
+from tightwire.kernels.jit import helper, kernel, routine
 from tightwire.kernels.numbers import load_numbers, size_of, store_numbers
 from tightwire.kernels.simd import BFLOAT16, FLOAT16, FLOAT32, LANES, NUMBER_KIND
 from tightwire.kernels.threads import run_on_threads
 
-_PANEL = 64  # outputs that a thread takes at a time
-_MAX_ROWS = 32  # rows of x that are multiplied with one panel before the next rows
-_CACHE_BYTES = 96 << 10  # of those rows, to stay in the second-level cache beside the panel
+# Tiles have the shape that keeps their sums in registers: of sixteen floats and 32 of them with AVX-512; else of eight
+# and 16 (AVX2), where six sums take twelve, and four are left for what passes by.
+_WIDE = simd.has_wide_registers()
+_TALL = 4 if _WIDE else 3  # rows of a tile when there are that many, else two or one
+_COLUMNS = 4 if _WIDE else 2  # of tiles of more than one row
+_SINGLE_COLUMNS = 4
+_PANEL = 64 if _WIDE else 32  # outputs that a thread takes at a time
+_BLOCK = 4 if _WIDE else 32  # of which so many are multiplied with all rows at hand before the next
+_MAX_ROWS = 32 if _WIDE else 96  # at hand
+_CACHE_BYTES = 96 << 10 if _WIDE else 1 << 22  # of those rows
+# From so many rows on 16-bit weights are widened once for all rows instead of once in each tile (not if _WIDE).
+_WIDENED_FROM_ROWS = 24
+_MAX_WIDENED = 1 << 16  # numbers of a widened block, to stay in the second-level cache; wider rows are not widened
 
 # One thread multiplies with so many weights (with eight rows, or waiting for memory with fewer) in about 100 us.
 _WORK_PER_THREAD = 1 << 20
@@ -27,25 +40,7 @@ _WORK_PER_THREAD = 1 << 20
 _BF16_PRODUCTS = simd.bf16_products_usable()
 
 _sums = simd.make_stack(_MAX_ROWS * _PANEL)
-
-_float_4x4 = simd.make_tile_dot(4, 4, FLOAT32)
-_float_4x1 = simd.make_tile_dot(4, 1, FLOAT32)
-_float_2x4 = simd.make_tile_dot(2, 4, FLOAT32)
-_float_2x1 = simd.make_tile_dot(2, 1, FLOAT32)
-_float_1x4 = simd.make_tile_dot(1, 4, FLOAT32)
-_float_1x1 = simd.make_tile_dot(1, 1, FLOAT32)
-_bf16_4x4 = simd.make_tile_dot(4, 4, BFLOAT16)
-_bf16_4x1 = simd.make_tile_dot(4, 1, BFLOAT16)
-_bf16_2x4 = simd.make_tile_dot(2, 4, BFLOAT16)
-_bf16_2x1 = simd.make_tile_dot(2, 1, BFLOAT16)
-_bf16_1x4 = simd.make_tile_dot(1, 4, BFLOAT16)
-_bf16_1x1 = simd.make_tile_dot(1, 1, BFLOAT16)
-_f16_4x4 = simd.make_tile_dot(4, 4, FLOAT16)
-_f16_4x1 = simd.make_tile_dot(4, 1, FLOAT16)
-_f16_2x4 = simd.make_tile_dot(2, 4, FLOAT16)
-_f16_2x1 = simd.make_tile_dot(2, 1, FLOAT16)
-_f16_1x4 = simd.make_tile_dot(1, 4, FLOAT16)
-_f16_1x1 = simd.make_tile_dot(1, 1, FLOAT16)
+_widened = simd.make_stack(_MAX_WIDENED)
 
 
 def linear_cpu(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -100,6 +95,48 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"linear wants contiguous rows; got strides {x.stride()} and {weight.stride()}")
 
 
+def _make_tiles(kind: int, *, from_memory: bool) -> Any:
+    """A routine that multiplies one row of tiles with a block of columns, whose weights are of ``kind``."""
+    tall, pair, single = (
+        simd.make_tile_dot(rows, columns, kind, from_memory=from_memory)
+        for rows, columns in ((_TALL, _COLUMNS), (2, _COLUMNS), (1, _SINGLE_COLUMNS))
+    )
+    tall_1, pair_1, single_1 = (simd.make_tile_dot(rows, 1, kind) for rows in (_TALL, 2, 1))
+
+    @routine
+    def multiply(
+        sums: int, x: int, x_stride: int, rows: int, weights: int, weight_stride: int, columns: int, depth: int
+    ) -> None:
+        """sums (rows, columns of _PANEL) = x (rows, depth) @ weights (columns, depth)^T; rows are _TALL, 2 or 1."""
+        stride = 4 * _PANEL
+        if rows == _TALL:
+            whole = columns // _COLUMNS * _COLUMNS
+            for at in range(0, whole, _COLUMNS):
+                tall(sums + 4 * at, stride, x, x_stride, weights + weight_stride * at, weight_stride, depth)
+            for at in range(whole, columns):
+                tall_1(sums + 4 * at, stride, x, x_stride, weights + weight_stride * at, weight_stride, depth)
+        elif rows == 2:
+            whole = columns // _COLUMNS * _COLUMNS
+            for at in range(0, whole, _COLUMNS):
+                pair(sums + 4 * at, stride, x, x_stride, weights + weight_stride * at, weight_stride, depth)
+            for at in range(whole, columns):
+                pair_1(sums + 4 * at, stride, x, x_stride, weights + weight_stride * at, weight_stride, depth)
+        else:
+            whole = columns // _SINGLE_COLUMNS * _SINGLE_COLUMNS
+            for at in range(0, whole, _SINGLE_COLUMNS):
+                single(sums + 4 * at, stride, x, x_stride, weights + weight_stride * at, weight_stride, depth)
+            for at in range(whole, columns):
+                single_1(sums + 4 * at, stride, x, x_stride, weights + weight_stride * at, weight_stride, depth)
+
+    return multiply
+
+
+_float_tiles = _make_tiles(FLOAT32, from_memory=True)
+_cached_float_tiles = _make_tiles(FLOAT32, from_memory=False)
+_bf16_tiles = _make_tiles(BFLOAT16, from_memory=True)
+_f16_tiles = _make_tiles(FLOAT16, from_memory=True)
+
+
 @kernel
 def multiply(
     out: int,
@@ -119,8 +156,8 @@ def multiply(
     With ``counter`` 0 this thread is alone and takes them all. Strides are bytes. ``x`` is as ``prepare_rows`` leaves it.
     """
     x_bytes = size_of(kind) if kind == FLOAT32 or (kind == BFLOAT16 and _BF16_PRODUCTS) else 4
-    rows_at_once = max(4, min(_MAX_ROWS, _CACHE_BYTES // (x_bytes * num_inputs + 1) // 4 * 4))
-    sums = _sums()
+    rows_at_once = _rows_at_once(num_tokens, x_bytes * num_inputs)
+    sums, widened = _sums(), _widened()
     size = size_of(kind)
     panel = 0
     while True:
@@ -132,14 +169,19 @@ def multiply(
         outputs = min(_PANEL, num_outputs - first)
         for token in range(0, num_tokens, rows_at_once):
             rows = min(rows_at_once, num_tokens - token)
-            source = x + x_stride * token
-            whole = outputs // 4 * 4
-            for column in range(0, whole, 4):
-                weights = weight + weight_stride * (first + column)
-                _dot_4(sums + 4 * column, source, x_stride, rows, weights, weight_stride, num_inputs, kind)
-            for column in range(whole, outputs):
-                weights = weight + weight_stride * (first + column)
-                _dot_1(sums + 4 * column, source, x_stride, rows, weights, weight_stride, num_inputs, kind)
+            for column in range(0, outputs, _BLOCK):
+                _dot(
+                    sums + 4 * column,
+                    x + x_stride * token,
+                    x_stride,
+                    rows,
+                    weight + weight_stride * (first + column),
+                    weight_stride,
+                    min(_BLOCK, outputs - column),
+                    num_inputs,
+                    kind,
+                    widened,
+                )
             for row in range(rows):
                 target = out + size * ((token + row) * num_outputs + first)
                 for at in range(0, outputs, LANES):
@@ -163,72 +205,61 @@ def prepare_rows(x: int, num_rows: int, depth: int, kind: int, scratch: int) -> 
 
 
 @helper
-def _dot_4(
-    sums: int, x: int, x_stride: int, rows: int, weights: int, weight_stride: int, depth: int, kind: int
+def _rows_at_once(num_rows: int, row_bytes: int) -> int:
+    """As many as are kept at hand, in turns of about as many each: a last turn of one row would be a slow one."""
+    most = max(_TALL, min(_MAX_ROWS, _CACHE_BYTES // (row_bytes + 1)) // _TALL * _TALL)
+    turns = (num_rows + most - 1) // most
+    if turns < 2:
+        return most
+    return (num_rows + turns * _TALL - 1) // (turns * _TALL) * _TALL
+
+
+@helper
+def _dot(
+    sums: int,
+    x: int,
+    x_stride: int,
+    rows: int,
+    weights: int,
+    weight_stride: int,
+    columns: int,
+    depth: int,
+    kind: int,
+    widened: int,
 ) -> None:
-    """Four columns of sums (rows, 64) = x (rows, depth) @ weights (4, depth)^T."""
-    stride = 4 * _PANEL
+    """A block of columns of sums (rows, _PANEL) = x (rows, depth) @ weights (columns, depth)^T."""
+    cached = False
+    if not _WIDE and kind != FLOAT32 and rows >= _WIDENED_FROM_ROWS:
+        # A gap behind each row: rows of whole pages would all meet in the same few places of the cache.
+        stride = 4 * LANES * ((depth + 2 * LANES - 1) // LANES)
+        if stride * columns <= 4 * _MAX_WIDENED:
+            _widen(widened, stride, weights, weight_stride, columns, depth, kind)
+            weights, weight_stride, kind, cached = widened, stride, FLOAT32, True
     row = 0
     while row < rows:
-        c = sums + stride * row
-        a = x + x_stride * row
-        left = rows - row
-        step = 4 if left >= 4 else 2 if left >= 2 else 1
-        if kind == FLOAT32:
-            if step == 4:
-                _float_4x4(c, stride, a, x_stride, weights, weight_stride, depth)
-            elif step == 2:
-                _float_2x4(c, stride, a, x_stride, weights, weight_stride, depth)
-            else:
-                _float_1x4(c, stride, a, x_stride, weights, weight_stride, depth)
-        elif kind == BFLOAT16:
-            if step == 4:
-                _bf16_4x4(c, stride, a, x_stride, weights, weight_stride, depth)
-            elif step == 2:
-                _bf16_2x4(c, stride, a, x_stride, weights, weight_stride, depth)
-            else:
-                _bf16_1x4(c, stride, a, x_stride, weights, weight_stride, depth)
+        step = _tile_rows(rows - row)
+        c, a = sums + 4 * _PANEL * row, x + x_stride * row
+        if kind == BFLOAT16:
+            _bf16_tiles(c, a, x_stride, step, weights, weight_stride, columns, depth)
+        elif kind == FLOAT16:
+            _f16_tiles(c, a, x_stride, step, weights, weight_stride, columns, depth)
+        elif row == 0 and not cached:
+            _float_tiles(c, a, x_stride, step, weights, weight_stride, columns, depth)
         else:
-            if step == 4:
-                _f16_4x4(c, stride, a, x_stride, weights, weight_stride, depth)
-            elif step == 2:
-                _f16_2x4(c, stride, a, x_stride, weights, weight_stride, depth)
-            else:
-                _f16_1x4(c, stride, a, x_stride, weights, weight_stride, depth)
+            _cached_float_tiles(c, a, x_stride, step, weights, weight_stride, columns, depth)
         row += step
 
 
 @helper
-def _dot_1(
-    sums: int, x: int, x_stride: int, rows: int, weights: int, weight_stride: int, depth: int, kind: int
-) -> None:
-    """One column of sums (rows, 64) = x (rows, depth) @ weights (1, depth)^T."""
-    stride = 4 * _PANEL
-    row = 0
-    while row < rows:
-        c = sums + stride * row
-        a = x + x_stride * row
-        left = rows - row
-        step = 4 if left >= 4 else 2 if left >= 2 else 1
-        if kind == FLOAT32:
-            if step == 4:
-                _float_4x1(c, stride, a, x_stride, weights, weight_stride, depth)
-            elif step == 2:
-                _float_2x1(c, stride, a, x_stride, weights, weight_stride, depth)
-            else:
-                _float_1x1(c, stride, a, x_stride, weights, weight_stride, depth)
-        elif kind == BFLOAT16:
-            if step == 4:
-                _bf16_4x1(c, stride, a, x_stride, weights, weight_stride, depth)
-            elif step == 2:
-                _bf16_2x1(c, stride, a, x_stride, weights, weight_stride, depth)
-            else:
-                _bf16_1x1(c, stride, a, x_stride, weights, weight_stride, depth)
-        else:
-            if step == 4:
-                _f16_4x1(c, stride, a, x_stride, weights, weight_stride, depth)
-            elif step == 2:
-                _f16_2x1(c, stride, a, x_stride, weights, weight_stride, depth)
-            else:
-                _f16_1x1(c, stride, a, x_stride, weights, weight_stride, depth)
-        row += step
+def _tile_rows(left: int) -> int:
+    """Of the next tile: as many as it can have, and never so that a single one is left where pairs would do."""
+    return _TALL if left >= _TALL and (_WIDE or left != 4) else min(left, 2)
+
+
+@helper
+def _widen(target: int, target_stride: int, source: int, source_stride: int, rows: int, depth: int, kind: int) -> None:
+    """Rows of numbers of ``kind`` as float32; what stands behind a row's last number is of no use."""
+    for row in range(rows):
+        at_source, at_target = source + source_stride * row, target + target_stride * row
+        for at in range(0, depth, LANES):
+            simd.store(at_target + 4 * at, load_numbers(at_source + 2 * at, kind, depth - at))

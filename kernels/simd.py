@@ -16,6 +16,7 @@ from numba.core import config, types
 from numba.extending import intrinsic, models, register_model
 
 from tightwire.kernels import simd_ir as emit
+from tightwire.kernels import simd_tiles_ir as emit_tiles
 from tightwire.kernels.simd_ir import Builder, Emit, Value
 
 LANES = emit.LANES
@@ -117,25 +118,28 @@ def make_tile_product(num_rows: int, num_vectors: int, *, accumulate: bool) -> A
     over the whole depth. Each element is one chain of fused multiply-adds in order of depth, whatever the tile's
     shape, so tiles of unlike shapes give the same bits.
     """
-    return operation(emit.tile_product(num_rows, num_vectors, accumulate), types.void, *[types.int64] * 7)
+    return operation(emit_tiles.tile_product(num_rows, num_vectors, accumulate), types.void, *[types.int64] * 7)
 
 
-def make_tile_dot(num_rows: int, num_columns: int, kind: int) -> Any:
-    """``c = a @ b^T`` for a (num_rows, depth), b (num_columns, depth) of ``kind``, c float32; 1, 2 or 4 of each.
+def make_tile_dot(num_rows: int, num_columns: int, kind: int, *, from_memory: bool = False) -> Any:
+    """``c = a @ b^T`` for a (num_rows, depth), b (num_columns, depth) of ``kind``, c float32; up to 16 elements.
 
     a is float32, but bfloat16 when b is and ``bf16_products_usable()``. The returned intrinsic takes (c, c_stride, a,
     a_stride, b, b_stride, depth), strides in bytes. Both are read along their rows, as they lie. Each element has
     sixteen chains of multiply-adds, lane by lane in order of depth, added in a fixed tree, whatever the tile's shape.
+
+    ``from_memory``: ask for the rows that follow in b ahead of time.
     """
+    load_a = emit.load_floats
+    load_b = {FLOAT32: emit.load_floats, BFLOAT16: emit.load_bf16s, FLOAT16: emit.load_f16s}[kind]
+    step, width, sizes = emit.fma, LANES, (4, 4 if kind == FLOAT32 else 2)
     if kind == BFLOAT16 and bf16_products_usable():
-        code = emit.tile_dot(
-            num_rows, num_columns, emit.load_pairs, emit.load_pairs, emit.multiply_add_pairs, 2 * LANES, (2, 2)
-        )
-    else:
-        load_a = emit.load_as(emit.V_F32, 4)
-        load_b = {FLOAT32: load_a, BFLOAT16: emit.load_bf16, FLOAT16: emit.load_f16}[kind]
-        sizes = (4, 4 if kind == FLOAT32 else 2)
-        code = emit.tile_dot(num_rows, num_columns, load_a, load_b, emit.fma, LANES, sizes)
+        load_a = load_b = lambda lanes: emit.load_pairs
+        step, width, sizes = emit.multiply_add_pairs, 2 * LANES, (2, 2)
+    lanes = LANES if has_wide_registers() else LANES // 2
+    code = emit_tiles.tile_dot(
+        num_rows, num_columns, load_a, load_b, step, width, sizes, lanes=lanes, from_memory=from_memory
+    )
     return operation(code, types.void, *[types.int64] * 7)
 
 
@@ -147,7 +151,17 @@ def make_stack(num_floats: int) -> Any:
 @cache
 def bf16_products_usable() -> bool:
     """Whether compiled code may multiply bfloat16 pairs: AVX512-BF16, and an LLVM that knows its type."""
+    return llvm_version_info[0] >= 17 and _has_feature("avx512bf16")
+
+
+@cache
+def has_wide_registers() -> bool:
+    """Whether the lanes of a vector fit one register of 32: AVX-512. Else tiles have eight floats times 16 to live in."""
+    return _has_feature("avx512f")
+
+
+def _has_feature(name: str) -> bool:
     settings: Any = config
     if settings.CPU_NAME is not None or settings.CPU_FEATURES is not None:
         return False  # numba was told to compile for another CPU than this one
-    return llvm_version_info[0] >= 17 and get_host_cpu_features().get("avx512bf16", False)
+    return get_host_cpu_features().get(name, False)

@@ -50,9 +50,30 @@ def store_as(kind: ir.Type, align: int) -> Emit:
     return emit
 
 
-def load_bf16(builder: Builder, address: Value) -> Value:
-    bits = builder.zext(load_as(V_I16, 2)(builder, address), V_I32)
-    return builder.bitcast(builder.shl(bits, constant(16, V_I32)), V_F32)
+def load_floats(lanes: int) -> Emit:
+    return load_as(ir.VectorType(F32, lanes), 4)
+
+
+def load_bf16s(lanes: int) -> Emit:
+    wide = ir.VectorType(I32, lanes)
+
+    def emit(builder: Builder, address: Value) -> Value:
+        bits = builder.zext(load_as(ir.VectorType(ir.IntType(16), lanes), 2)(builder, address), wide)
+        shifted = builder.shl(bits, ir.Constant(wide, [16] * lanes))
+        return builder.bitcast(shifted, ir.VectorType(F32, lanes))
+
+    return emit
+
+
+def load_f16s(lanes: int) -> Emit:
+    def emit(builder: Builder, address: Value) -> Value:
+        halves = load_as(ir.VectorType(ir.HalfType(), lanes), 2)(builder, address)
+        return builder.fpext(halves, ir.VectorType(F32, lanes))
+
+    return emit
+
+
+load_bf16, load_f16 = load_bf16s(LANES), load_f16s(LANES)
 
 
 def round_to_bf16(builder: Builder, value: Value) -> Value:
@@ -73,10 +94,6 @@ def bf16_rounded(builder: Builder, value: Value) -> Value:
     return builder.bitcast(builder.shl(bits, constant(16, V_I32)), V_F32)
 
 
-def load_f16(builder: Builder, address: Value) -> Value:
-    return builder.fpext(load_as(V_F16, 2)(builder, address), V_F32)
-
-
 def store_f16(builder: Builder, address: Value, value: Value) -> None:
     store_as(V_F16, 2)(builder, address, builder.fptrunc(value, V_F16))
 
@@ -92,6 +109,19 @@ def sign_extended(kind: ir.Type, align: int) -> Emit:
 def copy_bytes(builder: Builder, target: Value, source: Value, count: Value) -> None:
     byte_p = ir.IntType(8).as_pointer()
     cgutils.raw_memcpy(builder, builder.inttoptr(target, byte_p), builder.inttoptr(source, byte_p), count, 1, align=1)
+
+
+def prefetch(builder: Builder, address: Value) -> None:
+    """Ask for a cache line that will be read soon; any address will do."""
+    byte_p = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte_p, I32, I32, I32])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch")
+    builder.call(fetch, [builder.inttoptr(address, byte_p), *(ir.Constant(I32, value) for value in (0, 3, 1))])
+
+
+def keep_reads_below(builder: Builder) -> None:
+    """What is read after this is not read before it: LLVM else reads early, and what it has read fills registers."""
+    builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
 
 
 def fetch_add(builder: Builder, address: Value) -> Value:
@@ -123,8 +153,8 @@ def store_part(store_whole: Emit, number_bytes: int) -> Emit:
 
 
 def fma(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    kind = ir.FunctionType(V_F32, [V_F32] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), [a, b, c])
+    kind = ir.FunctionType(a.type, [a.type] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{a.type.count}f32"), [a, b, c])
 
 
 def maximum(builder: Builder, a: Value, b: Value) -> Value:
@@ -231,128 +261,11 @@ def multiply_add_pairs(builder: Builder, a: Value, b: Value, total: Value) -> Va
     return builder.call(product, [total, builder.bitcast(a, _PAIRS), builder.bitcast(b, _PAIRS)])
 
 
-def _cells(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-    return [(row, column) for row in range(num_rows) for column in range(num_columns)]
-
-
-def _moved(builder: Builder, base: Value, stride: Value, count: int) -> Value:
-    return builder.add(base, builder.mul(stride, ir.Constant(I64, count)))
-
-
-def tile_product(num_rows: int, num_vectors: int, accumulate: bool) -> Emit:
-    """Code for ``simd.make_tile_product``."""
-
-    def emit(
-        builder: Builder, c: Value, c_stride: Value, a: Value, a_stride: Value, b: Value, b_stride: Value, depth: Value
-    ) -> None:
-        cells = _cells(num_rows, num_vectors)
-        vector_bytes = ir.Constant(I64, 4 * LANES)
-        places = {
-            (row, vec): _moved(builder, _moved(builder, c, c_stride, row), vector_bytes, vec) for row, vec in cells
-        }
-        sums = {cell: cgutils.alloca_once(builder, V_F32) for cell in cells}
-        for cell in cells:
-            start = load_as(V_F32, 4)(builder, places[cell]) if accumulate else constant(0.0, V_F32)
-            builder.store(start, sums[cell])
-        with cgutils.for_range(builder, depth) as loop:
-            b_row = builder.add(b, builder.mul(b_stride, loop.index))
-            a_column = builder.add(a, builder.mul(ir.Constant(I64, 4), loop.index))
-            vectors = [load_as(V_F32, 4)(builder, _moved(builder, b_row, vector_bytes, i)) for i in range(num_vectors)]
-            scalars = [load_as(F32, 4)(builder, _moved(builder, a_column, a_stride, row)) for row in range(num_rows)]
-            factors = [splat(builder, scalar) for scalar in scalars]
-            for row, vec in cells:
-                total = builder.load(sums[row, vec])
-                builder.store(fma(builder, factors[row], vectors[vec], total), sums[row, vec])
-        for cell in cells:
-            store_as(V_F32, 4)(builder, places[cell], builder.load(sums[cell]))
-
-    return emit
-
-
-def prefetch(builder: Builder, address: Value) -> None:
-    """Ask for a cache line that will be read soon; any address will do."""
-    byte_p = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte_p, I32, I32, I32])
-    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch")
-    builder.call(fetch, [builder.inttoptr(address, byte_p), *(ir.Constant(I32, value) for value in (0, 3, 1))])
-
-
-def fold_together(builder: Builder, vectors: list[Value]) -> Value:
-    """One vector whose lane i is the sum over the lanes of ``vectors[i]``; up to 16, a power of two of them.
-
-    Each is summed in the same tree: lanes eight apart, then four, two, one. Two vectors share every addition.
-    """
-    blocks = 1  # sums that a vector holds, side by side
-    while blocks < LANES:
-        half = LANES // blocks // 2
-        lower = [block * 2 * half + lane for block in range(blocks) for lane in range(half)]
-        low = [*lower, *(lane + LANES for lane in lower)]
-        low_mask = ir.Constant(V_I32, low)
-        high_mask = ir.Constant(V_I32, [lane + half for lane in low])
-        pairs = zip(vectors[::2], vectors[1::2] or vectors, strict=True)
-        vectors = [
-            builder.fadd(builder.shuffle_vector(a, b, low_mask), builder.shuffle_vector(a, b, high_mask))
-            for a, b in pairs
-        ]
-        blocks *= 2
-    return vectors[0]
-
-
-def tile_dot(
-    num_rows: int, num_columns: int, load_a: Emit, load_b: Emit, step: Emit, width: int, sizes: tuple[int, int]
-) -> Emit:
-    """Code for ``simd.make_tile_dot``; a step takes ``width`` numbers of ``sizes`` bytes in a and b.
-
-    Several columns at once are taken for the next ones to follow, and the tile after the next is asked for ahead of
-    time: with one row in a, a core reads b at 24 GB/s so, at 15 without.
-    """
-
-    def emit(
-        builder: Builder, c: Value, c_stride: Value, a: Value, a_stride: Value, b: Value, b_stride: Value, depth: Value
-    ) -> None:
-        cells = _cells(num_rows, num_columns)
-        sums = {cell: cgutils.alloca_once_value(builder, constant(0.0, V_F32)) for cell in cells}
-        for cell in cells:
-            builder.store(constant(0.0, V_F32), sums[cell])
-        a_rows = [_moved(builder, a, a_stride, row) for row in range(num_rows)]
-        b_rows = [_moved(builder, b, b_stride, column) for column in range(num_columns)]
-
-        def add(first: Value, read_a: Callable[[Value], Value], read_b: Callable[[Value], Value]) -> None:
-            a_at = builder.mul(first, ir.Constant(I64, sizes[0]))
-            b_at = builder.mul(first, ir.Constant(I64, sizes[1]))
-            if num_columns > 1:
-                for row in b_rows:
-                    prefetch(builder, builder.add(_moved(builder, row, b_stride, 2 * num_columns), b_at))
-            a_vectors = [read_a(builder.add(row, a_at)) for row in a_rows]
-            b_vectors = [read_b(builder.add(row, b_at)) for row in b_rows]
-            for row, column in cells:
-                total = step(builder, a_vectors[row], b_vectors[column], builder.load(sums[row, column]))
-                builder.store(total, sums[row, column])
-
-        step_width = ir.Constant(I64, width)
-        with cgutils.for_range(builder, builder.udiv(depth, step_width)) as loop:
-            first = builder.mul(loop.index, step_width)
-            add(first, lambda address: load_a(builder, address), lambda address: load_b(builder, address))
-        rest = builder.urem(depth, step_width)
-        with builder.if_then(builder.icmp_unsigned("!=", rest, ir.Constant(I64, 0)), likely=False):
-            part_a, part_b = load_part(load_a, sizes[0]), load_part(load_b, sizes[1])
-            add(
-                builder.sub(depth, rest),
-                lambda address: part_a(builder, address, rest),
-                lambda address: part_b(builder, address, rest),
-            )
-        totals = fold_together(builder, [builder.load(sums[cell]) for cell in cells])
-        for row in range(num_rows):
-            lanes = ir.VectorType(I32, num_columns)
-            picked = ir.Constant(lanes, [row * num_columns + column for column in range(num_columns)])
-            values = builder.shuffle_vector(totals, totals, picked)
-            store_as(ir.VectorType(F32, num_columns), 4)(builder, _moved(builder, c, c_stride, row), values)
-
-    return emit
-
-
 def stack(num_floats: int) -> Emit:
     def emit(builder: Builder) -> Value:
-        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(F32, num_floats)), I64)
+        with builder.goto_entry_block():  # not numba's alloca_once, which writes zeros, and for LLVM one by one
+            place = builder.alloca(ir.ArrayType(F32, num_floats))
+        place.align = 64  # a cache line: no vector load of a row lies across two
+        return builder.ptrtoint(place, I64)
 
     return emit

@@ -62,6 +62,16 @@ def test_a_split_of_the_outputs_changes_no_bit() -> None:
     assert torch.equal(torch.cat(parts, dim=1), linear(x, weight))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_inputs", [1024, 6000])
+def test_rows_too_wide_to_keep_a_block_of_weights_widened(dtype: torch.dtype, num_inputs: int) -> None:
+    weight, x = _random(50, num_inputs, dtype=dtype), _random(100, num_inputs, dtype=dtype, seed=1)
+    whole = linear(x, weight)
+    _assert_close(whole, x, weight, None)
+    for first, last in ((0, 1), (5, 9), (40, 99)):
+        assert torch.equal(linear(x[first:last], weight), whole[first:last])
+
+
 def test_views_are_read_where_they_lie() -> None:
     wide_x, wide_weight = _random(4, 100, dtype=torch.bfloat16), _random(80, 90, dtype=torch.bfloat16)
     x, weight = wide_x[:, 3:67], wide_weight[::2, 5:69]
@@ -92,9 +102,12 @@ def test_four_threads_may_call_at_once(num_threads: Callable[[int], None]) -> No
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_the_pair_instruction_is_not_used_for_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_cpu_has_is_not_used_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simd, "get_host_cpu_features", lambda: {"avx512bf16": True, "avx512f": True})
+    assert simd.has_wide_registers.__wrapped__()
     monkeypatch.setattr(simd.config, "CPU_NAME", "generic")
     assert not simd.bf16_products_usable.__wrapped__()
+    assert not simd.has_wide_registers.__wrapped__()
 
 
 @pytest.mark.parametrize(

@@ -150,14 +150,15 @@ def test_tile_dot_gives_the_same_bits_in_any_shape(kind: int, depth: int) -> Non
     whole = _run_dot(4, 4, kind, a, b)
     bound = (depth + 5) * 2**-24 * (a.double().abs() @ b.double().abs().T)
     assert ((whole.double() - a.double() @ b.double().T).abs() <= bound).all()
-    for rows, columns in ((2, 4), (1, 1)):
-        part = _run_dot(rows, columns, kind, a[4 - rows :], b[4 - columns :])
-        assert torch.equal(part, whole[4 - rows :, 4 - columns :])
+    for rows, columns in ((2, 4), (1, 4), (3, 2), (2, 3), (3, 1), (1, 1)):
+        for from_memory in (False, True):
+            part = _run_dot(rows, columns, kind, a[4 - rows :], b[4 - columns :], from_memory=from_memory)
+            assert torch.equal(part, whole[4 - rows :, 4 - columns :])
 
 
 @cache
-def _compiled_dot(rows: int, columns: int, kind: int) -> Any:
-    tile = simd.make_tile_dot(rows, columns, kind)
+def _compiled_dot(rows: int, columns: int, kind: int, from_memory: bool) -> Any:
+    tile = simd.make_tile_dot(rows, columns, kind, from_memory=from_memory)
 
     @helper
     def run(c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int, depth: int) -> None:
@@ -166,9 +167,11 @@ def _compiled_dot(rows: int, columns: int, kind: int) -> Any:
     return run
 
 
-def _run_dot(rows: int, columns: int, kind: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _run_dot(
+    rows: int, columns: int, kind: int, a: torch.Tensor, b: torch.Tensor, *, from_memory: bool = False
+) -> torch.Tensor:
     out = torch.empty(rows, columns)
     a_stride, b_stride = a.stride(0) * a.element_size(), b.stride(0) * b.element_size()
-    run = _compiled_dot(rows, columns, kind)
+    run = _compiled_dot(rows, columns, kind, from_memory)
     run(out.data_ptr(), 4 * columns, a.data_ptr(), a_stride, b.data_ptr(), b_stride, a.shape[1])
     return out
