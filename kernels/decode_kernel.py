@@ -61,8 +61,8 @@ from tightwire.kernels.swiglu import swiglu_rows
     PROGRAM_INTS,
 ) = range(31)
 
-# Integers of a layer. A matrix has an address, the stride of its rows, and the address of its bias or 0.
-MATRIX_INTS = 3
+# Integers of a layer. A matrix has an address, the stride of its rows, its kind, and the address of its bias or 0.
+MATRIX_INTS = 4
 ATTENTION_NORM, MLP_NORM, KEYS, VALUES = range(4)
 QKV_MATRIX, OUT_MATRIX, GATE_UP_MATRIX, DOWN_MATRIX = range(4, 4 + 4 * MATRIX_INTS, MATRIX_INTS)
 LAYER_INTS = 4 + 4 * MATRIX_INTS
@@ -279,15 +279,17 @@ def _matrix(
 ) -> None:
     """out (rows, outputs) = x (rows, depth) @ matrix^T + bias, panel by panel."""
     fetch_add(phase + _CAME)
+    weight_kind = load_i64(matrix + 16)
     # Each thread for itself: that costs less than waiting for others to have done it.
-    prepared, stride = prepare_rows(x, num_rows, depth, kind, scratch)
+    prepared, stride = prepare_rows(x, num_rows, depth, kind, weight_kind, scratch)
     multiply(
         out,
         prepared,
         stride,
         load_i64(matrix),
         load_i64(matrix + 8),
-        load_i64(matrix + 16),
+        weight_kind,
+        load_i64(matrix + 24),
         num_rows,
         num_outputs,
         depth,

@@ -1,4 +1,7 @@
-"""Matrix product with the weights stored (out, in)."""
+"""Matrix product with the weights stored (out, in), as plain numbers or packed."""
+
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -6,16 +9,21 @@ from torch import Tensor
 
 from tightwire.kernels.linear_cpu import linear_cpu
 from tightwire.kernels.linear_widened import linear_widened, rows_are_independent, torch_has_bfloat16_products
+from tightwire.kernels.packed import Matrix, PackedMatrix, dequantize
+
+# Packed weights are unpacked so many numbers at a time where another product takes them then: little beside a model.
+_UNPACKED_ELEMS = 1 << 22
 
 
 def linear_reference(
-    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, *, num_single_rows: int | None = None
+    x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None = None, *, num_single_rows: int | None = None
 ) -> Tensor:
-    return F.linear(x_TD, weight_OD, bias_O)
+    """Packed weights are rounded to the dtype of x, as GPUs multiply them; on CPU ``linear`` does not round them."""
+    return F.linear(x_TD, dequantize(weight_OD, x_TD.dtype), bias_O)
 
 
 def linear(
-    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, *, num_single_rows: int | None = None
+    x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None = None, *, num_single_rows: int | None = None
 ) -> Tensor:
     """``x @ weight.T + bias``, summed in float32 and rounded once.
 
@@ -28,6 +36,9 @@ def linear(
         bfloat16   142 / 228   127 / 231   176 / 324   628 / 669   4953 / 3970
         float32    293 / 438   263 / 573   446 / 969  1283 / 2603  10105 / 17802
 
+    Packed weights stay packed in memory, and x as it is: on CPU the result is that of the same numbers in float32, bit for
+    bit, and rounded. Single rows unpack on their way through the registers; on CUDA in a kernel of Triton's.
+
     Args:
         num_single_rows: that many rows, the first, come one by one or a few at a time (generated tokens); the rest are
             blocks of many (prompts), which in bfloat16 on CPU are torch's: faster there, and by far where the CPU has
@@ -36,20 +47,53 @@ def linear(
     Raises:
         ValueError: on CPU, shapes or dtypes that do not match, or rows that are not contiguous.
     """
-    if x_TD.device.type != "cpu":
+    on_cpu = x_TD.device.type == "cpu"
+    if not on_cpu and isinstance(weight_OD, Tensor):
         return linear_reference(x_TD, weight_OD, bias_O)
-    if num_single_rows is None or num_single_rows >= len(x_TD) or x_TD.dtype != torch.bfloat16:
-        return linear_cpu(x_TD, weight_OD, bias_O)
+    one_product = on_cpu and x_TD.dtype != torch.bfloat16
+    if num_single_rows is None or num_single_rows >= len(x_TD) or one_product:
+        return _single_product(x_TD, weight_OD, bias_O)
     if num_single_rows == 0:
         return _block_product(x_TD, weight_OD, bias_O)
     few, block = x_TD[:num_single_rows], x_TD[num_single_rows:]
-    return torch.cat([linear_cpu(few, weight_OD, bias_O), _block_product(block, weight_OD, bias_O)])
+    return torch.cat([_single_product(few, weight_OD, bias_O), _block_product(block, weight_OD, bias_O)])
 
 
-def _block_product(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+def _single_product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None) -> Tensor:
+    if x_TD.device.type == "cpu":
+        return linear_cpu(x_TD, weight_OD, bias_O)
+    return _triton().linear_packed(x_TD, weight_OD, bias_O)
+
+
+def _block_product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None) -> Tensor:
+    if isinstance(weight_OD, PackedMatrix):
+        if x_TD.device.type == "cpu" and not torch_has_bfloat16_products():
+            return linear_cpu(x_TD, weight_OD, bias_O)
+        return _unpacked_product(x_TD, weight_OD, bias_O)
     if not torch_has_bfloat16_products():
         product = linear_widened if rows_are_independent() else linear_cpu
         return product(x_TD, weight_OD, bias_O)
+    return _torch_product(x_TD, weight_OD, bias_O)
+
+
+def _torch_product(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
     if len(x_TD) == 1:  # alone it would take another path and get other bits
         return F.linear(x_TD.expand(2, -1), weight_OD, bias_O)[:1]
     return F.linear(x_TD, weight_OD, bias_O)
+
+
+def _unpacked_product(x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None) -> Tensor:
+    """torch's product, with matrix units where there are any, and some rows of the weights at a time."""
+    num_outputs, num_inputs = weight_OD.shape
+    at_once = max(1, _UNPACKED_ELEMS // num_inputs)
+    parts = []
+    for first in range(0, num_outputs, at_once):
+        stop = min(first + at_once, num_outputs)
+        bias = None if bias_O is None else bias_O[first:stop]
+        parts.append(_torch_product(x_TD, dequantize(weight_OD.rows(first, stop), x_TD.dtype), bias))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _triton() -> Any:
+    """Imported when a GPU asks for it: a CPU host need not have Triton."""
+    return import_module("tightwire.kernels.linear_packed_triton")

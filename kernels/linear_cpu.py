@@ -6,7 +6,8 @@ output is sixteen chains of multiply-adds over the inputs, added in a fixed tree
 row of x and its row of weights, not on the number of rows or threads.
 
 On CPUs with AVX512-BF16 bfloat16 numbers are multiplied as they are, in pairs; elsewhere they are widened on the way,
-or once for all rows when there are many.
+or once for all rows when there are many. Packed weights are unpacked on the way for one row, and once for several: the
+bits are those that the same numbers in float32 would give.
 """
 
 from typing import Any
@@ -17,6 +18,9 @@ from torch import Tensor
 from tightwire.kernels import simd
 from tightwire.kernels.jit import helper, kernel, routine
 from tightwire.kernels.numbers import load_numbers, size_of, store_numbers
+from tightwire.kernels.packed import Matrix, PackedMatrix
+from tightwire.kernels.packed_cpu import is_packed, packed_dot, unpack
+from tightwire.kernels.packed_format import GROUP_ELEMS, PACKED_FORMATS
 from tightwire.kernels.simd import BFLOAT16, FLOAT16, FLOAT32, LANES, NUMBER_KIND
 from tightwire.kernels.threads import run_on_threads
 
@@ -43,24 +47,26 @@ _sums = simd.make_stack(_MAX_ROWS * _PANEL)
 _widened = simd.make_stack(_MAX_WIDENED)
 
 
-def linear_cpu(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None) -> Tensor:
     """``linear.linear`` for CPU tensors; see there."""
     _check(x_TD, weight_OD, bias_O)
     num_tokens, num_inputs = x_TD.shape
     num_outputs = weight_OD.shape[0]
-    kind = NUMBER_KIND[weight_OD.dtype]
+    kind = NUMBER_KIND[x_TD.dtype]
+    weight, weight_stride, weight_kind = matrix_integers(weight_OD)
     out_TO = torch.empty((num_tokens, num_outputs), dtype=x_TD.dtype)
-    if kind == FLOAT16 or (kind == BFLOAT16 and not _BF16_PRODUCTS):
+    if weight_kind != BFLOAT16 or not _BF16_PRODUCTS:
         x_TD = x_TD.float()
-    max_threads = min(-(-num_outputs // _PANEL), useful_threads(num_tokens, weight_OD.numel()))
+    max_threads = min(-(-num_outputs // _PANEL), useful_threads(num_tokens, num_outputs * num_inputs))
     counter = torch.zeros(1, dtype=torch.int64) if max_threads > 1 else None
     x_bytes = x_TD.element_size()
     arguments = (
         out_TO.data_ptr(),
         x_TD.data_ptr(),
         x_TD.stride(0) * x_bytes,
-        weight_OD.data_ptr(),
-        weight_OD.stride(0) * weight_OD.element_size(),
+        weight,
+        weight_stride,
+        weight_kind,
         0 if bias_O is None else bias_O.data_ptr(),
         num_tokens,
         num_outputs,
@@ -75,24 +81,37 @@ def linear_cpu(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor
     return out_TO
 
 
+def matrix_integers(weight_OD: Matrix) -> tuple[int, int, int]:
+    """How kernels know a matrix: address, bytes from row to row, kind of its numbers or blocks."""
+    if isinstance(weight_OD, PackedMatrix):
+        return weight_OD.blocks_OB.data_ptr(), weight_OD.blocks_OB.stride(0), weight_OD.format.kind
+    return weight_OD.data_ptr(), weight_OD.stride(0) * weight_OD.element_size(), NUMBER_KIND[weight_OD.dtype]
+
+
 def useful_threads(num_rows: int, num_weights: int) -> int:
     """How many threads are worth waking to multiply so many rows with so many weights, one matrix or several."""
     return 1 + num_weights * (num_rows + 7) // 8 // _WORK_PER_THREAD
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
     if x.shape[1] != weight.shape[1] or (bias is not None and bias.shape[0] != weight.shape[0]):
         raise ValueError(
             "linear wants x (T, D), weight (O, D) and bias (O,) or None; "
             f"got {tuple(x.shape)}, {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"
         )
-    if weight.dtype not in NUMBER_KIND or x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+    stored = weight.format.name if isinstance(weight, PackedMatrix) else weight.dtype
+    if (
+        x.dtype not in NUMBER_KIND
+        or stored not in (x.dtype, *PACKED_FORMATS)
+        or (bias is not None and bias.dtype != x.dtype)
+    ):
         raise ValueError(
-            f"linear wants x, weight and bias in one of {', '.join(map(str, NUMBER_KIND))}; "
-            f"got {x.dtype}, {weight.dtype} and {None if bias is None else bias.dtype}"
+            f"linear wants x, weight (unless packed) and bias in one of {', '.join(map(str, NUMBER_KIND))}; "
+            f"got {x.dtype}, {stored} and {None if bias is None else bias.dtype}"
         )
-    if x.stride(1) != 1 or weight.stride(1) != 1 or (bias is not None and bias.stride(0) != 1):
-        raise ValueError(f"linear wants contiguous rows; got strides {x.stride()} and {weight.stride()}")
+    strides = weight.blocks_OB.stride() if isinstance(weight, PackedMatrix) else weight.stride()
+    if x.stride(1) != 1 or strides[1] != 1 or (bias is not None and bias.stride(0) != 1):
+        raise ValueError(f"linear wants contiguous rows; got strides {x.stride()} and {strides}")
 
 
 def _make_tiles(kind: int, *, from_memory: bool) -> Any:
@@ -144,6 +163,7 @@ def multiply(
     x_stride: int,
     weight: int,
     weight_stride: int,
+    weight_kind: int,
     bias: int,
     num_tokens: int,
     num_outputs: int,
@@ -153,9 +173,10 @@ def multiply(
 ) -> None:
     """Panel after panel until ``counter``, which other threads draw from too, has passed the last.
 
-    With ``counter`` 0 this thread is alone and takes them all. Strides are bytes. ``x`` is as ``prepare_rows`` leaves it.
+    With ``counter`` 0 this thread is alone and takes them all. Strides are bytes. ``x`` is as ``prepare_rows`` leaves it;
+    ``out`` and ``bias`` are of ``kind``, as are the weights unless ``weight_kind`` says that they are packed.
     """
-    x_bytes = size_of(kind) if kind == FLOAT32 or (kind == BFLOAT16 and _BF16_PRODUCTS) else 4
+    x_bytes = 2 if weight_kind == BFLOAT16 and _BF16_PRODUCTS else 4
     rows_at_once = _rows_at_once(num_tokens, x_bytes * num_inputs)
     sums, widened = _sums(), _widened()
     size = size_of(kind)
@@ -179,7 +200,7 @@ def multiply(
                     weight_stride,
                     min(_BLOCK, outputs - column),
                     num_inputs,
-                    kind,
+                    weight_kind,
                     widened,
                 )
             for row in range(rows):
@@ -193,9 +214,9 @@ def multiply(
 
 
 @helper
-def prepare_rows(x: int, num_rows: int, depth: int, kind: int, scratch: int) -> tuple[int, int]:
+def prepare_rows(x: int, num_rows: int, depth: int, kind: int, weight_kind: int, scratch: int) -> tuple[int, int]:
     """Address and stride of contiguous rows as ``multiply`` reads them: as they are, or in float32 in ``scratch``."""
-    if kind == FLOAT32 or (kind == BFLOAT16 and _BF16_PRODUCTS):
+    if kind == FLOAT32 or (weight_kind == BFLOAT16 and _BF16_PRODUCTS):
         return x, depth * size_of(kind)
     for row in range(num_rows):
         for at in range(0, depth, LANES):
@@ -228,13 +249,42 @@ def _dot(
     widened: int,
 ) -> None:
     """A block of columns of sums (rows, _PANEL) = x (rows, depth) @ weights (columns, depth)^T."""
+    # A gap behind each row: rows of whole pages would all meet in the same few places of the cache.
+    stride = 4 * LANES * ((depth + 2 * LANES - 1) // LANES)
+    fitting = 4 * _MAX_WIDENED // stride
+    if is_packed(kind) and (rows == 1 or fitting == 0):
+        for row in range(rows):
+            c, a = sums + 4 * _PANEL * row, x + x_stride * row
+            packed_dot(c, a, weights, weight_stride, columns, depth // GROUP_ELEMS, kind)
+        return
+    if is_packed(kind):
+        for column in range(0, columns, fitting):
+            some = min(fitting, columns - column)
+            for at in range(some):
+                unpack(widened + stride * at, weights + weight_stride * (column + at), depth // GROUP_ELEMS, kind)
+            _tiles(sums + 4 * column, x, x_stride, rows, widened, stride, some, depth, FLOAT32, True)
+        return
     cached = False
-    if not _WIDE and kind != FLOAT32 and rows >= _WIDENED_FROM_ROWS:
-        # A gap behind each row: rows of whole pages would all meet in the same few places of the cache.
-        stride = 4 * LANES * ((depth + 2 * LANES - 1) // LANES)
-        if stride * columns <= 4 * _MAX_WIDENED:
-            _widen(widened, stride, weights, weight_stride, columns, depth, kind)
-            weights, weight_stride, kind, cached = widened, stride, FLOAT32, True
+    if not _WIDE and kind != FLOAT32 and rows >= _WIDENED_FROM_ROWS and columns <= fitting:
+        _widen(widened, stride, weights, weight_stride, columns, depth, kind)
+        weights, weight_stride, kind, cached = widened, stride, FLOAT32, True
+    _tiles(sums, x, x_stride, rows, weights, weight_stride, columns, depth, kind, cached)
+
+
+@helper
+def _tiles(
+    sums: int,
+    x: int,
+    x_stride: int,
+    rows: int,
+    weights: int,
+    weight_stride: int,
+    columns: int,
+    depth: int,
+    kind: int,
+    cached: bool,
+) -> None:
+    """``_dot`` with weights that are read as they lie; ``cached``: from cache the first time too."""
     row = 0
     while row < rows:
         step = _tile_rows(rows - row)

@@ -16,7 +16,9 @@ from numba.core import config, types
 from numba.extending import intrinsic, models, register_model
 
 from tightwire.kernels import simd_ir as emit
+from tightwire.kernels import simd_packed_ir as emit_packed
 from tightwire.kernels import simd_tiles_ir as emit_tiles
+from tightwire.kernels.packed_format import PackedFormat
 from tightwire.kernels.simd_ir import Builder, Emit, Value
 
 LANES = emit.LANES
@@ -56,6 +58,7 @@ def operation(emit_code: Emit, result: types.Type, *arguments: types.Type) -> An
         2: lambda typingctx, a, b: (signature, codegen),
         3: lambda typingctx, a, b, c: (signature, codegen),
         4: lambda typingctx, a, b, c, d: (signature, codegen),
+        5: lambda typingctx, a, b, c, d, e: (signature, codegen),
         7: lambda typingctx, a, b, c, d, e, f, g: (signature, codegen),
     }
     return intrinsic(typers[len(arguments)])
@@ -136,11 +139,25 @@ def make_tile_dot(num_rows: int, num_columns: int, kind: int, *, from_memory: bo
     if kind == BFLOAT16 and bf16_products_usable():
         load_a = load_b = lambda lanes: emit.load_pairs
         step, width, sizes = emit.multiply_add_pairs, 2 * LANES, (2, 2)
-    lanes = LANES if has_wide_registers() else LANES // 2
+    lanes = _lanes_at_once()
     code = emit_tiles.tile_dot(
         num_rows, num_columns, load_a, load_b, step, width, sizes, lanes=lanes, from_memory=from_memory
     )
     return operation(code, types.void, *[types.int64] * 7)
+
+
+def make_packed_dot(num_columns: int, packed: PackedFormat) -> Any:
+    """``c = a @ b^T`` for one row of float32 in a and ``num_columns`` packed rows in b, unpacked on the way.
+
+    The returned intrinsic takes (c, a, b, b_stride, num_groups), the stride in bytes. The bits are those of
+    ``make_tile_dot`` with the unpacked rows.
+    """
+    return operation(emit_packed.packed_dot(num_columns, packed, _lanes_at_once()), types.void, *[types.int64] * 5)
+
+
+def make_unpack(packed: PackedFormat) -> Any:
+    """An intrinsic that takes (target, source, num_groups): a packed row's numbers as float32."""
+    return operation(emit_packed.unpack(packed, _lanes_at_once()), types.void, *[types.int64] * 3)
 
 
 def make_stack(num_floats: int) -> Any:
@@ -158,6 +175,10 @@ def bf16_products_usable() -> bool:
 def has_wide_registers() -> bool:
     """Whether the lanes of a vector fit one register of 32: AVX-512. Else tiles have eight floats times 16 to live in."""
     return _has_feature("avx512f")
+
+
+def _lanes_at_once() -> int:
+    return LANES if has_wide_registers() else LANES // 2
 
 
 def _has_feature(name: str) -> bool:

@@ -30,7 +30,8 @@ def _cells(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
     return [(row, column) for row in range(num_rows) for column in range(num_columns)]
 
 
-def _moved(builder: Builder, base: Value, stride: Value, count: int) -> Value:
+def moved(builder: Builder, base: Value, stride: Value, count: int) -> Value:
+    """The address ``count`` strides behind ``base``."""
     return builder.add(base, builder.mul(stride, ir.Constant(I64, count)))
 
 
@@ -42,9 +43,7 @@ def tile_product(num_rows: int, num_vectors: int, accumulate: bool) -> Emit:
     ) -> None:
         cells = _cells(num_rows, num_vectors)
         vector_bytes = ir.Constant(I64, 4 * LANES)
-        places = {
-            (row, vec): _moved(builder, _moved(builder, c, c_stride, row), vector_bytes, vec) for row, vec in cells
-        }
+        places = {(row, vec): moved(builder, moved(builder, c, c_stride, row), vector_bytes, vec) for row, vec in cells}
         sums = {cell: cgutils.alloca_once(builder, V_F32) for cell in cells}
         for cell in cells:
             start = load_as(V_F32, 4)(builder, places[cell]) if accumulate else constant(0.0, V_F32)
@@ -52,8 +51,8 @@ def tile_product(num_rows: int, num_vectors: int, accumulate: bool) -> Emit:
         with cgutils.for_range(builder, depth) as loop:
             b_row = builder.add(b, builder.mul(b_stride, loop.index))
             a_column = builder.add(a, builder.mul(ir.Constant(I64, 4), loop.index))
-            vectors = [load_as(V_F32, 4)(builder, _moved(builder, b_row, vector_bytes, i)) for i in range(num_vectors)]
-            scalars = [load_as(F32, 4)(builder, _moved(builder, a_column, a_stride, row)) for row in range(num_rows)]
+            vectors = [load_as(V_F32, 4)(builder, moved(builder, b_row, vector_bytes, i)) for i in range(num_vectors)]
+            scalars = [load_as(F32, 4)(builder, moved(builder, a_column, a_stride, row)) for row in range(num_rows)]
             factors = [splat(builder, scalar) for scalar in scalars]
             for row, vec in cells:
                 total = builder.load(sums[row, vec])
@@ -88,8 +87,8 @@ def fold_together(builder: Builder, vectors: list[Value]) -> Value:
 
 
 # How many tiles ahead of the one at hand memory is asked for.
-_TILES_AHEAD = 2
-_LINE_BYTES = 64
+TILES_AHEAD = 2
+LINE_BYTES = 64
 
 
 def tile_dot(
@@ -123,15 +122,15 @@ def tile_dot(
         sums = {(cell, part): cgutils.alloca_once_value(builder, zeros) for cell in cells for part in parts}
         for place in sums.values():
             builder.store(zeros, place)
-        a_rows = [_moved(builder, a, a_stride, row) for row in range(num_rows)]
-        b_rows = [_moved(builder, b, b_stride, column) for column in range(num_columns)]
-        ahead = _moved(builder, b, b_stride, _TILES_AHEAD * num_columns)
-        step_lines = num_columns * width * sizes[1] // _LINE_BYTES
+        a_rows = [moved(builder, a, a_stride, row) for row in range(num_rows)]
+        b_rows = [moved(builder, b, b_stride, column) for column in range(num_columns)]
+        ahead = moved(builder, b, b_stride, TILES_AHEAD * num_columns)
+        step_lines = num_columns * width * sizes[1] // LINE_BYTES
 
         def ask_ahead(b_at: Value) -> None:
             asked = builder.add(ahead, builder.mul(b_at, ir.Constant(I64, num_columns)))
             for line in range(step_lines):
-                prefetch(builder, builder.add(asked, ir.Constant(I64, _LINE_BYTES * line)))
+                prefetch(builder, builder.add(asked, ir.Constant(I64, LINE_BYTES * line)))
 
         def add_part(part: int, a_at: Value, b_at: Value) -> None:
             first = part * width // len(parts)
@@ -156,7 +155,7 @@ def tile_dot(
                     keep_reads_below(builder)
         totals = {cell: cgutils.alloca_once(builder, V_F32) for cell in cells}
         for cell in cells:
-            builder.store(_joined(builder, [builder.load(sums[cell, part]) for part in parts]), totals[cell])
+            builder.store(joined(builder, [builder.load(sums[cell, part]) for part in parts]), totals[cell])
         rest = builder.urem(depth, step_width)
         with builder.if_then(builder.icmp_unsigned("!=", rest, ir.Constant(I64, 0)), likely=False):
             whole = builder.sub(depth, rest)
@@ -172,12 +171,13 @@ def tile_dot(
             kept = ir.VectorType(I32, num_columns)
             picked = ir.Constant(kept, [row * num_columns + column for column in range(num_columns)])
             values = builder.shuffle_vector(folded, folded, picked)
-            store_as(ir.VectorType(F32, num_columns), 4)(builder, _moved(builder, c, c_stride, row), values)
+            store_as(ir.VectorType(F32, num_columns), 4)(builder, moved(builder, c, c_stride, row), values)
 
     return emit
 
 
-def _joined(builder: Builder, parts: list[Value]) -> Value:
+def joined(builder: Builder, parts: list[Value]) -> Value:
+    """All sixteen lanes from a vector of them or from two halves."""
     if len(parts) == 1:
         return parts[0]
     return builder.shuffle_vector(*parts, ir.Constant(V_I32, list(range(LANES))))

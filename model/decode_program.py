@@ -4,6 +4,7 @@ Buffers stay from step to step, and Python is entered twice a layer, where ranks
 nothing to sum.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from tightwire.kernels import decode_kernel as place
 from tightwire.kernels.attention_cpu import LOG2_E, Tiles, cut_into_tiles
 from tightwire.kernels.attention_cpu_kernels import scratch_floats
-from tightwire.kernels.linear_cpu import useful_threads
+from tightwire.kernels.linear_cpu import matrix_integers, useful_threads
 from tightwire.kernels.simd import NUMBER_KIND
 from tightwire.kernels.threads import run_on_threads
 from tightwire.model.config import LlamaConfig
@@ -48,7 +49,7 @@ class DecodeProgram:
             dtype=torch.int64,
         )
         self._weights_per_part = [
-            sum(matrix.numel() for matrix in matrices)
+            sum(math.prod(matrix.shape) for matrix in matrices)
             for weights in layers
             for matrices in ((weights.qkv, weights.attention_out), (weights.gate_up, weights.down))
         ]
@@ -183,8 +184,8 @@ def _layer_integers(weights: LayerWeights, keys_NKPE: Tensor, values_NKPE: Tenso
         (place.GATE_UP_MATRIX, weights.gate_up, weights.gate_up_bias),
         (place.DOWN_MATRIX, weights.down, weights.down_bias),
     ):
-        stride = matrix.stride(0) * matrix.element_size()
-        values[field : field + place.MATRIX_INTS] = (matrix.data_ptr(), stride, 0 if bias is None else bias.data_ptr())
+        bias_address = 0 if bias is None else bias.data_ptr()
+        values[field : field + place.MATRIX_INTS] = (*matrix_integers(matrix), bias_address)
     return values
 
 

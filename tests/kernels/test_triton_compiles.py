@@ -98,3 +98,13 @@ def test_norm(adds: bool) -> None:
     types = dict.fromkeys(("x", "residual", "weight", "out", "total"), "*bf16")
     ptx = _ptx(_rms_norm_row, H100, {**types, "eps": "fp32"}, {"ADDS": adds, "PLACES": 4096})
     assert "approx" not in ptx and "fma" not in ptx and "sqrt.rn" in ptx
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("Q8_0", "bf16"), ("Q4_0", "fp16"), ("Q4_1", "bf16"), ("Q4_1", "fp32")])
+def test_packed_product(name: str, dtype: str) -> None:
+    from tightwire.kernels.linear_packed_triton import _packed_product
+    from tightwire.kernels.packed_format import PACKED_FORMATS
+
+    types = {**dict.fromkeys(("x", "bias", "out"), f"*{dtype}"), "blocks": "*u8", "halves": "*fp16"}
+    ptx = _ptx(_packed_product, A100, types, {"PACKED": PACKED_FORMATS[name], "BIASED": True})
+    assert ("mma.sync" in ptx) == (dtype != "fp32")  # matrix units, where they would not round the numbers

@@ -1,0 +1,93 @@
+"""Packed matrices on CPU: rows unpacked to floats, and one row multiplied with packed ones on the way from memory."""
+
+from typing import Any
+
+from tightwire.kernels import simd
+from tightwire.kernels.jit import helper, kernel, routine
+from tightwire.kernels.numbers import size_of, store_numbers
+from tightwire.kernels.packed_format import GROUP_ELEMS, PACKED_FORMATS, PackedFormat
+from tightwire.kernels.simd import FLOAT32, LANES
+
+_COLUMNS = 4  # packed rows that are multiplied at a time
+
+# Constants of kernels.
+_Q8_0, _Q4_0, _Q4_1 = (packed.kind for packed in PACKED_FORMATS.values())
+_Q8_0_BYTES, _Q4_0_BYTES, _Q4_1_BYTES = (packed.block_bytes for packed in PACKED_FORMATS.values())
+_FIRST_KIND = min(packed.kind for packed in PACKED_FORMATS.values())
+
+_group = simd.make_stack(GROUP_ELEMS)
+
+
+def _make_dot(packed: PackedFormat) -> Any:
+    several, one = simd.make_packed_dot(_COLUMNS, packed), simd.make_packed_dot(1, packed)
+
+    @routine
+    def dot(sums: int, x: int, weights: int, weight_stride: int, columns: int, num_groups: int) -> None:
+        whole = columns // _COLUMNS * _COLUMNS
+        for at in range(0, whole, _COLUMNS):
+            several(sums + 4 * at, x, weights + weight_stride * at, weight_stride, num_groups)
+        for at in range(whole, columns):
+            one(sums + 4 * at, x, weights + weight_stride * at, weight_stride, num_groups)
+
+    return dot
+
+
+def _make_unpack(packed: PackedFormat) -> Any:
+    row = simd.make_unpack(packed)
+
+    @routine
+    def unpack(target: int, source: int, num_groups: int) -> None:
+        row(target, source, num_groups)
+
+    return unpack
+
+
+_dot_q8_0, _dot_q4_0, _dot_q4_1 = (_make_dot(packed) for packed in PACKED_FORMATS.values())
+_unpack_q8_0, _unpack_q4_0, _unpack_q4_1 = (_make_unpack(packed) for packed in PACKED_FORMATS.values())
+
+
+@helper
+def is_packed(kind: int) -> bool:
+    return kind >= _FIRST_KIND
+
+
+@helper
+def packed_dot(sums: int, x: int, weights: int, weight_stride: int, columns: int, num_groups: int, kind: int) -> None:
+    """sums (columns,) = one row of float32 @ packed weights (columns, groups)^T."""
+    if kind == _Q8_0:
+        _dot_q8_0(sums, x, weights, weight_stride, columns, num_groups)
+    elif kind == _Q4_0:
+        _dot_q4_0(sums, x, weights, weight_stride, columns, num_groups)
+    else:
+        _dot_q4_1(sums, x, weights, weight_stride, columns, num_groups)
+
+
+@helper
+def unpack(target: int, source: int, num_groups: int, kind: int) -> None:
+    """Groups that follow each other as float32."""
+    if kind == _Q8_0:
+        _unpack_q8_0(target, source, num_groups)
+    elif kind == _Q4_0:
+        _unpack_q4_0(target, source, num_groups)
+    else:
+        _unpack_q4_1(target, source, num_groups)
+
+
+@kernel
+def unpack_rows(
+    out: int, out_kind: int, kind: int, blocks: int, row_stride: int, num_groups: int, start: int, stop: int
+) -> None:
+    """Rows ``start`` to ``stop`` as numbers of ``out_kind``, contiguous in ``out``; ``row_stride`` is bytes."""
+    row_bytes = size_of(out_kind) * GROUP_ELEMS * num_groups
+    block_bytes = _Q8_0_BYTES if kind == _Q8_0 else _Q4_0_BYTES if kind == _Q4_0 else _Q4_1_BYTES
+    group = _group()
+    for row in range(start, stop):
+        target, source = out + row_bytes * row, blocks + row_stride * row
+        if out_kind == FLOAT32:
+            unpack(target, source, num_groups, kind)
+        else:
+            for at in range(num_groups):
+                unpack(group, source + block_bytes * at, 1, kind)
+                place = target + size_of(out_kind) * GROUP_ELEMS * at
+                store_numbers(place, simd.load(group), out_kind, LANES)
+                store_numbers(place + size_of(out_kind) * LANES, simd.load(group + 4 * LANES), out_kind, LANES)

@@ -1,0 +1,106 @@
+"""Products with packed weights: on CPU the bits of the same numbers in float32; rows that do not know each other."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tightwire.kernels import linear as linear_module
+from tightwire.kernels.linear import linear, linear_reference
+from tightwire.kernels.packed import PackedMatrix, dequantize, quantize
+from tightwire.kernels.packed_format import PACKED_FORMATS, Q4_1, PackedFormat
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+each_format = pytest.mark.parametrize("packed", list(PACKED_FORMATS.values()), ids=list(PACKED_FORMATS))
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _float_product(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """What ``linear`` gives for the unpacked weights in float32, rounded to the dtype of x."""
+    added = None if bias is None else bias.float()
+    return linear(x.float(), dequantize(weight, torch.float32), added).to(x.dtype)
+
+
+@each_format
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(130, 576), (65, 96), (3, 32)])
+def test_the_bits_are_those_of_the_unpacked_product(
+    packed: PackedFormat, dtype: torch.dtype, num_outputs: int, num_inputs: int
+) -> None:
+    weight = quantize(_random(num_outputs, num_inputs), packed)
+    for bias in (None, _random(num_outputs, dtype=dtype, seed=1)):
+        for num_tokens in (1, 2, 3, 5, 70):
+            x = _random(num_tokens, num_inputs, dtype=dtype, seed=2)
+            got = linear(x, weight, bias)
+            assert got.dtype == dtype and torch.equal(got, _float_product(x, weight, bias))
+
+
+@each_format
+def test_rows_wider_than_what_is_unpacked_at_a_time(packed: PackedFormat) -> None:
+    for num_inputs in (4096, 1 << 17):
+        weight = quantize(_random(9, num_inputs), packed)
+        x = _random(5, num_inputs, seed=1)
+        assert torch.equal(linear(x, weight), _float_product(x, weight, None))
+
+
+def test_threads_change_no_bit(num_threads: Callable[[int], None]) -> None:
+    weight, x = quantize(_random(3000, 192), Q4_1), _random(40, 192, dtype=torch.bfloat16, seed=1)
+    num_threads(3)
+    whole = linear(x, weight)
+    num_threads(1)
+    for first, stop in ((0, 1), (39, 40), (3, 9), (0, 40)):
+        assert torch.equal(linear(x[first:stop], weight), whole[first:stop])
+
+
+def test_no_rows() -> None:
+    assert linear(torch.zeros(0, 32), quantize(torch.zeros(6, 32), Q4_1)).shape == (0, 6)
+
+
+def test_a_slice_of_rows_and_columns_is_read_where_it_lies() -> None:
+    weight = quantize(_random(80, 160), Q4_1)
+    part = PackedMatrix(weight.blocks_OB[10:70, 20:80], Q4_1)
+    x = _random(3, 96, seed=1)
+    assert torch.equal(linear(x, part), linear(x, dequantize(weight, torch.float32)[10:70, 32:128]))
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_both_kinds_do_not_know_their_neighbours(
+    dtype: torch.dtype, has_units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt rows in bfloat16 go to torch where it has products of it, with the weights rounded, some outputs at a time."""
+    monkeypatch.setattr(linear_module, "torch_has_bfloat16_products", lambda: has_units)
+    monkeypatch.setattr(linear_module, "_UNPACKED_ELEMS", 192 * 100)
+    weight, bias = quantize(_random(320, 192), Q4_1), _random(320, dtype=dtype, seed=1)
+    x = _random(40, 192, dtype=dtype, seed=2)
+    singles, blocks = linear(x, weight, bias), linear(x, weight, bias, num_single_rows=0)
+
+    for num_single_rows in (0, 1, 17, 40):
+        got = linear(x, weight, bias, num_single_rows=num_single_rows)
+        assert torch.equal(got[:num_single_rows], singles[:num_single_rows])
+        assert torch.equal(got[num_single_rows:], blocks[num_single_rows:])
+    for first, stop in ((0, 1), (1, 3), (3, 16), (39, 40)):
+        assert torch.equal(linear(x[first:stop], weight, bias, num_single_rows=0), blocks[first:stop])
+    if dtype == torch.bfloat16 and has_units:
+        assert torch.equal(blocks, linear_reference(x, weight, bias))
+    else:
+        assert torch.equal(blocks, singles)
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "message"),
+    [
+        (torch.zeros(2, 32), None, "got (2, 32), (3, 64) and None"),
+        (torch.zeros(2, 64).double(), None, "torch.float16; got torch.float64, Q4_1 and None"),
+        (torch.zeros(2, 64), torch.zeros(3).half(), "got torch.float32, Q4_1 and torch.float16"),
+        (torch.zeros(64, 2).T, None, "contiguous rows"),
+    ],
+)
+def test_refuses_what_does_not_fit(x: torch.Tensor, bias: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        linear(x, quantize(torch.zeros(3, 64), Q4_1), bias)
