@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tightwire.kernels.linear_cpu import linear_cpu
 from tightwire.kernels.linear_widened import linear_widened, rows_are_independent, torch_has_bfloat16_products
-from tightwire.kernels.packed import Matrix, PackedMatrix, dequantize
+from tightwire.kernels.packed import Matrix, PackedMatrix
+from tightwire.kernels.unpack import dequantize
 
 # Packed weights are unpacked so many numbers at a time where another product takes them then: little beside a model.
 _UNPACKED_ELEMS = 1 << 22

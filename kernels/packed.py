@@ -1,6 +1,7 @@
 """Packed matrices: weights that stay in 8 or 4 bits, what they stand for, and how floats become them.
 
-The layout is ``packed_format``'s. ``linear`` multiplies with such a matrix, ``embedding`` looks its rows up.
+The layout is ``packed_format``'s. ``linear`` multiplies with such a matrix, ``embedding`` looks its rows up, ``unpack`` makes
+floats of it fast. Nothing here is compiled: what only reads a checkpoint's header gets by without.
 """
 
 from dataclasses import dataclass
@@ -8,10 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightwire.kernels.packed_cpu import unpack_rows
 from tightwire.kernels.packed_format import GROUP_ELEMS, PackedFormat
-from tightwire.kernels.simd import NUMBER_KIND
-from tightwire.kernels.threads import run_on_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,19 +129,3 @@ def dequantize_reference(matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
     if packed.has_minimum:
         x_OGN = x_OGN + blocks_OGB[..., 2:4].contiguous().view(torch.float16).float()
     return x_OGN.flatten(1).to(dtype)
-
-
-def dequantize(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """``dequantize_reference``, to the bit but for a NaN's; of a plain matrix, the conversion."""
-    if isinstance(matrix, Tensor):
-        return matrix.to(dtype)
-    if matrix.device.type != "cpu" or dtype not in NUMBER_KIND:
-        return dequantize_reference(matrix, dtype)
-    num_rows, num_columns = matrix.shape
-    out_OD = torch.empty(num_rows, num_columns, dtype=dtype)
-    out, blocks, kinds = out_OD.data_ptr(), matrix.blocks_OB.data_ptr(), (NUMBER_KIND[dtype], matrix.format.kind)
-    num_groups, stride = num_columns // GROUP_ELEMS, matrix.blocks_OB.stride(0)
-    run_on_rows(
-        lambda start, stop: unpack_rows(out, *kinds, blocks, stride, num_groups, start, stop), num_rows, num_columns
-    )
-    return out_OD

@@ -12,6 +12,7 @@ from tightwire.model.layout import Layout
 from tightwire.model.llama import Llama
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
+from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.resident import load_resident
 from tightwire.model.weights.source import CheckpointReader
 
@@ -27,18 +28,22 @@ def build_runner(
     max_model_len: int,
     num_blocks: int,
     block_size: int,
+    formats: WeightFormats | None = None,
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> ModelRunner:
     """Load this rank's weights onto ``group.device`` and return what executes step plans.
 
     Args:
         routes: what sums each of the model's messages; None for a group of one.
+        dtype: of activations, cache, and weights that are not packed.
+        formats: how weight matrices are kept; default: all as plain numbers.
         progress: called with the share of weight bytes loaded, 0 to 1.
     Raises:
         ModelError: the checkpoint lacks a tensor or holds it in another shape.
     """
     shard = layout.shards[group.rank]
-    weights = load_resident(reader, config, shard, dtype=dtype, device=group.device, progress=progress)
-    cache = make_kv_cache(config, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=group.device)
+    device = group.device
+    weights = load_resident(reader, config, shard, dtype=dtype, device=device, formats=formats, progress=progress)
+    cache = make_kv_cache(config, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
     model = Llama(config, TensorParallel(group, layout, routes), weights, cache, max_model_len)
     return ModelRunner(model, cache, group.ledger)

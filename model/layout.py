@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from tightwire.model.config import LlamaConfig
 
-# MLP columns are dealt in units of this many: matrix kernels read rows of 16-bit numbers in 32- or 64-byte lines.
-_COLUMN_UNIT = 16
+# MLP columns are dealt in units of this many: numbers of packed weights that share a scale, and a cache line of 16 bits.
+# The same for plain weights, so that a model is cut alike however it is kept.
+_COLUMN_UNIT = 32
+_VOCAB_UNIT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +65,7 @@ def make_layout(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
     columns = _ranges(_apportion(config.mlp_size, shares, unit=_COLUMN_UNIT, at_least=1))
     if config.vocab_size < world_size:
         raise ValueError(f"cannot split {config.vocab_size} vocabulary rows over {world_size} ranks")
-    rows = _ranges(_apportion(config.vocab_size, shares, unit=_COLUMN_UNIT, at_least=1))
+    rows = _ranges(_apportion(config.vocab_size, shares, unit=_VOCAB_UNIT, at_least=1))
     return Layout(
         shards=tuple(
             Shard(
@@ -77,17 +79,6 @@ def make_layout(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
             for rank in range(world_size)
         )
     )
-
-
-def num_weights(config: LlamaConfig, shard: Shard) -> int:
-    """Numbers in this rank's part of the model, norms and biases included."""
-    hidden, columns = config.hidden_size, len(shard.mlp_columns)
-    qkv_rows = (shard.local_heads + 2 * shard.local_kv_heads) * config.head_dim
-    layer = hidden * (qkv_rows + shard.local_heads * config.head_dim + 3 * columns + 2)
-    once = hidden if shard.rank == 0 else 0  # biases of what is summed over ranks
-    layer += (qkv_rows + once) * config.attention_bias + (2 * columns + once) * config.mlp_bias
-    tables = 1 if config.tied_embeddings else 2
-    return config.num_layers * layer + hidden * (tables * len(shard.vocab_rows) + 1)
 
 
 def _normalized(config: LlamaConfig, world_size: int, shares: Sequence[float] | None) -> list[float]:

@@ -68,7 +68,7 @@ class Llama:
             return self._forward_generated(batch, self._program)
         cos_TE, sin_TE = self._cos_SE[batch.positions_T], self._sin_SE[batch.positions_T]
         eps = self._config.norm_eps
-        residual_TD = self._parallel.embed(self._weights.outer.embedding, batch.token_ids_T, batch.arm)
+        residual_TD = self._embed(batch)
         update_TD: Tensor | None = None  # what the previous block adds; joined with the norm that follows it
         for index in range(self._config.num_layers):
             weights = self._weights.layer(index)
@@ -85,7 +85,7 @@ class Llama:
 
     def _forward_generated(self, batch: Batch, program: DecodeProgram) -> Tensor:
         """``forward`` where every row is a generated token, to the same bits."""
-        residual_TD = self._parallel.embed(self._weights.outer.embedding, batch.token_ids_T, batch.arm)
+        residual_TD = self._embed(batch)
         program.begin(
             residual_TD,
             batch.positions_T,
@@ -108,6 +108,10 @@ class Llama:
             update_TD = self._parallel.sum_rows(partial_TD, row_sums, num_single_rows=len(partial_TD))
         assert update_TD is not None
         return residual_TD + update_TD
+
+    def _embed(self, batch: Batch) -> Tensor:
+        table, dtype = self._weights.outer.embedding, self._cache.keys.dtype
+        return self._parallel.embed(table, batch.token_ids_T, batch.arm, dtype)
 
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor, num_candidates: int = 0) -> Tensor | None:

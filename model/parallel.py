@@ -17,7 +17,9 @@ from tightwire.comm.collectives import all_gather
 from tightwire.comm.group import Group
 from tightwire.comm.policy.routes import Routes
 from tightwire.comm.protocols import AllReduce
+from tightwire.kernels.embedding import embedding
 from tightwire.kernels.linear import linear
+from tightwire.kernels.packed import Matrix
 from tightwire.model.candidates import KEY_BYTES, best_candidates, scatter_candidates
 from tightwire.model.layout import Layout
 
@@ -56,21 +58,21 @@ class TensorParallel:
             f"{site} {layer}", *(self._routes.all_reduce(site, layer, phase, arm) for phase in ("prefill", "decode"))
         )
 
-    def embed(self, local_table_VD: Tensor, token_ids_T: Tensor, arm: int = 0) -> Tensor:
-        """(T, D) embeddings. Each token is known to one rank; the others add exact zeros."""
+    def embed(self, local_table_VD: Matrix, token_ids_T: Tensor, arm: int, dtype: torch.dtype) -> Tensor:
+        """(T, D) embeddings in ``dtype``. Each token is known to one rank; the others add exact zeros."""
         embedding_sum = self._embedding_sums[arm]
         if embedding_sum is None:
-            return F.embedding(token_ids_T, local_table_VD)
+            return embedding(token_ids_T, local_table_VD, dtype)
         self._group.ledger.site = "embed"
         rows = self.shard.vocab_rows
         mine_T = (token_ids_T >= rows.start) & (token_ids_T < rows.stop)
         local_ids_T = torch.where(mine_T, token_ids_T - rows.start, 0)
-        return embedding_sum(F.embedding(local_ids_T, local_table_VD).mul_(mine_T.unsqueeze(-1)))
+        return embedding_sum(embedding(local_ids_T, local_table_VD, dtype).mul_(mine_T.unsqueeze(-1)))
 
     def row_linear(
         self,
         local_x_TF: Tensor,
-        local_weight_DF: Tensor,
+        local_weight_DF: Matrix,
         bias_D: Tensor | None,
         sums: RowSums | None,
         *,
@@ -97,7 +99,7 @@ class TensorParallel:
         ledger.phase = step_phase
         return torch.cat([generated_TD, sums.prompt(partial_TD[num_single_rows:])])
 
-    def logits(self, hidden_RD: Tensor, local_head_VD: Tensor, num_candidates: int = 0) -> Tensor | None:
+    def logits(self, hidden_RD: Tensor, local_head_VD: Matrix, num_candidates: int = 0) -> Tensor | None:
         """(R, V) float32 on rank 0, None on the others.
 
         Args:

@@ -40,8 +40,15 @@ class ModelOptions:
     device: str = _option("auto", "where ranks run; auto takes CUDA when there is one", ("auto", "cpu", "cuda"))
     dtype: str = _option(
         "auto",
-        "numbers of weights and activations; auto: the checkpoint's own (float16 and float32 files: bfloat16 on CPU)",
+        "numbers of activations, the KV cache, and weights that are not packed; auto: the checkpoint's own (float16 and float32 files: bfloat16 on CPU)",
         ("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str = _option(
+        "auto",
+        "how weight matrices are kept in memory, whatever --dtype the activations have. auto: GGUF's Q8_0, Q4_0 and Q4_1 as "
+        "the file holds them, all else as numbers of --dtype; none: everything as such numbers; int8, int4: floats are "
+        "quantized when they are read (int4: but for the embedding and the head, which get 8 bits)",
+        ("auto", "none", "int8", "int4"),
     )
     seed: int = _option(0, "seed of random: weights and of requests that bring none (0: a fresh one per request)")
 

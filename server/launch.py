@@ -112,6 +112,7 @@ class _Server:
             arms=decision.plan.arms,
             transport=decision.plan.transport,
             dtype=decision.plan.dtype,
+            weights=decision.formats.name,
             default_seed=options.seed,
         )
         self._slot.fill(info=info, tokenizer=tokenizer)
@@ -125,7 +126,7 @@ class _Server:
             self._progress.say(comm.link.describe(self._config.parallel.wire_nodes))  # measured by now
         self._progress.say(
             f"ready in {self._slot.startup_s:.1f} s at {url_of(self._listener)}: {info.name} "
-            f"(tp {info.tp}, {info.dtype} on {decision.plan.device}, {_wire(info, ready[0].comm)}"
+            f"(tp {info.tp}, {_numbers(info)} on {decision.plan.device}, {_wire(info, ready[0].comm)}"
             f"context {info.max_model_len}, {decision.plan.num_blocks} KV blocks of "
             f"{self._config.engine.block_size} tokens)"
         )
@@ -160,6 +161,10 @@ class _Server:
         elif now - self._first_signal_s > _SAME_SIGNAL_S:
             self._ranks.kill()
             os._exit(128 + number)
+
+
+def _numbers(info: ModelInfo) -> str:
+    return f"{info.weights} weights, {info.dtype}" if info.weights else info.dtype
 
 
 def _wire(info: ModelInfo, comm: CommSetup | None) -> str:

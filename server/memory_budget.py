@@ -5,11 +5,12 @@ of blocks on every rank, so the tightest pool decides.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tightwire.model.config import LlamaConfig
-from tightwire.model.layout import Layout, Shard, num_weights
+from tightwire.model.layout import Layout, Shard
+from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.server.config import EngineOptions
 from tightwire.server.scheduler import MAX_SCORED_ROWS
 from tightwire.server.sizes import format_bytes
@@ -79,10 +80,19 @@ class MemoryBudget:
 
 
 def make_budget(
-    config: LlamaConfig, layout: Layout, options: EngineOptions, *, dtype: str, device: str, pools: Sequence[Pool]
+    config: LlamaConfig,
+    layout: Layout,
+    options: EngineOptions,
+    *,
+    dtype: str,
+    formats: WeightFormats,
+    device: str,
+    pools: Sequence[Pool],
 ) -> MemoryBudget:
     """Decide the number of cache blocks and the longest sequence.
 
+    Args:
+        dtype: of what is not packed; ``formats`` says which weights are.
     Raises:
         NotEnoughMemoryError: weights, cache or the longest sequence do not fit.
         ValueError: --max-model-len beyond what the model was trained for.
@@ -93,7 +103,13 @@ def make_budget(
             f"--max-model-len {longest} exceeds the model's context of {config.max_positions} tokens; "
             f"ask for at most {config.max_positions}"
         )
-    ranks = tuple(_rank_bytes(config, shard, options, dtype, device) for shard in layout.shards)
+    weights = [weight_bytes(config, shard, formats, DTYPE_BYTES[dtype]) for shard in layout.shards]
+
+    def ranks_with(options: EngineOptions) -> tuple[RankBytes, ...]:
+        each = zip(layout.shards, weights, strict=True)
+        return tuple(_rank_bytes(config, shard, options, num_bytes, dtype, device) for shard, num_bytes in each)
+
+    ranks = ranks_with(options)
     blocks_per_sequence = math.ceil(longest / options.block_size)
     fitting = min(_fitting_blocks(ranks, pool) for pool in pools)
     if options.kv_cache_memory is not None:
@@ -106,14 +122,13 @@ def make_budget(
         ranks=ranks, pools=tuple(pools), num_blocks=num_blocks, max_model_len=max_model_len, max_positions=longest
     )
     if fitting < 1:
-        steps = _smaller_steps(config, layout, options, dtype, device, pools)
-        raise _refusal(budget, _why_nothing_fits(budget, steps, dtype))
+        raise _refusal(budget, _why_nothing_fits(budget, _smaller_steps(options, pools, ranks_with), dtype, formats))
     _check(budget, options, fitting, _RECOMMENDED_SHARE[device])
     return budget
 
 
 def _smaller_steps(
-    config: LlamaConfig, layout: Layout, options: EngineOptions, dtype: str, device: str, pools: Sequence[Pool]
+    options: EngineOptions, pools: Sequence[Pool], ranks_with: Callable[[EngineOptions], Sequence[RankBytes]]
 ) -> EngineOptions | None:
     """The options with steps halved until something fits beside them; None: not even with steps of one token."""
     num_tokens = options.max_num_batched_tokens
@@ -122,13 +137,13 @@ def _smaller_steps(
         smaller = replace(
             options, max_num_batched_tokens=num_tokens, max_num_seqs=min(num_tokens, options.max_num_seqs)
         )
-        ranks = tuple(_rank_bytes(config, shard, smaller, dtype, device) for shard in layout.shards)
+        ranks = ranks_with(smaller)
         if all(_fitting_blocks(ranks, pool) for pool in pools):
             return smaller
     return None
 
 
-def _why_nothing_fits(budget: MemoryBudget, smaller: EngineOptions | None, dtype: str) -> str:
+def _why_nothing_fits(budget: MemoryBudget, smaller: EngineOptions | None, dtype: str, formats: WeightFormats) -> str:
     """For a budget without room for one block: what is too large, and what to do."""
     if smaller is not None:
         return (
@@ -138,7 +153,8 @@ def _why_nothing_fits(budget: MemoryBudget, smaller: EngineOptions | None, dtype
     if all(sum(budget.ranks[r].fixed for r in pool.ranks) <= pool.available_bytes for pool in budget.pools):
         return "not one block of the KV cache fits; give a smaller --block-size, such as 16"
     half = " or --dtype bfloat16" if dtype == "float32" else ""
-    return f"the weights do not fit; free memory, or choose a smaller model{half}"
+    packed = "" if formats.packed else " or --quantization int8 or int4"
+    return f"the weights do not fit; free memory, or choose a smaller model{half}{packed}"
 
 
 def _check(budget: MemoryBudget, options: EngineOptions, fitting: int, share: float) -> None:
@@ -176,11 +192,13 @@ def _fitting_blocks(ranks: Sequence[RankBytes], pool: Pool) -> int:
     return max(0, left) // sum(ranks[r].block for r in pool.ranks)
 
 
-def _rank_bytes(config: LlamaConfig, shard: Shard, options: EngineOptions, dtype: str, device: str) -> RankBytes:
+def _rank_bytes(
+    config: LlamaConfig, shard: Shard, options: EngineOptions, num_weight_bytes: int, dtype: str, device: str
+) -> RankBytes:
     """What the rank with ``shard`` will hold."""
     elem = DTYPE_BYTES[dtype]
     return RankBytes(
-        weights=elem * num_weights(config, shard),
+        weights=num_weight_bytes,
         activations=_activation_bytes(config, shard, options, elem),
         runtime=_RUNTIME_BYTES[device],
         block=2 * config.num_layers * shard.local_kv_heads * options.block_size * config.head_dim * elem,

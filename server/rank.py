@@ -20,8 +20,9 @@ from tightwire.comm.topology import Topology
 from tightwire.comm.transport.throttled import held_rate, throttle_group
 from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
-from tightwire.model.layout import Layout, make_layout, num_weights
+from tightwire.model.layout import Layout, Shard, make_layout
 from tightwire.model.runner import ModelRunner
+from tightwire.model.weights.formats import WeightFormats, choose_formats, weight_bytes
 from tightwire.server.messages import CommSetup, Ready
 from tightwire.server.rank_comm import check_comm
 from tightwire.server.rank_loop import Follower, Leader
@@ -37,6 +38,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     with reporter.stage("open"):
         checkpoint = open_checkpoint(work.location, work.config.model.seed)
         layout = make_layout(checkpoint.config, identity.world_size, work.config.parallel.tp_split)
+        formats = choose_formats(checkpoint.reader(), checkpoint.config, work.config.model.quantization)
     with reporter.stage("join"):
         store = _open_store(identity, work.config.parallel.comm_timeout_s)
         group = _join(identity, work, store)
@@ -52,12 +54,13 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                 await_others=lambda: _await_others(store, identity, reporter, "compile"),
             )
         with reporter.stage("weights") as progress:
-            runner = _load(checkpoint, layout, group, comm.routes, work, progress)
+            runner = _load(checkpoint, layout, formats, group, comm.routes, work, progress)
         _await_others(store, identity, reporter, "load")
         with _take_place(identity, work, checkpoint, group, runner, reporter) as place:
             with reporter.stage("warm-up"):
                 place.warm_up()
-            reporter.send(_ready(identity, work, checkpoint, layout, msgspec.structs.replace(comm.setup, link=link)))
+            num_bytes = _weight_bytes(checkpoint, layout.shards[identity.rank], formats, work)
+            reporter.send(_ready(identity, num_bytes, msgspec.structs.replace(comm.setup, link=link)))
             place.serve()
     finally:
         group.close()
@@ -122,6 +125,7 @@ def _tried_link(group: Group, identity: RankIdentity, work: RankWork) -> LinkFac
 def _load(
     checkpoint: Checkpoint,
     layout: Layout,
+    formats: WeightFormats,
     group: Group,
     routes: Routes | None,
     work: RankWork,
@@ -137,6 +141,7 @@ def _load(
         max_model_len=work.plan.max_model_len,
         num_blocks=work.plan.num_blocks,
         block_size=work.config.engine.block_size,
+        formats=formats,
         progress=progress,
     )
 
@@ -170,11 +175,15 @@ def _take_place(
     )
 
 
-def _ready(identity: RankIdentity, work: RankWork, checkpoint: Checkpoint, layout: Layout, setup: CommSetup) -> Ready:
+def _weight_bytes(checkpoint: Checkpoint, shard: Shard, formats: WeightFormats, work: RankWork) -> int:
     dtype: torch.dtype = getattr(torch, work.plan.dtype)
+    return weight_bytes(checkpoint.config, shard, formats, dtype.itemsize)
+
+
+def _ready(identity: RankIdentity, num_weight_bytes: int, setup: CommSetup) -> Ready:
     return Ready(
         rank=identity.rank,
-        weight_bytes=num_weights(checkpoint.config, layout.shards[identity.rank]) * dtype.itemsize,
+        weight_bytes=num_weight_bytes,
         peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         comm=setup,
     )

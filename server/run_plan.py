@@ -15,6 +15,7 @@ from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.model.layout import Layout, make_layout
+from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
 from tightwire.server.comm_decision import CommDecision, decide_comm
 from tightwire.server.comm_request import check_all_reduce_names, describe_request, own_arm, policy_requests
 from tightwire.server.config import ModelOptions, ParallelOptions, ServeConfig
@@ -33,6 +34,7 @@ class Decision:
     plan: RunPlan
     layout: Layout
     budget: MemoryBudget
+    formats: WeightFormats
     comm: CommDecision | None  # None: a single rank
 
     def summary(self) -> str:
@@ -43,7 +45,8 @@ class Decision:
             num_nodes = self.plan.num_nodes if self.plan.num_nodes > 1 else len(self.layout.shards)
             wire.append(self.plan.link.describe(num_nodes))
         alone = [] if self.plan.allreduce == "auto" else [f"one rank sums nothing: no use for {self.plan.allreduce}"]
-        return "\n".join([self.budget.table(), *wire, *(alone if self.comm is None else self.comm.notes())])
+        formats = self.formats.describe(self.plan.dtype)
+        return "\n".join([self.budget.table(), formats, *wire, *(alone if self.comm is None else self.comm.notes())])
 
 
 def prepare(
@@ -70,20 +73,23 @@ def prepare(
         progress.fetching(name, fraction)
 
     checkpoint = open_checkpoint(name, config.model.seed, progress=fetching)
-    return checkpoint, decide(config, checkpoint.config, link)
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, config.model.quantization)
+    return checkpoint, decide(config, checkpoint.config, formats, link)
 
 
-def decide(config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None) -> Decision:
-    """Settle every ``auto``.
+def decide(config: ServeConfig, model: LlamaConfig, formats: WeightFormats, link: LinkFacts | None = None) -> Decision:
+    """Settle every ``auto`` but ``--quantization``'s, which ``formats`` has settled.
 
     Raises:
         ValueError: a split, device, dtype or size that cannot be had; says what can.
     """
     tp = config.parallel.tp
     layout = make_layout(model, tp, config.parallel.tp_split)
+    check_split(layout, model, formats)
     setting, gpus = decide_setting(config, model, link)
     device, dtype = setting.device, setting.dtype
-    budget = make_budget(model, layout, config.engine, dtype=dtype, device=device, pools=_pools(device, tp, gpus))
+    pools = _pools(device, tp, gpus)
+    budget = make_budget(model, layout, config.engine, dtype=dtype, formats=formats, device=device, pools=pools)
     comm = None
     library = None  # should GPUs not reach each other's memory, which only ranks find out
     if tp > 1:
@@ -106,7 +112,7 @@ def decide(config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = Non
         own_arm=own_arm(config.parallel),
         extra=_extra_arms(comm, library),
     )
-    return Decision(plan=plan, layout=layout, budget=budget, comm=comm)
+    return Decision(plan=plan, layout=layout, budget=budget, formats=formats, comm=comm)
 
 
 def _extra_arms(comm: CommDecision | None, library: CommDecision | None) -> tuple[Arm, ...]:

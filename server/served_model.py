@@ -47,17 +47,18 @@ class ModelInfo:
     arms: tuple[str, ...] = ("native",)  # the AllReduces that a request may ask for by name, the server's own first
     transport: str = "none"
     dtype: str = ""
+    weights: str = ""  # what they are packed as, such as Q4_1+Q8_0; empty: plain numbers
     default_seed: int = 0  # for requests that bring none; 0: a fresh one per request
     created: int = field(default_factory=lambda: int(time.time()))
 
     def fingerprint(self, arm: str | None = None) -> str:
-        """Equal seeds give equal text only under an equal fingerprint: these change the last bits of a sum.
+        """Equal seeds give equal text only under an equal fingerprint: these change the last bits of a sum, or the weights.
 
         ``arm``: the AllReduce that was asked for by name; what the server's options say beside it holds for it too.
         """
         own = self.arms[0]
         allreduce = (own if arm is None else arm) + self.allreduce.removeprefix(own)
-        return "-".join(["tightwire", f"tp{self.tp}", allreduce, *([self.dtype] if self.dtype else [])])
+        return "-".join(filter(None, ["tightwire", f"tp{self.tp}", allreduce, self.dtype, self.weights]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,7 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling import Sampler
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.step import StepPlan
+from tightwire.model.weights.formats import check_split, choose_formats
 from tightwire.server.drafts import NgramDrafter
 from tightwire.server.engine import Engine
 from tightwire.server.messages import AddRequest, Output
@@ -42,6 +43,7 @@ def local_engine(
     shares: Sequence[float] | None = None,
     all_reduce: str | Policy | Mapping[str, Policy] = "one-shot",
     dtype: torch.dtype = torch.float32,
+    quantization: str = "auto",
     max_model_len: int = 2048,
     num_blocks: int | None = None,
     block_size: int = 16,
@@ -56,6 +58,8 @@ def local_engine(
     """
     config = checkpoint.config
     layout = make_layout(config, tp, shares)
+    formats = choose_formats(checkpoint.reader(), config, quantization)
+    check_split(layout, config, formats)
     num_blocks = num_blocks or 4 * -(-max_model_len // block_size)
     groups = in_process_groups(tp)
     policy = fixed_policy(all_reduce) if isinstance(all_reduce, str) else all_reduce
@@ -71,6 +75,7 @@ def local_engine(
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             block_size=block_size,
+            formats=formats,
         )
         for group in groups
     ]

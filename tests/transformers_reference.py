@@ -20,6 +20,7 @@ def save_as_folder(checkpoint: Checkpoint, folder: Path) -> Path:
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_positions,
         rms_norm_eps=config.norm_eps,

@@ -1,18 +1,21 @@
-"""Reads slices of tensors out of a .gguf file under their Hugging Face names, dequantizing piece by piece."""
+"""Reads slices of tensors out of a .gguf file under their Hugging Face names, as its own blocks or dequantized."""
 
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from tightwire.kernels.packed import Matrix, PackedMatrix
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.model.weights.gguf_file import GgufFile, GgufTensor
 from tightwire.model.weights.mapped import row_chunks
 from tightwire.model.weights.names import gguf_name, hf_name
+from tightwire.model.weights.store import growth_of, store_rows
 
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
@@ -47,20 +50,29 @@ class GgufReader:
         self._supported_type(tensor)
         return tensor.shape
 
-    def read_into(self, out: Tensor, name: str, *, rows: range, columns: range | None = None) -> None:
+    def stored_as(self, name: str) -> str:
+        return self._supported_type(self._tensor(name)).name
+
+    def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
         tensor = self._tensor(name)
+        kind = self._supported_type(tensor)
+        own_blocks = out if isinstance(out, PackedMatrix) and out.format.name == kind.name else None
         # llama.cpp interleaves the two halves of each query and key head; they are put back head by head.
         unit = self._head_dim if ".q_proj." in name or ".k_proj." in name else 1
         aligned = range(rows.start // unit * unit, -(-rows.stop // unit) * unit)
         row_bytes = self._bytes_per_row(tensor)
-        growth = 1 if _type_of(tensor) in _PLAIN else _DEQUANTIZED_GROWTH
+        growth = 1 if own_blocks else growth_of(out) if kind in _PLAIN else _DEQUANTIZED_GROWTH
         for chunk in row_chunks(aligned, row_bytes * growth, multiple_of=unit):
-            piece = self._read_rows(tensor, chunk, columns)
+            piece = self._read_blocks(tensor, chunk, columns) if own_blocks else self._read_rows(tensor, chunk, columns)
             if unit > 1:
                 piece = _undo_interleave(piece, unit)
             wanted = range(max(chunk.start, rows.start), min(chunk.stop, rows.stop))
             piece = piece[wanted.start - chunk.start : wanted.stop - chunk.start]
-            out[wanted.start - rows.start : wanted.stop - rows.start].copy_(piece)
+            start = wanted.start - rows.start
+            if own_blocks:
+                own_blocks.rows(start, start + len(piece)).blocks_OB.copy_(piece)
+            else:
+                store_rows(out, start, piece, name)
             self._file.file.release(tensor.offset + chunk.start * row_bytes, len(chunk) * row_bytes)
 
     def _read_rows(self, tensor: GgufTensor, rows: range, columns: range | None) -> Tensor:
@@ -69,9 +81,19 @@ class GgufReader:
         if kind in _PLAIN:
             piece = self._file.file.tensor(tensor.offset, tensor.shape, _PLAIN[kind])[rows.start : rows.stop]
             return piece if columns is None else piece[:, columns.start : columns.stop]
+        return _dequantize(self._raw_rows(tensor, rows), kind, columns)
+
+    def _read_blocks(self, tensor: GgufTensor, rows: range, columns: range | None) -> Tensor:
+        """The bytes of these rows, in the file's own order; columns are whole blocks."""
+        blocks = torch.from_numpy(self._raw_rows(tensor, rows))
+        if columns is None:
+            return blocks
+        block_elems, block_bytes = GGML_QUANT_SIZES[self._supported_type(tensor)]
+        return blocks[:, columns.start // block_elems * block_bytes : columns.stop // block_elems * block_bytes]
+
+    def _raw_rows(self, tensor: GgufTensor, rows: range) -> npt.NDArray[np.uint8]:
         row_bytes = self._bytes_per_row(tensor)
-        raw = self._file.file.bytes_2d(tensor.offset + rows.start * row_bytes, len(rows), row_bytes)
-        return _dequantize(raw, kind, columns)
+        return self._file.file.bytes_2d(tensor.offset + rows.start * row_bytes, len(rows), row_bytes)
 
     def _tensor(self, name: str) -> GgufTensor:
         own_name = gguf_name(name)
@@ -115,7 +137,7 @@ def _type_of(tensor: GgufTensor) -> GGMLQuantizationType | None:
         return None
 
 
-def _dequantize(raw: np.ndarray, kind: GGMLQuantizationType, columns: range | None) -> Tensor:
+def _dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, columns: range | None) -> Tensor:
     """Numbers of these rows; of the blocks only those that hold asked columns are decoded."""
     if columns is None:
         return torch.from_numpy(dequantize(raw, kind))

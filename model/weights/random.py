@@ -11,10 +11,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tightwire.kernels.packed import Matrix
 from tightwire.model.config import LlamaConfig, RopeScaling
 from tightwire.model.errors import ModelError
 from tightwire.model.weights.mapped import row_chunks
 from tightwire.model.weights.names import expected_tensors
+from tightwire.model.weights.store import growth_of, store_rows
 
 # As Llama's own initialisation: keeps activations of any depth in range.
 _STD = 0.02
@@ -72,19 +74,21 @@ class RandomReader:
             raise ModelError(f"tensor {name} is not part of this model")
         return self._shapes[name]
 
-    def read_into(self, out: Tensor, name: str, *, rows: range, columns: range | None = None) -> None:
+    def stored_as(self, name: str) -> str:
+        return "random"
+
+    def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
         shape = self.shape(name)
-        if name.endswith("norm.weight"):
+        if isinstance(out, Tensor) and name.endswith("norm.weight"):
             out.fill_(1.0)
             return
         key = zlib.crc32(name.encode()) ^ (self._seed * 0x9E3779B1 % _INT32)
-        if len(shape) == 1:
-            # A bias is the first column of a matrix of the same height.
-            out, shape = out.unsqueeze(1), (*shape, 1)
-        columns = range(shape[-1]) if columns is None else columns
+        is_bias = len(shape) == 1  # the first column of a matrix of the same height
+        columns = columns or range(1 if is_bias else shape[-1])
         # 8-byte rows in the estimate: the hash and its float copy live beside each other.
-        for chunk in row_chunks(rows, 8 * len(columns) * (1 if out.is_cuda else 4)):
-            out[chunk.start - rows.start : chunk.stop - rows.start].copy_(_uniform(key, chunk, columns, out.device))
+        for chunk in row_chunks(rows, 8 * len(columns) * max(growth_of(out), 1 if out.device.type == "cuda" else 4)):
+            piece = _uniform(key, chunk, columns, out.device)
+            store_rows(out, chunk.start - rows.start, piece.squeeze(1) if is_bias else piece, name)
 
 
 def _uniform(key: int, rows: range, columns: range, device: torch.device) -> Tensor:

@@ -1,14 +1,16 @@
 """Weights that stay on the device: each rank's slices, read straight into the fused tensors the layers use."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from tightwire.kernels.packed import Matrix, PackedMatrix, empty_packed
 from tightwire.model.config import LlamaConfig
-from tightwire.model.layout import Shard, num_weights
-from tightwire.model.weights.names import EMBEDDING, FINAL_NORM, HEAD
+from tightwire.model.layout import Shard
+from tightwire.model.weights.formats import WeightFormats, weight_bytes
+from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors
 from tightwire.model.weights.source import CheckpointReader, LayerWeights, OuterWeights
 
 
@@ -33,6 +35,7 @@ def load_resident(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    formats: WeightFormats | None = None,
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> ResidentWeights:
     """Read this rank's part of the checkpoint.
@@ -40,16 +43,18 @@ def load_resident(
     Host memory grows by the rank's share (on CPU: the tensors themselves) and a few MiB for the piece in hand.
 
     Args:
+        formats: how matrices are kept; default: all as plain numbers.
         progress: called with the share of the rank's bytes read so far, 0 to 1, after each tensor.
-    Cost: ``num_weights(config, shard)`` numbers of ``dtype`` on the device.
+    Cost: ``weight_bytes`` of the formats on the device.
     """
-    filler = _Filler(reader, dtype, device, num_weights(config, shard) * dtype.itemsize, progress)
-    rows = shard.vocab_rows
-    embedding = filler.fill([(EMBEDDING, rows)])
-    layers = tuple(_load_layer(filler, config, shard, index) for index in range(config.num_layers))
-    final_norm = filler.fill([(FINAL_NORM, range(config.hidden_size))])
-    head = embedding if config.tied_embeddings else filler.fill([(HEAD, rows)])
-    return ResidentWeights(outer=OuterWeights(embedding=embedding, final_norm=final_norm, head=head), layers=layers)
+    formats = formats or WeightFormats()
+    total_bytes = weight_bytes(config, shard, formats, dtype.itemsize)
+    filler = _Filler(reader, dtype, device, formats, total_bytes, progress)
+    outer = filler.fill_all(outer_tensors(config, shard))
+    layers = tuple(
+        LayerWeights(**filler.fill_all(layer_tensors(config, shard, index))) for index in range(config.num_layers)
+    )
+    return ResidentWeights(outer=OuterWeights(**{"head": outer["embedding"], **outer}), layers=layers)
 
 
 class _Filler:
@@ -60,61 +65,34 @@ class _Filler:
         reader: CheckpointReader,
         dtype: torch.dtype,
         device: torch.device,
+        formats: WeightFormats,
         total_bytes: int,
         progress: Callable[[float], None],
     ) -> None:
         self._reader = reader
         self._dtype = dtype
         self._device = device
+        self._formats = formats
         self._total_bytes = total_bytes
         self._done_bytes = 0
         self._progress = progress
 
-    def fill(self, parts: Sequence[tuple[str, range]], columns: range | None = None) -> Tensor:
-        """The named tensors' rows, one part below the other; of each row the given columns."""
-        width = self._reader.shape(parts[0][0])[1:]
-        if columns is not None:
-            width = (len(columns),)
-        num_rows = sum(len(rows) for _, rows in parts)
-        out = torch.empty((num_rows, *width), dtype=self._dtype, device=self._device)
+    def fill_all(self, tensors: Mapping[str, Fused]) -> dict[str, Any]:
+        """A tensor or packed matrix for each field."""
+        return {field: self._fill(fused) for field, fused in tensors.items()}
+
+    def _fill(self, fused: Fused) -> Matrix:
+        packed = self._formats.of(fused)
+        if packed is None:
+            out = torch.empty(fused.shape, dtype=self._dtype, device=self._device)
+        else:
+            out = empty_packed(fused.shape[0], fused.shape[1], packed, self._device)
         start = 0
-        for name, rows in parts:
-            self._reader.read_into(out[start : start + len(rows)], name, rows=rows, columns=columns)
-            start += len(rows)
+        for name, rows in fused.parts:
+            stop = start + len(rows)
+            part = out.rows(start, stop) if isinstance(out, PackedMatrix) else out[start:stop]
+            self._reader.read_into(part, name, rows=rows, columns=fused.columns)
+            start = stop
         self._done_bytes += out.nbytes
         self._progress(self._done_bytes / self._total_bytes)
         return out
-
-
-def _load_layer(filler: _Filler, config: LlamaConfig, shard: Shard, index: int) -> LayerWeights:
-    prefix = f"model.layers.{index}."
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    every = range(config.hidden_size)
-    query, kv = _head_rows(shard.query_heads, config.head_dim), _head_rows(shard.kv_heads, config.head_dim)
-    qkv = [(attention + "q_proj.", query), (attention + "k_proj.", kv), (attention + "v_proj.", kv)]
-    gate_up = [(mlp + "gate_proj.", shard.mlp_columns), (mlp + "up_proj.", shard.mlp_columns)]
-    out, down = [(attention + "o_proj.", every)], [(mlp + "down_proj.", every)]
-
-    def weight(parts: Sequence[tuple[str, range]], columns: range | None = None) -> Tensor:
-        return filler.fill([(name + "weight", rows) for name, rows in parts], columns)
-
-    def bias(parts: Sequence[tuple[str, range]], present: bool) -> Tensor | None:
-        return filler.fill([(name + "bias", rows) for name, rows in parts]) if present else None
-
-    first = shard.rank == 0
-    return LayerWeights(
-        attention_norm=weight([(prefix + "input_layernorm.", every)]),
-        qkv=weight(qkv),
-        qkv_bias=bias(qkv, config.attention_bias),
-        attention_out=weight(out, query),
-        attention_out_bias=bias(out, config.attention_bias and first),
-        mlp_norm=weight([(prefix + "post_attention_layernorm.", every)]),
-        gate_up=weight(gate_up),
-        gate_up_bias=bias(gate_up, config.mlp_bias),
-        down=weight(down, shard.mlp_columns),
-        down_bias=bias(down, config.mlp_bias and first),
-    )
-
-
-def _head_rows(heads: range, head_dim: int) -> range:
-    return range(heads.start * head_dim, heads.stop * head_dim)

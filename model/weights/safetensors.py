@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from tightwire.kernels.packed import Matrix
 from tightwire.model.errors import ModelError
 from tightwire.model.weights.mapped import MappedFile, row_chunks
+from tightwire.model.weights.store import growth_of, store_rows
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _INDEX = "model.safetensors.index.json"
@@ -50,15 +51,18 @@ class SafetensorsReader:
         """``float32``, ``bfloat16``, ``float16``: how the file stores it."""
         return str(_DTYPES[self._entry(name).dtype]).removeprefix("torch.")
 
-    def read_into(self, out: Tensor, name: str, *, rows: range, columns: range | None = None) -> None:
+    def stored_as(self, name: str) -> str:
+        return self._entry(name).dtype
+
+    def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
         entry = self._entry(name)
         whole = entry.file.tensor(entry.offset, entry.shape, _DTYPES[entry.dtype])
         row_bytes = whole[:1].numel() * whole.element_size()
-        for chunk in row_chunks(rows, row_bytes):
+        for chunk in row_chunks(rows, row_bytes * growth_of(out)):
             part = whole[chunk.start : chunk.stop]
             if columns is not None:
                 part = part[:, columns.start : columns.stop]
-            out[chunk.start - rows.start : chunk.stop - rows.start].copy_(part)
+            store_rows(out, chunk.start - rows.start, part, name)
             entry.file.release(entry.offset + chunk.start * row_bytes, len(chunk) * row_bytes)
 
     def _entry(self, name: str) -> _Entry:

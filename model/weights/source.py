@@ -6,33 +6,36 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tightwire.kernels.packed import Matrix
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
     """One layer's tensors on this rank's device, already split; ``local_`` sizes come from ``model.layout``.
 
-    The fused matrices hold this rank's rows in the order named, so one matrix product serves all of them.
+    The fused matrices hold this rank's rows in the order named, so one matrix product serves all of them. Which fields are
+    there, and of which tensors they are made, ``fused`` says.
     """
 
     attention_norm: Tensor  # (D,)
-    qkv: Tensor  # (local_H*E + 2*local_K*E, D): q rows, then k, then v
-    qkv_bias: Tensor | None
-    attention_out: Tensor  # (D, local_H*E)
-    attention_out_bias: Tensor | None  # (D,); present on rank 0 only, so that the sum over ranks adds it once
+    qkv: Matrix  # (local_H*E + 2*local_K*E, D): q rows, then k, then v
+    qkv_bias: Tensor | None = None
+    attention_out: Matrix  # (D, local_H*E)
+    attention_out_bias: Tensor | None = None  # (D,); present on rank 0 only, so that the sum over ranks adds it once
     mlp_norm: Tensor  # (D,)
-    gate_up: Tensor  # (2*local_F, D): gate rows, then up
-    gate_up_bias: Tensor | None
-    down: Tensor  # (D, local_F)
-    down_bias: Tensor | None  # (D,); rank 0 only
+    gate_up: Matrix  # (2*local_F, D): gate rows, then up
+    gate_up_bias: Tensor | None = None
+    down: Matrix  # (D, local_F)
+    down_bias: Tensor | None = None  # (D,); rank 0 only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterWeights:
     """What stands before and after the layers."""
 
-    embedding: Tensor  # (local_V, D)
+    embedding: Matrix  # (local_V, D)
     final_norm: Tensor  # (D,)
-    head: Tensor  # (local_V, D); the embedding itself when tied
+    head: Matrix  # (local_V, D); the embedding itself when tied
 
 
 class WeightSource(Protocol):
@@ -56,6 +59,17 @@ class CheckpointReader(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read_into(self, out: Tensor, name: str, *, rows: range, columns: range | None = None) -> None:
-        """Copy ``tensor[rows][:, columns]`` (or ``vector[rows]``) into ``out``, converting to ``out.dtype``."""
+    def stored_as(self, name: str) -> str:
+        """The type of its numbers as GGUF would call it, such as F32 or Q4_1; ``random`` for what is in no file."""
+        ...
+
+    def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
+        """Copy ``tensor[rows][:, columns]`` (or ``vector[rows]``) into ``out``, converting to its dtype.
+
+        Into a packed matrix blocks of its own format are copied as they are, columns being whole groups; anything else is
+        quantized.
+
+        Raises:
+            ModelError: numbers that cannot be quantized.
+        """
         ...

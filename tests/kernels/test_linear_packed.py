@@ -8,8 +8,9 @@ import torch
 
 from tightwire.kernels import linear as linear_module
 from tightwire.kernels.linear import linear, linear_reference
-from tightwire.kernels.packed import PackedMatrix, dequantize, quantize
+from tightwire.kernels.packed import PackedMatrix, quantize
 from tightwire.kernels.packed_format import PACKED_FORMATS, Q4_1, PackedFormat
+from tightwire.kernels.unpack import dequantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import VARIANTS, make_tiny
+from tiny_gguf import make_tiny_gguf
 from torch import Tensor
 
 from tightwire.comm.group import in_process_groups
@@ -17,12 +18,13 @@ from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.layout import make_layout
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan
+from tightwire.model.weights.formats import choose_formats
 
 _BLOCK_SIZE, _MAX_BLOCKS, _VOCAB = 16, 8, 304
 
 
-def _runner(folder: Path, dtype: torch.dtype) -> ModelRunner:
-    checkpoint = open_checkpoint(str(folder))
+def _runner(model: Path, dtype: torch.dtype, quantization: str = "auto") -> ModelRunner:
+    checkpoint = open_checkpoint(str(model))
     return build_runner(
         checkpoint.config,
         checkpoint.reader(),
@@ -33,6 +35,7 @@ def _runner(folder: Path, dtype: torch.dtype) -> ModelRunner:
         max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
         num_blocks=32 * _MAX_BLOCKS,
         block_size=_BLOCK_SIZE,
+        formats=choose_formats(checkpoint.reader(), checkpoint.config, quantization),
     )
 
 
@@ -86,6 +89,34 @@ def test_a_row_gets_the_same_bits_by_itself_and_beside_a_prompt(
         beside = _execute(runner, [*generated, (3, 3)], num_seqs)
         assert by_themselves.isfinite().all()
         assert torch.equal(by_themselves, beside[:num_seqs])
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "Q4_1"])
+def test_packed_weights_give_the_same_bits_either_way_and_in_float32_those_of_the_expanded(
+    quant: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = make_tiny_gguf(tmp_path / "m.gguf", quant, attention_bias=True)
+    by_themselves = {}
+    for quantization in ("auto", "none"):
+        runner = _runner(path, dtype, quantization)
+        _execute(runner, [(context, context) for context in _CONTEXTS], 0)
+        generated = [(1, context) for context in _CONTEXTS]
+        by_themselves[quantization] = _execute(runner, generated, len(_CONTEXTS))
+        beside = _execute(runner, [*generated, (3, 3)], len(_CONTEXTS))
+        assert torch.equal(by_themselves[quantization], beside[: len(_CONTEXTS)])
+    assert torch.equal(by_themselves["auto"], by_themselves["none"]) == (dtype == torch.float32)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_threads_that_share_packed_weights_change_no_bit(quantization: str, tmp_path: Path) -> None:
+    runner = _runner(make_tiny(tmp_path, num_hidden_layers=6), torch.bfloat16, quantization)
+    _execute(runner, [(context, context) for context in _CONTEXTS], 0)
+    generated = [(1, context) for context in _CONTEXTS]
+    beside = _execute(runner, [*generated, (3, 3)], len(_CONTEXTS))[: len(_CONTEXTS)]
+    for _ in range(20):
+        assert torch.equal(_execute(runner, generated, len(_CONTEXTS)), beside)
 
 
 @pytest.mark.usefixtures("three_threads")

@@ -26,7 +26,7 @@ def test_columns_are_even_whoever_has_more_heads(world_size: int) -> None:
     """Ranks wait for each other after each half of a layer, so one half cannot make up for the other."""
     columns = [len(shard.mlp_columns) for shard in make_layout(_config(), world_size).shards]
 
-    assert max(columns) - min(columns) <= 16 and sum(columns) == 1536
+    assert max(columns) - min(columns) <= 32 and sum(columns) == 1536
 
 
 def test_smollm2_on_two_ranks_splits_three_kv_heads_two_to_one() -> None:

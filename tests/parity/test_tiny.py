@@ -6,8 +6,9 @@ import pytest
 import torch
 from local_engine import continue_prompts, local_engine, prompt_logits
 from tiny import VARIANTS, make_tiny
+from tiny_gguf import make_tiny_gguf
 from transformers import LlamaForCausalLM
-from transformers_reference import greedy, logits
+from transformers_reference import greedy, logits, save_as_folder
 
 from tightwire.comm.registry import ALL_REDUCE
 from tightwire.model.checkpoint import open_checkpoint
@@ -34,6 +35,29 @@ def test_logits_and_tokens_equal_transformers_at_every_tp(variant: str, tmp_path
                 for prompt in _PROMPTS:
                     worst = (prompt_logits(local.runners[0], prompt) - logits(model, prompt)).abs().max()
                     assert worst <= 1e-3
+
+
+@pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "Q4_1"])
+def test_packed_weights_answer_as_transformers_does_with_the_same_numbers(quant: str, tmp_path: Path) -> None:
+    """Greedy tokens in float32 are those of the weights that the blocks stand for, however many ranks hold them."""
+    path = make_tiny_gguf(tmp_path / "m.gguf", quant, head_dim=32)
+    checkpoint = open_checkpoint(str(path))
+    model = _reference(save_as_folder(checkpoint, tmp_path / "expanded"))
+    wanted = [greedy(model, prompt, 24) for prompt in _PROMPTS]
+
+    for tp in (1, 2, 3, 4):
+        with local_engine(checkpoint, tp=tp, max_model_len=256, max_num_batched_tokens=64) as local:
+            assert continue_prompts(local.engine, _PROMPTS, max_tokens=24) == wanted, f"tp={tp}"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_what_is_quantized_when_it_is_read_does_not_depend_on_the_split(quantization: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path, head_dim=32)))
+    answers = []
+    for tp in (1, 2, 4):
+        with local_engine(checkpoint, tp=tp, quantization=quantization, max_model_len=256) as local:
+            answers.append(continue_prompts(local.engine, _PROMPTS, max_tokens=24))
+    assert answers[1:] == answers[:1] * 2
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALL_REDUCE))

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tightwire.model.config import LlamaConfig
-from tightwire.model.layout import Layout, make_layout, num_weights
+from tightwire.model.layout import Layout, make_layout
+from tightwire.model.weights.formats import WeightFormats, choose_formats, weight_bytes
 from tightwire.model.weights.names import expected_tensors
+from tightwire.model.weights.random import RandomReader
 from tightwire.server.config import EngineOptions
 from tightwire.server.flags import make_config
 from tightwire.server.memory_budget import (
@@ -19,6 +21,7 @@ from tightwire.server.memory_budget import (
 from tightwire.server.sizes import parse_bytes
 
 GIB = 1 << 30
+PLAIN = WeightFormats()
 MODEL = LlamaConfig(
     num_layers=16,
     hidden_size=2048,
@@ -38,7 +41,20 @@ def budget(gib: float, tp: int = 1, device: str = "cpu", **options: int) -> Memo
     if device == "cuda":
         pools = [Pool(name=f"cuda:{r}", available_bytes=int(gib * GIB), ranks=range(r, r + 1)) for r in range(tp)]
     engine = make_config(options).engine
-    return make_budget(MODEL, layout, engine, dtype="bfloat16", device=device, pools=pools)
+    return make_budget(MODEL, layout, engine, dtype="bfloat16", formats=PLAIN, device=device, pools=pools)
+
+
+def test_packed_weights_leave_more_to_the_cache() -> None:
+    layout, pools = make_layout(MODEL, 1), [Pool(name="host memory", available_bytes=4 * GIB, ranks=range(1))]
+    packed = choose_formats(RandomReader(MODEL, 0), MODEL, "int4")
+    made = {
+        name: make_budget(MODEL, layout, EngineOptions(), dtype="bfloat16", formats=formats, device="cpu", pools=pools)
+        for name, formats in (("plain", PLAIN), ("int4", packed))
+    }
+    saved = made["plain"].ranks[0].weights - made["int4"].ranks[0].weights
+    layers, table = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 2048 * 8192), 128_256 * 2048
+    assert saved == layers * (64 - 20) // 32 + table * (64 - 34) // 32
+    assert made["int4"].num_blocks > made["plain"].num_blocks
 
 
 def total(budget: MemoryBudget) -> int:
@@ -53,14 +69,14 @@ def test_one_rank_holds_every_tensor_of_the_model(model: LlamaConfig) -> None:
         for length in shape:
             size *= length
         numbers += size
-    assert num_weights(model, make_layout(model, 1).shards[0]) == numbers
+    assert weight_bytes(model, make_layout(model, 1).shards[0], PLAIN, 1) == numbers
 
 
 @pytest.mark.parametrize("model", [MODEL, replace(MODEL, attention_bias=True, mlp_bias=True)])
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_the_ranks_hold_the_model_together(tp: int, model: LlamaConfig) -> None:
-    whole = num_weights(model, make_layout(model, 1).shards[0])
-    parts = sum(num_weights(model, shard) for shard in make_layout(model, tp).shards)
+    whole = weight_bytes(model, make_layout(model, 1).shards[0], PLAIN, 1)
+    parts = sum(weight_bytes(model, shard, PLAIN, 1) for shard in make_layout(model, tp).shards)
     norms = MODEL.hidden_size * (2 * MODEL.num_layers + 1)
     assert parts == whole + (tp - 1) * norms  # the norms are on every rank
 
@@ -109,7 +125,9 @@ def test_weights_that_do_not_fit_are_refused_with_a_table() -> None:
 def test_weights_of_float32_that_do_not_fit_may_be_halved() -> None:
     pools = [Pool(name="host memory", available_bytes=4 * GIB, ranks=range(1))]
     with pytest.raises(NotEnoughMemoryError, match="the weights do not fit; .* or --dtype bfloat16"):
-        make_budget(MODEL, make_layout(MODEL, 1), EngineOptions(), dtype="float32", device="cpu", pools=pools)
+        make_budget(
+            MODEL, make_layout(MODEL, 1), EngineOptions(), dtype="float32", formats=PLAIN, device="cpu", pools=pools
+        )
 
 
 def test_steps_that_do_not_fit_are_refused_with_steps_that_do() -> None:
@@ -161,6 +179,6 @@ def test_the_tightest_device_decides() -> None:
         Pool(name="cuda:0", available_bytes=80 * GIB, ranks=range(1)),
         Pool(name="cuda:1", available_bytes=8 * GIB, ranks=range(1, 2)),
     ]
-    made = make_budget(MODEL, layout, EngineOptions(), dtype="bfloat16", device="cuda", pools=pools)
+    made = make_budget(MODEL, layout, EngineOptions(), dtype="bfloat16", formats=PLAIN, device="cuda", pools=pools)
     used = made.ranks[1].fixed + made.ranks[1].block * made.num_blocks
     assert 0.85 * 8 * GIB < used <= 8 * GIB

@@ -1,6 +1,7 @@
 """From bodies to sequences: seeds, defaults that depend on the model, and work that must not hold up the loop."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,8 @@ def test_what_is_said_beside_the_allreduce_is_in_every_fingerprint() -> None:
     info = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, dtype="bfloat16", **asked)
     assert info.fingerprint() == info.fingerprint("flash-int8") == "tightwire-tp2-flash-int8+decode=ring-bfloat16"
     assert info.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16"
+    packed = replace(info, weights="Q4_1+Q8_0")
+    assert packed.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16-Q4_1+Q8_0"
 
 
 def test_a_token_that_the_model_does_not_have_is_the_requests_fault() -> None:

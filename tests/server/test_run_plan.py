@@ -5,13 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_gguf import make_tiny_gguf
 
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file
 from tightwire.comm.policy.setting import Setting
 from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_path, write_tuned
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
+from tightwire.model.weights.formats import WeightFormats
 from tightwire.server import run_plan
+from tightwire.server.config import ServeConfig
 from tightwire.server.devices import CudaDevice, num_cores
 from tightwire.server.flags import make_config
 from tightwire.server.progress import Progress
@@ -29,6 +32,10 @@ MODEL = LlamaConfig(
 )
 
 
+def decide(config: ServeConfig, model: LlamaConfig) -> run_plan.Decision:
+    return run_plan.decide(config, model, WeightFormats())
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
     """Two unlike CUDA devices; a test may take them away."""
@@ -39,20 +46,20 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
 
 def test_without_a_device_it_runs_on_the_cpu_in_bfloat16(gpus: list[CudaDevice]) -> None:
     gpus.clear()
-    plan = run_plan.decide(make_config({}), replace(MODEL, dtype="float32")).plan
+    plan = decide(make_config({}), replace(MODEL, dtype="float32")).plan
     assert (plan.device, plan.dtype, plan.allreduce, plan.max_model_len) == ("cpu", "bfloat16", "auto", 512)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_with_devices_it_runs_there_in_the_checkpoints_own_numbers(gpus: list[CudaDevice], dtype: str) -> None:
-    decision = run_plan.decide(make_config({"tp": 2}), replace(MODEL, dtype=dtype))
+    decision = decide(make_config({"tp": 2}), replace(MODEL, dtype=dtype))
     assert (decision.plan.device, decision.plan.dtype) == ("cuda", dtype)
     assert [pool.name for pool in decision.budget.pools] == ["cuda:0 (A)", "cuda:1 (B)"]
 
 
 def test_what_was_asked_for_is_what_runs(gpus: list[CudaDevice]) -> None:
     options = {"device": "cpu", "dtype": "float32", "allreduce": "two-shot", "max_model_len": 100, "tp": 2}
-    plan = run_plan.decide(make_config(options), MODEL).plan
+    plan = decide(make_config(options), MODEL).plan
     assert (plan.device, plan.dtype, plan.allreduce, plan.max_model_len) == ("cpu", "float32", "two-shot", 100)
     assert plan.policy.algorithms == ("two-shot",)
 
@@ -67,7 +74,7 @@ def test_a_lossy_name_is_kept_from_generated_rows_and_all_that_was_asked_is_in_o
         "allreduce_o_proj": "ring",
         "comm_error_budget": 0.1,
     }
-    plan = run_plan.decide(make_config(options), MODEL).plan
+    plan = decide(make_config(options), MODEL).plan
     assert plan.allreduce == "flash-int8+o-proj=ring+error-budget=0.1"
     assert plan.policy.choices("down_proj", 0, "prefill")[0].algorithms == ("flash-int8",)
     assert plan.policy.choices("o_proj", 0, "prefill")[0].algorithms == ("ring",)
@@ -75,19 +82,19 @@ def test_a_lossy_name_is_kept_from_generated_rows_and_all_that_was_asked_is_in_o
 
 
 def test_a_single_rank_has_no_policy(gpus: list[CudaDevice]) -> None:
-    decision = run_plan.decide(make_config({"device": "cpu"}), MODEL)
+    decision = decide(make_config({"device": "cpu"}), MODEL)
     assert decision.plan.policy.rules == () and decision.comm is None
     assert "one rank" not in decision.summary()
-    named = run_plan.decide(make_config({"device": "cpu", "allreduce": "flash-int8"}), MODEL)
+    named = decide(make_config({"device": "cpu", "allreduce": "flash-int8"}), MODEL)
     assert "one rank sums nothing: no use for flash-int8" in named.summary()
 
 
 def test_the_summary_names_each_choice_with_its_reason(gpus: list[CudaDevice]) -> None:
     options = {"device": "cpu", "tp": 2, "allreduce": "flash-int8"}
-    summary = run_plan.decide(make_config(options), MODEL).summary()
+    summary = decide(make_config(options), MODEL).summary()
     assert "allreduce flash-int8 for prefill o_proj, prefill down_proj: --allreduce flash-int8" in summary
     assert "for decode o_proj, decode down_proj: generated rows stay exact" in summary
-    alike = run_plan.decide(make_config({"device": "cpu", "tp": 2}), MODEL).summary().splitlines()
+    alike = decide(make_config({"device": "cpu", "tp": 2}), MODEL).summary().splitlines()
     assert len([line for line in alike if line.startswith("allreduce ")]) == 1
 
 
@@ -105,12 +112,12 @@ def test_requests_may_ask_for_what_serve_would_make_of_that_name(gpus: list[Cuda
     write_policy_file(path, _MIX)
     names = ("ring", "flash-int8", "two-shot", f"policy:{path}")
     options = {"device": "cpu", "tp": 2, "allreduce": "two-shot"}
-    decision = run_plan.decide(make_config({**options, "allreduce_extra": names}), MODEL)
+    decision = decide(make_config({**options, "allreduce_extra": names}), MODEL)
     # The server's own is one of them anyway.
     assert decision.plan.arms == ("two-shot", "ring", "flash-int8", f"policy:{path}")
     for arm in decision.plan.extra[:2]:
-        assert arm.policy == run_plan.decide(make_config({**options, "allreduce": arm.name}), MODEL).plan.policy
-    by_file = run_plan.decide(make_config({"device": "cpu", "tp": 2, "comm_policy": str(path)}), MODEL).plan
+        assert arm.policy == decide(make_config({**options, "allreduce": arm.name}), MODEL).plan.policy
+    by_file = decide(make_config({"device": "cpu", "tp": 2, "comm_policy": str(path)}), MODEL).plan
     assert (by_file.own_arm, by_file.policy) == (f"policy:{path}", decision.plan.extra[2].policy)
     summary = decision.summary()
     assert "on request, ring: allreduce ring: --allreduce ring" in summary
@@ -124,7 +131,7 @@ def test_a_policy_file_for_another_model_is_refused(gpus: list[CudaDevice], tmp_
     write_policy_file(path, _MIX)
     config = make_config({"device": "cpu", "tp": 2, "comm_policy": str(path)})
     with pytest.raises(ValueError, match="a rule for layer 1, and the model's layers are 0 to 0"):
-        run_plan.decide(config, replace(MODEL, num_layers=1))
+        decide(config, replace(MODEL, num_layers=1))
 
 
 def test_what_was_measured_on_this_host_decides_and_a_damaged_file_is_a_warning(
@@ -143,14 +150,35 @@ def test_what_was_measured_on_this_host_decides_and_a_damaged_file_is_a_warning(
     path = tune_path(tmp_path / "tightwire", host)
     write_tuned(path, host, [Measured(setting=setting, points=points, computing=(), wrong={}, date="2026-01-01")])
 
-    decision = run_plan.decide(config, MODEL)
+    decision = decide(config, MODEL)
     assert decision.plan.policy.choices("o_proj", 0, "decode")[0].algorithms == ("two-shot", "one-shot")
     assert "measured on this host" in decision.summary()
 
     path.write_text("{")
-    decision = run_plan.decide(config, MODEL)
+    decision = decide(config, MODEL)
     assert decision.plan.policy.choices("o_proj", 0, "decode")[0].algorithms[0] == "one-shot"
     assert f"warning: {path} is damaged" in decision.summary()
+
+
+def test_packed_weights_are_counted_as_they_are_and_told(tmp_path: Path) -> None:
+    path = make_tiny_gguf(tmp_path / "m.gguf", "Q4_1")
+    num_bytes = {}
+    for quantization in ("auto", "none"):
+        config = make_config({"model": str(path), "device": "cpu", "quantization": quantization})
+        decision = run_plan.prepare(config, Progress(1, lambda text: None))[1]
+        num_bytes[quantization] = decision.budget.ranks[0].weights
+        said = "weight matrices: 16 in " + ("Q4_1" if quantization == "auto" else "bfloat16, expanded from Q4_1")
+        assert said in decision.summary().splitlines()
+    norms = 2 * 64 * (2 * 2 + 1)
+    assert (num_bytes["none"] - norms) * 20 == (num_bytes["auto"] - norms) * 64  # bytes of 32 numbers
+
+
+def test_a_split_through_a_group_of_packed_weights_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    path = make_tiny_gguf(tmp_path / "m.gguf", "Q8_0")
+    options = {"model": str(path), "device": "cpu", "tp": 4}
+    with pytest.raises(ValueError, match=r"cannot split model.layers.0.self_attn.o_proj.weight in Q8_0 over 4 ranks"):
+        run_plan.prepare(make_config(options), Progress(4, lambda text: None))
+    run_plan.prepare(make_config({**options, "quantization": "none"}), Progress(4, lambda text: None))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +201,7 @@ def test_a_name_that_no_allreduce_has_is_refused_before_anything_is_fetched(
 
 
 def test_the_split_follows_the_shares(gpus: list[CudaDevice]) -> None:
-    decision = run_plan.decide(make_config({"tp": 2, "tp_split": (3.0, 1.0)}), MODEL)
+    decision = decide(make_config({"tp": 2, "tp_split": (3.0, 1.0)}), MODEL)
     first, second = decision.layout.shards
     assert len(first.mlp_columns) > 2 * len(second.mlp_columns)
 
@@ -189,13 +217,13 @@ def test_the_split_follows_the_shares(gpus: list[CudaDevice]) -> None:
 )
 def test_what_cannot_be_had_is_refused(gpus: list[CudaDevice], options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run_plan.decide(make_config(options), MODEL)
+        decide(make_config(options), MODEL)
 
 
 def test_cuda_without_a_device_is_refused(gpus: list[CudaDevice]) -> None:
     gpus.clear()
     with pytest.raises(ValueError, match="no CUDA device is visible"):
-        run_plan.decide(make_config({"device": "cuda"}), MODEL)
+        decide(make_config({"device": "cuda"}), MODEL)
 
 
 def test_a_fetch_that_is_no_longer_wanted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,25 +244,25 @@ def test_a_fetch_that_is_no_longer_wanted_is_given_up(monkeypatch: pytest.Monkey
 
 
 def test_between_gpus_auto_tries_peer_memory_and_has_a_policy_without_it(gpus: list[CudaDevice]) -> None:
-    plan = run_plan.decide(make_config({"tp": 2}), MODEL).plan
+    plan = decide(make_config({"tp": 2}), MODEL).plan
     assert plan.transport == "peer-memory" and plan.library_policy is not None
-    named = run_plan.decide(make_config({"tp": 2, "transport": "peer-memory"}), MODEL).plan
+    named = decide(make_config({"tp": 2, "transport": "peer-memory"}), MODEL).plan
     assert named.transport == "peer-memory" and named.library_policy is None
-    library = run_plan.decide(make_config({"tp": 2, "transport": "process-group"}), MODEL).plan
+    library = decide(make_config({"tp": 2, "transport": "process-group"}), MODEL).plan
     assert library.transport == "process-group" and library.library_policy is None
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_peer_memory_is_refused_between_cpu_ranks(gpus: list[CudaDevice], tp: int) -> None:
     with pytest.raises(ValueError, match="--transport peer-memory is between GPUs"):
-        run_plan.decide(make_config({"tp": tp, "device": "cpu", "transport": "peer-memory"}), MODEL)
+        decide(make_config({"tp": tp, "device": "cpu", "transport": "peer-memory"}), MODEL)
 
 
 def test_why_ranks_do_not_share_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_plan, "why_unusable", lambda: "a sandbox forbids it")
-    decision = run_plan.decide(make_config({"tp": 2, "device": "cpu"}), MODEL)
+    decision = decide(make_config({"tp": 2, "device": "cpu"}), MODEL)
     assert decision.plan.transport == "process-group"
     assert decision.plan.transport_reason == "no shared memory: a sandbox forbids it"
     assert "ranks meet over process-group: no shared memory: a sandbox forbids it" in decision.summary()
-    asked = run_plan.decide(make_config({"tp": 2, "device": "cpu", "transport": "process-group"}), MODEL)
+    asked = decide(make_config({"tp": 2, "device": "cpu", "transport": "process-group"}), MODEL)
     assert asked.plan.transport_reason == ""

@@ -86,6 +86,7 @@ class QualityBench:
             setting.checkpoint,
             world_size,
             dtype=setting.dtype,
+            formats=setting.formats,
             num_sequences=max(options.batch, NUM_PROMPTS),
             max_tokens=max(options.window, min(options.window, PROMPT_TOKENS) + NEW_TOKENS),
         )

@@ -128,7 +128,7 @@ def budget_policy(setting: Setting, name: str, rows: Sequence[Mapping[str, Any]]
 
 def made_for_facts(setting: Setting) -> dict[str, Any]:
     """What a policy file says of where it comes from; ``serve`` compares the sizes with its own."""
-    names = ("model", "num_layers", "hidden_size", "dtype", "text", "tokens")
+    names = ("model", "num_layers", "hidden_size", "dtype", "weights", "text", "tokens")
     facts = {name: setting.facts[name] for name in names}
     sizes = setting.options.world_sizes
     return facts | ({"world_size": sizes[0]} if len(sizes) == 1 else {"world_sizes": list(sizes)})

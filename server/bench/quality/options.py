@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tightwire.comm.names import split_all_reduce_names
 from tightwire.comm.registry import describe_all_reduce_names
+from tightwire.model.weights.formats import QUANTIZATIONS
 from tightwire.server.bench.label import check_label
 from tightwire.server.bench.quality.arms import check_name
 from tightwire.server.bench.quality.budget import Budget, parse_budget
@@ -33,6 +34,7 @@ class QualityOptions:
     window: int = 512
     batch: int = 4  # windows in a forward pass
     dtype: str = "auto"
+    quantization: str = "auto"
     budget: Budget | None = None
     search: str | None = None  # find a mix that sends at most as many bytes as this one
     search_tokens: int = SEARCH_TOKENS  # that it is found with, besides those that are judged
@@ -88,6 +90,7 @@ def parse_options(argv: Sequence[str]) -> QualityOptions:
             window=given.window,
             batch=given.batch,
             dtype=given.dtype,
+            quantization=given.quantization,
             budget=None if given.budget is None else parse_budget(given.budget),
             search=given.search,
             search_tokens=SEARCH_TOKENS if given.search_tokens is None else given.search_tokens,
@@ -126,6 +129,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=512, metavar="N", help="tokens that the model sees at a time (%(default)s)")
     add("--batch", type=int, default=4, metavar="N", help="windows in one forward pass (%(default)s)")
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="auto: the checkpoint's")
+    add(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        default="auto",
+        help="of the weights, as `serve` takes it (%(default)s)",
+    )
     add("--budget", metavar="kl=X|ppl=X%%", help="name the cheapest that loses no more: mean KL in nats, or perplexity")
     add(
         "--search",

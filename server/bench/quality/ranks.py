@@ -16,11 +16,13 @@ from tightwire.comm.errors import CommError
 from tightwire.comm.group import Group, in_process_groups
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.kernels.norm import rms_norm
+from tightwire.kernels.unpack import dequantize
 from tightwire.model.checkpoint import Checkpoint
 from tightwire.model.kv_cache import make_kv_cache
 from tightwire.model.layout import make_layout
 from tightwire.model.llama import Batch, Llama
 from tightwire.model.parallel import TensorParallel
+from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.resident import load_resident
 from tightwire.server.bench.quality.arms import Arm
 
@@ -40,9 +42,16 @@ class PlayedRanks:
     """``world_size`` ranks of ``checkpoint``. ``give_arms`` before the first pass."""
 
     def __init__(
-        self, checkpoint: Checkpoint, world_size: int, *, dtype: torch.dtype, num_sequences: int, max_tokens: int
+        self,
+        checkpoint: Checkpoint,
+        world_size: int,
+        *,
+        dtype: torch.dtype,
+        num_sequences: int,
+        max_tokens: int,
+        formats: WeightFormats | None = None,
     ) -> None:
-        """``num_sequences`` of up to ``max_tokens`` find room in the cache.
+        """``num_sequences`` of up to ``max_tokens`` find room in the cache; ``formats`` as for ``load_resident``.
 
         Raises:
             ValueError: the model cannot be split so.
@@ -72,11 +81,13 @@ class PlayedRanks:
             for shard in shards
         ]
         self._weights = self._on_ranks(
-            lambda rank: load_resident(checkpoint.reader(), self._config, shards[rank], dtype=dtype, device=device)
+            lambda rank: load_resident(
+                checkpoint.reader(), self._config, shards[rank], dtype=dtype, device=device, formats=formats
+            )
         )
         outers = [weights.outer for weights in self._weights]
         self._final_norm_D = outers[0].final_norm
-        self.head_VD = torch.cat([outer.head for outer in outers]).float()
+        self.head_VD = torch.cat([dequantize(outer.head, torch.float32) for outer in outers])
         self._models: list[Llama] = []
 
     def give_arms(self, arms: Sequence[Arm], make_routes: MakeRoutes = plain_routes) -> None:

@@ -8,6 +8,7 @@ import torch
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import make_layout
+from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
 from tightwire.server.bench.environment import describe_environment
 from tightwire.server.bench.quality.arms import Arm, make_arm
 from tightwire.server.bench.quality.greedy import NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS
@@ -21,6 +22,7 @@ class Setting:
     options: QualityOptions
     checkpoint: Checkpoint
     dtype: torch.dtype
+    formats: WeightFormats
     windows: Windows
     arms: tuple[Arm, ...]
     facts: dict[str, Any]
@@ -41,8 +43,9 @@ def make_setting(options: QualityOptions) -> Setting:
     text = english_text() if options.text is None else read_text(options.text)
     checkpoint = open_checkpoint(options.model, options.seed)
     config = checkpoint.config
+    formats = choose_formats(checkpoint.reader(), config, options.quantization)
     for world_size in options.world_sizes:
-        _check_split(config, world_size)
+        _check_split(config, world_size, formats)
     if options.window > config.max_positions:
         raise ValueError(f"--window {options.window} is more than the {config.max_positions} positions of the model")
     windows = make_windows(
@@ -57,6 +60,7 @@ def make_setting(options: QualityOptions) -> Setting:
         options=options,
         checkpoint=checkpoint,
         dtype=dtype,
+        formats=formats,
         windows=windows,
         arms=tuple(make_arm(name, config) for name in options.algorithms),
         facts={
@@ -65,6 +69,7 @@ def make_setting(options: QualityOptions) -> Setting:
             "num_layers": config.num_layers,
             "hidden_size": config.hidden_size,
             "dtype": str(dtype).removeprefix("torch."),
+            "weights": formats.name or str(dtype).removeprefix("torch."),
             "text": ENGLISH_NAME if options.text is None else str(options.text),
             "text_tokens": windows.text_tokens,
             "tokens": len(windows.next_ids(windows.judged)),
@@ -77,13 +82,13 @@ def make_setting(options: QualityOptions) -> Setting:
     )
 
 
-def _check_split(config: LlamaConfig, world_size: int) -> None:
+def _check_split(config: LlamaConfig, world_size: int, formats: WeightFormats) -> None:
     if world_size > config.num_heads:
         raise ValueError(
             f"--world-sizes {world_size}: the model has {config.num_heads} query heads, and a rank needs at least one; "
             f"ask for at most {config.num_heads}"
         )
-    make_layout(config, world_size)
+    check_split(make_layout(config, world_size), config, formats)
 
 
 def _choose_dtype(asked: str, config: LlamaConfig) -> torch.dtype:

@@ -37,8 +37,10 @@ def exact_texts(row: Mapping[str, Any]) -> list[str]:
 
 def describe_setting(result: Mapping[str, Any]) -> str:
     """What was compared on what, in a line."""
+    dtype, weights = result["dtype"], result["weights"]
+    numbers = dtype if weights == dtype else f"{dtype} (weights in {weights})"
     return (
-        f"{result['model']} in {result['dtype']}, {result['tokens']:,} tokens of {result['text']} in windows of "
+        f"{result['model']} in {numbers}, {result['tokens']:,} tokens of {result['text']} in windows of "
         f"{result['window']}, ranks as threads; exact is the lossless sum of the same number of ranks"
     )
 

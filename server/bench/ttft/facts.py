@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from tightwire.comm.policy.choose import Chooser
 from tightwire.comm.policy.setting import ELEM_BYTES
 from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.weights.formats import choose_formats
 from tightwire.server.bench.ttft.options import TtftOptions, is_policy, policy_path
 from tightwire.server.bench.ttft.proof import ModelShape, Proof
 from tightwire.server.bench.ttft.wire import WireFormulas
@@ -19,6 +20,7 @@ class Facts:
     config: ServeConfig
     model: str
     dtype: str
+    weights: str  # as they are kept, such as Q4_1+Q8_0
     device: str
     hidden_size: int
     proof: Proof
@@ -34,7 +36,8 @@ def find_facts(options: TtftOptions) -> Facts:
     config = _config(options)
     check_all_reduce_names(config.parallel)
     checkpoint = open_checkpoint(config.model.model, config.model.seed)
-    decision = decide(config, checkpoint.config)
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, config.model.quantization)
+    decision = decide(config, checkpoint.config, formats)
     plan, parallel = decision.plan, config.parallel
     assert decision.comm is not None, "there are at least two ranks"
     longest = max(options.prompt_lens) + options.output_len
@@ -55,6 +58,7 @@ def find_facts(options: TtftOptions) -> Facts:
         config=config,
         model=checkpoint.name,
         dtype=plan.dtype,
+        weights=formats.name or plan.dtype,
         device=plan.device,
         hidden_size=hidden_size,
         proof=Proof(

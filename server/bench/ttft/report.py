@@ -40,6 +40,7 @@ def facts(options: TtftOptions, found: Facts, environment: dict[str, Any]) -> di
         "label": options.label,
         "model": found.model,
         "dtype": found.dtype,
+        "weights": found.weights,
         "device": found.device,
         "tp": parallel.tp,
         "nodes": parallel.nodes,

@@ -6,6 +6,7 @@ import statistics
 import pytest
 import torch
 
+from tightwire.kernels.packed import Matrix
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.model.layout import make_layout
@@ -54,12 +55,18 @@ def test_ranks_hold_parts_of_one_model() -> None:
         load_resident(RandomReader(CONFIG, 3), CONFIG, shard, dtype=torch.bfloat16, device=cpu)
         for shard in make_layout(CONFIG, 1).shards
     )
-    assert torch.equal(torch.cat([p.layer(1).down for p in parts], dim=1), alone.layer(1).down)
-    assert torch.equal(torch.cat([p.layer(0).attention_out for p in parts], dim=1), alone.layer(0).attention_out)
-    assert torch.equal(torch.cat([p.outer.embedding for p in parts]), alone.outer.embedding)
+    assert torch.equal(torch.cat([_plain(p.layer(1).down) for p in parts], dim=1), _plain(alone.layer(1).down))
+    outputs = [_plain(p.layer(0).attention_out) for p in parts]
+    assert torch.equal(torch.cat(outputs, dim=1), _plain(alone.layer(0).attention_out))
+    assert torch.equal(torch.cat([_plain(p.outer.embedding) for p in parts]), _plain(alone.outer.embedding))
     query_rows = [len(shard.query_heads) * CONFIG.head_dim for shard in layout.shards]
-    queries = [p.layer(0).qkv[:rows] for p, rows in zip(parts, query_rows, strict=True)]
-    assert torch.equal(torch.cat(queries), alone.layer(0).qkv[: sum(query_rows)])
+    queries = [_plain(p.layer(0).qkv)[:rows] for p, rows in zip(parts, query_rows, strict=True)]
+    assert torch.equal(torch.cat(queries), _plain(alone.layer(0).qkv)[: sum(query_rows)])
+
+
+def _plain(matrix: Matrix) -> torch.Tensor:
+    assert isinstance(matrix, torch.Tensor)
+    return matrix
 
 
 def test_spread_mean_and_independence() -> None:

@@ -13,7 +13,8 @@ from tiny import VARIANTS, make_tiny, tiny_config, tiny_tensors
 from tiny_gguf import make_tiny_gguf
 
 from tightwire.model.checkpoint import open_checkpoint
-from tightwire.model.layout import Shard, make_layout, num_weights
+from tightwire.model.layout import Shard, make_layout
+from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.resident import ResidentWeights, load_resident
 
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def test_bytes_are_exactly_those_announced(tmp_path: Path, variant: str, world_s
             checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, device=CPU, progress=fractions.append
         )
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(weights)}
-        assert sum(storages.values()) == 2 * num_weights(checkpoint.config, shard)
+        assert sum(storages.values()) == weight_bytes(checkpoint.config, shard, WeightFormats(), 2)
         assert fractions == sorted(fractions)
         assert fractions[-1] == 1.0
 
@@ -97,9 +98,11 @@ def test_each_rank_gets_its_slices(tmp_path: Path, variant: str, world_size: int
             if want is not None:
                 assert torch.equal(got, want), name
         rows = list(shard.vocab_rows)
-        assert torch.equal(weights.outer.embedding, tensors["model.embed_tokens.weight"][rows])
+        embedding, table = weights.outer.embedding, weights.outer.head
+        assert isinstance(embedding, torch.Tensor) and isinstance(table, torch.Tensor)
+        assert torch.equal(embedding, tensors["model.embed_tokens.weight"][rows])
         head = "model.embed_tokens.weight" if checkpoint.config.tied_embeddings else "lm_head.weight"
-        assert torch.equal(weights.outer.head, tensors[head][rows])
+        assert torch.equal(table, tensors[head][rows])
         assert torch.equal(weights.outer.final_norm, tensors["model.norm.weight"])
         assert (weights.outer.head is weights.outer.embedding) == checkpoint.config.tied_embeddings
 
@@ -108,7 +111,8 @@ _MEASURE = """
 import json, sys, torch
 from pathlib import Path
 from tightwire.model.checkpoint import open_checkpoint
-from tightwire.model.layout import make_layout, num_weights
+from tightwire.model.layout import make_layout
+from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.resident import load_resident
 
 def status(key):
@@ -122,7 +126,7 @@ torch.ones(100).bfloat16().float()
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
 before = status("VmRSS")
 load = load_resident(checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, device=torch.device("cpu"))
-print(json.dumps([status("VmHWM") - before, 2 * num_weights(checkpoint.config, shard)]))
+print(json.dumps([status("VmHWM") - before, weight_bytes(checkpoint.config, shard, WeightFormats(), 2)]))
 """
 
 _BIG: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "vocab_size": 8192}

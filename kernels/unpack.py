@@ -1,0 +1,26 @@
+"""Packed matrices back to floats."""
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels.packed import Matrix, dequantize_reference
+from tightwire.kernels.packed_cpu import unpack_rows
+from tightwire.kernels.packed_format import GROUP_ELEMS
+from tightwire.kernels.simd import NUMBER_KIND
+from tightwire.kernels.threads import run_on_rows
+
+
+def dequantize(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """``dequantize_reference``, to the bit but for a NaN's; of a plain matrix, the conversion."""
+    if isinstance(matrix, Tensor):
+        return matrix.to(dtype)
+    if matrix.device.type != "cpu" or dtype not in NUMBER_KIND:
+        return dequantize_reference(matrix, dtype)
+    num_rows, num_columns = matrix.shape
+    out_OD = torch.empty(num_rows, num_columns, dtype=dtype)
+    out, blocks, kinds = out_OD.data_ptr(), matrix.blocks_OB.data_ptr(), (NUMBER_KIND[dtype], matrix.format.kind)
+    num_groups, stride = num_columns // GROUP_ELEMS, matrix.blocks_OB.stride(0)
+    run_on_rows(
+        lambda start, stop: unpack_rows(out, *kinds, blocks, stride, num_groups, start, stop), num_rows, num_columns
+    )
+    return out_OD

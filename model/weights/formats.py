@@ -1,0 +1,121 @@
+"""How each matrix is kept in memory: packed in 8 or 4 bits, or as plain numbers; decided from a checkpoint's header alone.
+
+Activations, norms, biases and the KV cache are plain whatever the matrices are. What a matrix is packed as does not depend
+on the split, so ranks and numbers of ranks hold parts of one and the same model.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tightwire.kernels.packed_format import GROUP_ELEMS, PACKED_FORMATS, Q4_1, Q8_0, PackedFormat
+from tightwire.model.config import LlamaConfig
+from tightwire.model.layout import Layout, Shard, make_layout
+from tightwire.model.weights.fused import Fused, all_tensors
+from tightwire.model.weights.names import EMBEDDING, HEAD
+from tightwire.model.weights.source import CheckpointReader
+
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
+_PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "random")
+# What floats become. The tables of the vocabulary get 8 bits always, as in llama.cpp's files of 4: they stand at either end.
+_MADE = {"int8": Q8_0, "int4": Q4_1}
+_OF_TABLES = Q8_0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """Of matrices by their names. What is not named is plain."""
+
+    packed: Mapping[str, PackedFormat] = field(default_factory=dict)
+    plain: Mapping[str, str] = field(default_factory=dict)  # and how the checkpoint holds it
+
+    def of(self, fused: Fused) -> PackedFormat | None:
+        return self.packed.get(fused.names[0])  # its parts are alike
+
+    @property
+    def name(self) -> str:
+        """Such as ``Q4_1+Q8_0``, the most frequent first; empty when all is plain."""
+        return "+".join(name for name, _ in Counter(packed.name for packed in self.packed.values()).most_common())
+
+    def describe(self, dtype: str) -> str:
+        """What is packed as what, and what is expanded to ``dtype`` although the file holds it in fewer bits."""
+        found = Counter(packed.name for packed in self.packed.values())
+        for stored in self.plain.values():
+            found[dtype if stored in _PLAIN_TYPES else f"{dtype}, expanded from {stored}"] += 1
+        if set(found) <= {dtype}:
+            return f"weights and activations in {dtype}"
+        return f"weight matrices: {'; '.join(f'{count} in {kind}' for kind, count in found.most_common())}"
+
+
+def choose_formats(reader: CheckpointReader, config: LlamaConfig, quantization: str) -> WeightFormats:
+    """Settle ``--quantization`` for every matrix.
+
+    Args:
+        quantization: auto: as the file holds them, where that is a packed format. none: all plain. int8, int4: floats are
+            quantized when they are read, to Q8_0 and Q4_1; what the file holds packed in as many bits stays as it is.
+    Raises:
+        ValueError: a matrix that cannot be packed so, by name.
+    """
+    packed: dict[str, PackedFormat] = {}
+    plain: dict[str, str] = {}
+    for fused in all_tensors(config, make_layout(config, 1).shards[0]):
+        if fused.columns is None:
+            continue
+        stored = {name: reader.stored_as(name) for name in fused.names}
+        chosen = None if quantization == "none" else _choose(fused, sorted(set(stored.values())), quantization)
+        if chosen is None:
+            plain |= stored
+        else:
+            packed |= dict.fromkeys(fused.names, chosen)
+    return WeightFormats(packed, plain)
+
+
+def _choose(fused: Fused, stored: Sequence[str], quantization: str) -> PackedFormat | None:
+    assert fused.columns is not None
+    kept = PACKED_FORMATS.get(stored[0]) if len(stored) == 1 else None
+    if quantization == "auto":
+        return kept  # None also where parts are unlike: one product reads one format
+    asked = _MADE[quantization]
+    made = _OF_TABLES if fused.names[0] in (EMBEDDING, HEAD) else asked
+    if kept is not None and kept.bits in (made.bits, asked.bits):
+        return kept
+    if any(name in PACKED_FORMATS for name in stored):
+        raise ValueError(
+            f"--quantization {quantization}: the file holds {', '.join(fused.names)} in {' and '.join(stored)}, and what is "
+            "quantized twice loses twice; use auto (as the file holds them), none (expanded), or a file in floats"
+        )
+    if len(fused.columns) % GROUP_ELEMS:
+        raise ValueError(
+            f"--quantization {quantization}: rows of {fused.names[0]} have {len(fused.columns)} numbers, which are not "
+            f"whole groups of {GROUP_ELEMS}; use --quantization none"
+        )
+    return made
+
+
+def check_split(layout: Layout, config: LlamaConfig, formats: WeightFormats) -> None:
+    """Whether ranks cut packed rows between groups.
+
+    Raises:
+        ValueError: one does not; says which matrix, and what can be done.
+    """
+    for shard in layout.shards:
+        for fused in all_tensors(config, shard):
+            packed, columns = formats.of(fused), fused.columns
+            if packed is None or columns is None or (columns.start % GROUP_ELEMS == columns.stop % GROUP_ELEMS == 0):
+                continue
+            raise ValueError(
+                f"cannot split {fused.names[0]} in {packed.name} over {len(layout.shards)} ranks: rank {shard.rank} would get "
+                f"columns {columns.start} to {columns.stop}, and groups of {GROUP_ELEMS} numbers share a scale; use another "
+                "--tp or --tp-split, or --quantization none"
+            )
+
+
+def weight_bytes(config: LlamaConfig, shard: Shard, formats: WeightFormats, elem_bytes: int) -> int:
+    """What the rank with ``shard`` holds, norms and biases included; plain numbers take ``elem_bytes`` each."""
+    total = 0
+    for fused in all_tensors(config, shard):
+        packed, columns = formats.of(fused), fused.columns
+        width = 1 if columns is None else len(columns)
+        row_bytes = elem_bytes * width if packed is None else packed.row_bytes(width)
+        total += fused.num_rows * row_bytes
+    return total

@@ -1,0 +1,226 @@
+"""How matrices are kept: what each --quantization comes to, in words and bytes, and what is refused by name."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import make_tiny
+from tiny_gguf import make_tiny_gguf
+
+from tightwire.kernels.packed import Matrix, PackedMatrix
+from tightwire.kernels.packed_format import PACKED_FORMATS, Q4_1, Q8_0
+from tightwire.kernels.unpack import dequantize
+from tightwire.model.checkpoint import Checkpoint, open_checkpoint
+from tightwire.model.config import LlamaConfig
+from tightwire.model.errors import ModelError
+from tightwire.model.layout import make_layout
+from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats, weight_bytes
+from tightwire.model.weights.names import EMBEDDING, HEAD, expected_tensors
+from tightwire.model.weights.resident import ResidentWeights, load_resident
+
+CPU = torch.device("cpu")
+CONFIG = LlamaConfig(
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_size=160,
+    vocab_size=304,
+    max_positions=512,
+)
+NUM_MATRICES = 2 * 7 + 2
+Q_PROJ, V_PROJ = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.v_proj.weight"
+
+
+@dataclass(frozen=True)
+class Header:
+    """A checkpoint of which only the types are known: ``stored``, but for some tensors."""
+
+    stored: str
+    others: dict[str, str] = field(default_factory=dict)
+
+    def names(self) -> Iterator[str]:
+        raise NotImplementedError
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def stored_as(self, name: str) -> str:
+        return self.others.get(name, self.stored)
+
+    def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
+        raise NotImplementedError
+
+
+def matrices(config: LlamaConfig = CONFIG) -> set[str]:
+    return {name for name, shape in expected_tensors(config) if len(shape) == 2}
+
+
+@pytest.mark.parametrize("stored", ["F32", "BF16", "Q4_K", "random"])
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_what_is_not_packed_stays_plain(stored: str, quantization: str) -> None:
+    formats = choose_formats(Header(stored), CONFIG, quantization)
+    assert not formats.packed and set(formats.plain) == matrices() and formats.name == ""
+
+
+@pytest.mark.parametrize("stored", sorted(PACKED_FORMATS))
+def test_what_is_packed_stays_so_unless_it_shall_not(stored: str) -> None:
+    assert choose_formats(Header(stored), CONFIG, "auto").packed == dict.fromkeys(matrices(), PACKED_FORMATS[stored])
+    assert not choose_formats(Header(stored), CONFIG, "none").packed
+
+
+@pytest.mark.parametrize("stored", ["F16", "random", "Q6_K"])
+def test_floats_and_superblocks_are_quantized_and_tables_get_8_bits(stored: str) -> None:
+    formats = choose_formats(Header(stored), CONFIG, "int8")
+    assert formats.packed == dict.fromkeys(matrices(), Q8_0)
+    tables = {EMBEDDING: Q8_0, HEAD: Q8_0}
+    assert choose_formats(Header(stored), CONFIG, "int4").packed == {**dict.fromkeys(matrices(), Q4_1), **tables}
+    tied = choose_formats(Header(stored), replace(CONFIG, tied_embeddings=True), "int4")
+    assert HEAD not in tied.packed and tied.packed[EMBEDDING] == Q8_0
+
+
+def test_what_the_file_has_in_as_many_bits_stays_as_it_is() -> None:
+    header = Header("Q4_0", {EMBEDDING: "Q8_0", HEAD: "Q6_K"})
+    formats = choose_formats(header, CONFIG, "int4")
+    assert formats.packed[Q_PROJ].name == "Q4_0" and formats.packed[EMBEDDING] == formats.packed[HEAD] == Q8_0
+    assert formats.name == "Q4_0+Q8_0"
+
+
+@pytest.mark.parametrize(
+    ("header", "quantization", "message"),
+    [
+        (
+            Header("Q8_0"),
+            "int4",
+            "--quantization int4: the file holds model.layers.0.self_attn.q_proj.weight, .* in Q8_0",
+        ),
+        (Header("Q4_1", {EMBEDDING: "F16"}), "int8", "--quantization int8: the file holds .* in Q4_1, .* use auto"),
+        (Header("F32", {V_PROJ: "Q8_0"}), "int8", "v_proj.weight in F32 and Q8_0"),
+    ],
+)
+def test_nothing_is_quantized_twice(header: Header, quantization: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_formats(header, CONFIG, quantization)
+
+
+def test_rows_that_are_no_whole_groups_are_refused_by_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"rows of model.embed_tokens.weight have 72 numbers, .*whole groups of 32; use"
+    ):
+        choose_formats(Header("F32"), replace(CONFIG, hidden_size=72), "int8")
+
+
+def test_parts_of_unlike_formats_are_expanded_together_and_said_to_be() -> None:
+    formats = choose_formats(Header("Q4_1", {V_PROJ: "Q8_0", HEAD: "Q6_K"}), CONFIG, "auto")
+    assert Q_PROJ not in formats.packed and V_PROJ not in formats.packed
+    assert formats.describe("bfloat16") == (
+        f"weight matrices: {NUM_MATRICES - 4} in Q4_1; 2 in bfloat16, expanded from Q4_1; "
+        "1 in bfloat16, expanded from Q6_K; 1 in bfloat16, expanded from Q8_0"
+    )
+
+
+def test_what_is_plain_is_said_in_few_words() -> None:
+    assert choose_formats(Header("F16"), CONFIG, "auto").describe("float32") == "weights and activations in float32"
+    half = choose_formats(Header("Q8_0", {EMBEDDING: "F16"}), CONFIG, "auto")
+    assert half.describe("bfloat16") == f"weight matrices: {NUM_MATRICES - 1} in Q8_0; 1 in bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "message"),
+    [
+        (CONFIG, 4, r"o_proj.weight in Q4_1 over 4 ranks: rank 0 would get columns 0 to 16, and groups of 32"),
+        (
+            replace(CONFIG, head_dim=32, mlp_size=96),
+            4,
+            r"down_proj.weight in Q4_1 over 4 ranks: .* --quantization none",
+        ),
+    ],
+)
+def test_a_cut_through_a_group_is_refused_by_name(config: LlamaConfig, world_size: int, message: str) -> None:
+    layout = make_layout(config, world_size)
+    check_split(layout, config, WeightFormats())
+    with pytest.raises(ValueError, match=message):
+        check_split(layout, config, choose_formats(Header("Q4_1"), config, "auto"))
+
+
+def load(checkpoint: Checkpoint, formats: WeightFormats, world_size: int) -> list[ResidentWeights]:
+    config = checkpoint.config
+    layout = make_layout(config, world_size)
+    check_split(layout, config, formats)
+    return [
+        load_resident(checkpoint.reader(), config, shard, dtype=torch.float32, device=CPU, formats=formats)
+        for shard in layout.shards
+    ]
+
+
+def numbers_of(weights: ResidentWeights) -> dict[str, torch.Tensor]:
+    """Of layer 1 and the tables, unpacked."""
+    fields = {name: getattr(weights.layer(1), name) for name in ("qkv", "attention_out", "gate_up", "down")}
+    fields |= {"embedding": weights.outer.embedding, "head": weights.outer.head}
+    assert all(isinstance(matrix, PackedMatrix) for matrix in fields.values())
+    return {name: dequantize(matrix, torch.float32) for name, matrix in fields.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("quant", sorted(PACKED_FORMATS))
+def test_a_file_s_blocks_are_the_numbers_that_it_expands_to(quant: str, world_size: int, tmp_path: Path) -> None:
+    """Slices of every rank, query and key rows put in order."""
+    checkpoint = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", quant, head_dim=32)))
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, "auto")
+    kept, expanded = load(checkpoint, formats, world_size), load(checkpoint, WeightFormats(), world_size)
+    for packed, plain in zip(kept, expanded, strict=True):
+        for name, numbers in numbers_of(packed).items():
+            owner = plain.outer if name in ("embedding", "head") else plain.layer(1)
+            assert torch.equal(numbers, getattr(owner, name)), name
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("model", ["safetensors", "random", "gguf"])
+def test_ranks_quantize_parts_of_one_model(model: str, quantization: str, tmp_path: Path) -> None:
+    if model == "random":
+        folder = make_tiny(tmp_path, head_dim=32)
+        name = f"random:{folder / 'config.json'}"
+    else:
+        made = (
+            make_tiny(tmp_path, head_dim=32) if model == "safetensors" else make_tiny_gguf(tmp_path / "m.gguf", "F16")
+        )
+        name = str(made)
+    checkpoint = open_checkpoint(name)
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, quantization)
+    (alone,), parts = load(checkpoint, formats, 1), load(checkpoint, formats, 2)
+    whole, halves = numbers_of(alone), [numbers_of(part) for part in parts]
+    for name, dim in (("attention_out", 1), ("down", 1), ("embedding", 0), ("head", 0)):
+        assert torch.equal(torch.cat([half[name] for half in halves], dim), whole[name]), name
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bytes_are_those_announced(world_size: int, quantization: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path, attention_bias=True, mlp_bias=True)))
+    config = checkpoint.config
+    formats = choose_formats(checkpoint.reader(), config, quantization)
+    for shard, weights in zip(
+        make_layout(config, world_size).shards, load(checkpoint, formats, world_size), strict=True
+    ):
+        values = [getattr(layer, name) for layer in weights.layers for name in layer.__slots__]
+        values += [weights.outer.embedding, weights.outer.final_norm, weights.outer.head]
+        total = sum(value.nbytes for value in values if value is not None)
+        assert weight_bytes(config, shard, formats, 4) == total
+
+
+def test_a_tensor_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = make_tiny(tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("inf")
+    save_file(tensors, path, metadata={"format": "pt"})
+    checkpoint = open_checkpoint(str(tmp_path))
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, "int8")
+    with pytest.raises(
+        ModelError, match=r"tensor model.layers.1.mlp.up_proj.weight cannot be quantized: Q8_0 keeps scales"
+    ):
+        load(checkpoint, formats, 1)
