@@ -25,6 +25,10 @@ from tightwire.kernels.triton_numbers import narrowed, raw
 CHUNK_KEYS = 256
 _MERGED_AT_ONCE = 16  # chunks
 
+# Triton spends them on the block table's entries, the keys and values that depend on those, and the arithmetic: of 5, two
+# key tiles are under way at once, in 38 KiB of shared memory; of 3 and 4 it is one.
+NUM_STAGES = 5
+
 # A program without work costs about a nanosecond of the device, one too few an idle processor: several for each of them.
 _PROGRAMS_PER_PROCESSOR = 16
 _INTERPRETED_PROCESSORS = 1
@@ -91,10 +95,10 @@ def attend_generated_rows(
             tokens_per_block,
             max(16, triton.next_power_of_2(per_kv_head)),
             width,
-            _keys_at_once(width, q_THE.dtype),
+            keys_at_once(width, q_THE.dtype),
             CHUNK_KEYS,
             max_chunks > 1,
-            num_stages=3,
+            num_stages=NUM_STAGES,
         )
         if max_chunks > 1:
             places = num_heads, head_dim, width, CHUNK_KEYS, _MERGED_AT_ONCE
@@ -102,9 +106,9 @@ def attend_generated_rows(
             launch(_merge_chunks, rows * num_heads, q_THE.device, *given, *places)
 
 
-def _keys_at_once(width: int, dtype: torch.dtype) -> int:
-    """Keys of a key tile; with three under way, two programs of a processor with 100 KiB of shared memory find room."""
-    return max(16, 32 * 128 * 2 // (width * dtype.itemsize)) if width > 64 or dtype == torch.float32 else 64
+def keys_at_once(width: int, dtype: torch.dtype) -> int:
+    """Keys of a key tile: 16 KiB of keys and values for heads padded to ``width`` numbers."""
+    return min(64, max(16, 8192 // (width * dtype.itemsize)))
 
 
 def _scratch(q_THE: Tensor, num_rows: int, max_chunks: int) -> tuple[Tensor, Tensor]:

@@ -20,18 +20,18 @@ from tightwire.kernels.triton_launch import launch
 from tightwire.kernels.triton_numbers import narrowed, raw
 
 
-def tile_rows_and_keys(width: int, heads_per_kv_head: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def tile_sizes(width: int, heads_per_kv_head: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Rows of a tile, keys of a key tile, and warps, for heads padded to ``width`` numbers.
 
-    The same for every batch, or a row's bits would depend on it. What they need fits the 99 KiB of shared memory that an
-    L40 or RTX 4090 gives a program, and the registers (``test_triton_compiles``).
+    The same for every batch, or a row's bits would depend on it. Two key tiles under way fit the 99 KiB of shared memory
+    that a program gets on an L40 or RTX 4090, and with up to 32 heads a KV head ptxas finds registers for them on all GPUs
+    from the A100 to the H200 (in float32 it spills up to four of a thread's).
     """
     if dtype == torch.float32:
-        rows, keys = (64, 32) if width <= 128 else (32, 16)
+        rows, keys = 32, 16
     else:
         rows, keys = (128, 64) if width <= 128 else (64, 32)
-    rows = max(rows, triton.next_power_of_2(heads_per_kv_head))
-    return rows, keys, 8 if rows >= 128 else 4
+    return max(rows, triton.next_power_of_2(heads_per_kv_head)), keys, 8
 
 
 def attend_prompt_rows(
@@ -53,7 +53,7 @@ def attend_prompt_rows(
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     num_seqs, per_kv_head = len(context_lens_B), num_heads // num_kv_heads
     width = max(16, triton.next_power_of_2(head_dim))
-    rows, keys, num_warps = tile_rows_and_keys(width, per_kv_head, q_THE.dtype)
+    rows, keys, num_warps = tile_sizes(width, per_kv_head, q_THE.dtype)
     num_tiles = (num_tokens - first_row) // (rows // per_kv_head) + num_seqs
     launch(
         _attend_tile,
@@ -81,7 +81,6 @@ def attend_prompt_rows(
         width,
         keys,
         num_warps=num_warps,
-        num_stages=2,
     )
 
 

@@ -42,14 +42,8 @@ def sequence_of(item, query_start, num_seqs, first_row, TILE: tl.constexpr, GAP:
 @triton.jit
 def load_operand(source, places, mask):
     """Numbers as ``tl.dot`` takes them; ``mask`` may be None. The interpreter's dot knows no bfloat16."""
-    if INTERPRETED:
-        pointers = raw(source) + places
-    else:
-        pointers = source + places
-    if mask is None:
-        stored = tl.load(pointers)
-    else:
-        stored = tl.load(pointers, mask=mask, other=0)
+    pointers = raw(source) + places if INTERPRETED else source + places
+    stored = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
     if INTERPRETED:
         return widened(stored)
     else:
@@ -93,10 +87,8 @@ def attend_keys(
     dtype: tl.constexpr = k_cache.dtype.element_ty
     key_N = first + tl.arange(0, KEYS)
     dim_E = tl.arange(0, WIDTH)
-    if WHOLE:
-        block_N = tl.load(blocks + key_N // PAGE)
-    else:
-        block_N = tl.load(blocks + key_N // PAGE, mask=key_N < end, other=0)
+    index_N = blocks + key_N // PAGE
+    block_N = tl.load(index_N) if WHOLE else tl.load(index_N, mask=key_N < end, other=0)
     place_N = block_N.to(tl.int64) * block_stride + head_place + key_N % PAGE * HEAD_DIM
     if not WHOLE:
         mask_NE = (key_N < end)[:, None] & (dim_E < HEAD_DIM)[None, :]
