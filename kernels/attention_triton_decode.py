@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tightwire.kernels.attention_triton_tiles import LOWEST, attend_keys, load_operand, no_keys, sequence_of
-from tightwire.kernels.triton_launch import launch
+from tightwire.kernels.triton_launch import launch, padded
 from tightwire.kernels.triton_numbers import narrowed, raw
 
 # A chunk's partial sums cost 8 E bytes a query head to write and read, against 4 E CHUNK_KEYS of keys and values in 16
@@ -60,7 +60,7 @@ def attend_generated_rows(
     _, num_heads, head_dim = q_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     per_kv_head = num_heads // num_kv_heads
-    width = max(16, triton.next_power_of_2(head_dim))
+    width = padded(head_dim, 16)
     max_chunks = -(-block_table_BM.shape[1] * tokens_per_block // CHUNK_KEYS)
     row_bytes = 4 * num_heads * max_chunks * (head_dim + 2)
     rows_at_once = num_rows if max_chunks == 1 else min(num_rows, max(1, scratch_bytes // row_bytes))
@@ -93,7 +93,7 @@ def attend_generated_rows(
             per_kv_head,
             head_dim,
             tokens_per_block,
-            max(16, triton.next_power_of_2(per_kv_head)),
+            padded(per_kv_head, 16),
             width,
             keys_at_once(width, q_THE.dtype),
             CHUNK_KEYS,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tightwire.kernels.attention_triton_tiles import attend_keys, load_operand, no_keys, sequence_of
-from tightwire.kernels.triton_launch import launch
+from tightwire.kernels.triton_launch import launch, padded
 from tightwire.kernels.triton_numbers import narrowed, raw
 
 
@@ -31,7 +31,7 @@ def tile_sizes(width: int, heads_per_kv_head: int, dtype: torch.dtype) -> tuple[
         rows, keys = 32, 16
     else:
         rows, keys = (128, 64) if width <= 128 else (64, 32)
-    return max(rows, triton.next_power_of_2(heads_per_kv_head)), keys, 8
+    return padded(heads_per_kv_head, rows), keys, 8
 
 
 def attend_prompt_rows(
@@ -52,7 +52,7 @@ def attend_prompt_rows(
     num_tokens, num_heads, head_dim = q_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     num_seqs, per_kv_head = len(context_lens_B), num_heads // num_kv_heads
-    width = max(16, triton.next_power_of_2(head_dim))
+    width = padded(head_dim, 16)
     rows, keys, num_warps = tile_sizes(width, per_kv_head, q_THE.dtype)
     num_tiles = (num_tokens - first_row) // (rows // per_kv_head) + num_seqs
     launch(

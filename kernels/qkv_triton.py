@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightwire.kernels.triton_launch import launch
+from tightwire.kernels.triton_launch import launch, padded
 from tightwire.kernels.triton_numbers import narrowed, raw, widened
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,12 +24,12 @@ def rotate_and_cache(
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     num_heads = num_all_heads - 2 * num_kv_heads
     q_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv_THE.dtype, device=qkv_THE.device)
-    pairs = triton.next_power_of_2(head_dim // 2)
-    heads_at_once = min(triton.next_power_of_2(num_all_heads), max(1, _PROGRAM_PAIRS // pairs))
+    pairs = padded(head_dim // 2)
+    heads_at_once = min(padded(num_all_heads), max(1, _PROGRAM_PAIRS // pairs))
     if num_tokens:
         launch(
             _rotate_and_cache_heads,
-            num_tokens * triton.cdiv(num_all_heads, heads_at_once),
+            num_tokens * -(-num_all_heads // heads_at_once),
             qkv_THE.device,
             qkv_THE,
             cos_TE,

@@ -32,7 +32,7 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
         )
     width = columns // 2
     out_TF = torch.empty((num_tokens, width), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
-    parts = triton.cdiv(width, _PROGRAM_ELEMS)
+    parts = -(-width // _PROGRAM_ELEMS)
     if out_TF.numel():
         given = gate_up_T2F, out_TF, gate_up_T2F.stride(0), width, parts, _PROGRAM_ELEMS
         launch(_swiglu_part, num_tokens * parts, out_TF.device, *given)

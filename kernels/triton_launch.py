@@ -24,3 +24,8 @@ def launch(
     """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[(num_programs,)](*args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
+
+
+def padded(size: int, at_least: int = 1) -> int:
+    """The sides of a kernel's tiles are powers of two: the smallest that holds ``size`` numbers."""
+    return max(at_least, 1 << (size - 1).bit_length())

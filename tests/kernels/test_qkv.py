@@ -17,7 +17,7 @@ SHAPES = [(1, 1, 1, 8, 16), (3, 9, 3, 64, 16), (5, 8, 1, 80, 32), (2, 32, 8, 128
 
 def _inputs(
     shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Callable[[], tuple[Tensor, ...]], Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Callable[[], tuple[Tensor, Tensor]], Tensor]:
     """qkv as a view, cosines and sines, makers of empty caches, and slots in no order."""
     num_tokens, num_heads, num_kv_heads, head_dim, tokens_per_block = shape
     generator = torch.Generator().manual_seed(num_tokens)

@@ -147,11 +147,14 @@ def test_attention(capability: int, dtype: torch.dtype, head_dim: int, per_kv_he
         assert (unit in ptx) == (dtype != torch.float32) and "tf32" not in ptx
 
 
-def test_merge_of_chunks() -> None:
-    from tightwire.kernels.attention_triton_decode import CHUNK_KEYS, _merge_chunks
+def test_attention_of_one_chunk_and_the_merge_of_several() -> None:
+    from tightwire.kernels.attention_triton_decode import CHUNK_KEYS, _attend_chunks, _merge_chunks
 
-    constants = {"HEADS": 32, "HEAD_DIM": 128, "WIDTH": 128, "CHUNK": CHUNK_KEYS, "AT_ONCE": 16}
-    _ptx(_merge_chunks, H100, {**ATTENTION_TYPES, "out": "*bf16"}, constants)
+    types = {**ATTENTION_TYPES, **dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")}
+    shape = {"HEAD_DIM": 128, "WIDTH": 128, "CHUNK": CHUNK_KEYS}
+    one = {"KV_HEADS": 8, "PER_KV_HEAD": 4, "PAGE": 16, "ROWS": 16, "KEYS": 32, "PARTIAL": False}
+    assert "st.global.b16" in _ptx(_attend_chunks, A100, types, {**shape, **one})
+    assert "st.global.b16" in _ptx(_merge_chunks, H100, types, {**shape, "HEADS": 32, "AT_ONCE": 16})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
