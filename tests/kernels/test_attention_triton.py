@@ -41,7 +41,8 @@ def _assert_close(batch: PagedBatch, num_decode_rows: int) -> None:
 
 
 def _check_mixed(group: Group) -> None:
-    for dtype in DTYPES:
+    _assert_close(PagedBatch(**MIXED, **ONE_KV_HEAD), NUM_DECODE)
+    for dtype in DTYPES[1:]:
         _assert_close(PagedBatch(**MIXED, dtype=dtype), NUM_DECODE)
 
 
@@ -86,11 +87,11 @@ def _multiply_rows_alone() -> None:
 def _check_neighbours(group: Group) -> None:
     _multiply_rows_alone()
     for dtype in DTYPES[:2]:
-        together = _attend(PagedBatch(**MIXED, dtype=dtype).arguments(), NUM_DECODE)
+        together = _attend(PagedBatch(**MIXED, **ONE_KV_HEAD, dtype=dtype).arguments(), NUM_DECODE)
         first = 0
         for query_len, context_len in zip(*MIXED.values(), strict=True):
-            alone = PagedBatch(query_lens=(query_len,), context_lens=(context_len,), dtype=dtype).arguments()
-            got = _attend(alone, query_len if first < NUM_DECODE else 0)
+            alone = PagedBatch(query_lens=(query_len,), context_lens=(context_len,), dtype=dtype, **ONE_KV_HEAD)
+            got = _attend(alone.arguments(), query_len if first < NUM_DECODE else 0)
             assert torch.equal(got, together[first : first + query_len]), f"{dtype}: sequence from row {first}"
             first += query_len
 

@@ -153,8 +153,8 @@ def test_attention_of_one_chunk_and_the_merge_of_several() -> None:
     types = {**ATTENTION_TYPES, **dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")}
     shape = {"HEAD_DIM": 128, "WIDTH": 128, "CHUNK": CHUNK_KEYS}
     one = {"KV_HEADS": 8, "PER_KV_HEAD": 4, "PAGE": 16, "ROWS": 16, "KEYS": 32, "PARTIAL": False}
-    assert "st.global.b16" in _ptx(_attend_chunks, A100, types, {**shape, **one})
-    assert "st.global.b16" in _ptx(_merge_chunks, H100, types, {**shape, "HEADS": 32, "AT_ONCE": 16})
+    assert "st.global.v4" in _ptx(_attend_chunks, A100, types, {**shape, **one})
+    assert "ld.global.v4" in _ptx(_merge_chunks, H100, types, {**shape, "HEADS": 32, "AT_ONCE": 16})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
