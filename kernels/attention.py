@@ -5,6 +5,8 @@ the block table names, in order; token i of a sequence sits in slot ``block_tabl
 sequence has written may hold anything, NaN included.
 """
 
+from importlib import import_module
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,8 +34,10 @@ def paged_attention_reference(
     context_lens_B: Tensor,
     block_table_BM: Tensor,
     scale: float,
+    *,
+    num_decode_rows: int = 0,
 ) -> Tensor:
-    """``softmax(q k^T * scale) v`` per sequence, in plain torch.
+    """``softmax(q k^T * scale) v`` per sequence, in plain torch, whatever a row is.
 
     Gathers every sequence's keys and values into one packed (S, K, E), and attends once under a block-diagonal causal
     mask, with the query heads of a KV head folded into the rows.
@@ -94,11 +98,14 @@ def paged_attention(
     context_lens_B: Tensor,
     block_table_BM: Tensor,
     scale: float,
+    *,
+    num_decode_rows: int = 0,
 ) -> Tensor:
     """Causal attention of this step's packed queries over each sequence's cached tokens, this step's included.
 
     Sequence b's queries are rows ``query_start[b]`` to ``query_start[b + 1]`` of q and stand for its last tokens.
-    On CPU, a row's bits depend on its own sequence alone (``attention_cpu``).
+    A row's bits depend on its own sequence alone, and on a GPU on whether it is one of the ``num_decode_rows``
+    (``attention_cpu_kernels``, ``attention_triton``).
 
     Args:
         q_THE: (T, H, E); may be a view into a wider matrix as long as E is contiguous.
@@ -106,12 +113,14 @@ def paged_attention(
         query_start_B1: (B + 1,) int32, from 0 to T.
         context_lens_B: (B,) int32, tokens in the cache, at least the sequence's queries.
         block_table_BM: (B, M) int32; entries past a sequence's last block are not read.
+        num_decode_rows: the first so many rows are generated tokens; no sequence has rows of both kinds.
     Returns:
         (T, H, E), contiguous, in q's dtype.
     Raises:
         ValueError: shapes, dtypes or (on CPU) lengths and block numbers that do not fit together.
     """
     arguments = (q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, scale)
-    if q_THE.device.type != "cpu":
-        return paged_attention_reference(*arguments)
-    return paged_attention_cpu(*arguments)
+    if q_THE.is_cuda:  # imported when a GPU asks for it: a CPU host need not have Triton
+        triton = import_module("tightwire.kernels.attention_triton")
+        return triton.paged_attention(*arguments, num_decode_rows=num_decode_rows)
+    return paged_attention_cpu(*arguments, num_decode_rows=num_decode_rows)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tightwire.kernels.attention_check import check_attention
 from tightwire.kernels.attention_cpu_kernels import ROWS, attend, scratch_floats
 from tightwire.kernels.attention_cpu_plan import BUCKETS, plan_tiles, work_numbers
 from tightwire.kernels.simd import NUMBER_KIND
@@ -25,12 +26,14 @@ def paged_attention_cpu(
     context_lens_B: Tensor,
     block_table_BM: Tensor,
     scale: float,
+    *,
+    num_decode_rows: int = 0,
 ) -> Tensor:
-    """``attention.paged_attention`` for CPU tensors; see there.
+    """``attention.paged_attention`` for CPU tensors; see there. Generated rows and prompts go through the same kernel.
 
     Cost: about 12 us of Python per call, then the kernels.
     """
-    _check(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM)
+    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM)
     num_tokens, num_heads, head_dim = q_THE.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     per_kv_head = num_heads // num_kv_heads
@@ -129,41 +132,6 @@ def cut_into_tiles(
             )
         )
     return Tiles(work_W, num_tiles, num_keys)
-
-
-def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, lens: Tensor, table: Tensor) -> None:
-    """Raise ValueError unless the kernels may walk these tensors by address."""
-    shape, strides = k_cache.shape, k_cache.stride()
-    _, num_kv_heads, tokens_per_block, head_dim = shape
-    if q.shape[1] % num_kv_heads or q.shape[2] != head_dim or v_cache.shape != shape:
-        raise ValueError(
-            "attention wants q (T, H, E), caches (N, K, P, E) and H a multiple of K; "
-            f"got q {tuple(q.shape)}, caches {tuple(shape)} and {tuple(v_cache.shape)}"
-        )
-    if q.dtype not in NUMBER_KIND or k_cache.dtype not in NUMBER_KIND or v_cache.dtype != k_cache.dtype:
-        raise ValueError(
-            f"attention knows {', '.join(map(str, NUMBER_KIND))}, one for both caches; "
-            f"got q {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}"
-        )
-    if q.stride(2) != 1 or strides[1:] != (tokens_per_block * head_dim, head_dim, 1) or v_cache.stride() != strides:
-        raise ValueError(
-            "attention wants the numbers of a head contiguous, each cache block contiguous, and both caches alike; "
-            f"got strides q {q.stride()}, caches {strides} and {v_cache.stride()}"
-        )
-    num_seqs = table.shape[0]
-    if start.shape[0] != num_seqs + 1 or lens.shape[0] != num_seqs:
-        raise ValueError(
-            f"for {num_seqs} rows of the block table attention wants {num_seqs + 1} query starts and {num_seqs} "
-            f"context lengths; got {start.shape[0]} and {lens.shape[0]}"
-        )
-    for index in (start, lens, table):
-        if index.dtype != torch.int32 or index.stride(-1) != 1 or not index.is_cpu:
-            raise ValueError(
-                "attention wants its index tensors in int32, contiguous, on q's device; "
-                f"got {index.dtype} on {index.device} with strides {index.stride()}"
-            )
-    if not (k_cache.is_cpu and v_cache.is_cpu):
-        raise ValueError(f"attention wants q and caches on one device; got cpu, {k_cache.device} and {v_cache.device}")
 
 
 def _impossible(

@@ -31,7 +31,7 @@ def linear_packed(x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None) 
     _check(x_TD, weight_OD, bias_O)
     (num_rows, depth), num_outputs = x_TD.shape, weight_OD.shape[0]
     out_TO = torch.empty(num_rows, num_outputs, dtype=x_TD.dtype, device=x_TD.device)
-    num_programs = triton.cdiv(num_rows, _ROWS.value) * triton.cdiv(num_outputs, _OUTPUTS.value)
+    num_programs = -(-num_rows // _ROWS.value) * -(-num_outputs // _OUTPUTS.value)
     if num_programs:
         blocks = weight_OD.blocks_OB
         given = x_TD, blocks, blocks.view(torch.float16), x_TD if bias_O is None else bias_O, out_TO

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightwire.kernels.attention import paged_attention, write_kv
+from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.linear import linear
 from tightwire.kernels.norm import add_rms_norm, rms_norm
-from tightwire.kernels.rope import apply_rope
+from tightwire.kernels.qkv import rotate_and_cache
 from tightwire.kernels.swiglu import swiglu
 from tightwire.model.config import LlamaConfig
 from tightwire.model.decode_program import DecodeProgram
@@ -128,12 +128,8 @@ class Llama:
         num_decode = batch.num_decode_rows
         qkv_TO = linear(x_TD, weights.qkv, weights.qkv_bias, num_single_rows=num_decode)
         qkv_THE = qkv_TO.view(-1, num_heads + 2 * num_kv_heads, head_dim)
-        # Queries and keys stand side by side and turn by the same angles: one call serves both.
-        rotated_THE = apply_rope(qkv_THE[:, : num_heads + num_kv_heads], cos_TE, sin_TE)
-        q_THE, k_TKE = rotated_THE.split((num_heads, num_kv_heads), dim=1)
-        v_TKE = qkv_THE[:, num_heads + num_kv_heads :]
         keys_NKPE, values_NKPE = self._cache.keys[index], self._cache.values[index]
-        write_kv(k_TKE, v_TKE, keys_NKPE, values_NKPE, batch.slots_T)
+        q_THE = rotate_and_cache(qkv_THE, cos_TE, sin_TE, keys_NKPE, values_NKPE, batch.slots_T)
         mixed_THE = paged_attention(
             q_THE,
             keys_NKPE,
@@ -142,6 +138,7 @@ class Llama:
             batch.context_lens_B,
             batch.block_tables_BM,
             head_dim**-0.5,
+            num_decode_rows=num_decode,
         )
         return self._parallel.row_linear(
             mixed_THE.flatten(1),

@@ -1,85 +1,10 @@
-"""A paged batch made from a seed, and its attention in float64 by a plain loop over the sequences."""
+"""Fixtures of the kernels' tests."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
-
-
-@dataclass(kw_only=True)
-class PagedBatch:
-    """Sequences with ``context_lens`` cached tokens, of which the last ``query_lens`` are this step's."""
-
-    query_lens: Sequence[int]
-    context_lens: Sequence[int]
-    num_heads: int = 9
-    num_kv_heads: int = 3
-    head_dim: int = 64
-    tokens_per_block: int = 16
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-    garbage: float = float("nan")  # what slots hold that no sequence has written
-    q_rows: list[Tensor] = field(init=False)  # per sequence (context, H, E): queries of all its tokens
-    keys: list[Tensor] = field(init=False)  # per sequence (context, K, E)
-    values: list[Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        generators = [torch.Generator().manual_seed(self.seed + 1000 * length) for length in self.context_lens]
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        rows = [
-            [torch.randn(length, count, self.head_dim, generator=generator).to(self.dtype) for count in heads]
-            for length, generator in zip(self.context_lens, generators, strict=True)
-        ]
-        self.q_rows, self.keys, self.values = (list(column) for column in zip(*rows, strict=True))
-
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
-        """What ``paged_attention`` takes: the cache filled, blocks dealt in a shuffled order."""
-        counts = [-(-length // self.tokens_per_block) for length in self.context_lens]
-        num_blocks = sum(counts) + 3
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(self.seed)).int()
-        table = torch.zeros(len(counts), max(counts) + 2, dtype=torch.int32)
-        shape = (num_blocks, self.num_kv_heads, self.tokens_per_block, self.head_dim)
-        k_cache = torch.full(shape, self.garbage, dtype=self.dtype)
-        v_cache = torch.full(shape, self.garbage, dtype=self.dtype)
-        used = 0
-        for seq, count in enumerate(counts):
-            table[seq, :count] = order[used : used + count]
-            used += count
-            for position in range(self.context_lens[seq]):
-                block, offset = table[seq, position // self.tokens_per_block], position % self.tokens_per_block
-                k_cache[block, :, offset] = self.keys[seq][position]
-                v_cache[block, :, offset] = self.values[seq][position]
-        lens = torch.tensor(self.query_lens, dtype=torch.int32)
-        start = torch.cat([torch.zeros(1, dtype=torch.int32), lens.cumsum(0).int()])
-        context = torch.tensor(self.context_lens, dtype=torch.int32)
-        return self.queries(), k_cache, v_cache, start, context, table, self.head_dim**-0.5
-
-    def queries(self) -> Tensor:
-        return torch.cat([q[len(q) - count :] for q, count in zip(self.q_rows, self.query_lens, strict=True)])
-
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """Attention in float64, and how far float32 arithmetic may be from it, element by element.
-
-        A score sums E products, so it is off by at most E + 2 roundings of the sum of their sizes, as is the exponent
-        of its weight; a weight by that and a few roundings of its own; the result sums S weighted values.
-        """
-        outs, bounds = [], []
-        eps = torch.finfo(torch.float32).eps
-        per_kv_head = self.num_heads // self.num_kv_heads
-        for seq, count in enumerate(self.query_lens):
-            length = self.context_lens[seq]
-            q = self.q_rows[seq][length - count :].double() * self.head_dim**-0.5
-            k = self.keys[seq].double().repeat_interleave(per_kv_head, 1)
-            v = self.values[seq].double().repeat_interleave(per_kv_head, 1)
-            hidden = torch.arange(length) > torch.arange(length - count, length)[:, None]
-            weights = torch.einsum("the,she->hts", q, k).masked_fill(hidden, float("-inf")).softmax(-1)
-            sizes = torch.einsum("the,she->hts", q.abs(), k.abs()).masked_fill(hidden, 0.0)
-            off = (2 * (self.head_dim + 4) * sizes.amax(-1) + length + 20) * eps
-            outs.append(torch.einsum("hts,she->the", weights, v))
-            bounds.append(off.T[..., None] * torch.einsum("hts,she->the", weights, v.abs()))
-        return torch.cat(outs), torch.cat(bounds)
+from paged_batch import PagedBatch
 
 
 @pytest.fixture

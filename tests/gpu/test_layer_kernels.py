@@ -1,0 +1,103 @@
+"""The element-wise kernels of a layer on a GPU against the references on the CPU."""
+
+import pytest
+import torch
+
+from tightwire.kernels.linear import linear
+from tightwire.kernels.norm import add_rms_norm, add_rms_norm_reference
+from tightwire.kernels.packed import PackedMatrix, dequantize_reference, quantize
+from tightwire.kernels.packed_format import PACKED_FORMATS
+from tightwire.kernels.qkv import rotate_and_cache, rotate_and_cache_reference
+from tightwire.kernels.swiglu import swiglu, swiglu_reference
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "num_kv_heads", "head_dim"), [(1, 9, 3, 64), (700, 32, 8, 128), (33, 8, 1, 80)]
+)
+def test_rotation_and_cache_to_the_bit(
+    dtype: torch.dtype, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> None:
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
+    angles = torch.randn(num_tokens, head_dim // 2) * 100
+    slots = torch.randperm(1024)[:num_tokens].int()
+    cos, sin = angles.cos(), angles.sin()
+    k_want, v_want = torch.zeros(2, 64, num_kv_heads, 16, head_dim, dtype=dtype)
+    k_got, v_got = k_want.to(device), v_want.to(device)
+    want = rotate_and_cache_reference(qkv, cos, sin, k_want, v_want, slots)
+    got = rotate_and_cache(qkv.to(device), cos.to(device), sin.to(device), k_got, v_got, slots.to(device))
+    assert torch.equal(got.cpu(), want)
+    assert torch.equal(k_got.cpu(), k_want) and torch.equal(v_got.cpu(), v_want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 1536), (5, 37), (700, 14336)])
+def test_swiglu(dtype: torch.dtype, num_tokens: int, width: int, device: torch.device) -> None:
+    """As in the interpreter (``tests/kernels/test_swiglu_triton``), with the approximate exponential of a GPU."""
+    gate_up = (torch.randn(num_tokens, 2 * width) * 5).to(dtype)
+    got, want = swiglu(gate_up.to(device)).cpu(), swiglu_reference(gate_up)
+    units = (gate_up.chunk(2, -1)[0].float().abs() + 8) * torch.finfo(torch.float32).eps
+    if dtype != torch.float32:
+        units = units + 2 * torch.finfo(dtype).eps
+    assert ((got.double() - want.double()).abs() <= want.double().abs() * units + 1e-35).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm(dtype: torch.dtype, device: torch.device) -> None:
+    """The sum to the bit; the rest within the roundings of its type (``tests/kernels/test_norm_triton``)."""
+    x, residual, weight = (
+        torch.randn(300, 4096).to(dtype),
+        torch.randn(300, 4096).to(dtype),
+        torch.randn(4096).to(dtype),
+    )
+    got, total = add_rms_norm(x.to(device), residual.to(device), weight.to(device), 1e-5)
+    want, want_total = add_rms_norm_reference(x, residual, weight, 1e-5)
+    assert torch.equal(total.cpu(), want_total)
+    units = 2 * torch.finfo(dtype).eps + 4096 * torch.finfo(torch.float32).eps
+    assert ((got.cpu().double() - want.double()).abs() <= units * want.double().abs()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", list(PACKED_FORMATS))
+@pytest.mark.parametrize(("num_tokens", "num_single_rows"), [(1, 1), (17, 17), (70, 3), (70, 0)])
+def test_packed_product(
+    name: str, dtype: torch.dtype, num_tokens: int, num_single_rows: int, device: torch.device
+) -> None:
+    """Within one rounding to the type and the float32 roundings of a sum, of the product with the rounded weights."""
+    weight, bias = quantize(torch.randn(1000, 576), PACKED_FORMATS[name]), torch.randn(1000).to(dtype)
+    x = torch.randn(num_tokens, 576).to(dtype)
+    on_device = PackedMatrix(weight.blocks_OB.to(device), weight.format)
+    got = linear(x.to(device), on_device, bias.to(device), num_single_rows=num_single_rows).cpu().double()
+    numbers = dequantize_reference(weight, dtype).double()
+    want = x.double() @ numbers.T + bias.double()
+    sizes = x.double().abs() @ numbers.abs().T + bias.double().abs()
+    bound = 577 * torch.finfo(torch.float32).eps * sizes
+    assert ((got - want).abs() <= bound + torch.finfo(dtype).eps / 2 * (want.abs() + bound)).all()
+
+
+def test_all_in_one_captured_graph(device: torch.device) -> None:
+    """Replayed on new numbers, the captured kernels give what they give when called."""
+    qkv, gate_up = torch.zeros(4, 48, 128, device=device).bfloat16(), torch.zeros(4, 2048, device=device).bfloat16()
+    cos, sin = torch.ones(4, 64, device=device), torch.zeros(4, 64, device=device)
+    slots = torch.tensor([3, 17, -1, 40], dtype=torch.int32, device=device)
+    k_cache, v_cache = torch.zeros(2, 4, 8, 16, 128, dtype=torch.bfloat16, device=device)
+    rotate_and_cache(qkv, cos, sin, k_cache, v_cache, slots)  # compiles
+    swiglu(gate_up)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q, gated = rotate_and_cache(qkv, cos, sin, k_cache, v_cache, slots), swiglu(gate_up)
+    for seed in range(3):
+        generator = torch.Generator(device).manual_seed(seed)
+        for tensor in (qkv, gate_up):
+            tensor.copy_(torch.randn(tensor.shape, device=device, generator=generator))
+        graph.replay()
+        k_replayed, v_replayed = k_cache.clone(), v_cache.clone()
+        assert torch.equal(q, rotate_and_cache(qkv, cos, sin, k_cache, v_cache, slots))
+        assert torch.equal(gated, swiglu(gate_up))
+        assert torch.equal(k_replayed, k_cache) and torch.equal(v_replayed, v_cache)
+        assert int((k_cache != 0).any(-1).any(1).sum()) == 3  # the padding row stored nothing
