@@ -63,20 +63,21 @@ def test_norm(dtype: torch.dtype, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", list(PACKED_FORMATS))
-@pytest.mark.parametrize(("num_tokens", "num_single_rows"), [(1, 1), (17, 17), (70, 3), (70, 0)])
-def test_packed_product(
-    name: str, dtype: torch.dtype, num_tokens: int, num_single_rows: int, device: torch.device
-) -> None:
-    """Within one rounding to the type and the float32 roundings of a sum, of the product with the rounded weights."""
+def test_packed_product(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Few rows: one rounding to the type, and those of a float32 sum, of the rounded weights' product. Many: torch's own."""
     weight, bias = quantize(torch.randn(1000, 576), PACKED_FORMATS[name]), torch.randn(1000).to(dtype)
-    x = torch.randn(num_tokens, 576).to(dtype)
     on_device = PackedMatrix(weight.blocks_OB.to(device), weight.format)
-    got = linear(x.to(device), on_device, bias.to(device), num_single_rows=num_single_rows).cpu().double()
-    numbers = dequantize_reference(weight, dtype).double()
-    want = x.double() @ numbers.T + bias.double()
-    sizes = x.double().abs() @ numbers.abs().T + bias.double().abs()
-    bound = 577 * torch.finfo(torch.float32).eps * sizes
-    assert ((got - want).abs() <= bound + torch.finfo(dtype).eps / 2 * (want.abs() + bound)).all()
+    numbers = dequantize_reference(weight, dtype)
+    for num_tokens in (1, 17):
+        x = torch.randn(num_tokens, 576).to(dtype)
+        got = linear(x.to(device), on_device, bias.to(device)).cpu().double()
+        want = x.double() @ numbers.double().T + bias.double()
+        sizes = x.double().abs() @ numbers.double().abs().T + bias.double().abs()
+        bound = 577 * torch.finfo(torch.float32).eps * sizes
+        assert ((got - want).abs() <= bound + torch.finfo(dtype).eps / 2 * (want.abs() + bound)).all()
+    x = torch.randn(70, 576).to(dtype).to(device)
+    many = linear(x, on_device, bias.to(device), num_single_rows=0)
+    assert torch.equal(many, linear(x, numbers.to(device), bias.to(device)))
 
 
 def test_all_in_one_captured_graph(device: torch.device) -> None:
