@@ -61,6 +61,7 @@ async def _generate(
             stopped.set()
             preparing.join(FETCH_STOPS_S)
             raise
+        progress.say(decision.formats.describe(decision.plan.dtype))
         if decision.comm is not None and decision.comm.warning is not None:
             progress.say(f"warning: {decision.comm.warning}")
         engine.load(RankWork(location=checkpoint.location, config=config, plan=decision.plan))
