@@ -138,6 +138,7 @@ def _load(
         num_blocks=work.plan.num_blocks,
         block_size=work.config.engine.block_size,
         progress=progress,
+        graphs_up_to=work.config.engine.max_num_seqs if work.config.engine.cuda_graphs else 0,
     )
 
 
