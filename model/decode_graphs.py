@@ -11,7 +11,7 @@ Which graph a step takes follows from the plan alone, so all ranks take the same
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -150,7 +150,7 @@ class _Graph:
             self._device.copy_(self._host)
 
 
-def cuda_capture(pool: tuple[int, int]) -> Capture:
+def cuda_capture(pool: Any) -> Capture:
     """Capture into graphs that share ``pool`` (``torch.cuda.graph_pool_handle()``)."""
 
     def capture(run: Callable[[], Tensor]) -> Replay:
