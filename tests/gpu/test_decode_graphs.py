@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import make_tiny
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.group import open_process_group
 from tightwire.comm.topology import Topology

@@ -57,7 +57,13 @@ def test_failing_guesses_get_shorter_and_lengthen_again() -> None:
 
 
 def make_scheduler(**changes: Any) -> Scheduler:
-    values = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_blocks": 64, "block_size": 4}
+    values: dict[str, Any] = {
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "num_blocks": 64,
+        "block_size": 4,
+    }
     return Scheduler(Limits(**(values | changes)), DRAFTER)
 
 
