@@ -8,6 +8,7 @@ for ``codec_seconds``.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
@@ -168,6 +169,18 @@ class Ledger:
             events.append(
                 Event(*key, self.site, number, num_bytes, bytes_sent, exact_bytes, start_s=start_s, seconds=seconds)
             )
+
+    def add_replayed(self, counts: Iterable[Count]) -> None:
+        """Collectives that ran inside a replayed CUDA graph; how long they took nobody knows, nor are they recorded."""
+        for count in counts:
+            if not count.calls:
+                continue
+            totals = self._totals.setdefault(count[:3], _Totals())
+            totals.calls += count.calls
+            totals.bytes_sent += count.bytes_sent
+            totals.exact_bytes += count.exact_bytes
+            totals.message_bytes += count.message_bytes
+            self._number += count.calls
 
     def hide_coding(self) -> None:
         """The collective that runs encodes and decodes inside a fused kernel, and nobody knows for how long."""

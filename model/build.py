@@ -7,6 +7,7 @@ import torch
 from tightwire.comm.group import Group
 from tightwire.comm.policy.routes import Routes
 from tightwire.model.config import LlamaConfig
+from tightwire.model.decode_graphs import DecodeGraphs, cuda_capture, graph_sizes
 from tightwire.model.kv_cache import make_kv_cache
 from tightwire.model.layout import Layout
 from tightwire.model.llama import Llama
@@ -30,6 +31,7 @@ def build_runner(
     block_size: int,
     formats: WeightFormats | None = None,
     progress: Callable[[float], None] = lambda fraction: None,
+    graphs_up_to: int = 0,
 ) -> ModelRunner:
     """Load this rank's weights onto ``group.device`` and return what executes step plans.
 
@@ -38,6 +40,7 @@ def build_runner(
         dtype: of activations, cache, and weights that are not packed.
         formats: how weight matrices are kept; default: all as plain numbers.
         progress: called with the share of weight bytes loaded, 0 to 1.
+        graphs_up_to: on CUDA, steps of up to so many generated rows are captured as graphs; all ranks do it together.
     Raises:
         ModelError: the checkpoint lacks a tensor or holds it in another shape.
     """
@@ -45,5 +48,17 @@ def build_runner(
     device = group.device
     weights = load_resident(reader, config, shard, dtype=dtype, device=device, formats=formats, progress=progress)
     cache = make_kv_cache(config, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
-    model = Llama(config, TensorParallel(group, layout, routes), weights, cache, max_model_len)
-    return ModelRunner(model, cache, group.ledger)
+    parallel = TensorParallel(group, layout, routes)
+    model = Llama(config, parallel, weights, cache, max_model_len)
+    graphs = None
+    if graphs_up_to and device.type == "cuda":
+        graphs = DecodeGraphs(
+            model.forward,
+            sizes=graph_sizes(graphs_up_to),
+            num_arms=parallel.num_arms,
+            max_blocks=-(-max_model_len // block_size),
+            device=device,
+            capture=cuda_capture(torch.cuda.graph_pool_handle()),
+            ledger=group.ledger,
+        )
+    return ModelRunner(model, cache, group.ledger, graphs)

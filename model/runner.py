@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.ledger import Ledger
+from tightwire.model.decode_graphs import DecodeGraphs, StepArrays
 from tightwire.model.kv_cache import KVCache
 from tightwire.model.llama import Batch, Llama
 from tightwire.model.step import StepPlan
@@ -13,8 +14,9 @@ from tightwire.model.step import StepPlan
 class ModelRunner:
     """Executes plans in order. All ranks of a group execute the same plans."""
 
-    def __init__(self, model: Llama, cache: KVCache, ledger: Ledger) -> None:
-        self._model = model
+    def __init__(self, model: Llama, cache: KVCache, ledger: Ledger, graphs: DecodeGraphs | None = None) -> None:
+        """``graphs``: replayed for the steps that have one; None: every step is run kernel by kernel."""
+        self._model, self._graphs = model, graphs
         self._ledger = ledger
         self._block_size = cache.block_size
         self._device = cache.keys.device
@@ -28,13 +30,17 @@ class ModelRunner:
         """
         # A step with any prompt in it sends messages of a prompt's size: that is what the two phases tell apart.
         self._ledger.phase = "decode" if 4 * plan.num_decode_rows == len(plan.token_ids) else "prefill"
-        hidden_TD = self._model.forward(self._batch(plan))
+        arrays = self._arrays(plan)
+        if self._graphs is not None and self._graphs.fits(arrays, plan.num_decode_rows):
+            hidden_TD = self._graphs.run(arrays, plan.arm)
+        else:
+            hidden_TD = self._model.forward(self._batch(arrays, plan))
         rows_R = _int32(plan.logit_rows)
         if not len(rows_R):
             return None
         return self._model.logits(hidden_TD[self._to_device(rows_R)], plan.num_candidates)
 
-    def _batch(self, plan: StepPlan) -> Batch:
+    def _arrays(self, plan: StepPlan) -> StepArrays:
         query_lens_B, context_lens_B = _int32(plan.query_lens), _int32(plan.context_lens)
         block_tables_BM = _int32(plan.block_tables).reshape(len(query_lens_B), -1)
         query_start_B1 = np.zeros(len(query_lens_B) + 1, dtype=np.int32)
@@ -46,13 +52,16 @@ class ModelRunner:
         )
         block, offset = positions_T // self._block_size, positions_T % self._block_size
         slots_T = block_tables_BM[sequence_T, block] * self._block_size + offset
+        return StepArrays(_int32(plan.token_ids), positions_T, slots_T, query_start_B1, context_lens_B, block_tables_BM)
+
+    def _batch(self, arrays: StepArrays, plan: StepPlan) -> Batch:
         return Batch(
-            token_ids_T=self._to_device(_int32(plan.token_ids)),
-            positions_T=self._to_device(positions_T),
-            slots_T=self._to_device(slots_T),
-            query_start_B1=self._to_device(query_start_B1),
-            context_lens_B=self._to_device(context_lens_B),
-            block_tables_BM=self._to_device(block_tables_BM),
+            token_ids_T=self._to_device(arrays.token_ids_T),
+            positions_T=self._to_device(arrays.positions_T),
+            slots_T=self._to_device(arrays.slots_T),
+            query_start_B1=self._to_device(arrays.query_start_B1),
+            context_lens_B=self._to_device(arrays.context_lens_B),
+            block_tables_BM=self._to_device(arrays.block_tables_BM),
             num_decode_rows=plan.num_decode_rows,
             arm=plan.arm,
         )

@@ -205,6 +205,10 @@ class EngineOptions:
         metavar="BYTES",
     )
 
+    cuda_graphs: bool = _option(
+        True,
+        "on CUDA, capture the steps of generated tokens and replay them; without, each kernel is launched by the host",
+    )
     speculation: str = _option(
         "none",
         "guess tokens ahead and check several in one step: ngram guesses what followed when the last tokens stood in the "

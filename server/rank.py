@@ -143,6 +143,7 @@ def _load(
         block_size=work.config.engine.block_size,
         formats=formats,
         progress=progress,
+        graphs_up_to=work.config.engine.max_num_seqs if work.config.engine.cuda_graphs else 0,
     )
 
 

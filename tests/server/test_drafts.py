@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from tightwire.model.sampling_params import SamplingParams
@@ -54,8 +56,14 @@ def test_failing_guesses_get_shorter_and_lengthen_again() -> None:
     assert DRAFTER.draft(again, 3) == [4, 5, 6]
 
 
-def make_scheduler(**changes: int) -> Scheduler:
-    values = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_blocks": 64, "block_size": 4}
+def make_scheduler(**changes: Any) -> Scheduler:
+    values: dict[str, Any] = {
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "num_blocks": 64,
+        "block_size": 4,
+    }
     return Scheduler(Limits(**(values | changes)), DRAFTER)
 
 

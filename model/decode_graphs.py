@@ -1,0 +1,168 @@
+"""Forward passes of generated rows as CUDA graphs: captured once for each number of rows, replayed with one launch.
+
+A decode step of a large model is hundreds of short kernels, and the host takes longer to launch them than the device to run
+them. A graph holds the launches, the AllReduces between ranks among them, with the addresses they had when it was
+captured; so what changes from step to step is written into tensors that stay. A step of B rows takes the graph of the next
+size, its last rows padding: no context, a slot that is none, a token whose result nobody reads.
+
+Which graph a step takes follows from the plan alone, so all ranks take the same.
+"""
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tightwire.comm.ledger import Ledger
+from tightwire.model.llama import Batch
+
+Replay = Callable[[], Tensor]
+
+
+class Capture(Protocol):
+    """Makes a replay of ``run``: it does again what ``run`` did, with the numbers that its tensors hold by then."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> Replay: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """A step of B sequences on the host, all int32; T tokens in all."""
+
+    token_ids_T: np.ndarray
+    positions_T: np.ndarray
+    slots_T: np.ndarray
+    query_start_B1: np.ndarray
+    context_lens_B: np.ndarray
+    block_tables_BM: np.ndarray
+
+    @property
+    def has_a_token_each(self) -> bool:
+        return len(self.token_ids_T) == len(self.context_lens_B)
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Numbers of rows to capture: few rows are padded little, many by at most eight."""
+    sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
+    return (*sizes, *range(8, max_num_seqs, 8), max_num_seqs)
+
+
+class DecodeGraphs:
+    """Graphs of ``forward`` for ``sizes`` rows and every arm, captured when they are made.
+
+    Cost: per size and arm some ten milliseconds to capture and a few MB; all share one pool of activations.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Batch], Tensor],
+        *,
+        sizes: Sequence[int],
+        num_arms: int,
+        max_blocks: int,
+        device: torch.device,
+        capture: Capture,
+        ledger: Ledger,
+    ) -> None:
+        self._sizes, self._ledger = sorted(sizes), ledger
+        ledger.phase = "decode"
+        # The largest first: the smaller ones find their activations' memory in the pool.
+        self._graphs = {
+            (size, arm): _Graph(forward, size, arm, max_blocks, device, capture, ledger)
+            for size in reversed(self._sizes)
+            for arm in range(num_arms)
+        }
+
+    def fits(self, arrays: StepArrays, num_decode_rows: int) -> bool:
+        """Whether this step has a graph: it has only generated tokens, one a sequence, and not too many."""
+        num_rows = len(arrays.token_ids_T)
+        return num_decode_rows == num_rows <= self._sizes[-1] and arrays.has_a_token_each
+
+    def run(self, arrays: StepArrays, arm: int) -> Tensor:
+        """(B, D) hidden states, valid until the next step."""
+        num_rows = len(arrays.token_ids_T)
+        size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
+        return self._graphs[size, arm].run(arrays)[:num_rows]
+
+
+class _Graph:
+    """One size and arm: its inputs, side by side in one tensor that a step fills with one copy, and its replay."""
+
+    def __init__(
+        self,
+        forward: Callable[[Batch], Tensor],
+        size: int,
+        arm: int,
+        max_blocks: int,
+        device: torch.device,
+        capture: Capture,
+        ledger: Ledger,
+    ) -> None:
+        self._size, self._ledger = size, ledger
+        widths = (1, 1, 1, 1, max_blocks)
+        self._host = torch.zeros(size * sum(widths), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros_like(self._host, device=device)
+        lengths = [size * width for width in widths]
+        self._fields = [part.numpy() for part in self._host.split(lengths)]
+        token_ids, positions, slots, context_lens, tables = self._device.split(lengths)
+        batch = Batch(
+            token_ids_T=token_ids,
+            positions_T=positions,
+            slots_T=slots,
+            query_start_B1=torch.arange(size + 1, dtype=torch.int32, device=device),
+            context_lens_B=context_lens,
+            block_tables_BM=tables.view(size, max_blocks),
+            num_decode_rows=size,
+            arm=arm,
+        )
+        self._fill(0)
+        forward(batch)  # compiles kernels and takes workspaces, which a capture must not
+        before = {count[:3]: count for count in ledger.counts()}
+        self._replay = capture(lambda: forward(batch))
+        self._counts = [count.since(before.get(count[:3])) for count in ledger.counts()]
+
+    def run(self, arrays: StepArrays) -> Tensor:
+        num_rows = len(arrays.token_ids_T)
+        self._fill(num_rows)
+        token_ids, positions, slots, context_lens, tables = self._fields
+        token_ids[:num_rows] = arrays.token_ids_T
+        positions[:num_rows] = arrays.positions_T
+        slots[:num_rows] = arrays.slots_T
+        context_lens[:num_rows] = arrays.context_lens_B
+        width = arrays.block_tables_BM.shape[1]
+        tables.reshape(self._size, -1)[:num_rows, :width] = arrays.block_tables_BM
+        self._device.copy_(self._host)  # waits, so the host's side may be written again
+        hidden_TD = self._replay()
+        self._ledger.add_replayed(self._counts)
+        return hidden_TD
+
+    def _fill(self, first: int) -> None:
+        """Make rows from ``first`` on padding."""
+        token_ids, positions, slots, context_lens, _ = self._fields
+        for field in (token_ids, positions, context_lens):
+            field[first:] = 0
+        slots[first:] = -1
+        if first == 0:
+            self._device.copy_(self._host)
+
+
+def cuda_capture(pool: Any) -> Capture:
+    """Capture into graphs that share ``pool`` (``torch.cuda.graph_pool_handle()``)."""
+
+    def capture(run: Callable[[], Tensor]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=pool):
+            result = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    return capture

@@ -1,0 +1,85 @@
+"""A tiny model on a GPU: replayed steps against the same steps run kernel by kernel, and against the CPU."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import make_tiny
+from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.group import open_process_group
+from tightwire.comm.topology import Topology
+from tightwire.model.build import build_runner
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.layout import make_layout
+from tightwire.model.runner import ModelRunner
+from tightwire.model.step import StepPlan
+
+pytestmark = pytest.mark.gpu
+
+_BLOCK_SIZE, _MAX_BLOCKS = 16, 8
+
+
+def _runner(folder: Path, device: torch.device, graphs_up_to: int) -> ModelRunner:
+    checkpoint = open_checkpoint(str(folder))
+    return build_runner(
+        checkpoint.config,
+        checkpoint.reader(),
+        open_process_group(Topology(0, 1), store=HashStore(), device=device),
+        make_layout(checkpoint.config, 1),
+        routes=None,
+        dtype=torch.float32,
+        max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
+        num_blocks=16 * _MAX_BLOCKS,
+        block_size=_BLOCK_SIZE,
+        graphs_up_to=graphs_up_to,
+    )
+
+
+def _int32(values: object) -> bytes:
+    return np.asarray(values, "<i4").tobytes()
+
+
+def _execute(runner: ModelRunner, tokens: Sequence[Sequence[int]], contexts: Sequence[int], num_decode: int) -> Tensor:
+    tables = np.arange(len(tokens) * _MAX_BLOCKS).reshape(len(tokens), _MAX_BLOCKS)
+    logits = runner.execute(
+        StepPlan(
+            index=0,
+            token_ids=_int32([token for row in tokens for token in row]),
+            query_lens=_int32([len(row) for row in tokens]),
+            context_lens=_int32(contexts),
+            block_tables=_int32(tables),
+            num_decode_rows=num_decode,
+            logit_rows=_int32(np.cumsum([len(row) for row in tokens]) - 1),
+        )
+    )
+    assert logits is not None
+    return logits.cpu()
+
+
+def _generated(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Logits of the prompts' ends, then of three greedy tokens each; the sequences end one after the other."""
+    tokens, seen = [list(prompt) for prompt in prompts], []
+    seen.append(_execute(runner, tokens, [len(row) for row in tokens], 0))
+    for _ in range(3):
+        for row, logits in zip(tokens, seen[-1], strict=False):
+            row.append(int(logits.argmax()))
+        tokens = tokens[: max(1, len(tokens) - 2)]
+        seen.append(_execute(runner, [row[-1:] for row in tokens], [len(row) for row in tokens], len(tokens)))
+    return seen
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 7, 12])
+def test_replayed_steps_give_the_models_logits(num_seqs: int, device: torch.device, tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path)
+    rng = np.random.default_rng(num_seqs)
+    prompts = [rng.integers(0, 300, rng.integers(1, 100)).tolist() for _ in range(num_seqs)]
+    on_cpu = _generated(_runner(folder, torch.device("cpu"), 0), prompts)
+    eager = _generated(_runner(folder, device, 0), prompts)
+    replayed = _generated(_runner(folder, device, 12), prompts)
+    for want, plain, got in zip(on_cpu, eager, replayed, strict=True):
+        torch.testing.assert_close(got, plain, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)

@@ -1,0 +1,135 @@
+"""Padding, inputs and counts of replayed steps; what is captured here is run again, as a graph would."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tightwire.comm.ledger import Ledger
+from tightwire.model.decode_graphs import DecodeGraphs, Replay, StepArrays, graph_sizes
+from tightwire.model.llama import Batch
+
+_MAX_BLOCKS = 6
+
+
+class Model:
+    """Hidden states that name everything a row was given; one collective a pass."""
+
+    def __init__(self) -> None:
+        self.ledger, self.batches = Ledger(), list[Batch]()
+
+    def forward(self, batch: Batch) -> Tensor:
+        self.batches.append(batch)
+        self.ledger.begin("all_reduce", "one-shot", 100 * len(batch.token_ids_T))
+        self.ledger.end(50 * len(batch.token_ids_T))
+        columns = (batch.token_ids_T, batch.positions_T, batch.slots_T, batch.context_lens_B)
+        return torch.cat([torch.stack(columns, 1), batch.block_tables_BM], 1) + 1000 * batch.arm
+
+
+def make_graphs(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8), num_arms: int = 1) -> DecodeGraphs:
+    def capture(run: Callable[[], Tensor]) -> Replay:
+        run()
+        batch = model.batches[-1]
+        return lambda: Model.forward(Model(), batch)  # reads the tensors as they are by then, and counts nowhere
+
+    return DecodeGraphs(
+        model.forward,
+        sizes=sizes,
+        num_arms=num_arms,
+        max_blocks=_MAX_BLOCKS,
+        device=torch.device("cpu"),
+        capture=capture,
+        ledger=model.ledger,
+    )
+
+
+def step(num_rows: int, num_blocks: int = 3, seed: int = 0) -> StepArrays:
+    rng = np.random.default_rng(seed)
+
+    def numbers(*shape: int) -> np.ndarray:
+        return rng.integers(1, 900, shape, np.int32)
+
+    return StepArrays(
+        numbers(num_rows),
+        numbers(num_rows),
+        numbers(num_rows),
+        np.arange(num_rows + 1, dtype=np.int32),
+        numbers(num_rows),
+        numbers(num_rows, num_blocks),
+    )
+
+
+def wanted(arrays: StepArrays, arm: int = 0) -> Tensor:
+    columns = (arrays.token_ids_T, arrays.positions_T, arrays.slots_T, arrays.context_lens_B)
+    return torch.from_numpy(np.concatenate([np.stack(columns, 1), arrays.block_tables_BM], 1)) + 1000 * arm
+
+
+def test_steps_of_every_size_get_their_own_rows() -> None:
+    graphs = make_graphs(Model())
+    for seed, num_rows in enumerate([8, 1, 3, 2, 7, 1, 5, 8]):
+        arrays = step(num_rows, seed=seed)
+        assert graphs.fits(arrays, num_rows)
+        hidden = graphs.run(arrays, 0)
+        assert torch.equal(hidden[:, : 4 + 3], wanted(arrays))
+
+
+def test_rows_beyond_the_steps_are_padding_though_they_held_something_before() -> None:
+    model = Model()
+    graphs = make_graphs(model, sizes=(4,))
+    graphs.run(step(4), 0)
+    graphs.run(step(1, seed=1), 0)
+    batch = model.batches[-1]
+    assert batch.slots_T[1:].tolist() == [-1] * 3
+    assert (
+        batch.context_lens_B[1:].tolist() == batch.positions_T[1:].tolist() == batch.token_ids_T[1:].tolist() == [0] * 3
+    )
+    assert batch.query_start_B1.tolist() == [0, 1, 2, 3, 4] and batch.num_decode_rows == 4
+
+
+def test_arms_have_graphs_of_their_own() -> None:
+    graphs = make_graphs(Model(), num_arms=2)
+    arrays = step(3)
+    assert torch.equal(graphs.run(arrays, 1)[:, :7], wanted(arrays, 1))
+    assert torch.equal(graphs.run(arrays, 0)[:, :7], wanted(arrays, 0))
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "num_decode", "fits"),
+    [([1, 1], 2, True), ([1, 1], 1, False), ([2, 1], 3, False), ([1] * 9, 9, False), ([5], 0, False)],
+)
+def test_only_generated_tokens_one_a_sequence_are_replayed(query_lens: list[int], num_decode: int, fits: bool) -> None:
+    graphs = make_graphs(Model())
+    total, num_seqs = sum(query_lens), len(query_lens)
+    rows, seqs = np.ones(total, np.int32), np.ones(num_seqs, np.int32)
+    arrays = StepArrays(
+        rows, rows, rows, np.cumsum([0, *query_lens], dtype=np.int32), seqs, np.ones((num_seqs, 1), "i4")
+    )
+    assert graphs.fits(arrays, num_decode) == fits
+
+
+def test_a_replays_collectives_are_counted_with_its_padding() -> None:
+    model = Model()
+    graphs = make_graphs(model)
+    [before] = model.ledger.counts()
+    number = model.ledger.number
+    graphs.run(step(3), 0)
+    graphs.run(step(1), 0)
+    [after] = model.ledger.counts()
+    added = after.since(before)
+    assert (added.phase, added.calls, added.bytes_sent, added.message_bytes, added.seconds) == (
+        "decode",
+        2,
+        250,
+        500,
+        0,
+    )
+    assert model.ledger.number == number + 2
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"), [(1, (1,)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (20, (1, 2, 4, 8, 16, 20))]
+)
+def test_sizes(max_num_seqs: int, sizes: tuple[int, ...]) -> None:
+    assert graph_sizes(max_num_seqs) == sizes
