@@ -2,9 +2,8 @@
 
 Continuous batching, first come, first served. Each step has a budget of tokens. Running sequences that need one token
 come first, so a long prefill never stops the others; what is left goes to unfinished prefills, then to waiting
-sequences, oldest first. Each takes half of what is left, so that a short prompt behind long ones is answered soon; what
-nobody took goes to the oldest after all. When blocks run out, the youngest running sequence gives up its own and goes
-back to the head of the queue, to be computed again.
+sequences, oldest first. When blocks run out, the youngest running sequence gives up its own and goes back to the head
+of the queue, to be computed again.
 
 Nobody starves: whoever runs is older than whoever waits, only the youngest is preempted, and the oldest always gets at
 least one token, because the pool holds the longest sequence there may be and the budget is at least one token per
@@ -34,9 +33,6 @@ from tightwire.server.blocks import BlockPool
 from tightwire.server.drafts import NgramDrafter
 from tightwire.server.prefix_cache import PrefixCache
 from tightwire.server.request import Request
-
-# Of a prompt, what it may take of a step whatever it leaves to others: many small pieces cost more than they bring.
-_LEAST_SHARE = 64
 
 # Prompt rows of one step whose logits are asked for: 50 MB for a vocabulary of 49152. The memory budget counts them.
 MAX_SCORED_ROWS = 256
@@ -161,7 +157,7 @@ class Scheduler:
         for request in sorted(running, key=lambda r: r.num_to_compute > 1 or r.in_prompt):
             if request in step.preempted:
                 continue
-            num_tokens = step.share(request)
+            num_tokens = step.affordable(request)
             if num_tokens and self._grow(request, num_tokens, step):
                 step.take(request, num_tokens)
         for request, num_tokens in step.tokens.items():
@@ -170,8 +166,6 @@ class Scheduler:
             for request in step.tokens:
                 self._guess(request, step, self._drafter)
         self._admit(arm, step, now_s)  # never one just preempted: it gave up less than it would need
-        for request in list(step.tokens):
-            self._top_up(request, step)
         return step.chunks()
 
     def _admit(self, arm: int, step: "_StepDraft", now_s: float) -> None:
@@ -191,21 +185,10 @@ class Scheduler:
                 request.first_scheduled_s = now_s
                 if self.prefixes is not None:
                     self.prefixes.count(request)
-            num_tokens = step.share(request)
+            num_tokens = step.affordable(request)
             self._grow(request, num_tokens, step)
             step.take(request, num_tokens)
             self._enter(request, num_tokens)
-
-    def _top_up(self, request: Request, step: "_StepDraft") -> None:
-        """Give a prompt what is left of the step, as far as there are free blocks for it."""
-        if request.num_to_compute == step.tokens[request]:
-            return
-        slots = (len(request.blocks) + self.pool.num_free) * self.limits.block_size - request.num_computed
-        num_tokens = min(step.affordable(request), slots - step.tokens[request])
-        if num_tokens > 0:
-            step.take(request, num_tokens)
-            self._grow(request, step.tokens[request], step)
-            self._enter(request, step.tokens[request])
 
     def _has_room(self, request: Request) -> bool:
         """Whether starting ``request`` would leave every running sequence its prompt and one more block.
@@ -277,26 +260,20 @@ class _StepDraft:
         self._scored_rows = limits.max_scored_rows
 
     def affordable(self, request: Request) -> int:
-        """How many tokens ``request`` may compute in this step, beside those it took."""
-        start = request.num_computed + self.tokens.get(request, 0)
-        num_tokens = min(len(request.token_ids) - start, self._budget)
+        """How many of its tokens ``request`` may compute in this step."""
+        num_tokens = min(request.num_to_compute, self._budget)
         if request.in_prompt:
             # A chunk ends where the prompt does: generated tokens, recomputed, keep the kernels they were made with.
-            num_tokens = min(num_tokens, request.num_prompt_tokens - start)
-        rows = request.rows_to_score(start, start + num_tokens)
+            num_tokens = min(num_tokens, request.num_prompt_tokens - request.num_computed)
+        rows = request.rows_to_score(request.num_computed, request.num_computed + num_tokens)
         if len(rows) > self._scored_rows:
-            num_tokens = rows.start + self._scored_rows - start
+            num_tokens = rows.start + self._scored_rows - request.num_computed
         return num_tokens
 
-    def share(self, request: Request) -> int:
-        """How many of them it may take before others had their turn."""
-        return min(self.affordable(request), max(self._budget // 2, _LEAST_SHARE))
-
     def take(self, request: Request, num_tokens: int) -> None:
-        start = request.num_computed + self.tokens.get(request, 0)
-        self.tokens[request] = start + num_tokens - request.num_computed
+        self.tokens[request] = num_tokens
         self._budget -= num_tokens
-        self._scored_rows -= len(request.rows_to_score(start, start + num_tokens))
+        self._scored_rows -= len(request.rows_to_score(request.num_computed, request.num_computed + num_tokens))
 
     @property
     def room_for_draft(self) -> int:

@@ -56,32 +56,6 @@ def test_long_prefill_is_chunked_and_decodes_go_on() -> None:
     assert shares(run(scheduler)) == {"short": (6, 7), "long": (40, 41), "late": (2, 3)}
 
 
-def test_a_short_prompt_behind_long_ones_is_answered_soon() -> None:
-    scheduler = Scheduler(limits(max_model_len=4096, num_blocks=4096, max_num_seqs=8, max_num_batched_tokens=512))
-    for name, length in (("long", 3000), ("longer", 3900), ("short", 100), ("late", 700)):
-        scheduler.add(request(length, name))
-    first, second = run(scheduler), run(scheduler)
-    # Half, half of the rest, half of that again, and the rest, of which the oldest gets what nobody took.
-    assert shares(first) == {"long": (0, 256), "longer": (0, 128), "short": (0, 64), "late": (0, 64)}
-    assert shares(second) == {"long": (256, 540), "longer": (128, 256), "short": (64, 100), "late": (64, 128)}
-    assert [chunk.samples for chunk in second.chunks] == [False, False, True, False]
-
-
-def test_an_only_prompt_takes_the_whole_step() -> None:
-    scheduler = Scheduler(limits(max_model_len=4096, num_blocks=4096, max_num_batched_tokens=512))
-    scheduler.add(request(1100))
-    assert [shares(run(scheduler))["r"] for _ in range(3)] == [(0, 512), (512, 1024), (1024, 1100)]
-
-
-def test_what_nobody_took_is_taken_only_where_blocks_are_free() -> None:
-    scheduler = Scheduler(limits(max_model_len=1200, num_blocks=300, max_num_batched_tokens=512))
-    scheduler.add(request(1100))
-    taken = scheduler.pool.allocate(200)
-    assert shares(run(scheduler)) == {"r": (0, 400)}
-    scheduler.pool.free(taken)
-    assert shares(run(scheduler)) == {"r": (400, 912)}
-
-
 def test_plan_is_packed_with_tables_as_wide_as_the_widest() -> None:
     scheduler = Scheduler(limits())
     scheduler.add(request(3, "a", prompt_logprobs=0))
