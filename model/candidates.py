@@ -25,8 +25,8 @@ _NAN_BITS = 0x7FC0_0000
 def candidates_needed(params: SamplingParams) -> int:
     """How many of the best logits decide the next token; 0: all of them may.
 
-    Tokens so unlikely that the draw's weights (``draw``) cannot tell them apart change places by id there, and by their
-    logits here: fewer than 2^-30 of what the best one has.
+    Logits that the draw (``draw``) cannot tell apart, once the best one is subtracted in float32 and its weights are
+    rounded, stand in order of id there and in their own order here: at top_k's edge another of them may be kept.
     """
     if params.logprobs is not None or params.logit_bias or params.min_tokens or has_penalties(params):
         return 0

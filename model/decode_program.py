@@ -95,6 +95,7 @@ class DecodeProgram:
         num_rows = len(residual_TD)
         if num_rows > len(self._buffers[place.PARTIAL]):
             self._make_buffers(num_rows)
+        _check_rows("the embeddings", residual_TD, self._buffers[place.PARTIAL][:num_rows])
         _check_range("position", positions_T, self._num_positions)
         _check_range("slot", slots_T, self._cache.num_blocks * self._cache.block_size)
         tiles = cut_into_tiles(
@@ -130,6 +131,8 @@ class DecodeProgram:
         Args:
             update_TD: the ranks' sum of what the part before ended with, contiguous; None before the first.
         """
+        if update_TD is not None:
+            _check_rows("the ranks' sum", update_TD, self._buffers[place.PARTIAL][: self._num_rows])
         arguments = (
             self._program.data_ptr(),
             self._layers.data_ptr(),
@@ -187,6 +190,14 @@ def _layer_integers(weights: LayerWeights, keys_NKPE: Tensor, values_NKPE: Tenso
         bias_address = 0 if bias is None else bias.data_ptr()
         values[field : field + place.MATRIX_INTS] = (*matrix_integers(matrix), bias_address)
     return values
+
+
+def _check_rows(what: str, rows_TD: Tensor, like_TD: Tensor) -> None:
+    if rows_TD.shape != like_TD.shape or rows_TD.dtype != like_TD.dtype or not rows_TD.is_contiguous():
+        raise ValueError(
+            f"{what} must be {tuple(like_TD.shape)} {like_TD.dtype}, contiguous; "
+            f"got {tuple(rows_TD.shape)} {rows_TD.dtype} with strides {rows_TD.stride()}"
+        )
 
 
 def _check_range(what: str, numbers_T: Tensor, stop: int) -> None:

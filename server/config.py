@@ -12,6 +12,8 @@ from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
 
 _MAX_RANKS = 64  # each is a process that imports torch before the model can say how many it is good for
 POLICY_PREFIX = "policy:"  # of a name that stands for a policy file
+_SPECULATION = ("speculative_tokens", "speculative_max_seqs", "ngram_max", "ngram_min")  # mean nothing without one
+_MAX_GUESSES = 64  # also of sequences and of last tokens looked for: beyond, checking costs more than it can bring
 _MAX_SECONDS = 1e6  # eleven days: a deadline that no clock or timer overflows at
 
 
@@ -195,8 +197,9 @@ class EngineOptions:
     block_size: int = _option(16, "tokens per KV cache block", metavar="N")
     prefix_cache: str = _option(
         "prompts",
-        "what requests that begin alike share of the KV cache: prompts, which changes no bit of an answer; all, generated "
-        "tokens too, so a chat goes on sooner (in 16-bit numbers a text may then differ by rounding); or none",
+        "what requests that begin alike share of the KV cache: prompts, whose numbers do not depend on what runs beside "
+        "them (on a CPU); all, generated tokens too, so a chat goes on sooner (in 16-bit numbers a text may then differ by "
+        "rounding); or none",
         ("none", "prompts", "all"),
     )
     kv_cache_memory: int | None = _option(
@@ -212,7 +215,7 @@ class EngineOptions:
     speculation: str = _option(
         "none",
         "guess tokens ahead and check several in one step: ngram guesses what followed when the last tokens stood in the "
-        "text before. The answer is the same to the bit, sooner where it repeats its prompt",
+        "text before. The answer is the same (on a CPU to the bit), sooner where it repeats its prompt",
         ("none", "ngram"),
     )
     speculative_tokens: int = _option(5, "most tokens guessed at a time", metavar="N")
@@ -221,10 +224,15 @@ class EngineOptions:
     ngram_min: int = _option(2, "fewest", metavar="N")
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            choices, value = option.metadata["choices"], getattr(self, option.name)
+            _require(not choices or value in choices, option.name, value, f"one of {', '.join(choices)}")
+            if option.name in _SPECULATION and self.speculation == "none":
+                _require(value == option.default, option.name, value, "left out, or given beside --speculation ngram")
         for name in ("speculative_tokens", "speculative_max_seqs", "ngram_min"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        want = f"at least --ngram-min ({self.ngram_min})"
-        _require(self.ngram_max >= self.ngram_min, "ngram_max", self.ngram_max, want)
+            _require(1 <= getattr(self, name) <= _MAX_GUESSES, name, getattr(self, name), f"1 to {_MAX_GUESSES}")
+        want = f"--ngram-min ({self.ngram_min}) to {_MAX_GUESSES}"
+        _require(self.ngram_min <= self.ngram_max <= _MAX_GUESSES, "ngram_max", self.ngram_max, want)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(

@@ -5,8 +5,9 @@ it, and its own tokens. Keys are compared, not hashes of them, so no prompt can 
 first block's key begins with the arm and the request's salt: keys and values depend on what summed them, and salted
 requests share with their like alone (whoever can time answers can tell what has been asked before).
 
-Kept are the prompts' blocks, whose numbers are the same bits in whatever company a prompt is computed; so a hit changes
-nothing in the answer. Generated tokens may go through other kernels and another AllReduce than prompts do: their blocks
+Kept are the prompts' blocks, whose numbers are the same bits in whatever company a prompt is computed (on a CPU, with an
+AllReduce that promises it: docs/architecture.md, "The same text whatever else runs"); so a hit changes nothing in the
+answer. Generated tokens may go through other kernels and another AllReduce than prompts do: their blocks
 are kept only where that was asked for.
 
 A block is entered when the step that fills it is planned: within each layer all keys and values of a step are written
@@ -40,7 +41,10 @@ class PrefixCache:
             return  # every token's logits are needed
         blocks: list[int] = []
         prefix = _root(request)
-        for index in range((len(request.token_ids) - 1) // self._block_size):
+        num_tokens = len(request.token_ids) - 1
+        if not self._with_answers:  # of a preempted one, generated tokens stay what their own kernels make of them
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        for index in range(num_tokens // self._block_size):
             block = self._find(self._key(request, index, prefix))
             if block is None:
                 break

@@ -11,8 +11,8 @@ sequence. So the oldest finishes, and everyone becomes the oldest.
 
 A sequence starts behind what the prefix cache has of it, when it comes for the first time and after a preemption.
 
-Where drafts are made, a sequence that needs one token may bring guesses of those after it along, of what the running
-sequences left of budget and blocks: nobody is preempted for a guess.
+Where drafts are made, a sequence that needs one token may bring guesses of those after it along, of what all others
+left of budget and blocks: nobody waits or is preempted for a guess.
 
 Sequences of unlike arms, summed by unlike AllReduces, never share a step: arms that have something to run take turns,
 one step each. Waiting is in one queue, in order of arrival, whatever the arm. So what was said of the oldest holds in
@@ -162,10 +162,10 @@ class Scheduler:
                 step.take(request, num_tokens)
         for request, num_tokens in step.tokens.items():
             self._enter(request, num_tokens)
+        self._admit(arm, step, now_s)  # never one just preempted: it gave up less than it would need
         if self._drafter is not None and len(step.tokens) <= self.limits.max_drafting_seqs:
             for request in step.tokens:
                 self._guess(request, step, self._drafter)
-        self._admit(arm, step, now_s)  # never one just preempted: it gave up less than it would need
         return step.chunks()
 
     def _admit(self, arm: int, step: "_StepDraft", now_s: float) -> None:
@@ -223,7 +223,9 @@ class Scheduler:
         if request.in_prompt or request.num_to_compute != 1:
             return
         num_tokens = len(request.token_ids)
-        free_slots = (len(request.blocks) + self.pool.num_free) * self.limits.block_size - num_tokens
+        # A block for each sequence's next token is left, as what guesses that failed have taken is not given back.
+        num_free = max(0, self.pool.num_free - len(self.running))
+        free_slots = (len(request.blocks) + num_free) * self.limits.block_size - num_tokens
         # The last token of an answer is chosen, not computed.
         wanted = request.params.max_tokens - request.num_output_tokens - 1
         draft = drafter.draft(request, min(step.room_for_draft, free_slots, wanted))

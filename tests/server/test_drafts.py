@@ -119,3 +119,34 @@ def test_in_a_crowd_nobody_guesses() -> None:
     scheduler.add(request([7] * 8, "b"))
     draft_of(scheduler)
     assert draft_of(scheduler) == {"a": (), "b": ()}
+
+
+class Greedy(NgramDrafter):
+    """Guesses as much as there is room for, rightly or not."""
+
+    def draft(self, request: Request, room: int) -> list[int]:
+        return [7] * max(0, room)
+
+
+def test_guesses_leave_room_for_waiting_prompts() -> None:
+    scheduler = Scheduler(
+        Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, num_blocks=64, block_size=4),
+        Greedy(max_tokens=64, longest=1, shortest=1),
+    )
+    scheduler.add(request([7] * 4, "old", max_tokens=40))
+    draft_of(scheduler)
+    assert draft_of(scheduler) == {"old": (7,) * 7}
+    scheduler.add(request([5] * 6, "late"))
+    assert draft_of(scheduler) == {"old": (7,), "late": ()}
+
+
+def test_guesses_that_failed_leave_everyone_a_block_for_the_next_token() -> None:
+    scheduler = Scheduler(
+        Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=64, num_blocks=8, block_size=4),
+        Greedy(max_tokens=64, longest=1, shortest=1),
+    )
+    scheduler.add(request([7] * 7, "a", max_tokens=20))
+    scheduler.add(request([8] * 3, "b", max_tokens=20))
+    for _ in range(4):
+        draft_of(scheduler)
+    assert scheduler.num_preemptions == 0

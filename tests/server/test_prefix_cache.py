@@ -169,3 +169,16 @@ def test_there_is_never_more_than_an_entry_a_block() -> None:
         finish(scheduler, request(list(range(first, first + 30))), num_tokens=5)
     assert len(prefixes(scheduler)._block_of) <= 16
     assert scheduler.pool.num_used == 0
+
+
+def test_what_a_preempted_sequence_generated_is_not_taken_from_anothers_prompt() -> None:
+    scheduler = make_scheduler()
+    first = request([1, 2, 3, 4, 5, 6], "first")
+    scheduler.add(first)
+    for _ in range(11):
+        run(scheduler)
+    scheduler.add(request([*first.token_ids, 9], "chat"))  # its prompt holds what first generated
+    run(scheduler)
+    scheduler._preempt(first)  # as a step does that is short of blocks
+    starts = [shares(run(scheduler))["first"][0] for _ in range(2)]
+    assert starts == [4, 6]  # the rest of its prompt, then its answer by the kernels of generated tokens
