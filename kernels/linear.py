@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightwire.kernels.linear_cpu import linear_cpu
+from tightwire.kernels.linear_cpu import linear_cpu, linear_to_float_cpu
 from tightwire.kernels.linear_widened import linear_widened, rows_are_independent, torch_has_bfloat16_products
 from tightwire.kernels.packed import Matrix, PackedMatrix
 from tightwire.kernels.unpack import dequantize
@@ -58,6 +58,20 @@ def linear(
         return _block_product(x_TD, weight_OD, bias_O)
     few, block = x_TD[:num_single_rows], x_TD[num_single_rows:]
     return torch.cat([_single_product(few, weight_OD, bias_O), _block_product(block, weight_OD, bias_O)])
+
+
+def linear_to_float(x_RD: Tensor, weight_OD: Matrix) -> Tensor:
+    """``linear`` without the rounding: float32 sums, for logits, where the best ones may be a single 16-bit number.
+
+    Costs and raises what ``linear`` does.
+    """
+    if x_RD.device.type == "cpu":
+        return linear_to_float_cpu(x_RD, weight_OD)
+    if isinstance(weight_OD, PackedMatrix):
+        return _triton().linear_packed(x_RD, weight_OD, None, torch.float32)
+    if x_RD.dtype == torch.float32:
+        return F.linear(x_RD, weight_OD)
+    return torch.mm(x_RD, weight_OD.t(), out_dtype=torch.float32)
 
 
 def _single_product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None) -> Tensor:

@@ -49,12 +49,22 @@ _widened = simd.make_stack(_MAX_WIDENED)
 
 def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None) -> Tensor:
     """``linear.linear`` for CPU tensors; see there."""
+    return _product(x_TD, weight_OD, bias_O, x_TD.dtype)
+
+
+def linear_to_float_cpu(x_TD: Tensor, weight_OD: Matrix) -> Tensor:
+    """``linear.linear_to_float`` for CPU tensors; see there."""
+    return _product(x_TD, weight_OD, None, torch.float32)
+
+
+def _product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """A bias must be of ``out_dtype``."""
     _check(x_TD, weight_OD, bias_O)
     num_tokens, num_inputs = x_TD.shape
     num_outputs = weight_OD.shape[0]
-    kind = NUMBER_KIND[x_TD.dtype]
+    kind = NUMBER_KIND[out_dtype]
     weight, weight_stride, weight_kind = matrix_integers(weight_OD)
-    out_TO = torch.empty((num_tokens, num_outputs), dtype=x_TD.dtype)
+    out_TO = torch.empty((num_tokens, num_outputs), dtype=out_dtype)
     if weight_kind != BFLOAT16 or not _BF16_PRODUCTS:
         x_TD = x_TD.float()
     max_threads = min(-(-num_outputs // _PANEL), useful_threads(num_tokens, num_outputs * num_inputs))

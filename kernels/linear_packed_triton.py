@@ -22,15 +22,19 @@ _OUTPUTS = tl.constexpr(32)
 _HALF = tl.constexpr(16)  # numbers of a group that share bytes with the other sixteen, and the depth of one product
 
 
-def linear_packed(x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None) -> Tensor:
+def linear_packed(
+    x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """``linear.linear_reference``, equal to it but for the order of the float32 sum: weights are rounded to x's dtype too.
 
+    Args:
+        out_dtype: what the sum is rounded to; None: the dtype of x.
     Raises:
         ValueError: shapes or dtypes that do not match.
     """
     _check(x_TD, weight_OD, bias_O)
     (num_rows, depth), num_outputs = x_TD.shape, weight_OD.shape[0]
-    out_TO = torch.empty(num_rows, num_outputs, dtype=x_TD.dtype, device=x_TD.device)
+    out_TO = torch.empty(num_rows, num_outputs, dtype=out_dtype or x_TD.dtype, device=x_TD.device)
     num_programs = -(-num_rows // _ROWS.value) * -(-num_outputs // _OUTPUTS.value)
     if num_programs:
         blocks = weight_OD.blocks_OB
@@ -102,7 +106,9 @@ def _packed_product(
     if BIASED:
         total_RO += widened(tl.load(raw(bias) + output_O, mask=output_O < num_outputs, other=0))[None, :]
     place_RO = row_R.to(tl.int64)[:, None] * num_outputs + output_O[None, :]
-    tl.store(raw(out) + place_RO, narrowed(total_RO, dtype), mask=kept_R1 & (output_O < num_outputs)[None, :])
+    tl.store(
+        raw(out) + place_RO, narrowed(total_RO, out.dtype.element_ty), mask=kept_R1 & (output_O < num_outputs)[None, :]
+    )
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """The best few logits of a row in place of all of them: what ranks that share a vocabulary need to send.
 
 A greedy token is decided by the best logit, one drawn with top_k by the k best. So each rank sends as many of its own
-part, eight bytes each, where the whole row of a vocabulary of 128,000 is 128 kB a rank in 16-bit numbers: at 200 Mbit/s
-five milliseconds a token.
+part, eight bytes each, where the whole row of a vocabulary of 128,000 is 256 kB from each of two ranks: at 200 Mbit/s ten
+milliseconds a token.
 
 A candidate is one int64: the logit's bits, so turned that they sort as the number does, above the token's id turned
 around. Keys are unique, and of equal logits the lowest id is the best, as everywhere here.

@@ -68,7 +68,7 @@ class DecodeGraphs:
         capture: Capture,
         ledger: Ledger,
     ) -> None:
-        self._sizes, self._ledger = sorted(sizes), ledger
+        self._sizes = sorted(sizes)
         ledger.phase = "decode"
         # The largest first: the smaller ones find their activations' memory in the pool.
         self._graphs = {
@@ -119,7 +119,8 @@ class _Graph:
             num_decode_rows=size,
             arm=arm,
         )
-        self._fill(0)
+        self._pad(0)
+        self._device.copy_(self._host)
         forward(batch)  # compiles kernels and takes workspaces, which a capture must not
         before = {count[:3]: count for count in ledger.counts()}
         self._replay = capture(lambda: forward(batch))
@@ -127,7 +128,7 @@ class _Graph:
 
     def run(self, arrays: StepArrays) -> Tensor:
         num_rows = len(arrays.token_ids_T)
-        self._fill(num_rows)
+        self._pad(num_rows)
         token_ids, positions, slots, context_lens, tables = self._fields
         token_ids[:num_rows] = arrays.token_ids_T
         positions[:num_rows] = arrays.positions_T
@@ -140,14 +141,12 @@ class _Graph:
         self._ledger.add_replayed(self._counts)
         return hidden_TD
 
-    def _fill(self, first: int) -> None:
+    def _pad(self, first: int) -> None:
         """Make rows from ``first`` on padding."""
         token_ids, positions, slots, context_lens, _ = self._fields
         for field in (token_ids, positions, context_lens):
             field[first:] = 0
         slots[first:] = -1
-        if first == 0:
-            self._device.copy_(self._host)
 
 
 def cuda_capture(pool: Any) -> Capture:

@@ -49,13 +49,15 @@ class Llama:
         self._weights = weights
         self._cache = cache
         self._cos_SE, self._sin_SE = rope_table(config, max_positions, cache.keys.device)
-        self._attention_sums, self._mlp_sums = (
+        # Of each arm; of attention in layer l at 2 l, of its MLP behind it: the parts of a ``DecodeProgram``.
+        self._sums = [
             [
-                [parallel.row_sums(site, layer, arm) for layer in range(config.num_layers)]
-                for arm in range(parallel.num_arms)
+                parallel.row_sums(site, layer, arm)
+                for layer in range(config.num_layers)
+                for site in ("o_proj", "down_proj")
             ]
-            for site in ("o_proj", "down_proj")
-        )
+            for arm in range(parallel.num_arms)
+        ]
         self._program = None
         if cache.keys.device.type == "cpu":
             layers = [weights.layer(index) for index in range(config.num_layers)]
@@ -94,11 +96,7 @@ class Llama:
             batch.context_lens_B,
             batch.block_tables_BM,
         )
-        sums = [
-            site[batch.arm][index]
-            for index in range(self._config.num_layers)
-            for site in (self._attention_sums, self._mlp_sums)
-        ]
+        sums = self._sums[batch.arm]
         if sums[0] is None:
             return residual_TD + program.run(0, len(sums), None)
         update_TD: Tensor | None = None
@@ -144,7 +142,7 @@ class Llama:
             mixed_THE.flatten(1),
             weights.attention_out,
             weights.attention_out_bias,
-            self._attention_sums[batch.arm][index],
+            self._sums[batch.arm][2 * index],
             num_single_rows=num_decode,
         )
 
@@ -152,5 +150,5 @@ class Llama:
         num_decode = batch.num_decode_rows
         gated_TF = swiglu(linear(x_TD, weights.gate_up, weights.gate_up_bias, num_single_rows=num_decode))
         return self._parallel.row_linear(
-            gated_TF, weights.down, weights.down_bias, self._mlp_sums[batch.arm][index], num_single_rows=num_decode
+            gated_TF, weights.down, weights.down_bias, self._sums[batch.arm][2 * index + 1], num_single_rows=num_decode
         )

@@ -18,7 +18,7 @@ from tightwire.comm.group import Group
 from tightwire.comm.policy.routes import Routes
 from tightwire.comm.protocols import AllReduce
 from tightwire.kernels.embedding import embedding
-from tightwire.kernels.linear import linear
+from tightwire.kernels.linear import linear, linear_to_float
 from tightwire.kernels.packed import Matrix
 from tightwire.model.candidates import KEY_BYTES, best_candidates, scatter_candidates
 from tightwire.model.layout import Layout
@@ -105,11 +105,11 @@ class TensorParallel:
         Args:
             num_candidates: with several ranks, that many of each row's best are kept, at the least, and the others may
                 become minus infinity; 0: all.
-        Cost: each rank sends W - 1 times R max_vocab_rows elements, or 8 R num_candidates bytes; the gather is to all.
+        Cost: each rank sends W - 1 times R max_vocab_rows numbers of float32, or 8 R num_candidates bytes; the gather is to all.
         """
-        local_RV = linear(hidden_RD, local_head_VD)
+        local_RV = linear_to_float(hidden_RD, local_head_VD)
         if self._group.world_size == 1:
-            return local_RV.float()
+            return local_RV
         self._group.ledger.site = "logits"
         fewest = min(len(shard.vocab_rows) for shard in self._layout.shards)
         whole_bytes = self._layout.max_vocab_rows * local_RV.element_size()
@@ -120,7 +120,7 @@ class TensorParallel:
         if self._group.rank != 0:
             return None
         parts = [part[:, : len(s.vocab_rows)] for part, s in zip(gathered, self._layout.shards, strict=True)]
-        return torch.cat(parts, dim=1).float()
+        return torch.cat(parts, dim=1)
 
     def _logits_of_candidates(self, local_RV: Tensor, num_candidates: int) -> Tensor | None:
         keys_RC = best_candidates(local_RV, num_candidates, self.shard.vocab_rows.start)

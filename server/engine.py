@@ -19,9 +19,11 @@ from tightwire.model.logprobs import TokenScore
 from tightwire.model.sampling import Sampler
 from tightwire.model.step import StepPlan
 from tightwire.server.drafts import NgramDrafter
+from tightwire.server.limits import Limits
 from tightwire.server.messages import AddRequest, CommCount, EngineStats, FirstToken, Output, StepResult, TokenLogprob
 from tightwire.server.request import Request, make_request, why_refused
-from tightwire.server.scheduler import Chunk, Limits, ScheduledStep, Scheduler
+from tightwire.server.scheduled_step import Chunk, ScheduledStep
+from tightwire.server.scheduler import Scheduler
 from tightwire.server.step_times import StepTimes, first_token
 
 _log = logging.getLogger(__name__)
@@ -156,7 +158,11 @@ class Engine:
                 self._num_prompt_tokens += request.num_prompt_tokens
                 outputs.append(self._end(request, "length"))
         self._choose(chosen, logits_RV)
-        outputs.extend(self._tell(new) for new in chosen)
+        for new in chosen:
+            if new.token_ids:
+                outputs.append(self._tell(new))
+            if new.broken:
+                outputs.append(self._end(new.chunk.request, "error", _NOT_FINITE))
 
     def _choose(self, chosen: Sequence["_NewTokens"], logits_RV: Tensor) -> None:
         """Choose every sequence's next token, and the one after where that was guessed, as long as guesses hold.
@@ -187,8 +193,6 @@ class Engine:
     def _tell(self, new: "_NewTokens") -> Output:
         """The output that a step's new tokens make, the sequence's last one if it stops here."""
         request, finish_reason = new.chunk.request, new.finish_reason
-        if finish_reason == "error":
-            return self._end(request, "error", _NOT_FINITE)
         num_new = len(new.token_ids)
         request.num_computed += num_new - 1  # the guesses that held
         self._num_generation_tokens += num_new
@@ -236,11 +240,12 @@ class _NewTokens:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
+        self.broken = False  # no token can be chosen after these
 
     def add(self, token_id: int, score: TokenScore | None) -> None:
         request = self.chunk.request
         if token_id < 0:
-            self.finish_reason = "error"
+            self.broken = True
             return
         self.token_ids.append(token_id)
         request.token_ids.append(token_id)
@@ -255,7 +260,9 @@ class _NewTokens:
     def guess_held(self) -> bool:
         """Whether the token chosen last is the one that was guessed: then there are logits for the next."""
         draft, num_new = self.chunk.draft, len(self.token_ids)
-        return self.finish_reason is None and num_new <= len(draft) and draft[num_new - 1] == self.token_ids[-1]
+        if self.broken or self.finish_reason is not None or num_new > len(draft):
+            return False
+        return draft[num_new - 1] == self.token_ids[-1]
 
 
 def _last_words(request: Request, finish_reason: str, message: str | None = None) -> Output:

@@ -12,7 +12,7 @@ from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.server.config import EngineOptions
-from tightwire.server.scheduler import MAX_SCORED_ROWS
+from tightwire.server.limits import MAX_SCORED_ROWS
 from tightwire.server.sizes import format_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -34,33 +34,42 @@ class PrefixCache:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
-    def take(self, request: Request) -> None:
-        """Give a request without blocks the longest kept beginning of it, but for the last token: its logits are needed."""
-        assert not request.blocks
-        if request.prompt_logprobs is not None:
-            return  # every token's logits are needed
-        blocks: list[int] = []
-        prefix = _root(request)
-        num_tokens = len(request.token_ids) - 1
-        if not self._with_answers:  # of a preempted one, generated tokens stay what their own kernels make of them
-            num_tokens = min(num_tokens, request.num_prompt_tokens)
-        for index in range(num_tokens // self._block_size):
+    def advance(self, request: Request) -> int:
+        """Let ``request`` go on behind all that is kept of it, as it begins or as others have computed it since.
+
+        But for the last token, whose logits are needed. Gives the number of tokens that it need not compute.
+        """
+        before, prefix = request.num_computed, request.prefix or _root(request)
+        for index in range(request.num_entered_blocks, self._num_to_share(request)):
             block = self._find(self._key(request, index, prefix))
             if block is None:
                 break
-            blocks.append(block)
+            self._pool.share([block])
+            if index < len(request.blocks):
+                self._pool.free([request.blocks[index]])
+                request.blocks[index] = block
+            else:
+                request.blocks.append(block)
             prefix = self._entry_of[block]
-        self._pool.share(blocks)
-        request.blocks.extend(blocks)
-        request.num_computed = len(blocks) * self._block_size
-        request.num_entered_blocks, request.prefix = len(blocks), prefix
+            request.num_computed = (index + 1) * self._block_size
+            request.num_entered_blocks, request.prefix = index + 1, prefix
+        return request.num_computed - before
 
-    def count(self, request: Request) -> None:
-        """Count what ``take`` found for a request that is now begun."""
+    def next_key(self, request: Request) -> Hashable:
+        """What the block will be known by that ``request`` computes next; None when it is none to share."""
+        index = request.num_entered_blocks
+        if index >= self._num_to_share(request):
+            return None
+        return self._key(request, index, request.prefix or _root(request))
+
+    def count_query(self, request: Request) -> None:
+        """Count a request that begins, with what it finds then and later (``count_hits``)."""
         if request.prompt_logprobs is None:
-            request.num_cached_tokens = request.num_computed
             self.num_queried_tokens += request.num_prompt_tokens
-            self.num_hit_tokens += request.num_computed
+
+    def count_hits(self, request: Request, num_tokens: int) -> None:
+        request.num_cached_tokens += num_tokens
+        self.num_hit_tokens += num_tokens
 
     def enter(self, request: Request, num_tokens: int) -> None:
         """After the next step ``num_tokens`` of ``request`` are computed: others may share the blocks they fill."""
@@ -76,6 +85,15 @@ class PrefixCache:
             prefix = self._entry_of[block]
             request.num_entered_blocks = index + 1
         request.prefix = prefix
+
+    def _num_to_share(self, request: Request) -> int:
+        """How many blocks ``request`` may have from others."""
+        if request.prompt_logprobs is not None:
+            return 0  # every token's logits are needed
+        num_tokens = len(request.token_ids) - 1
+        if not self._with_answers:  # of a preempted one, generated tokens stay what their own kernels make of them
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        return num_tokens // self._block_size
 
     def _key(self, request: Request, index: int, prefix: Hashable) -> Hashable:
         start = index * self._block_size

@@ -24,6 +24,7 @@ from tightwire.server.channels import bind_receiver, connect_sender
 from tightwire.server.config import EngineOptions
 from tightwire.server.drafts import NgramDrafter
 from tightwire.server.engine import Engine
+from tightwire.server.limits import Limits
 from tightwire.server.messages import (
     AddRequest,
     CancelRequest,
@@ -36,7 +37,6 @@ from tightwire.server.messages import (
 )
 from tightwire.server.rank_setup import RunPlan
 from tightwire.server.reporter import Reporter
-from tightwire.server.scheduler import Limits
 
 _IDLE_POLL_MS = 1000  # how often an idle rank looks up; messages wake it at once
 _WARM_UP_PROMPT_TOKENS = 24

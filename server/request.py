@@ -30,7 +30,8 @@ class Request:
     at_first_step: Reading | None = None  # the engine's times when its first step began
     num_computed: int = 0
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first begun
+    was_preempted: bool = False
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache unless it was preempted
     num_entered_blocks: int = 0  # the first so many of ``blocks`` are known to the prefix cache
     prefix: Hashable = None  # what the prefix cache knows the last of them by
     token_bytes: bytearray = field(default_factory=bytearray)  # token_ids as int32, as far as a draft has needed them

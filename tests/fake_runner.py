@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tightwire.model.step import StepPlan
-from tightwire.server.scheduler import Limits
+from tightwire.server.limits import Limits
 
 EMPTY = -1
 

@@ -24,8 +24,8 @@ from tightwire.model.step import StepPlan
 from tightwire.model.weights.formats import check_split, choose_formats
 from tightwire.server.drafts import NgramDrafter
 from tightwire.server.engine import Engine
+from tightwire.server.limits import Limits
 from tightwire.server.messages import AddRequest, Output
-from tightwire.server.scheduler import Limits
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ import torch
 
 from tightwire.kernels import linear as linear_module
 from tightwire.kernels import linear_widened, simd
-from tightwire.kernels.linear import linear
+from tightwire.kernels.linear import linear, linear_to_float
+from tightwire.kernels.packed import quantize
+from tightwire.kernels.packed_format import PACKED_FORMATS, PackedFormat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -89,6 +91,18 @@ def test_nan_in_one_row_stays_there() -> None:
 
 def test_no_rows() -> None:
     assert linear(torch.zeros(0, 8), torch.zeros(6, 8)).shape == (0, 6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("packed", [None, *PACKED_FORMATS.values()])
+def test_to_float_it_is_the_same_sum_not_rounded(dtype: torch.dtype, packed: PackedFormat | None) -> None:
+    x, plain = _random(5, 96, dtype=dtype), _random(70, 96, dtype=torch.float32, seed=1)
+    weight = plain.to(dtype) if packed is None else quantize(plain, packed)
+    got = linear_to_float(x, weight)
+    assert got.dtype == torch.float32
+    assert torch.equal(got.to(dtype), linear(x, weight))
+    if dtype != torch.float32:
+        assert not torch.equal(got.to(dtype).float(), got)
 
 
 def test_four_threads_may_call_at_once(num_threads: Callable[[int], None]) -> None:

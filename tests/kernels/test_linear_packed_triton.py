@@ -23,6 +23,9 @@ def _check(group: Group) -> None:
                 bias = torch.randn(num_outputs, generator=generator).to(dtype)
                 for added in (None, bias):
                     _assert_close(linear_packed(x, weight, added), x, dequantize_reference(weight, dtype), added)
+                unrounded = linear_packed(x, weight, None, torch.float32)
+                assert unrounded.dtype == torch.float32
+                _assert_close(unrounded, x, dequantize_reference(weight, dtype), None)
 
 
 def _assert_close(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

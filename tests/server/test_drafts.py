@@ -4,9 +4,10 @@ import pytest
 
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.server.drafts import NgramDrafter
+from tightwire.server.limits import Limits
 from tightwire.server.messages import AddRequest
 from tightwire.server.request import Request, make_request
-from tightwire.server.scheduler import Limits, Scheduler
+from tightwire.server.scheduler import Scheduler
 
 DRAFTER = NgramDrafter(max_tokens=3, longest=3, shortest=2)
 

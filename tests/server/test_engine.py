@@ -16,9 +16,9 @@ from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.step import StepPlan
 from tightwire.server.drafts import NgramDrafter
 from tightwire.server.engine import Engine
+from tightwire.server.limits import Limits
 from tightwire.server.messages import AddRequest, CommCount, FirstToken, Output, TokenLogprob
 from tightwire.server.request import Request
-from tightwire.server.scheduler import Limits
 
 VOCAB = 61
 EOS = 2
@@ -282,6 +282,22 @@ def test_logits_that_are_not_numbers_end_only_their_own_request(changes: dict[st
     assert answers["bad"].finish_reason == "error" and "not finite" in (answers["bad"].message or "")
     assert answers["good"].token_ids == greedy_reference([5, 6], 8)
     assert engine.stats().num_free_blocks == ROOMY.num_blocks
+
+
+def test_tokens_chosen_before_what_is_not_a_number_are_told() -> None:
+    class Broken(FakeRunner):
+        def execute(self, plan: StepPlan) -> Tensor | None:
+            logits = super().execute(plan)
+            if logits is not None and plan.index == 3:
+                logits[1, 3] = float("nan")
+            return logits
+
+    engine, answers = make_engine(runner=Broken(ROOMY, VOCAB), drafter=ODD_GUESSES), {}
+    engine.add(AddRequest("a", [5, 6, 8], params()))
+    drain(engine, answers)
+    # The third step's first guess is right, and there are no scores behind it.
+    assert answers["a"].token_ids == greedy_reference([5, 6, 8], 3)
+    assert answers["a"].finish_reason == "error" and "not finite" in (answers["a"].message or "")
 
 
 def test_what_the_runner_raises_goes_through() -> None:

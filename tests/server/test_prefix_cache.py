@@ -3,10 +3,12 @@ from typing import Any
 import pytest
 
 from tightwire.model.sampling_params import SamplingParams
+from tightwire.server.limits import Limits
 from tightwire.server.messages import AddRequest
 from tightwire.server.prefix_cache import PrefixCache
 from tightwire.server.request import Request, make_request
-from tightwire.server.scheduler import Limits, ScheduledStep, Scheduler
+from tightwire.server.scheduled_step import ScheduledStep
+from tightwire.server.scheduler import Scheduler
 
 BLOCK = 4
 
@@ -82,6 +84,43 @@ def test_sequences_of_one_step_share() -> None:
     assert shares(run(scheduler)) == {"first": (0, 10), "second": (8, 10)}
     assert first.blocks[:2] == second.blocks[:2] and first.blocks[2] != second.blocks[2]
     assert scheduler.pool.num_used == 4
+
+
+def test_of_prompts_that_begin_alike_one_is_computed_and_the_others_go_on_behind_it() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16)
+    tokens = list(range(30))
+    for name in ("first", "second"):
+        scheduler.add(request(tokens, name))
+    scheduler.add(request([*tokens[:20], 99], "third"))
+    assert shares(run(scheduler)) == {"first": (0, 16)}
+    # What the others have alone comes beside its end.
+    assert shares(run(scheduler)) == {"first": (16, 30), "second": (28, 29), "third": (20, 21)}
+    assert shares(run(scheduler)) == {"first": (30, 31), "second": (29, 30), "third": (21, 22)}
+    assert [r.num_cached_tokens for r in scheduler.running] == [0, 28, 20]
+    assert (prefixes(scheduler).num_queried_tokens, prefixes(scheduler).num_hit_tokens) == (81, 48)
+
+
+def test_a_prompt_takes_over_what_another_computed_of_the_block_it_has_begun() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=6, max_num_seqs=3)
+    scheduler.add(request(list(range(20)), "scored", prompt_logprobs=0))
+    scheduler.add(request(list(range(20)), "plain"))
+    steps = [shares(run(scheduler)) for _ in range(4)]
+    assert sum(end - start for share in steps for name, (start, end) in share.items() if name == "plain") < 20
+    first, second = scheduler.running
+    assert list(first.blocks[:4]) == list(second.blocks[:4])
+    for sequence in (first, second):
+        scheduler.remove(sequence)
+    assert scheduler.pool.num_used == 0
+
+
+def test_whoever_leads_may_go() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    first, second = request(list(range(30)), "first"), request(list(range(30)), "second")
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    assert shares(run(scheduler)) == {"first": (0, 8)}
+    scheduler.remove(first)
+    assert shares(run(scheduler)) == {"second": (8, 16)}
 
 
 def test_the_same_tokens_after_another_beginning_are_not_the_same() -> None:

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightwire.model.sampling_params import SamplingParams
+from tightwire.server.limits import Limits
 from tightwire.server.messages import AddRequest
 from tightwire.server.request import Request, make_request
-from tightwire.server.scheduler import Limits, ScheduledStep, Scheduler
+from tightwire.server.scheduled_step import ScheduledStep
+from tightwire.server.scheduler import Scheduler
 
 
 def limits(*, prefix_cache: str = "none", **changes: int) -> Limits:
@@ -47,13 +49,32 @@ def test_long_prefill_is_chunked_and_decodes_go_on() -> None:
     scheduler.add(request(3, "short"))
     assert shares(run(scheduler)) == {"short": (0, 3)}
     scheduler.add(request(40, "long"))
-    scheduler.add(request(2, "late"))
+    scheduler.add(request(20, "late"))
     assert shares(run(scheduler)) == {"short": (3, 4), "long": (0, 15)}
     assert shares(run(scheduler)) == {"short": (4, 5), "long": (15, 30)}
     last_of_prefill = run(scheduler)
-    assert shares(last_of_prefill) == {"short": (5, 6), "long": (30, 40), "late": (0, 2)}
-    assert [chunk.samples for chunk in last_of_prefill.chunks] == [True, True, True]
-    assert shares(run(scheduler)) == {"short": (6, 7), "long": (40, 41), "late": (2, 3)}
+    assert shares(last_of_prefill) == {"short": (5, 6), "long": (30, 40), "late": (0, 5)}
+    assert [chunk.samples for chunk in last_of_prefill.chunks] == [True, True, False]
+    assert shares(run(scheduler)) == {"short": (6, 7), "long": (40, 41), "late": (5, 19)}
+
+
+def test_short_prompts_do_not_wait_for_long_ones_nor_these_for_them() -> None:
+    scheduler = Scheduler(limits(max_num_seqs=8))
+    for name, num_tokens in (("long", 40), ("too long", 9), ("first", 5), ("second", 3), ("no more room", 1)):
+        scheduler.add(request(num_tokens, name, max_tokens=1))
+    # Half of the step for those that it finishes, in order of age; the other half and what they leave is the oldest's.
+    assert shares(run(scheduler)) == {"long": (0, 8), "first": (0, 5), "second": (0, 3)}
+    for done in scheduler.running[2:4]:
+        scheduler.remove(done)
+    scheduler.add(request(8, "new", max_tokens=1))
+    assert shares(run(scheduler)) == {"long": (8, 23), "no more room": (0, 1)}
+
+
+def test_the_oldest_of_those_that_are_scored_is_never_kept_waiting() -> None:
+    scheduler = Scheduler(limits(max_scored_rows=4))
+    scheduler.add(request(30, "old", prompt_logprobs=0))
+    scheduler.add(request(4, "young", prompt_logprobs=0))
+    assert shares(run(scheduler)) == {"old": (0, 4)}
 
 
 def test_plan_is_packed_with_tables_as_wide_as_the_widest() -> None:
@@ -224,14 +245,14 @@ def test_arms_take_turns_and_never_share_a_step() -> None:
 
 
 def test_a_step_of_one_arm_may_preempt_the_youngest_of_another() -> None:
-    scheduler = Scheduler(limits(max_model_len=16, num_blocks=4))
-    scheduler.add(request(8, "old", max_tokens=8))
-    scheduler.add(request(3, "young", max_tokens=8, arm=1))
+    scheduler = Scheduler(limits(max_model_len=24, num_blocks=6))
+    scheduler.add(request(4, "old", max_tokens=20))
+    scheduler.add(request(4, "young", max_tokens=20, arm=1))
     step = run(scheduler)
     while not scheduler.num_preemptions:
         step = run(scheduler)
-    assert step.plan.arm == 0 and [r.id for r in scheduler.waiting] == ["young"]
-    assert [run(scheduler).plan.arm for _ in range(3)] == [0, 0, 0]  # until old has ended there is no room
+    assert step.plan.arm == 0 and shares(step) == {"old": (12, 13)} and [r.id for r in scheduler.waiting] == ["young"]
+    assert [shares(run(scheduler)) for _ in range(3)] == [{"old": (at, at + 1)} for at in (13, 14, 15)]  # no room yet
 
 
 def test_an_arm_that_finds_no_block_leaves_its_turn_to_another() -> None:

@@ -1,0 +1,40 @@
+"""What one engine may hold and do at once."""
+
+from dataclasses import dataclass
+
+# Prompt rows of one step whose logits are asked for: 50 MB for a vocabulary of 49152. The memory budget counts them.
+MAX_SCORED_ROWS = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """All known once the cache is allocated."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int
+    max_scored_rows: int = MAX_SCORED_ROWS
+    max_drafting_seqs: int = 16  # with more sequences in a step none brings guesses along
+    prefix_cache: str = "prompts"  # what sequences that begin alike share: none, prompts, or all (answers too)
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "num_blocks", "block_size", "max_scored_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}; "
+                "running sequences could not all take a step"
+            )
+        if self.num_blocks * self.block_size < self.max_model_len:
+            raise ValueError(
+                f"the KV cache holds {self.num_blocks} blocks of {self.block_size} = "
+                f"{self.num_blocks * self.block_size} tokens, less than one sequence of max_model_len="
+                f"{self.max_model_len}; give it more memory (--kv-cache-memory) or set --max-model-len to at most "
+                f"{self.num_blocks * self.block_size}"
+            )
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
