@@ -70,7 +70,10 @@ class Transport(Protocol):
 
 
 class AllReduce(Protocol):
-    """Sums a tensor over the group: same shape and dtype, bit-identical on every rank, the input left as it was."""
+    """Sums a tensor over the group into a new one, contiguous, of its shape and dtype; the same bits on every rank.
+
+    The input is left as it was.
+    """
 
     name: str
 

@@ -150,13 +150,21 @@ class _Graph:
 
 
 def cuda_capture(pool: Any) -> Capture:
-    """Capture into graphs that share ``pool`` (``torch.cuda.graph_pool_handle()``)."""
+    """Capture into graphs that share ``pool`` (``torch.cuda.graph_pool_handle()``).
+
+    A capture raises RuntimeError when something in it cannot be captured, or memory runs out.
+    """
 
     def capture(run: Callable[[], Tensor]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=pool):
-            result = run()
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                result = run()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a step of generated tokens could not be captured as a CUDA graph; with --no-cuda-graphs none is: {error}"
+            ) from error
 
         def replay() -> Tensor:
             graph.replay()

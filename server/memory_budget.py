@@ -199,17 +199,20 @@ def _rank_bytes(
     elem = DTYPE_BYTES[dtype]
     return RankBytes(
         weights=num_weight_bytes,
-        activations=_activation_bytes(config, shard, options, elem),
+        activations=_activation_bytes(config, shard, options, elem, device),
         runtime=_RUNTIME_BYTES[device],
         block=2 * config.num_layers * shard.local_kv_heads * options.block_size * config.head_dim * elem,
     )
 
 
-def _activation_bytes(config: LlamaConfig, shard: Shard, options: EngineOptions, elem_bytes: int) -> int:
+def _activation_bytes(config: LlamaConfig, shard: Shard, options: EngineOptions, elem_bytes: int, device: str) -> int:
     """The widest moment of a step: the MLP's two halves beside the residual, or the logits.
 
     Rank 0 gathers the logits of all sequences and of a few hundred scored prompt tokens, and samples from a copy.
+    CUDA graphs keep the activations of the largest step of generated tokens beside those.
     """
     num_tokens, num_rows = options.max_num_batched_tokens, options.max_num_seqs + MAX_SCORED_ROWS
+    if device == "cuda" and options.cuda_graphs:
+        num_tokens += options.max_num_seqs
     layer = elem_bytes * num_tokens * (4 * config.hidden_size + 3 * len(shard.mlp_columns))
     return layer + 4 * num_rows * (3 * config.vocab_size if shard.rank == 0 else 2 * len(shard.vocab_rows))

@@ -98,7 +98,6 @@ class QualityBench:
             arms=[*setting.arms, *([] if self._mix is None else [self._mix.arm])],
             scorer=Scorer(ranks.head_VD, pool),
             batch=self._options.batch,
-            dtype=setting.dtype,
             told=lambda what: self._told(f"{ranks.world_size} ranks: {what}"),
         )
         measured = Measured(world_size=ranks.world_size)

@@ -15,12 +15,12 @@ NEW_TOKENS = 64
 
 
 @torch.inference_mode()
-def generate(ranks: PlayedRanks, prompts_BL: Tensor, arm: int, num_tokens: int, dtype: torch.dtype) -> Tensor:
-    """(B, num_tokens) most likely tokens. Logits are rounded to ``dtype`` before the choice, as the server's are."""
+def generate(ranks: PlayedRanks, prompts_BL: Tensor, arm: int, num_tokens: int) -> Tensor:
+    """(B, num_tokens) most likely tokens."""
     hidden_BD = ranks.prefill(prompts_BL, arm)[:, -1]
     tokens: list[Tensor] = []
     for position in range(prompts_BL.shape[1], prompts_BL.shape[1] + num_tokens):
-        tokens.append(ranks.logits(hidden_BD).to(dtype).argmax(1))
+        tokens.append(ranks.logits(hidden_BD).argmax(1))
         if len(tokens) < num_tokens:
             hidden_BD = ranks.decode(tokens[-1], position, arm)
     return torch.stack(tokens, dim=1)

@@ -42,7 +42,6 @@ class Measurement:
     arms: Sequence[Arm]
     scorer: Scorer
     batch: int
-    dtype: torch.dtype
     told: Callable[[str], None]
 
     def run(self, measured: Measured) -> Iterator[None]:
@@ -93,10 +92,10 @@ class Measurement:
         length = min(PROMPT_TOKENS, self.windows.token_ids_NL.shape[1])
         prompts_BL = self.windows.token_ids_NL[spread(self.windows.judged, NUM_PROMPTS), :length]
         self.told("greedy texts")
-        exact_BT = generate(self.ranks, prompts_BL, 0, NEW_TOKENS, self.dtype)
+        exact_BT = generate(self.ranks, prompts_BL, 0, NEW_TOKENS)
         for number, arm in enumerate(self.arms, start=1):
             self.told(f"greedy texts: {arm.name}")
-            other_BT = generate(self.ranks, prompts_BL, number, NEW_TOKENS, self.dtype)
+            other_BT = generate(self.ranks, prompts_BL, number, NEW_TOKENS)
             measured.same_tokens[arm.name] = first_differences(exact_BT, other_BT)
 
 

@@ -59,7 +59,7 @@ def test_decoding_goes_on_where_the_prompt_ended(ranks: PlayedRanks) -> None:
 
 
 def test_greedy_texts_differ_only_after_a_quantized_prompt(ranks: PlayedRanks) -> None:
-    exact, lossy, lossless = (generate(ranks, PROMPTS, arm, 12, torch.bfloat16) for arm in range(3))
+    exact, lossy, lossless = (generate(ranks, PROMPTS, arm, 12) for arm in range(3))
     assert first_differences(exact, lossless) == [12, 12]
     assert min(first_differences(exact, lossy)) < 12
 
