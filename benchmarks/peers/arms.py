@@ -50,13 +50,15 @@ class Arm:
         return [word.replace("{port}", str(port)) for word in self.command]
 
 
-def tightwire(setup: Setup, ranks: int, all_reduce: str = "auto") -> Arm:
+def tightwire(setup: Setup, ranks: int, all_reduce: str = "auto", *, packed: bool = False) -> Arm:
+    """``packed``: the weights stay in the 4 bits of the file, as llama.cpp's do; otherwise they are unpacked."""
     name = f"tightwire TP {ranks}" + (f", {all_reduce}" if all_reduce != "auto" else "")
     command = [sys.executable, "-m", "tightwire", "serve", setup.model, "--tp", str(ranks), "--allreduce", all_reduce]
+    command += ["--dtype", "bfloat16", "--quantization", "auto" if packed else "none"]
     return Arm(
-        name=name,
-        numbers="bfloat16",
-        command=(*command, "--dtype", "bfloat16", "--kv-cache-memory", _KV_CACHE, "--port", "{port}"),
+        name=f"{name}, 4-bit" if packed else name,
+        numbers="4-bit" if packed else "bfloat16",
+        command=(*command, "--kv-cache-memory", _KV_CACHE, "--port", "{port}"),
         health="/health/ready",
     )
 
@@ -112,6 +114,8 @@ def transformers(setup: Setup, *, continuous_batching: bool) -> Arm:
 ARMS: dict[str, Callable[[Setup], Arm]] = {
     "tightwire-tp2": lambda setup: tightwire(setup, 2),
     "tightwire-tp1": lambda setup: tightwire(setup, 1),
+    "tightwire-tp2-q4": lambda setup: tightwire(setup, 2, packed=True),
+    "tightwire-tp1-q4": lambda setup: tightwire(setup, 1, packed=True),
     "vllm": lambda setup: vllm(setup, 1),
     "vllm-tp2": lambda setup: vllm(setup, 2),
     "llama.cpp-q4": lambda setup: llama_cpp(setup, "gguf", "4-bit"),
@@ -120,7 +124,15 @@ ARMS: dict[str, Callable[[Setup], Arm]] = {
     "transformers": lambda setup: transformers(setup, continuous_batching=False),
     "transformers-cb": lambda setup: transformers(setup, continuous_batching=True),
 }
-DEFAULT_ARMS = ("tightwire-tp2", "tightwire-tp1", "vllm", "llama.cpp-f16", "llama.cpp-q4", "transformers")
+DEFAULT_ARMS = (
+    "tightwire-tp2",
+    "tightwire-tp1",
+    "tightwire-tp2-q4",
+    "vllm",
+    "llama.cpp-f16",
+    "llama.cpp-q4",
+    "transformers",
+)
 
 
 def running_arm(word: str) -> Arm | None:
