@@ -30,7 +30,9 @@ def linear_widened(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Te
     A row's bits depend on that row alone where ``rows_are_independent``.
     """
     num_rows = len(x_TD)
-    x_PD = F.pad(x_TD, (0, 0, 0, max(0, _least_rows() - num_rows))).float()
+    x_PD = x_TD.float()
+    if num_rows < _least_rows():
+        x_PD = F.pad(x_PD, (0, 0, 0, _least_rows() - num_rows))
     product_PO = F.linear(x_PD, weight_OD.float(), None if bias_O is None else bias_O.float())
     return product_PO[:num_rows].to(x_TD.dtype)
 
