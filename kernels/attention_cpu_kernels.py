@@ -16,9 +16,10 @@ Knows addresses, not tensors; ``attention`` is the host that checks shapes and c
 """
 
 import math
+from typing import Any
 
 from tightwire.kernels import simd
-from tightwire.kernels.jit import helper, kernel
+from tightwire.kernels.jit import helper, kernel, routine
 from tightwire.kernels.numbers import load_numbers, size_of, store_numbers
 from tightwire.kernels.simd import LANES
 
@@ -29,22 +30,50 @@ _ROW_BYTES = 4 * KEYS
 _VECTOR_BYTES = 4 * LANES
 _MINUS_INFINITY = -math.inf
 
-_scores_4 = simd.make_tile_product(4, 4, accumulate=False)
-_scores_2 = simd.make_tile_product(2, 4, accumulate=False)
-_scores_1 = simd.make_tile_product(1, 4, accumulate=False)
-_values_4 = simd.make_tile_product(4, 4, accumulate=True)
-_values_2 = simd.make_tile_product(2, 4, accumulate=True)
-_values_1 = simd.make_tile_product(1, 4, accumulate=True)
-_values_4_narrow = simd.make_tile_product(4, 1, accumulate=True)
-_values_2_narrow = simd.make_tile_product(2, 1, accumulate=True)
-_values_1_narrow = simd.make_tile_product(1, 1, accumulate=True)
+# Tiles whose sums stay in registers: of sixteen floats and 32 of them with AVX-512; else eight and 16 (AVX2).
+_WIDE = simd.has_wide_registers()
+_TALL = 4 if _WIDE else 6  # rows of a tile when there are that many, else four, two or one
+_VECTORS = {1: 4, 2: 4, 4: 4} if _WIDE else {1: 4, 2: 2, 4: 1, 6: 1}  # of sixteen columns, by rows
+
+
+def _make_products(columns: int, *, accumulate: bool) -> Any:
+    """A routine for ``c = a @ b`` or ``c += a @ b``, of ``columns`` columns and any number of rows."""
+    tiles = {
+        rows: simd.make_tile_product(rows, min(vectors, columns // LANES), accumulate=accumulate)
+        for rows, vectors in _VECTORS.items()
+    }
+    one, two, four, tall = tiles[1], tiles[2], tiles[4], tiles[_TALL]
+    step_1, step_2, step_4, step = (LANES * min(_VECTORS[rows], columns // LANES) for rows in (1, 2, 4, _TALL))
+
+    @routine
+    def product(c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int, rows: int, depth: int) -> None:
+        if rows == 1:
+            for at in range(0, 4 * columns, 4 * step_1):
+                one(c + at, c_stride, a, a_stride, b + at, b_stride, depth)
+        elif rows == 2:
+            for at in range(0, 4 * columns, 4 * step_2):
+                two(c + at, c_stride, a, a_stride, b + at, b_stride, depth)
+        elif rows <= 4:
+            for at in range(0, 4 * columns, 4 * step_4):
+                four(c + at, c_stride, a, a_stride, b + at, b_stride, depth)
+        else:
+            for at in range(0, 4 * columns, 4 * step):
+                for row in range(0, rows, _TALL):
+                    tall(c + c_stride * row + at, c_stride, a + a_stride * row, a_stride, b + at, b_stride, depth)
+
+    return product
+
+
+_scores = _make_products(KEYS, accumulate=False)
+_values = _make_products(KEYS, accumulate=True)
+_values_narrow = _make_products(LANES, accumulate=True)
 
 
 def scratch_floats(num_rows: int, head_dim: int) -> int:
     """Float32 numbers one thread needs: queries, sums, scores, maxima and sums of rows; widened keys and values."""
     padded = _padded(head_dim)
     per_row = 2 * padded + KEYS + 1 + LANES
-    return (num_rows + 4) * per_row + 2 * KEYS * padded + LANES * padded
+    return (num_rows + _TALL) * per_row + 2 * KEYS * padded + LANES * padded
 
 
 def _padded(head_dim: int) -> int:
@@ -97,8 +126,8 @@ def attend(
         rows = tokens * heads_per_kv_head
         first_head = kv_head * heads_per_kv_head
 
-        # One thread's scratch, in this order; rows are rounded up to whole tiles of four.
-        row_room = rows + 4
+        # One thread's scratch, in this order; rows are rounded up to whole tiles.
+        row_room = rows + _TALL
         queries = scratch
         sums = queries + 4 * padded * row_room
         scores = sums + 4 * padded * row_room
@@ -145,7 +174,7 @@ def attend(
                     column = keys_t + 4 * (key - LANES + 1)
                     for at in range(0, padded, LANES):
                         simd.transpose(wide + 4 * at, 4 * padded, column + _ROW_BYTES * at, _ROW_BYTES)
-            _score(scores, queries, keys_t, rows, head_dim, padded)
+            _scores(scores, _ROW_BYTES, queries, 4 * padded, keys_t, _ROW_BYTES, rows, head_dim)
             for row in range(rows):
                 visible = first_position + row // heads_per_kv_head + 1 - first_key
                 _soften(
@@ -189,44 +218,14 @@ def _clear(address: int, count: int) -> None:
 
 
 @helper
-def _score(scores: int, queries: int, keys_t: int, rows: int, head_dim: int, padded: int) -> None:
-    """scores (rows, 64) = queries @ keys^T."""
-    stride = 4 * padded
-    if rows == 1:
-        _scores_1(scores, _ROW_BYTES, queries, stride, keys_t, _ROW_BYTES, head_dim)
-    elif rows == 2:
-        _scores_2(scores, _ROW_BYTES, queries, stride, keys_t, _ROW_BYTES, head_dim)
-    else:
-        for row in range(0, rows, 4):
-            c = scores + _ROW_BYTES * row
-            _scores_4(c, _ROW_BYTES, queries + stride * row, stride, keys_t, _ROW_BYTES, head_dim)
-
-
-@helper
 def _mix(sums: int, weights: int, values: int, rows: int, padded: int) -> None:
     """sums (rows, padded) += weights (rows, 64) @ values."""
     stride = 4 * padded
     wide_columns = padded // KEYS * KEYS
-    for column in range(0, wide_columns, 4 * LANES):
-        c = sums + 4 * column
-        v = values + 4 * column
-        if rows == 1:
-            _values_1(c, stride, weights, _ROW_BYTES, v, stride, KEYS)
-        elif rows == 2:
-            _values_2(c, stride, weights, _ROW_BYTES, v, stride, KEYS)
-        else:
-            for row in range(0, rows, 4):
-                _values_4(c + stride * row, stride, weights + _ROW_BYTES * row, _ROW_BYTES, v, stride, KEYS)
+    for column in range(0, wide_columns, KEYS):
+        _values(sums + 4 * column, stride, weights, _ROW_BYTES, values + 4 * column, stride, rows, KEYS)
     for column in range(wide_columns, padded, LANES):
-        c = sums + 4 * column
-        v = values + 4 * column
-        if rows == 1:
-            _values_1_narrow(c, stride, weights, _ROW_BYTES, v, stride, KEYS)
-        elif rows == 2:
-            _values_2_narrow(c, stride, weights, _ROW_BYTES, v, stride, KEYS)
-        else:
-            for row in range(0, rows, 4):
-                _values_4_narrow(c + stride * row, stride, weights + _ROW_BYTES * row, _ROW_BYTES, v, stride, KEYS)
+        _values_narrow(sums + 4 * column, stride, weights, _ROW_BYTES, values + 4 * column, stride, rows, KEYS)
 
 
 @helper

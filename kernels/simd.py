@@ -110,9 +110,6 @@ f16_rounded: Any = operation(emit.f16_rounded, _V, _V)
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
-# From 16 rows of 16 floats to 16 columns: (source, source_stride, target, target_stride).
-transpose: Any = operation(emit.transpose, types.void, *[types.int64] * 4)
-
 
 def make_tile_product(num_rows: int, num_vectors: int, *, accumulate: bool) -> Any:
     """``c = a @ b``, or ``c += a @ b``, for a (num_rows, depth), b (depth, 16 * num_vectors), all float32.
@@ -186,3 +183,9 @@ def _has_feature(name: str) -> bool:
     if settings.CPU_NAME is not None or settings.CPU_FEATURES is not None:
         return False  # numba was told to compile for another CPU than this one
     return get_host_cpu_features().get(name, False)
+
+
+# From 16 rows of 16 floats to 16 columns: (source, source_stride, target, target_stride).
+transpose: Any = operation(
+    emit.transpose if has_wide_registers() else emit.transpose_by_eights, types.void, *[types.int64] * 4
+)

@@ -240,6 +240,35 @@ def transpose(builder: Builder, source: Value, source_stride: Value, target: Val
         store_as(V_F32, 4)(builder, row(target, target_stride, i), value)
 
 
+_EIGHT = 8
+_PAIRED = ([0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])  # of two rows of eight, in both 128-bit halves
+_QUARTERED = ([0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
+_HALVED = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
+
+
+def transpose_by_eights(
+    builder: Builder, source: Value, source_stride: Value, target: Value, target_stride: Value
+) -> None:
+    """``transpose`` in four squares of eight, each of which fits AVX2's registers: 24 shuffles of one instruction."""
+    load, store = load_floats(_EIGHT), store_as(ir.VectorType(F32, _EIGHT), 4)
+
+    def both(a: Value, b: Value, masks: tuple[list[int], list[int]]) -> list[Value]:
+        return [builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, _EIGHT), mask)) for mask in masks]
+
+    def place(base: Value, stride: Value, row: int, column: int) -> Value:
+        at = builder.add(base, builder.mul(stride, ir.Constant(I64, row)))
+        return builder.add(at, ir.Constant(I64, 4 * column))
+
+    for top in range(0, LANES, _EIGHT):
+        for left in range(0, LANES, _EIGHT):
+            rows = [load(builder, place(source, source_stride, top + i, left)) for i in range(_EIGHT)]
+            pairs = [row for i in range(0, _EIGHT, 2) for row in both(rows[i], rows[i + 1], _PAIRED)]
+            fours = [row for i in (0, 1, 4, 5) for row in both(pairs[i], pairs[i + 2], _QUARTERED)]
+            for i in range(_EIGHT // 2):
+                for column, value in zip((i, i + 4), both(fours[i], fours[i + 4], _HALVED), strict=True):
+                    store(builder, place(target, target_stride, left + column, top), value)
+
+
 class _BFloat(ir.Type):
     """LLVM's bfloat, which llvmlite does not name."""
 
