@@ -123,6 +123,9 @@ class ParallelOptions:
         "a transport slowed down in user space; auto: namespaces where they can be had",
         EMULATIONS,
     )
+    bind_cores: bool = _option(
+        True, "on CPU, several ranks each keep to cores of their own, where there are enough for all of their threads"
+    )
     comm_timeout_s: float = _option(60.0, "longest a rank waits in one collective before it gives up", metavar="S")
 
     def __post_init__(self) -> None:

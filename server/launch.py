@@ -179,6 +179,13 @@ def describe_layout(decision: Decision, ready: Mapping[int, Ready]) -> str:
         f"rank {shard.rank}: {shard.local_heads} heads, {shard.local_kv_heads} KV heads, "
         f"{len(shard.mlp_columns)} of {mlp_size} MLP columns, {len(shard.vocab_rows)} vocabulary rows; "
         f"{format_bytes(ready[shard.rank].weight_bytes)} of weights, at most "
-        f"{format_bytes(ready[shard.rank].peak_host_bytes)} of host memory so far"
+        f"{format_bytes(ready[shard.rank].peak_host_bytes)} of host memory so far{_cores(ready[shard.rank])}"
         for shard in decision.layout.shards
     )
+
+
+def _cores(ready: Ready) -> str:
+    """Which ones it keeps to, if any."""
+    if not ready.cores:
+        return ""
+    return f"; on core{'s' * (len(ready.cores) > 1)} {', '.join(map(str, ready.cores))}"

@@ -187,6 +187,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     weight_bytes: int
     peak_host_bytes: int
     comm: CommSetup | None = None
+    cores: tuple[int, ...] = ()  # that it keeps to; none: it runs where the kernel puts it
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -23,6 +23,7 @@ from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.layout import Layout, Shard, make_layout
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import WeightFormats, choose_formats, weight_bytes
+from tightwire.server.cores import bind_to_cores
 from tightwire.server.messages import CommSetup, Ready
 from tightwire.server.rank_comm import check_comm
 from tightwire.server.rank_loop import Follower, Leader
@@ -45,6 +46,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         reporter.ledger = group.ledger
         link = _tried_link(group, identity, work)
     try:
+        binds = work.plan.device == "cpu" and work.config.parallel.bind_cores
+        cores = bind_to_cores(identity.rank, identity.world_size, torch.get_num_threads()) if binds else ()
         with reporter.stage("self-test"):
             comm = check_comm(
                 group,
@@ -60,7 +63,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             with reporter.stage("warm-up"):
                 place.warm_up()
             num_bytes = _weight_bytes(checkpoint, layout.shards[identity.rank], formats, work)
-            reporter.send(_ready(identity, num_bytes, msgspec.structs.replace(comm.setup, link=link)))
+            reporter.send(_ready(identity, num_bytes, msgspec.structs.replace(comm.setup, link=link), cores))
             place.serve()
     finally:
         group.close()
@@ -181,10 +184,11 @@ def _weight_bytes(checkpoint: Checkpoint, shard: Shard, formats: WeightFormats, 
     return weight_bytes(checkpoint.config, shard, formats, dtype.itemsize)
 
 
-def _ready(identity: RankIdentity, num_weight_bytes: int, setup: CommSetup) -> Ready:
+def _ready(identity: RankIdentity, num_weight_bytes: int, setup: CommSetup, cores: tuple[int, ...]) -> Ready:
     return Ready(
         rank=identity.rank,
         weight_bytes=num_weight_bytes,
         peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         comm=setup,
+        cores=cores,
     )
