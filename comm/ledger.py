@@ -1,7 +1,8 @@
 """What every collective cost: counts by (op, algorithm, phase), the one that runs now, and, when asked, each one.
 
-Cheap enough to stay on; benchmarks/ledger.py says how cheap. One thread, the one that runs the collectives, writes; any
-thread may read, and any may start and stop a recording.
+Cheap enough to stay on; benchmarks/ledger.py says how cheap. One thread, the one that runs the collectives, writes (and
+one that lets them run beside its work tells what it did not wait for: ``hide``); any thread may read, and any may start and
+stop a recording.
 
 On CUDA ``seconds`` is the time to enqueue the collective, because the host does not wait for the device; the same goes
 for ``codec_seconds``.
@@ -45,7 +46,7 @@ class Count(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Time in all collectives since start, of which ``codec_seconds`` is known to be encoding and decoding.
+    """Time that was waited for collectives since start, of which ``codec_seconds`` is known to be encoding and decoding.
 
     ``num_unsplit``: calls that encode inside a fused kernel; their share is in ``seconds`` alone.
     """
@@ -126,6 +127,7 @@ class Ledger:
         self.coding_s = 0.0  # of the collective that runs
         self._hidden = False  # whether that one encodes where nobody sees it
         self._spent_s = self._all_coding_s = 0.0
+        self._hidden_s = self._hidden_coding_s = 0.0  # of those, what passed while others computed
         self._num_unsplit = 0
         self._totals: dict[tuple[str, str, str], _Totals] = {}
         self._number = 0
@@ -196,8 +198,18 @@ class Ledger:
         self.coding_s, self._hidden = 0.0, False
 
     def spent(self) -> Spent:
-        """The sum of all kinds; unlike ``counts`` it costs no more when there are many."""
-        return Spent(self._spent_s, self._all_coding_s, self._num_unsplit)
+        """The sum of all kinds without what was hidden; unlike ``counts`` it costs no more when there are many."""
+        seconds, coding_s = self._spent_s - self._hidden_s, self._all_coding_s - self._hidden_coding_s
+        return Spent(seconds, coding_s, self._num_unsplit)
+
+    def busy(self) -> tuple[float, float]:
+        """Seconds in all collectives since start, and of coding, waited for or not."""
+        return self._spent_s, self._all_coding_s
+
+    def hide(self, seconds: float, coding_s: float) -> None:
+        """So much of the collectives' time passed while this rank computed."""
+        self._hidden_s += seconds
+        self._hidden_coding_s += coding_s
 
     def counts(self) -> list[Count]:
         """Totals so far, in order of first use."""

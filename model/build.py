@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from tightwire.comm.group import Group
+from tightwire.comm.lane import CommLane
 from tightwire.comm.policy.routes import Routes
 from tightwire.model.config import LlamaConfig
 from tightwire.model.decode_graphs import DecodeGraphs, cuda_capture, graph_sizes
@@ -31,6 +32,7 @@ def build_runner(
     block_size: int,
     formats: WeightFormats | None = None,
     progress: Callable[[float], None] = lambda fraction: None,
+    overlap: bool = False,
     graphs_up_to: int = 0,
 ) -> ModelRunner:
     """Load this rank's weights onto ``group.device`` and return what executes step plans.
@@ -40,6 +42,7 @@ def build_runner(
         dtype: of activations, cache, and weights that are not packed.
         formats: how weight matrices are kept; default: all as plain numbers.
         progress: called with the share of weight bytes loaded, 0 to 1.
+        overlap: on CPU, compute one half of a step with a prompt while the other half is summed.
         graphs_up_to: on CUDA, steps of up to so many generated rows are captured as graphs; all ranks do it together.
     Raises:
         ModelError: the checkpoint lacks a tensor or holds it in another shape.
@@ -61,4 +64,4 @@ def build_runner(
             capture=cuda_capture(torch.cuda.graph_pool_handle()),
             ledger=group.ledger,
         )
-    return ModelRunner(model, cache, group.ledger, graphs)
+    return ModelRunner(model, cache, group.ledger, graphs, CommLane(group.ledger) if overlap else None)

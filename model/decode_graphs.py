@@ -10,15 +10,14 @@ Which graph a step takes follows from the plan alone, so all ranks take the same
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tightwire.comm.ledger import Ledger
 from tightwire.model.llama import Batch
+from tightwire.model.step_arrays import StepArrays
 
 Replay = Callable[[], Tensor]
 
@@ -27,22 +26,6 @@ class Capture(Protocol):
     """Makes a replay of ``run``: it does again what ``run`` did, with the numbers that its tensors hold by then."""
 
     def __call__(self, run: Callable[[], Tensor]) -> Replay: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepArrays:
-    """A step of B sequences on the host, all int32; T tokens in all."""
-
-    token_ids_T: np.ndarray
-    positions_T: np.ndarray
-    slots_T: np.ndarray
-    query_start_B1: np.ndarray
-    context_lens_B: np.ndarray
-    block_tables_BM: np.ndarray
-
-    @property
-    def has_a_token_each(self) -> bool:
-        return len(self.token_ids_T) == len(self.context_lens_B)
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -77,10 +60,10 @@ class DecodeGraphs:
             for arm in range(num_arms)
         }
 
-    def fits(self, arrays: StepArrays, num_decode_rows: int) -> bool:
+    def fits(self, arrays: StepArrays) -> bool:
         """Whether this step has a graph: it has only generated tokens, one a sequence, and not too many."""
         num_rows = len(arrays.token_ids_T)
-        return num_decode_rows == num_rows <= self._sizes[-1] and arrays.has_a_token_each
+        return arrays.num_decode_rows == num_rows <= self._sizes[-1] and arrays.has_a_token_each
 
     def run(self, arrays: StepArrays, arm: int) -> Tensor:
         """(B, D) hidden states, valid until the next step."""

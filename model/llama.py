@@ -6,11 +6,14 @@ their ``WeightSource``'s business, how ranks meet is ``TensorParallel``'s.
 Source: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783.
 """
 
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from tightwire.comm.lane import CommLane
 from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.linear import linear
 from tightwire.kernels.norm import add_rms_norm, rms_norm
@@ -22,6 +25,8 @@ from tightwire.model.kv_cache import KVCache
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.rope_table import rope_table
 from tightwire.model.weights.source import LayerWeights, WeightSource
+
+Together = Callable[[], Tensor]  # what ranks do together, and all in the same order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +73,36 @@ class Llama:
         """(T, D) hidden states, before the final norm."""
         if self._program is not None and batch.num_decode_rows == len(batch.token_ids_T):
             return self._forward_generated(batch, self._program)
+        layers = self._layers(batch)
+        together = next(layers)
+        while True:
+            try:
+                together = layers.send(together())
+            except StopIteration as end:
+                return end.value
+
+    @torch.inference_mode()
+    def forward_overlapped(self, parts: Sequence[Batch], lane: CommLane) -> Tensor:
+        """``forward`` of a step that was cut in ``parts``: while the ranks sum one, they compute the next.
+
+        Each row's bits are those of ``forward`` where they do not depend on what travels beside it.
+        """
+        passes = [self._layers(part) for part in parts]
+        flights = [lane.start(next(layers)) for layers in passes]
+        hidden: list[Tensor] = []
+        while not hidden:  # all come to their end in the same turn
+            for number, layers in enumerate(passes):
+                try:
+                    flights[number] = lane.start(layers.send(flights[number].wait()))
+                except StopIteration as end:
+                    hidden.append(end.value)
+        return torch.cat(hidden)
+
+    def _layers(self, batch: Batch) -> Generator[Together, Tensor, Tensor]:
+        """A pass that yields whatever the ranks do together, to be called, takes the result, and returns (T, D)."""
         cos_TE, sin_TE = self._cos_SE[batch.positions_T], self._sin_SE[batch.positions_T]
         eps = self._config.norm_eps
-        residual_TD = self._embed(batch)
+        residual_TD = yield partial(self._embed, batch)
         update_TD: Tensor | None = None  # what the previous block adds; joined with the norm that follows it
         for index in range(self._config.num_layers):
             weights = self._weights.layer(index)
@@ -78,12 +110,20 @@ class Llama:
                 normed_TD = rms_norm(residual_TD, weights.attention_norm, eps)
             else:
                 normed_TD, residual_TD = add_rms_norm(update_TD, residual_TD, weights.attention_norm, eps)
-            update_TD = self._attention(normed_TD, weights, index, batch, cos_TE, sin_TE)
+            partial_TD = self._attention(normed_TD, weights, index, batch, cos_TE, sin_TE)
+            update_TD = yield partial(self._summed, partial_TD, 2 * index, batch)
             normed_TD, residual_TD = add_rms_norm(update_TD, residual_TD, weights.mlp_norm, eps)
-            update_TD = self._mlp(normed_TD, weights, index, batch)
+            partial_TD = self._mlp(normed_TD, weights, batch)
+            update_TD = yield partial(self._summed, partial_TD, 2 * index + 1, batch)
             self._weights.release(index)
         assert update_TD is not None, "a model has at least one layer"
         return residual_TD + update_TD
+
+    def _summed(self, partial_TD: Tensor, part: int, batch: Batch) -> Tensor:
+        sums = self._sums[batch.arm][part]
+        if sums is None:
+            return partial_TD
+        return self._parallel.sum_rows(partial_TD, sums, num_single_rows=batch.num_decode_rows)
 
     def _forward_generated(self, batch: Batch, program: DecodeProgram) -> Tensor:
         """``forward`` where every row is a generated token, to the same bits."""
@@ -121,6 +161,7 @@ class Llama:
     def _attention(
         self, x_TD: Tensor, weights: LayerWeights, index: int, batch: Batch, cos_TE: Tensor, sin_TE: Tensor
     ) -> Tensor:
+        """(T, D), this rank's part of the sum; a bias is rank 0's alone."""
         shard, head_dim = self._parallel.shard, self._config.head_dim
         num_heads, num_kv_heads = shard.local_heads, shard.local_kv_heads
         num_decode = batch.num_decode_rows
@@ -138,17 +179,12 @@ class Llama:
             head_dim**-0.5,
             num_decode_rows=num_decode,
         )
-        return self._parallel.row_linear(
-            mixed_THE.flatten(1),
-            weights.attention_out,
-            weights.attention_out_bias,
-            self._sums[batch.arm][2 * index],
-            num_single_rows=num_decode,
+        return linear(
+            mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias, num_single_rows=num_decode
         )
 
-    def _mlp(self, x_TD: Tensor, weights: LayerWeights, index: int, batch: Batch) -> Tensor:
+    def _mlp(self, x_TD: Tensor, weights: LayerWeights, batch: Batch) -> Tensor:
+        """(T, D), this rank's part of the sum."""
         num_decode = batch.num_decode_rows
         gated_TF = swiglu(linear(x_TD, weights.gate_up, weights.gate_up_bias, num_single_rows=num_decode))
-        return self._parallel.row_linear(
-            gated_TF, weights.down, weights.down_bias, self._sums[batch.arm][2 * index + 1], num_single_rows=num_decode
-        )
+        return linear(gated_TF, weights.down, weights.down_bias, num_single_rows=num_decode)

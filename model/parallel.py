@@ -18,7 +18,7 @@ from tightwire.comm.group import Group
 from tightwire.comm.policy.routes import Routes
 from tightwire.comm.protocols import AllReduce
 from tightwire.kernels.embedding import embedding
-from tightwire.kernels.linear import linear, linear_to_float
+from tightwire.kernels.linear import linear_to_float
 from tightwire.kernels.packed import Matrix
 from tightwire.model.candidates import KEY_BYTES, best_candidates, scatter_candidates
 from tightwire.model.layout import Layout
@@ -51,7 +51,7 @@ class TensorParallel:
         ]
 
     def row_sums(self, site: str, layer: int, arm: int = 0) -> RowSums | None:
-        """What sums the parts of ``site``'s matrix in ``layer``, to be given to ``row_linear``; None for one rank."""
+        """What sums the parts of ``site``'s matrix in ``layer``, to be given to ``sum_rows``; None for one rank."""
         if self._routes is None:
             return None
         return RowSums(
@@ -69,25 +69,12 @@ class TensorParallel:
         local_ids_T = torch.where(mine_T, token_ids_T - rows.start, 0)
         return embedding_sum(embedding(local_ids_T, local_table_VD, dtype).mul_(mine_T.unsqueeze(-1)))
 
-    def row_linear(
-        self,
-        local_x_TF: Tensor,
-        local_weight_DF: Matrix,
-        bias_D: Tensor | None,
-        sums: RowSums | None,
-        *,
-        num_single_rows: int,
-    ) -> Tensor:
-        """(T, D): multiply this rank's columns, then sum over ranks. The bias is given to rank 0 alone.
+    def sum_rows(self, partial_TD: Tensor, sums: RowSums, *, num_single_rows: int) -> Tensor:
+        """(T, D): what the ranks' partial results add up to.
 
         The first ``num_single_rows`` rows are generated tokens, the others prompt. Where the two are summed by
         different algorithms they travel apart, so what a row becomes does not depend on its neighbours' kind.
         """
-        partial_TD = linear(local_x_TF, local_weight_DF, bias_D, num_single_rows=num_single_rows)
-        return partial_TD if sums is None else self.sum_rows(partial_TD, sums, num_single_rows=num_single_rows)
-
-    def sum_rows(self, partial_TD: Tensor, sums: RowSums, *, num_single_rows: int) -> Tensor:
-        """(T, D): what the ranks' partial results add up to."""
         ledger = self._group.ledger
         ledger.site = sums.label
         if num_single_rows == 0 or sums.prompt is sums.generated:

@@ -4,19 +4,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightwire.comm.lane import CommLane
 from tightwire.comm.ledger import Ledger
-from tightwire.model.decode_graphs import DecodeGraphs, StepArrays
+from tightwire.model.decode_graphs import DecodeGraphs
 from tightwire.model.kv_cache import KVCache
 from tightwire.model.llama import Batch, Llama
 from tightwire.model.step import StepPlan
+from tightwire.model.step_arrays import StepArrays, cut, cut_row
 
 
 class ModelRunner:
     """Executes plans in order. All ranks of a group execute the same plans."""
 
-    def __init__(self, model: Llama, cache: KVCache, ledger: Ledger, graphs: DecodeGraphs | None = None) -> None:
-        """``graphs``: replayed for the steps that have one; None: every step is run kernel by kernel."""
-        self._model, self._graphs = model, graphs
+    def __init__(
+        self,
+        model: Llama,
+        cache: KVCache,
+        ledger: Ledger,
+        graphs: DecodeGraphs | None = None,
+        lane: CommLane | None = None,
+    ) -> None:
+        """``graphs``: replayed for the steps that have one; None: every step is run kernel by kernel.
+
+        ``lane``: where one half of a step with a prompt is summed while the other is computed; None: nowhere.
+        """
+        self._model, self._graphs, self._lane = model, graphs, lane
         self._ledger = ledger
         self._block_size = cache.block_size
         self._device = cache.keys.device
@@ -31,10 +43,13 @@ class ModelRunner:
         # A step with any prompt in it sends messages of a prompt's size: that is what the two phases tell apart.
         self._ledger.phase = "decode" if 4 * plan.num_decode_rows == len(plan.token_ids) else "prefill"
         arrays = self._arrays(plan)
-        if self._graphs is not None and self._graphs.fits(arrays, plan.num_decode_rows):
+        if self._graphs is not None and self._graphs.fits(arrays):
             hidden_TD = self._graphs.run(arrays, plan.arm)
+        elif self._lane is not None and (row := cut_row(len(arrays.token_ids_T), arrays.num_decode_rows)):
+            halves = [self._batch(half, plan.arm) for half in cut(arrays, row)]
+            hidden_TD = self._model.forward_overlapped(halves, self._lane)
         else:
-            hidden_TD = self._model.forward(self._batch(arrays, plan))
+            hidden_TD = self._model.forward(self._batch(arrays, plan.arm))
         rows_R = _int32(plan.logit_rows)
         if not len(rows_R):
             return None
@@ -52,9 +67,17 @@ class ModelRunner:
         )
         block, offset = positions_T // self._block_size, positions_T % self._block_size
         slots_T = block_tables_BM[sequence_T, block] * self._block_size + offset
-        return StepArrays(_int32(plan.token_ids), positions_T, slots_T, query_start_B1, context_lens_B, block_tables_BM)
+        return StepArrays(
+            token_ids_T=_int32(plan.token_ids),
+            positions_T=positions_T,
+            slots_T=slots_T,
+            query_start_B1=query_start_B1,
+            context_lens_B=context_lens_B,
+            block_tables_BM=block_tables_BM,
+            num_decode_rows=plan.num_decode_rows,
+        )
 
-    def _batch(self, arrays: StepArrays, plan: StepPlan) -> Batch:
+    def _batch(self, arrays: StepArrays, arm: int) -> Batch:
         return Batch(
             token_ids_T=self._to_device(arrays.token_ids_T),
             positions_T=self._to_device(arrays.positions_T),
@@ -62,8 +85,8 @@ class ModelRunner:
             query_start_B1=self._to_device(arrays.query_start_B1),
             context_lens_B=self._to_device(arrays.context_lens_B),
             block_tables_BM=self._to_device(arrays.block_tables_BM),
-            num_decode_rows=plan.num_decode_rows,
-            arm=plan.arm,
+            num_decode_rows=arrays.num_decode_rows,
+            arm=arm,
         )
 
     def _to_device(self, array: np.ndarray) -> Tensor:

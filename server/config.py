@@ -126,6 +126,12 @@ class ParallelOptions:
     bind_cores: bool = _option(
         True, "on CPU, several ranks each keep to cores of their own, where there are enough for all of their threads"
     )
+    overlap: str = _option(
+        "auto",
+        "compute one half of a prompt's step while the other half's sums are on the wire: on, off, or auto, which does it "
+        "where ranks are on several nodes; between CPU ranks",
+        ("auto", "on", "off"),
+    )
     comm_timeout_s: float = _option(60.0, "longest a rank waits in one collective before it gives up", metavar="S")
 
     def __post_init__(self) -> None:

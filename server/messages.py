@@ -174,6 +174,7 @@ class CommSetup(msgspec.Struct, frozen=True):
     transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
     num_nodes: int
     transport_reason: str = ""  # why ``auto`` took a slower one than it would have liked
+    overlap: bool = False  # one half of a prompt is computed while the other is summed
     choices: list[CommChoice] = []
     self_test: list[SelfTestVerdict] = []
     link: LinkFacts | None = None  # the emulated wire between the nodes

@@ -146,6 +146,7 @@ def _load(
         block_size=work.config.engine.block_size,
         formats=formats,
         progress=progress,
+        overlap=work.plan.overlap,
         graphs_up_to=work.config.engine.max_num_seqs if work.config.engine.cuda_graphs else 0,
     )
 

@@ -56,7 +56,7 @@ def check_comm(
         for name, detail in wrong.items():
             _log.error("quarantined %s, which failed the self-test: %s", name, detail)
     arms = [(asked[0][0], asked[0][1].without(wrong)), *(_extra_without(*arm, wrong) for arm in asked[1:])]
-    return CheckedComm(Routes(arms, candidates), _describe(transport, reason, plan.num_nodes, arms, verdicts))
+    return CheckedComm(Routes(arms, candidates), _describe(transport, reason, plan, arms, verdicts))
 
 
 def _extra_without(name: str, policy: Policy, wrong: Mapping[str, str]) -> tuple[str, Policy]:
@@ -84,12 +84,13 @@ def _what_was_had(group: Group, plan: RunPlan) -> tuple[str, str, list[tuple[str
 
 
 def _describe(
-    transport: str, reason: str, num_nodes: int, arms: list[tuple[str, Policy]], verdicts: list[Verdict]
+    transport: str, reason: str, plan: RunPlan, arms: list[tuple[str, Policy]], verdicts: list[Verdict]
 ) -> CommSetup:
     return CommSetup(
         transport=transport,
         transport_reason=reason,
-        num_nodes=num_nodes,
+        num_nodes=plan.num_nodes,
+        overlap=plan.overlap,
         choices=_choices(arms[0][1]),
         self_test=[SelfTestVerdict(algorithm=v.algorithm, ok=v.ok, detail=v.detail) for v in verdicts],
         extra={name: _choices(policy) for name, policy in arms[1:]},

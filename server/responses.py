@@ -262,6 +262,7 @@ class CommPolicy(Struct):
     """How the ranks sum their parts and why, and what rank 0 has exchanged since start.
 
     ``transport_reason``: why ``--transport auto`` came to a slower one than this device's best; empty when it did not.
+    ``overlap``: whether one half of a prompt's step is computed while the other half is summed.
     ``choices``: the policy in force, the first line of a site, phase and layer (``layers`` null: any) whose
     ``up_to_bytes`` the message does not exceed. ``extra``: the same of the policies that a request may ask for by name.
     ``link``: the emulated wire between the nodes, of ``serve --link``. ``self_test``: what the check at start-up found;
@@ -274,6 +275,7 @@ class CommPolicy(Struct):
     transport_reason: str
     tp: int
     num_nodes: int
+    overlap: bool
     choices: list[CommChoice]
     extra: dict[str, list[CommChoice]]
     self_test: list[SelfTestVerdict]

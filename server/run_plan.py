@@ -44,6 +44,8 @@ class Decision:
         if self.plan.link is not None:
             num_nodes = self.plan.num_nodes if self.plan.num_nodes > 1 else len(self.layout.shards)
             wire.append(self.plan.link.describe(num_nodes))
+        if self.plan.overlap:
+            wire.append("overlap: one half of a prompt's step is computed while the other half's sums are on the wire")
         alone = [] if self.plan.allreduce == "auto" else [f"one rank sums nothing: no use for {self.plan.allreduce}"]
         formats = self.formats.describe(self.plan.dtype)
         return "\n".join([self.budget.table(), formats, *wire, *(alone if self.comm is None else self.comm.notes())])
@@ -106,6 +108,7 @@ def decide(config: ServeConfig, model: LlamaConfig, formats: WeightFormats, link
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
         num_nodes=config.parallel.nodes,
+        overlap=choose_overlap(config.parallel, device),
         link=link,
         policy=Policy(()) if comm is None else comm.chooser.policy(),
         library_policy=None if library is None else library.chooser.policy(),
@@ -181,6 +184,23 @@ def choose_transport(asked: str, device: str, tp: int, link: LinkFacts | None = 
     if device == "cuda":
         return "peer-memory", ""
     return ("process-group", f"no shared memory: {reason}") if reason else ("shared-memory", "")
+
+
+def choose_overlap(options: ParallelOptions, device: str) -> bool:
+    """Whether sums travel beside computing.
+
+    ``auto``: where there is a wire between nodes. What memory carries takes the cores' own time, which is not to be had
+    twice.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    if options.overlap == "on" and (device != "cpu" or options.tp == 1):
+        why = "one rank sums nothing" if options.tp == 1 else "it is between CPU ranks, and these run on CUDA"
+        raise ValueError(f"--overlap on cannot be had: {why}; use --overlap auto or off")
+    if options.overlap == "auto":
+        return device == "cpu" and options.tp > 1 and (options.link is not None or options.nodes > 1)
+    return options.overlap == "on"
 
 
 def _choose_device(asked: str, tp: int, gpus: Sequence[CudaDevice]) -> str:

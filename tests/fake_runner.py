@@ -11,6 +11,7 @@ from tightwire.model.step import StepPlan
 from tightwire.server.limits import Limits
 
 EMPTY = -1
+_GENERATED, _ARM = 1 << 16, 1 << 17  # beside a token id
 
 
 def int32(data: bytes) -> np.ndarray:
@@ -24,10 +25,14 @@ def logits_after(context: list[int], vocab_size: int) -> np.ndarray:
 
 
 class FakeRunner:
-    """Keeps one token id per cache slot, as the model keeps keys and values, and checks every plan it gets."""
+    """Keeps one token id per cache slot, as the model keeps keys and values, and checks every plan it gets.
 
-    def __init__(self, limits: Limits, vocab_size: int) -> None:
-        self._limits, self._vocab_size = limits, vocab_size
+    ``tells_kinds``: what it keeps also depends on the arm, and on whether the row was generated or prompt, as a model's
+    does whose kernels and AllReduces differ for these.
+    """
+
+    def __init__(self, limits: Limits, vocab_size: int, *, tells_kinds: bool = False) -> None:
+        self._limits, self._vocab_size, self._tells_kinds = limits, vocab_size, tells_kinds
         self._slots = np.full((limits.num_blocks, limits.block_size), EMPTY)
         self.plans: list[StepPlan] = []
 
@@ -36,6 +41,9 @@ class FakeRunner:
         tables = int32(plan.block_tables).reshape(len(query_lens), -1)
         self._check(plan, query_lens, context_lens, tables)
         self.plans.append(plan)
+        if self._tells_kinds:
+            is_generated_T = np.arange(len(token_ids)) < plan.num_decode_rows
+            token_ids = token_ids + _GENERATED * is_generated_T + _ARM * plan.arm
         contexts = self._write(token_ids, query_lens, context_lens, tables)
         rows = [logits_after(contexts[row], self._vocab_size) for row in int32(plan.logit_rows)]
         return torch.from_numpy(np.stack(rows)) if rows else None

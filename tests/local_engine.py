@@ -51,6 +51,7 @@ def local_engine(
     max_num_batched_tokens: int = 512,
     prefix_cache: str = "prompts",
     drafter: NgramDrafter | None = None,
+    overlap: bool = False,
 ) -> Iterator[LocalEngine]:
     """An engine over ``tp`` ranks; followers run in threads until the block ends.
 
@@ -76,6 +77,7 @@ def local_engine(
             num_blocks=num_blocks,
             block_size=block_size,
             formats=formats,
+            overlap=overlap,
         )
         for group in groups
     ]

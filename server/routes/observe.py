@@ -104,6 +104,7 @@ def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
         transport_reason=setup.transport_reason if setup else "",
         tp=info.tp,
         num_nodes=setup.num_nodes if setup else 1,
+        overlap=setup.overlap if setup else False,
         choices=setup.choices if setup else [],
         extra=setup.extra if setup else {},
         self_test=setup.self_test if setup else [],

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.ledger import Ledger
-from tightwire.model.decode_graphs import DecodeGraphs, Replay, StepArrays, graph_sizes
+from tightwire.model.decode_graphs import DecodeGraphs, Replay, graph_sizes
 from tightwire.model.llama import Batch
+from tightwire.model.step_arrays import StepArrays
 
 _MAX_BLOCKS = 6
 
@@ -58,6 +59,7 @@ def step(num_rows: int, num_blocks: int = 3, seed: int = 0) -> StepArrays:
         np.arange(num_rows + 1, dtype=np.int32),
         numbers(num_rows),
         numbers(num_rows, num_blocks),
+        num_rows,
     )
 
 
@@ -70,7 +72,7 @@ def test_steps_of_every_size_get_their_own_rows() -> None:
     graphs = make_graphs(Model())
     for seed, num_rows in enumerate([8, 1, 3, 2, 7, 1, 5, 8]):
         arrays = step(num_rows, seed=seed)
-        assert graphs.fits(arrays, num_rows)
+        assert graphs.fits(arrays)
         hidden = graphs.run(arrays, 0)
         assert torch.equal(hidden[:, : 4 + 3], wanted(arrays))
 
@@ -103,10 +105,9 @@ def test_only_generated_tokens_one_a_sequence_are_replayed(query_lens: list[int]
     graphs = make_graphs(Model())
     total, num_seqs = sum(query_lens), len(query_lens)
     rows, seqs = np.ones(total, np.int32), np.ones(num_seqs, np.int32)
-    arrays = StepArrays(
-        rows, rows, rows, np.cumsum([0, *query_lens], dtype=np.int32), seqs, np.ones((num_seqs, 1), "i4")
-    )
-    assert graphs.fits(arrays, num_decode) == fits
+    starts = np.cumsum([0, *query_lens], dtype=np.int32)
+    arrays = StepArrays(rows, rows, rows, starts, seqs, np.ones((num_seqs, 1), "i4"), num_decode)
+    assert graphs.fits(arrays) == fits
 
 
 def test_a_replays_collectives_are_counted_with_its_padding() -> None:

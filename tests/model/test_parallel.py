@@ -44,16 +44,18 @@ class Seen:
     counts: list[tuple[str, str, int]]
 
 
-def _row_linear(group: Group, plan: Policy, num_generated: int) -> Seen:
+def _sum_rows(group: Group, plan: Policy, num_generated: int) -> Seen:
     layout = make_layout(config_from_hf(tiny_config()), group.world_size, None)
     parallel = TensorParallel(group, layout, make_routes(plan, group))
     x_TF = torch.randn(_ROWS, 8, generator=torch.Generator().manual_seed(group.rank))
     weight_DF = torch.randn(64, 8, generator=torch.Generator().manual_seed(9))
     group.ledger.phase = "decode" if num_generated == _ROWS else "prefill"
-    result = parallel.row_linear(x_TF, weight_DF, None, parallel.row_sums("o_proj", 0), num_single_rows=num_generated)
+    partial_TD = linear(x_TF, weight_DF, None, num_single_rows=num_generated)
+    sums = parallel.row_sums("o_proj", 0)
+    assert sums is not None
+    result = parallel.sum_rows(partial_TD, sums, num_single_rows=num_generated)
     assert group.ledger.phase == ("decode" if num_generated == _ROWS else "prefill")
     counts = [(count.algorithm, count.phase, count.calls) for count in group.ledger.counts()]
-    partial_TD = linear(x_TF, weight_DF, None, num_single_rows=num_generated)
     return Seen(
         result=result,
         lossless=make_all_reduce("one-shot", group)(partial_TD),
@@ -63,7 +65,7 @@ def _row_linear(group: Group, plan: Policy, num_generated: int) -> Seen:
 
 
 def test_in_a_mixed_step_generated_rows_are_exact_and_prompt_rows_quantized() -> None:
-    for seen in run_in_process(2, _row_linear, policy(allreduce=_LOSSY), 2):
+    for seen in run_in_process(2, _sum_rows, policy(allreduce=_LOSSY), 2):
         assert torch.equal(seen.result[:2], seen.lossless[:2])
         assert torch.equal(seen.result[2:], seen.lossy_prompt)
         assert not torch.equal(seen.result[2:], seen.lossless[2:])
@@ -72,13 +74,13 @@ def test_in_a_mixed_step_generated_rows_are_exact_and_prompt_rows_quantized() ->
 
 @pytest.mark.parametrize(("num_generated", "phase", "name"), [(0, "prefill", _LOSSY), (_ROWS, "decode", "one-shot")])
 def test_rows_of_one_kind_are_one_message(num_generated: int, phase: str, name: str) -> None:
-    for seen in run_in_process(2, _row_linear, policy(allreduce=_LOSSY), num_generated):
+    for seen in run_in_process(2, _sum_rows, policy(allreduce=_LOSSY), num_generated):
         assert seen.counts == [(name, phase, 1)]
 
 
 @pytest.mark.parametrize("asked", [{}, {"allreduce": "two-shot"}, {"allreduce": "ring", "decode": "ring"}])
 def test_rows_with_the_same_algorithm_travel_together(asked: dict[str, str]) -> None:
-    for seen in run_in_process(2, _row_linear, policy(**asked), 2):
+    for seen in run_in_process(2, _sum_rows, policy(**asked), 2):
         assert [(phase, calls) for _, phase, calls in seen.counts] == [("prefill", 1)]
         assert torch.equal(seen.result, seen.lossless)
 
@@ -88,8 +90,6 @@ def test_a_single_rank_has_nothing_to_sum() -> None:
     layout = make_layout(config_from_hf(tiny_config()), 1, None)
     parallel = TensorParallel(group, layout, None)
     assert parallel.row_sums("o_proj", 0) is None
-    x_TF, weight_DF = torch.ones(3, 8), torch.ones(64, 8)
-    assert torch.equal(parallel.row_linear(x_TF, weight_DF, None, None, num_single_rows=1), torch.full((3, 64), 8.0))
 
 
 def _own_group(group: Group) -> Group:

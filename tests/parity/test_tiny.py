@@ -145,6 +145,26 @@ def test_what_the_prefix_cache_has_changes_no_bit(prefix_cache: str, dtype: torc
     assert cached == computed
 
 
+@pytest.mark.parametrize("all_reduce", ["two-shot", "flash:int8-g64,int4-g64"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_computing_one_half_while_the_other_is_summed_changes_no_bit(
+    dtype: torch.dtype, all_reduce: str, tmp_path: Path
+) -> None:
+    """Long prompts beside short ones and generated tokens, so that steps are cut inside sequences and between them."""
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
+    prompts = [[(7 * i + n) % 200 for i in range(n)] for n in (150, 3, 70, 64, 90)]
+    settings = {"temperature": 1.0, "seed": 7, "max_tokens": 12}
+    texts, calls = [], []
+    for overlap in (False, True):
+        with local_engine(
+            checkpoint, tp=2, dtype=dtype, all_reduce=all_reduce, max_num_batched_tokens=100, overlap=overlap
+        ) as local:
+            texts.append(continue_prompts(local.engine, prompts, **settings))
+            calls.append(sum(count.calls for count in local.groups[0].ledger.counts() if count.op == "all_reduce"))
+    assert texts[0] == texts[1]
+    assert calls[1] > calls[0], "no step was cut"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_guessed_tokens_change_no_bit(temperature: float, dtype: torch.dtype, tmp_path: Path) -> None:

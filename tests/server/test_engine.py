@@ -84,8 +84,8 @@ def drain(engine: Engine, answers: dict[str, Answer], max_steps: int = 3000) -> 
     raise AssertionError("the engine does not come to an end")
 
 
-def alone(message: AddRequest) -> Answer:
-    engine, answers = make_engine(), {}
+def alone(message: AddRequest, **options: Any) -> Answer:
+    engine, answers = make_engine(**options), {}
     engine.add(message)
     drain(engine, answers)
     return answers[message.id]
@@ -406,11 +406,20 @@ def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
             rng.choice(stems)[: rng.randint(0, 24)] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))],
             random_params(rng),
             cache_salt=rng.choice(["", "", "of one's own"]),
+            allreduce=rng.choice([None, None, "ring"]),
         )
         for i in range(14)
     ]
-    wanted = {m.id: alone(m) for m in waiting if len(m.prompt_token_ids) + m.params.max_tokens <= limits.max_model_len}
-    engine, answers, cancelled = make_engine(limits, drafter=drafter), {}, set()
+    # With prefix_cache=all a prompt may lie in blocks of generated tokens.
+    tells_kinds, arms = prefix_cache == "prompts", ("auto", "ring")
+
+    def answer_alone(message: AddRequest) -> Answer:
+        return alone(message, runner=FakeRunner(ROOMY, VOCAB, tells_kinds=tells_kinds), arms=arms)
+
+    possible = [m for m in waiting if len(m.prompt_token_ids) + m.params.max_tokens <= limits.max_model_len]
+    wanted = {message.id: answer_alone(message) for message in possible}
+    runner = FakeRunner(limits, VOCAB, tells_kinds=tells_kinds)
+    engine, answers, cancelled = make_engine(limits, runner=runner, drafter=drafter, arms=arms), {}, set()
     arrivals = list(waiting)
     while arrivals or engine.has_work():
         while arrivals and rng.random() < 0.4:

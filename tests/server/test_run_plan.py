@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_gguf import make_tiny_gguf
@@ -14,7 +15,7 @@ from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.server import run_plan
-from tightwire.server.config import ServeConfig
+from tightwire.server.config import ParallelOptions, ServeConfig
 from tightwire.server.devices import CudaDevice, num_cores
 from tightwire.server.flags import make_config
 from tightwire.server.progress import Progress
@@ -266,3 +267,26 @@ def test_why_ranks_do_not_share_memory_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert "ranks meet over process-group: no shared memory: a sandbox forbids it" in decision.summary()
     asked = decide(make_config({"tp": 2, "device": "cpu", "transport": "process-group"}), MODEL)
     assert asked.plan.transport_reason == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "overlap"),
+    [
+        ({"tp": 2}, False),
+        ({"tp": 2, "overlap": "on"}, True),
+        ({"tp": 2, "link": "100mbit"}, True),
+        ({"tp": 2, "link": "100mbit", "overlap": "off"}, False),
+        ({"tp": 2, "nodes": 2}, True),
+        ({}, False),
+    ],
+)
+def test_sums_travel_beside_computing_where_there_is_a_wire(options: dict[str, Any], overlap: bool) -> None:
+    assert run_plan.choose_overlap(ParallelOptions(**options), "cpu") == overlap
+
+
+@pytest.mark.parametrize(
+    ("tp", "device", "why"), [(1, "cpu", "one rank sums nothing"), (2, "cuda", "these run on CUDA")]
+)
+def test_overlap_that_cannot_be_had_is_refused(tp: int, device: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"--overlap on cannot be had: .*{why}"):
+        run_plan.choose_overlap(ParallelOptions(tp=tp, overlap="on"), device)

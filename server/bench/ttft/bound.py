@@ -1,4 +1,7 @@
-"""What a time to first token cannot be less than on a given wire: computing, coding, and the bytes over the bandwidth."""
+"""What a time to first token cannot be less than on a given wire: computing, coding, and the bytes over the bandwidth.
+
+Added up, or where sums travel beside computing the larger of the two.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -34,9 +37,18 @@ def wire_use(formulas: WireFormulas, messages: Iterable[Message], gathered_bytes
 
 
 def describe_bound(
-    use: WireUse, link: Mapping[str, Any], *, compute_s: float, codec_s: float | None, ttft_s: float
+    use: WireUse,
+    link: Mapping[str, Any],
+    *,
+    compute_s: float,
+    codec_s: float | None,
+    ttft_s: float,
+    overlap: bool = False,
 ) -> dict[str, float]:
-    """The bound and its parts. ``codec_s`` None: coding is inside a fused kernel, and not in the bound."""
-    wire_s = use.seconds(link)
-    bound_s = compute_s + (codec_s or 0.0) + wire_s
+    """The bound and its parts. ``codec_s`` None: coding is inside a fused kernel, and not in the bound.
+
+    ``overlap``: cores and wire work at once, and the slower of them is the bound.
+    """
+    wire_s, busy_s = use.seconds(link), compute_s + (codec_s or 0.0)
+    bound_s = max(wire_s, busy_s) if overlap else wire_s + busy_s
     return {"wire_bytes": use.wire_bytes, "wire_s": wire_s, "bound_s": bound_s, "ttft_over_bound": ttft_s / bound_s}

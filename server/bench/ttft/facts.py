@@ -66,6 +66,7 @@ def find_facts(options: TtftOptions) -> Facts:
                 num_layers=checkpoint.config.num_layers,
                 row_bytes=hidden_size * elem_bytes,
                 step_tokens=config.engine.max_num_batched_tokens,
+                overlap=plan.overlap,
             ),
             WireFormulas(
                 world_size=parallel.tp, num_nodes=parallel.nodes, wire_nodes=parallel.wire_nodes, elem_bytes=elem_bytes

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tightwire.comm.ledger import Count
+from tightwire.model.step_arrays import cut_row
 from tightwire.server.bench.ttft.plan import Cell
 from tightwire.server.bench.ttft.wire import WireFormulas
 
@@ -25,6 +26,12 @@ class ModelShape:
     num_layers: int
     row_bytes: int  # of one token's hidden state
     step_tokens: int  # a longer prompt goes in chunks of so many
+    overlap: bool = False  # steps with a prompt are cut in two, and each half is summed by itself
+
+    def parts(self, num_rows: int) -> list[int]:
+        """The rows of each message of a step with ``num_rows`` of a prompt."""
+        row = cut_row(num_rows) if self.overlap else 0
+        return [row, num_rows - row] if row else [num_rows]
 
 
 class Message(NamedTuple):
@@ -105,10 +112,11 @@ class Proof:
         ]
 
     def messages(self, policy: ArmPolicy, prompt_len: int, output_len: int) -> Iterator[Message]:
-        """Every AllReduce of a request that has its steps to itself, in order."""
+        """Every AllReduce of a request that has its steps to itself, one part of a step after the other."""
         whole, rest = divmod(prompt_len, self.shape.step_tokens)
         steps = [("prefill", self.shape.step_tokens)] * whole + [("prefill", rest)] * bool(rest)
-        for phase, rows in [*steps, *[("decode", 1)] * (output_len - 1)]:
+        parts = [(phase, part) for phase, rows in steps for part in self.shape.parts(rows)]
+        for phase, rows in [*parts, *[("decode", 1)] * (output_len - 1)]:
             size = rows * self.shape.row_bytes
             yield Message(policy.algorithm("embed", 0, "prefill", size), phase, size)
             for layer in range(self.shape.num_layers):

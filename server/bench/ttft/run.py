@@ -76,6 +76,7 @@ class Run:
             entries=entries,
             agreements=self._agreements,
             link=self.comm.get("link"),
+            overlap=bool(self.comm.get("overlap")),
             uses=self._uses,
             seed=self._options.config.model.seed,
         )

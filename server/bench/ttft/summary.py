@@ -28,6 +28,7 @@ class Measured:
     entries: Sequence[Entry]
     agreements: Sequence[Agreement]
     link: Mapping[str, Any] | None = None  # as GET /comm describes it
+    overlap: bool = False
     uses: Mapping[tuple[Cell, str], WireUse] = field(default_factory=dict)  # by cell and arm, where there is a link
     seed: int = 0
 
@@ -81,7 +82,14 @@ def _row(measured: Measured, cell: Cell, arm: Arm) -> dict[str, Any]:
     bound = None
     if measured.link is not None and (use := measured.uses.get((cell, arm.name))) is not None:
         compute_s = parts["compute_s"] or 0.0
-        bound = describe_bound(use, measured.link, compute_s=compute_s, codec_s=parts["codec_s"], ttft_s=ttft_s.p50)
+        bound = describe_bound(
+            use,
+            measured.link,
+            compute_s=compute_s,
+            codec_s=parts["codec_s"],
+            ttft_s=ttft_s.p50,
+            overlap=measured.overlap,
+        )
     return {
         "prompt_len": cell.prompt_len,
         "concurrency": cell.concurrency,

@@ -108,3 +108,10 @@ def test_policy_by_layer_and_size() -> None:
     assert policy.algorithm("o_proj", 0, "prefill", 1001) == "two-shot"
     with pytest.raises(ValueError, match="sums down_proj of layer 0"):
         policy.algorithm("down_proj", 0, "prefill", 10)
+
+
+def test_where_halves_take_turns_each_has_messages_of_its_own() -> None:
+    shape = ModelShape(num_layers=1, row_bytes=128, step_tokens=150, overlap=True)
+    messages = list(Proof(shape, PROOF.formulas).messages(TWO_SHOT, 190, 2))
+    # 150 rows are cut at 64; the other 40, and the generated one, are not worth it.
+    assert [message.message_bytes // 128 for message in messages] == [64] * 3 + [86] * 3 + [40] * 3 + [1] * 3

@@ -44,3 +44,8 @@ def test_bound_is_computing_coding_and_bytes_over_bandwidth() -> None:
     assert bound["bound_s"] == pytest.approx(0.33)
     assert bound["ttft_over_bound"] == pytest.approx(2.0)
     assert describe_bound(use, link, compute_s=0.2, codec_s=0.05, ttft_s=1)["bound_s"] == pytest.approx(0.38)
+    # At the same time, the slower of the two.
+    assert describe_bound(use, link, compute_s=0.2, codec_s=0.05, ttft_s=1, overlap=True)["bound_s"] == 0.25
+    assert describe_bound(use, link, compute_s=0.1, codec_s=None, ttft_s=1, overlap=True)["bound_s"] == pytest.approx(
+        0.13
+    )

@@ -1,0 +1,64 @@
+"""A step on the host, as arrays of numbers, and how one is cut in two."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_CUT_FROM_ROWS = 64  # the messages of fewer are all latency
+_CUT_AT = 16  # rows or a multiple: whole groups of every codec, in rows of whole eights
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """B sequences, T tokens in all, the first ``num_decode_rows`` of them generated; all int32."""
+
+    token_ids_T: np.ndarray
+    positions_T: np.ndarray
+    slots_T: np.ndarray
+    query_start_B1: np.ndarray
+    context_lens_B: np.ndarray
+    block_tables_BM: np.ndarray
+    num_decode_rows: int
+
+    @property
+    def has_a_token_each(self) -> bool:
+        return len(self.token_ids_T) == len(self.context_lens_B)
+
+
+def cut_row(num_rows: int, num_decode_rows: int = 0) -> int:
+    """Where a step is cut whose halves are to take turns, on the wire and in the cores; 0: it is not worth it."""
+    if num_rows < _CUT_FROM_ROWS or num_decode_rows == num_rows:
+        return 0
+    return num_rows // 2 // _CUT_AT * _CUT_AT
+
+
+def cut(step: StepArrays, row: int) -> tuple[StepArrays, StepArrays]:
+    """The rows before ``row`` and the others, neither empty; a sequence that has both goes on in the second part.
+
+    There it needs the keys and values of the first: layer by layer the first part goes ahead.
+    """
+    starts = step.query_start_B1
+    last = int(np.searchsorted(starts, row, side="left"))  # sequences that begin before ``row``
+    first = last - 1 if starts[last] > row else last  # the one that goes on, or the next
+    context_lens_B = step.context_lens_B[:last].copy()
+    context_lens_B[-1] -= starts[last] - row if starts[last] > row else 0
+    return (
+        StepArrays(
+            token_ids_T=step.token_ids_T[:row],
+            positions_T=step.positions_T[:row],
+            slots_T=step.slots_T[:row],
+            query_start_B1=np.minimum(starts[: last + 1], row),
+            context_lens_B=context_lens_B,
+            block_tables_BM=step.block_tables_BM[:last],
+            num_decode_rows=min(step.num_decode_rows, row),
+        ),
+        StepArrays(
+            token_ids_T=step.token_ids_T[row:],
+            positions_T=step.positions_T[row:],
+            slots_T=step.slots_T[row:],
+            query_start_B1=np.maximum(starts[first:], row) - row,
+            context_lens_B=step.context_lens_B[first:],
+            block_tables_BM=step.block_tables_BM[first:],
+            num_decode_rows=max(0, step.num_decode_rows - row),
+        ),
+    )

@@ -1,0 +1,68 @@
+"""Collectives on a thread beside the caller's: their order, their failures, and what of their time is waited for."""
+
+import threading
+import time
+
+import pytest
+import torch
+from harness import run_in_process
+from torch import Tensor
+
+from tightwire.comm.group import Group
+from tightwire.comm.lane import CommLane
+from tightwire.comm.ledger import Ledger
+from tightwire.comm.registry import make_all_reduce
+
+
+def _sums(group: Group) -> list[Tensor]:
+    all_reduce, lane = make_all_reduce("two-shot", group), CommLane(group.ledger)
+    flights = [lane.start(lambda n=n: all_reduce(torch.full((8,), float(n + group.rank)))) for n in range(5)]
+    return [flight.wait() for flight in flights]
+
+
+def test_collectives_run_in_the_order_they_were_started() -> None:
+    for sums in run_in_process(2, _sums):
+        assert [total.tolist() for total in sums] == [[2.0 * n + 1] * 8 for n in range(5)]
+
+
+def _collective(ledger: Ledger, seconds: float) -> Tensor:
+    ledger.begin("all_reduce", "two-shot", 8)
+    with ledger.coding:
+        time.sleep(seconds / 2)
+    time.sleep(seconds / 2)
+    ledger.end(8)
+    return torch.zeros(1)
+
+
+def test_what_nobody_waited_for_is_hidden() -> None:
+    ledger = Ledger()
+    lane = CommLane(ledger)
+    beside = lane.start(lambda: _collective(ledger, 0.02))
+    time.sleep(0.2)
+    beside.wait()
+    spent = ledger.spent()
+    assert spent.seconds < 0.01 and spent.codec_seconds < 0.005
+    assert ledger.counts()[0].seconds >= 0.02, "counts are of all time"
+    waited = lane.start(lambda: _collective(ledger, 0.05))
+    waited.wait()
+    spent = ledger.spent()
+    assert spent.seconds > 0.02 and 0.01 < spent.codec_seconds < spent.seconds
+
+
+def test_a_failure_is_raised_where_it_is_waited_for_and_nothing_runs_after_it() -> None:
+    lane, ran, may_fail = CommLane(Ledger()), list[str](), threading.Event()
+
+    def fail() -> Tensor:
+        may_fail.wait(10)
+        raise ConnectionError("rank 1 is gone")
+
+    def after() -> Tensor:
+        ran.append("after")
+        return torch.zeros(1)
+
+    first, second = lane.start(fail), lane.start(after)
+    may_fail.set()
+    for flight in (first, second, lane.start(after)):
+        with pytest.raises(ConnectionError, match="rank 1 is gone"):
+            flight.wait()
+    assert not ran
