@@ -100,6 +100,16 @@ def test_of_prompts_that_begin_alike_one_is_computed_and_the_others_go_on_behind
     assert (prefixes(scheduler).num_queried_tokens, prefixes(scheduler).num_hit_tokens) == (81, 48)
 
 
+def test_many_copies_of_a_long_prompt_cost_one_of_them_and_their_ends() -> None:
+    scheduler = make_scheduler(max_model_len=1024, num_blocks=400, max_num_seqs=8, max_num_batched_tokens=128)
+    for number in range(8):
+        scheduler.add(request(list(range(999)), str(number)))
+    rows = 0
+    while any(sequence.in_prompt for sequence in [*scheduler.waiting, *scheduler.running]):
+        rows += sum(end - start for start, end in shares(run(scheduler)).values() if start < 999)
+    assert rows == 999 + 7 * (999 - 996)
+
+
 def test_a_prompt_takes_over_what_another_computed_of_the_block_it_has_begun() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=6, max_num_seqs=3)
     scheduler.add(request(list(range(20)), "scored", prompt_logprobs=0))
