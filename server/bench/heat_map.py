@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from tightwire.server.bench.svg import canvas, colour
+from tightwire.server.bench.svg import canvas, colour, short_name
 
 _STRONG = 0.85  # opacity of the largest value
 _WEAK = 0.05  # of it, of the smallest
@@ -41,7 +41,7 @@ def draw_heat_map(plot: HeatMap) -> str:
                     _draw_cell(axes, column, row, plot.number, _shade(value, low, high, log=plot.log))
         axes.set(xlim=(-0.5, len(plot.columns) - 0.5), ylim=(len(plot.rows) - 0.5, -0.5))
         axes.set_xticks(*_spread(plot.columns, 12))
-        axes.set_yticks(*_spread(plot.rows, 32))
+        axes.set_yticks(*_spread([short_name(row) for row in plot.rows], 32))
         axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
         axes.grid(visible=False)
         _draw_shades(legend, plot, low, high)

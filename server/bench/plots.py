@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
 from tightwire.server.bench.heat_map import HeatMap, draw_heat_map
-from tightwire.server.bench.svg import INK, NUM_COLOURS, canvas, colour
+from tightwire.server.bench.svg import INK, NUM_COLOURS, canvas, colour, short_name
 
 _MARKERS = "osD^vPX<>*"
 _MOST_STEPS = 400  # of an ECDF: more cannot be seen, and make the page heavy
@@ -195,10 +195,19 @@ def _steps(values: Sequence[float]) -> tuple[list[float], list[float]]:
     return [ordered[0], *(ordered[i] for i in indices)], [0.0, *((i + 1) / n for i in indices)]
 
 
+_LEGEND_ROOM = ((3, 18), (2, 32))  # columns, and letters that each then has room for
+
+
 def _draw_legend(figure: Figure) -> None:
     if not any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
         return  # nothing was measured; matplotlib warns of an empty legend
-    figure.legend(loc="outside lower center", ncols=3, fontsize=9.5, handlelength=2.2, columnspacing=1.2)
+    names = [short_name(name) for axes in figure.axes for name in axes.get_legend_handles_labels()[1]]
+    handles = [handle for axes in figure.axes for handle in axes.get_legend_handles_labels()[0]]
+    longest = max(map(len, names))
+    columns = next((columns for columns, room in _LEGEND_ROOM if longest <= room), 1)
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=columns, fontsize=9.5, handlelength=2.2, columnspacing=1.2
+    )
 
 
 def _number_log_axis(axis: Axis) -> None:

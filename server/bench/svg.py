@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from html import escape
+from pathlib import PurePath
 from typing import Any
 
 import matplotlib
@@ -37,6 +38,12 @@ _STYLE: dict[Any, Any] = {
 def colour(number: int) -> str:
     """The stand-in of a series' colour; from the eleventh series on the ten come again."""
     return f"#c0ff{number % NUM_COLOURS:02x}"
+
+
+def short_name(name: str) -> str:
+    """As a plot has room for it: of a policy's path the file's name alone."""
+    kind, colon, path = name.partition(":")
+    return f"{kind}:{PurePath(path).stem}" if colon and "/" in path else name
 
 
 class Canvas:

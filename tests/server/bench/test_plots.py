@@ -110,3 +110,23 @@ def test_a_page_escapes_words_and_keeps_plots() -> None:
     assert "&lt;Title&gt;" in page and "w &lt;b&gt;" in page and "a &amp; b" in page
     assert "<svg></svg>" in page and '<tr class="wrong">' in page and "alarm!" in page
     assert "@media print" in page and "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+
+
+@pytest.mark.parametrize("name", ["int8", "flash:int8-had,int8-had", "policy:some/where/rather-deep/my-mix.json"])
+def test_a_legend_of_long_names_stays_within_the_plot(name: str) -> None:
+    series = [Series(name=name, number=number, x=[1.0], y=[2.0]) for number in range(4)]
+    svg = ElementTree.fromstring(draw(Plot(name="legend", title="t", x_label="x", y_label="y", series=series)))
+    width = float(svg.attrib["viewBox"].split()[2])
+    texts = [text for text in svg.iter() if text.tag.endswith("text") and (text.text or "").startswith(name[:4])]
+    assert len(texts) == 4 and all("/" not in (text.text or "") for text in texts)
+    # Names begin where their text says; a letter takes some six points.
+    lefts = [float(text.attrib["x"]) if "x" in text.attrib else _shift(text) for text in texts]
+    assert all(
+        0 <= left and left + 6 * len(text.text or "") <= 1.1 * width for left, text in zip(lefts, texts, strict=True)
+    )
+
+
+def _shift(text: ElementTree.Element) -> float:
+    found = re.search(r"translate\(([-\d.]+)", text.attrib["transform"])
+    assert found is not None
+    return float(found[1])
