@@ -110,9 +110,7 @@ class Scheduler:
 
     def _fill_with_prompts(self, prompts: Sequence[Request], step: OpenStep) -> None:
         """Give what is left of the step to prompts and to what is computed again. The oldest of all gets something."""
-        started: set[Hashable] = (
-            set()
-        )  # keys of blocks that are begun or continued in this step, or will be in the next
+        started: set[Hashable] = set()  # keys of blocks that this step works on, or leaves for the next
         preempting = True
         while True:
             leaders, followers = self._leaders(prompts, started)
@@ -124,7 +122,8 @@ class Scheduler:
                     self._give(request, step, preempting=preempting, reserved=reserved)
             for request in step.tokens:
                 self._enter(request, step.tokens[request], started)
-            prompts = [request for request in followers if request not in step.preempted]
+            # Rows of generated tokens come first in a step, so they cannot go on behind a prompt's of the same step.
+            prompts = [request for request in followers if request.in_prompt and request not in step.preempted]
             if not (leaders and prompts and step.budget):
                 return
             preempting = False  # of what is entered nothing may be given up any more

@@ -61,7 +61,7 @@ class FakeRunner:
                 written.add(slot)
                 self._slots[slot] = token_ids[row]
                 row += 1
-        for query_len, context_len, table in zip(query_lens, context_lens, tables, strict=True):
+            # Sequence by sequence, as a step may be cut between any two: what one reads another before it has written.
             cached = self._slots[table].reshape(-1)[:context_len].tolist()
             assert EMPTY not in cached, "the plan reads a slot that was never written"
             contexts += [cached[: position + 1] for position in range(context_len - query_len, context_len)]

@@ -122,7 +122,7 @@ def test_a_legend_of_long_names_stays_within_the_plot(name: str) -> None:
     # Names begin where their text says; a letter takes some six points.
     lefts = [float(text.attrib["x"]) if "x" in text.attrib else _shift(text) for text in texts]
     assert all(
-        0 <= left and left + 6 * len(text.text or "") <= 1.1 * width for left, text in zip(lefts, texts, strict=True)
+        left >= 0 and left + 6 * len(text.text or "") <= 1.1 * width for left, text in zip(lefts, texts, strict=True)
     )
 
 
