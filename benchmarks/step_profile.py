@@ -38,7 +38,6 @@ _KERNELS = (
     ("norms", llama, "rms_norm"),
     ("norms", llama, "add_rms_norm"),
     ("matrix products", llama, "linear"),
-    ("matrix products", parallel, "linear"),
     ("rotation, cache write", llama, "rotate_and_cache"),
     ("attention", llama, "paged_attention"),
     ("SwiGLU", llama, "swiglu"),

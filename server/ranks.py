@@ -195,9 +195,6 @@ def _environment(world_size: int) -> dict[str, str]:
     source = str(Path(tightwire.__file__).parent.parent)
     return {
         **dict.fromkeys(_THREAD_VARIABLES, threads),
-        # Else torch's threads go on spinning for a while after each product, on cores that other kernels' threads want:
-        # with two threads a prompt of 512 tokens of SmolLM2 takes a fifth longer.
-        "OMP_WAIT_POLICY": "passive",
         **os.environ,
         # The ranks run the parent's own code, also where it was never installed.
         "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")])),
