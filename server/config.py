@@ -129,7 +129,7 @@ class ParallelOptions:
     overlap: str = _option(
         "auto",
         "compute one half of a prompt's step while the other half's sums are on the wire: on, off, or auto, which does it "
-        "where ranks are on several nodes; between CPU ranks",
+        "beside --link, as what memory carries takes the cores' own time; between CPU ranks",
         ("auto", "on", "off"),
     )
     comm_timeout_s: float = _option(60.0, "longest a rank waits in one collective before it gives up", metavar="S")

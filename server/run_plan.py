@@ -189,8 +189,7 @@ def choose_transport(asked: str, device: str, tp: int, link: LinkFacts | None = 
 def choose_overlap(options: ParallelOptions, device: str) -> bool:
     """Whether sums travel beside computing.
 
-    ``auto``: where there is a wire between nodes. What memory carries takes the cores' own time, which is not to be had
-    twice.
+    ``auto``: where there is a wire. What memory carries takes the cores' own time, which is not to be had twice.
 
     Raises:
         ValueError: it cannot be had.
@@ -199,7 +198,7 @@ def choose_overlap(options: ParallelOptions, device: str) -> bool:
         why = "one rank sums nothing" if options.tp == 1 else "it is between CPU ranks, and these run on CUDA"
         raise ValueError(f"--overlap on cannot be had: {why}; use --overlap auto or off")
     if options.overlap == "auto":
-        return device == "cpu" and options.tp > 1 and (options.link is not None or options.nodes > 1)
+        return options.link is not None  # which is between CPU ranks
     return options.overlap == "on"
 
 

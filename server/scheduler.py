@@ -120,8 +120,8 @@ class Scheduler:
                 reserved -= short.get(request, 0)
                 if request not in step.preempted:
                     self._give(request, step, preempting=preempting, reserved=reserved)
-            for request in step.tokens:
-                self._enter(request, step.tokens[request], started)
+            for request, num_tokens in step.tokens.items():
+                self._enter(request, num_tokens, started)
             # Rows of generated tokens come first in a step, so they cannot go on behind a prompt's of the same step.
             prompts = [request for request in followers if request.in_prompt and request not in step.preempted]
             if not (leaders and prompts and step.budget):

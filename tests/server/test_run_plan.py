@@ -276,7 +276,7 @@ def test_why_ranks_do_not_share_memory_is_told(monkeypatch: pytest.MonkeyPatch) 
         ({"tp": 2, "overlap": "on"}, True),
         ({"tp": 2, "link": "100mbit"}, True),
         ({"tp": 2, "link": "100mbit", "overlap": "off"}, False),
-        ({"tp": 2, "nodes": 2}, True),
+        ({"tp": 2, "nodes": 2}, False),  # of one host, so in its memory
         ({}, False),
     ],
 )
