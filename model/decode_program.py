@@ -4,9 +4,6 @@ Buffers stay from step to step, and Python is entered twice a layer, where ranks
 nothing to sum.
 """
 
-import math
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -25,6 +22,8 @@ from tightwire.model.weights.source import LayerWeights
 class DecodeProgram:
     """``begin`` a step, then ``run`` its parts in order: part 2l is layer l's attention, 2l + 1 its MLP.
 
+    A layer's weights must have been ``place``d, and still be there, when its parts run.
+
     A row's bits are those that the kernels for many rows give it. One thread calls; several may work.
 
     Cost: some microseconds per ``run``; buffers of about 6 D + 3 H E + 4 K E + 3 F numbers a row.
@@ -34,26 +33,16 @@ class DecodeProgram:
         self,
         config: LlamaConfig,
         shard: Shard,
-        layers: Sequence[LayerWeights],
         cache: KVCache,
         cos_SE: Tensor,
         sin_SE: Tensor,
     ) -> None:
         self._config, self._shard, self._cache = config, shard, cache
-        self._constants = (tuple(layers), cos_SE, sin_SE)  # kept alive: the tables hold their addresses
-        self._layers = torch.tensor(
-            [
-                _layer_integers(weights, keys_NKPE, values_NKPE)
-                for weights, keys_NKPE, values_NKPE in zip(layers, cache.keys, cache.values, strict=True)
-            ],
-            dtype=torch.int64,
-        )
-        self._weights_per_part = [
-            sum(math.prod(matrix.shape) for matrix in matrices)
-            for weights in layers
-            for matrices in ((weights.qkv, weights.attention_out), (weights.gate_up, weights.down))
-        ]
-        self._phases = torch.empty(len(layers) * place.PHASES_PER_LAYER * place.PHASE_BYTES, dtype=torch.uint8)
+        self._constants = (cos_SE, sin_SE)  # kept alive: the program holds their addresses
+        self._placed: list[LayerWeights | None] = [None] * config.num_layers
+        self._layers = torch.zeros(config.num_layers, place.LAYER_INTS, dtype=torch.int64)
+        self._weights_per_part = _part_sizes(config, shard) * config.num_layers
+        self._phases = torch.empty(config.num_layers * place.PHASES_PER_LAYER * place.PHASE_BYTES, dtype=torch.uint8)
         self._buffers: dict[int, Tensor] = {}
         self._step: tuple[Tensor | Tiles, ...] = ()  # what the program of the step that runs has addresses of
         self._program = torch.zeros(place.PROGRAM_INTS, dtype=torch.int64)
@@ -125,6 +114,13 @@ class DecodeProgram:
             }
         )
 
+    def place(self, index: int, weights: LayerWeights) -> None:
+        """Where layer ``index`` lies when its parts run next. Cost: nothing where it has been before, else some 20 us."""
+        if self._placed[index] is not weights:
+            self._placed[index] = weights
+            keys_NKPE, values_NKPE = self._cache.keys[index], self._cache.values[index]
+            self._layers.numpy()[index] = _layer_integers(weights, keys_NKPE, values_NKPE)
+
     def run(self, first: int, stop: int, update_TD: Tensor | None) -> Tensor:
         """Run parts ``first`` to ``stop``; gives (T, D), what the last one ends with, valid until the next ``run``.
 
@@ -174,6 +170,12 @@ class DecodeProgram:
         program = self._program.numpy()
         for field, value in values.items():
             program[field] = value
+
+
+def _part_sizes(config: LlamaConfig, shard: Shard) -> list[int]:
+    """Weights of a layer's two parts."""
+    heads, kv_heads, mlp_size = shard.local_heads, shard.local_kv_heads, len(shard.mlp_columns)
+    return [config.hidden_size * (2 * heads + 2 * kv_heads) * config.head_dim, config.hidden_size * 3 * mlp_size]
 
 
 def _layer_integers(weights: LayerWeights, keys_NKPE: Tensor, values_NKPE: Tensor) -> list[int]:

@@ -7,3 +7,7 @@ class ModelError(ValueError):
 
 class ChatTemplateError(ValueError):
     """These messages cannot be rendered: there is no chat template, or the template itself refused them."""
+
+
+class WeightsError(RuntimeError):
+    """A layer of a model that is being served does not come, or comes damaged; no pass can be finished without it."""

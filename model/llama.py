@@ -65,8 +65,7 @@ class Llama:
         ]
         self._program = None
         if cache.keys.device.type == "cpu":
-            layers = [weights.layer(index) for index in range(config.num_layers)]
-            self._program = DecodeProgram(config, parallel.shard, layers, cache, self._cos_SE, self._sin_SE)
+            self._program = DecodeProgram(config, parallel.shard, cache, self._cos_SE, self._sin_SE)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -136,16 +135,28 @@ class Llama:
             batch.context_lens_B,
             batch.block_tables_BM,
         )
-        sums = self._sums[batch.arm]
-        if sums[0] is None:
-            return residual_TD + program.run(0, len(sums), None)
         update_TD: Tensor | None = None
-        for part, row_sums in enumerate(sums):
+        for span in self._weights.spans:
+            for index in span:
+                program.place(index, self._weights.layer(index))
+            update_TD = self._run_generated(span, batch, program, update_TD)
+            for index in span:
+                self._weights.release(index)
+        assert update_TD is not None, "a model has at least one layer"
+        return residual_TD + update_TD
+
+    def _run_generated(self, span: range, batch: Batch, program: DecodeProgram, update_TD: Tensor | None) -> Tensor:
+        """These layers' parts; takes and gives the sum of the part before and of the last one."""
+        sums, first, stop = self._sums[batch.arm], 2 * span.start, 2 * span.stop
+        if sums[0] is None:
+            return program.run(first, stop, update_TD)
+        for part in range(first, stop):
+            row_sums = sums[part]
             assert row_sums is not None, "ranks sum everywhere or nowhere"
             partial_TD = program.run(part, part + 1, update_TD)
             update_TD = self._parallel.sum_rows(partial_TD, row_sums, num_single_rows=len(partial_TD))
         assert update_TD is not None
-        return residual_TD + update_TD
+        return update_TD
 
     def _embed(self, batch: Batch) -> Tensor:
         table, dtype = self._weights.outer.embedding, self._cache.keys.dtype

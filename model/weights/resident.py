@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tightwire.kernels.packed import Matrix, PackedMatrix, empty_packed
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import Shard
+from tightwire.model.weights.fill import empty_matrix, fill
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors
 from tightwire.model.weights.source import CheckpointReader, LayerWeights, OuterWeights
@@ -20,6 +20,10 @@ class ResidentWeights:
 
     outer: OuterWeights
     layers: tuple[LayerWeights, ...]
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        return (range(len(self.layers)),)
 
     def layer(self, index: int) -> LayerWeights:
         return self.layers[index]
@@ -44,55 +48,23 @@ def load_resident(
 
     Args:
         formats: how matrices are kept; default: all as plain numbers.
-        progress: called with the share of the rank's bytes read so far, 0 to 1, after each tensor.
+        progress: called with the share of the rank's bytes read so far, 0 to 1, after each part of a tensor.
     Cost: ``weight_bytes`` of the formats on the device.
     """
     formats = formats or WeightFormats()
     total_bytes = weight_bytes(config, shard, formats, dtype.itemsize)
-    filler = _Filler(reader, dtype, device, formats, total_bytes, progress)
-    outer = filler.fill_all(outer_tensors(config, shard))
-    layers = tuple(
-        LayerWeights(**filler.fill_all(layer_tensors(config, shard, index))) for index in range(config.num_layers)
-    )
+    done_bytes = 0
+
+    def moved(num_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += num_bytes
+        progress(done_bytes / total_bytes)
+
+    def load(tensors: Mapping[str, Fused]) -> dict[str, Any]:
+        loaded = {field: empty_matrix(fused, formats, dtype, device) for field, fused in tensors.items()}
+        fill(reader, tensors, loaded, moved)
+        return loaded
+
+    outer = load(outer_tensors(config, shard))
+    layers = tuple(LayerWeights(**load(layer_tensors(config, shard, index))) for index in range(config.num_layers))
     return ResidentWeights(outer=OuterWeights(**{"head": outer["embedding"], **outer}), layers=layers)
-
-
-class _Filler:
-    """Allocates a tensor and fills it from parts of the checkpoint's; keeps count for the progress bar."""
-
-    def __init__(
-        self,
-        reader: CheckpointReader,
-        dtype: torch.dtype,
-        device: torch.device,
-        formats: WeightFormats,
-        total_bytes: int,
-        progress: Callable[[float], None],
-    ) -> None:
-        self._reader = reader
-        self._dtype = dtype
-        self._device = device
-        self._formats = formats
-        self._total_bytes = total_bytes
-        self._done_bytes = 0
-        self._progress = progress
-
-    def fill_all(self, tensors: Mapping[str, Fused]) -> dict[str, Any]:
-        """A tensor or packed matrix for each field."""
-        return {field: self._fill(fused) for field, fused in tensors.items()}
-
-    def _fill(self, fused: Fused) -> Matrix:
-        packed = self._formats.of(fused)
-        if packed is None:
-            out = torch.empty(fused.shape, dtype=self._dtype, device=self._device)
-        else:
-            out = empty_packed(fused.shape[0], fused.shape[1], packed, self._device)
-        start = 0
-        for name, rows in fused.parts:
-            stop = start + len(rows)
-            part = out.rows(start, stop) if isinstance(out, PackedMatrix) else out[start:stop]
-            self._reader.read_into(part, name, rows=rows, columns=fused.columns)
-            start = stop
-        self._done_bytes += out.nbytes
-        self._progress(self._done_bytes / self._total_bytes)
-        return out

@@ -1,6 +1,6 @@
 """The seam between layers and where their tensors live: resident, streamed or partitioned."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,12 +39,26 @@ class OuterWeights:
 
 
 class WeightSource(Protocol):
-    """Hands out weights; ``layer(i)`` is valid until ``release(i)``."""
+    """Hands out weights, pass after pass over the layers in order.
+
+    What ``layer(i)`` gives is valid until ``release(i)`` has been called as often; several passes at once may share a layer.
+    """
 
     @property
     def outer(self) -> OuterWeights: ...
 
-    def layer(self, index: int) -> LayerWeights: ...
+    @property
+    def spans(self) -> Sequence[range]:
+        """The layers in order, cut so that all of a span can be had at the same time."""
+        ...
+
+    def layer(self, index: int) -> LayerWeights:
+        """Waits until the layer is there.
+
+        Raises:
+            WeightsError: it does not come.
+        """
+        ...
 
     def release(self, index: int) -> None: ...
 

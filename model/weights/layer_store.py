@@ -1,0 +1,86 @@
+"""The seam between streamed layers and where they are kept while they are not on the device."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from tightwire.model.weights.image import Image
+
+Moved = Callable[[int], None]  # told of bytes that have come, so that whoever waits knows that something moves
+
+
+class LayerStore(Protocol):
+    """Gives one rank's layers as images. One thread reads, in the order of the layers, over and over."""
+
+    @property
+    def name(self) -> str:
+        """For people, such as ``host memory`` or a file."""
+        ...
+
+    def image(self, layer: int) -> Image:
+        """How this layer comes."""
+        ...
+
+    def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
+        """The layer's image: ``into``, filled, or memory of the store's own that stays as it is until the next ``read``.
+
+        Args:
+            into: (image bytes,) uint8 on the host, whole pages at the address of one.
+        Raises:
+            WeightsError: it cannot be had, or is not what was stored.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostStore:
+    """Images in this process's memory; nothing is copied."""
+
+    def __init__(self, images: Sequence[Image], layers: dict[int, Tensor]) -> None:
+        """``layers``: the streamed ones, by their number."""
+        self._images, self._layers = images, layers
+
+    @property
+    def name(self) -> str:
+        return "host memory"
+
+    def image(self, layer: int) -> Image:
+        return self._images[layer]
+
+    def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
+        moved(self._layers[layer].nbytes)
+        return self._layers[layer]
+
+    def close(self) -> None:
+        self._layers.clear()
+
+
+class ThrottledStore:
+    """Another store made slow: a layer comes no sooner than its bytes take at a rate. For trying what a slow source does."""
+
+    def __init__(self, store: LayerStore, bytes_per_s: float) -> None:
+        self._store, self._bytes_per_s = store, bytes_per_s
+        self._free_at_s = 0.0  # when the emulated wire has carried all that was asked of it
+
+    @property
+    def name(self) -> str:
+        return f"{self._store.name} at {self._bytes_per_s / 1e6:g} MB/s"
+
+    def image(self, layer: int) -> Image:
+        return self._store.image(layer)
+
+    def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
+        self._free_at_s = (
+            max(self._free_at_s, time.perf_counter()) + self._store.image(layer).num_bytes / self._bytes_per_s
+        )
+        result = self._store.read(layer, into, moved)
+        while (left_s := self._free_at_s - time.perf_counter()) > 0:
+            time.sleep(min(left_s, 0.1))
+            moved(0)
+        return result
+
+    def close(self) -> None:
+        self._store.close()
