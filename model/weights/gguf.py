@@ -13,9 +13,9 @@ from tightwire.kernels.packed import Matrix, PackedMatrix
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.model.weights.gguf_file import GgufFile, GgufTensor
-from tightwire.model.weights.mapped import row_chunks
 from tightwire.model.weights.names import gguf_name, hf_name
 from tightwire.model.weights.store import growth_of, store_rows
+from tightwire.model.weights.weight_file import row_chunks
 
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
@@ -73,13 +73,14 @@ class GgufReader:
                 own_blocks.rows(start, start + len(piece)).blocks_OB.copy_(piece)
             else:
                 store_rows(out, start, piece, name)
-            self._file.file.release(tensor.offset + chunk.start * row_bytes, len(chunk) * row_bytes)
 
     def _read_rows(self, tensor: GgufTensor, rows: range, columns: range | None) -> Tensor:
         """These rows (or numbers of a vector) in the file's own order."""
         kind = self._supported_type(tensor)
         if kind in _PLAIN:
-            piece = self._file.file.tensor(tensor.offset, tensor.shape, _PLAIN[kind])[rows.start : rows.stop]
+            row_shape, dtype = tensor.shape[1:], _PLAIN[kind]
+            start = tensor.offset + rows.start * int(np.prod(row_shape)) * dtype.itemsize
+            piece = self._file.file.numbers(start, (len(rows), *row_shape), dtype)
             return piece if columns is None else piece[:, columns.start : columns.stop]
         return _dequantize(self._raw_rows(tensor, rows), kind, columns)
 
@@ -93,7 +94,7 @@ class GgufReader:
 
     def _raw_rows(self, tensor: GgufTensor, rows: range) -> npt.NDArray[np.uint8]:
         row_bytes = self._bytes_per_row(tensor)
-        return self._file.file.bytes_2d(tensor.offset + rows.start * row_bytes, len(rows), row_bytes)
+        return self._file.file.rows(tensor.offset + rows.start * row_bytes, len(rows), row_bytes)
 
     def _tensor(self, name: str) -> GgufTensor:
         own_name = gguf_name(name)

@@ -125,7 +125,7 @@ def _llama3_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
     tensor = file.tensors[_ROPE_FREQS]
     if tensor.type_id != 0 or tensor.shape != (head_dim // 2,):
         raise ModelError(f"{file.path}: {_ROPE_FREQS} has an unexpected type or shape {tensor.shape}")
-    divisors = file.file.tensor(tensor.offset, tensor.shape, torch.float32).tolist()
+    divisors = file.file.numbers(tensor.offset, tensor.shape, torch.float32).tolist()
     if all(divisor == 1.0 for divisor in divisors):
         return RopeScaling()
     theta = float(file.get("llama.rope.freq_base", 10000.0))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tightwire.model.errors import ModelError
-from tightwire.model.weights.mapped import MappedFile
+from tightwire.model.weights.weight_file import WeightFile
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -43,12 +43,12 @@ class _Array:
 
 
 class GgufFile:
-    """A parsed header over a mapped file."""
+    """A parsed header, and the file behind it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.file = MappedFile(path)
+            self.file = WeightFile(path)
         except OSError as error:
             raise ModelError(f"{path}: cannot be opened: {error.strerror}") from None
         self._data = self.file.data

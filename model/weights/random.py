@@ -14,9 +14,9 @@ from torch import Tensor
 from tightwire.kernels.packed import Matrix
 from tightwire.model.config import LlamaConfig, RopeScaling
 from tightwire.model.errors import ModelError
-from tightwire.model.weights.mapped import row_chunks
 from tightwire.model.weights.names import expected_tensors
 from tightwire.model.weights.store import growth_of, store_rows
+from tightwire.model.weights.weight_file import row_chunks
 
 # As Llama's own initialisation: keeps activations of any depth in range.
 _STD = 0.02

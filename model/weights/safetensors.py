@@ -15,8 +15,8 @@ import torch
 
 from tightwire.kernels.packed import Matrix
 from tightwire.model.errors import ModelError
-from tightwire.model.weights.mapped import MappedFile, row_chunks
 from tightwire.model.weights.store import growth_of, store_rows
+from tightwire.model.weights.weight_file import WeightFile, row_chunks
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _INDEX = "model.safetensors.index.json"
@@ -26,7 +26,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    file: MappedFile
+    file: WeightFile
     dtype: str
     shape: tuple[int, ...]
     offset: int
@@ -56,14 +56,13 @@ class SafetensorsReader:
 
     def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
         entry = self._entry(name)
-        whole = entry.file.tensor(entry.offset, entry.shape, _DTYPES[entry.dtype])
-        row_bytes = whole[:1].numel() * whole.element_size()
+        dtype, row_shape = _DTYPES[entry.dtype], entry.shape[1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
         for chunk in row_chunks(rows, row_bytes * growth_of(out)):
-            part = whole[chunk.start : chunk.stop]
+            part = entry.file.numbers(entry.offset + chunk.start * row_bytes, (len(chunk), *row_shape), dtype)
             if columns is not None:
                 part = part[:, columns.start : columns.stop]
             store_rows(out, chunk.start - rows.start, part, name)
-            entry.file.release(entry.offset + chunk.start * row_bytes, len(chunk) * row_bytes)
 
     def _entry(self, name: str) -> _Entry:
         entry = self._entries.get(name)
@@ -107,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_header(path: Path) -> dict[str, _Entry]:
     try:
-        file = MappedFile(path)
+        file = WeightFile(path)
     except OSError as error:
         raise ModelError(f"{path}: cannot be opened: {error.strerror}") from None
     header_bytes = int.from_bytes(file.data[:8], "little")
@@ -130,7 +129,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _entry(path: Path, file: MappedFile, data_start: int, name: str, info: dict[str, Any]) -> _Entry:
+def _entry(path: Path, file: WeightFile, data_start: int, name: str, info: dict[str, Any]) -> _Entry:
     """One line of the header, its size checked against its shape."""
     begin, end = info["data_offsets"]
     entry = _Entry(file, info["dtype"], tuple(info["shape"]), data_start + begin)

@@ -43,7 +43,7 @@ def test_slices(tmp_path: Path) -> None:
 
 def test_pieces_join_seamlessly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With pieces far smaller than a matrix, all of them arrive in place."""
-    monkeypatch.setattr("tightwire.model.weights.mapped.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("tightwire.model.weights.weight_file.CHUNK_BYTES", 1000)
     reader = SafetensorsReader(make_tiny(tmp_path / "m"))
     want = tiny_tensors(tiny_config())["lm_head.weight"]
     out = torch.empty(want.shape)
