@@ -15,6 +15,8 @@ from tightwire.model.llama import Llama
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.load_streamed import load_streamed
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.resident import load_resident
 from tightwire.model.weights.source import CheckpointReader
 
@@ -31,6 +33,8 @@ def build_runner(
     num_blocks: int,
     block_size: int,
     formats: WeightFormats | None = None,
+    weight_plan: WeightPlan = EVERYTHING_RESIDENT,
+    fetch_timeout_s: float = 60.0,
     progress: Callable[[float], None] = lambda fraction: None,
     overlap: bool = False,
     graphs_up_to: int = 0,
@@ -41,6 +45,8 @@ def build_runner(
         routes: what sums each of the model's messages; None for a group of one.
         dtype: of activations, cache, and weights that are not packed.
         formats: how weight matrices are kept; default: all as plain numbers.
+        weight_plan: which layers are streamed, and from where.
+        fetch_timeout_s: longest that not one byte of a streamed layer may come.
         progress: called with the share of weight bytes loaded, 0 to 1.
         overlap: on CPU, compute one half of a step with a prompt while the other half is summed.
         graphs_up_to: on CUDA, steps of up to so many generated rows are captured as graphs; all ranks do it together.
@@ -49,12 +55,17 @@ def build_runner(
     """
     shard = layout.shards[group.rank]
     device = group.device
-    weights = load_resident(reader, config, shard, dtype=dtype, device=device, formats=formats, progress=progress)
+    formats = formats or WeightFormats()
+    options = {"dtype": dtype, "device": device, "formats": formats, "progress": progress}
+    if weight_plan.streamed:
+        weights = load_streamed(reader, config, shard, weight_plan, timeout_s=fetch_timeout_s, **options)
+    else:
+        weights = load_resident(reader, config, shard, **options)
     cache = make_kv_cache(config, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
     parallel = TensorParallel(group, layout, routes)
     model = Llama(config, parallel, weights, cache, max_model_len)
     graphs = None
-    if graphs_up_to and device.type == "cuda":
+    if graphs_up_to and device.type == "cuda" and not weight_plan.streamed:  # a graph knows one address of a layer
         graphs = DecodeGraphs(
             model.forward,
             sizes=graph_sizes(graphs_up_to),
@@ -64,4 +75,4 @@ def build_runner(
             capture=cuda_capture(torch.cuda.graph_pool_handle()),
             ledger=group.ledger,
         )
-    return ModelRunner(model, cache, group.ledger, graphs, CommLane(group.ledger) if overlap else None)
+    return ModelRunner(model, cache, group.ledger, weights, graphs, CommLane(group.ledger) if overlap else None)

@@ -11,6 +11,7 @@ from tightwire.model.kv_cache import KVCache
 from tightwire.model.llama import Batch, Llama
 from tightwire.model.step import StepPlan
 from tightwire.model.step_arrays import StepArrays, cut, cut_row
+from tightwire.model.weights.source import WeightSource
 
 
 class ModelRunner:
@@ -21,6 +22,7 @@ class ModelRunner:
         model: Llama,
         cache: KVCache,
         ledger: Ledger,
+        weights: WeightSource,
         graphs: DecodeGraphs | None = None,
         lane: CommLane | None = None,
     ) -> None:
@@ -30,8 +32,13 @@ class ModelRunner:
         """
         self._model, self._graphs, self._lane = model, graphs, lane
         self._ledger = ledger
+        self.weights = weights
         self._block_size = cache.block_size
         self._device = cache.keys.device
+
+    def close(self) -> None:
+        """End what fetches weights. May be called twice."""
+        self.weights.close()
 
     def execute(self, plan: StepPlan) -> Tensor | None:
         """Run one forward pass; keys and values of the new tokens are in the cache afterwards.

@@ -22,6 +22,7 @@ from tightwire.model.sampling import Sampler
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.step import StepPlan
 from tightwire.model.weights.formats import check_split, choose_formats
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.server.drafts import NgramDrafter
 from tightwire.server.engine import Engine
 from tightwire.server.limits import Limits
@@ -52,6 +53,7 @@ def local_engine(
     prefix_cache: str = "prompts",
     drafter: NgramDrafter | None = None,
     overlap: bool = False,
+    weight_plan: WeightPlan = EVERYTHING_RESIDENT,
 ) -> Iterator[LocalEngine]:
     """An engine over ``tp`` ranks; followers run in threads until the block ends.
 
@@ -78,6 +80,7 @@ def local_engine(
             block_size=block_size,
             formats=formats,
             overlap=overlap,
+            weight_plan=weight_plan,
         )
         for group in groups
     ]
@@ -117,6 +120,8 @@ def local_engine(
             inbox.put(None)
         for thread in threads:
             thread.join(timeout=30)
+        for runner in runners:
+            runner.close()
 
 
 def _follow(runner: ModelRunner, inbox: "queue.SimpleQueue[StepPlan | None]") -> None:

@@ -1,12 +1,16 @@
 """The seam between streamed layers and where they are kept while they are not on the device."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from tightwire.model.errors import ModelError, WeightsError
+from tightwire.model.weights.fill import fill
+from tightwire.model.weights.fused import Fused
 from tightwire.model.weights.image import Image
+from tightwire.model.weights.source import CheckpointReader
 
 Moved = Callable[[int], None]  # told of bytes that have come, so that whoever waits knows that something moves
 
@@ -56,6 +60,33 @@ class HostStore:
 
     def close(self) -> None:
         self._layers.clear()
+
+
+class CheckpointStore:
+    """A checkpoint as it was published: each time a layer comes, its parts are looked up, cut and converted."""
+
+    def __init__(
+        self, reader: CheckpointReader, images: Sequence[Image], layers: Mapping[int, Mapping[str, Fused]]
+    ) -> None:
+        """``images``: plain. ``layers``: what the streamed ones are made of."""
+        self._reader, self._images, self._layers = reader, images, layers
+
+    @property
+    def name(self) -> str:
+        return "the checkpoint's files"
+
+    def image(self, layer: int) -> Image:
+        return self._images[layer]
+
+    def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
+        try:
+            fill(self._reader, self._layers[layer], self._images[layer].tensors(into), moved)
+        except ModelError as error:
+            raise WeightsError(f"layer {layer} cannot be read: {error}") from None
+        return into
+
+    def close(self) -> None:
+        """The reader is the checkpoint's."""
 
 
 class ThrottledStore:

@@ -32,6 +32,9 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(layer for layer in range(num_layers) if layer not in self.streamed)
 
 
+EVERYTHING_RESIDENT = WeightPlan()
+
+
 def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
     """The layers to stream, as evenly between the others as can be: each then has the most time to come."""
     return tuple((2 * k + 1) * num_layers // (2 * num_streamed) for k in range(num_streamed))

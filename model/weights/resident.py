@@ -31,6 +31,9 @@ class ResidentWeights:
     def release(self, index: int) -> None:
         """Nothing to give back."""
 
+    def close(self) -> None:
+        """Nothing is under way."""
+
 
 def load_resident(
     reader: CheckpointReader,

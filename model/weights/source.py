@@ -62,6 +62,10 @@ class WeightSource(Protocol):
 
     def release(self, index: int) -> None: ...
 
+    def close(self) -> None:
+        """End whatever brings layers. May be called twice."""
+        ...
+
 
 class CheckpointReader(Protocol):
     """Reads parts of named tensors of one checkpoint; names are Hugging Face's (``model.layers.0.mlp.up_proj.weight``).

@@ -1,0 +1,109 @@
+"""From a checkpoint and a plan to streamed weights: what stays is read onto the device, what waits on the host there."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.buffers import page_aligned
+from tightwire.model.config import LlamaConfig
+from tightwire.model.layout import Shard
+from tightwire.model.weights.fill import empty_matrix, fill
+from tightwire.model.weights.formats import WeightFormats, weight_bytes
+from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors
+from tightwire.model.weights.image import Image
+from tightwire.model.weights.layer_store import CheckpointStore, HostStore, LayerStore, ThrottledStore
+from tightwire.model.weights.residency import WeightPlan, layer_images
+from tightwire.model.weights.source import CheckpointReader, LayerWeights, OuterWeights
+from tightwire.model.weights.streamed import StreamedWeights
+
+
+def load_streamed(
+    reader: CheckpointReader,
+    config: LlamaConfig,
+    shard: Shard,
+    plan: WeightPlan,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    formats: WeightFormats,
+    timeout_s: float,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> StreamedWeights:
+    """Read what stays on the device, and what is to wait on the host.
+
+    Host memory grows by what is to be there and a few MiB for the piece in hand.
+
+    Args:
+        plan: with layers to stream.
+        timeout_s: longest that not one byte of a streamed layer may come.
+        progress: called with the share of the bytes read so far, 0 to 1, after each part of a tensor.
+    Cost: ``WeightSizes`` of the plan.
+    """
+    return _Loading(reader, config, shard, plan, dtype, device, formats, progress).load(timeout_s)
+
+
+class _Loading:
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        config: LlamaConfig,
+        shard: Shard,
+        plan: WeightPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        formats: WeightFormats,
+        progress: Callable[[float], None],
+    ) -> None:
+        self._reader, self._config, self._shard, self._plan = reader, config, shard, plan
+        self._dtype, self._device, self._formats, self._progress = dtype, device, formats, progress
+        self._images = layer_images(config, shard, formats, dtype)
+        self._done_bytes = 0
+        skipped = [] if plan.origin == "host" else plan.streamed  # they are read when their turn comes
+        self._total_bytes = weight_bytes(config, shard, formats, dtype.itemsize)
+        self._total_bytes -= sum(self._images[layer].num_bytes for layer in skipped)
+
+    def load(self, timeout_s: float) -> StreamedWeights:
+        plan, num_layers = self._plan, self._config.num_layers
+        outer = self._resident(outer_tensors(self._config, self._shard))
+        outer_weights = OuterWeights(**{"head": outer["embedding"], **outer})
+        resident = {layer: LayerWeights(**self._resident(self._tensors(layer))) for layer in plan.resident(num_layers)}
+        store = self._host_store() if plan.origin == "host" else self._checkpoint_store()
+        if plan.bytes_per_s is not None:
+            store = ThrottledStore(store, plan.bytes_per_s)
+        weights = StreamedWeights(outer_weights, resident, store, self._images, self._device, timeout_s=timeout_s)
+        weights.start()
+        return weights
+
+    def _resident(self, tensors: Mapping[str, Fused]) -> dict[str, Any]:
+        into = {
+            field: empty_matrix(fused, self._formats, self._dtype, self._device) for field, fused in tensors.items()
+        }
+        fill(self._reader, tensors, into, self._moved)
+        return into
+
+    def _host_store(self) -> LayerStore:
+        stored = layer_images(self._config, self._shard, self._formats, self._dtype, self._plan.codec)
+        return HostStore(stored, {layer: self._on_host(layer, stored[layer]) for layer in self._plan.streamed})
+
+    def _on_host(self, layer: int, stored: Image) -> Tensor:
+        plain, host, pinned = self._images[layer], torch.device("cpu"), self._device.type == "cuda"
+        kept = page_aligned(stored.num_bytes, host, pinned=pinned)
+        whole = kept if stored.is_plain else page_aligned(plain.num_bytes, host)
+        fill(self._reader, self._tensors(layer), plain.tensors(whole), self._moved)
+        if whole is not kept:
+            stored.encode(plain, whole, kept)
+        return kept
+
+    def _checkpoint_store(self) -> LayerStore:
+        return CheckpointStore(
+            self._reader, self._images, {layer: self._tensors(layer) for layer in self._plan.streamed}
+        )
+
+    def _tensors(self, layer: int) -> dict[str, Fused]:
+        return layer_tensors(self._config, self._shard, layer)
+
+    def _moved(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        self._progress(min(1.0, self._done_bytes / self._total_bytes))

@@ -1,0 +1,138 @@
+"""Slots change hands in order: filled, used, released, filled anew; who breaks the order is told, and the trace shows it."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from tightwire.comm.buffers import BufferConflictError, BufferPool, SlotEvent, check_order, page_aligned
+
+CPU = torch.device("cpu")
+
+
+def pool_of(num_slots: int = 2) -> BufferPool:
+    return BufferPool(num_slots, 64, CPU)
+
+
+def trace(text: str) -> list[SlotEvent]:
+    """``fill 3 0`` a line: kind, owner, slot."""
+    lines = [line.split() for line in text.strip().splitlines()]
+    return [SlotEvent(float(i), kind, int(owner), int(slot)) for i, (kind, owner, slot) in enumerate(lines)]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_every_piece_arrives_whole_whatever_the_delays(num_slots: int) -> None:
+    pool, draw = pool_of(num_slots), random.Random(num_slots)
+    delays = [draw.choice([0.0, 0.0, 0.001, 0.003]) for _ in range(80)]
+
+    def fill() -> None:
+        for piece in range(40):
+            slot = pool.fill(piece)
+            time.sleep(delays[piece])
+            slot.buffer.fill_(piece)
+            pool.filled(piece)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    for piece in range(40):
+        slot = pool.use(piece, timeout_s=10)
+        time.sleep(delays[40 + piece])
+        assert slot.buffer.tolist() == [piece] * 64
+        pool.release(piece)
+    thread.join()
+    check_order(pool.events)
+    assert {slot.state for slot in pool.slots} == {"free"}
+    assert [event.slot for event in pool.events if event.kind == "fill"] == [i % num_slots for i in range(40)]
+
+
+def test_a_piece_that_does_not_come_ends_in_an_error_and_one_that_moves_is_waited_for() -> None:
+    pool = pool_of()
+    pool.fill(7)
+    with pytest.raises(TimeoutError, match=r"nothing has come for 0\.05 s: slot 0 is filling for 7"):
+        pool.use(7, timeout_s=0.05)
+
+    def move() -> None:
+        for _ in range(10):
+            time.sleep(0.05)
+            pool.moved()
+        pool.filled(7)
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    assert pool.use(7, timeout_s=0.3).number == 0  # takes 0.5 s
+    thread.join()
+
+
+def test_both_ends_get_what_closed_the_pool() -> None:
+    pool = pool_of(1)
+    pool.fill(0)
+    errors: list[BaseException] = []
+
+    def expect(call: str, *arguments: float) -> None:
+        try:
+            getattr(pool, call)(*arguments)
+        except ValueError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=expect, args=("use", 0, 30)), threading.Thread(target=expect, args=("fill", 1))]
+    for thread in threads:
+        thread.start()
+    cause = ValueError("the source broke")
+    pool.close(cause)
+    pool.close(ValueError("later"))
+    for thread in threads:
+        thread.join(timeout=10)
+    assert errors == [cause, cause]
+
+
+def test_what_is_out_of_turn_is_refused() -> None:
+    pool = pool_of()
+    pool.fill(1)
+    with pytest.raises(BufferConflictError, match="1 has a slot already"):
+        pool.fill(1)
+    with pytest.raises(BufferConflictError, match="1 has no slot that is used: slot 0 is filling for 1"):
+        pool.release(1)
+    with pytest.raises(BufferConflictError, match="2 has no slot that is filling"):
+        pool.filled(2)
+
+
+GOOD = """
+fill 3 0
+filled 3 0
+fill 4 1
+use 3 0
+filled 4 1
+release 3 0
+fill 5 0
+use 4 1
+release 4 1
+"""
+
+
+def test_an_orderly_trace_passes() -> None:
+    check_order(trace(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("line", "condition"),
+    [("filled 3 0", "C1"), ("use 3 0", "C1"), ("release 3 0", "C2"), ("use 4 1", "C1"), ("filled 4 1", "C1")],
+)
+def test_a_trace_that_lacks_any_one_wait_is_found_out(line: str, condition: str) -> None:
+    lines = GOOD.strip().splitlines()
+    lines.remove(line)
+    with pytest.raises(BufferConflictError, match=condition):
+        check_order(trace("\n".join(lines)))
+
+
+def test_a_slot_filled_before_its_release_is_found_out() -> None:
+    with pytest.raises(BufferConflictError, match="C2: slot 0 was filled for 5 when 3 had come to 'use'"):
+        check_order(trace("fill 3 0\nfilled 3 0\nuse 3 0\nfill 5 0"))
+
+
+def test_buffers_begin_at_a_page() -> None:
+    for num_bytes in (1, 4096, 10_000):
+        buffer = page_aligned(num_bytes, CPU)
+        assert buffer.data_ptr() % 4096 == 0
+        assert buffer.nbytes == num_bytes

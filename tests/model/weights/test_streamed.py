@@ -1,0 +1,222 @@
+"""Streamed weights answer as resident ones do, to the bit, in the order that their buffers promise; what fails says so."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from local_engine import LocalEngine, continue_prompts, local_engine
+from tiny import make_tiny
+from tiny_gguf import make_tiny_gguf
+from torch import Tensor
+
+from tightwire.comm.buffers import check_order
+from tightwire.model.checkpoint import Checkpoint, open_checkpoint
+from tightwire.model.errors import WeightsError
+from tightwire.model.weights.image import Image
+from tightwire.model.weights.layer_store import CheckpointStore, LayerStore, Moved
+from tightwire.model.weights.residency import WeightPlan, spread
+from tightwire.model.weights.streamed import StreamedWeights
+
+NUM_LAYERS = 6
+PROMPTS = [list(range(3, 60)), [7, 8, 9], list(range(100, 190))]
+
+
+@pytest.fixture(name="checkpoint")
+def fixture_checkpoint(tmp_path: Path) -> Checkpoint:
+    return open_checkpoint(str(make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)))
+
+
+def plan_for(num_streamed: int, origin: str, codec: str = "none", **more: object) -> WeightPlan:
+    streamed = spread(NUM_LAYERS, num_streamed)
+    return WeightPlan(source="stream", origin=origin, codec=codec, streamed=streamed, **more)  # pyright: ignore[reportArgumentType]
+
+
+def streamed_of(local: LocalEngine) -> Iterator[StreamedWeights]:
+    for runner in local.runners:
+        assert isinstance(runner.weights, StreamedWeights)
+        yield runner.weights
+
+
+def test_streamed_layers_are_spread() -> None:
+    assert spread(6, 6) == (0, 1, 2, 3, 4, 5)
+    assert spread(6, 3) == (1, 3, 5)
+    assert spread(32, 4) == (4, 12, 20, 28)
+    for num_layers in (3, 16, 28, 80):
+        for num_streamed in range(3, num_layers + 1):
+            layers = spread(num_layers, num_streamed)
+            gaps = {after - before for before, after in itertools.pairwise(layers)}
+            assert len(set(layers)) == num_streamed
+            assert max(layers) < num_layers
+            assert max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("origin", ["host", "disk"])
+@pytest.mark.parametrize("num_streamed", [3, 5, 6])
+def test_tokens_are_those_of_resident_weights(checkpoint: Checkpoint, num_streamed: int, origin: str, tp: int) -> None:
+    with local_engine(checkpoint, tp=tp, max_num_batched_tokens=64) as local:
+        expected = continue_prompts(local.engine, PROMPTS, max_tokens=12, temperature=0.7, seed=3)
+    with local_engine(
+        checkpoint, tp=tp, max_num_batched_tokens=64, weight_plan=plan_for(num_streamed, origin)
+    ) as local:
+        assert continue_prompts(local.engine, PROMPTS, max_tokens=12, temperature=0.7, seed=3) == expected
+        for weights in streamed_of(local):
+            check_order(weights.pool.events)
+            used = [event.owner for event in weights.pool.events if event.kind == "use"]
+            order = [layer for layer in range(NUM_LAYERS) if layer in spread(NUM_LAYERS, num_streamed)]
+            assert used == order * (len(used) // len(order))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_halves_of_a_prompt_share_a_layer(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    options = {"tp": 2, "overlap": True, "dtype": dtype}
+    with local_engine(checkpoint, **options) as local:
+        expected = continue_prompts(local.engine, PROMPTS, max_tokens=6)
+    with local_engine(checkpoint, **options, weight_plan=plan_for(6, "host")) as local:
+        assert continue_prompts(local.engine, PROMPTS, max_tokens=6) == expected
+        for weights in streamed_of(local):
+            check_order(weights.pool.events)
+
+
+@pytest.mark.parametrize("quant", ["Q8_0", "Q4_1"])
+@pytest.mark.parametrize("origin", ["host", "disk"])
+def test_packed_weights_stream_as_they_are(quant: str, origin: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", quant=quant, num_hidden_layers=NUM_LAYERS)))
+    with local_engine(checkpoint) as local:
+        expected = continue_prompts(local.engine, PROMPTS, max_tokens=6)
+    with local_engine(checkpoint, weight_plan=plan_for(4, origin)) as local:
+        assert continue_prompts(local.engine, PROMPTS, max_tokens=6) == expected
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_encoded_weights_are_the_same_however_many_are_streamed(checkpoint: Checkpoint, codec: str) -> None:
+    """Resident layers are not encoded, so only runs that stream the same layers are alike; and the codec shows."""
+    with local_engine(checkpoint, weight_plan=plan_for(6, "host")) as local:
+        exact = continue_prompts(local.engine, PROMPTS, max_tokens=12)
+    answers = []
+    for tp in (1, 2):
+        with local_engine(checkpoint, tp=tp, weight_plan=plan_for(6, "host", codec)) as local:
+            answers.append(continue_prompts(local.engine, PROMPTS, max_tokens=12))
+            assert all(not weights._stages._store.image(0).is_plain for weights in streamed_of(local))
+    if codec == "int4":
+        assert answers[0] != exact
+
+
+class _Jittery:
+    """Takes its time, another one for every layer and pass."""
+
+    def __init__(self, store: LayerStore, delays: list[float]) -> None:
+        self._store, self._delays = store, delays
+
+    name = "a jittery store"
+
+    def image(self, layer: int) -> Image:
+        return self._store.image(layer)
+
+    def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
+        time.sleep(self._delays[layer % len(self._delays)])
+        self._delays.append(self._delays.pop(0))
+        return self._store.read(layer, into, moved)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def test_order_and_tokens_hold_whatever_the_delays(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    with local_engine(checkpoint) as local:
+        expected = continue_prompts(local.engine, PROMPTS, max_tokens=10)
+    make = StreamedWeights.__init__
+
+    def with_delays(
+        self: StreamedWeights, outer: object, resident: object, store: LayerStore, *rest: object, **options: object
+    ) -> None:
+        make(self, outer, resident, _Jittery(store, [0.0, 0.004, 0.001, 0.0, 0.007]), *rest, **options)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(StreamedWeights, "__init__", with_delays)
+    with local_engine(checkpoint, weight_plan=plan_for(5, "disk")) as local:
+        assert continue_prompts(local.engine, PROMPTS, max_tokens=10) == expected
+        for weights in streamed_of(local):
+            check_order(weights.pool.events)
+
+
+def test_a_slow_source_is_as_slow_as_its_bytes_and_overlaps_with_computing(checkpoint: Checkpoint) -> None:
+    """Not a timed test of ours: the source sleeps, so a pass cannot take less than its bytes' time."""
+    plan = plan_for(6, "host", bytes_per_s=20e6)
+    with local_engine(checkpoint, weight_plan=plan) as local:
+        (weights,) = streamed_of(local)
+        start_s = time.perf_counter()
+        continue_prompts(local.engine, [[5]], max_tokens=5)
+        elapsed_s = time.perf_counter() - start_s
+        image_bytes = weights.pool.slots[0].buffer.nbytes
+        fetched = [event for event in weights.pool.events if event.kind == "filled"]
+        assert len(fetched) >= 5 * 6
+        assert elapsed_s >= (5 * 6 - 2) * image_bytes / 20e6  # two layers may have come before
+
+
+def test_a_source_that_fails_ends_the_step_with_its_reason(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = CheckpointStore.read
+    passes = iter([0] * 8)
+
+    def failing(self: CheckpointStore, layer: int, into: Tensor, moved: Moved) -> Tensor:
+        if next(passes, None) is None:
+            raise WeightsError(f"layer {layer} is damaged")
+        return read(self, layer, into, moved)
+
+    monkeypatch.setattr(CheckpointStore, "read", failing)
+    with (
+        local_engine(checkpoint, weight_plan=plan_for(6, "disk")) as local,
+        pytest.raises(WeightsError, match="layer 2 is damaged"),
+    ):
+        continue_prompts(local.engine, PROMPTS, max_tokens=10)
+
+
+def test_a_source_that_hangs_is_given_up(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hanging(self: CheckpointStore, layer: int, into: Tensor, moved: Moved) -> Tensor:
+        time.sleep(1.0)
+        return into
+
+    monkeypatch.setattr(CheckpointStore, "read", hanging)
+    with local_engine(checkpoint, weight_plan=plan_for(6, "disk")) as local:
+        for weights in streamed_of(local):
+            weights._timeout_s = 0.1
+        with pytest.raises(
+            WeightsError, match=r"layer 0 does not come from the checkpoint's files: nothing has come for 0\.1 s"
+        ):
+            continue_prompts(local.engine, PROMPTS, max_tokens=2)
+
+
+def test_layers_out_of_order_and_too_few_are_refused(checkpoint: Checkpoint) -> None:
+    with local_engine(checkpoint, weight_plan=plan_for(6, "host")) as local:
+        (weights,) = streamed_of(local)
+        with pytest.raises(RuntimeError, match="0 is next, and 3 was asked for"):
+            weights.layer(3)
+    two = WeightPlan(source="stream", origin="host", streamed=(1, 4))
+    with (
+        pytest.raises(ValueError, match="2 buffers hold all of 2 streamed layers"),
+        local_engine(checkpoint, weight_plan=two),
+    ):
+        pass
+
+
+def test_nothing_is_allocated_for_a_pass(checkpoint: Checkpoint) -> None:
+    with local_engine(checkpoint, weight_plan=plan_for(6, "host", "int4")) as local:
+        (weights,) = streamed_of(local)
+        before = [slot.buffer.data_ptr() for slot in weights.pool.slots]
+        continue_prompts(local.engine, PROMPTS, max_tokens=4)
+        assert [slot.buffer.data_ptr() for slot in weights.pool.slots] == before
+        held = {t.untyped_storage().data_ptr() for t in before_tensors(weights)}
+        assert len(held) == 2
+        weights.close()
+        weights.close()
+
+
+def before_tensors(weights: StreamedWeights) -> Iterator[Tensor]:
+    for layer in weights._tensors.values():
+        for field in layer.__slots__:
+            if isinstance(tensor := getattr(layer, field), Tensor):
+                yield tensor
