@@ -19,7 +19,7 @@ from tightwire.server.interrupts import interrupts_end_at_once
 if TYPE_CHECKING:
     from tightwire.server.ranks import Ranks
 
-_OFFLINE_GROUPS = ("model", "parallel", "engine")
+_OFFLINE_GROUPS = ("model", "parallel", "engine", "weights")
 
 
 def serve(argv: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
+from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
 
 _MAX_RANKS = 64  # each is a process that imports torch before the model can say how many it is good for
 POLICY_PREFIX = "policy:"  # of a name that stands for a policy file
@@ -256,6 +257,67 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WeightOptions:
+    """Where layers' weights are while they are not computed with."""
+
+    weights: str = _option(
+        "auto",
+        "resident: on the device; stream: as many layers as fit stay there, the others come one after the other through two "
+        "buffers, the next while one is computed; auto: resident where they fit, else stream",
+        ("auto", "resident", "stream"),
+    )
+    stream_from: str = _option(
+        "auto",
+        "where streamed layers are kept: host memory, or the model's files (`tightwire prepare` makes files that are read "
+        "faster); auto: host memory beside CUDA where it is large enough, else disk",
+        ("auto", "host", "disk"),
+    )
+    weight_codec: str = _option(
+        "none",
+        "what plain matrices of streamed layers are encoded with on their way, and where they wait; a prepared folder "
+        "brings its own",
+        tuple(WEIGHT_CODECS),
+    )
+    stream_layers: int | None = _option(
+        None, "layers to stream; default: as few as the memory allows, all of them if they all would fit", metavar="N"
+    )
+    stream_policy: str = _option(
+        "latency",
+        "latency: memory goes to resident layers first, so that little streams; throughput: to the KV cache first, and a "
+        "step takes as many prompt tokens as cost no more time than the layers' way (micro-batches share a layer)",
+        ("latency", "throughput"),
+    )
+    stream_rate: int | None = _option(
+        None,
+        "slow the source down to so many bytes a second and rank, such as 500MB, to see what that does",
+        metavar="BYTES",
+    )
+    device_memory: int | None = _option(
+        None, "most memory a rank may take, such as 4GiB; default: what is free", metavar="BYTES"
+    )
+    verify_weights: bool = _option(
+        False, "hold each layer of a prepared folder against its checksum when it is first read"
+    )
+    fetch_timeout_s: float = _option(
+        60.0, "longest that not one byte of a streamed layer may come, before the server gives up", metavar="S"
+    )
+
+    def __post_init__(self) -> None:
+        _require_seconds("fetch_timeout_s", self.fetch_timeout_s)
+        for option in ("stream_layers", "stream_rate", "device_memory"):
+            value = getattr(self, option)
+            _require(value is None or value >= 1, option, value, "at least 1")
+        for option in ("stream_layers", "stream_rate"):
+            if self.weights == "auto":
+                _require(getattr(self, option) is None, option, getattr(self, option), "given beside --weights stream")
+        if self.weights == "resident":
+            for option in ("stream_from", "stream_layers", "stream_policy", "stream_rate", "weight_codec"):
+                default = next(field.default for field in fields(self) if field.name == option)
+                value = getattr(self, option)
+                _require(value == default, option, value, "left out beside --weights resident, as nothing streams")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HttpOptions:
     """The outside door."""
 
@@ -287,6 +349,7 @@ class ServeConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
+    weights: WeightOptions = field(default_factory=WeightOptions)
     http: HttpOptions = field(default_factory=HttpOptions)
 
     def __post_init__(self) -> None:
@@ -296,5 +359,11 @@ class ServeConfig:
 
 def option_fields() -> dict[str, tuple[str, Any]]:
     """Every option by name: the group it lives in and its dataclass field. Names are unique over the groups."""
-    groups = {"model": ModelOptions, "parallel": ParallelOptions, "engine": EngineOptions, "http": HttpOptions}
+    groups = {
+        "model": ModelOptions,
+        "parallel": ParallelOptions,
+        "engine": EngineOptions,
+        "weights": WeightOptions,
+        "http": HttpOptions,
+    }
     return {f.name: (group, f) for group, cls in groups.items() for f in fields(cls)}

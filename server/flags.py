@@ -20,13 +20,20 @@ from tightwire.server.config import (
     ModelOptions,
     ParallelOptions,
     ServeConfig,
+    WeightOptions,
     option_fields,
 )
 from tightwire.server.sizes import format_bytes, parse_bytes
 
 Fields = Mapping[str, Field[Any]]
 
-_CLASSES = {"model": ModelOptions, "parallel": ParallelOptions, "engine": EngineOptions, "http": HttpOptions}
+_CLASSES = {
+    "model": ModelOptions,
+    "parallel": ParallelOptions,
+    "engine": EngineOptions,
+    "weights": WeightOptions,
+    "http": HttpOptions,
+}
 ALL_GROUPS = tuple(_CLASSES)
 _MODEL_ARGUMENT = "model_argument"  # the model written without its flag: `tightwire serve MODEL`
 

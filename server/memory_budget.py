@@ -8,9 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan, WeightSizes
 from tightwire.server.config import EngineOptions
 from tightwire.server.limits import MAX_SCORED_ROWS
 from tightwire.server.sizes import format_bytes
@@ -88,11 +91,15 @@ def make_budget(
     formats: WeightFormats,
     device: str,
     pools: Sequence[Pool],
+    plan: WeightPlan = EVERYTHING_RESIDENT,
+    cache_share: float | None = None,
 ) -> MemoryBudget:
     """Decide the number of cache blocks and the longest sequence.
 
     Args:
         dtype: of what is not packed; ``formats`` says which weights are.
+        plan: which layers are streamed.
+        cache_share: of what the rest leaves, the part that the cache may have at most; default: the device's.
     Raises:
         NotEnoughMemoryError: weights, cache or the longest sequence do not fit.
         ValueError: --max-model-len beyond what the model was trained for.
@@ -103,7 +110,7 @@ def make_budget(
             f"--max-model-len {longest} exceeds the model's context of {config.max_positions} tokens; "
             f"ask for at most {config.max_positions}"
         )
-    weights = [weight_bytes(config, shard, formats, DTYPE_BYTES[dtype]) for shard in layout.shards]
+    weights = [_weight_bytes(config, shard, formats, dtype, device, plan) for shard in layout.shards]
 
     def ranks_with(options: EngineOptions) -> tuple[RankBytes, ...]:
         each = zip(layout.shards, weights, strict=True)
@@ -115,7 +122,7 @@ def make_budget(
     if options.kv_cache_memory is not None:
         num_blocks = options.kv_cache_memory // sum(rank.block for rank in ranks)
     else:
-        share = int(fitting * _CACHE_SHARE[device])
+        share = int(fitting * (_CACHE_SHARE[device] if cache_share is None else cache_share))
         num_blocks = min(options.max_num_seqs * blocks_per_sequence, max(share, min(fitting, blocks_per_sequence)))
     max_model_len = longest if options.max_model_len else min(longest, num_blocks * options.block_size)
     budget = MemoryBudget(
@@ -125,6 +132,16 @@ def make_budget(
         raise _refusal(budget, _why_nothing_fits(budget, _smaller_steps(options, pools, ranks_with), dtype, formats))
     _check(budget, options, fitting, _RECOMMENDED_SHARE[device])
     return budget
+
+
+def _weight_bytes(
+    config: LlamaConfig, shard: Shard, formats: WeightFormats, dtype: str, device: str, plan: WeightPlan
+) -> int:
+    """What a rank's weights take of its pool."""
+    if not plan.streamed:
+        return weight_bytes(config, shard, formats, DTYPE_BYTES[dtype])
+    sizes = WeightSizes(config, shard, formats, getattr(torch, dtype), plan.codec)
+    return sizes.on_device(plan) + (sizes.extra_on_cpu(plan) if device == "cpu" else 0)
 
 
 def _smaller_steps(

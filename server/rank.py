@@ -45,6 +45,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         group = _join(identity, work, store)
         reporter.ledger = group.ledger
         link = _tried_link(group, identity, work)
+    runner: ModelRunner | None = None
     try:
         binds = work.plan.device == "cpu" and work.config.parallel.bind_cores
         cores = bind_to_cores(identity.rank, identity.world_size, torch.get_num_threads()) if binds else ()
@@ -66,6 +67,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             reporter.send(_ready(identity, num_bytes, msgspec.structs.replace(comm.setup, link=link), cores))
             place.serve()
     finally:
+        if runner is not None:
+            runner.close()
         group.close()
 
 
@@ -145,6 +148,8 @@ def _load(
         num_blocks=work.plan.num_blocks,
         block_size=work.config.engine.block_size,
         formats=formats,
+        weight_plan=work.plan.weights,
+        fetch_timeout_s=work.config.weights.fetch_timeout_s,
         progress=progress,
         overlap=work.plan.overlap,
         graphs_up_to=work.config.engine.max_num_seqs if work.config.engine.cuda_graphs else 0,

@@ -9,6 +9,7 @@ import msgspec
 from tightwire.comm.link.link import Link
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.server.config import ServeConfig
 
 
@@ -47,6 +48,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
     max_model_len: int
     num_blocks: int
+    weights: WeightPlan = EVERYTHING_RESIDENT
     transport_reason: str = ""  # why ``auto`` took a slower transport than it would have liked
     num_nodes: int = 1
     overlap: bool = False  # one half of a prompt is computed while the other is summed

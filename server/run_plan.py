@@ -16,6 +16,7 @@ from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
+from tightwire.model.weights.residency import WeightPlan
 from tightwire.server.comm_decision import CommDecision, decide_comm
 from tightwire.server.comm_request import check_all_reduce_names, describe_request, own_arm, policy_requests
 from tightwire.server.config import ModelOptions, ParallelOptions, ServeConfig
@@ -23,6 +24,8 @@ from tightwire.server.devices import CudaDevice, available_host_bytes, cuda_devi
 from tightwire.server.memory_budget import MemoryBudget, Pool, make_budget
 from tightwire.server.progress import Progress
 from tightwire.server.rank_setup import Arm, RunPlan
+from tightwire.server.sizes import format_bytes
+from tightwire.server.weight_decision import decide_weights
 
 FETCH_STOPS_S = 2.0  # a fetch reports, and so asks, several times a second
 
@@ -36,6 +39,7 @@ class Decision:
     budget: MemoryBudget
     formats: WeightFormats
     comm: CommDecision | None  # None: a single rank
+    weight_notes: tuple[str, ...] = ()  # which layers stream, where any do
 
     def summary(self) -> str:
         """What fits where and how ranks will sum, line by line, for people."""
@@ -48,7 +52,15 @@ class Decision:
             wire.append("overlap: one half of a prompt's step is computed while the other half's sums are on the wire")
         alone = [] if self.plan.allreduce == "auto" else [f"one rank sums nothing: no use for {self.plan.allreduce}"]
         formats = self.formats.describe(self.plan.dtype)
-        return "\n".join([self.budget.table(), formats, *wire, *(alone if self.comm is None else self.comm.notes())])
+        return "\n".join(
+            [
+                self.budget.table(),
+                formats,
+                *self.weight_notes,
+                *wire,
+                *(alone if self.comm is None else self.comm.notes()),
+            ]
+        )
 
 
 def prepare(
@@ -76,12 +88,21 @@ def prepare(
 
     checkpoint = open_checkpoint(name, config.model.seed, progress=fetching)
     formats = choose_formats(checkpoint.reader(), checkpoint.config, config.model.quantization)
-    return checkpoint, decide(config, checkpoint.config, formats, link)
+    return checkpoint, decide(config, checkpoint.config, formats, link, in_files=checkpoint.path is not None)
 
 
-def decide(config: ServeConfig, model: LlamaConfig, formats: WeightFormats, link: LinkFacts | None = None) -> Decision:
+def decide(
+    config: ServeConfig,
+    model: LlamaConfig,
+    formats: WeightFormats,
+    link: LinkFacts | None = None,
+    *,
+    in_files: bool = True,
+) -> Decision:
     """Settle every ``auto`` but ``--quantization``'s, which ``formats`` has settled.
 
+    Args:
+        in_files: whether the model is in files that layers could be streamed from.
     Raises:
         ValueError: a split, device, dtype or size that cannot be had; says what can.
     """
@@ -90,8 +111,24 @@ def decide(config: ServeConfig, model: LlamaConfig, formats: WeightFormats, link
     check_split(layout, model, formats)
     setting, gpus = decide_setting(config, model, link)
     device, dtype = setting.device, setting.dtype
-    pools = _pools(device, tp, gpus)
-    budget = make_budget(model, layout, config.engine, dtype=dtype, formats=formats, device=device, pools=pools)
+    pools = _pools(device, tp, gpus, config.weights.device_memory)
+
+    def budget_under(plan: WeightPlan, cache_share: float | None) -> MemoryBudget:
+        sizes = {"dtype": dtype, "formats": formats, "device": device, "pools": pools}
+        return make_budget(model, layout, config.engine, plan=plan, cache_share=cache_share, **sizes)
+
+    weights = decide_weights(
+        config.weights,
+        model,
+        layout,
+        formats,
+        dtype=dtype,
+        device=device,
+        host_bytes=available_host_bytes(),
+        in_files=in_files,
+        make_budget=budget_under,
+    )
+    budget = weights.budget
     comm = None
     library = None  # should GPUs not reach each other's memory, which only ranks find out
     if tp > 1:
@@ -107,6 +144,7 @@ def decide(config: ServeConfig, model: LlamaConfig, formats: WeightFormats, link
         transport_reason=choose_transport(config.parallel.transport, device, tp, link)[1],
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,
+        weights=weights.plan,
         num_nodes=config.parallel.nodes,
         overlap=choose_overlap(config.parallel, device),
         link=link,
@@ -115,7 +153,7 @@ def decide(config: ServeConfig, model: LlamaConfig, formats: WeightFormats, link
         own_arm=own_arm(config.parallel),
         extra=_extra_arms(comm, library),
     )
-    return Decision(plan=plan, layout=layout, budget=budget, formats=formats, comm=comm)
+    return Decision(plan=plan, layout=layout, budget=budget, formats=formats, comm=comm, weight_notes=weights.notes)
 
 
 def _extra_arms(comm: CommDecision | None, library: CommDecision | None) -> tuple[Arm, ...]:
@@ -229,12 +267,18 @@ def _choose_dtype(options: ModelOptions, model: LlamaConfig, device: str) -> str
     return "float32" if model.dtype == "float64" else model.dtype  # no kernel works in float64
 
 
-def _pools(device: str, tp: int, gpus: Sequence[CudaDevice]) -> list[Pool]:
+def _pools(device: str, tp: int, gpus: Sequence[CudaDevice], most_bytes: int | None) -> list[Pool]:
+    """Where ranks take their memory from; ``most_bytes``: of --device-memory, a rank."""
+    of_all = "" if most_bytes is None else f", --device-memory {format_bytes(most_bytes)} a rank"
     if device == "cpu":
-        return [Pool(name="host memory", available_bytes=available_host_bytes(), ranks=range(tp))]
+        free = available_host_bytes()
+        free = free if most_bytes is None else min(free, tp * most_bytes)
+        return [Pool(name=f"host memory{of_all}", available_bytes=free, ranks=range(tp))]
     return [
         Pool(
-            name=f"cuda:{rank} ({gpus[rank].name})", available_bytes=gpus[rank].free_bytes, ranks=range(rank, rank + 1)
+            name=f"cuda:{rank} ({gpus[rank].name}{of_all})",
+            available_bytes=min(gpus[rank].free_bytes, most_bytes or gpus[rank].free_bytes),
+            ranks=range(rank, rank + 1),
         )
         for rank in range(tp)
     ]

@@ -21,9 +21,6 @@ from tightwire.model.weights.fused import Fused
 
 _ALIGNED = 64  # a cache line, and whatever a kernel may want of an address
 
-# By the names of --weight-codec. Groups of 64: narrower matrices than that do not occur, and a scale costs little.
-WEIGHT_CODECS = {"none": "none", "int8": "int8-g64", "int4": "int4-g64"}
-
 _PLAIN = parse_codec("none")
 
 

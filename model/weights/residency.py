@@ -11,8 +11,9 @@ from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import Shard
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.fused import layer_tensors
-from tightwire.model.weights.image import WEIGHT_CODECS, Image, make_image
+from tightwire.model.weights.image import Image, make_image
 from tightwire.model.weights.streamed import NUM_SLOTS
+from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
 
 # With fewer there would be no more than the buffers hold.
 LEAST_STREAMED = NUM_SLOTS + 1

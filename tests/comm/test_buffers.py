@@ -98,7 +98,7 @@ def test_what_is_out_of_turn_is_refused() -> None:
         pool.filled(2)
 
 
-GOOD = """
+GOOD: str = """
 fill 3 0
 filled 3 0
 fill 4 1
@@ -120,8 +120,7 @@ def test_an_orderly_trace_passes() -> None:
     [("filled 3 0", "C1"), ("use 3 0", "C1"), ("release 3 0", "C2"), ("use 4 1", "C1"), ("filled 4 1", "C1")],
 )
 def test_a_trace_that_lacks_any_one_wait_is_found_out(line: str, condition: str) -> None:
-    lines = GOOD.strip().splitlines()
-    lines.remove(line)
+    lines = [kept for kept in GOOD.strip().splitlines() if kept != line]
     with pytest.raises(BufferConflictError, match=condition):
         check_order(trace("\n".join(lines)))
 

@@ -15,8 +15,9 @@ from tightwire.model.layout import make_layout
 from tightwire.model.weights.fill import fill
 from tightwire.model.weights.formats import choose_formats
 from tightwire.model.weights.fused import layer_tensors
-from tightwire.model.weights.image import WEIGHT_CODECS, Image, make_image
+from tightwire.model.weights.image import Image, make_image
 from tightwire.model.weights.resident import load_resident
+from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
 
 CPU = torch.device("cpu")
 

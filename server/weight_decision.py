@@ -1,0 +1,158 @@
+"""Decides which layers stay on the device and which are streamed, from where; says what that costs and when it is needless."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tightwire.model.config import LlamaConfig
+from tightwire.model.layout import Layout
+from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, LEAST_STREAMED, WeightPlan, WeightSizes, spread
+from tightwire.server.config import WeightOptions
+from tightwire.server.memory_budget import MemoryBudget, NotEnoughMemoryError
+from tightwire.server.sizes import format_bytes
+
+# Of what the layers could have, the part that the KV cache takes first: a generated token costs the streamed layers' way
+# whatever runs beside it, so for many at once the cache is worth more than resident layers, and for a few less.
+_CACHE_SHARE = {"latency": 0.2, "throughput": 0.6}
+# Of the host's free memory, what may wait there: other programs want some, and so does the page cache.
+_HOST_SHARE = 0.8
+
+MakeBudget = Callable[[WeightPlan, float | None], MemoryBudget]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightDecision:
+    """The plan, the budget under it, and the plan in words (no lines: everything is resident, as expected)."""
+
+    plan: WeightPlan
+    budget: MemoryBudget
+    notes: tuple[str, ...] = ()
+
+
+def decide_weights(
+    options: WeightOptions,
+    model: LlamaConfig,
+    layout: Layout,
+    formats: WeightFormats,
+    *,
+    dtype: str,
+    device: str,
+    host_bytes: int,
+    in_files: bool,
+    make_budget: MakeBudget,
+) -> WeightDecision:
+    """Settle ``--weights``.
+
+    Args:
+        host_bytes: free on the host, where layers could wait that stream to CUDA devices.
+        in_files: whether the model is in files that layers could be read from again.
+        make_budget: the budget under a plan, with a share of memory for the KV cache.
+    Raises:
+        NotEnoughMemoryError: even with all layers streamed it does not fit; or, with ``--weights resident``, without.
+        ValueError: layers cannot be kept where they were asked to be.
+    """
+    resident, refusal = _try(make_budget)
+    if options.weights == "resident" or (options.weights == "auto" and resident is not None):
+        if resident is None:
+            raise refusal or AssertionError
+        return WeightDecision(plan=EVERYTHING_RESIDENT, budget=resident)
+    num_layers = model.num_layers
+    if num_layers < LEAST_STREAMED:
+        raise refusal or ValueError(f"--weights stream: this model has {num_layers} layers, which two buffers hold")
+    sizes = [WeightSizes(model, shard, formats, getattr(torch, dtype), options.weight_codec) for shard in layout.shards]
+
+    def plan(num_streamed: int, origin: str) -> WeightPlan:
+        return WeightPlan(
+            source="stream",
+            origin=origin,
+            codec=options.weight_codec,
+            streamed=spread(num_layers, num_streamed),
+            bytes_per_s=options.stream_rate,
+            verify=options.verify_weights,
+        )
+
+    whole = sum(size.per_pass(plan(num_layers, "host")) for size in sizes)
+    origin = _origin(options, device, whole, host_bytes, in_files=in_files)
+    share = _CACHE_SHARE[options.stream_policy]
+    every = make_budget(plan(num_layers, origin), share)
+    num_streamed = options.stream_layers or num_layers
+    if num_streamed > num_layers or num_streamed < LEAST_STREAMED:
+        raise ValueError(
+            f"--stream-layers must be {LEAST_STREAMED} to {num_layers}, all layers of this model, got {num_streamed}"
+        )
+    if options.stream_layers is None and resident is None:
+        num_streamed = _fewest(lambda number: plan(number, origin), num_layers, every.num_blocks, make_budget)
+    chosen = plan(num_streamed, origin)
+    budget = every if num_streamed == num_layers else make_budget(chosen, None if resident else 1.0)
+    notes = _describe(chosen, num_layers, sizes, layout, device)
+    if resident is not None:
+        notes.append(
+            "warning: all weights would fit on the device; --weights resident answers sooner by all that streaming costs"
+        )
+    return WeightDecision(plan=chosen, budget=budget, notes=tuple(notes))
+
+
+def _try(make_budget: MakeBudget) -> tuple[MemoryBudget | None, NotEnoughMemoryError | None]:
+    """The budget with everything resident, or why there is none."""
+    try:
+        return make_budget(EVERYTHING_RESIDENT, None), None
+    except NotEnoughMemoryError as error:
+        return None, error
+
+
+def _fewest(plan: Callable[[int], WeightPlan], num_layers: int, num_blocks: int, make_budget: MakeBudget) -> int:
+    """The smallest number of streamed layers that leaves the cache at least ``num_blocks``."""
+    few, many = LEAST_STREAMED - 1, num_layers  # too few, enough
+    while many - few > 1:
+        middle = (few + many) // 2
+        try:
+            enough = make_budget(plan(middle), 1.0).num_blocks >= num_blocks
+        except NotEnoughMemoryError:
+            enough = False
+        few, many = (few, middle) if enough else (middle, many)
+    return many
+
+
+def _origin(options: WeightOptions, device: str, num_bytes: int, host_bytes: int, *, in_files: bool) -> str:
+    """host or disk. On a CPU the host's memory is the device's, so keeping layers there saves nothing unless encoded."""
+    fits = num_bytes <= host_bytes * _HOST_SHARE
+    if options.stream_from == "host" and not fits:
+        raise ValueError(
+            f"--stream-from host: the layers take {format_bytes(num_bytes)} of the host's memory, of which "
+            f"{format_bytes(host_bytes)} are free; use --stream-from disk, or --weight-codec int8 or int4"
+        )
+    worth = device == "cuda" or options.weight_codec != "none"
+    origin = options.stream_from
+    if origin == "auto":
+        origin = "host" if fits and (worth or not in_files) else "disk"
+    if origin == "disk" and not in_files:
+        raise ValueError(
+            "random weights are in no file to stream from; `tightwire prepare MODEL FOLDER` writes one to serve"
+        )
+    if origin == "disk" and options.weight_codec != "none":
+        raise ValueError(
+            f"--weight-codec {options.weight_codec}: these files are not encoded; `tightwire prepare MODEL FOLDER "
+            f"--weight-codec {options.weight_codec}` writes some that are, or use --stream-from host"
+        )
+    return origin
+
+
+def _describe(
+    plan: WeightPlan, num_layers: int, sizes: Sequence[WeightSizes], layout: Layout, device: str
+) -> list[str]:
+    encoded = "" if plan.codec == "none" else f", plain matrices in {plan.codec}"
+    place = {"host": "host memory", "disk": "disk"}[plan.origin]
+    per_pass = [format_bytes(size.per_pass(plan)) for size in sizes]
+    resident = num_layers - len(plan.streamed)
+    lines = [
+        (
+            f"weights: embedding, head and {resident} of {num_layers} layers stay; {len(plan.streamed)} stream from {place}{encoded}: "
+            f"{' and '.join(dict.fromkeys(per_pass))} a step and rank"
+        ),
+    ]
+    if device == "cuda" and plan.origin == "host":
+        on_host = sum(size.on_host(plan) for size in sizes)
+        lines.append(f"host memory holds {format_bytes(on_host)} of layers over {len(layout.shards)} ranks")
+    return lines
