@@ -84,7 +84,7 @@ class BufferPool:
         self.events: deque[SlotEvent] = deque(maxlen=_TRACED_EVENTS)
         self._next = 0  # the slot that is filled next
         self._changed = threading.Condition()
-        self._moved = 0  # grows while what is being filled gets more of its bytes
+        self.num_moves = 0  # grows while what is being filled gets more of its bytes
         self._closed: BaseException | None = None
 
     def fill(self, owner: int) -> Slot:
@@ -109,7 +109,7 @@ class BufferPool:
 
     def moved(self) -> None:
         """Some more bytes have come; whoever waits for them has reason to wait on."""
-        self._moved += 1
+        self.num_moves += 1
 
     def filled(self, owner: int) -> None:
         """``owner`` has come whole (on CUDA: what brings it is in the caller's queue)."""
@@ -129,12 +129,12 @@ class BufferPool:
         """
         with self._changed:
             self._note("ask", owner, -1)
-            seen, deadline = self._moved, time.monotonic() + timeout_s
+            seen, deadline = self.num_moves, time.monotonic() + timeout_s
             while not any(slot.owner == owner and slot.state == "filled" for slot in self.slots):
                 self._check_open()
                 self._changed.wait(max(0.0, min(1.0, deadline - time.monotonic())))
-                if self._moved != seen:
-                    seen, deadline = self._moved, time.monotonic() + timeout_s
+                if self.num_moves != seen:
+                    seen, deadline = self.num_moves, time.monotonic() + timeout_s
                 elif time.monotonic() >= deadline:
                     raise TimeoutError(f"nothing has come for {timeout_s:g} s: {self._describe()}")
             slot = self._slot_of(owner, "filled")

@@ -37,6 +37,7 @@ def build_runner(
     fetch_timeout_s: float = 60.0,
     progress: Callable[[float], None] = lambda fraction: None,
     overlap: bool = False,
+    most_rows: int | None = None,
     graphs_up_to: int = 0,
 ) -> ModelRunner:
     """Load this rank's weights onto ``group.device`` and return what executes step plans.
@@ -49,6 +50,7 @@ def build_runner(
         fetch_timeout_s: longest that not one byte of a streamed layer may come.
         progress: called with the share of weight bytes loaded, 0 to 1.
         overlap: on CPU, compute one half of a step with a prompt while the other half is summed.
+        most_rows: steps with a prompt that have more go through each layer in several parts; default: in one.
         graphs_up_to: on CUDA, steps of up to so many generated rows are captured as graphs; all ranks do it together.
     Raises:
         ModelError: the checkpoint lacks a tensor or holds it in another shape.
@@ -75,4 +77,6 @@ def build_runner(
             capture=cuda_capture(torch.cuda.graph_pool_handle()),
             ledger=group.ledger,
         )
-    return ModelRunner(model, cache, group.ledger, weights, graphs, CommLane(group.ledger) if overlap else None)
+    return ModelRunner(
+        model, cache, group.ledger, weights, graphs, CommLane(group.ledger) if overlap else None, most_rows
+    )

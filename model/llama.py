@@ -97,6 +97,23 @@ class Llama:
                     hidden.append(end.value)
         return torch.cat(hidden)
 
+    @torch.inference_mode()
+    def forward_in_parts(self, parts: Sequence[Batch]) -> Tensor:
+        """``forward`` of a step that was cut in ``parts``: each layer computes all of them before the next one.
+
+        So a layer that has to come from afar comes once for all, and what a layer needs beside its weights is one part's.
+        """
+        passes = [self._layers(part) for part in parts]
+        sums = [next(layers)() for layers in passes]
+        hidden: list[Tensor] = []
+        while not hidden:
+            for number, layers in enumerate(passes):
+                try:
+                    sums[number] = layers.send(sums[number])()
+                except StopIteration as end:
+                    hidden.append(end.value)
+        return torch.cat(hidden)
+
     def _layers(self, batch: Batch) -> Generator[Together, Tensor, Tensor]:
         """A pass that yields whatever the ranks do together, to be called, takes the result, and returns (T, D)."""
         cos_TE, sin_TE = self._cos_SE[batch.positions_T], self._sin_SE[batch.positions_T]

@@ -1,5 +1,7 @@
 """Turns a step plan into tensors, runs the model, and gives rank 0 its logits. One runner per rank."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from tightwire.model.decode_graphs import DecodeGraphs
 from tightwire.model.kv_cache import KVCache
 from tightwire.model.llama import Batch, Llama
 from tightwire.model.step import StepPlan
-from tightwire.model.step_arrays import StepArrays, cut, cut_row
+from tightwire.model.step_arrays import StepArrays, cut, cut_row, cut_up
 from tightwire.model.weights.source import WeightSource
 
 
@@ -25,13 +27,15 @@ class ModelRunner:
         weights: WeightSource,
         graphs: DecodeGraphs | None = None,
         lane: CommLane | None = None,
+        most_rows: int | None = None,
     ) -> None:
         """``graphs``: replayed for the steps that have one; None: every step is run kernel by kernel.
 
+        ``most_rows``: longer steps with a prompt go through each layer in several parts; None: in one.
         ``lane``: where one half of a step with a prompt is summed while the other is computed; None: nowhere.
         """
         self._model, self._graphs, self._lane = model, graphs, lane
-        self._ledger = ledger
+        self._ledger, self._most_rows = ledger, most_rows
         self.weights = weights
         self._block_size = cache.block_size
         self._device = cache.keys.device
@@ -52,15 +56,28 @@ class ModelRunner:
         arrays = self._arrays(plan)
         if self._graphs is not None and self._graphs.fits(arrays):
             hidden_TD = self._graphs.run(arrays, plan.arm)
-        elif self._lane is not None and (row := cut_row(len(arrays.token_ids_T), arrays.num_decode_rows)):
-            halves = [self._batch(half, plan.arm) for half in cut(arrays, row)]
-            hidden_TD = self._model.forward_overlapped(halves, self._lane)
         else:
-            hidden_TD = self._model.forward(self._batch(arrays, plan.arm))
+            hidden_TD = self._forward([self._batch(part, plan.arm) for part in self._parts(arrays)])
         rows_R = _int32(plan.logit_rows)
         if not len(rows_R):
             return None
         return self._model.logits(hidden_TD[self._to_device(rows_R)], plan.num_candidates)
+
+    def _parts(self, arrays: StepArrays) -> list[StepArrays]:
+        """The step, or what it is cut into: to fit, or else to be summed one half beside the other."""
+        num_rows, num_decode_rows = len(arrays.token_ids_T), arrays.num_decode_rows
+        if self._most_rows is not None and num_rows > max(self._most_rows, num_decode_rows):
+            return cut_up(arrays, self._most_rows)
+        if self._lane is not None and (row := cut_row(num_rows, num_decode_rows)):
+            return list(cut(arrays, row))
+        return [arrays]
+
+    def _forward(self, parts: Sequence[Batch]) -> Tensor:
+        if len(parts) == 1:
+            return self._model.forward(parts[0])
+        if self._lane is not None:
+            return self._model.forward_overlapped(parts, self._lane)
+        return self._model.forward_in_parts(parts)
 
     def _arrays(self, plan: StepPlan) -> StepArrays:
         query_lens_B, context_lens_B = _int32(plan.query_lens), _int32(plan.context_lens)

@@ -1,4 +1,4 @@
-"""A step on the host, as arrays of numbers, and how one is cut in two."""
+"""A step on the host, as arrays of numbers, and how one is cut."""
 
 from dataclasses import dataclass
 
@@ -62,3 +62,12 @@ def cut(step: StepArrays, row: int) -> tuple[StepArrays, StepArrays]:
             num_decode_rows=max(0, step.num_decode_rows - row),
         ),
     )
+
+
+def cut_up(step: StepArrays, most_rows: int) -> list[StepArrays]:
+    """Parts of at most so many rows, in order; see ``cut``. Generated rows stay together, however many there are."""
+    parts: list[StepArrays] = []
+    while len(step.token_ids_T) > (row := max(most_rows, step.num_decode_rows)):
+        part, step = cut(step, row)
+        parts.append(part)
+    return [*parts, step]

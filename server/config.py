@@ -329,7 +329,9 @@ class HttpOptions:
     shutdown_grace_s: float = _option(30.0, "after SIGTERM, how long running requests may take to finish", metavar="S")
     rank_timeout_s: float = _option(10.0, "a rank silent for so long is taken for dead", metavar="S")
     step_timeout_s: float = _option(
-        120.0, "a step that begins no new collective for so long is taken for hung", metavar="S"
+        120.0,
+        "a step that begins no new collective, and gets nothing of a streamed layer, for so long is taken for hung",
+        metavar="S",
     )
 
     def __post_init__(self) -> None:

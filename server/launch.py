@@ -122,6 +122,8 @@ class _Server:
     def _announce(self, info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> None:
         self._slot.startup_s = process_age_s()
         self._progress.say(describe_layout(decision, ready))
+        if (stream := ready[0].stream) is not None:
+            self._progress.say(stream.describe())
         if (comm := ready[0].comm) is not None and comm.link is not None and comm.link != decision.plan.link:
             self._progress.say(comm.link.describe(self._config.parallel.wire_nodes))  # measured by now
         self._progress.say(

@@ -11,6 +11,7 @@ from tightwire.comm.ledger import Event, Latency
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.step import StepPlan
+from tightwire.server.sizes import format_bytes
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
@@ -181,6 +182,28 @@ class CommSetup(msgspec.Struct, frozen=True):
     extra: dict[str, list[CommChoice]] = {}  # the same for the policies that a request may ask for by name
 
 
+class StreamForecast(msgspec.Struct, frozen=True):
+    """What streaming layers comes to on this rank, from what it took while warming up; computing is without waiting."""
+
+    num_layers: int  # that stream
+    pass_bytes: int  # that come in for every step
+    bytes_per_s: float
+    pass_s: float  # their way
+    decode_s: float  # computing one generated token
+    prompt_s: float  # computing a prompt of 512 tokens, as long as those of a short one
+    break_even_rows: int  # prompt tokens whose computing takes as long as the layers' way
+
+    def describe(self) -> str:
+        """In a line, for people."""
+        token_s, first_s = max(self.pass_s, self.decode_s), max(self.pass_s, self.prompt_s)
+        return (
+            f"streaming: {format_bytes(self.pass_bytes)} a step came at {self.bytes_per_s / 1e6:.0f} MB/s while warming up; "
+            f"one sequence alone gets about {1 / token_s:.3g} tokens/s (resident: {1 / self.decode_s:.3g}), the first token "
+            f"behind 512 prompt tokens takes about {first_s:.3g} s (resident: {self.prompt_s:.3g}); from about "
+            f"{self.break_even_rows} prompt tokens a step on, computing takes longer than the layers' way"
+        )
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """This rank has loaded, warmed up, and would answer; what it holds, for the log."""
 
@@ -189,12 +212,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     peak_host_bytes: int
     comm: CommSetup | None = None
     cores: tuple[int, ...] = ()  # that it keeps to; none: it runs where the kernel puts it
+    stream: StreamForecast | None = None  # rank 0: where layers stream
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Sent about twice a second from a thread of its own.
 
-    ``doing`` names the stage or step, and the collective that runs now or the one that ended last.
+    ``doing`` names the stage or step, and the collective that runs now or ended last.
     """
 
     rank: int
@@ -202,6 +226,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     doing: str
     busy_s: float  # how long it has been doing it; 0 when idle
     num_collectives: int = 0  # begun since start; all ranks run the same ones, so the one with the fewest is behind
+    num_fetched: int = 0  # grows while layers' weights come in
     latencies: list[Latency] = []
 
 

@@ -61,7 +61,7 @@ async def _generate(
             stopped.set()
             preparing.join(FETCH_STOPS_S)
             raise
-        progress.say(decision.formats.describe(decision.plan.dtype))
+        progress.say("\n".join([decision.formats.describe(decision.plan.dtype), *decision.weight_notes]))
         if decision.comm is not None and decision.comm.warning is not None:
             progress.say(f"warning: {decision.comm.warning}")
         engine.load(RankWork(location=checkpoint.location, config=config, plan=decision.plan))
@@ -74,6 +74,8 @@ async def _generate(
             ),
         )
         await engine.wait_ready()
+        if (stream := engine.ready[0].stream) is not None:
+            progress.say(stream.describe())
         progress.close()
         await engine.guard(_print_answer(engine, request, tokenizer, out))
         await engine.stop()

@@ -22,9 +22,11 @@ from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.layout import Layout, Shard, make_layout
 from tightwire.model.runner import ModelRunner
-from tightwire.model.weights.formats import WeightFormats, choose_formats, weight_bytes
+from tightwire.model.weights.formats import WeightFormats, choose_formats
+from tightwire.model.weights.residency import WeightSizes
+from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.cores import bind_to_cores
-from tightwire.server.messages import CommSetup, Ready
+from tightwire.server.messages import CommSetup, Ready, StreamForecast
 from tightwire.server.rank_comm import check_comm
 from tightwire.server.rank_loop import Follower, Leader
 from tightwire.server.rank_setup import RankIdentity, RankWork
@@ -59,12 +61,16 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             )
         with reporter.stage("weights") as progress:
             runner = _load(checkpoint, layout, formats, group, comm.routes, work, progress)
+        if isinstance(runner.weights, StreamedWeights):
+            pool = runner.weights.pool
+            reporter.num_fetched = lambda: pool.num_moves
         _await_others(store, identity, reporter, "load")
         with _take_place(identity, work, checkpoint, group, runner, reporter) as place:
             with reporter.stage("warm-up"):
                 place.warm_up()
             num_bytes = _weight_bytes(checkpoint, layout.shards[identity.rank], formats, work)
-            reporter.send(_ready(identity, num_bytes, msgspec.structs.replace(comm.setup, link=link), cores))
+            setup = msgspec.structs.replace(comm.setup, link=link)
+            reporter.send(_ready(identity, num_bytes, setup, cores, place.stream_forecast()))
             place.serve()
     finally:
         if runner is not None:
@@ -151,9 +157,16 @@ def _load(
         weight_plan=work.plan.weights,
         fetch_timeout_s=work.config.weights.fetch_timeout_s,
         progress=progress,
+        most_rows=_most_rows(work),
         overlap=work.plan.overlap,
         graphs_up_to=work.config.engine.max_num_seqs if work.config.engine.cuda_graphs else 0,
     )
+
+
+def _most_rows(work: RankWork) -> int | None:
+    """Of a step that goes through a layer at once, where steps may be longer."""
+    longer = work.plan.weights.streamed and work.config.weights.stream_policy == "throughput"
+    return work.config.engine.max_num_batched_tokens if longer else None
 
 
 def _await_others(store: Store, identity: RankIdentity, reporter: Reporter, what: str) -> None:
@@ -186,15 +199,23 @@ def _take_place(
 
 
 def _weight_bytes(checkpoint: Checkpoint, shard: Shard, formats: WeightFormats, work: RankWork) -> int:
-    dtype: torch.dtype = getattr(torch, work.plan.dtype)
-    return weight_bytes(checkpoint.config, shard, formats, dtype.itemsize)
+    """On the device, buffers for streamed layers included."""
+    sizes = WeightSizes(checkpoint.config, shard, formats, getattr(torch, work.plan.dtype), work.plan.weights.codec)
+    return sizes.on_device(work.plan.weights)
 
 
-def _ready(identity: RankIdentity, num_weight_bytes: int, setup: CommSetup, cores: tuple[int, ...]) -> Ready:
+def _ready(
+    identity: RankIdentity,
+    num_weight_bytes: int,
+    setup: CommSetup,
+    cores: tuple[int, ...],
+    stream: StreamForecast | None,
+) -> Ready:
     return Ready(
         rank=identity.rank,
         weight_bytes=num_weight_bytes,
         peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         comm=setup,
         cores=cores,
+        stream=stream,
     )

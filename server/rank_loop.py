@@ -20,6 +20,7 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling import Sampler
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.step import StepPlan
+from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.channels import bind_receiver, connect_sender
 from tightwire.server.config import EngineOptions
 from tightwire.server.drafts import NgramDrafter
@@ -29,18 +30,20 @@ from tightwire.server.messages import (
     AddRequest,
     CancelRequest,
     CommCount,
-    Output,
     Stop,
     StopFollowing,
+    StreamForecast,
     ToEngine,
     ToFollower,
 )
 from tightwire.server.rank_setup import RunPlan
 from tightwire.server.reporter import Reporter
+from tightwire.server.stream_meter import StreamMeter
 
 _IDLE_POLL_MS = 1000  # how often an idle rank looks up; messages wake it at once
 _WARM_UP_PROMPT_TOKENS = 24
 _WARM_UP_ANSWER_TOKENS = 4
+_METERED_PROMPT_TOKENS = 128  # enough for products at their rate
 
 
 class Leader:
@@ -59,6 +62,7 @@ class Leader:
         reporter: Reporter,
     ) -> None:
         self._runner, self._group, self._reporter = runner, group, reporter
+        self._meter = StreamMeter(runner.weights) if isinstance(runner.weights, StreamedWeights) else None
         self._vocab_size, self._eos_token_ids = model.vocab_size, model.eos_token_ids
         self._arms = plan.arms
         self._limits = Limits(
@@ -102,20 +106,30 @@ class Leader:
         engine = self._make_engine()
         room = self._limits.max_model_len - 1
         prompt = [token % self._vocab_size for token in range(1, 1 + min(_WARM_UP_PROMPT_TOKENS, room))]
-        max_tokens = min(_WARM_UP_ANSWER_TOKENS, self._limits.max_model_len - len(prompt))
         for arm, temperature in [*((arm, 0.0) for arm in self._arms), (None, 1.0)]:
-            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.9, seed=1, ignore_eos=True)
-            request_id = "warm-up-drawn" if arm is None else f"warm-up-greedy-{arm}"
-            engine.add(AddRequest(id=request_id, prompt_token_ids=prompt, params=params, allreduce=arm))
-        outputs: list[Output] = []
-        while engine.has_work():
-            outputs += engine.step().outputs
-        for output in outputs:
-            if output.finish_reason not in (None, "length"):
-                raise RuntimeError(f"the model does not answer a first request: {output.message or output}")
+            name = "warm-up-drawn" if arm is None else f"warm-up-greedy-{arm}"
+            self._add_first_request(engine, name, prompt, temperature, arm)
+        self._answer_all(engine)
+        if self._meter is not None:  # once more, and nothing else: what is compiled is, so what takes time is the work
+            longer = [token % self._vocab_size for token in range(100, 100 + min(_METERED_PROMPT_TOKENS, room))]
+            self._add_first_request(engine, "warm-up-metered", longer, 0.0, self._arms[0])
+            self._answer_all(engine)
         self._send_followers(StopFollowing())
         self._warm_up_counts = {count[:3]: count for count in self._group.ledger.counts()}
         self._group.ledger.forget_latencies()
+
+    def _add_first_request(
+        self, engine: Engine, name: str, prompt: list[int], temperature: float, arm: str | None
+    ) -> None:
+        max_tokens = min(_WARM_UP_ANSWER_TOKENS, self._limits.max_model_len - len(prompt))
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=0.9, seed=1, ignore_eos=True)
+        engine.add(AddRequest(id=name, prompt_token_ids=prompt, params=params, allreduce=arm))
+
+    def _answer_all(self, engine: Engine) -> None:
+        while engine.has_work():
+            for output in engine.step().outputs:
+                if output.finish_reason not in (None, "length"):
+                    raise RuntimeError(f"the model does not answer a first request: {output.message or output}")
 
     def serve(self) -> None:
         """Run steps while there is work, sleep while there is none; until told to stop."""
@@ -128,10 +142,15 @@ class Leader:
     def execute(self, plan: StepPlan) -> Tensor:
         """The engine's runner: this rank's part of a step that the followers already have."""
         self._reporter.begin("step", plan.index)
-        logits_RV = self._runner.execute(plan)
+        run = self._runner.execute
+        logits_RV = run(plan) if self._meter is None else self._meter.run(run, plan)
         if logits_RV is None:  # a step that only fills the cache asks for no row
             return torch.empty(0, self._vocab_size, device=self._group.device)
         return logits_RV
+
+    def stream_forecast(self) -> StreamForecast | None:
+        """After ``warm_up``: what streaming comes to; None where nothing streams."""
+        return None if self._meter is None else self._meter.forecast()
 
     def _make_engine(self) -> Engine:
         return Engine(
@@ -195,6 +214,9 @@ class Follower:
     def warm_up(self) -> None:
         """Follow rank 0 through its warm-up."""
         self.serve()
+
+    def stream_forecast(self) -> None:
+        """Rank 0 makes it."""
 
     def serve(self) -> None:
         """Run plans until rank 0 says that there will be no more.

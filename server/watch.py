@@ -25,8 +25,9 @@ class _Rank:
     doing: str = "starting"
     step: int = -1
     busy_s: float = 0.0  # in this step
-    moved_s: float = 0.0  # how far into it the newest collective was first heard of
+    moved_s: float = 0.0  # how far into it the newest collective, or piece of a layer, was first heard of
     num_collectives: int = 0
+    num_fetched: int = 0
     exit_code: int | None = None
     failed: Failed | None = None
 
@@ -61,10 +62,10 @@ class Watch:
             rank.heard = self._clock()
             if message.step != rank.step:
                 rank.moved_s = 0.0
-            elif message.num_collectives != rank.num_collectives:
+            elif (message.num_collectives, message.num_fetched) != (rank.num_collectives, rank.num_fetched):
                 rank.moved_s = message.busy_s
             rank.doing, rank.step, rank.busy_s = message.doing, message.step, message.busy_s
-            rank.num_collectives = message.num_collectives
+            rank.num_collectives, rank.num_fetched = message.num_collectives, message.num_fetched
         elif isinstance(message, Ready):
             # Until the next heartbeat says more. The last one may be of a long warm-up, to which no limit applies.
             rank = self._ranks[message.rank]

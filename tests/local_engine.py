@@ -54,6 +54,7 @@ def local_engine(
     drafter: NgramDrafter | None = None,
     overlap: bool = False,
     weight_plan: WeightPlan = EVERYTHING_RESIDENT,
+    most_rows: int | None = None,
 ) -> Iterator[LocalEngine]:
     """An engine over ``tp`` ranks; followers run in threads until the block ends.
 
@@ -81,6 +82,7 @@ def local_engine(
             formats=formats,
             overlap=overlap,
             weight_plan=weight_plan,
+            most_rows=most_rows,
         )
         for group in groups
     ]

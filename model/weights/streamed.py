@@ -6,9 +6,11 @@ the two, not their sum. Source: ZeRO-Inference (arXiv 2206.01861; deepspeed.ai, 
 """
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +21,15 @@ from tightwire.model.weights.layer_store import LayerStore, Moved
 from tightwire.model.weights.source import LayerWeights, OuterWeights
 
 NUM_SLOTS = 2
+
+
+class Flow(NamedTuple):
+    """What has come since the start, and what it took."""
+
+    num_layers: int
+    num_bytes: int  # as stored
+    fetch_s: float  # the fetching thread's time; on CUDA until the copies were queued
+    waited_s: float  # a pass's time, until the layer it asked for was there
 
 
 class StreamedWeights:
@@ -62,6 +73,8 @@ class StreamedWeights:
         self._stages = _Stages(store, images, self._order, device)
         self._users: dict[int, tuple[int, int]] = {}  # by layer in use: how many passes, and in which slot
         self._turn = cycle(self._order)
+        self._num_fetched = self._num_bytes = 0
+        self._fetch_s = self._waited_s = 0.0
         self._thread = threading.Thread(target=self._fetch, name="tightwire-weights", daemon=True)
 
     def start(self) -> None:
@@ -88,6 +101,18 @@ class StreamedWeights:
             del self._users[index]
             self.pool.release(index)
 
+    @property
+    def pass_bytes(self) -> int:
+        """What comes in for every pass."""
+        return sum(self._store.image(layer).num_bytes for layer in self._order)
+
+    @property
+    def layers_per_pass(self) -> int:
+        return len(self._order)
+
+    def flow(self) -> Flow:
+        return Flow(self._num_fetched, self._num_bytes, self._fetch_s, self._waited_s)
+
     def close(self) -> None:
         """End the thread; layers in use stay valid. May be called twice."""
         self.pool.close(WeightsError("these weights are closed"))
@@ -98,18 +123,25 @@ class StreamedWeights:
     def _take(self, index: int) -> int:
         if (due := next(self._turn)) != index:
             raise RuntimeError(f"streamed layers come in order: {due} is next, and {index} was asked for")
+        start_s = time.perf_counter()
         try:
-            return self.pool.use(index, self._timeout_s).number
+            slot = self.pool.use(index, self._timeout_s)
         except TimeoutError as error:
             raise WeightsError(f"layer {index} does not come from {self._store.name}: {error}") from None
+        self._waited_s += time.perf_counter() - start_s
+        return slot.number
 
     def _fetch(self) -> None:
         try:
             with torch.inference_mode(), self._stages.queue():
                 for layer in cycle(self._order):
                     slot = self.pool.fill(layer)
+                    start_s = time.perf_counter()
                     self._stages.bring(layer, slot, self.pool)
                     self.pool.filled(layer)
+                    self._fetch_s += time.perf_counter() - start_s
+                    self._num_fetched += 1
+                    self._num_bytes += self._store.image(layer).num_bytes
         except BaseException as error:  # noqa: BLE001 - whoever waits for a layer raises it
             self.pool.close(error)
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightwire.model.step_arrays import StepArrays, cut
+from tightwire.model.step_arrays import StepArrays, cut, cut_up
 
 
 def make_step(query_lens: list[int], before: list[int], num_decode_rows: int = 0) -> StepArrays:
@@ -66,3 +66,15 @@ def _seen(step: StepArrays) -> list[tuple[int, list[int]]]:
         blocks = step.block_tables_BM[seq].tolist()
         seen += [(int(step.context_lens_B[seq]) - (int(end) - 1 - row), blocks) for row in range(start, end)]
     return seen
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 50), st.integers(0, 3))
+def test_cut_up_parts_are_small_and_join_to_the_step(query_lens: list[int], most_rows: int, num_decoding: int) -> None:
+    query_lens = [1] * num_decoding + query_lens
+    step = make_step(query_lens, [2] * len(query_lens), num_decode_rows=num_decoding)
+    parts = cut_up(step, most_rows)
+    assert np.concatenate([part.token_ids_T for part in parts]).tolist() == step.token_ids_T.tolist()
+    assert np.concatenate([part.slots_T for part in parts]).tolist() == step.slots_T.tolist()
+    assert sum(part.num_decode_rows for part in parts) == parts[0].num_decode_rows == num_decoding
+    assert all(len(part.token_ids_T) <= max(most_rows, num_decoding) for part in parts)
+    assert parts[-1].context_lens_B[-1] == step.context_lens_B[-1]

@@ -81,6 +81,18 @@ def test_two_halves_of_a_prompt_share_a_layer(checkpoint: Checkpoint, dtype: tor
             check_order(weights.pool.events)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_several_parts_of_a_step_share_a_layers_way(checkpoint: Checkpoint, overlap: bool) -> None:
+    with local_engine(checkpoint, tp=2) as local:
+        expected = continue_prompts(local.engine, PROMPTS, max_tokens=6)
+    with local_engine(checkpoint, tp=2, overlap=overlap, most_rows=32, weight_plan=plan_for(6, "host")) as local:
+        assert continue_prompts(local.engine, PROMPTS, max_tokens=6) == expected
+        for weights in streamed_of(local):
+            check_order(weights.pool.events)
+            # 150 prompt tokens in one pass, then five of one token each.
+            assert sum(event.kind == "use" for event in weights.pool.events) == 6 * NUM_LAYERS
+
+
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_1"])
 @pytest.mark.parametrize("origin", ["host", "disk"])
 def test_packed_weights_stream_as_they_are(quant: str, origin: str, tmp_path: Path) -> None:

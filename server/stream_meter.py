@@ -1,0 +1,47 @@
+"""What streaming costs, measured while warming up: what a step takes beside what it would take with resident weights."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tightwire.model.step import StepPlan
+from tightwire.model.weights.streamed import StreamedWeights
+from tightwire.server.messages import StreamForecast
+
+_PROMPT_TOKENS = 512  # of the first token that the forecast is about
+
+_T = TypeVar("_T")
+
+
+class StreamMeter:
+    """Runs steps, and keeps the last one of generated tokens and the last with a prompt."""
+
+    def __init__(self, weights: StreamedWeights) -> None:
+        self._weights = weights
+        self._computing_s = {True: 0.0, False: 0.0}  # without waiting for layers; by whether all rows are generated
+        self._num_rows = {True: 1, False: 1}
+
+    def run(self, execute: Callable[[StepPlan], _T], plan: StepPlan) -> _T:
+        before, start_s = self._weights.flow(), time.perf_counter()
+        result = execute(plan)
+        step_s, waited_s = time.perf_counter() - start_s, self._weights.flow().waited_s - before.waited_s
+        num_rows = len(plan.token_ids) // 4
+        generated = plan.num_decode_rows == num_rows
+        self._computing_s[generated], self._num_rows[generated] = step_s - waited_s, num_rows
+        return result
+
+    def forecast(self) -> StreamForecast:
+        """Of one sequence alone. A prompt's tokens are taken to cost what those of the short one here did."""
+        flow, weights = self._weights.flow(), self._weights
+        bytes_per_s = flow.num_bytes / flow.fetch_s if flow.fetch_s else 0.0
+        per_row_s = self._computing_s[False] / self._num_rows[False]
+        pass_s = weights.pass_bytes / bytes_per_s if bytes_per_s else 0.0
+        return StreamForecast(
+            num_layers=weights.layers_per_pass,
+            pass_bytes=weights.pass_bytes,
+            bytes_per_s=bytes_per_s,
+            pass_s=pass_s,
+            decode_s=self._computing_s[True],
+            prompt_s=per_row_s * _PROMPT_TOKENS,
+            break_even_rows=round(pass_s / per_row_s) if per_row_s else 0,
+        )
