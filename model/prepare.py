@@ -43,6 +43,7 @@ from tightwire.model.whole_folder import whole_folder
 
 _CPU = torch.device("cpu")
 _GENERATION = "generation_config.json"
+_ALMOST = 0.999
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Progress = Callable[[str, float], None]  # a stage's name and how much of it is done, 0 to 1
@@ -101,16 +102,30 @@ def prepare(
     """
     job = _plan(checkpoint, options)
 
-    def may_replace(folder: Path) -> bool:
-        return force and (folder / MANIFEST).is_file()
+    def check_replaced(folder: Path) -> None:
+        if not (folder / MANIFEST).is_file():
+            raise ModelError(f"{folder}: is there already, and no prepared folder; give another name, or remove it")
+        if not force:
+            raise ModelError(f"{folder}: is a prepared folder already; replace it with --force, or give another name")
 
-    with _disk_errors(out), whole_folder(out, may_replace=may_replace, say=say) as folder:
+    with _disk_errors(out), whole_folder(out, check_replaced=check_replaced, say=say) as folder:
         files = _write_small_files(job, folder)
         _check_space(folder, job.num_bytes)
         manifest = _write_ranks(job, folder, files, progress)
-        _read_back(folder, manifest, progress)
+        if damage := read_back(folder, manifest, progress):
+            raise PrepareError(
+                f"{out}: what was written does not come back as it was, and nothing of it was kept; is this disk, or memory, "
+                f"faulty? {damage[0]}"
+            )
         write_manifest(folder, manifest)
     return manifest
+
+
+def read_back(folder: Path, manifest: Manifest, progress: Progress) -> list[str]:
+    """Compare every checksum; a line for each part that is damaged."""
+    damage = list(find_damage(folder, manifest, _meter("verify", manifest.num_bytes, progress)))
+    progress("verify", 1.0)
+    return damage
 
 
 def _plan(checkpoint: Checkpoint, options: PrepareOptions) -> _Job:
@@ -169,6 +184,7 @@ def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progr
                 writer.append(_make(job, rank, index, buffer, encoded, moved), moved)
         for writer in writers:
             writer.sync()
+    progress("prepare", 1.0)
     return Manifest(
         model=job.checkpoint.name,
         dtype=job.options.dtype,  # pyright: ignore[reportArgumentType]
@@ -192,7 +208,8 @@ def _make(job: _Job, rank: int, index: int, buffer: Tensor, encoded: Tensor | No
     else:
         tensors, plain = layer_tensors(config, shard, index - 1), images.plain[index - 1]
     stored = images.blobs[index]
-    buffer[: plain.num_bytes].zero_()  # what lies between tensors is the same in every run
+    if stored.is_plain:
+        buffer[: plain.num_bytes].zero_()  # what lies between tensors is the same in every run
     fill(job.reader, tensors, plain.tensors(buffer), moved)
     if stored.is_plain:
         return buffer[: stored.num_bytes]
@@ -201,22 +218,14 @@ def _make(job: _Job, rank: int, index: int, buffer: Tensor, encoded: Tensor | No
     return encoded[: stored.num_bytes]
 
 
-def _read_back(folder: Path, manifest: Manifest, progress: Progress) -> None:
-    damage = list(find_damage(folder, manifest, _meter("verify", manifest.num_bytes, progress)))
-    if damage:
-        raise PrepareError(
-            f"what was written does not come back as it was; is this disk, or memory, faulty? {damage[0]}"
-        )
-
-
 def _meter(stage: str, total_bytes: int, progress: Progress) -> Moved:
-    """Turns bytes that moved into how much of a stage is done."""
+    """Turns bytes that moved into how much of a stage is done; that it is done altogether is for its end to say."""
     done_bytes = 0
 
     def moved(num_bytes: int) -> None:
         nonlocal done_bytes
         done_bytes += num_bytes
-        progress(stage, min(1.0, done_bytes / total_bytes))
+        progress(stage, min(_ALMOST, done_bytes / total_bytes))
 
     return moved
 

@@ -30,26 +30,26 @@ def is_partial(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def whole_folder(
-    out: Path, *, may_replace: Callable[[Path], bool], say: Callable[[str], object] = lambda line: None
+    out: Path, *, check_replaced: Callable[[Path], object], say: Callable[[str], object] = lambda line: None
 ) -> Iterator[Path]:
     """A new folder to be filled. When the block ends it is on the disk under the name ``out``; when it raises, gone.
 
     Args:
-        may_replace: of a folder with something in it that is ``out`` now, whether the new one may take its place.
+        check_replaced: given ``out`` where there is such a folder with something in it; raises if that is to stay.
         say: told what others left and was removed.
     Raises:
         ModelError: ``out`` cannot be made here, or another process is making it.
         OSError: of the disk.
     """
     out = Path(os.path.realpath(out))
-    _check_place(out, may_replace)
+    _check_place(out, check_replaced)
     _remove_leftovers(out, say)
     partial, lock = _make_locked(out.with_name(f"{out.name}{_PARTIAL}{os.getpid()}"))
     try:
         yield partial
         for path in [*partial.iterdir(), partial]:
             _sync(path)
-        _check_place(out, may_replace)  # it has been a while
+        _check_place(out, check_replaced)  # it has been a while
         _put(partial, out)
         _sync(out.parent)
     finally:
@@ -57,7 +57,7 @@ def whole_folder(
         os.close(lock)
 
 
-def _check_place(out: Path, may_replace: Callable[[Path], bool]) -> None:
+def _check_place(out: Path, check_replaced: Callable[[Path], object]) -> None:
     if not out.parent.is_dir():
         raise ModelError(f"{out}: there is no folder {out.parent}; make it first")
     if out.is_dir():
@@ -65,8 +65,8 @@ def _check_place(out: Path, may_replace: Callable[[Path], bool]) -> None:
             raise ModelError(
                 f"{out}: is where a file system is mounted; give a folder inside it, such as {out / 'model'}"
             )
-        if any(out.iterdir()) and not may_replace(out):
-            raise ModelError(f"{out}: is there already and not empty; give another name, or remove it")
+        if any(out.iterdir()):
+            check_replaced(out)
     elif os.path.lexists(out):
         raise ModelError(f"{out}: is there already and no folder; give another name")
     if not os.access(out.parent, os.W_OK | os.X_OK):
