@@ -72,7 +72,7 @@ def check(folder: Path) -> int:
 
 
 def _run(work: Callable[[Progress], None], folder: Path) -> int:
-    progress = make_progress(1)
+    progress = make_progress(1, sys.stderr)
     try:
         with _terminated():
             work(progress)
