@@ -106,8 +106,11 @@ class Prepared:
         Args:
             io: ``direct`` or ``buffered``; ``choose_io`` settles ``auto``.
         Raises:
+            ValueError: ``io`` is not settled.
             WeightsError: the file cannot be opened.
         """
+        if io not in ("direct", "buffered"):
+            raise ValueError(f"a store reads direct or buffered, got {io!r}; `choose_io` settles auto")
         layers = self.manifest.ranks[rank].layers
         return DiskStore(self.paths[rank], self.images(rank).stored, layers, direct=io == "direct", verify=verify)
 

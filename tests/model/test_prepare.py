@@ -1,4 +1,4 @@
-"""A prepared folder holds the very numbers that ranks would load, stands alone, and is believed only while it is whole."""
+"""A prepared folder holds the very numbers that ranks would load and stands alone; what fails while it is made leaves nothing."""
 
 import errno
 import hashlib
@@ -21,12 +21,12 @@ from tightwire.comm.group import in_process_groups
 from tightwire.kernels.packed import Matrix, PackedMatrix
 from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
-from tightwire.model.errors import ModelError, PrepareError, WeightsError
+from tightwire.model.errors import ModelError, PrepareError
 from tightwire.model.kv_cache import make_kv_cache
 from tightwire.model.layout import make_layout
 from tightwire.model.llama import Llama
 from tightwire.model.parallel import TensorParallel
-from tightwire.model.prepare import PrepareOptions, prepare, read_back
+from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import choose_formats
 from tightwire.model.weights.manifest import MANIFEST
@@ -262,103 +262,6 @@ def test_progress_goes_from_making_to_reading_back(tmp_path: Path) -> None:
         assert fractions == sorted(fractions) and fractions.count(1.0) == 1 and len(fractions) > 5
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return prepared_of(make_tiny(tmp_path / "m"), tmp_path / "out", tp=2).folder
-
-
-def test_a_damaged_blob_is_found_by_checksum_only(out: Path) -> None:
-    prepared = open_checkpoint(str(out)).prepared
-    assert prepared is not None
-    blob = prepared.manifest.ranks[1].layers[1]
-    path = out / "rank-1-of-2.weights"
-    content = bytearray(path.read_bytes())
-    content[blob.offset + 100] ^= 4
-    path.write_bytes(content)
-    assert open_checkpoint(str(out)).prepared == prepared
-    (damage,) = read_back(out, prepared.manifest, lambda stage, fraction: None)
-    assert "rank-1-of-2.weights: layer 1 is damaged" in damage
-    plain = prepared.images(1).plain[1]
-    load_layer(prepared.store(1), 1, plain, CPU)
-    with pytest.raises(WeightsError, match="layer 1 is damaged"):
-        load_layer(prepared.store(1, verify=True), 1, plain, CPU)
-
-
-def test_every_damage_is_listed(out: Path) -> None:
-    prepared = open_checkpoint(str(out)).prepared
-    assert prepared is not None
-    (out / "tokenizer.json").write_text("{}")
-    (out / "config.json").unlink()
-    (out / "rank-0-of-2.weights").write_bytes(bytes(prepared.manifest.ranks[0].num_bytes))
-    (out / "rank-1-of-2.weights").unlink()
-    damage = read_back(out, prepared.manifest, lambda stage, fraction: None)
-    found = [
-        next(word for word in ("config", "tokenizer", "rank-0", "rank-1") if f"/{word}" in line) for line in damage
-    ]
-    assert found == ["config", "tokenizer", "rank-0", "rank-0", "rank-0", "rank-1"]
-
-
-def change_manifest(out: Path, old: str, new: str, *, believable: bool = False) -> None:
-    """``believable``: with the checksum put right."""
-    path = out / MANIFEST
-    text = path.read_text()
-    assert old in text
-    text = text.replace(old, new, 1)
-    if believable:
-        body = text[text.index('"prepared":') + len('"prepared":') : -2]
-        text = f'{{"schema":"tightwire.prepared/1","sha256":"{hashlib.sha256(body.encode()).hexdigest()}","prepared":{body}}}\n'
-    path.write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "believable", "message"),
-    [
-        ("tightwire.prepared/1", "tightwire.prepared/2", False, "is of 'tightwire.prepared/2', and this version"),
-        ('"dtype": "float32"', '"dtype": "bfloat16"', False, "is damaged: its checksum is another"),
-        ('"dtype": "float32"', '"dtype": "bfloat16"', True, "does not go with config.json and this version"),
-        ('"dtype": "float32"', '"dtype": "int3"', True, "does not understand: Invalid enum value 'int3'"),
-        ('"codec": "none"', '"codec": "zip"', True, "does not go with config.json .* unknown codec 'zip'"),
-        ('"plain"', '"planes"', True, "does not understand: Object contains unknown field `planes`"),
-        ('"query_heads": [\n     0', '"query_heads": [\n     1', True, "rank 0's part is cut otherwise"),
-        ('"prepared":{', '"prepared":', False, "is damaged or no manifest"),
-    ],
-)
-def test_a_manifest_that_is_wrong_is_not_believed(
-    out: Path, old: str, new: str, believable: bool, message: str
-) -> None:
-    change_manifest(out, old, new, believable=believable)
-    with pytest.raises(ModelError, match=message) as caught:
-        open_checkpoint(str(out))
-    assert "`tightwire prepare`" in str(caught.value)
-
-
-def test_a_folder_that_is_not_whole_is_not_opened(out: Path) -> None:
-    path = out / "rank-1-of-2.weights"
-    size = path.stat().st_size
-    os.truncate(path, size - 1)
-    with pytest.raises(ModelError, match=rf"rank-1-of-2\.weights: is {size - 1} bytes long, and {size} were written"):
-        open_checkpoint(str(out))
-    path.unlink()
-    with pytest.raises(ModelError, match=r"rank-1-of-2\.weights: cannot be read: No such file"):
-        open_checkpoint(str(out))
-    (out / MANIFEST).unlink()
-    with pytest.raises(ModelError, match="was not finished by `tightwire prepare`"):
-        open_checkpoint(str(out))
-
-
-def test_a_left_over_folder_is_not_opened(out: Path) -> None:
-    left = out.rename(out.with_name("out.partial-123"))
-    with pytest.raises(ModelError, match="was not finished by `tightwire prepare`"):
-        open_checkpoint(str(left))
-
-
-def test_another_configuration_is_noticed(out: Path) -> None:
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(ModelError, match="does not go with config.json"):
-        open_checkpoint(str(out))
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m")))
@@ -406,7 +309,8 @@ def test_too_little_room_is_refused_before_weights_are_written(tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_force_replaces_a_prepared_folder_and_no_other(tmp_path: Path, out: Path) -> None:
+def test_force_replaces_a_prepared_folder_and_no_other(tmp_path: Path) -> None:
+    out = prepared_of(make_tiny(tmp_path / "m"), tmp_path / "out", tp=2).folder
     checkpoint, before = open_checkpoint(str(tmp_path / "m")), (out / MANIFEST).read_bytes()
     with pytest.raises(ModelError, match="is a prepared folder already; replace it with --force"):
         prepare(checkpoint, out, PrepareOptions())
