@@ -17,10 +17,13 @@ from tightwire.model.tokenizer import Tokenizer, tokenizer_from_folder
 from tightwire.model.weights.gguf import GgufReader
 from tightwire.model.weights.gguf_config import config_from_gguf
 from tightwire.model.weights.gguf_file import GgufFile
+from tightwire.model.weights.manifest import MANIFEST
 from tightwire.model.weights.names import EMBEDDING, check_tensors
+from tightwire.model.weights.prepared import Prepared, open_prepared
 from tightwire.model.weights.random import RANDOM_SHAPES, RandomReader
 from tightwire.model.weights.safetensors import SafetensorsReader, read_json
 from tightwire.model.weights.source import CheckpointReader
+from tightwire.model.whole_folder import is_partial
 
 _RANDOM = "random:"
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -40,6 +43,7 @@ class Checkpoint:
     config: LlamaConfig
     reader: Callable[[], CheckpointReader]
     tokenizer: Callable[[], Tokenizer]
+    prepared: Prepared | None = None  # the folder that ``tightwire prepare`` made; then ``reader`` raises ModelError
 
     @property
     def path(self) -> Path | None:
@@ -51,8 +55,8 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
     """Find the model and check it.
 
     Args:
-        model: ``smollm2-135m``, a folder with config.json and safetensors, a .gguf file (or a folder with one), a
-            Hugging Face repo id, or ``random:SHAPE`` with a known shape or the path of a config.json.
+        model: ``smollm2-135m``, a folder with config.json and safetensors, one that ``tightwire prepare`` made, a .gguf
+            file (or a folder with one), a Hugging Face repo id, or ``random:SHAPE`` with a known shape or the path of a config.json.
         seed: of random weights.
         progress: of a download of a known name, 0 to 1.
     Raises:
@@ -96,6 +100,10 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
+    if is_partial(folder) or (not (folder / MANIFEST).is_file() and any(folder.glob("rank-*-of-*.weights"))):
+        raise ModelError(f"{folder}: was not finished by `tightwire prepare`; run that again, and remove this folder")
+    if (folder / MANIFEST).is_file():
+        return _open_prepared(folder)
     if not (folder / "config.json").is_file():
         ggufs = sorted(folder.glob("*.gguf"))
         if len(ggufs) == 1:
@@ -112,10 +120,33 @@ def _open_folder(folder: Path) -> Checkpoint:
         location=str(folder.absolute()),
         config=config,
         reader=lambda: reader,
-        tokenizer=lambda: tokenizer_from_folder(
-            folder, bos_token_id=config.bos_token_id, eos_token_ids=config.eos_token_ids
-        ),
+        tokenizer=lambda: _folder_tokenizer(folder, config),
     )
+
+
+def _open_prepared(folder: Path) -> Checkpoint:
+    """The files that make the folder a model of its own are a Hugging Face folder's; the weights are cut for their ranks."""
+    config = _folder_config(folder)
+    prepared = open_prepared(folder, config)
+
+    def no_reader() -> CheckpointReader:
+        raise ModelError(
+            f"{folder}: is prepared for streaming, cut for its ranks; it serves with `tightwire serve {folder} --tp "
+            f"{prepared.tp}`, and everything else wants the model that it was made from ({prepared.manifest.model})"
+        )
+
+    return Checkpoint(
+        name=prepared.manifest.model,
+        location=str(folder.absolute()),
+        config=config,
+        reader=no_reader,
+        tokenizer=lambda: _folder_tokenizer(folder, config),
+        prepared=prepared,
+    )
+
+
+def _folder_tokenizer(folder: Path, config: LlamaConfig) -> Tokenizer:
+    return tokenizer_from_folder(folder, bos_token_id=config.bos_token_id, eos_token_ids=config.eos_token_ids)
 
 
 def _folder_config(folder: Path) -> LlamaConfig:

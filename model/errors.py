@@ -11,3 +11,7 @@ class ChatTemplateError(ValueError):
 
 class WeightsError(RuntimeError):
     """A layer of a model that is being served does not come, or comes damaged; no pass can be finished without it."""
+
+
+class PrepareError(RuntimeError):
+    """A prepared folder could not be finished; nothing of it is left."""

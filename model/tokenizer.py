@@ -4,6 +4,7 @@ Built on the ``tokenizers`` library directly: importing transformers costs each 
 done only for folders that have no tokenizer.json.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -73,6 +74,14 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of ``render_chat``. The template writes the BOS itself where there is one: none is added here."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        """Write what ``tokenizer_from_folder`` opens as this tokenizer; its ids of BOS and EOS stand in config.json."""
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._special_tokens}
+        if self._chat_template_source is not None:
+            config["chat_template"] = self._chat_template_source
+        (folder / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:

@@ -185,7 +185,7 @@ def decide_setting(
         device=device,
         world_size=tp,
         num_nodes=config.parallel.nodes,
-        dtype=_choose_dtype(config.model, model, device),
+        dtype=choose_dtype(config.model, model, device),
         link="" if link is None else f"{link.name} ({link.emulation})",
     )
     return setting, gpus if device == "cuda" else []
@@ -254,7 +254,7 @@ def _choose_device(asked: str, tp: int, gpus: Sequence[CudaDevice]) -> str:
     return device
 
 
-def _choose_dtype(options: ModelOptions, model: LlamaConfig, device: str) -> str:
+def choose_dtype(options: ModelOptions, model: LlamaConfig, device: str) -> str:
     if options.dtype == "float16" and model.dtype == "bfloat16":
         raise ValueError(
             "--dtype float16: the checkpoint is in bfloat16, whose range float16 does not have; "

@@ -1,0 +1,245 @@
+"""Makes a prepared folder of any checkpoint: cut for its ranks, packed and encoded once, so that serving only reads.
+
+Layer by layer, and of each layer rank by rank: the source is read about once, in its own order, and what is in memory is one
+image as the kernels read it and one as the file has it. Everything is read back from the disk before the folder gets its
+manifest and its name.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.buffers import page_aligned
+from tightwire.comm.codec import Codec, parse_codec
+from tightwire.model.checkpoint import Checkpoint
+from tightwire.model.errors import ModelError, PrepareError
+from tightwire.model.export import config_to_hf
+from tightwire.model.layout import Layout, make_layout
+from tightwire.model.weights.blob_writer import BlobWriter
+from tightwire.model.weights.fill import fill
+from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
+from tightwire.model.weights.fused import layer_tensors, outer_tensors
+from tightwire.model.weights.layer_store import Moved
+from tightwire.model.weights.manifest import (
+    MANIFEST,
+    Manifest,
+    RankFile,
+    cuts_of,
+    rank_file_name,
+    write_manifest,
+)
+from tightwire.model.weights.prepared import RankImages, find_damage, rank_images
+from tightwire.model.weights.source import CheckpointReader
+from tightwire.model.whole_folder import whole_folder
+
+_CPU = torch.device("cpu")
+_GENERATION = "generation_config.json"
+_ALMOST = 0.999
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+Progress = Callable[[str, float], None]  # a stage's name and how much of it is done, 0 to 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
+    """How the model is to lie on the disk."""
+
+    tp: int = 1
+    shares: tuple[float, ...] | None = None
+    dtype: str = "bfloat16"  # of plain numbers
+    quantization: str = "auto"  # as of ``choose_formats``
+    codec: str = "none"  # of the layers' plain matrices
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """What is to be written, all of it known before the first byte."""
+
+    checkpoint: Checkpoint
+    options: PrepareOptions
+    reader: CheckpointReader
+    formats: WeightFormats
+    codec: Codec
+    layout: Layout
+    images: tuple[RankImages, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(image.num_bytes for rank in self.images for image in rank.blobs)
+
+    @property
+    def num_plain_bytes(self) -> int:
+        return sum(image.num_bytes for rank in self.images for image in (rank.outer, *rank.plain))
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    out: Path,
+    options: PrepareOptions,
+    *,
+    force: bool = False,
+    progress: Progress = lambda stage, fraction: None,
+    say: Callable[[str], object] = lambda line: None,
+) -> Manifest:
+    """Write ``checkpoint`` as the prepared folder ``out``.
+
+    Args:
+        force: a prepared folder that is there already is replaced, once the new one is whole.
+        say: told what an earlier run left and was removed.
+    Raises:
+        ValueError: the model cannot be cut or packed so, or ``out`` cannot be made; nothing was written.
+        PrepareError: the disk failed, was full, or did not give back what was written; nothing is left.
+    Cost: the images' bytes on the disk; in memory the largest image, twice with a codec.
+    """
+    job = _plan(checkpoint, options)
+
+    def check_replaced(folder: Path) -> None:
+        if not (folder / MANIFEST).is_file():
+            raise ModelError(f"{folder}: is there already, and no prepared folder; give another name, or remove it")
+        if not force:
+            raise ModelError(f"{folder}: is a prepared folder already; replace it with --force, or give another name")
+
+    with _disk_errors(out), whole_folder(out, check_replaced=check_replaced, say=say) as folder:
+        files = _write_small_files(job, folder)
+        _check_space(folder, job.num_bytes)
+        manifest = _write_ranks(job, folder, files, progress)
+        if damage := read_back(folder, manifest, progress):
+            raise PrepareError(
+                f"{out}: what was written does not come back as it was, and nothing of it was kept; is this disk, or memory, "
+                f"faulty? {damage[0]}"
+            )
+        write_manifest(folder, manifest)
+    return manifest
+
+
+def read_back(folder: Path, manifest: Manifest, progress: Progress) -> list[str]:
+    """Compare every checksum; a line for each part that is damaged."""
+    damage = list(find_damage(folder, manifest, _meter("verify", manifest.num_bytes, progress)))
+    progress("verify", 1.0)
+    return damage
+
+
+def _plan(checkpoint: Checkpoint, options: PrepareOptions) -> _Job:
+    config, reader, codec = checkpoint.config, checkpoint.reader(), parse_codec(options.codec)
+    layout = make_layout(config, options.tp, options.shares)
+    formats = choose_formats(reader, config, options.quantization)
+    check_split(layout, config, formats)
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    images = tuple(rank_images(config, shard, formats, dtype, codec) for shard in layout.shards)
+    return _Job(
+        checkpoint=checkpoint,
+        options=options,
+        reader=reader,
+        formats=formats,
+        codec=codec,
+        layout=layout,
+        images=images,
+    )
+
+
+def _write_small_files(job: _Job, folder: Path) -> dict[str, str]:
+    """What makes the folder a model of its own; the files' checksums."""
+    config = replace(job.checkpoint.config, dtype=job.options.dtype)
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config), indent=1) + "\n")
+    job.checkpoint.tokenizer().save(folder)
+    source = job.checkpoint.path
+    if source is not None and (source / _GENERATION).is_file():
+        shutil.copyfile(source / _GENERATION, folder / _GENERATION)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def _check_space(folder: Path, num_bytes: int) -> None:
+    room = os.statvfs(folder)
+    free_bytes = room.f_bavail * room.f_frsize
+    if free_bytes < num_bytes:
+        raise ModelError(
+            f"{folder.parent}: {num_bytes / 1e9:.2f} GB are needed and {free_bytes / 1e9:.2f} GB are free; free "
+            f"{(num_bytes - free_bytes) / 1e9:.2f} GB, take fewer bits (--quantization, --weight-codec), or another disk"
+        )
+
+
+def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progress) -> Manifest:
+    """Every rank's file, and the manifest that says what is in them; the manifest itself is not written yet."""
+    plain_bytes = max(image.num_bytes for rank in job.images for image in (rank.outer, *rank.plain))
+    stored_bytes = max(image.num_bytes for rank in job.images for image in rank.stored)
+    buffer = page_aligned(plain_bytes, _CPU)
+    encoded = None if job.codec.exact else page_aligned(stored_bytes, _CPU)
+    moved = _meter("prepare", job.num_plain_bytes + job.num_bytes, progress)
+    tp, num_blobs = job.options.tp, job.checkpoint.config.num_layers + 1
+    with ExitStack() as stack, torch.inference_mode():
+        writers = [BlobWriter(folder / rank_file_name(rank, tp)) for rank in range(tp)]
+        for writer in writers:
+            stack.callback(writer.close)
+        for index in range(num_blobs):
+            for rank, writer in enumerate(writers):
+                writer.append(_make(job, rank, index, buffer, encoded, moved), moved)
+        for writer in writers:
+            writer.sync()
+    progress("prepare", 1.0)
+    return Manifest(
+        model=job.checkpoint.name,
+        dtype=job.options.dtype,  # pyright: ignore[reportArgumentType]
+        shares=job.options.shares,
+        codec=job.codec.name,
+        packed={name: packed.name for name, packed in job.formats.packed.items()},
+        plain=dict(job.formats.plain),
+        ranks=tuple(
+            RankFile(cuts_of(shard), writer.blobs[0], tuple(writer.blobs[1:]))
+            for shard, writer in zip(job.layout.shards, writers, strict=True)
+        ),
+        files=files,
+    )
+
+
+def _make(job: _Job, rank: int, index: int, buffer: Tensor, encoded: Tensor | None, moved: Moved) -> Tensor:
+    """The bytes of one blob, in one of the two buffers."""
+    config, shard, images = job.checkpoint.config, job.layout.shards[rank], job.images[rank]
+    if index == 0:
+        tensors, plain = outer_tensors(config, shard), images.outer
+    else:
+        tensors, plain = layer_tensors(config, shard, index - 1), images.plain[index - 1]
+    stored = images.blobs[index]
+    if stored.is_plain:
+        buffer[: plain.num_bytes].zero_()  # what lies between tensors is the same in every run
+    fill(job.reader, tensors, plain.tensors(buffer), moved)
+    if stored.is_plain:
+        return buffer[: stored.num_bytes]
+    assert encoded is not None
+    stored.encode(plain, buffer, encoded)
+    return encoded[: stored.num_bytes]
+
+
+def _meter(stage: str, total_bytes: int, progress: Progress) -> Moved:
+    """Turns bytes that moved into how much of a stage is done; that it is done altogether is for its end to say."""
+    done_bytes = 0
+
+    def moved(num_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += num_bytes
+        progress(stage, min(_ALMOST, done_bytes / total_bytes))
+
+    return moved
+
+
+@contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    """What a disk can say, in words about ``out``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            reason = (
+                "the disk is full; free some room, take fewer bits (--quantization, --weight-codec), or another disk"
+            )
+        else:
+            reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+        raise PrepareError(f"{out}: cannot be written, and nothing of it was kept: {reason}") from None
