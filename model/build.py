@@ -15,7 +15,8 @@ from tightwire.model.llama import Llama
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.load_streamed import load_streamed
+from tightwire.model.weights.load_streamed import load_prepared, load_streamed
+from tightwire.model.weights.prepared import Prepared
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.resident import load_resident
 from tightwire.model.weights.source import CheckpointReader
@@ -23,7 +24,7 @@ from tightwire.model.weights.source import CheckpointReader
 
 def build_runner(
     config: LlamaConfig,
-    reader: CheckpointReader,
+    source: CheckpointReader | Prepared,
     group: Group,
     layout: Layout,
     *,
@@ -43,6 +44,7 @@ def build_runner(
     """Load this rank's weights onto ``group.device`` and return what executes step plans.
 
     Args:
+        source: of the weights: a checkpoint, or a prepared folder, which was cut as ``layout`` and is kept in its own ways.
         routes: what sums each of the model's messages; None for a group of one.
         dtype: of activations, cache, and weights that are not packed.
         formats: how weight matrices are kept; default: all as plain numbers.
@@ -57,12 +59,14 @@ def build_runner(
     """
     shard = layout.shards[group.rank]
     device = group.device
-    formats = formats or WeightFormats()
-    options = {"dtype": dtype, "device": device, "formats": formats, "progress": progress}
-    if weight_plan.streamed:
-        weights = load_streamed(reader, config, shard, weight_plan, timeout_s=fetch_timeout_s, **options)
+    fetching = {"timeout_s": fetch_timeout_s, "progress": progress}
+    reading = {"dtype": dtype, "device": device, "formats": formats or WeightFormats()}
+    if isinstance(source, Prepared):
+        weights = load_prepared(source, group.rank, weight_plan, device=device, **fetching)
+    elif weight_plan.streamed:
+        weights = load_streamed(source, config, shard, weight_plan, **reading, **fetching)
     else:
-        weights = load_resident(reader, config, shard, **options)
+        weights = load_resident(source, config, shard, progress=progress, **reading)
     cache = make_kv_cache(config, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
     parallel = TensorParallel(group, layout, routes)
     model = Llama(config, parallel, weights, cache, max_model_len)

@@ -14,6 +14,7 @@ from tightwire.model.config import LlamaConfig, config_from_hf
 from tightwire.model.errors import ModelError
 from tightwire.model.gguf_tokenizer import tokenizer_from_gguf
 from tightwire.model.tokenizer import Tokenizer, tokenizer_from_folder
+from tightwire.model.weights.formats import WeightFormats, choose_formats
 from tightwire.model.weights.gguf import GgufReader
 from tightwire.model.weights.gguf_config import config_from_gguf
 from tightwire.model.weights.gguf_file import GgufFile
@@ -77,6 +78,17 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
         f"no such model: {model!r} is neither a file nor a folder; known names: {', '.join(sorted(CATALOG))}; "
         f"a Hugging Face repo id looks like owner/name; random weights: {_RANDOM}{{{','.join(RANDOM_SHAPES)}}}"
     )
+
+
+def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:
+    """How its matrices are kept: as they were prepared, or as ``choose_formats`` settles it.
+
+    Raises:
+        ValueError: a matrix that cannot be packed so.
+    """
+    if checkpoint.prepared is not None:
+        return checkpoint.prepared.formats
+    return choose_formats(checkpoint.reader(), checkpoint.config, quantization)
 
 
 def _open_file(path: Path) -> Checkpoint:

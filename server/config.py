@@ -295,6 +295,12 @@ class WeightOptions:
     device_memory: int | None = _option(
         None, "most memory a rank may take, such as 4GiB; default: what is free", metavar="BYTES"
     )
+    weight_io: str = _option(
+        "auto",
+        "how a prepared folder is read: buffered, through the page cache; direct, around it; auto: direct where the files are "
+        "larger than half of the free memory",
+        ("auto", "direct", "buffered"),
+    )
     verify_weights: bool = _option(
         False, "hold each layer of a prepared folder against its checksum when it is first read"
     )

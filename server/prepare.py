@@ -13,8 +13,8 @@ from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.errors import ModelError, PrepareError
 from tightwire.model.prepare import PrepareOptions, read_back
 from tightwire.model.prepare import prepare as make_folder
-from tightwire.model.weights.image import WEIGHT_CODECS
 from tightwire.model.weights.manifest import Manifest
+from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
 from tightwire.server.config import ServeConfig
 from tightwire.server.devices import cuda_devices
 from tightwire.server.messages import Stage

@@ -5,12 +5,12 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
 from tightwire.server.flags import add_flags, fields_of, parse
 from tightwire.server.interrupts import interrupts_end_at_once
 
 _GROUPS = ("model", "parallel")
 _OPTIONS = ("tp", "tp_split", "dtype", "quantization", "seed")
-WEIGHT_CODECS = ("none", "int8", "int4")
 
 
 def prepare(argv: Sequence[str]) -> int:
@@ -48,7 +48,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_flags(parser, {name: fields[name] for name in _OPTIONS})
     parser.add_argument(
         "--weight-codec",
-        choices=WEIGHT_CODECS,
+        choices=tuple(WEIGHT_CODECS),
         help="what matrices of layers that are plain numbers become on the disk, to be decoded when they are there: fewer "
         "bytes to move, not fewer in memory (default: none)",
     )

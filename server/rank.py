@@ -19,10 +19,10 @@ from tightwire.comm.policy.routes import Routes
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.throttled import held_rate, throttle_group
 from tightwire.model.build import build_runner
-from tightwire.model.checkpoint import Checkpoint, open_checkpoint
+from tightwire.model.checkpoint import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.layout import Layout, Shard, make_layout
 from tightwire.model.runner import ModelRunner
-from tightwire.model.weights.formats import WeightFormats, choose_formats
+from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.cores import bind_to_cores
@@ -41,7 +41,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     with reporter.stage("open"):
         checkpoint = open_checkpoint(work.location, work.config.model.seed)
         layout = make_layout(checkpoint.config, identity.world_size, work.config.parallel.tp_split)
-        formats = choose_formats(checkpoint.reader(), checkpoint.config, work.config.model.quantization)
+        formats = formats_of(checkpoint, work.config.model.quantization)
     with reporter.stage("join"):
         store = _open_store(identity, work.config.parallel.comm_timeout_s)
         group = _join(identity, work, store)
@@ -145,7 +145,7 @@ def _load(
 ) -> ModelRunner:
     return build_runner(
         checkpoint.config,
-        checkpoint.reader(),
+        checkpoint.prepared or checkpoint.reader(),
         group,
         layout,
         routes=routes,

@@ -11,11 +11,11 @@ from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
 from tightwire.comm.policy.rules import Policy
 from tightwire.comm.policy.setting import Setting
 from tightwire.comm.transport.segment import why_unusable
-from tightwire.model.checkpoint import Checkpoint, open_checkpoint
+from tightwire.model.checkpoint import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.model.layout import Layout, make_layout
-from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
+from tightwire.model.weights.formats import WeightFormats, check_split
 from tightwire.model.weights.residency import WeightPlan
 from tightwire.server.comm_decision import CommDecision, decide_comm
 from tightwire.server.comm_request import check_all_reduce_names, describe_request, own_arm, policy_requests
@@ -25,7 +25,7 @@ from tightwire.server.memory_budget import MemoryBudget, Pool, make_budget
 from tightwire.server.progress import Progress
 from tightwire.server.rank_setup import Arm, RunPlan
 from tightwire.server.sizes import format_bytes
-from tightwire.server.weight_decision import decide_weights
+from tightwire.server.weight_decision import IN_FILES, Files, as_prepared, decide_weights
 
 FETCH_STOPS_S = 2.0  # a fetch reports, and so asks, several times a second
 
@@ -87,8 +87,11 @@ def prepare(
         progress.fetching(name, fraction)
 
     checkpoint = open_checkpoint(name, config.model.seed, progress=fetching)
-    formats = choose_formats(checkpoint.reader(), checkpoint.config, config.model.quantization)
-    return checkpoint, decide(config, checkpoint.config, formats, link, in_files=checkpoint.path is not None)
+    if checkpoint.prepared is not None:
+        config = as_prepared(config, checkpoint.prepared)
+    formats = formats_of(checkpoint, config.model.quantization)
+    files = Files(exist=checkpoint.path is not None, prepared=checkpoint.prepared)
+    return checkpoint, decide(config, checkpoint.config, formats, link, files=files)
 
 
 def decide(
@@ -97,12 +100,12 @@ def decide(
     formats: WeightFormats,
     link: LinkFacts | None = None,
     *,
-    in_files: bool = True,
+    files: Files = IN_FILES,
 ) -> Decision:
     """Settle every ``auto`` but ``--quantization``'s, which ``formats`` has settled.
 
     Args:
-        in_files: whether the model is in files that layers could be streamed from.
+        files: what layers could be streamed from.
     Raises:
         ValueError: a split, device, dtype or size that cannot be had; says what can.
     """
@@ -125,7 +128,7 @@ def decide(
         dtype=dtype,
         device=device,
         host_bytes=available_host_bytes(),
-        in_files=in_files,
+        files=files,
         make_budget=budget_under,
     )
     budget = weights.budget

@@ -1,15 +1,17 @@
 """Decides which layers stay on the device and which are streamed, from where; says what that costs and when it is needless."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import Layout
 from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.prepared import Prepared
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, LEAST_STREAMED, WeightPlan, WeightSizes, spread
-from tightwire.server.config import WeightOptions
+from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
+from tightwire.server.config import ServeConfig, WeightOptions
 from tightwire.server.memory_budget import MemoryBudget, NotEnoughMemoryError
 from tightwire.server.sizes import format_bytes
 
@@ -22,6 +24,17 @@ _HOST_SHARE = 0.8
 MakeBudget = Callable[[WeightPlan, float | None], MemoryBudget]
 
 
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What the model is in. ``exist``: not so for random weights."""
+
+    exist: bool
+    prepared: Prepared | None = None
+
+
+IN_FILES = Files(exist=True)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightDecision:
     """The plan, the budget under it, and the plan in words (no lines: everything is resident, as expected)."""
@@ -29,6 +42,36 @@ class WeightDecision:
     plan: WeightPlan
     budget: MemoryBudget
     notes: tuple[str, ...] = ()
+
+
+def as_prepared(config: ServeConfig, prepared: Prepared) -> ServeConfig:
+    """The options with what a prepared folder has settled.
+
+    Raises:
+        ValueError: an option says otherwise; says what the folder has.
+    """
+    again = "or make another folder with `tightwire prepare`"
+    tp, split = config.parallel.tp, config.parallel.tp_split
+    if tp != prepared.tp:
+        raise ValueError(
+            f"{prepared.folder} is cut for {prepared.tp} ranks; give --tp {prepared.tp} (got {tp}), {again}"
+        )
+    if (split or None) != (prepared.shares or None):
+        had = "none" if prepared.shares is None else ",".join(f"{share:g}" for share in prepared.shares)
+        raise ValueError(f"{prepared.folder} was cut with --tp-split {had}; give the same, {again}")
+    dtype, codec = prepared.manifest.dtype, prepared.manifest.codec
+    name = next(name for name, own in WEIGHT_CODECS.items() if own == codec)
+    for flag, asked, default, has in (
+        ("--dtype", config.model.dtype, "auto", dtype),
+        ("--quantization", config.model.quantization, "auto", "what it was prepared with"),
+        ("--weight-codec", config.weights.weight_codec, "none", name),
+    ):
+        if asked not in (default, has):
+            raise ValueError(f"{flag} {asked}: {prepared.folder} has {has}; leave {flag} out, {again}")
+    model = replace(config.model, dtype=dtype)
+    resident = config.weights.weights == "resident"  # then nothing is encoded on its way: it was, before it was written
+    weights = config.weights if resident else replace(config.weights, weight_codec=name)
+    return replace(config, model=model, weights=weights)
 
 
 def decide_weights(
@@ -40,14 +83,14 @@ def decide_weights(
     dtype: str,
     device: str,
     host_bytes: int,
-    in_files: bool,
+    files: Files,
     make_budget: MakeBudget,
 ) -> WeightDecision:
     """Settle ``--weights``.
 
     Args:
         host_bytes: free on the host, where layers could wait that stream to CUDA devices.
-        in_files: whether the model is in files that layers could be read from again.
+        files: what layers could be streamed from; prepared ones have been held against the options (``as_prepared``).
         make_budget: the budget under a plan, with a share of memory for the KV cache.
     Raises:
         NotEnoughMemoryError: even with all layers streamed it does not fit; or, with ``--weights resident``, without.
@@ -70,11 +113,12 @@ def decide_weights(
             codec=options.weight_codec,
             streamed=spread(num_layers, num_streamed),
             bytes_per_s=options.stream_rate,
+            io="buffered" if files.prepared is None else files.prepared.choose_io(options.weight_io, host_bytes),
             verify=options.verify_weights,
         )
 
     whole = sum(size.per_pass(plan(num_layers, "host")) for size in sizes)
-    origin = _origin(options, device, whole, host_bytes, in_files=in_files)
+    origin = _origin(options, device, whole, host_bytes, files)
     share = _CACHE_SHARE[options.stream_policy]
     every = make_budget(plan(num_layers, origin), share)
     num_streamed = options.stream_layers or num_layers
@@ -115,7 +159,7 @@ def _fewest(plan: Callable[[int], WeightPlan], num_layers: int, num_blocks: int,
     return many
 
 
-def _origin(options: WeightOptions, device: str, num_bytes: int, host_bytes: int, *, in_files: bool) -> str:
+def _origin(options: WeightOptions, device: str, num_bytes: int, host_bytes: int, files: Files) -> str:
     """host or disk. On a CPU the host's memory is the device's, so keeping layers there saves nothing unless encoded."""
     fits = num_bytes <= host_bytes * _HOST_SHARE
     if options.stream_from == "host" and not fits:
@@ -123,15 +167,15 @@ def _origin(options: WeightOptions, device: str, num_bytes: int, host_bytes: int
             f"--stream-from host: the layers take {format_bytes(num_bytes)} of the host's memory, of which "
             f"{format_bytes(host_bytes)} are free; use --stream-from disk, or --weight-codec int8 or int4"
         )
-    worth = device == "cuda" or options.weight_codec != "none"
+    worth = device == "cuda" or (options.weight_codec != "none" and files.prepared is None)
     origin = options.stream_from
     if origin == "auto":
-        origin = "host" if fits and (worth or not in_files) else "disk"
-    if origin == "disk" and not in_files:
+        origin = "host" if fits and (worth or not files.exist) else "disk"
+    if origin == "disk" and not files.exist:
         raise ValueError(
             "random weights are in no file to stream from; `tightwire prepare MODEL FOLDER` writes one to serve"
         )
-    if origin == "disk" and options.weight_codec != "none":
+    if origin == "disk" and options.weight_codec != "none" and files.prepared is None:
         raise ValueError(
             f"--weight-codec {options.weight_codec}: these files are not encoded; `tightwire prepare MODEL FOLDER "
             f"--weight-codec {options.weight_codec}` writes some that are, or use --stream-from host"

@@ -23,9 +23,6 @@ _ALIGNED = 64  # a cache line, and whatever a kernel may want of an address
 
 _PLAIN = parse_codec("none")
 
-# What ``--weight-codec`` names: the codec that plain matrices of layers go through on their way.
-WEIGHT_CODECS = {"none": "none", "int8": "int8-g64", "int4": "int4-g64"}
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -1,6 +1,6 @@
 """From a checkpoint and a plan to streamed weights: what stays is read onto the device, what waits on the host there."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from tightwire.model.weights.fill import empty_matrix, fill
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors
 from tightwire.model.weights.image import Image
-from tightwire.model.weights.layer_store import CheckpointStore, HostStore, LayerStore, ThrottledStore
+from tightwire.model.weights.layer_store import CheckpointStore, HostStore, LayerStore, Moved, ThrottledStore
+from tightwire.model.weights.prepared import Prepared, load_layer
 from tightwire.model.weights.residency import WeightPlan, layer_images
-from tightwire.model.weights.source import CheckpointReader, LayerWeights, OuterWeights
+from tightwire.model.weights.resident import ResidentWeights
+from tightwire.model.weights.source import CheckpointReader, LayerWeights, OuterWeights, WeightSource
 from tightwire.model.weights.streamed import StreamedWeights
 
 
@@ -44,6 +46,72 @@ def load_streamed(
     return _Loading(reader, config, shard, plan, dtype, device, formats, progress).load(timeout_s)
 
 
+def load_prepared(
+    prepared: Prepared,
+    rank: int,
+    plan: WeightPlan,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> WeightSource:
+    """The same out of a prepared folder: what stays is read once, what streams each time its turn comes.
+
+    Args:
+        plan: with layers to stream, or without.
+    Raises:
+        WeightsError: a file cannot be read, or with ``plan.verify`` is not what was written.
+    """
+    images = prepared.images(rank)
+    store: LayerStore = prepared.store(rank, plan.io, verify=plan.verify)
+    num_layers = prepared.config.num_layers
+    from_disk = plan.origin == "disk"
+    now = [layer for layer in range(num_layers) if not (from_disk and layer in plan.streamed)]
+    total_bytes = images.outer.num_bytes + sum(images.stored[layer].num_bytes for layer in now)
+    done_bytes = 0
+
+    def moved(num_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += num_bytes
+        progress(min(1.0, done_bytes / total_bytes))
+
+    outer = prepared.load_outer(rank, device, verify=plan.verify, moved=moved)
+    resident = {
+        layer: load_layer(store, layer, images.plain[layer], device, moved) for layer in plan.resident(num_layers)
+    }
+    if not plan.streamed:
+        store.close()
+        return ResidentWeights(outer=outer, layers=tuple(resident.values()))
+    if not from_disk:
+        disk, store = (
+            store,
+            HostStore(images.stored, {layer: _kept(store, layer, device, moved) for layer in plan.streamed}),
+        )
+        disk.close()
+    return _start(outer, resident, store, images.plain, plan, device, timeout_s)
+
+
+def _kept(store: LayerStore, layer: int, device: torch.device, moved: Moved) -> Tensor:
+    buffer = page_aligned(store.image(layer).num_bytes, torch.device("cpu"), pinned=device.type == "cuda")
+    return store.read(layer, buffer, moved)
+
+
+def _start(
+    outer: OuterWeights,
+    resident: Mapping[int, LayerWeights],
+    store: LayerStore,
+    images: Sequence[Image],
+    plan: WeightPlan,
+    device: torch.device,
+    timeout_s: float,
+) -> StreamedWeights:
+    if plan.bytes_per_s is not None:
+        store = ThrottledStore(store, plan.bytes_per_s)
+    weights = StreamedWeights(outer, resident, store, images, device, timeout_s=timeout_s)
+    weights.start()
+    return weights
+
+
 class _Loading:
     def __init__(
         self,
@@ -70,11 +138,7 @@ class _Loading:
         outer_weights = OuterWeights(**{"head": outer["embedding"], **outer})
         resident = {layer: LayerWeights(**self._resident(self._tensors(layer))) for layer in plan.resident(num_layers)}
         store = self._host_store() if plan.origin == "host" else self._checkpoint_store()
-        if plan.bytes_per_s is not None:
-            store = ThrottledStore(store, plan.bytes_per_s)
-        weights = StreamedWeights(outer_weights, resident, store, self._images, self._device, timeout_s=timeout_s)
-        weights.start()
-        return weights
+        return _start(outer_weights, resident, store, self._images, plan, self._device, timeout_s)
 
     def _resident(self, tensors: Mapping[str, Fused]) -> dict[str, Any]:
         into = {

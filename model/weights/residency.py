@@ -27,6 +27,7 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "none"  # what plain matrices go through on their way: none, int8, int4
     streamed: tuple[int, ...] = ()
     bytes_per_s: float | None = None  # what the source is slowed down to, for trying
+    io: str = "buffered"  # how a prepared folder is read: direct or buffered
     verify: bool = False  # check each layer of a prepared folder when it is first read
 
     def resident(self, num_layers: int) -> tuple[int, ...]:

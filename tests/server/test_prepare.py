@@ -14,8 +14,6 @@ import pytest
 from tiny import make_tiny, tiny_config
 
 from tightwire.model.checkpoint import open_checkpoint
-from tightwire.model.weights.image import WEIGHT_CODECS
-from tightwire.server import prepare_cli
 from tightwire.server.prepare_cli import prepare
 
 pytestmark = pytest.mark.alone
@@ -27,10 +25,6 @@ _LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return make_tiny(tmp_path / "tiny", dtype="bfloat16")
-
-
-def test_offers_every_codec() -> None:
-    assert set(prepare_cli.WEIGHT_CODECS) == set(WEIGHT_CODECS)
 
 
 def test_makes_a_folder_and_says_how_to_serve_it(
