@@ -136,12 +136,14 @@ class Llama:
             batch.context_lens_B,
             batch.block_tables_BM,
         )
-        sums = self._sums[batch.arm]
-        if sums[0] is None:
-            return residual_TD + program.run(0, len(sums), None)
+        sums = [row_sums for row_sums in self._sums[batch.arm] if row_sums is not None]
+        if not sums:
+            return residual_TD + program.run(0, program.num_parts, None)
+        in_kernel = self._parallel.sums_in_kernel({row_sums.generated for row_sums in sums}, residual_TD)
+        if in_kernel is not None:
+            return residual_TD + program.run_and_sum(in_kernel, [row_sums.label for row_sums in sums])
         update_TD: Tensor | None = None
         for part, row_sums in enumerate(sums):
-            assert row_sums is not None, "ranks sum everywhere or nowhere"
             partial_TD = program.run(part, part + 1, update_TD)
             update_TD = self._parallel.sum_rows(partial_TD, row_sums, num_single_rows=len(partial_TD))
         assert update_TD is not None

@@ -32,6 +32,7 @@ class PeerAllReduce:
     """
 
     tells_coding = False
+    in_kernel = None
 
     def __init__(
         self,
