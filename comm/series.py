@@ -43,7 +43,11 @@ class Series:
     def number(self, index: int) -> int:
         return self.first_number + 1 + index
 
-    def spans_s(self) -> tuple[list[float], list[float]]:
-        """Of each that is done its start, and how long it took."""
+    def starts_s(self) -> list[float]:
+        """Of each that is done."""
+        return (self.stamps_ns[: self.num_done, 0] * 1e-9).tolist()
+
+    def seconds(self) -> list[float]:
+        """Of each that is done, how long it took."""
         stamps_ns = self.stamps_ns[: self.num_done]
-        return (stamps_ns[:, 0] * 1e-9).tolist(), ((stamps_ns[:, 1] - stamps_ns[:, 0]) * 1e-9).tolist()
+        return ((stamps_ns[:, 1] - stamps_ns[:, 0]) * 1e-9).tolist()
