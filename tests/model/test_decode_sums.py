@@ -37,9 +37,7 @@ _ODD_RANK = 1
 _ARMS = ("one-shot", "two-shot")
 
 
-def _runner(
-    group: Group, model: Path, dtype: torch.dtype = torch.float32, quantization: str = "auto"
-) -> ModelRunner:
+def _runner(group: Group, model: Path, dtype: torch.dtype = torch.float32, quantization: str = "auto") -> ModelRunner:
     checkpoint = open_checkpoint(str(model))
     return build_runner(
         checkpoint.config,
@@ -94,10 +92,12 @@ def _generate(group: Group, model: Path, dtype: torch.dtype, quantization: str, 
 
     logits = []
     ledger.start_recording()
-    with patch.object(DecodeProgram, "run_and_sum", counted), patch.object(
-        decode_program, "useful_threads", lambda num_rows, num_weights: threads
-    ), patch.object(
-        TensorParallel, "sums_in_kernel", TensorParallel.sums_in_kernel if in_kernel else lambda *given: None
+    with (
+        patch.object(DecodeProgram, "run_and_sum", counted),
+        patch.object(decode_program, "useful_threads", lambda num_rows, num_weights: threads),
+        patch.object(
+            TensorParallel, "sums_in_kernel", TensorParallel.sums_in_kernel if in_kernel else lambda *given: None
+        ),
     ):
         runner.execute(_plan([(20, 20)] * 32, generated=False))
         for num_seqs in (1, 9, 32):
@@ -153,8 +153,9 @@ def _slowly(group: Group, model: Path, threads: int, slow: bool) -> bytes:
         run(program, first, first + 1, *rest)
 
     runner.execute(_plan([(20, 20)] * 9, generated=False))
-    with patch.object(decode_program, "useful_threads", lambda num_rows, num_weights: threads), patch.object(
-        DecodeProgram, "_run", run_a_part if slow and group.rank == _ODD_RANK else run
+    with (
+        patch.object(decode_program, "useful_threads", lambda num_rows, num_weights: threads),
+        patch.object(DecodeProgram, "_run", run_a_part if slow and group.rank == _ODD_RANK else run),
     ):
         logits = runner.execute(_plan([(1, 21)] * 9, generated=True))
     return b"" if logits is None else logits.numpy().tobytes()
@@ -167,7 +168,9 @@ def test_a_program_goes_on_behind_the_sum_that_it_left(threads: int, tmp_path: P
         assert ranks.run(_slowly, model, threads, True) == ranks.run(_slowly, model, threads, False)
 
 
-def _until_the_odd_rank(group: Group, model: Path, act: str) -> tuple[type[CommError], tuple[int, ...], str, int] | None:
+def _until_the_odd_rank(
+    group: Group, model: Path, act: str
+) -> tuple[type[CommError], tuple[int, ...], str, int] | None:
     """After two sums of a step's layers one rank dies, stops, or calls something else."""
     runner, run, sum_rows = _runner(group, model), DecodeProgram._run, TensorParallel.sum_rows
     num_sums = 0
@@ -183,7 +186,11 @@ def _until_the_odd_rank(group: Group, model: Path, act: str) -> tuple[type[CommE
     def sum_two(parallel: TensorParallel, rows_TD: torch.Tensor, *rest: Any, **others: Any) -> torch.Tensor:
         nonlocal num_sums
         num_sums += 1
-        return sum_rows(parallel, rows_TD, *rest, **others) if num_sums < 3 else make_all_reduce("two-shot", group)(rows_TD)
+        return (
+            sum_rows(parallel, rows_TD, *rest, **others)
+            if num_sums < 3
+            else make_all_reduce("two-shot", group)(rows_TD)
+        )
 
     runner.execute(_plan([(20, 20)], generated=False))
     try:
