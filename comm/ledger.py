@@ -10,13 +10,12 @@ for ``codec_seconds``.
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
 from tightwire.comm.series import Series
+from tightwire.comm.totals import NUM_RECENT, Totals
 
-_NUM_RECENT = 512  # calls of each kind whose times are kept, for the quantiles
 _MAX_EVENTS = 1 << 16  # of a recording that nobody takes away: some 15 s of a small model's decoding, 20 MB
 
 
@@ -88,19 +87,6 @@ class Event(NamedTuple):
 Begun = tuple[str, str, int, int, float]
 
 
-@dataclass(slots=True)
-class _Totals:
-    calls: int = 0
-    bytes_sent: int = 0
-    exact_bytes: int = 0
-    message_bytes: int = 0
-    seconds: float = 0.0
-    coding_s: float | None = 0.0
-    # Written in turn: entry calls % _NUM_RECENT.
-    recent_s: list[float] = field(default_factory=lambda: [0.0] * _NUM_RECENT)
-    first_timed: int = 0  # the call from which on latencies are wanted
-
-
 class _CodingTimer:
     __slots__ = ("_ledger", "_start_s")
 
@@ -131,7 +117,7 @@ class Ledger:
         self._spent_s = self._all_coding_s = 0.0
         self._hidden_s = self._hidden_coding_s = 0.0  # of those, what passed while others computed
         self._num_unsplit = 0
-        self._totals: dict[tuple[str, str, str], _Totals] = {}
+        self._totals: dict[tuple[str, str, str], Totals] = {}
         self._number = 0
         self._current: Begun | None = None
         self._last: Begun | None = None
@@ -156,10 +142,8 @@ class Ledger:
         if exact_bytes is None:
             exact_bytes = bytes_sent
         key = (op, algorithm, self.phase)
-        totals = self._totals.get(key)
-        if totals is None:
-            totals = self._totals[key] = _Totals()
-        totals.recent_s[totals.calls % _NUM_RECENT] = seconds
+        totals = self._totals_of(key)
+        totals.recent_s[totals.calls % NUM_RECENT] = seconds
         totals.calls += 1
         totals.bytes_sent += bytes_sent
         totals.exact_bytes += exact_bytes
@@ -188,20 +172,14 @@ class Ledger:
         series = self._series
         assert series is not None, "end_series() without begin_series()"
         seconds = series.seconds()
-        num_calls, spent_s = len(seconds), sum(seconds)
-        bytes_sent = num_calls * series.bytes_sent
-        totals = self._totals.setdefault((series.op, series.algorithm, self.phase), _Totals())
-        newest = seconds[-_NUM_RECENT:]
-        at = (totals.calls + num_calls - len(newest)) % _NUM_RECENT
-        before_end = min(len(newest), _NUM_RECENT - at)
-        totals.recent_s[at : at + before_end] = newest[:before_end]
-        totals.recent_s[: len(newest) - before_end] = newest[before_end:]
-        totals.calls += num_calls
-        totals.bytes_sent += bytes_sent
-        totals.exact_bytes += bytes_sent
-        totals.message_bytes += num_calls * series.num_bytes
-        totals.seconds += spent_s
-        self._spent_s += spent_s
+        bytes_sent = len(seconds) * series.bytes_sent
+        if seconds:
+            totals = self._totals_of((series.op, series.algorithm, self.phase))
+            totals.add_calls(seconds)
+            totals.bytes_sent += bytes_sent
+            totals.exact_bytes += bytes_sent
+            totals.message_bytes += len(seconds) * series.num_bytes
+            self._spent_s += sum(seconds)
         self._last, self._current = self._last_of(series), series.current
         self._number = series.first_number + series.num_begun
         self._series = None
@@ -209,6 +187,12 @@ class Ledger:
         if events is not None:
             events.extend(self._events_of(series))
         return bytes_sent
+
+    def _totals_of(self, key: tuple[str, str, str]) -> Totals:
+        totals = self._totals.get(key)
+        if totals is None:
+            totals = self._totals[key] = Totals()
+        return totals
 
     def _last_of(self, series: Series) -> Begun | None:
         return series.nth(series.num_done - 1) if series.num_done else self._last
@@ -228,7 +212,7 @@ class Ledger:
         for count in counts:
             if not count.calls:
                 continue
-            totals = self._totals.setdefault(count[:3], _Totals())
+            totals = self._totals_of(count[:3])
             totals.calls += count.calls
             totals.bytes_sent += count.bytes_sent
             totals.exact_bytes += count.exact_bytes
@@ -239,7 +223,7 @@ class Ledger:
         """The collective that runs encodes and decodes inside a fused kernel, and nobody knows for how long."""
         self._hidden = True
 
-    def _end_coding(self, totals: _Totals) -> None:
+    def _end_coding(self, totals: Totals) -> None:
         self._all_coding_s += self.coding_s
         self._num_unsplit += self._hidden
         if self._hidden or totals.coding_s is None:
@@ -271,14 +255,8 @@ class Ledger:
 
     def latencies(self) -> list[Latency]:
         """Quantiles of the newest calls of each kind. Sorts 512 numbers for each: for now and then, not for a step."""
-        found = []
-        for key, totals in list(self._totals.items()):
-            num = min(totals.calls - totals.first_timed, _NUM_RECENT)
-            if num:
-                end = totals.calls
-                recent_s = sorted(totals.recent_s[call % _NUM_RECENT] for call in range(end - num, end))
-                found.append(Latency(*key, recent_s[num // 2] * 1e6, recent_s[num * 99 // 100] * 1e6))
-        return found
+        quantiles = [(key, totals.quantiles_s(0.5, 0.99)) for key, totals in list(self._totals.items())]
+        return [Latency(*key, *(seconds * 1e6 for seconds in found)) for key, found in quantiles if found]
 
     def forget_latencies(self) -> None:
         """Quantiles are of later calls from now on; totals go on."""
@@ -293,7 +271,7 @@ class Ledger:
 
     @property
     def begun(self) -> Begun | None:
-        """The collective that runs now: op, algorithm, bytes, number, start. One object as long as it runs."""
+        """The collective that runs now: op, algorithm, bytes, number, start. One object as long as it runs, if not in a kernel."""
         series = self._series
         return self._current if series is None else series.current
 
