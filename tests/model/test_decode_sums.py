@@ -211,11 +211,12 @@ _ROW_BYTES = 64 * 4
 _STEP_BEGINS = 1 + _NUM_SUMS + 1 + 1  # the prompt's sums and its gather, then the embedding's sum
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("act", "error", "timeout_s"),
     [
         ("SIGKILL", PeerLostError, 30.0),
-        ("SIGSTOP", CollectiveTimeoutError, 1.5),
+        ("SIGSTOP", CollectiveTimeoutError, 6.0),  # ranks have as long to load the model
         ("another call", CollectiveMismatchError, 20.0),
     ],
 )
@@ -225,7 +226,7 @@ def test_a_rank_that_does_not_come_is_named_with_every_ranks_last_collective(
     model = make_tiny(tmp_path, num_hidden_layers=_NUM_LAYERS)
     enough = 2 if act == "SIGSTOP" else 3
     with Ranks(3, shared_memory=True, collective_timeout_s=timeout_s) as ranks:
-        outcomes = ranks.outcomes(_until_the_odd_rank, model, act, enough=enough, timeout_s=25)
+        outcomes = ranks.outcomes(_until_the_odd_rank, model, act, enough=enough, timeout_s=40)
         ranks.kill()
 
     waited_for = _STEP_BEGINS + 3
