@@ -10,11 +10,12 @@ for ``codec_seconds``.
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
-_NUM_RECENT = 512  # calls of each kind whose times are kept, for the quantiles
+from tightwire.comm.series import Series
+from tightwire.comm.totals import NUM_RECENT, Totals
+
 _MAX_EVENTS = 1 << 16  # of a recording that nobody takes away: some 15 s of a small model's decoding, 20 MB
 
 
@@ -86,19 +87,6 @@ class Event(NamedTuple):
 Begun = tuple[str, str, int, int, float]
 
 
-@dataclass(slots=True)
-class _Totals:
-    calls: int = 0
-    bytes_sent: int = 0
-    exact_bytes: int = 0
-    message_bytes: int = 0
-    seconds: float = 0.0
-    coding_s: float | None = 0.0
-    # Written in turn: entry calls % _NUM_RECENT.
-    recent_s: list[float] = field(default_factory=lambda: [0.0] * _NUM_RECENT)
-    first_timed: int = 0  # the call from which on latencies are wanted
-
-
 class _CodingTimer:
     __slots__ = ("_ledger", "_start_s")
 
@@ -129,11 +117,13 @@ class Ledger:
         self._spent_s = self._all_coding_s = 0.0
         self._hidden_s = self._hidden_coding_s = 0.0  # of those, what passed while others computed
         self._num_unsplit = 0
-        self._totals: dict[tuple[str, str, str], _Totals] = {}
+        self._totals: dict[tuple[str, str, str], Totals] = {}
         self._number = 0
         self._current: Begun | None = None
         self._last: Begun | None = None
+        self._series: Series | None = None  # what a kernel runs now
         self._events: deque[Event] | None = None
+        self._recording_since_s = 0.0
 
     def begin(self, op: str, algorithm: str, num_bytes: int) -> None:
         """A collective over a tensor of ``num_bytes`` starts. If it fails it is never ended, and stays ``current``."""
@@ -152,10 +142,8 @@ class Ledger:
         if exact_bytes is None:
             exact_bytes = bytes_sent
         key = (op, algorithm, self.phase)
-        totals = self._totals.get(key)
-        if totals is None:
-            totals = self._totals[key] = _Totals()
-        totals.recent_s[totals.calls % _NUM_RECENT] = seconds
+        totals = self._totals_of(key)
+        totals.recent_s[totals.calls % NUM_RECENT] = seconds
         totals.calls += 1
         totals.bytes_sent += bytes_sent
         totals.exact_bytes += exact_bytes
@@ -172,12 +160,59 @@ class Ledger:
                 Event(*key, self.site, number, num_bytes, bytes_sent, exact_bytes, start_s=start_s, seconds=seconds)
             )
 
+    def begin_series(self, series: Series) -> None:
+        """A kernel is to run these collectives, of which ``number``, ``begun`` and the like tell while it does."""
+        self._series = series
+
+    def end_series(self) -> int:
+        """The kernel has returned: count what it has done, and give the bytes that this rank sent for it.
+
+        One that was begun and not done stays ``current``. Cost: some 20 us for 60 of them, 60 more in a recording.
+        """
+        series = self._series
+        assert series is not None, "end_series() without begin_series()"
+        seconds = series.seconds()
+        bytes_sent = len(seconds) * series.bytes_sent
+        if seconds:
+            totals = self._totals_of((series.op, series.algorithm, self.phase))
+            totals.add_calls(seconds)
+            totals.bytes_sent += bytes_sent
+            totals.exact_bytes += bytes_sent
+            totals.message_bytes += len(seconds) * series.num_bytes
+            self._spent_s += sum(seconds)
+        self._last, self._current = self._last_of(series), series.current
+        self._number = series.first_number + series.num_begun
+        self._series = None
+        events = self._events
+        if events is not None:
+            events.extend(self._events_of(series))
+        return bytes_sent
+
+    def _totals_of(self, key: tuple[str, str, str]) -> Totals:
+        totals = self._totals.get(key)
+        if totals is None:
+            totals = self._totals[key] = Totals()
+        return totals
+
+    def _last_of(self, series: Series) -> Begun | None:
+        return series.nth(series.num_done - 1) if series.num_done else self._last
+
+    def _events_of(self, series: Series, after: int = 0) -> list[Event]:
+        """Those that ended in the recording, and whose number is above ``after``."""
+        key, since_s, sent = (series.op, series.algorithm, self.phase), self._recording_since_s, series.bytes_sent
+        spans = zip(series.sites, series.starts_s(), series.seconds(), strict=False)
+        return [
+            Event(*key, site, number, series.num_bytes, sent, sent, start_s=start_s, seconds=seconds)
+            for number, (site, start_s, seconds) in enumerate(spans, series.first_number + 1)
+            if number > after and start_s + seconds >= since_s
+        ]
+
     def add_replayed(self, counts: Iterable[Count]) -> None:
         """Collectives that ran inside a replayed CUDA graph; how long they took nobody knows, nor are they recorded."""
         for count in counts:
             if not count.calls:
                 continue
-            totals = self._totals.setdefault(count[:3], _Totals())
+            totals = self._totals_of(count[:3])
             totals.calls += count.calls
             totals.bytes_sent += count.bytes_sent
             totals.exact_bytes += count.exact_bytes
@@ -188,7 +223,7 @@ class Ledger:
         """The collective that runs encodes and decodes inside a fused kernel, and nobody knows for how long."""
         self._hidden = True
 
-    def _end_coding(self, totals: _Totals) -> None:
+    def _end_coding(self, totals: Totals) -> None:
         self._all_coding_s += self.coding_s
         self._num_unsplit += self._hidden
         if self._hidden or totals.coding_s is None:
@@ -220,14 +255,8 @@ class Ledger:
 
     def latencies(self) -> list[Latency]:
         """Quantiles of the newest calls of each kind. Sorts 512 numbers for each: for now and then, not for a step."""
-        found = []
-        for key, totals in list(self._totals.items()):
-            num = min(totals.calls - totals.first_timed, _NUM_RECENT)
-            if num:
-                end = totals.calls
-                recent_s = sorted(totals.recent_s[call % _NUM_RECENT] for call in range(end - num, end))
-                found.append(Latency(*key, recent_s[num // 2] * 1e6, recent_s[num * 99 // 100] * 1e6))
-        return found
+        quantiles = [(key, totals.quantiles_s(0.5, 0.99)) for key, totals in list(self._totals.items())]
+        return [Latency(*key, *(seconds * 1e6 for seconds in found)) for key, found in quantiles if found]
 
     def forget_latencies(self) -> None:
         """Quantiles are of later calls from now on; totals go on."""
@@ -237,21 +266,24 @@ class Ledger:
     @property
     def number(self) -> int:
         """How many collectives have been begun. Ranks run the same ones, so the rank with the fewest is behind."""
-        return self._number
+        series = self._series
+        return self._number if series is None else series.first_number + series.num_begun
 
     @property
     def begun(self) -> Begun | None:
-        """The collective that runs now: op, algorithm, bytes, number, start. One object as long as it runs."""
-        return self._current
+        """The collective that runs now: op, algorithm, bytes, number, start. One object as long as it runs, if not in a kernel."""
+        series = self._series
+        return self._current if series is None else series.current
 
     def current(self) -> str | None:
         """The collective that runs now, such as ``all_reduce ring 1152 B, #523, 0.4 s``; None between collectives."""
-        begun = self._current
+        begun = self.begun
         return None if begun is None else f"{_words(begun)}, {perf_counter() - begun[-1]:.1f} s"
 
     def last(self) -> str | None:
         """The collective that was finished last; None before the first."""
-        begun = self._last
+        series = self._series
+        begun = self._last if series is None else self._last_of(series)
         return None if begun is None else _words(begun)
 
     def start_recording(self) -> None:
@@ -259,6 +291,7 @@ class Ledger:
 
         When more than 65536 wait to be taken the oldest are lost, which shows as a gap in their numbers.
         """
+        self._recording_since_s = perf_counter()
         self._events = deque(maxlen=_MAX_EVENTS)
 
     def take_events(self, at_most: int) -> list[Event]:
@@ -269,14 +302,19 @@ class Ledger:
 
     def stop_recording(self) -> list[Event]:
         """What was not taken yet, and at its end the collective that runs now, if any, as far as it has come."""
+        series, is_recording = self._series, self._events is not None
         events = self.take_events(_MAX_EVENTS)
         self._events = None
-        begun = self._current
+        begun, site = self._current, self.site
+        if series is not None:
+            begun, site = series.current, series.sites[max(0, series.num_begun - 1)]
+            if is_recording:  # the series may have ended just now, and its events be among those taken
+                events += self._events_of(series, after=events[-1].number if events else 0)
         if begun is not None:
             op, algorithm, num_bytes, number, start_s = begun
             seconds = perf_counter() - start_s
             events.append(
-                Event(op, algorithm, self.phase, self.site, number, num_bytes, 0, 0, start_s, seconds, finished=False)
+                Event(op, algorithm, self.phase, site, number, num_bytes, 0, 0, start_s, seconds, finished=False)
             )
         return events
 

@@ -12,6 +12,38 @@ from torch import Tensor
 from tightwire.comm.codec import Codec
 
 
+class KernelSums(Protocol):
+    """One-shots that a kernel of the caller's makes by itself, of one buffer again and again: ``kernels.shared_sums``.
+
+        table = sums.begin(x, out, sites)
+        while (num_done := sums.wait()) < len(sites):
+            ...  # call the kernel, which makes sums from number ``num_done`` on
+        sums.end()
+
+    ``end`` is called whatever happens; no other collective runs before. All ranks begin with the same shape, dtype and
+    number of sites.
+    """
+
+    def begin(self, x: Tensor, out: Tensor, sites: Sequence[str]) -> int:
+        """The address of the kernel's table. Each sum is of what ``x`` then holds and goes to ``out``; both contiguous.
+
+        ``sites``: what each is for, as the ledger's ``site``.
+        """
+        ...
+
+    def wait(self) -> int:
+        """How many sums are done, when one that the kernel left for want of a rank has been made too.
+
+        Raises:
+            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: as a single AllReduce does.
+        """
+        ...
+
+    def end(self) -> None:
+        """Count what was done, as if each had been called."""
+        ...
+
+
 class FusedAllReduce(Protocol):
     """Whole AllReduces in one kernel, for transports whose ranks map each other's memory.
 
@@ -20,6 +52,7 @@ class FusedAllReduce(Protocol):
     """
 
     tells_coding: bool  # whether ``flash`` tells the group's ledger how long it encodes and decodes
+    in_kernel: KernelSums | None  # ``one_shot`` for a caller's kernel; None: only by itself
 
     def one_shot(self, x: Tensor) -> Tensor: ...
 

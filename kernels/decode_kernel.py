@@ -7,6 +7,8 @@ parts, because ranks sum after each:
     part 2l      norm (with the sum before it), q k v, rotation, cache, attention, output projection
     part 2l + 1  norm (with the sum before it), gate and up, SwiGLU, down projection
 
+Where those sums are one-shots over shared memory the program makes them too (``shared_sums``), and goes on.
+
 A part is made of phases, a phase of items: rows, panels of outputs, tiles of attention. Threads that are given the same
 program draw a phase's items from its counter, and go on to the next when nobody is at work on this one any more. How many
 threads there are is nowhere fixed: one that comes late finds phases done and walks through them.
@@ -23,6 +25,7 @@ from tightwire.kernels.linear_cpu import multiply, prepare_rows
 from tightwire.kernels.norm import rms_norm_rows
 from tightwire.kernels.numbers import size_of
 from tightwire.kernels.rope import rope_rows
+from tightwire.kernels.shared_sums import OUT, await_sum, make_sum
 from tightwire.kernels.simd import fetch_add, load_i32, load_i64
 from tightwire.kernels.swiglu import swiglu_rows
 
@@ -76,11 +79,23 @@ _SPINS = 2000  # some 20 us: a phase is shorter, unless its last thread was made
 
 @kernel
 def run_parts(
-    program: int, layers: int, first: int, stop: int, update: int, eps: float, scale_log2: float, scratch: int
+    program: int,
+    layers: int,
+    first: int,
+    stop: int,
+    update: int,
+    eps: float,
+    scale_log2: float,
+    sums: int,
+    first_summed: int,
+    scratch: int,
+    leads: bool,
 ) -> None:
     """Parts ``first`` to ``stop``, together with whatever threads run the same; ``update`` is the last part's sum, or 0.
 
-    ``scratch`` is this thread's own: ``scratch_floats`` float32 numbers.
+    ``sums``: a table of ``shared_sums``, by which sum 0 is made of what part ``first_summed`` ends with, and so on up to one
+    that is left; 0: nothing is summed, or the caller does it. ``scratch`` is this thread's own: ``scratch_floats`` float32 numbers. One
+    thread ``leads``: it makes the sums.
     """
     for part in range(first, stop):
         layer = layers + 8 * LAYER_INTS * (part // 2)
@@ -89,7 +104,15 @@ def run_parts(
             _attention(program, layer, phase, update, eps, scale_log2, scratch)
         else:
             _mlp(program, layer, phase + 5 * PHASE_BYTES, update, eps, scratch)
-        update = load_i64(program + 8 * PARTIAL)
+        if sums == 0:
+            update = load_i64(program + 8 * PARTIAL)
+        else:
+            # Whoever leads was in every phase, so all that the others had drawn is in ``PARTIAL`` now.
+            number = part - first_summed
+            done = make_sum(sums, number) if leads else await_sum(sums, number)
+            if not done:
+                return
+            update = load_i64(sums + 8 * OUT)
 
 
 @helper

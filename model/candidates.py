@@ -4,22 +4,19 @@ A greedy token is decided by the best logit, one drawn with top_k by the k best.
 part, eight bytes each, where the whole row of a vocabulary of 128,000 is 256 kB from each of two ranks: at 200 Mbit/s ten
 milliseconds a token.
 
-A candidate is one int64: the logit's bits, so turned that they sort as the number does, above the token's id turned
-around. Keys are unique, and of equal logits the lowest id is the best, as everywhere here.
+A candidate is one int64 (``kernels.best_number``), of which larger is better, and of equal logits the lowest id's.
 """
 
 import torch
 from torch import Tensor
 
+from tightwire.kernels.best_number import MAX_ID, best_keys, keys_of
 from tightwire.model.draw import largest_keys
 from tightwire.model.penalties import has_penalties
 from tightwire.model.sampling_params import SamplingParams, is_greedy
 
 KEY_BYTES = 8
 MAX_CANDIDATES = 256  # of a rank and row; beyond, selecting them costs more than sending the row
-
-_MAX_ID = (1 << 31) - 1
-_NAN_BITS = 0x7FC0_0000
 
 
 def candidates_needed(params: SamplingParams) -> int:
@@ -38,10 +35,9 @@ def candidates_needed(params: SamplingParams) -> int:
 def best_candidates(logits_RV: Tensor, count: int, first_id: int) -> Tensor:
     """(R, count) keys of each row's best logits; ``first_id`` is that of column 0. A NaN is the best of all."""
     if count == 1:
-        best_R, id_R = logits_RV.max(-1)
-        return _keys(best_R.float(), id_R + first_id)[:, None]
+        return best_keys(logits_RV, first_id)[:, None]
     ids_V = torch.arange(first_id, first_id + logits_RV.shape[1], device=logits_RV.device)
-    return largest_keys(_keys(logits_RV.float(), ids_V), count)
+    return largest_keys(keys_of(logits_RV.float(), ids_V), count)
 
 
 def scatter_candidates(keys_RC: Tensor, vocab_size: int) -> Tensor:
@@ -49,10 +45,4 @@ def scatter_candidates(keys_RC: Tensor, vocab_size: int) -> Tensor:
     sorting_RC = keys_RC >> 32
     bits_RC = torch.where(sorting_RC < 0, sorting_RC ^ 0x7FFF_FFFF, sorting_RC).int()
     logits_RV = torch.full((len(keys_RC), vocab_size), -torch.inf, device=keys_RC.device)
-    return logits_RV.scatter_(1, _MAX_ID - (keys_RC & _MAX_ID), bits_RC.view(torch.float32))
-
-
-def _keys(logits: Tensor, ids: Tensor) -> Tensor:
-    # Plus zero, so that zeros of either sign are equal.
-    bits = torch.where(logits.isnan(), _NAN_BITS, (logits + 0.0).view(torch.int32)).long()
-    return torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits) << 32 | (_MAX_ID - ids)
+    return logits_RV.scatter_(1, MAX_ID - (keys_RC & MAX_ID), bits_RC.view(torch.float32))

@@ -1,12 +1,16 @@
 """The layers of one rank for generated tokens on CPU: host side of ``kernels.decode_kernel``.
 
-Buffers stay from step to step, and Python is entered twice a layer, where ranks sum, or once a step where there is
-nothing to sum.
+Buffers stay from step to step. Python is entered once a step where ranks have nothing to sum, or sum over shared memory; else
+twice a layer.
 """
+
+import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from tightwire.comm.protocols import KernelSums
 from tightwire.kernels import decode_kernel as place
 from tightwire.kernels.attention_cpu import LOG2_E, Tiles, cut_into_tiles
 from tightwire.kernels.attention_cpu_kernels import scratch_floats
@@ -129,6 +133,31 @@ class DecodeProgram:
         """
         if update_TD is not None:
             _check_rows("the ranks' sum", update_TD, self._buffers[place.PARTIAL][: self._num_rows])
+        self._run(first, stop, update_TD)
+        return self._buffers[place.PARTIAL][: self._num_rows]
+
+    def run_and_sum(self, first: int, update_TD: Tensor | None, sums: KernelSums, labels: Sequence[str]) -> Tensor:
+        """Run as many parts as there are ``labels``, and after each sum over the ranks; gives (T, D), the last sum.
+
+        That is valid until the next one is made: it may be given as the next ``update_TD``.
+
+        Args:
+            labels: what each sum is for.
+        Raises:
+            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: a rank does not do the same, or nothing.
+        """
+        partial_TD, total_TD = self._buffers[place.PARTIAL][: self._num_rows], self._total_TD[: self._num_rows]
+        table = sums.begin(partial_TD, total_TD, labels)
+        try:
+            while (num_done := sums.wait()) < len(labels):
+                # Further than the first time only after a sum that another rank came late for.
+                update_TD = total_TD if num_done else update_TD
+                self._run(first + num_done, first + len(labels), update_TD, table, first)
+        finally:
+            sums.end()
+        return total_TD
+
+    def _run(self, first: int, stop: int, update_TD: Tensor | None, sums: int = 0, first_summed: int = 0) -> None:
         arguments = (
             self._program.data_ptr(),
             self._layers.data_ptr(),
@@ -137,14 +166,16 @@ class DecodeProgram:
             0 if update_TD is None else update_TD.data_ptr(),
             self._config.norm_eps,
             self._config.head_dim**-0.5 * LOG2_E,
+            sums,
+            first_summed,
         )
+        leader = threading.get_ident()
 
         def work() -> None:
             scratch = torch.empty(self._scratch_floats, dtype=torch.float32)
-            place.run_parts(*arguments, scratch.data_ptr())
+            place.run_parts(*arguments, scratch.data_ptr(), threading.get_ident() == leader)
 
         run_on_threads(work, useful_threads(self._num_rows, sum(self._weights_per_part[first:stop])))
-        return self._buffers[place.PARTIAL][: self._num_rows]
 
     def _make_buffers(self, num_rows: int) -> None:
         config, shard = self._config, self._shard
@@ -163,6 +194,7 @@ class DecodeProgram:
             field: torch.empty(num_rows, width, dtype=self._cache.keys.dtype) for field, width in widths.items()
         }
         self._set({field: buffer.data_ptr() for field, buffer in self._buffers.items()})
+        self._total_TD = torch.empty_like(self._buffers[place.PARTIAL])
         widest = max(config.hidden_size, num_heads * head_dim, mlp_size)
         self._scratch_floats = max(num_rows * widest, scratch_floats(num_heads // num_kv_heads, head_dim))
 

@@ -156,20 +156,24 @@ class Llama:
         for span in self._weights.spans:
             for index in span:
                 program.place(index, self._weights.layer(index))
-            update_TD = self._run_generated(span, batch, program, update_TD)
+            update_TD = self._run_generated(span, batch, program, residual_TD, update_TD)
             for index in span:
                 self._weights.release(index)
         assert update_TD is not None, "a model has at least one layer"
         return residual_TD + update_TD
 
-    def _run_generated(self, span: range, batch: Batch, program: DecodeProgram, update_TD: Tensor | None) -> Tensor:
+    def _run_generated(
+        self, span: range, batch: Batch, program: DecodeProgram, residual_TD: Tensor, update_TD: Tensor | None
+    ) -> Tensor:
         """These layers' parts; takes and gives the sum of the part before and of the last one."""
-        sums, first, stop = self._sums[batch.arm], 2 * span.start, 2 * span.stop
-        if sums[0] is None:
+        first, stop = 2 * span.start, 2 * span.stop
+        sums = [row_sums for row_sums in self._sums[batch.arm][first:stop] if row_sums is not None]
+        if not sums:
             return program.run(first, stop, update_TD)
-        for part in range(first, stop):
-            row_sums = sums[part]
-            assert row_sums is not None, "ranks sum everywhere or nowhere"
+        in_kernel = self._parallel.sums_in_kernel({row_sums.generated for row_sums in sums}, residual_TD)
+        if in_kernel is not None:
+            return program.run_and_sum(first, update_TD, in_kernel, [row_sums.label for row_sums in sums])
+        for part, row_sums in enumerate(sums, start=first):
             partial_TD = program.run(part, part + 1, update_TD)
             update_TD = self._parallel.sum_rows(partial_TD, row_sums, num_single_rows=len(partial_TD))
         assert update_TD is not None

@@ -7,16 +7,18 @@ and the head are split over the vocabulary.
 Source: Megatron-LM, arXiv 1909.08053, section 3.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tightwire.comm.all_reduce.in_kernel import kernel_sums
 from tightwire.comm.collectives import all_gather
 from tightwire.comm.group import Group
 from tightwire.comm.policy.routes import Routes
-from tightwire.comm.protocols import AllReduce
+from tightwire.comm.protocols import AllReduce, KernelSums
 from tightwire.kernels.embedding import embedding
 from tightwire.kernels.linear import linear_to_float
 from tightwire.kernels.packed import Matrix
@@ -85,6 +87,11 @@ class TensorParallel:
         generated_TD = sums.generated(partial_TD[:num_single_rows])
         ledger.phase = step_phase
         return torch.cat([generated_TD, sums.prompt(partial_TD[num_single_rows:])])
+
+    def sums_in_kernel(self, generated: Iterable[AllReduce], rows_TD: Tensor) -> KernelSums | None:
+        """What lets one kernel make all these sums of messages like ``rows_TD``; None where one of them cannot be."""
+        found = {kernel_sums(all_reduce, rows_TD.numel(), rows_TD.element_size()) for all_reduce in generated}
+        return found.pop() if len(found) == 1 else None
 
     def logits(self, hidden_RD: Tensor, local_head_VD: Matrix, num_candidates: int = 0) -> Tensor | None:
         """(R, V) float32 on rank 0, None on the others.

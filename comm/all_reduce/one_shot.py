@@ -10,6 +10,7 @@ from torch import Tensor
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.error_bounds import rank_order_bound
 from tightwire.comm.group import Group
+from tightwire.comm.protocols import KernelSums
 from tightwire.comm.slices import as_bytes
 from tightwire.comm.summing import sum_in_rank_order
 
@@ -25,8 +26,10 @@ class OneShotAllReduce(BaseAllReduce):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
+        self.in_kernel: KernelSums | None = None
         if group.transport.fused is not None:
             self._fused = group.transport.fused.one_shot
+            self.in_kernel = group.transport.fused.in_kernel
 
     def _reduce(self, x_N: Tensor) -> Tensor:
         return sum_in_rank_order([buf.view(x_N.dtype) for buf in self._transport.gather(as_bytes(x_N))])

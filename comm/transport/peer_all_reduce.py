@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tightwire.comm.codec import Codec
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
+from tightwire.comm.protocols import KernelSums
 from tightwire.comm.slices import slice_lengths
 from tightwire.kernels.all_reduce_triton import Part, PeerBuffers, max_part_elems, one_shot, two_shot
 from tightwire.kernels.block_format import BlockFormat
@@ -32,6 +33,7 @@ class PeerAllReduce:
     """
 
     tells_coding = False
+    in_kernel: KernelSums | None = None
 
     def __init__(
         self,

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from tightwire.comm.codec import Codec
 from tightwire.comm.legs import sum_and_encode
+from tightwire.comm.protocols import KernelSums
 from tightwire.comm.slices import slice_lengths
 from tightwire.comm.transport.shared_board import FLASH
+from tightwire.comm.transport.shared_sums import SharedSums
 from tightwire.comm.transport.shared_turns import SharedTurns
 from tightwire.kernels.shared_all_reduce import DONE, call_word, one_shot, two_shot
 from tightwire.kernels.simd import NUMBER_KIND
@@ -28,6 +30,7 @@ class SharedAllReduce:
     tells_coding = True
 
     def __init__(self, turns: SharedTurns) -> None:
+        self.in_kernel: KernelSums | None = SharedSums(turns)
         self._turns = turns
         self._table, self._announce = turns.board.table, turns.board.announce
 

@@ -90,6 +90,7 @@ class SharedBoard:
             chunk_bytes=min(self.chunk_bytes, _FUSED_CHUNK_BYTES),
         )
         self.table = self._table.data_ptr()  # what the kernels take
+        self.announced_at = base + 8 * (self._own + _NUMBER)
         self._words[self._own + _PID] = os.getpid()
         wake_on_time()
 
@@ -125,9 +126,21 @@ class SharedBoard:
         words[own + _NUMBER], words[own + _NUM_BYTES] = number, num_bytes
         if (op, algorithm) != self._announced_name:
             self._announced_name = op, algorithm
-            name = f"{op} {algorithm}".encode()[:_NAME_BYTES]
             start = 8 * (own + _NAME)
-            self._bytes[start : start + _NAME_BYTES] = name.ljust(_NAME_BYTES, b"\0")
+            self._bytes[start : start + _NAME_BYTES] = _name_bytes(op, algorithm)
+
+    def announcement(self, op: str, algorithm: str) -> Tensor:
+        """(N,) uint8: what a kernel may show in place of ``announce``, by copying it to ``announced_at``.
+
+        Its first two words, the collective's number and bytes, are for the caller to fill in.
+        """
+        note = torch.zeros(RANK_BYTES - 8 * _NUMBER, dtype=torch.uint8)
+        note[8 * (_NAME - _NUMBER) :] = torch.frombuffer(bytearray(_name_bytes(op, algorithm)), dtype=torch.uint8)
+        return note
+
+    def forget_announced(self) -> None:
+        """A kernel has shown others: the next ``announce`` shows all of its collective."""
+        self._announced = self._announced_name = None
 
     def sign_out(self, reason: int) -> None:
         """Tell the others that this rank comes no more; the first reason stays."""
@@ -174,6 +187,10 @@ class SharedBoard:
         first = peer * _RANK_WORDS
         raw = bytes(self._bytes[8 * (first + _NAME) : 8 * (first + _NAME) + _NAME_BYTES])
         return raw.rstrip(b"\0").decode(errors="replace"), self._words[first + _NUM_BYTES], self._words[first + _NUMBER]
+
+
+def _name_bytes(op: str, algorithm: str) -> bytes:
+    return f"{op} {algorithm}".encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
 
 
 def _call_in_words(word: int) -> str:

@@ -22,7 +22,7 @@ def _group(world_size: int, device: str, *, fused: bool) -> Group:
 class _Fused:
     """Stands for a transport's kernels, which nobody calls here."""
 
-    one_shot = two_shot = None
+    one_shot = two_shot = in_kernel = None
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from tightwire.comm.ledger import Event, Ledger, Spent
+from tightwire.comm.series import Series
 
 
 def record(ledger: Ledger, algorithm: str = "ring", num_bytes: int = 64, sent: int = 64) -> None:
@@ -170,3 +172,126 @@ def test_a_recording_may_be_taken_by_another_thread_meanwhile() -> None:
     thread.join()
     taken += ledger.stop_recording()
     assert [event.number for event in taken] == list(range(1, 20_001))
+
+
+class Kernel:
+    """Stands for one that makes collectives: tells a ledger of ``num`` like them, at times of the test's own."""
+
+    def __init__(self, ledger: Ledger, num: int) -> None:
+        self._progress = np.zeros(2, dtype=np.int64)
+        self._stamps_ns = np.zeros((num, 2), dtype=np.int64)
+        ledger.begin_series(
+            Series(
+                op="all_reduce",
+                algorithm="one-shot",
+                num_bytes=1152,
+                bytes_sent=10,
+                sites=[f"o_proj {index}" for index in range(num)],
+                first_number=ledger.number,
+                progress=self._progress,
+                stamps_ns=self._stamps_ns,
+            )
+        )
+
+    def begin(self, at_s: float) -> None:
+        self._stamps_ns[self._progress[0], 0] = round(at_s * 1e9)
+        self._progress[0] += 1
+
+    def end(self, at_s: float) -> None:
+        self._stamps_ns[self._progress[1], 1] = round(at_s * 1e9)
+        self._progress[1] += 1
+
+    def run(self, num: int, first_s: float = 1.0, seconds: float = 0.5) -> None:
+        for at_s in range(num):
+            self.begin(first_s + at_s)
+            self.end(first_s + at_s + seconds)
+
+
+def test_a_series_is_told_of_while_it_runs_and_counted_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger()
+    record(ledger)
+    ledger.phase = "decode"
+    kernel = Kernel(ledger, 3)
+    assert (ledger.number, ledger.begun, ledger.last()) == (1, None, "all_reduce ring 64 B, #1")
+    kernel.begin(2.0)
+    monkeypatch.setattr("tightwire.comm.ledger.perf_counter", lambda: 2.25)
+    assert (ledger.number, ledger.begun) == (2, ("all_reduce", "one-shot", 1152, 2, 2.0))
+    assert ledger.current() == "all_reduce one-shot 1152 B, #2, 0.2 s"
+    kernel.end(2.5)
+    kernel.begin(3.0)
+    kernel.end(3.25)
+    assert (ledger.number, ledger.current(), ledger.last()) == (3, None, "all_reduce one-shot 1152 B, #3")
+    kernel.begin(4.0)
+    kernel.end(5.0)
+
+    assert ledger.end_series() == 30
+    assert (ledger.number, ledger.begun, ledger.last()) == (4, None, "all_reduce one-shot 1152 B, #4")
+    count = ledger.counts()[1]
+    assert count[:5] == ("all_reduce", "one-shot", "decode", 3, 30) and count.exact_bytes == 30
+    assert (count.seconds, count.message_bytes, count.codec_seconds) == (1.75, 3 * 1152, 0.0)
+    assert ledger.latencies()[1][3:] == pytest.approx((5e5, 1e6))
+    record(ledger)
+    assert ledger.last() == "all_reduce ring 64 B, #5"
+
+
+def test_a_series_that_failed_leaves_the_collective_that_it_was_at() -> None:
+    ledger = Ledger()
+    kernel = Kernel(ledger, 5)
+    kernel.run(2)
+    kernel.begin(3.0)
+    assert ledger.end_series() == 20
+    assert ledger.counts()[0].calls == 2
+    assert ledger.begun == ("all_reduce", "one-shot", 1152, 3, 3.0) and ledger.number == 3
+
+
+@pytest.mark.parametrize("sizes", [(60, 500, 500), (700,), (512, 100), (1, 1, 511)])
+def test_quantiles_after_series_are_of_the_newest_calls(sizes: tuple[int, ...]) -> None:
+    ledger = Ledger()
+    for number, size in enumerate(sizes):
+        kernel = Kernel(ledger, size)
+        kernel.run(size, seconds=0.25 if number == len(sizes) - 1 else 0.5)
+        ledger.end_series()
+    assert ledger.counts()[0].calls == sum(sizes)
+    newest, older = sizes[-1], sum(sizes) - sizes[-1]
+    (latency,) = ledger.latencies()
+    assert (latency.p50_us, latency.p99_us) == (
+        250_000 if newest > 256 else 500_000,
+        250_000 if newest >= 507 or not older else 500_000,
+    )
+
+
+def test_a_recording_holds_a_series_from_its_start_to_its_end() -> None:
+    ledger = Ledger()
+    kernel = Kernel(ledger, 6)
+    now_s = time.perf_counter()
+    kernel.run(1, now_s - 3)
+    ledger.start_recording()
+    for after_s in (1, 2):
+        kernel.begin(now_s + after_s)
+        kernel.end(now_s + after_s + 0.5)
+    kernel.begin(now_s + 3)
+    events = ledger.stop_recording()
+    assert [(event.number, event.site, event.finished) for event in events] == [
+        (2, "o_proj 1", True),
+        (3, "o_proj 2", True),
+        (4, "o_proj 3", False),
+    ]
+    assert events[0][5:8] == (1152, 10, 10)
+    assert (events[0].start_s, events[0].seconds) == pytest.approx((now_s + 1, 0.5))
+    kernel.end(now_s + 4)
+    ledger.end_series()
+    assert ledger.take_events(10) == []
+
+
+def test_a_series_that_ends_while_a_recording_does_is_in_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger()
+    ledger.start_recording()
+    kernel, take_events = Kernel(ledger, 2), ledger.take_events
+    kernel.run(2, time.perf_counter())
+
+    def take_after_the_end(at_most: int) -> list[Event]:
+        ledger.end_series()
+        return take_events(at_most)
+
+    monkeypatch.setattr(ledger, "take_events", take_after_the_end)
+    assert [event.number for event in ledger.stop_recording()] == [1, 2]

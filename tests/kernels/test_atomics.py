@@ -1,10 +1,11 @@
-"""Ordered words: what is written before a release is there after the acquire that reads it."""
+"""Ordered words: what is written before a release is there after the acquire that reads it; and the clock."""
 
 import threading
+import time
 
 import torch
 
-from tightwire.kernels.atomics import load_acquire, store_release, yield_core
+from tightwire.kernels.atomics import clock_ns, load_acquire, store_release, yield_core
 from tightwire.kernels.jit import kernel
 from tightwire.kernels.simd import load_i64, store_i64
 
@@ -40,3 +41,16 @@ def test_data_is_there_when_its_number_is() -> None:
     writer.start()
     assert _read(data.data_ptr(), words.data_ptr(), 1, 20_001) == 0
     writer.join()
+
+
+@kernel
+def _now_ns() -> int:
+    return clock_ns()
+
+
+def test_the_clock_is_that_of_python() -> None:
+    _now_ns()  # compiled
+    for _ in range(100):
+        before_ns = time.perf_counter_ns()
+        now_ns = _now_ns()
+        assert before_ns <= now_ns <= time.perf_counter_ns()
