@@ -9,8 +9,10 @@ from tightwire.comm.ledger import Ledger
 from tightwire.model.decode_graphs import DecodeGraphs
 from tightwire.model.kv_cache import KVCache
 from tightwire.model.llama import Batch, Llama
+from tightwire.model.references import num_referred, resolve
 from tightwire.model.step import StepPlan
 from tightwire.model.step_arrays import StepArrays, cut, cut_row
+from tightwire.model.transfer import upload
 
 
 class ModelRunner:
@@ -33,9 +35,13 @@ class ModelRunner:
         self._block_size = cache.block_size
         self._device = cache.keys.device
 
-    def execute(self, plan: StepPlan) -> Tensor | None:
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
         """Run one forward pass; keys and values of the new tokens are in the cache afterwards.
 
+        On CUDA the host only launches it, and waits for nothing.
+
+        Args:
+            chosen_R: on rank 0, the tokens (R,) int32 chosen after the last step, if the plan refers to any.
         Returns:
             Logits (R, V) float32 of ``plan.logit_rows`` on rank 0; None on other ranks, and when R is 0. With
             ``plan.num_candidates`` those beside the best may be minus infinity.
@@ -43,13 +49,15 @@ class ModelRunner:
         # A step with any prompt in it sends messages of a prompt's size: that is what the two phases tell apart.
         self._ledger.phase = "decode" if 4 * plan.num_decode_rows == len(plan.token_ids) else "prefill"
         arrays = self._arrays(plan)
+        num_chosen = num_referred(arrays.token_ids_T)
+        chosen_R = self._model.last_chosen(chosen_R, num_chosen) if num_chosen else None
         if self._graphs is not None and self._graphs.fits(arrays):
-            hidden_TD = self._graphs.run(arrays, plan.arm)
+            hidden_TD = self._graphs.run(arrays, plan.arm, chosen_R)
         elif self._lane is not None and (row := cut_row(len(arrays.token_ids_T), arrays.num_decode_rows)):
-            halves = [self._batch(half, plan.arm) for half in cut(arrays, row)]
+            halves = [self._batch(half, plan.arm, chosen_R) for half in cut(arrays, row)]
             hidden_TD = self._model.forward_overlapped(halves, self._lane)
         else:
-            hidden_TD = self._model.forward(self._batch(arrays, plan.arm))
+            hidden_TD = self._model.forward(self._batch(arrays, plan.arm, chosen_R))
         rows_R = _int32(plan.logit_rows)
         if not len(rows_R):
             return None
@@ -77,9 +85,10 @@ class ModelRunner:
             num_decode_rows=plan.num_decode_rows,
         )
 
-    def _batch(self, arrays: StepArrays, arm: int) -> Batch:
+    def _batch(self, arrays: StepArrays, arm: int, chosen_R: Tensor | None) -> Batch:
+        token_ids_T = self._to_device(arrays.token_ids_T)
         return Batch(
-            token_ids_T=self._to_device(arrays.token_ids_T),
+            token_ids_T=token_ids_T if chosen_R is None else resolve(token_ids_T, chosen_R),
             positions_T=self._to_device(arrays.positions_T),
             slots_T=self._to_device(arrays.slots_T),
             query_start_B1=self._to_device(arrays.query_start_B1),
@@ -90,7 +99,7 @@ class ModelRunner:
         )
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.tensor(array, dtype=torch.int32, device=self._device)
+        return upload(array, torch.int32, self._device)
 
 
 def _int32(data: bytes) -> np.ndarray:
