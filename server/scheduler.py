@@ -100,9 +100,9 @@ class Scheduler:
             if request not in step.preempted:
                 self._give(request, step, preempting=True)
         self._admit(arm)  # never one just preempted: it gave up less than it would need
-        self._fill_with_prompts(
-            [request for request in self.running if request.arm == arm and _is_behind(request)], step
-        )
+        # Beside prompts, one just admitted of which all but the last token was found in the prefix cache.
+        rest = [request for request in self.running if request.arm == arm and request not in step.tokens]
+        self._fill_with_prompts([request for request in rest if request.num_to_compute], step)
         if self._drafter is not None and len(step.tokens) <= self.limits.max_drafting_seqs:
             for request in step.tokens:
                 self._guess(request, step, self._drafter)

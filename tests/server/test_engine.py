@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fake_runner import FakeRunner, logits_after
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -379,6 +379,8 @@ def random_params(rng: random.Random) -> SamplingParams:
     prefix_cache=st.sampled_from(["none", "prompts", "all"]),
     drafter=st.sampled_from([None, ODD_GUESSES, NgramDrafter(max_tokens=3, longest=2, shortest=1)]),
 )
+# One comes back after a preemption to find all but its last token in the prefix cache.
+@example(seed=181, num_blocks=25, max_num_seqs=4, extra_budget=11, block_size=3, prefix_cache="all", drafter=None)
 def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
     seed: int,
     num_blocks: int,
