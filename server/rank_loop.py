@@ -60,7 +60,7 @@ class Leader:
     ) -> None:
         self._runner, self._group, self._reporter = runner, group, reporter
         self._vocab_size, self._eos_token_ids = model.vocab_size, model.eos_token_ids
-        self._arms = plan.arms
+        self._arms, self._plan_ahead = plan.arms, plan.plan_ahead
         self._limits = Limits(
             max_model_len=plan.max_model_len,
             max_num_seqs=options.max_num_seqs,
@@ -125,10 +125,10 @@ class Leader:
                 self._reporter.send(engine.step())
         self._send_followers(StopFollowing())
 
-    def execute(self, plan: StepPlan) -> Tensor:
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor:
         """The engine's runner: this rank's part of a step that the followers already have."""
         self._reporter.begin("step", plan.index)
-        logits_RV = self._runner.execute(plan)
+        logits_RV = self._runner.execute(plan, chosen_R)
         if logits_RV is None:  # a step that only fills the cache asks for no row
             return torch.empty(0, self._vocab_size, device=self._group.device)
         return logits_RV
@@ -145,6 +145,7 @@ class Leader:
             comm_spent=self._group.ledger.spent,
             arms=self._arms,
             drafter=self._drafter,
+            plan_ahead=self._plan_ahead,
         )
 
     def _take_messages(self, engine: Engine) -> bool:

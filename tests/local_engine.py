@@ -52,6 +52,7 @@ def local_engine(
     prefix_cache: str = "prompts",
     drafter: NgramDrafter | None = None,
     overlap: bool = False,
+    plan_ahead: bool = False,
 ) -> Iterator[LocalEngine]:
     """An engine over ``tp`` ranks; followers run in threads until the block ends.
 
@@ -110,6 +111,7 @@ def local_engine(
             broadcast=broadcast,
             arms=tuple(arms),
             drafter=drafter,
+            plan_ahead=plan_ahead,
         )
         yield LocalEngine(engine, runners, groups)
     finally:
