@@ -71,6 +71,8 @@ class Scheduler:
         (self.running if request in self.running else self.waiting).remove(request)
         if spoiled:
             self.pool.spoil(request.blocks)
+        elif self.prefixes is not None:  # a block that was filled before its last token was known
+            self.prefixes.enter(request, request.num_computed)
         self._free(request)
 
     def learn(self, request: Request, num_right: int) -> None:
