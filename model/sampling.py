@@ -46,7 +46,8 @@ class Choice:
     sorted whole: ``wait`` does, and says which rows were ``late``.
     """
 
-    def __init__(self, ids_R: Tensor, scoring: "_Scored | None", choose_late: "Callable[[], Choice]") -> None:
+    def __init__(self, ids_R: Tensor, scoring: "_Scored | None", choose_late: "Callable[[], Choice] | None") -> None:
+        """``choose_late``: keeps the logits; None where nothing can be late."""
         self.ids_R = ids_R
         self._scoring, self._choose_late = scoring, choose_late
         self._download = Download([ids_R])
@@ -54,7 +55,8 @@ class Choice:
     def wait(self) -> Sampled:
         """What was chosen, once the device has come so far."""
         token_ids = self._download.wait()[0].tolist()
-        if late := [row for row, token_id in enumerate(token_ids) if token_id == UNSETTLED]:
+        if self._choose_late is not None and UNSETTLED in token_ids:
+            late = [row for row, token_id in enumerate(token_ids) if token_id == UNSETTLED]
             return self._choose_late().wait()._replace(late=late)
         scores: list[TokenScore | None] = [None] * len(token_ids)
         if self._scoring is not None:
@@ -101,7 +103,7 @@ class Sampler:
         best_R, greedy_R = processed_RV.max(-1)  # the first of equal ones, hence the lowest id
 
         @torch.inference_mode()
-        def choose(waits: bool) -> Choice:
+        def choose(*, waits: bool) -> Choice:
             ids_R = greedy_R
             for group in batch.groups:
                 ids_R = group.draw_into(ids_R, processed_RV, best_R, positions_R, waits=waits)
@@ -110,9 +112,10 @@ class Sampler:
                 target = ids_R[batch.scored].clamp(min=0)
                 scored = _Scored(batch.scored_rows, Scoring(logits_RV[batch.scored], target, batch.top_n))
             ids_R = torch.where(best_R.isfinite(), ids_R, -1).int()
-            return Choice(ids_R, scored, lambda: choose(True))
+            may_be_late = not waits and any(group.filters.top_k_R1 is not None for group in batch.groups)
+            return Choice(ids_R, scored, (lambda: choose(waits=True)) if may_be_late else None)
 
-        return choose(waits)
+        return choose(waits=waits)
 
     @torch.inference_mode()
     def score(self, logits_RV: Tensor, targets: Sequence[int], top_n: int) -> list[TokenScore]:

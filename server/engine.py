@@ -23,6 +23,7 @@ from torch import Tensor
 from tightwire.comm.ledger import Spent
 from tightwire.model.sampling import Choice, Sampler
 from tightwire.model.step import StepPlan
+from tightwire.model.transfer import Download
 from tightwire.server.drafts import NgramDrafter
 from tightwire.server.flight import Flight, NewTokens
 from tightwire.server.limits import Limits
@@ -177,8 +178,10 @@ class Engine:
             logits_RV = torch.empty((0, self._vocab_size))
         self._num_steps += 1
         self._num_steps_ahead += last is not None
-        flight = Flight(step, logits_RV)
-        if flight.new and flight.is_simple:
+        flight = Flight(step, Download([logits_RV[:0]]))
+        if not flight.is_simple:
+            flight.logits_RV = logits_RV
+        elif flight.new:
             requests = [new.chunk.request for new in flight.new]
             waits = not self._plan_ahead
             flight.choice = self._times.sampling(self._sampler.start, logits_RV, requests, waits=waits)
@@ -186,19 +189,18 @@ class Engine:
 
     def _collect(self, flight: Flight, outputs: list[Output]) -> None:
         """Wait for a step, score prompts, and append what each sequence got to ``outputs``."""
-        for chunk, rows in flight.scored:
-            if flight.has(chunk.request) and not self._score(chunk, flight.logits_RV[rows]):
-                flight.drop(chunk.request)
-                outputs.append(self._end(chunk.request, "error", _NOT_FINITE))
+        self._times.sampling(flight.forward_pass.wait)  # also where nothing comes of it: who comes now is to be next
+        if flight.logits_RV is not None:
+            self._score_prompts(flight, flight.logits_RV, outputs)
         for chunk in flight.chunks:
             if not chunk.samples and chunk.end == len(chunk.request.token_ids):  # echo only
                 self._num_prompt_tokens += chunk.request.num_prompt_tokens
                 outputs.append(self._end(chunk.request, "length"))
         chosen = [new for new in flight.new if flight.has(new.chunk.request)]
-        if flight.choice is None:
-            self._choose(chosen, flight.logits_RV)
-        else:
+        if flight.choice is not None:
             self._take(flight, flight.choice)
+        elif flight.logits_RV is not None:
+            self._choose(chosen, flight.logits_RV)
         for new in chosen:
             if new.token_ids:
                 outputs.append(self._tell(new))
@@ -230,6 +232,12 @@ class Engine:
             for new, token_id, score in zip(going_on, result.token_ids, result.scores, strict=True):
                 new.add(token_id, score)
             going_on = [new for new in going_on if new.guess_held]
+
+    def _score_prompts(self, flight: Flight, logits_RV: Tensor, outputs: list[Output]) -> None:
+        for chunk, rows in flight.scored:
+            if flight.has(chunk.request) and not self._score(chunk, logits_RV[rows]):
+                flight.drop(chunk.request)
+                outputs.append(self._end(chunk.request, "error", _NOT_FINITE))
 
     def _score(self, chunk: Chunk, logits_RV: Tensor) -> bool:
         """Append the chunk's prompt logprobs; False when they are not numbers."""

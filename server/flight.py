@@ -8,6 +8,7 @@ from tightwire.model.logprobs import TokenScore
 from tightwire.model.penalties import has_penalties
 from tightwire.model.references import refer
 from tightwire.model.sampling import Choice
+from tightwire.model.transfer import Download
 from tightwire.server.messages import TokenLogprob
 from tightwire.server.request import Request
 from tightwire.server.scheduled_step import Chunk, ScheduledStep
@@ -62,11 +63,13 @@ class NewTokens:
 
 
 class Flight:
-    """``choice``: one token of each of ``new``, being chosen; None: where prompts are scored or guesses checked first."""
+    """A step's tokens: ``choice``, one of each of ``new``, or where prompts are scored and guesses checked, ``logits_RV``."""
 
-    def __init__(self, step: ScheduledStep, logits_RV: Tensor) -> None:
-        self.logits_RV = logits_RV
+    def __init__(self, step: ScheduledStep, forward_pass: Download) -> None:
+        """``forward_pass``: comes to its end with it."""
+        self.forward_pass = forward_pass
         self.choice: Choice | None = None
+        self.logits_RV: Tensor | None = None
         self.scored: list[tuple[Chunk, slice]] = []  # with the rows of logits that score it
         self.new: list[NewTokens] = []
         self.num_seqs = len(step.chunks)
