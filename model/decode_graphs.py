@@ -17,7 +17,9 @@ from torch import Tensor
 
 from tightwire.comm.ledger import Ledger
 from tightwire.model.llama import Batch
+from tightwire.model.references import resolve
 from tightwire.model.step_arrays import StepArrays
+from tightwire.model.transfer import overwrite
 
 Replay = Callable[[], Tensor]
 
@@ -65,11 +67,11 @@ class DecodeGraphs:
         num_rows = len(arrays.token_ids_T)
         return arrays.num_decode_rows == num_rows <= self._sizes[-1] and arrays.has_a_token_each
 
-    def run(self, arrays: StepArrays, arm: int) -> Tensor:
-        """(B, D) hidden states, valid until the next step."""
+    def run(self, arrays: StepArrays, arm: int, chosen_R: Tensor | None = None) -> Tensor:
+        """(B, D) hidden states, valid until the next step. ``chosen_R``: what the step's references stand for."""
         num_rows = len(arrays.token_ids_T)
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
-        return self._graphs[size, arm].run(arrays)[:num_rows]
+        return self._graphs[size, arm].run(arrays, chosen_R)[:num_rows]
 
 
 class _Graph:
@@ -87,7 +89,7 @@ class _Graph:
     ) -> None:
         self._size, self._ledger = size, ledger
         widths = (1, 1, 1, 1, max_blocks)
-        self._host = torch.zeros(size * sum(widths), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(size * sum(widths), dtype=torch.int32)
         self._device = torch.zeros_like(self._host, device=device)
         lengths = [size * width for width in widths]
         self._fields = [part.numpy() for part in self._host.split(lengths)]
@@ -102,14 +104,15 @@ class _Graph:
             num_decode_rows=size,
             arm=arm,
         )
+        self._token_ids_T = token_ids
         self._pad(0)
-        self._device.copy_(self._host)
+        overwrite(self._device, self._host)
         forward(batch)  # compiles kernels and takes workspaces, which a capture must not
         before = {count[:3]: count for count in ledger.counts()}
         self._replay = capture(lambda: forward(batch))
         self._counts = [count.since(before.get(count[:3])) for count in ledger.counts()]
 
-    def run(self, arrays: StepArrays) -> Tensor:
+    def run(self, arrays: StepArrays, chosen_R: Tensor | None) -> Tensor:
         num_rows = len(arrays.token_ids_T)
         self._pad(num_rows)
         token_ids, positions, slots, context_lens, tables = self._fields
@@ -119,7 +122,9 @@ class _Graph:
         context_lens[:num_rows] = arrays.context_lens_B
         width = arrays.block_tables_BM.shape[1]
         tables.reshape(self._size, -1)[:num_rows, :width] = arrays.block_tables_BM
-        self._device.copy_(self._host)  # waits, so the host's side may be written again
+        overwrite(self._device, self._host)
+        if chosen_R is not None:
+            self._token_ids_T.copy_(resolve(self._token_ids_T, chosen_R))
         hidden_TD = self._replay()
         self._ledger.add_replayed(self._counts)
         return hidden_TD

@@ -20,6 +20,7 @@ from torch import Tensor
 _WEIGHT_BITS = 40
 _ID_BITS = 20
 _ID_MASK = (1 << _ID_BITS) - 1
+UNSETTLED = -2  # in place of a token: the row is still to be sorted whole
 MAX_VOCAB_SIZE = 1 << _ID_BITS  # 40 + 20 bits: keys, and sums over the whole vocabulary, stay below 2^63
 
 # How many of the best tokens are looked at before the whole row is sorted. Language models put 95 % on a few dozen.
@@ -71,19 +72,25 @@ def uniforms(mixed_seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
     return (_splitmix64(mixed_seeds_R + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def draw(logits_RV: Tensor, best_R: Tensor, filters: Filters, uniform_R: Tensor) -> Tensor:
+def draw(logits_RV: Tensor, best_R: Tensor, filters: Filters, uniform_R: Tensor, *, waits: bool = True) -> Tensor:
     """Inverse-CDF draw of one token id per row.
+
+    Which rows are to be sorted whole only the device knows. Either the host waits for it to say so, or such rows get
+    ``UNSETTLED``, and are drawn again later.
 
     Args:
         logits_RV: float32, -inf allowed, each row's maximum finite (a row where it is not gives some id below V).
         best_R: each row's maximum.
         uniform_R: float64 in [0, 1).
+        waits: whether the host may wait for the device.
     Returns:
         (R,) int64.
     """
     if logits_RV.is_cpu and len(logits_RV) > _CPU_ROWS:
         parts = torch.arange(len(logits_RV)).split(_CPU_ROWS)
-        return torch.cat([draw(logits_RV[p[0] : p[-1] + 1], best_R[p], filters.rows(p), uniform_R[p]) for p in parts])
+        return torch.cat(
+            [draw(logits_RV[p[0] : p[-1] + 1], best_R[p], filters.rows(p), uniform_R[p], waits=waits) for p in parts]
+        )
     weights_RV = _weights(logits_RV, best_R[:, None], filters)
     uniform_R1 = uniform_R[:, None]
     if filters.top_k_R1 is None:
@@ -94,8 +101,9 @@ def draw(logits_RV: Tensor, best_R: Tensor, filters: Filters, uniform_R: Tensor)
         descending_V = torch.arange(_ID_MASK, _ID_MASK - vocab_size, -1, device=logits_RV.device)
         total_R1 = weights_RV.sum(-1, keepdim=True)
         keys_RV = weights_RV.bitwise_left_shift_(_ID_BITS).add_(descending_V)
-        ids_R1 = _draw_sorted(keys_RV, total_R1, filters, uniform_R1, min(_WIDTH, vocab_size))
-    return ids_R1[:, 0].clamp_(0, logits_RV.shape[1] - 1)  # a row of NaN must not point outside the vocabulary
+        ids_R1 = _draw_sorted(keys_RV, total_R1, filters, uniform_R1, min(_WIDTH, vocab_size), waits=waits)
+    # A row of NaN must not point outside the vocabulary.
+    return ids_R1[:, 0].clamp_(UNSETTLED if filters.top_k_R1 is not None else 0, logits_RV.shape[1] - 1)
 
 
 def _weights(logits_RV: Tensor, best_R1: Tensor, filters: Filters) -> Tensor:
@@ -106,7 +114,9 @@ def _weights(logits_RV: Tensor, best_R1: Tensor, filters: Filters) -> Tensor:
     return share_RV.mul_(2.0**_WEIGHT_BITS).long()
 
 
-def _draw_sorted(keys_RV: Tensor, total_R1: Tensor, filters: Filters, uniform_R1: Tensor, width: int) -> Tensor:
+def _draw_sorted(
+    keys_RV: Tensor, total_R1: Tensor, filters: Filters, uniform_R1: Tensor, width: int, *, waits: bool
+) -> Tensor:
     """Draw among the ``width`` best tokens; rows whose cut lies beyond them are sorted whole."""
     assert filters.top_k_R1 is not None and filters.top_p_R1 is not None
     vocab_size = keys_RV.shape[1]
@@ -127,11 +137,18 @@ def _draw_sorted(keys_RV: Tensor, total_R1: Tensor, filters: Filters, uniform_R1
     num_kept_R1 = torch.minimum(kept_RC.sum(-1, keepdim=True), filters.top_k_R1).clamp_(1, width)
     place_R1 = _land(up_to_RC, up_to_RC.gather(1, num_kept_R1 - 1), uniform_R1).clamp_(max=width - 1)
     ids_R1 = _ID_MASK - (keys_RC.gather(1, place_R1) & _ID_MASK)
+    if width < vocab_size and not waits:
+        return torch.where(settled_R1, ids_R1, UNSETTLED)
     if width < vocab_size:
         open_rows = (~settled_R1[:, 0]).nonzero()[:, 0]
         if len(open_rows):
             ids_R1[open_rows] = _draw_sorted(
-                keys_RV[open_rows], total_R1[open_rows], filters.rows(open_rows), uniform_R1[open_rows], vocab_size
+                keys_RV[open_rows],
+                total_R1[open_rows],
+                filters.rows(open_rows),
+                uniform_R1[open_rows],
+                vocab_size,
+                waits=True,
             )
     return ids_R1
 

@@ -184,6 +184,11 @@ class Llama:
         return self._parallel.embed(table, batch.token_ids_T, batch.arm, dtype)
 
     @torch.inference_mode()
+    def last_chosen(self, chosen_R: Tensor | None, num: int) -> Tensor:
+        """(num,) int32 on every rank; see ``TensorParallel.last_chosen``."""
+        return self._parallel.last_chosen(chosen_R, num)
+
+    @torch.inference_mode()
     def logits(self, hidden_RD: Tensor, num_candidates: int = 0) -> Tensor | None:
         """(R, V) float32 on rank 0, None elsewhere; see ``TensorParallel.logits``."""
         outer = self._weights.outer

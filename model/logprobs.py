@@ -1,9 +1,12 @@
 """Log-probabilities of tokens in the model's own distribution, before any processing, and the best beside them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tightwire.model.transfer import Download
 
 _ID_BITS = 20
 _ID_MASK = (1 << _ID_BITS) - 1
@@ -26,26 +29,39 @@ def score_tokens(logits_RV: Tensor, target_R: Tensor, top_n: list[int]) -> list[
     Every row is computed on its own (log_softmax works row by row), so results do not depend on the other rows.
     Works through a few rows at a time, whose temporaries take about 20 V bytes each.
     """
-    num_rows = _CPU_ROWS if logits_RV.is_cpu else _DEVICE_ROWS
-    scores: list[TokenScore] = []
-    for first in range(0, len(target_R), num_rows):
-        part = slice(first, first + num_rows)
-        scores += _score(logits_RV[part].float(), target_R[part], top_n[part])
-    return scores
+    return Scoring(logits_RV, target_R, top_n).wait()
 
 
-def _score(logits_RV: Tensor, target_R: Tensor, top_n: list[int]) -> list[TokenScore]:
+class Scoring:
+    """``score_tokens`` under way on the device; ``wait`` gives what it gives."""
+
+    def __init__(self, logits_RV: Tensor, target_R: Tensor, top_n: list[int]) -> None:
+        num_rows = _CPU_ROWS if logits_RV.is_cpu else _DEVICE_ROWS
+        self._parts: list[tuple[list[int], Download]] = []
+        for first in range(0, len(target_R), num_rows):
+            part = slice(first, first + num_rows)
+            found = _score(logits_RV[part].float(), target_R[part], max(top_n[part]))
+            self._parts.append((top_n[part], Download(found)))
+
+    def wait(self) -> list[TokenScore]:
+        return [score for top_n, found in self._parts for score in _to_scores(found.wait(), top_n)]
+
+
+def _score(logits_RV: Tensor, target_R: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(R,) targets, their logprobs and ranks, and (R, C) the best tokens and their logprobs."""
     logprob_RV = logits_RV.log_softmax(-1)
     keys_RV = _sort_keys(logits_RV)
     target_R1 = target_R[:, None]
     rank_R = (keys_RV > keys_RV.gather(1, target_R1)).sum(-1) + 1
-    width = min(max(top_n), logits_RV.shape[1])
-    top_RC = _ID_MASK - (keys_RV.topk(width).values & _ID_MASK)
-    chosen = logprob_RV.gather(1, target_R1)[:, 0].tolist()
-    best_ids, best = top_RC.tolist(), logprob_RV.gather(1, top_RC).tolist()
+    top_RC = _ID_MASK - (keys_RV.topk(min(top_n, logits_RV.shape[1])).values & _ID_MASK)
+    return target_R, logprob_RV.gather(1, target_R1)[:, 0], rank_R, top_RC, logprob_RV.gather(1, top_RC)
+
+
+def _to_scores(found: Sequence[Tensor], top_n: list[int]) -> list[TokenScore]:
+    columns = zip(*(column.tolist() for column in found), top_n, strict=True)
     return [
-        TokenScore(token_id, chosen[r], rank, list(zip(best_ids[r][: top_n[r]], best[r][: top_n[r]], strict=True)))
-        for r, (token_id, rank) in enumerate(zip(target_R.tolist(), rank_R.tolist(), strict=True))
+        TokenScore(token_id, logprob, rank, list(zip(best_ids[:num], best[:num], strict=True)))
+        for token_id, logprob, rank, best_ids, best, num in columns
     ]
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.comm.all_reduce.in_kernel import kernel_sums
-from tightwire.comm.collectives import all_gather
+from tightwire.comm.collectives import all_gather, broadcast
 from tightwire.comm.group import Group
 from tightwire.comm.policy.routes import Routes
 from tightwire.comm.protocols import AllReduce, KernelSums
@@ -70,6 +70,23 @@ class TensorParallel:
         mine_T = (token_ids_T >= rows.start) & (token_ids_T < rows.stop)
         local_ids_T = torch.where(mine_T, token_ids_T - rows.start, 0)
         return embedding_sum(embedding(local_ids_T, local_table_VD, dtype).mul_(mine_T.unsqueeze(-1)))
+
+    def last_chosen(self, chosen_R: Tensor | None, num: int) -> Tensor:
+        """The first ``num`` of the tokens that rank 0 chose after the last step, on every rank.
+
+        Args:
+            chosen_R: (R,) int32 on rank 0, not looked at elsewhere.
+        Raises:
+            ValueError: rank 0 has fewer.
+        Cost: rank 0 sends the W - 1 others 4 num bytes.
+        """
+        if self._group.rank != 0:
+            chosen_R = torch.empty(num, dtype=torch.int32, device=self._group.device)
+        elif chosen_R is None or len(chosen_R) < num:
+            given = "none" if chosen_R is None else len(chosen_R)
+            raise ValueError(f"the plan refers to {num} tokens chosen after the last step, and {given} were given")
+        self._group.ledger.site = "chosen"
+        return broadcast(self._group, chosen_R[:num])
 
     def sum_rows(self, partial_TD: Tensor, sums: RowSums, *, num_single_rows: int) -> Tensor:
         """(T, D): what the ranks' partial results add up to.

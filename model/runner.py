@@ -11,8 +11,10 @@ from tightwire.comm.ledger import Ledger
 from tightwire.model.decode_graphs import DecodeGraphs
 from tightwire.model.kv_cache import KVCache
 from tightwire.model.llama import Batch, Llama
+from tightwire.model.references import num_referred, resolve
 from tightwire.model.step import StepPlan
 from tightwire.model.step_arrays import StepArrays, cut, cut_row, cut_up
+from tightwire.model.transfer import upload
 from tightwire.model.weights.source import WeightSource
 
 
@@ -44,9 +46,13 @@ class ModelRunner:
         """End what fetches weights. May be called twice."""
         self.weights.close()
 
-    def execute(self, plan: StepPlan) -> Tensor | None:
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
         """Run one forward pass; keys and values of the new tokens are in the cache afterwards.
 
+        On CUDA the host only launches it, and waits for nothing.
+
+        Args:
+            chosen_R: on rank 0, the tokens (R,) int32 chosen after the last step, if the plan refers to any.
         Returns:
             Logits (R, V) float32 of ``plan.logit_rows`` on rank 0; None on other ranks, and when R is 0. With
             ``plan.num_candidates`` those beside the best may be minus infinity.
@@ -54,10 +60,12 @@ class ModelRunner:
         # A step with any prompt in it sends messages of a prompt's size: that is what the two phases tell apart.
         self._ledger.phase = "decode" if 4 * plan.num_decode_rows == len(plan.token_ids) else "prefill"
         arrays = self._arrays(plan)
+        num_chosen = num_referred(arrays.token_ids_T)
+        chosen_R = self._model.last_chosen(chosen_R, num_chosen) if num_chosen else None
         if self._graphs is not None and self._graphs.fits(arrays):
-            hidden_TD = self._graphs.run(arrays, plan.arm)
+            hidden_TD = self._graphs.run(arrays, plan.arm, chosen_R)
         else:
-            hidden_TD = self._forward([self._batch(part, plan.arm) for part in self._parts(arrays)])
+            hidden_TD = self._forward([self._batch(part, plan.arm, chosen_R) for part in self._parts(arrays)])
         rows_R = _int32(plan.logit_rows)
         if not len(rows_R):
             return None
@@ -101,9 +109,10 @@ class ModelRunner:
             num_decode_rows=plan.num_decode_rows,
         )
 
-    def _batch(self, arrays: StepArrays, arm: int) -> Batch:
+    def _batch(self, arrays: StepArrays, arm: int, chosen_R: Tensor | None) -> Batch:
+        token_ids_T = self._to_device(arrays.token_ids_T)
         return Batch(
-            token_ids_T=self._to_device(arrays.token_ids_T),
+            token_ids_T=token_ids_T if chosen_R is None else resolve(token_ids_T, chosen_R),
             positions_T=self._to_device(arrays.positions_T),
             slots_T=self._to_device(arrays.slots_T),
             query_start_B1=self._to_device(arrays.query_start_B1),
@@ -114,7 +123,7 @@ class ModelRunner:
         )
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.tensor(array, dtype=torch.int32, device=self._device)
+        return upload(array, torch.int32, self._device)
 
 
 def _int32(data: bytes) -> np.ndarray:

@@ -7,7 +7,7 @@ equals. Logprobs are of the distribution before all of this.
 A row's outcome depends on that row alone: see ``draw`` for how, and the tests for bit-identity over batch compositions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.model.draw import MAX_VOCAB_SIZE, Filters, draw, mix_seed, uniforms
-from tightwire.model.logprobs import TokenScore, score_tokens
+from tightwire.model.draw import MAX_VOCAB_SIZE, UNSETTLED, Filters, draw, mix_seed, uniforms
+from tightwire.model.logprobs import Scoring, TokenScore, score_tokens
 from tightwire.model.penalties import PenaltyTables, has_penalties
 from tightwire.model.sampling_params import SamplingParams, is_greedy
+from tightwire.model.transfer import Download, upload
 
 
 class SamplingRow(Protocol):
@@ -35,6 +36,33 @@ class Sampled(NamedTuple):
 
     token_ids: list[int]
     scores: list[TokenScore | None]  # None where params.logprobs is None
+    late: Sequence[int] = ()  # rows whose token the device did not know (``Choice.ids_R``)
+
+
+class Choice:
+    """Tokens being chosen on the device. ``ids_R``, (R,) int32, are there for what the device does next.
+
+    A row whose top_p reaches beyond the best 1024 tokens has a negative number there, because only the host can have it
+    sorted whole: ``wait`` does, and says which rows were ``late``.
+    """
+
+    def __init__(self, ids_R: Tensor, scoring: "_Scored | None", choose_late: "Callable[[], Choice] | None") -> None:
+        """``choose_late``: keeps the logits; None where nothing can be late."""
+        self.ids_R = ids_R
+        self._scoring, self._choose_late = scoring, choose_late
+        self._download = Download([ids_R])
+
+    def wait(self) -> Sampled:
+        """What was chosen, once the device has come so far."""
+        token_ids = self._download.wait()[0].tolist()
+        if self._choose_late is not None and UNSETTLED in token_ids:
+            late = [row for row, token_id in enumerate(token_ids) if token_id == UNSETTLED]
+            return self._choose_late().wait()._replace(late=late)
+        scores: list[TokenScore | None] = [None] * len(token_ids)
+        if self._scoring is not None:
+            for row, score in zip(self._scoring.rows, self._scoring.scoring.wait(), strict=True):
+                scores[row] = score
+        return Sampled(token_ids, scores)
 
 
 class Sampler:
@@ -53,29 +81,41 @@ class Sampler:
         """Sequences the penalty tables have room for; 0 while no live sequence has penalties."""
         return self._penalties.num_slots
 
-    @torch.inference_mode()
     def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-        """Next token of each row.
+        """Next token of each row, waited for; arguments as for ``start``."""
+        return self.start(logits_RV, rows, waits=True).wait()
+
+    @torch.inference_mode()
+    def start(self, logits_RV: Tensor, rows: Sequence[SamplingRow], *, waits: bool) -> Choice:
+        """Have the next token of each row chosen.
 
         Args:
             logits_RV: (R, V) float32, left as it is.
-            rows: the R sequences the logits belong to; ``token_ids`` ends with the token the logits follow.
+            rows: the R sequences the logits belong to; ``token_ids`` ends with the token the logits follow. Unless a row
+                has penalties it is of no account which token that is.
+            waits: whether the host may wait for the device; if not, it does nowhere unless there are penalties.
         """
         if logits_RV.shape != (len(rows), self._vocab_size):
             raise ValueError(f"expected logits ({len(rows)}, {self._vocab_size}), got {tuple(logits_RV.shape)}")
         batch = self._prepared(rows)
-        processed_RV = self._processed(logits_RV, batch)
-        best_R, ids_R = processed_RV.max(-1)  # the first of equal ones, hence the lowest id
-        for group in batch.groups:
-            ids_R = group.draw_into(ids_R, processed_RV, best_R)
-        token_ids = torch.where(best_R.isfinite(), ids_R, -1).tolist()
-        scores: list[TokenScore | None] = [None] * len(rows)
-        if batch.scored:
-            target = ids_R[batch.scored]
-            found = score_tokens(logits_RV[batch.scored], target, batch.top_n)
-            for row, score in zip(batch.scored, found, strict=True):
-                scores[row] = score
-        return Sampled(token_ids, scores)
+        positions_R = np.array([len(row.token_ids) - row.num_prompt_tokens for row in rows], np.uint64)
+        processed_RV = self._processed(logits_RV, batch, positions_R)
+        best_R, greedy_R = processed_RV.max(-1)  # the first of equal ones, hence the lowest id
+
+        @torch.inference_mode()
+        def choose(*, waits: bool) -> Choice:
+            ids_R = greedy_R
+            for group in batch.groups:
+                ids_R = group.draw_into(ids_R, processed_RV, best_R, positions_R, waits=waits)
+            scored = None
+            if batch.scored is not None:
+                target = ids_R[batch.scored].clamp(min=0)
+                scored = _Scored(batch.scored_rows, Scoring(logits_RV[batch.scored], target, batch.top_n))
+            ids_R = torch.where(best_R.isfinite(), ids_R, -1).int()
+            may_be_late = not waits and any(group.filters.top_k_R1 is not None for group in batch.groups)
+            return Choice(ids_R, scored, (lambda: choose(waits=True)) if may_be_late else None)
+
+        return choose(waits=waits)
 
     @torch.inference_mode()
     def score(self, logits_RV: Tensor, targets: Sequence[int], top_n: int) -> list[TokenScore]:
@@ -99,21 +139,26 @@ class Sampler:
             batch = self._batch = _Batch(list(rows), self._vocab_size, self._device)
         return batch
 
-    def _processed(self, logits_RV: Tensor, batch: "_Batch") -> Tensor:
+    def _processed(self, logits_RV: Tensor, batch: "_Batch", positions_R: np.ndarray) -> Tensor:
         """Logits after bias, bans and penalties; the very same tensor when there are none."""
-        banned = batch.banned_now()
+        banned = batch.banned_at(positions_R)
         if batch.bias is None and not banned and not batch.penalized:
             return logits_RV
         logits_RV = logits_RV.clone()
         if batch.bias is not None:
             logits_RV.index_put_((batch.bias.row, batch.bias.token_id), batch.bias.value, accumulate=True)
         if banned:
-            row, token_id = torch.tensor(banned, device=self._device).unbind(1)
-            logits_RV.index_put_((row, token_id), torch.tensor(-torch.inf, device=self._device))
+            row, token_id = upload(banned, torch.int64, self._device).unbind(1)
+            logits_RV.index_put_((row, token_id), torch.full((), -torch.inf, device=self._device))
         if batch.penalized:
             rows = [batch.rows[r] for r in batch.penalized]
             self._penalties.apply_(logits_RV, batch.penalized, rows)
         return logits_RV
+
+
+class _Scored(NamedTuple):
+    rows: list[int]
+    scoring: Scoring
 
 
 class _Bias(NamedTuple):
@@ -126,18 +171,20 @@ class _Bias(NamedTuple):
 class _DrawGroup:
     """Rows drawn alike, with their parameters as tensors; ``index`` is None when they are the whole batch."""
 
-    rows: list[SamplingRow]
+    rows: list[int]
     index: Tensor | None
     filters: Filters
     mixed_seeds: np.ndarray
 
-    def draw_into(self, ids_R: Tensor, logits_RV: Tensor, best_R: Tensor) -> Tensor:
+    def draw_into(
+        self, ids_R: Tensor, logits_RV: Tensor, best_R: Tensor, positions_R: np.ndarray, *, waits: bool
+    ) -> Tensor:
         """``ids_R`` with this group's entries drawn."""
-        positions = np.array([len(row.token_ids) - row.num_prompt_tokens for row in self.rows], np.uint64)
-        uniform = torch.from_numpy(uniforms(self.mixed_seeds, positions)).to(logits_RV.device)
+        numbers = uniforms(self.mixed_seeds, positions_R[self.rows])
+        uniform = upload(numbers, torch.float64, logits_RV.device)
         if self.index is None:
-            return draw(logits_RV, best_R, self.filters, uniform)
-        drawn = draw(logits_RV[self.index], best_R[self.index], self.filters, uniform)
+            return draw(logits_RV, best_R, self.filters, uniform, waits=waits)
+        drawn = draw(logits_RV[self.index], best_R[self.index], self.filters, uniform, waits=waits)
         return ids_R.index_copy(0, self.index, drawn)
 
 
@@ -151,19 +198,20 @@ class _Batch:
         self.bias = _bias_tensors(params, device)
         self._short = [r for r, row in enumerate(rows) if row.params.min_tokens > 0 and row.stop_ids]
         self.penalized = [r for r, p in enumerate(params) if has_penalties(p)]
-        self.scored = [r for r, p in enumerate(params) if p.logprobs is not None]
-        self.top_n = [params[r].logprobs or 0 for r in self.scored]
+        self.scored_rows = [r for r, p in enumerate(params) if p.logprobs is not None]
+        self.scored = upload(self.scored_rows, torch.int64, device) if self.scored_rows else None
+        self.top_n = [params[r].logprobs or 0 for r in self.scored_rows]
         drawn = [r for r, p in enumerate(params) if not is_greedy(p)]
         in_order = [r for r in drawn if not self._needs_sort(params[r])]
         ranked = [r for r in drawn if self._needs_sort(params[r])]
         self.groups = [self._group(chosen, device) for chosen in (in_order, ranked) if chosen]
 
-    def banned_now(self) -> list[tuple[int, int]]:
-        """(row, stop id) of the rows that may not end yet."""
+    def banned_at(self, positions_R: np.ndarray) -> list[tuple[int, int]]:
+        """(row, stop id) of the rows that may not end yet, with so many tokens out."""
         return [
             (r, token_id)
             for r in self._short
-            if len(self.rows[r].token_ids) - self.rows[r].num_prompt_tokens < self.rows[r].params.min_tokens
+            if positions_R[r] < self.rows[r].params.min_tokens
             for token_id in self.rows[r].stop_ids
         ]
 
@@ -174,7 +222,7 @@ class _Batch:
         params = [self.rows[r].params for r in chosen]
 
         def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+            return upload(values, dtype, device)[:, None]
 
         ranked = self._needs_sort(params[0])
         top_k = [min(p.top_k, self._vocab_size) if p.top_k > 0 else self._vocab_size for p in params]
@@ -185,8 +233,8 @@ class _Batch:
             top_p_R1=column([p.top_p for p in params], torch.float64) if ranked else None,
         )
         return _DrawGroup(
-            rows=[self.rows[r] for r in chosen],
-            index=None if len(chosen) == len(self.rows) else torch.tensor(chosen, device=device),
+            rows=chosen,
+            index=None if len(chosen) == len(self.rows) else upload(chosen, torch.int64, device),
             filters=filters,
             mixed_seeds=np.array([mix_seed(p.seed) for p in params], np.uint64),
         )
@@ -198,7 +246,7 @@ def _bias_tensors(params: list[SamplingParams], device: torch.device) -> _Bias |
         return None
     rows, token_ids, values = zip(*entries, strict=True)
     return _Bias(
-        torch.tensor(rows, device=device),
-        torch.tensor(token_ids, device=device),
-        torch.tensor(values, dtype=torch.float32, device=device),
+        upload(rows, torch.int64, device),
+        upload(token_ids, torch.int64, device),
+        upload(values, torch.float32, device),
     )

@@ -16,7 +16,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """
 
     index: int  # counts up by one; a rank that sees a gap stops
-    token_ids: bytes  # (T,) int32
+    token_ids: bytes  # (T,) int32; a negative one refers to what the last step chose (``references``)
     query_lens: bytes  # (B,) int32
     context_lens: bytes  # (B,) int32, tokens in the cache once this step has written its own
     block_tables: bytes  # (B, max_blocks) int32, row-major, unused entries 0

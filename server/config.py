@@ -222,6 +222,13 @@ class EngineOptions:
         True,
         "on CUDA, capture the steps of generated tokens and replay them; without, each kernel is launched by the host",
     )
+    plan_ahead: str = _option(
+        "auto",
+        "plan and launch each step while the one before it still runs, so that a device need not wait for the host in "
+        "between: on, off, or auto, which does it on CUDA, as on a CPU the cores that would plan are those that compute. "
+        "The answers are the same; a prompt that arrives may wait for one step more",
+        ("auto", "on", "off"),
+    )
     speculation: str = _option(
         "none",
         "guess tokens ahead and check several in one step: ngram guesses what followed when the last tokens stood in the "

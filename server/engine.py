@@ -1,8 +1,14 @@
-"""The engine: one step of the scheduler, the model and the sampler at a time, on rank 0.
+"""The engine: one step of the scheduler, the model and the sampler after the other, on rank 0.
 
 Given everything it uses, so that tests run it without a model, a process or a clock. Not thread-safe: one loop calls
 ``add``, ``cancel`` and ``step``. What the runner or the sampler raises goes through to that loop; a request that cannot
 run, or whose logits are not numbers, ends with an error of its own and leaves the others alone.
+
+A device need not wait for what the host does between two steps. Planning ahead, the engine launches step N + 1 while N
+runs, and only then waits for N's tokens, takes them in and tells them. Each sequence that goes on has a row in N + 1 for the
+token that N chooses, which the device puts in itself (``model/references``). One that turns out to have ended
+has computed that row for nothing. N is collected first where N + 1 depends on what came of it: when prompts are scored,
+guesses are or may be made, a sequence has penalties, or blocks run out.
 """
 
 import logging
@@ -15,14 +21,15 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.ledger import Spent
-from tightwire.model.logprobs import TokenScore
-from tightwire.model.sampling import Sampler
+from tightwire.model.sampling import Choice, Sampler
 from tightwire.model.step import StepPlan
+from tightwire.model.transfer import Download
 from tightwire.server.drafts import NgramDrafter
+from tightwire.server.flight import Flight, NewTokens
 from tightwire.server.limits import Limits
 from tightwire.server.messages import AddRequest, CommCount, EngineStats, FirstToken, Output, StepResult, TokenLogprob
 from tightwire.server.request import Request, make_request, why_refused
-from tightwire.server.scheduled_step import Chunk, ScheduledStep
+from tightwire.server.scheduled_step import Chunk
 from tightwire.server.scheduler import Scheduler
 from tightwire.server.step_times import StepTimes, first_token
 
@@ -32,9 +39,12 @@ _NOT_FINITE = "the model's scores for this sequence are not finite numbers, so n
 
 
 class Runner(Protocol):
-    """Runs one plan on this rank; gives (R, V) float32 logits for the plan's ``logit_rows``, None when R is 0."""
+    """Runs one plan on this rank; gives (R, V) float32 logits for the plan's ``logit_rows``, None when R is 0.
 
-    def execute(self, plan: StepPlan) -> Tensor | None: ...
+    ``chosen_R``: what was chosen after the last plan, (R,) int32, for this one to refer to.
+    """
+
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None: ...
 
 
 class Engine:
@@ -53,17 +63,19 @@ class Engine:
         arms: Sequence[str] = ("auto",),
         comm_spent: Callable[[], Spent] = Spent,
         drafter: NgramDrafter | None = None,
+        plan_ahead: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``broadcast`` hands each plan to the other ranks before this one runs it; ``comm_counts`` fills the stats.
 
         ``comm_spent``: the time of all collectives so far. ``arms``: the AllReduces that a request may name, the server's
         own first; their places are the plans' arms. ``drafter``: guesses tokens ahead; None: nothing does.
+        ``plan_ahead``: launch each step before the last one is waited for, where that can be.
         """
         self._runner, self._sampler, self._broadcast = runner, sampler, broadcast
         self._comm_counts, self._clock = comm_counts, clock
         self._times = StepTimes(clock, comm_spent)
-        self._limits, self._vocab_size = limits, vocab_size
+        self._limits, self._vocab_size, self._plan_ahead = limits, vocab_size, plan_ahead
         self._arms = tuple(arms)
         self._eos_token_ids = frozenset(eos_token_ids)
         if outside := [i for i in self._eos_token_ids if not 0 <= i < vocab_size]:
@@ -71,7 +83,9 @@ class Engine:
         self._scheduler = Scheduler(limits, drafter)
         self._requests: dict[str, Request] = {}
         self._pending: list[Output] = []  # ends that happened between steps
-        self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._flight: Flight | None = None  # launched, but not collected
+        self._num_steps = self._num_steps_ahead = 0
+        self._num_prompt_tokens = self._num_generation_tokens = 0
         self._num_draft_tokens = self._num_accepted_draft_tokens = 0
 
     def add(self, message: AddRequest) -> None:
@@ -107,20 +121,18 @@ class Engine:
         return bool(self._pending or self._requests)
 
     def step(self) -> StepResult:
-        """Run one forward pass, if any sequence needs one, and say what came of it."""
+        """Run one forward pass, if any sequence needs one, and say what came of it.
+
+        Planning ahead: of the one that was launched in the last call, and launch the next before waiting for it.
+        """
         outputs, self._pending = self._pending, []
-        begun = self._times.read()
-        step = self._scheduler.schedule(begun.at_s)
-        if step is not None:
-            for chunk in step.chunks:
-                chunk.request.at_first_step = chunk.request.at_first_step or begun
-            self._broadcast(step.plan)
-            logits_RV = self._times.forward(self._runner.execute, step.plan)
-            if logits_RV is None:
-                assert not step.plan.logit_rows, "the engine runs on rank 0, which has the logits"
-                logits_RV = torch.empty((0, self._vocab_size))
-            self._num_steps += 1
-            self._take_in(step, logits_RV, outputs)
+        flight, self._flight = self._flight, None
+        if flight is None or not flight.is_wanted:  # all who were in it have ended
+            flight = self._launch(None)
+        if flight is not None:
+            if self._plan_ahead and flight.may_be_followed and not self._scheduler.may_guess(flight.num_seqs):
+                self._flight = self._launch(flight)
+            self._collect(flight, outputs)
         return StepResult(outputs=outputs, stats=self.stats())
 
     def stats(self) -> EngineStats:
@@ -138,33 +150,74 @@ class Engine:
             num_prefix_hit_tokens=0 if prefixes is None else prefixes.num_hit_tokens,
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_draft_tokens=self._num_accepted_draft_tokens,
+            num_steps_ahead=self._num_steps_ahead,
             comm=self._comm_counts(),
         )
 
-    def _take_in(self, step: ScheduledStep, logits_RV: Tensor, outputs: list[Output]) -> None:
-        """Score prompts, sample, and append what each sequence got to ``outputs``."""
-        chosen: list[_NewTokens] = []
-        row = 0
+    def _launch(self, last: Flight | None) -> Flight | None:
+        """Plan a step, have it run and its tokens chosen, and wait for nothing; None: there is none to be had now.
+
+        ``last``: the step that still runs.
+        """
+        begun = self._times.read()
+        if last is not None:
+            last.refer()
+        step = self._scheduler.schedule(begun.at_s, ahead=last is not None)
+        if step is None:
+            if last is not None:
+                last.take_back()
+            return None
         for chunk in step.chunks:
-            request = chunk.request
-            request.num_computed = chunk.end
-            scored_rows = slice(row, row + len(chunk.scored))
-            row = scored_rows.stop + chunk.samples + len(chunk.draft)
-            if chunk.scored and not self._score(chunk, logits_RV[scored_rows]):
-                outputs.append(self._end(request, "error", _NOT_FINITE))
-            elif chunk.samples:
-                chosen.append(_NewTokens(chunk, scored_rows.stop))
-            elif chunk.end == len(request.token_ids):  # echo only
-                self._num_prompt_tokens += request.num_prompt_tokens
-                outputs.append(self._end(request, "length"))
-        self._choose(chosen, logits_RV)
+            chunk.request.at_first_step = chunk.request.at_first_step or begun
+            chunk.request.num_computed = chunk.end
+        self._broadcast(step.plan)
+        chosen_R = None if last is None or last.choice is None else last.choice.ids_R
+        logits_RV = self._times.forward(self._runner.execute, step.plan, chosen_R)
+        if logits_RV is None:
+            assert not step.plan.logit_rows, "the engine runs on rank 0, which has the logits"
+            logits_RV = torch.empty((0, self._vocab_size))
+        self._num_steps += 1
+        self._num_steps_ahead += last is not None
+        flight = Flight(step, Download([logits_RV[:0]]))
+        if not flight.is_simple:
+            flight.logits_RV = logits_RV
+        elif flight.new:
+            requests = [new.chunk.request for new in flight.new]
+            waits = not self._plan_ahead
+            flight.choice = self._times.sampling(self._sampler.start, logits_RV, requests, waits=waits)
+        return flight
+
+    def _collect(self, flight: Flight, outputs: list[Output]) -> None:
+        """Wait for a step, score prompts, and append what each sequence got to ``outputs``."""
+        self._times.sampling(flight.forward_pass.wait)  # also where nothing comes of it: who comes now is to be next
+        if flight.logits_RV is not None:
+            self._score_prompts(flight, flight.logits_RV, outputs)
+        for chunk in flight.chunks:
+            if not chunk.samples and chunk.end == len(chunk.request.token_ids):  # echo only
+                self._num_prompt_tokens += chunk.request.num_prompt_tokens
+                outputs.append(self._end(chunk.request, "length"))
+        chosen = [new for new in flight.new if flight.has(new.chunk.request)]
+        if flight.choice is not None:
+            self._take(flight, flight.choice)
+        elif flight.logits_RV is not None:
+            self._choose(chosen, flight.logits_RV)
         for new in chosen:
             if new.token_ids:
                 outputs.append(self._tell(new))
             if new.broken:
                 outputs.append(self._end(new.chunk.request, "error", _NOT_FINITE))
 
-    def _choose(self, chosen: Sequence["_NewTokens"], logits_RV: Tensor) -> None:
+    def _take(self, flight: Flight, choice: Choice) -> None:
+        """Give each sequence the token that was chosen when the step was launched."""
+        result = self._times.sampling(choice.wait)
+        for new, token_id, score in zip(flight.new, result.token_ids, result.scores, strict=True):
+            if flight.has(new.chunk.request):
+                new.add(token_id, score)
+        if self._flight is not None:
+            for row in result.late:  # the next step was launched without knowing the token
+                self._flight.drop(flight.new[row].chunk.request)
+
+    def _choose(self, chosen: Sequence[NewTokens], logits_RV: Tensor) -> None:
         """Choose every sequence's next token, and the one after where that was guessed, as long as guesses hold.
 
         The logits behind a right guess are those that the token itself would have led to, so the text is what it would be
@@ -180,6 +233,12 @@ class Engine:
                 new.add(token_id, score)
             going_on = [new for new in going_on if new.guess_held]
 
+    def _score_prompts(self, flight: Flight, logits_RV: Tensor, outputs: list[Output]) -> None:
+        for chunk, rows in flight.scored:
+            if flight.has(chunk.request) and not self._score(chunk, logits_RV[rows]):
+                flight.drop(chunk.request)
+                outputs.append(self._end(chunk.request, "error", _NOT_FINITE))
+
     def _score(self, chunk: Chunk, logits_RV: Tensor) -> bool:
         """Append the chunk's prompt logprobs; False when they are not numbers."""
         request, positions = chunk.request, chunk.scored
@@ -190,7 +249,7 @@ class Engine:
         request.prompt_logprobs.extend(TokenLogprob(*score) for score in scores)
         return not any(math.isnan(score.logprob) for score in scores)
 
-    def _tell(self, new: "_NewTokens") -> Output:
+    def _tell(self, new: NewTokens) -> Output:
         """The output that a step's new tokens make, the sequence's last one if it stops here."""
         request, finish_reason = new.chunk.request, new.finish_reason
         num_new = len(new.token_ids)
@@ -227,42 +286,10 @@ class Engine:
 
     def _forget(self, request: Request, *, spoiled: bool = False) -> None:
         del self._requests[request.id]
+        if self._flight is not None:
+            self._flight.drop(request)
         self._scheduler.remove(request, spoiled=spoiled)
         self._sampler.release(request)
-
-
-class _NewTokens:
-    """What one sequence gets in a step; its request has each token as soon as it is chosen."""
-
-    def __init__(self, chunk: Chunk, row: int) -> None:
-        self.chunk = chunk
-        self.row = row  # of the logits, that choose the first
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.finish_reason: str | None = None
-        self.broken = False  # no token can be chosen after these
-
-    def add(self, token_id: int, score: TokenScore | None) -> None:
-        request = self.chunk.request
-        if token_id < 0:
-            self.broken = True
-            return
-        self.token_ids.append(token_id)
-        request.token_ids.append(token_id)
-        if score is not None:
-            self.logprobs.append(TokenLogprob(*score))
-        if token_id in request.stop_ids:  # never before min_tokens: the sampler bans them
-            self.finish_reason = "stop"
-        elif request.num_output_tokens >= request.params.max_tokens:
-            self.finish_reason = "length"  # the context's end too: prompt + max_tokens was checked to fit
-
-    @property
-    def guess_held(self) -> bool:
-        """Whether the token chosen last is the one that was guessed: then there are logits for the next."""
-        draft, num_new = self.chunk.draft, len(self.token_ids)
-        if self.broken or self.finish_reason is not None or num_new > len(draft):
-            return False
-        return draft[num_new - 1] == self.token_ids[-1]
 
 
 def _last_words(request: Request, finish_reason: str, message: str | None = None) -> Output:

@@ -131,6 +131,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_prefix_hit_tokens: int = 0  # and found there
     num_draft_tokens: int = 0  # guessed ahead
     num_accepted_draft_tokens: int = 0  # and rightly so
+    num_steps_ahead: int = 0  # of the steps, those launched before the one before them was waited for
     comm: list[CommCount] = []
 
 

@@ -129,6 +129,9 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("tightwire_kv_cache_usage_ratio", "KV cache blocks in use, 0 to 1", used)
         yield CounterMetricFamily("tightwire_engine_steps", "Forward passes", stats.num_steps)
         yield CounterMetricFamily(
+            "tightwire_engine_steps_planned_ahead", "Of these, planned while the last one ran", stats.num_steps_ahead
+        )
+        yield CounterMetricFamily(
             "tightwire_prompt_tokens", "Prompt tokens of sequences that began to answer", stats.num_prompt_tokens
         )
         yield CounterMetricFamily("tightwire_generation_tokens", "Tokens sampled", stats.num_generation_tokens)

@@ -8,7 +8,9 @@ from tightwire.server.scheduled_step import Chunk, make_chunk
 class OpenStep:
     """Open until its ``chunks`` are taken. What a sequence takes it has blocks for: the scheduler sees to that."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, *, ahead: bool = False) -> None:
+        """``ahead``: planned while the last step runs."""
+        self.ahead = ahead
         self.preempted: set[Request] = set()
         self.tokens: dict[Request, int] = {}
         self._drafts: dict[Request, list[int]] = {}

@@ -72,9 +72,11 @@ class PrefixCache:
         self.num_hit_tokens += num_tokens
 
     def enter(self, request: Request, num_tokens: int) -> None:
-        """After the next step ``num_tokens`` of ``request`` are computed: others may share the blocks they fill."""
-        if not self._with_answers:
-            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        """After the next step ``num_tokens`` of ``request`` are computed: others may share the blocks they fill.
+
+        But for one that holds a token which nobody knows yet: the step after has it entered.
+        """
+        num_tokens = min(num_tokens, request.num_known if self._with_answers else request.num_prompt_tokens)
         prefix = request.prefix or _root(request)
         for index in range(request.num_entered_blocks, num_tokens // self._block_size):
             key = self._key(request, index, prefix)

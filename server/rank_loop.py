@@ -6,6 +6,7 @@ a follower that sees a gap stops, because from there on its cache would differ.
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Self
 
 import msgspec
@@ -64,7 +65,7 @@ class Leader:
         self._runner, self._group, self._reporter = runner, group, reporter
         self._meter = StreamMeter(runner.weights) if isinstance(runner.weights, StreamedWeights) else None
         self._vocab_size, self._eos_token_ids = model.vocab_size, model.eos_token_ids
-        self._arms = plan.arms
+        self._arms, self._plan_ahead = plan.arms, plan.plan_ahead
         self._limits = Limits(
             max_model_len=plan.max_model_len,
             max_num_seqs=options.max_num_seqs,
@@ -139,11 +140,11 @@ class Leader:
                 self._reporter.send(engine.step())
         self._send_followers(StopFollowing())
 
-    def execute(self, plan: StepPlan) -> Tensor:
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor:
         """The engine's runner: this rank's part of a step that the followers already have."""
         self._reporter.begin("step", plan.index)
-        run = self._runner.execute
-        logits_RV = run(plan) if self._meter is None else self._meter.run(run, plan)
+        run = partial(self._runner.execute, plan, chosen_R)
+        logits_RV = run() if self._meter is None else self._meter.run(run, plan)
         if logits_RV is None:  # a step that only fills the cache asks for no row
             return torch.empty(0, self._vocab_size, device=self._group.device)
         return logits_RV
@@ -164,6 +165,7 @@ class Leader:
             comm_spent=self._group.ledger.spent,
             arms=self._arms,
             drafter=self._drafter,
+            plan_ahead=self._plan_ahead,
         )
 
     def _take_messages(self, engine: Engine) -> bool:

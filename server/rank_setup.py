@@ -52,6 +52,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     transport_reason: str = ""  # why ``auto`` took a slower transport than it would have liked
     num_nodes: int = 1
     overlap: bool = False  # one half of a prompt is computed while the other is summed
+    plan_ahead: bool = False  # each step is launched before the last one is waited for, where that can be
     link: LinkFacts | None = None  # the emulated wire between the nodes
     policy: Policy = Policy(())  # a single rank has nothing to sum
     library_policy: Policy | None = None  # for process-group, should peer memory turn out not to be had; None: refuse

@@ -14,8 +14,9 @@ class Request:
     """Tokens so far, how many of them are in the cache, and where.
 
     One view serves prefill, decode and recomputation: ``token_ids`` is prompt then output, ``num_computed`` of them
-    have keys and values in ``blocks``, the rest is to be computed. When nothing is left to compute after a step, that
-    step's last row of logits gives the next token.
+    have keys and values in ``blocks``, or will have when the steps launched so far are done, and the rest is to be
+    computed. When nothing is left to compute after a step, that step's last row of logits gives the next token. While it
+    is not known the last of ``token_ids`` may be a reference to it (``model/references``).
     """
 
     id: str
@@ -46,6 +47,11 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_known(self) -> int:
+        """Tokens without the reference that may stand at the end."""
+        return len(self.token_ids) - (self.token_ids[-1] < 0)
 
     @property
     def in_prompt(self) -> bool:

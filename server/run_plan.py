@@ -19,7 +19,7 @@ from tightwire.model.weights.formats import WeightFormats, check_split
 from tightwire.model.weights.residency import WeightPlan
 from tightwire.server.comm_decision import CommDecision, decide_comm
 from tightwire.server.comm_request import check_all_reduce_names, describe_request, own_arm, policy_requests
-from tightwire.server.config import ModelOptions, ParallelOptions, ServeConfig
+from tightwire.server.config import EngineOptions, ModelOptions, ParallelOptions, ServeConfig
 from tightwire.server.devices import CudaDevice, available_host_bytes, cuda_devices
 from tightwire.server.memory_budget import MemoryBudget, Pool, make_budget
 from tightwire.server.progress import Progress
@@ -50,6 +50,8 @@ class Decision:
             wire.append(self.plan.link.describe(num_nodes))
         if self.plan.overlap:
             wire.append("overlap: one half of a prompt's step is computed while the other half's sums are on the wire")
+        if self.plan.plan_ahead:
+            wire.append("plan-ahead: each step is planned and launched while the one before it runs")
         alone = [] if self.plan.allreduce == "auto" else [f"one rank sums nothing: no use for {self.plan.allreduce}"]
         formats = self.formats.describe(self.plan.dtype)
         return "\n".join(
@@ -150,6 +152,7 @@ def decide(
         weights=weights.plan,
         num_nodes=config.parallel.nodes,
         overlap=choose_overlap(config.parallel, device),
+        plan_ahead=choose_plan_ahead(config.engine, device),
         link=link,
         policy=Policy(()) if comm is None else comm.chooser.policy(),
         library_policy=None if library is None else library.chooser.policy(),
@@ -241,6 +244,14 @@ def choose_overlap(options: ParallelOptions, device: str) -> bool:
     if options.overlap == "auto":
         return options.link is not None  # which is between CPU ranks
     return options.overlap == "on"
+
+
+def choose_plan_ahead(options: EngineOptions, device: str) -> bool:
+    """Whether a step is launched before the last one is waited for.
+
+    ``auto``: where a device computes beside the host. On a CPU the cores that plan are those that compute.
+    """
+    return device == "cuda" if options.plan_ahead == "auto" else options.plan_ahead == "on"
 
 
 def _choose_device(asked: str, tp: int, gpus: Sequence[CudaDevice]) -> str:

@@ -21,6 +21,11 @@ Sequences of unlike arms, summed by unlike AllReduces, never share a step: arms 
 one step each. Waiting is in one queue, in order of arrival, whatever the arm. So what was said of the oldest holds in
 each turn of its arm, which comes once in as many steps as there are arms, however long the others generate; and a step
 of one arm may preempt the youngest of another.
+
+A step may be planned ahead, while the last one runs and nobody knows what it chooses: a sequence's next token is then a
+reference (``model/references``). Nobody is preempted for such a step, as a sequence that is about to end may give
+its blocks, and nothing is guessed. What a sequence had when it ended is free at once, though a step that writes there may
+still run: whoever gets its blocks writes and reads after that.
 """
 
 from collections import deque
@@ -33,6 +38,10 @@ from tightwire.server.open_step import OpenStep
 from tightwire.server.prefix_cache import PrefixCache
 from tightwire.server.request import Request
 from tightwire.server.scheduled_step import ScheduledStep, make_step
+
+
+class _PreemptionNeededError(Exception):
+    """A step planned ahead cannot be had without one."""
 
 
 class Scheduler:
@@ -62,6 +71,8 @@ class Scheduler:
         (self.running if request in self.running else self.waiting).remove(request)
         if spoiled:
             self.pool.spoil(request.blocks)
+        elif self.prefixes is not None:  # a block that was filled before its last token was known
+            self.prefixes.enter(request, request.num_computed)
         self._free(request)
 
     def learn(self, request: Request, num_right: int) -> None:
@@ -69,15 +80,30 @@ class Scheduler:
         assert self._drafter is not None, "somebody made the draft"
         self._drafter.learn(request, num_right)
 
+    def may_guess(self, num_seqs: int) -> bool:
+        """Whether tokens may be guessed in a step of so many sequences."""
+        return self._drafter is not None and num_seqs <= self.limits.max_drafting_seqs
+
     def has_requests(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def schedule(self, now_s: float) -> ScheduledStep | None:
-        """The next step, or None when there is nothing to do."""
+    def schedule(self, now_s: float, *, ahead: bool = False) -> ScheduledStep | None:
+        """The next step, or None when there is nothing to do.
+
+        ``ahead``: while the last one runs. Then None may also mean that it has to be waited for.
+        """
         if not self.has_requests():
             return None
+        try:
+            step = self._plan(now_s, ahead)
+        except _PreemptionNeededError:
+            return None
+        assert step is not None or ahead, "the oldest sequence always gets a token"
+        return step
+
+    def _plan(self, now_s: float, ahead: bool) -> ScheduledStep | None:
         for arm in self._turns():
-            chunks = self._fill(arm).chunks()
+            chunks = self._fill(arm, ahead).chunks()
             if chunks:  # the youngest may have found no block, and the head of the queue no room
                 self._last_arm = arm
                 self._num_planned += 1
@@ -85,7 +111,7 @@ class Scheduler:
                     if chunk.request.first_scheduled_s is None:
                         chunk.request.first_scheduled_s = now_s
                 return make_step(self._num_planned, chunks, arm)
-        raise AssertionError("the oldest sequence always gets a token")
+        return None
 
     def _turns(self) -> list[int]:
         """The arms that may have something to run, the one whose turn it is first."""
@@ -94,16 +120,16 @@ class Scheduler:
             arms.add(self.waiting[0].arm)
         return sorted(arms, key=lambda arm: (arm <= self._last_arm, arm))
 
-    def _fill(self, arm: int) -> OpenStep:
-        step = OpenStep(self.limits)
+    def _fill(self, arm: int, ahead: bool) -> OpenStep:
+        step = OpenStep(self.limits, ahead=ahead)
         for request in [request for request in self.running if request.arm == arm and not _is_behind(request)]:
             if request not in step.preempted:
                 self._give(request, step, preempting=True)
         self._admit(arm)  # never one just preempted: it gave up less than it would need
-        self._fill_with_prompts(
-            [request for request in self.running if request.arm == arm and _is_behind(request)], step
-        )
-        if self._drafter is not None and len(step.tokens) <= self.limits.max_drafting_seqs:
+        # Beside prompts, one just admitted of which all but the last token was found in the prefix cache.
+        rest = [request for request in self.running if request.arm == arm and request not in step.tokens]
+        self._fill_with_prompts([request for request in rest if request.num_to_compute], step)
+        if self._drafter is not None and not ahead and self.may_guess(len(step.tokens)):
             for request in step.tokens:
                 self._guess(request, step, self._drafter)
         return step
@@ -181,6 +207,8 @@ class Scheduler:
         while missing > self.pool.num_free:
             if not preempting:
                 return False
+            if step.ahead:
+                raise _PreemptionNeededError
             victim = self.running[-1]
             self._preempt(victim)
             step.drop(victim)

@@ -1,7 +1,8 @@
 """Where rank 0's time goes, as running totals: the difference of two readings says it for the sequence between them.
 
 Times are the host's. On CUDA a forward pass and its collectives are only enqueued, and the host waits for the device
-when it samples, so there ``sampling`` holds what the device still had to do.
+when it wants to know what was sampled, so there ``sampling`` holds what the device still had to do. Where steps are planned
+ahead, a step is launched in between, and is part of what a sequence waited for.
 """
 
 from collections.abc import Callable

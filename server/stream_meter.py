@@ -21,9 +21,9 @@ class StreamMeter:
         self._computing_s = {True: 0.0, False: 0.0}  # without waiting for layers; by whether all rows are generated
         self._num_rows = {True: 1, False: 1}
 
-    def run(self, execute: Callable[[StepPlan], _T], plan: StepPlan) -> _T:
+    def run(self, execute: Callable[[], _T], plan: StepPlan) -> _T:
         before, start_s = self._weights.flow(), time.perf_counter()
-        result = execute(plan)
+        result = execute()
         step_s, waited_s = time.perf_counter() - start_s, self._weights.flow().waited_s - before.waited_s
         num_rows = len(plan.token_ids) // 4
         generated = plan.num_decode_rows == num_rows

@@ -88,6 +88,7 @@ class FakeEngine:
             num_prefix_hit_tokens=40,
             num_draft_tokens=30,
             num_accepted_draft_tokens=20,
+            num_steps_ahead=6,
             comm=[
                 CommCount(
                     "all_reduce", "native", "decode", calls * 4, calls * 1000, calls * 1500, calls * 1e-6, calls * 500

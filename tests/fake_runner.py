@@ -36,8 +36,11 @@ class FakeRunner:
         self._slots = np.full((limits.num_blocks, limits.block_size), EMPTY)
         self.plans: list[StepPlan] = []
 
-    def execute(self, plan: StepPlan) -> Tensor | None:
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
         token_ids, query_lens, context_lens = int32(plan.token_ids), int32(plan.query_lens), int32(plan.context_lens)
+        if (token_ids < 0).any():
+            assert chosen_R is not None, "the plan refers to tokens that nobody has"
+            token_ids = np.array([int(chosen_R[-1 - t].clamp(min=0)) if t < 0 else t for t in token_ids])
         tables = int32(plan.block_tables).reshape(len(query_lens), -1)
         self._check(plan, query_lens, context_lens, tables)
         self.plans.append(plan)

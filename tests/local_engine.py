@@ -55,6 +55,7 @@ def local_engine(
     overlap: bool = False,
     weight_plan: WeightPlan = EVERYTHING_RESIDENT,
     most_rows: int | None = None,
+    plan_ahead: bool = False,
 ) -> Iterator[LocalEngine]:
     """An engine over ``tp`` ranks; followers run in threads until the block ends.
 
@@ -115,6 +116,7 @@ def local_engine(
             broadcast=broadcast,
             arms=tuple(arms),
             drafter=drafter,
+            plan_ahead=plan_ahead,
         )
         yield LocalEngine(engine, runners, groups)
     finally:

@@ -90,6 +90,15 @@ def test_rows_beyond_the_steps_are_padding_though_they_held_something_before() -
     assert batch.query_start_B1.tolist() == [0, 1, 2, 3, 4] and batch.num_decode_rows == 4
 
 
+def test_references_are_replaced_in_the_graphs_own_tokens() -> None:
+    graphs = make_graphs(Model())
+    arrays = step(3)
+    arrays.token_ids_T[:] = [-2, 9, -1]
+    hidden = graphs.run(arrays, 0, torch.tensor([70, 80, 90], dtype=torch.int32))
+    assert hidden[:, 0].tolist() == [80, 9, 70]
+    assert torch.equal(hidden[:, 1:7], wanted(arrays)[:, 1:])
+
+
 def test_arms_have_graphs_of_their_own() -> None:
     graphs = make_graphs(Model(), num_arms=2)
     arrays = step(3)

@@ -114,3 +114,19 @@ def test_with_a_lossy_algorithm_too_a_text_does_not_depend_on_its_neighbours(
     assert together == alone
     lossy = next(iter(asked.values()))
     assert (lossy, "prefill") in counted and (lossy, "decode") not in counted
+
+
+def _last_chosen(group: Group, num: int) -> list[int]:
+    parallel = TensorParallel(group, make_layout(config_from_hf(tiny_config()), group.world_size, None), None)
+    chosen_R = torch.tensor([5, 6, 7], dtype=torch.int32) if group.rank == 0 else None
+    return parallel.last_chosen(chosen_R, num).tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_rank_0_chose_is_known_to_all(world_size: int) -> None:
+    assert run_in_process(world_size, _last_chosen, 2) == [[5, 6]] * world_size
+
+
+def test_a_plan_that_refers_to_more_than_was_chosen_is_refused() -> None:
+    with pytest.raises(ValueError, match="refers to 4 tokens chosen after the last step, and 3 were given"):
+        run_in_process(1, _last_chosen, 4)

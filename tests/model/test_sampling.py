@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tightwire.model.draw import UNSETTLED
 from tightwire.model.sampling import Sampler
 from tightwire.model.sampling_params import SamplingParams
 
@@ -135,6 +136,32 @@ def check_batch_independence(seed: int, num_rows: int, device: str) -> None:
         assert got.scores == [alone[r].scores[0] for r in company]
     everyone = sampler.sample(logits, rows)
     assert everyone.token_ids == [one.token_ids[0] for one in alone]
+
+
+def test_a_choice_that_nobody_waits_for_is_the_same_and_says_what_came_late(device: str) -> None:
+    """Of rows drawn with top_p some reach beyond the best 1024 of flat logits; the other kinds are known in time."""
+    vocab = 4999
+    logits = logits_of(5, 6, vocab, spread=0.5)
+    logits[4] = float("nan")
+    logits = logits.to(device)
+    rows = [
+        row(),
+        row(temperature=1.0, seed=1),
+        row(temperature=1.0, seed=2, top_k=40, logprobs=2),
+        row(temperature=1.0, seed=3, top_p=0.99, logprobs=2),
+        row(temperature=1.0, seed=4, top_p=0.99),
+        row(temperature=1e-3, seed=5, top_p=0.9),
+    ]
+    choice = Sampler(vocab, device).start(logits, rows, waits=False)
+    for r in rows:
+        r.token_ids.append(-1)  # what stands for it when the next step is planned
+    got = choice.wait()
+    for r in rows:
+        r.token_ids.pop()
+    wanted = Sampler(vocab, device).sample(logits, rows)
+    assert (got.token_ids, got.scores) == (wanted.token_ids, wanted.scores)
+    assert list(got.late) == [3] and not wanted.late
+    assert choice.ids_R.tolist() == [UNSETTLED if r == 3 else token_id for r, token_id in enumerate(wanted.token_ids)]
 
 
 def test_seed_and_position_decide() -> None:

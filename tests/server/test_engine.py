@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fake_runner import FakeRunner, logits_after
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,8 +25,18 @@ EOS = 2
 ROOMY = Limits(max_model_len=96, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=200, block_size=4)
 
 
+PLANNING: dict[str, Any] = {}
+
+
+@pytest.fixture(params=[False, True], ids=["one-by-one", "ahead"], autouse=True)
+def plan_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Everything here holds whether or not steps are planned ahead."""
+    monkeypatch.setitem(PLANNING, "plan_ahead", request.param)
+    return request.param
+
+
 def make_engine(limits: Limits = ROOMY, **options: Any) -> Engine:
-    parts: dict[str, Any] = {"runner": FakeRunner(limits, VOCAB), "sampler": Sampler(VOCAB)}
+    parts: dict[str, Any] = {"runner": FakeRunner(limits, VOCAB), "sampler": Sampler(VOCAB)} | PLANNING
     return Engine(**(parts | options), limits=limits, vocab_size=VOCAB, eos_token_ids=[EOS])
 
 
@@ -115,11 +125,13 @@ def test_chunked_prefill_gives_the_same_text() -> None:
     assert engine.stats().num_steps == 8 + 7
 
 
-def test_new_request_joins_at_the_next_step() -> None:
+def test_new_request_joins_at_the_next_step_that_is_planned(plan_ahead: bool) -> None:
     engine, answers = make_engine(), {}
     engine.add(AddRequest("a", [5], params(max_tokens=10)))
     engine.step()
     engine.add(AddRequest("b", [9], params(max_tokens=3)))
+    if plan_ahead:  # that one is on its way
+        assert {output.id for output in engine.step().outputs} == {"a"}
     assert {output.id for output in engine.step().outputs} == {"a", "b"}
     drain(engine, answers)
     assert answers["b"].token_ids == greedy_reference([9], 3)[1:]
@@ -228,7 +240,7 @@ def test_what_cannot_run_gets_an_error_and_disturbs_nobody(
     assert answers["good"].token_ids == greedy_reference([5, 6], 8)
 
 
-def test_cancel_frees_blocks_at_once_and_tells_the_client_once() -> None:
+def test_cancel_frees_blocks_at_once_and_tells_the_client_once(plan_ahead: bool) -> None:
     engine, answers = make_engine(), {}
     for token_id, name in enumerate("abc"):
         engine.add(AddRequest(name, [token_id] * 10, params(max_tokens=50)))
@@ -242,7 +254,7 @@ def test_cancel_frees_blocks_at_once_and_tells_the_client_once() -> None:
     assert engine.stats().num_free_blocks == engine.stats().num_blocks and engine.has_work()
     drain(engine, answers)
     assert [answers[name].finish_reason for name in "abc"] == ["cancelled"] * 3
-    assert engine.stats().num_steps == 1
+    assert engine.stats().num_steps == 1 + plan_ahead
 
 
 def test_an_id_may_be_used_again_with_other_params() -> None:
@@ -266,8 +278,8 @@ def test_a_second_request_of_a_live_id_is_ignored(caplog: pytest.LogCaptureFixtu
 class _BrokenRows(FakeRunner):
     """Gives a NaN in the last row of its first step."""
 
-    def execute(self, plan: StepPlan) -> Tensor | None:
-        logits = super().execute(plan)
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
+        logits = super().execute(plan, chosen_R)
         if logits is not None and plan.index == 1:
             logits[-1, 3] = float("nan")
         return logits
@@ -286,8 +298,8 @@ def test_logits_that_are_not_numbers_end_only_their_own_request(changes: dict[st
 
 def test_tokens_chosen_before_what_is_not_a_number_are_told() -> None:
     class Broken(FakeRunner):
-        def execute(self, plan: StepPlan) -> Tensor | None:
-            logits = super().execute(plan)
+        def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
+            logits = super().execute(plan, chosen_R)
             if logits is not None and plan.index == 3:
                 logits[1, 3] = float("nan")
             return logits
@@ -302,7 +314,7 @@ def test_tokens_chosen_before_what_is_not_a_number_are_told() -> None:
 
 def test_what_the_runner_raises_goes_through() -> None:
     class Failing:
-        def execute(self, plan: StepPlan) -> Tensor | None:
+        def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
             raise ConnectionError("rank 1 is gone")
 
     engine = make_engine(runner=Failing())
@@ -379,6 +391,8 @@ def random_params(rng: random.Random) -> SamplingParams:
     prefix_cache=st.sampled_from(["none", "prompts", "all"]),
     drafter=st.sampled_from([None, ODD_GUESSES, NgramDrafter(max_tokens=3, longest=2, shortest=1)]),
 )
+# One comes back after a preemption to find all but its last token in the prefix cache.
+@example(seed=181, num_blocks=25, max_num_seqs=4, extra_budget=11, block_size=3, prefix_cache="all", drafter=None)
 def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
     seed: int,
     num_blocks: int,
@@ -506,9 +520,9 @@ class Timed:
     def __init__(self, limits: Limits) -> None:
         self._runner, self.now_s = FakeRunner(limits, VOCAB), 0.0
 
-    def execute(self, plan: StepPlan) -> Tensor | None:
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
         self.now_s += 1.0
-        return self._runner.execute(plan)
+        return self._runner.execute(plan, chosen_R)
 
     def engine(self, limits: Limits) -> Engine:
         return make_engine(
@@ -516,8 +530,11 @@ class Timed:
         )
 
 
-def test_the_first_token_says_what_was_done_since_its_first_step() -> None:
-    """A prompt of five steps that comes while another sequence generates: the steps were for both."""
+def test_the_first_token_says_what_was_done_since_its_first_step(plan_ahead: bool) -> None:
+    """A prompt of five steps that comes while another sequence generates: the steps were for both.
+
+    Planned ahead, one step more is launched before a token is told; this runner has it done by then.
+    """
     limits = Limits(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=5, num_blocks=48, block_size=4)
     timed = Timed(limits)
     engine = timed.engine(limits)
@@ -527,10 +544,13 @@ def test_the_first_token_says_what_was_done_since_its_first_step() -> None:
     while engine.has_work():
         told |= {len(told) + 1: output.first_token for output in engine.step().outputs if output.first_token}
 
-    assert told == {
-        1: FirstToken(0.0, 1.0, compute_s=0.75, allreduce_s=0.125, codec_s=0.125, sampling_s=0.0),
-        2: FirstToken(1.0, 6.0, compute_s=3.75, allreduce_s=0.625, codec_s=0.625, sampling_s=0.0),
-    }
+    def first(start_s: float, end_s: float) -> FirstToken:
+        eighth_s = (end_s - start_s) / 8
+        return FirstToken(start_s, end_s, 6 * eighth_s, allreduce_s=eighth_s, codec_s=eighth_s, sampling_s=0.0)
+
+    assert told == (
+        {1: first(0.0, 2.0), 2: first(2.0, 8.0)} if plan_ahead else {1: first(0.0, 1.0), 2: first(1.0, 6.0)}
+    )
 
 
 def test_a_preemption_before_the_first_token_is_part_of_its_time() -> None:

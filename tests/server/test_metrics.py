@@ -36,6 +36,7 @@ async def test_one_request_is_counted_and_timed(client: httpx.AsyncClient) -> No
     assert values["tightwire_prefix_cache_hits_total"] == 40
     assert values["tightwire_draft_tokens_total"] == 30
     assert values["tightwire_accepted_draft_tokens_total"] == 20
+    assert values["tightwire_engine_steps_planned_ahead_total"] == 6
     assert values["tightwire_requests_running"] == 0
     assert values["tightwire_kv_cache_usage_ratio"] == 0
     assert values["tightwire_comm_seconds_count.all_reduce.decode.native"] == 32

@@ -126,7 +126,8 @@ def _gauge(server: str, name: str) -> float:
     return float(next(line.split()[-1] for line in lines if line.startswith(f"tightwire_{name} ")))
 
 
-def test_a_seeded_answer_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan_ahead", ["off", "on"])
+def test_a_seeded_answer_does_not_depend_on_its_neighbours(plan_ahead: str, tmp_path: Path) -> None:
     """In the default number format too (bfloat16 here): alone, then in a crowd, on a server of its own."""
 
     async def run(url: str) -> tuple[str, list[str]]:
@@ -145,7 +146,9 @@ def test_a_seeded_answer_does_not_depend_on_its_neighbours(tmp_path: Path) -> No
 
     model = make_tiny(tmp_path / "tiny", seed=1)
     arguments = ("--tp", "2", "--port", "0", "--dtype", "bfloat16", "--kv-cache-memory", "64MiB")
-    with ServerProcess(tmp_path / "run", str(model), *arguments) as process:
-        alone, together = asyncio.run(run(process.wait_ready()))
+    with ServerProcess(tmp_path / "run", str(model), *arguments, "--plan-ahead", plan_ahead) as process:
+        url = process.wait_ready()
+        alone, together = asyncio.run(run(url))
+        assert (_gauge(url, "engine_steps_planned_ahead_total") > 0) == (plan_ahead == "on")
 
     assert together == [alone]

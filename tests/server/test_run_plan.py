@@ -15,7 +15,7 @@ from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.server import run_plan
-from tightwire.server.config import ParallelOptions, ServeConfig
+from tightwire.server.config import EngineOptions, ParallelOptions, ServeConfig
 from tightwire.server.devices import CudaDevice, num_cores
 from tightwire.server.flags import make_config
 from tightwire.server.progress import Progress
@@ -290,3 +290,18 @@ def test_sums_travel_beside_computing_where_there_is_a_wire(options: dict[str, A
 def test_overlap_that_cannot_be_had_is_refused(tp: int, device: str, why: str) -> None:
     with pytest.raises(ValueError, match=f"--overlap on cannot be had: .*{why}"):
         run_plan.choose_overlap(ParallelOptions(tp=tp, overlap="on"), device)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "ahead"),
+    [("auto", "cpu", False), ("auto", "cuda", True), ("on", "cpu", True), ("off", "cuda", False)],
+)
+def test_steps_are_planned_ahead_where_a_device_computes_beside_the_host(asked: str, device: str, ahead: bool) -> None:
+    assert run_plan.choose_plan_ahead(EngineOptions(plan_ahead=asked), device) == ahead
+
+
+@pytest.mark.parametrize("asked", ["on", "off"])
+def test_planning_ahead_is_told(asked: str) -> None:
+    decision = decide(make_config({"tp": 1, "device": "cpu", "plan_ahead": asked}), MODEL)
+    assert decision.plan.plan_ahead == (asked == "on")
+    assert ("plan-ahead: each step is planned" in decision.summary()) == (asked == "on")

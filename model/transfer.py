@@ -1,0 +1,45 @@
+"""Copies between the host and a device that the host does not wait for.
+
+Pinned memory is read and written by the device itself, in turn with its kernels. torch's allocator hands such memory to
+nobody else before the copy is done, so the host may forget at once what it sent.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def upload(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``numbers`` (an array or nested lists) as a tensor on ``device``."""
+    host = torch.tensor(numbers, dtype=dtype)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def overwrite(target: Tensor, host: Tensor) -> None:
+    """Copy ``host`` into ``target``, which is as large. ``host`` may be written again at once."""
+    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+
+
+class Download:
+    """Tensors on their way to the host."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """The copies begin when all that the device was given so far is done."""
+        self._event: torch.cuda.Event | None = None
+        if any(tensor.is_cuda for tensor in tensors):
+            tensors = [_pinned_copy(tensor) for tensor in tensors]
+            self._event = torch.cuda.Event()
+            self._event.record()
+        self._tensors = list(tensors)
+
+    def wait(self) -> list[Tensor]:
+        """The tensors on the host, as soon as they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
