@@ -27,7 +27,16 @@ from tightwire.model.transfer import Download
 from tightwire.server.drafts import NgramDrafter
 from tightwire.server.flight import Flight, NewTokens
 from tightwire.server.limits import Limits
-from tightwire.server.messages import AddRequest, CommCount, EngineStats, FirstToken, Output, StepResult, TokenLogprob
+from tightwire.server.messages import (
+    AddRequest,
+    CommCount,
+    EngineStats,
+    FirstToken,
+    Output,
+    StepResult,
+    StreamCount,
+    TokenLogprob,
+)
 from tightwire.server.request import Request, make_request, why_refused
 from tightwire.server.scheduled_step import Chunk
 from tightwire.server.scheduler import Scheduler
@@ -64,13 +73,16 @@ class Engine:
         comm_spent: Callable[[], Spent] = Spent,
         drafter: NgramDrafter | None = None,
         plan_ahead: bool = False,
+        step_tokens: Callable[[], int] | None = None,
+        stream_count: Callable[[], StreamCount | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``broadcast`` hands each plan to the other ranks before this one runs it; ``comm_counts`` fills the stats.
 
         ``comm_spent``: the time of all collectives so far. ``arms``: the AllReduces that a request may name, the server's
         own first; their places are the plans' arms. ``drafter``: guesses tokens ahead; None: nothing does.
-        ``plan_ahead``: launch each step before the last one is waited for, where that can be.
+        ``plan_ahead``: launch each step before the last one is waited for, where that can be. ``step_tokens``: how many the
+        next step may take; default: what ``limits`` say. ``stream_count``: of layers that stream, for the stats.
         """
         self._runner, self._sampler, self._broadcast = runner, sampler, broadcast
         self._comm_counts, self._clock = comm_counts, clock
@@ -81,6 +93,7 @@ class Engine:
         if outside := [i for i in self._eos_token_ids if not 0 <= i < vocab_size]:
             raise ValueError(f"end tokens {outside} are outside the vocabulary of {vocab_size}")
         self._scheduler = Scheduler(limits, drafter)
+        self._step_tokens, self._stream_count = step_tokens, stream_count
         self._requests: dict[str, Request] = {}
         self._pending: list[Output] = []  # ends that happened between steps
         self._flight: Flight | None = None  # launched, but not collected
@@ -151,6 +164,7 @@ class Engine:
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_draft_tokens=self._num_accepted_draft_tokens,
             num_steps_ahead=self._num_steps_ahead,
+            stream=self._stream_count(),
             comm=self._comm_counts(),
         )
 
@@ -162,6 +176,8 @@ class Engine:
         begun = self._times.read()
         if last is not None:
             last.refer()
+        if self._step_tokens is not None:
+            self._scheduler.step_tokens = self._step_tokens()
         step = self._scheduler.schedule(begun.at_s, ahead=last is not None)
         if step is None:
             if last is not None:

@@ -27,6 +27,9 @@ _CACHE_SHARE = {"cpu": 0.4, "cuda": 0.9}
 # Of what is free, the part worth recommending: a host's free memory moves, and the HTTP process takes some itself.
 _RECOMMENDED_SHARE = {"cpu": 0.8, "cuda": 0.95}
 
+# Tokens of context worth having: with less, streaming a few layers is worth more than keeping them.
+LEAST_CONTEXT = 2048
+
 
 class NotEnoughMemoryError(ValueError):
     """It does not fit; the message holds the budget as a table and what would fit."""
@@ -114,7 +117,9 @@ def make_budget(
 
     def ranks_with(options: EngineOptions) -> tuple[RankBytes, ...]:
         each = zip(layout.shards, weights, strict=True)
-        return tuple(_rank_bytes(config, shard, options, num_bytes, dtype, device) for shard, num_bytes in each)
+        return tuple(
+            _rank_bytes(config, shard, options, num_bytes, dtype, device, plan.max_parts) for shard, num_bytes in each
+        )
 
     ranks = ranks_with(options)
     blocks_per_sequence = math.ceil(longest / options.block_size)
@@ -123,7 +128,13 @@ def make_budget(
         num_blocks = options.kv_cache_memory // sum(rank.block for rank in ranks)
     else:
         share = int(fitting * (_CACHE_SHARE[device] if cache_share is None else cache_share))
-        num_blocks = min(options.max_num_seqs * blocks_per_sequence, max(share, min(fitting, blocks_per_sequence)))
+        # Where layers compete for the memory, the longest sequence that the model could do is not worth them all.
+        least = (
+            blocks_per_sequence
+            if cache_share is None or options.max_model_len
+            else min(blocks_per_sequence, math.ceil(LEAST_CONTEXT / options.block_size))
+        )
+        num_blocks = min(options.max_num_seqs * blocks_per_sequence, max(share, min(fitting, least)))
     max_model_len = longest if options.max_model_len else min(longest, num_blocks * options.block_size)
     budget = MemoryBudget(
         ranks=ranks, pools=tuple(pools), num_blocks=num_blocks, max_model_len=max_model_len, max_positions=longest
@@ -210,26 +221,36 @@ def _fitting_blocks(ranks: Sequence[RankBytes], pool: Pool) -> int:
 
 
 def _rank_bytes(
-    config: LlamaConfig, shard: Shard, options: EngineOptions, num_weight_bytes: int, dtype: str, device: str
+    config: LlamaConfig,
+    shard: Shard,
+    options: EngineOptions,
+    num_weight_bytes: int,
+    dtype: str,
+    device: str,
+    max_parts: int,
 ) -> RankBytes:
     """What the rank with ``shard`` will hold."""
     elem = DTYPE_BYTES[dtype]
     return RankBytes(
         weights=num_weight_bytes,
-        activations=_activation_bytes(config, shard, options, elem, device),
+        activations=_activation_bytes(config, shard, options, elem, device, max_parts),
         runtime=_RUNTIME_BYTES[device],
         block=2 * config.num_layers * shard.local_kv_heads * options.block_size * config.head_dim * elem,
     )
 
 
-def _activation_bytes(config: LlamaConfig, shard: Shard, options: EngineOptions, elem_bytes: int, device: str) -> int:
+def _activation_bytes(
+    config: LlamaConfig, shard: Shard, options: EngineOptions, elem_bytes: int, device: str, max_parts: int
+) -> int:
     """The widest moment of a step: the MLP's two halves beside the residual, or the logits.
 
     Rank 0 gathers the logits of all sequences and of a few hundred scored prompt tokens, and samples from a copy.
-    CUDA graphs keep the activations of the largest step of generated tokens beside those.
+    CUDA graphs keep the activations of the largest step of generated tokens beside those. Of further parts of a step that
+    share a layer there are the residual, what is added to it, and the sum that is on its way.
     """
     num_tokens, num_rows = options.max_num_batched_tokens, options.max_num_seqs + MAX_SCORED_ROWS
     if device == "cuda" and options.cuda_graphs:
         num_tokens += options.max_num_seqs
     layer = elem_bytes * num_tokens * (4 * config.hidden_size + 3 * len(shard.mlp_columns))
+    layer += elem_bytes * (max_parts - 1) * options.max_num_batched_tokens * 3 * config.hidden_size
     return layer + 4 * num_rows * (3 * config.vocab_size if shard.rank == 0 else 2 * len(shard.vocab_rows))

@@ -116,6 +116,15 @@ class CommCount(msgspec.Struct, frozen=True, array_like=True):
     codec_seconds: float | None = 0.0  # of ``seconds``, to encode and decode; None: inside a fused kernel, not known
 
 
+class StreamCount(msgspec.Struct, frozen=True):
+    """What has come of streamed layers to rank 0 since the start, warming up included."""
+
+    num_bytes: int
+    fetch_s: float  # that the fetching took, most of it beside computing
+    waited_s: float  # that a step stood still for want of a layer
+    step_tokens: int  # that a step may take now
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges and counters of the engine at the end of a step; counters count from start."""
 
@@ -132,6 +141,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_draft_tokens: int = 0  # guessed ahead
     num_accepted_draft_tokens: int = 0  # and rightly so
     num_steps_ahead: int = 0  # of the steps, those launched before the one before them was waited for
+    stream: StreamCount | None = None  # where layers stream
     comm: list[CommCount] = []
 
 

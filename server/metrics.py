@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from tightwire.server.messages import CommSetup, EngineStats
+from tightwire.server.messages import CommSetup, EngineStats, StreamCount
 from tightwire.server.responses import Timing
 
 # Seconds. A laptop takes 0.1 s per token and a minute per answer; a GPU is a hundred times faster.
@@ -150,7 +150,22 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(
             "tightwire_accepted_draft_tokens", "Guessed tokens that held", stats.num_accepted_draft_tokens
         )
+        if stats.stream is not None:
+            yield from _stream_metrics(stats.stream)
         yield from _comm_metrics(stats)
+
+
+def _stream_metrics(stream: StreamCount) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "tightwire_weight_stream_bytes", "Bytes of streamed layers that have come to rank 0", stream.num_bytes
+    )
+    yield CounterMetricFamily(
+        "tightwire_weight_fetch_seconds", "Time that their way took, most of it beside computing", stream.fetch_s
+    )
+    yield CounterMetricFamily(
+        "tightwire_weight_wait_seconds", "Time that steps stood still for want of a layer", stream.waited_s
+    )
+    yield GaugeMetricFamily("tightwire_step_tokens_limit", "Tokens that a step may take now", stream.step_tokens)
 
 
 class _StartupCollector(Collector):

@@ -8,13 +8,13 @@ from tightwire.server.scheduled_step import Chunk, make_chunk
 class OpenStep:
     """Open until its ``chunks`` are taken. What a sequence takes it has blocks for: the scheduler sees to that."""
 
-    def __init__(self, limits: Limits, *, ahead: bool = False) -> None:
-        """``ahead``: planned while the last step runs."""
+    def __init__(self, limits: Limits, budget: int, *, ahead: bool = False) -> None:
+        """``budget``: tokens that it may take in all. ``ahead``: planned while the last step runs."""
         self.ahead = ahead
         self.preempted: set[Request] = set()
         self.tokens: dict[Request, int] = {}
         self._drafts: dict[Request, list[int]] = {}
-        self.budget = limits.max_num_batched_tokens  # tokens that may still be taken
+        self.budget = budget  # tokens that may still be taken
         self._scored_rows = limits.max_scored_rows
 
     def affordable(self, request: Request, reserved: int = 0) -> int:

@@ -157,16 +157,10 @@ def _load(
         weight_plan=work.plan.weights,
         fetch_timeout_s=work.config.weights.fetch_timeout_s,
         progress=progress,
-        most_rows=_most_rows(work),
+        most_rows=work.config.engine.max_num_batched_tokens if work.plan.weights.max_parts > 1 else None,
         overlap=work.plan.overlap,
         graphs_up_to=work.config.engine.max_num_seqs if work.config.engine.cuda_graphs else 0,
     )
-
-
-def _most_rows(work: RankWork) -> int | None:
-    """Of a step that goes through a layer at once, where steps may be longer."""
-    longer = work.plan.weights.streamed and work.config.weights.stream_policy == "throughput"
-    return work.config.engine.max_num_batched_tokens if longer else None
 
 
 def _await_others(store: Store, identity: RankIdentity, reporter: Reporter, what: str) -> None:

@@ -39,6 +39,7 @@ from tightwire.server.messages import (
 )
 from tightwire.server.rank_setup import RunPlan
 from tightwire.server.reporter import Reporter
+from tightwire.server.step_size import StepSize
 from tightwire.server.stream_meter import StreamMeter
 
 _IDLE_POLL_MS = 1000  # how often an idle rank looks up; messages wake it at once
@@ -63,7 +64,11 @@ class Leader:
         reporter: Reporter,
     ) -> None:
         self._runner, self._group, self._reporter = runner, group, reporter
-        self._meter = StreamMeter(runner.weights) if isinstance(runner.weights, StreamedWeights) else None
+        least = options.max_num_batched_tokens
+        self._step_size = StepSize(least, least * plan.weights.max_parts)
+        self._meter = None
+        if isinstance(runner.weights, StreamedWeights):
+            self._meter = StreamMeter(runner.weights, self._step_size)
         self._vocab_size, self._eos_token_ids = model.vocab_size, model.eos_token_ids
         self._arms, self._plan_ahead = plan.arms, plan.plan_ahead
         self._limits = Limits(
@@ -156,6 +161,8 @@ class Leader:
     def _make_engine(self) -> Engine:
         return Engine(
             runner=self,
+            step_tokens=lambda: self._step_size.tokens,
+            stream_count=lambda: None if self._meter is None else self._meter.count(),
             sampler=self._sampler,
             limits=self._limits,
             vocab_size=self._vocab_size,

@@ -50,6 +50,7 @@ class Scheduler:
     def __init__(self, limits: Limits, drafter: NgramDrafter | None = None) -> None:
         """``drafter``: None where nothing is guessed."""
         self.limits = limits
+        self.step_tokens = limits.max_num_batched_tokens  # that the next step may take
         self._drafter = drafter
         self.pool = BlockPool(limits.num_blocks)
         self.prefixes = _prefix_cache(limits, self.pool)
@@ -121,7 +122,7 @@ class Scheduler:
         return sorted(arms, key=lambda arm: (arm <= self._last_arm, arm))
 
     def _fill(self, arm: int, ahead: bool) -> OpenStep:
-        step = OpenStep(self.limits, ahead=ahead)
+        step = OpenStep(self.limits, self.step_tokens, ahead=ahead)
         for request in [request for request in self.running if request.arm == arm and not _is_behind(request)]:
             if request not in step.preempted:
                 self._give(request, step, preempting=True)

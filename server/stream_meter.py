@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from tightwire.model.step import StepPlan
 from tightwire.model.weights.streamed import StreamedWeights
-from tightwire.server.messages import StreamForecast
+from tightwire.server.messages import StreamCount, StreamForecast
+from tightwire.server.step_size import StepSize
 
 _PROMPT_TOKENS = 512  # of the first token that the forecast is about
 
@@ -16,8 +17,9 @@ _T = TypeVar("_T")
 class StreamMeter:
     """Runs steps, and keeps the last one of generated tokens and the last with a prompt."""
 
-    def __init__(self, weights: StreamedWeights) -> None:
-        self._weights = weights
+    def __init__(self, weights: StreamedWeights, step_size: StepSize) -> None:
+        """``step_size``: learns from every step."""
+        self._weights, self._step_size = weights, step_size
         self._computing_s = {True: 0.0, False: 0.0}  # without waiting for layers; by whether all rows are generated
         self._num_rows = {True: 1, False: 1}
 
@@ -27,8 +29,13 @@ class StreamMeter:
         step_s, waited_s = time.perf_counter() - start_s, self._weights.flow().waited_s - before.waited_s
         num_rows = len(plan.token_ids) // 4
         generated = plan.num_decode_rows == num_rows
+        self._step_size.learn(num_rows, step_s, waited_s)
         self._computing_s[generated], self._num_rows[generated] = step_s - waited_s, num_rows
         return result
+
+    def count(self) -> StreamCount:
+        flow = self._weights.flow()
+        return StreamCount(flow.num_bytes, flow.fetch_s, flow.waited_s, self._step_size.tokens)
 
     def forecast(self) -> StreamForecast:
         """Of one sequence alone. A prompt's tokens are taken to cost what those of the short one here did."""

@@ -12,12 +12,14 @@ from tightwire.model.weights.prepared import Prepared
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, LEAST_STREAMED, WeightPlan, WeightSizes, spread
 from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
 from tightwire.server.config import ServeConfig, WeightOptions
-from tightwire.server.memory_budget import MemoryBudget, NotEnoughMemoryError
+from tightwire.server.memory_budget import LEAST_CONTEXT, MemoryBudget, NotEnoughMemoryError
 from tightwire.server.sizes import format_bytes
 
 # Of what the layers could have, the part that the KV cache takes first: a generated token costs the streamed layers' way
 # whatever runs beside it, so for many at once the cache is worth more than resident layers, and for a few less.
 _CACHE_SHARE = {"latency": 0.2, "throughput": 0.6}
+# Parts that share a layer's way. Beyond, steps of thousands of tokens keep generated ones waiting too long.
+_MAX_PARTS = {"latency": 1, "throughput": 16}
 # Of the host's free memory, what may wait there: other programs want some, and so does the page cache.
 _HOST_SHARE = 0.8
 
@@ -97,6 +99,8 @@ def decide_weights(
         ValueError: layers cannot be kept where they were asked to be.
     """
     resident, refusal = _try(make_budget)
+    if options.weights == "auto" and resident is not None and not _is_roomy(resident):
+        resident, refusal = None, None
     if options.weights == "resident" or (options.weights == "auto" and resident is not None):
         if resident is None:
             raise refusal or AssertionError
@@ -112,6 +116,7 @@ def decide_weights(
             origin=origin,
             codec=options.weight_codec,
             streamed=spread(num_layers, num_streamed),
+            max_parts=_MAX_PARTS[options.stream_policy],
             bytes_per_s=options.stream_rate,
             io="buffered" if files.prepared is None else files.prepared.choose_io(options.weight_io, host_bytes),
             verify=options.verify_weights,
@@ -144,6 +149,11 @@ def _try(make_budget: MakeBudget) -> tuple[MemoryBudget | None, NotEnoughMemoryE
         return make_budget(EVERYTHING_RESIDENT, None), None
     except NotEnoughMemoryError as error:
         return None, error
+
+
+def _is_roomy(budget: MemoryBudget) -> bool:
+    """Whether resident weights leave a context worth having."""
+    return budget.max_model_len >= min(LEAST_CONTEXT, budget.max_positions)
 
 
 def _fewest(plan: Callable[[int], WeightPlan], num_layers: int, num_blocks: int, make_budget: MakeBudget) -> int:

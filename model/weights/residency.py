@@ -26,6 +26,7 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True):
     origin: str = ""  # of streamed layers: host or disk
     codec: str = "none"  # what plain matrices go through on their way: none, int8, int4
     streamed: tuple[int, ...] = ()
+    max_parts: int = 1  # a step's prompt tokens may go through each layer in so many parts of what one step else takes
     bytes_per_s: float | None = None  # what the source is slowed down to, for trying
     io: str = "buffered"  # how a prepared folder is read: direct or buffered
     verify: bool = False  # check each layer of a prepared folder when it is first read
