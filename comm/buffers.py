@@ -47,9 +47,9 @@ class SlotEvent(NamedTuple):
 class Slot:
     """One buffer and whose it is: state goes from free by filling and filled to used, and back."""
 
-    def __init__(self, number: int, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, number: int, num_bytes: int, device: torch.device, *, pinned: bool) -> None:
         self.number = number
-        self.buffer = page_aligned(num_bytes, device)
+        self.buffer = page_aligned(num_bytes, device, pinned=pinned)
         self.owner: int | None = None
         self.state = "free"
         cuda = device.type == "cuda"
@@ -79,8 +79,8 @@ class BufferPool:
     Cost: ``num_slots * slot_bytes`` on ``device``, from the start; a lock and two clock readings per call.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
-        self.slots = tuple(Slot(number, slot_bytes, device) for number in range(num_slots))
+    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device, *, pinned: bool = False) -> None:
+        self.slots = tuple(Slot(number, slot_bytes, device, pinned=pinned) for number in range(num_slots))
         self.events: deque[SlotEvent] = deque(maxlen=_TRACED_EVENTS)
         self._next = 0  # the slot that is filled next
         self._changed = threading.Condition()

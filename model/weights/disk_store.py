@@ -42,6 +42,8 @@ def choose_io(asked: str, paths: Sequence[Path], available_bytes: int) -> str:
 class DiskStore:
     """``LayerStore`` over one file. The order of the layers is learned in the first pass."""
 
+    has_memory = False
+
     def __init__(
         self, path: Path, images: Sequence[Image], blobs: Sequence[Blob], *, direct: bool, verify: bool = False
     ) -> None:

@@ -23,6 +23,11 @@ class LayerStore(Protocol):
         """For people, such as ``host memory`` or a file."""
         ...
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether ``read`` gives memory of its own, and ``into`` may be of no bytes."""
+        ...
+
     def image(self, layer: int) -> Image:
         """How this layer comes."""
         ...
@@ -42,6 +47,8 @@ class LayerStore(Protocol):
 
 class HostStore:
     """Images in this process's memory; nothing is copied."""
+
+    has_memory = True
 
     def __init__(self, images: Sequence[Image], layers: dict[int, Tensor]) -> None:
         """``layers``: the streamed ones, by their number."""
@@ -64,6 +71,8 @@ class HostStore:
 
 class CheckpointStore:
     """A checkpoint as it was published: each time a layer comes, its parts are looked up, cut and converted."""
+
+    has_memory = False
 
     def __init__(
         self, reader: CheckpointReader, images: Sequence[Image], layers: Mapping[int, Mapping[str, Fused]]
@@ -94,6 +103,7 @@ class ThrottledStore:
 
     def __init__(self, store: LayerStore, bytes_per_s: float) -> None:
         self._store, self._bytes_per_s = store, bytes_per_s
+        self.has_memory = store.has_memory
         self._free_at_s = 0.0  # when the emulated wire has carried all that was asked of it
 
     @property

@@ -80,9 +80,9 @@ class WeightSizes:
         return NUM_SLOTS * max(self._stored[layer] for layer in plan.streamed)
 
     def extra_on_cpu(self, plan: WeightPlan) -> int:
-        """The same where host and device are one memory: encoded layers have a buffer to be decoded from."""
+        """The same where host and device are one memory: encoded layers have buffers to be decoded from."""
         if plan.streamed and plan.origin == "disk":
-            return max(self._stored[layer] for layer in plan.streamed) if self._encoded else 0
+            return NUM_SLOTS * max(self._stored[layer] for layer in plan.streamed) if self._encoded else 0
         return self.on_host(plan)
 
     def per_pass(self, plan: WeightPlan) -> int:

@@ -1,10 +1,11 @@
 """Weights of models larger than the device: some layers stay, the others come through a few buffers, one after the other.
 
 A thread of its own fetches, always the next streamed layer of the order that passes take: after the last of a pass it goes on
-with the first of the next. So a layer is on its way while the one before is computed, and what a pass takes is the larger of
+with the first of the next. (What has to be decoded too is read by a second one, a layer ahead.) So a layer is on its way while the one before is computed, and what a pass takes is the larger of
 the two, not their sum. Source: ZeRO-Inference (arXiv 2206.01861; deepspeed.ai, 2022).
 """
 
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,9 @@ from itertools import cycle
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from tightwire.comm.buffers import BufferPool, Slot, page_aligned
+from tightwire.comm.buffers import BufferPool, Slot
 from tightwire.model.errors import WeightsError
 from tightwire.model.weights.image import Image
 from tightwire.model.weights.layer_store import LayerStore, Moved
@@ -70,7 +72,7 @@ class StreamedWeights:
             for slot in self.pool.slots
         }
         self._device = device
-        self._stages = _Stages(store, images, self._order, device)
+        self._stages = _Stages(store, images, self._order, device, lambda num_bytes: self.pool.moved())
         self._users: dict[int, tuple[int, int]] = {}  # by layer in use: how many passes, and in which slot
         self._turn = cycle(self._order)
         self._num_fetched = self._num_bytes = 0
@@ -79,6 +81,7 @@ class StreamedWeights:
 
     def start(self) -> None:
         """Begin to fetch. Before that ``layer`` would wait in vain."""
+        self._stages.start()
         self._thread.start()
 
     def layer(self, index: int) -> LayerWeights:
@@ -114,8 +117,9 @@ class StreamedWeights:
         return Flow(self._num_fetched, self._num_bytes, self._fetch_s, self._waited_s)
 
     def close(self) -> None:
-        """End the thread; layers in use stay valid. May be called twice."""
-        self.pool.close(WeightsError("these weights are closed"))
+        """End the threads; layers in use stay valid. May be called twice."""
+        self.pool.close(_closed())
+        self._stages.close()
         if self._thread.is_alive():
             self._thread.join()
         self._store.close()
@@ -137,7 +141,7 @@ class StreamedWeights:
                 for layer in cycle(self._order):
                     slot = self.pool.fill(layer)
                     start_s = time.perf_counter()
-                    self._stages.bring(layer, slot, self.pool)
+                    self._stages.bring(layer, slot)
                     self.pool.filled(layer)
                     self._fetch_s += time.perf_counter() - start_s
                     self._num_fetched += 1
@@ -147,56 +151,76 @@ class StreamedWeights:
 
 
 class _Stages:
-    """A layer's way from its store into a slot: read, copied to the device, decoded; as many of the three as it takes."""
+    """A layer's way from its store into a slot: read, copied to the device, decoded; as many of the three as it takes.
 
-    def __init__(self, store: LayerStore, images: Sequence[Image], order: Sequence[int], device: torch.device) -> None:
-        self._store, self._images = store, images
+    Where it takes more than reading, a thread of its own reads the next layer into another buffer meanwhile.
+    """
+
+    def __init__(
+        self, store: LayerStore, images: Sequence[Image], order: Sequence[int], device: torch.device, moved: Moved
+    ) -> None:
+        self._store, self._images, self._order, self._moved = store, images, order, moved
         stored_bytes = max(store.image(layer).num_bytes for layer in order)
         encoded = any(not store.image(layer).is_plain for layer in order)
         self._cuda = device.type == "cuda"
-        # On CUDA the copy out of a host buffer goes on while the next layer is read into the other one.
-        num_host_buffers = 2 if self._cuda else int(encoded)
-        self._host = [
-            page_aligned(stored_bytes, torch.device("cpu"), pinned=self._cuda) for _ in range(num_host_buffers)
-        ]
-        self._copied = [torch.cuda.Event() for _ in self._host] if self._cuda else []
+        self._came: dict[int, Tensor] = {}  # by layer, what the store gave for it
+        self._read: BufferPool | None = None
+        if self._cuda or encoded:
+            room = 0 if store.has_memory else stored_bytes
+            self._read = BufferPool(NUM_SLOTS, room, torch.device("cpu"), pinned=self._cuda)
+            self._thread = threading.Thread(target=self._read_ahead, name="tightwire-read", daemon=True)
         self._on_device = (
             torch.empty(stored_bytes, dtype=torch.uint8, device=device) if self._cuda and encoded else None
         )
         self._stream = torch.cuda.Stream(device) if self._cuda else None
-        self._turn = 0
 
     def queue(self) -> AbstractContextManager[object]:
         """What a GPU is told to do in here it does beside computing."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def bring(self, layer: int, slot: Slot, pool: BufferPool) -> None:
+    def start(self) -> None:
+        if self._read is not None:
+            self._thread.start()
+
+    def bring(self, layer: int, slot: Slot) -> None:
         plain, stored = self._images[layer], self._store.image(layer)
-
-        def moved(num_bytes: int) -> None:
-            pool.moved()
-
-        if self._cuda:
-            self._bring_to_device(layer, slot, moved, plain, stored)
-        elif stored.is_plain:
+        if self._read is None:
             target = slot.buffer[: stored.num_bytes]
-            source = self._store.read(layer, target, moved)
+            source = self._store.read(layer, target, self._moved)
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
-        else:
-            stored.decode(self._store.read(layer, self._host[0][: stored.num_bytes], moved), plain, slot.buffer)
-
-    def _bring_to_device(self, layer: int, slot: Slot, moved: Moved, plain: Image, stored: Image) -> None:
-        self._turn = (self._turn + 1) % len(self._host)
-        self._copied[self._turn].synchronize()  # the buffer's last copy
-        source = self._store.read(layer, self._host[self._turn][: stored.num_bytes], moved)
+            return
+        self._read.use(layer, math.inf)  # whoever waits for the slot has a deadline
+        source = self._came.pop(layer)
         if stored.is_plain:
             slot.buffer[: stored.num_bytes].copy_(source, non_blocking=True)
+        elif self._on_device is not None:
+            stored.decode(self._on_device[: stored.num_bytes].copy_(source, non_blocking=True), plain, slot.buffer)
         else:
-            assert self._on_device is not None
-            encoded = self._on_device[: stored.num_bytes].copy_(source, non_blocking=True)
-            stored.decode(encoded, plain, slot.buffer)
-        self._copied[self._turn].record()
+            stored.decode(source, plain, slot.buffer)
+        if self._stream is not None:
+            self._stream.synchronize()  # or the buffer would be read into before it was copied from
+        self._read.release(layer)
+
+    def close(self) -> None:
+        if self._read is not None:
+            self._read.close(_closed())
+            if self._thread.is_alive():
+                self._thread.join()
+
+    def _read_ahead(self) -> None:
+        assert self._read is not None
+        try:
+            for layer in cycle(self._order):
+                buffer = self._read.fill(layer).buffer[: self._store.image(layer).num_bytes]
+                self._came[layer] = self._store.read(layer, buffer, self._moved)
+                self._read.filled(layer)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for a layer raises it
+            self._read.close(error)
+
+
+def _closed() -> WeightsError:
+    return WeightsError("these weights are closed")
 
 
 def _spans(num_layers: int, resident: Mapping[int, LayerWeights]) -> tuple[range, ...]:

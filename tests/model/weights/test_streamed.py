@@ -81,6 +81,22 @@ def test_two_halves_of_a_prompt_share_a_layer(checkpoint: Checkpoint, dtype: tor
             check_order(weights.pool.events)
 
 
+def test_reading_decoding_and_computing_keep_their_order_whatever_the_delays(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(5, "host", "int8")
+    with local_engine(checkpoint, weight_plan=plan) as local:
+        expected = continue_prompts(local.engine, PROMPTS, max_tokens=10)
+    delay_stores(monkeypatch, [0.0, 0.003, 0.001])
+    with local_engine(checkpoint, weight_plan=plan) as local:
+        assert continue_prompts(local.engine, PROMPTS, max_tokens=10) == expected
+        for weights in streamed_of(local):
+            check_order(weights.pool.events)
+            read = weights._stages._read
+            assert read is not None
+            check_order(read.events)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_several_parts_of_a_step_share_a_layers_way(checkpoint: Checkpoint, overlap: bool) -> None:
     with local_engine(checkpoint, tp=2) as local:
@@ -124,6 +140,7 @@ class _Jittery:
         self._store, self._delays = store, delays
 
     name = "a jittery store"
+    has_memory = False
 
     def image(self, layer: int) -> Image:
         return self._store.image(layer)
@@ -137,17 +154,21 @@ class _Jittery:
         self._store.close()
 
 
-def test_order_and_tokens_hold_whatever_the_delays(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    with local_engine(checkpoint) as local:
-        expected = continue_prompts(local.engine, PROMPTS, max_tokens=10)
+def delay_stores(monkeypatch: pytest.MonkeyPatch, delays: list[float]) -> None:
     make = StreamedWeights.__init__
 
     def with_delays(
         self: StreamedWeights, outer: object, resident: object, store: LayerStore, *rest: object, **options: object
     ) -> None:
-        make(self, outer, resident, _Jittery(store, [0.0, 0.004, 0.001, 0.0, 0.007]), *rest, **options)  # pyright: ignore[reportArgumentType]
+        make(self, outer, resident, _Jittery(store, list(delays)), *rest, **options)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(StreamedWeights, "__init__", with_delays)
+
+
+def test_order_and_tokens_hold_whatever_the_delays(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    with local_engine(checkpoint) as local:
+        expected = continue_prompts(local.engine, PROMPTS, max_tokens=10)
+    delay_stores(monkeypatch, [0.0, 0.004, 0.001, 0.0, 0.007])
     with local_engine(checkpoint, weight_plan=plan_for(5, "disk")) as local:
         assert continue_prompts(local.engine, PROMPTS, max_tokens=10) == expected
         for weights in streamed_of(local):
