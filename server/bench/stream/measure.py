@@ -71,7 +71,7 @@ class Timed:
 
 def measure(group: Group, options: StreamBenchOptions, location: str) -> Iterator[Probed | Answered | Timed]:
     torch.set_num_threads(options.threads)
-    rank = _Rank(group, options, open_checkpoint(location, options.seed))
+    rank = Rank(group, options, open_checkpoint(location, options.seed))
     resident = rank.build(EVERYTHING_RESIDENT)
     prompt = list(range(3, 3 + _PROMPT_TOKENS))
     expected = greedy_tokens(resident, group, prompt, _GREEDY_TOKENS)
@@ -88,7 +88,7 @@ def measure(group: Group, options: StreamBenchOptions, location: str) -> Iterato
             runner.close()
 
 
-class _Rank:
+class Rank:
     """What all arms have in common on this rank."""
 
     def __init__(self, group: Group, options: StreamBenchOptions, checkpoint: Checkpoint) -> None:
@@ -151,7 +151,7 @@ class _Rank:
 class _Turns:
     """The blocks of one arm, and of the resident weights beside it."""
 
-    def __init__(self, rank: _Rank, arm: Arm, resident: ModelRunner, streamed: ModelRunner) -> None:
+    def __init__(self, rank: Rank, arm: Arm, resident: ModelRunner, streamed: ModelRunner) -> None:
         assert isinstance(streamed.weights, StreamedWeights)
         self._rank, self._arm, self._resident, self._streamed = rank, arm, resident, streamed
         self._weights = streamed.weights
