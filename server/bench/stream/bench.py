@@ -25,7 +25,7 @@ from tightwire.server.bench.stream.cells import SOURCES, Arm
 from tightwire.server.bench.stream.measure import Answered, Timed, measure
 from tightwire.server.bench.stream.options import ROUNDS, StreamBenchOptions, parse_options
 from tightwire.server.bench.stream.ranks import open_stream_ranks
-from tightwire.server.bench.stream.summary import Group, fault_texts
+from tightwire.server.bench.stream.summary import Cells, fault_texts
 from tightwire.server.devices import num_cores
 
 
@@ -46,7 +46,7 @@ class StreamBench:
 
     def __init__(self, options: StreamBenchOptions) -> None:
         self._options = options
-        self._groups: list[Group] = []
+        self._cells: list[Cells] = []
         self._facts: dict[str, Any] = {}
         self._files: ResultFiles | None = None
         self._error: str | None = "not finished"
@@ -83,14 +83,14 @@ class StreamBench:
 
     def _measure(self, ranks: LocalRanks, checkpoint: Checkpoint) -> None:
         options = self._options
-        group = Group(world_size=ranks.world_size, cores=num_cores())
-        self._groups.append(group)
+        cells = Cells(world_size=ranks.world_size, cores=num_cores())
+        self._cells.append(cells)
         per_arm = ROUNDS * (1 + 2 * len(options.loads)) * ranks.world_size
         blocks: Counter[Arm] = Counter()
         with self._progress:
             task = self._progress.add_task(f"tp {ranks.world_size}", total=len(options.arms) * per_arm)
             for rank, event in ranks.stream(measure, options, checkpoint.location):
-                group.add(rank, event)
+                cells.add(rank, event)
                 if isinstance(event, Answered):
                     self._progress.update(task, description=f"tp {ranks.world_size}: {event.arm.name}")
                 elif isinstance(event, Timed):
@@ -98,7 +98,7 @@ class StreamBench:
                     self._progress.update(task, completed=blocks.total())
                     if blocks[event.arm] == per_arm:
                         with paused(self._progress):
-                            report.show_arm(self._console, group.rows(event.arm))
+                            report.show_arm(self._console, cells.rows(event.arm))
                         if self._files is not None:
                             self._files.write_json(self._result())
 
@@ -117,7 +117,7 @@ class StreamBench:
         sys.stdout.flush()
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [row for group in self._groups for row in group.rows()]
+        return [row for cells in self._cells for row in cells.rows()]
 
     def _result(self) -> dict[str, Any]:
         return {

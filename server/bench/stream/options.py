@@ -36,7 +36,7 @@ class StreamBenchOptions:
     threads: int = 1
     repeats: int = 6
     seed: int = 0
-    timeout_s: float = 60.0
+    timeout_s: float = 120.0  # a machine that has compiled no kernel yet does so first
     output: Path | None = None
     label: str = "stream"
 

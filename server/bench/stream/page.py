@@ -62,9 +62,8 @@ def _against_bound(rows: _Rows) -> Section:
 
 
 def _times(rows: _Rows) -> Section:
-    """What both take by themselves, for the smallest batch: the longer part is the bound, the bar what one core would take."""
-    few = min(row["rows"] for row in rows)
-    own = [row for row in rows if row["rows"] == few]
+    """What both take by themselves in the first kind of step: the longer part is the bound, the bar what one core would take."""
+    own = _of_first_step(rows)
     parts = [
         Part(name=name, number=number, values=[row[f"{name}_s"] * 1e3 for row in own])
         for number, name in enumerate(("fetch", "compute"))
@@ -77,7 +76,7 @@ def _times(rows: _Rows) -> Section:
 
 def _rates(rows: _Rows) -> Section | None:
     """Step time by the source's rate; None where it was not slowed down to several."""
-    slowed = [row for row in rows if row["rate_bytes_per_s"] and row["rows"] == min(row["rows"] for row in rows)]
+    slowed = [row for row in _of_first_step(rows) if row["rate_bytes_per_s"]]
     rates = sorted({row["rate_bytes_per_s"] for row in slowed})
     if len(rates) < 2:
         return None
@@ -98,6 +97,10 @@ def _rates(rows: _Rows) -> Section | None:
     plot = Plot(name="rates", title=title, x_label="rate", y_label="step, ms", series=series, ticks=ticks)
     words = "Dashed: what the bytes take at that rate and nothing else, or the computing where that is longer."
     return Section(title=title, words=[words], svg=draw(plot))
+
+
+def _of_first_step(rows: _Rows) -> list[dict[str, Any]]:
+    return [row for row in rows if load_text(row) == load_text(rows[0])]
 
 
 def _cells(rows: _Rows) -> Section:

@@ -13,7 +13,7 @@ _Key = tuple[Arm, str, Load | None]
 
 
 @dataclass(kw_only=True, slots=True)
-class Group:
+class Cells:
     """All arms of as many ranks. Lists are by rank."""
 
     world_size: int
@@ -40,7 +40,7 @@ class Group:
             self._row(arm, load)
             for arm in self.answers
             if of in (None, arm)
-            for load in sorted(load for own, kind, load in self.blocks if own == arm and kind == "step" and load)
+            for load in sorted({load for own, _, load in self.blocks if own == arm and load}, key=_decode_first)
             if self._is_whole(arm, load)
         ]
 
@@ -122,6 +122,10 @@ class Group:
                 if of == arm and block.disorder
             ]
         return list(dict.fromkeys(found))
+
+
+def _decode_first(load: Load) -> tuple[bool, int]:
+    return not load.is_decode, load.rows
 
 
 def fault_texts(rows: Iterable[dict[str, Any]]) -> list[str]:

@@ -2,14 +2,17 @@
 
 from typing import Any
 
-COLUMNS = ("fetch ms", "GB/s", "compute ms", "step ms", "step/bound", "step/cores", "overlap", "x none", "tokens/s")
+COLUMNS = ("fetch ms", "GB/s", "compute ms", "step ms", "/bound", "/cores", "/wire", "overlap", "x none", "tokens/s")
 FORECASTS = ("tokens/s", "TTFT of 512, s", "as much computing as fetching at")
 BOUND = (
     "The bound is the longer of fetch (all streamed layers brought in, nothing computed) and compute (the same step with "
-    "resident weights), both measured in turns with the step, in the same processes."
+    "resident weights), both measured in turns with the step, in the same processes. /bound is the step over it; /wire, where "
+    "the source was slowed down, over what the bytes take at that rate and nothing else, or the computing. "
+    "No more than two layers, which the buffers hold, can come while head and embedding are computed: where fetch and compute "
+    "take about as long, a step is longer than either."
 )
 CORES = (
-    "Where no device of its own moves the bytes, copying and decoding take the cores' time: step/cores is against the bound "
+    "Where no device of its own moves the bytes, copying and decoding take the cores' time: /cores is against the bound "
     "or, if that is longer, the core seconds that fetch and compute used, shared out over all cores. Memory's bandwidth, "
     "which both share as well, is in neither."
 )
@@ -53,6 +56,7 @@ def cell_texts(row: dict[str, Any]) -> list[str]:
         _ms(row["seconds"]["p50"]),
         f"{row['over_bound']:.3f}",
         f"{row['over_cores_bound']:.3f}",
+        "-" if row["over_wire_bound"] is None else f"{row['over_wire_bound']:.3f}",
         "-" if row["overlap"] is None else f"{row['overlap']:.1%}",
         "-" if row["speed_up_over_none"] is None else f"{row['speed_up_over_none']:.2f}",
         f"{row['tokens_per_s']:,.1f}",

@@ -36,7 +36,7 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
     assert "disk int4 is left out" in text and "4 of 5 layers streamed" in text
     arms = [("host", codec, rate) for rate in (2e6, 4e6) for codec in ("none", "int4")]
     arms += [("disk", "none", rate) for rate in (2e6, 4e6)]
-    steps = [("prompt", 16), ("decode", 1), ("decode", 3)]
+    steps = [("decode", 1), ("decode", 3), ("prompt", 16)]
     assert [
         (cell["tp"], cell["source"], cell["codec"], cell["rate_bytes_per_s"], cell["step_kind"], cell["rows"])
         for cell in result["cells"]

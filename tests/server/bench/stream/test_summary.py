@@ -4,7 +4,7 @@ import pytest
 
 from tightwire.server.bench.stream.cells import Arm, Load
 from tightwire.server.bench.stream.measure import PROBE, Answered, Probed, Timed
-from tightwire.server.bench.stream.summary import Group, fault_texts
+from tightwire.server.bench.stream.summary import Cells, fault_texts
 from tightwire.server.bench.stream.trace import PassTrace
 
 PLAIN, PACKED = Arm("host", "none", 1000), Arm("host", "int4", 1000)
@@ -22,9 +22,9 @@ def _answered(arm: Arm, step_bytes: int, tokens: list[int]) -> Answered:
     return Answered(arm=arm, step_bytes=step_bytes, tokens=tokens, resident_tokens=[1, 2, 3, 4])
 
 
-def _group() -> Group:
+def _group() -> Cells:
     """Two ranks; the second is slower at everything."""
-    group = Group(world_size=2, cores=2)
+    group = Cells(world_size=2, cores=2)
     for rank, slower in ((0, 1.0), (1, 2.0)):
         group.add(rank, Probed(seconds=[3.0 * slower, 4.0 * slower, 5.0 * slower]))
         for arm, step_bytes, fetch_s in ((PLAIN, 3600, 2.0), (PACKED, 900, 0.5)):
