@@ -26,6 +26,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "tightwire.server.bench.serve.bench:main",
         "load on a running server: TTFT, TPOT, ITL, end to end, tokens/s",
     ),
+    "stream": (
+        "tightwire.server.bench.stream.bench:main",
+        "steps with streamed weights against what their bytes and their computing take",
+    ),
     "ttft": (
         "tightwire.server.bench.ttft.bench:main",
         "AllReduces against each other on one server, in time to first token",

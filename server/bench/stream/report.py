@@ -1,0 +1,70 @@
+"""How a result of ``bench stream`` is shown and kept: tables for eyes, JSON with every raw sample, CSV, an HTML page."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tightwire.server.bench.result_files import ResultFiles
+from tightwire.server.bench.stream.words import (
+    COLUMNS,
+    FORECASTS,
+    arm_text,
+    cell_texts,
+    describe_others,
+    describe_setting,
+    forecast_texts,
+    load_text,
+)
+
+SCHEMA = "tightwire.bench.stream/1"
+
+_QUIET_SHARE = 0.1  # of the cores that others may use before it is worth a word
+_CSV_COLUMNS = [
+    *("tp", "source", "codec", "rate_bytes_per_s", "step_kind", "rows", "bytes_per_step", "bytes_per_s", "fetch_s"),
+    *("compute_s", "step_s", "bound_by", "over_bound", "over_cores_bound", "over_wire_bound", "overlap"),
+    *("speed_up_over_none", "tokens_per_s", "ttft_s", "break_even_rows", "same_tokens"),
+]
+
+
+def show_head(console: Console, facts: dict[str, Any]) -> None:
+    """What is measured, and what is not."""
+    console.print(describe_setting(facts), soft_wrap=True)
+    for words in facts["left_out"]:
+        console.print(words, soft_wrap=True)
+    console.print()
+
+
+def show_arm(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """Print the cells of one arm."""
+    for columns, texts in ((COLUMNS, cell_texts), (FORECASTS, forecast_texts)):
+        table = Table(title=f"{arm_text(rows[0])}, tp {rows[0]['tp']}", title_justify="left", title_style="bold")
+        table.add_column("step")
+        for name in columns:
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(load_text(row), *texts(row), style="red" if row["faults"] else None)
+        console.print(table)
+    console.print()
+
+
+def show_doubts(console: Console, facts: dict[str, Any]) -> None:
+    """Why to read the figures with care, if at all."""
+    if facts["others_share"] > _QUIET_SHARE:
+        console.print(f"note: {describe_others(facts)}; times are too long by that\n", style="yellow", soft_wrap=True)
+
+
+def keep(files: ResultFiles, result: dict[str, Any]) -> None:
+    # Matplotlib takes half a second to import, belongs to an extra, and is of use only here.
+    from tightwire.server.bench.stream.page import make_page
+
+    files.write_json(result)
+    files.write_csv(_CSV_COLUMNS, ({**row, "step_s": row["seconds"]["p50"]} for row in result["cells"]))
+    files.write_html(make_page(result))
+
+
+def without_samples(result: dict[str, Any]) -> dict[str, Any]:
+    """What fits on one line."""
+    cells = [{name: value for name, value in row.items() if name != "samples_s"} for row in result["cells"]]
+    return {**result, "cells": cells}

@@ -1,0 +1,72 @@
+"""What ``bench stream`` calls things, on the terminal and on its page."""
+
+from typing import Any
+
+COLUMNS = ("fetch ms", "GB/s", "compute ms", "step ms", "/bound", "/cores", "/wire", "overlap", "x none", "tokens/s")
+FORECASTS = ("tokens/s", "TTFT of 512, s", "as much computing as fetching at")
+BOUND = (
+    "The bound is the longer of fetch (all streamed layers brought in, nothing computed) and compute (the same step with "
+    "resident weights), both measured in turns with the step, in the same processes. /bound is the step over it; /wire, where "
+    "the source was slowed down, over what the bytes take at that rate and nothing else, or the computing. "
+    "No more than two layers, which the buffers hold, can come while head and embedding are computed: where fetch and compute "
+    "take about as long, a step is longer than either."
+)
+CORES = (
+    "Where no device of its own moves the bytes, copying and decoding take the cores' time: /cores is against the bound "
+    "or, if that is longer, the core seconds that fetch and compute used, shared out over all cores. Memory's bandwidth, "
+    "which both share as well, is in neither."
+)
+OVERLAP = (
+    "Overlap is (fetch + compute - step) / min(fetch, compute) from the buffers' trace of each step, on the rank that hid "
+    "least: time on the clock, whatever it was slowed down by. On CUDA the trace tells nothing of it."
+)
+FORECAST = (
+    "TTFT is a prompt of 512 tokens in one step: the longer of its computing, measured with resident weights, and one fetch. "
+    "From so many rows in a step on, computing is what takes longest."
+)
+
+
+def describe_setting(facts: dict[str, Any]) -> str:
+    """Model, numbers and layers in one line."""
+    layers = f"{facts['stream_layers']} of {facts['num_layers']} layers streamed"
+    threads = "1 thread" if facts["threads"] == 1 else f"{facts['threads']} threads"
+    return f"{facts['model']}, {facts['weights']}, {layers}; {facts['device']}, {threads} a rank; {facts['context']} tokens of context"
+
+
+def describe_others(facts: dict[str, Any]) -> str:
+    """How busy the machine was otherwise."""
+    return f"others used {facts['others_share']:.0%} of this machine's cores while it was measured"
+
+
+def arm_text(row: dict[str, Any]) -> str:
+    rate = row["rate_bytes_per_s"]
+    return " ".join([row["source"], row["codec"], *([f"{rate / 1e6:g}MB/s"] if rate else [])])
+
+
+def load_text(row: dict[str, Any]) -> str:
+    return f"{'batch' if row['step_kind'] == 'decode' else 'prompt'} {row['rows']}"
+
+
+def cell_texts(row: dict[str, Any]) -> list[str]:
+    """The row under ``COLUMNS``."""
+    return [
+        _ms(row["fetch_s"]),
+        f"{row['bytes_per_s'] / 1e9:.3f}",
+        _ms(row["compute_s"]),
+        _ms(row["seconds"]["p50"]),
+        f"{row['over_bound']:.3f}",
+        f"{row['over_cores_bound']:.3f}",
+        "-" if row["over_wire_bound"] is None else f"{row['over_wire_bound']:.3f}",
+        "-" if row["overlap"] is None else f"{row['overlap']:.1%}",
+        "-" if row["speed_up_over_none"] is None else f"{row['speed_up_over_none']:.2f}",
+        f"{row['tokens_per_s']:,.1f}",
+    ]
+
+
+def forecast_texts(row: dict[str, Any]) -> list[str]:
+    """The row under ``FORECASTS``."""
+    return [f"{row['tokens_per_s']:,.1f}", f"{row['ttft_s']:.2f}", f"{row['break_even_rows']:,.0f} rows"]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}"

@@ -1,0 +1,87 @@
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_tiny
+
+from tightwire.server.bench.cli import main
+
+QUICK = ("--batches", "3", "--repeats", "3", "--context", "20")
+
+
+def bench(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
+    """Run ``bench stream``: exit code, last line, everything before it and stderr."""
+    status = main(["stream", *argv])
+    captured = capsys.readouterr()
+    *text, last = captured.out.splitlines()
+    return status, json.loads(last), "\n".join([*text, captured.err])
+
+
+@pytest.fixture(name="model")
+def fixture_model(tmp_path: Path) -> str:
+    return str(make_tiny(tmp_path / "m", num_hidden_layers=5, max_position_embeddings=1024))
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, result, text = bench(
+        *(model, *QUICK, "--codecs", "none,int4", "--rates", "10MB,20MB", "--prompt-rows", "16"),
+        *("--dtype", "float32", "--stream-layers", "4", "--output", str(tmp_path / "out"), "--label", "x"),
+        capsys=capsys,
+    )
+
+    assert status == 0 and result["error"] is None
+    assert "disk int4 is left out" in text and "4 of 5 layers streamed" in text
+    arms = [("host", codec, rate) for rate in (10e6, 20e6) for codec in ("none", "int4")]
+    arms += [("disk", "none", rate) for rate in (10e6, 20e6)]
+    steps = [("decode", 3), ("prompt", 16)]
+    assert [
+        (cell["tp"], cell["source"], cell["codec"], cell["rate_bytes_per_s"], cell["step_kind"], cell["rows"])
+        for cell in result["cells"]
+    ] == [(tp, *arm, *step) for tp in (1, 2) for arm in arms for step in steps]
+    for cell in result["cells"]:
+        # The source cannot be faster than it was made, whatever else happens on this machine.
+        assert cell["fetch_s"] >= 0.99 * cell["bytes_per_step"] / cell["rate_bytes_per_s"]
+        assert cell["bound_s"] == max(cell["fetch_s"], cell["compute_s"])
+        assert cell["over_bound"] == pytest.approx(cell["seconds"]["p50"] / cell["bound_s"])
+        assert 0 <= cell["overlap"] <= 1
+        assert cell["seconds"]["n"] == 3
+        assert cell["same_tokens"] == 1 or cell["codec"] == "int4"
+    assert result["cells"][0]["bytes_per_step"] > 3 * result["cells"][2]["bytes_per_step"]  # int4
+
+    kept, table, page = map(Path, result["files"])
+    cells = json.loads(kept.read_text())["cells"]
+    assert all(len(cell["samples_s"]["step"]) == 3 for cell in cells)
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert len(rows) == len(cells)
+    assert float(rows[0]["step_s"]) == cells[0]["seconds"]["p50"]
+    html = page.read_text()
+    assert html.count("<svg") == 3 and "By the source&#39;s rate" in html and "disk int4 is left out" in html
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("random:llama-3.2-1b",), "random weights are in no file to stream from; leave disk out of --sources"),
+        (("--stream-layers", "6"), "--stream-layers must be 3 to 5, all layers of this model, got 6"),
+        (("--tp", "65"), "--tp goes up to 64"),
+        (("no-such-model",), "no such model: 'no-such-model'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_and_leaves_no_file(
+    argv: tuple[str, ...], words: str, model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    given = argv if not argv[0].startswith("--") else (model, *argv)
+    try:
+        status, result, text = bench(*given, "--output", str(out), capsys=capsys)
+    except SystemExit as ended:
+        assert ended.code == 2 and words in capsys.readouterr().err
+        return
+
+    assert (status, result["cells"], result["files"]) == (1, [], [])
+    assert words in result["error"] and result["error"] in text
+    assert not out.exists() or list(out.iterdir()) == []
