@@ -22,7 +22,7 @@ from torch import Tensor
 from tightwire.comm.codec import parse_codec
 from tightwire.kernels import block_quant
 from tightwire.kernels.block_format import BlockFormat
-from tightwire.server.bench.quiet import OthersWatch
+from tightwire.report.quiet import OthersWatch
 
 _CODECS = "int8,int6,int5,int4,int3,int2,int8-g32,int4-g32,int8-sym,int4-had,int4-g64-sr,fp8"
 _OPERATIONS = ("encode", "decode", "decode-add", "reduce-encode")

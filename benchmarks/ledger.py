@@ -12,7 +12,7 @@ import time
 from statistics import median
 
 from tightwire.comm.ledger import Ledger
-from tightwire.server.bench.quiet import OthersWatch
+from tightwire.report.quiet import OthersWatch
 
 
 def us_per_record(ledger: Ledger, num_records: int) -> float:

@@ -19,32 +19,29 @@ or a wrong answer.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from link_sweep import crossover_row, measured_crossover, show_crossovers
+from link_table import finish, link_text, measure_links, show_row
 
 from tightwire.comm.group import Group
-from tightwire.comm.link.emulated_network import WIRE
+from tightwire.comm.link.emulated_network import interface_bytes
 from tightwire.comm.link.link import parse_link
-from tightwire.comm.link.wire import LinkTooFastError
 from tightwire.comm.names import split_all_reduce_names
 from tightwire.comm.policy.setting import Setting
 from tightwire.comm.registry import make_all_reduce, parse_all_reduce
+from tightwire.comm.sizes import parse_bytes
+from tightwire.report.quiet import OthersWatch
 from tightwire.server.bench.comm.computing import ComputingPlan, compute_alone
 from tightwire.server.bench.comm.measure import MeasurePlan, measure
 from tightwire.server.bench.comm.options import CommBenchOptions
 from tightwire.server.bench.comm.ranks import open_ranks
 from tightwire.server.bench.comm.summary import Cells
-from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.quiet import OthersWatch
-from tightwire.server.sizes import parse_bytes
 
 _ALGORITHMS = "two-shot,flash-int8,flash-int6-uniform,flash-int5,flash-int4"
 _DTYPE = "bfloat16"
@@ -60,20 +57,11 @@ def count_wire(group: Group, plan: MeasurePlan) -> Iterator[dict[str, float]]:
         all_reduce = make_all_reduce(name, group)
         group.transport.barrier()
         time.sleep(_SETTLE_S)  # for the barrier's own last packets
-        counted_before, sent_before = group.bytes_sent, _interface_bytes()
+        counted_before, sent_before = group.bytes_sent, interface_bytes()
         all_reduce(x)
         time.sleep(_SETTLE_S)
-        shares[name] = (_interface_bytes() - sent_before) / (group.bytes_sent - counted_before)
+        shares[name] = (interface_bytes() - sent_before) / (group.bytes_sent - counted_before)
     yield shares
-
-
-def _interface_bytes() -> int:
-    """What left this namespace, headers included, by the kernel's count."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, colon, counts = line.partition(":")
-        if colon and name.strip() == WIRE:
-            return int(counts.split()[8])
-    raise RuntimeError("this process is not on an emulated node")
 
 
 def run_link(name: str, algorithms: tuple[str, ...], size: int, ranks: int, rounds: int) -> dict[str, Any]:
@@ -145,7 +133,7 @@ def _show(result: dict[str, Any]) -> None:
     baseline_s = next(row["measured_s"] for row in result["rows"] if row["algorithm"] == _BASELINE)
     for row in result["rows"]:
         cells = [
-            f"{result['link']} ({result['measured_bytes_per_s'] * 8 / 1e6:.0f} Mbit/s)",
+            link_text(result),
             row["algorithm"],
             f"{row['wire_bytes']:,}",
             f"{row['wire_over_counted']:.3f}",
@@ -157,8 +145,7 @@ def _show(result: dict[str, Any]) -> None:
             f"{baseline_s / row['measured_s']:.2f}",
             f"{row['relative_error']:.1e}",
         ]
-        sys.stdout.write(f"| {' | '.join(cells)} |\n")
-    sys.stdout.flush()
+        show_row(cells)
 
 
 def main() -> int:
@@ -175,28 +162,13 @@ def main() -> int:
         f"| link (payload rate) | algorithm | bytes sent | on the wire | computing ms | predicted ms | best ms | median ms | median / "
         f"predicted | x {_BASELINE} | rel. error |\n|---|---|{'--:|' * 9}\n"
     )
-    results, left_out = [], {}
-    for name in given.links.split(","):
-        try:
-            results.append(run_link(name, tuple(given.algorithms), given.size, given.ranks, given.rounds))
-        except LinkTooFastError as error:
-            left_out[name] = str(error)
-            sys.stderr.write(f"limited_link: {error}\n")
-            continue
-        _show(results[-1])
-    if not results:
-        return 1
+    results, left_out = measure_links(
+        given.links, lambda name: run_link(name, tuple(given.algorithms), given.size, given.ranks, given.rounds), _show
+    )
     found = crossovers(results, given.size, given.ranks)
     if len(results) > 1:
         show_crossovers(found)
-    for result in results:
-        sys.stdout.write(f"\n{result['link']}: others used {result['others_share']:.0%} of the cores")
-        for fault in result["faults"]:
-            sys.stdout.write(f"\nwrong answer: {fault}")
-    environment = describe_environment()
-    line = {"environment": environment, "size": given.size, "links": results, "left_out": left_out, "crossovers": found}
-    sys.stdout.write(f"\n\n{json.dumps(line)}\n")
-    return 1 if left_out or any(result["faults"] for result in results) else 0
+    return finish(results, left_out, {"size": given.size, "crossovers": found})
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightwire.server.bench.html import Page, Section, TableView, render
-from tightwire.server.bench.plots import Plot, Series, draw
+from tightwire.report.html import Page, Section, TableView, render
+from tightwire.report.plots import Plot, Series, draw
 
 _Rows = Sequence[Mapping[str, Any]]
 _COLUMNS = ["TTFT ms", "share", "speed-up", "by formula", "MB", "/ (computing + wire)", "/ (with coding)"]

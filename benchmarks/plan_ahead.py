@@ -15,13 +15,12 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
 from tightwire.model.sampling import Choice, Sampled, Sampler, SamplingRow
 from tightwire.model.sampling_params import SamplingParams
-from tightwire.model.step import StepPlan
+from tightwire.model.step import StepPlan, ints
 from tightwire.server.engine import Engine
 from tightwire.server.limits import Limits
 from tightwire.server.messages import AddRequest
@@ -42,7 +41,7 @@ class _Device:
         now_s = time.perf_counter()
         self.idle_s.append(max(0.0, now_s - self._end_s))
         self._end_s = max(now_s, self._end_s) + self._step_s
-        return torch.zeros(len(np.frombuffer(plan.logit_rows, "<i4")), _VOCAB)
+        return torch.zeros(len(ints(plan.logit_rows)), _VOCAB)
 
     def wait_until(self, end_s: float) -> None:
         time.sleep(max(0.0, end_s - time.perf_counter()))

@@ -14,25 +14,23 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 
 from tightwire.comm.group import in_process_groups
 from tightwire.model import llama, parallel
 from tightwire.model.build import build_runner
-from tightwire.model.catalog import CATALOG, cached_path
 from tightwire.model.checkpoint import open_checkpoint
-from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import make_layout
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan
 from tightwire.model.weights.formats import choose_formats, weight_bytes
+from tightwire.server.bench.stream.cells import Load
+from tightwire.server.bench.stream.steps import BLOCK_SIZE, make_step
 
-_BLOCK = 16
 _KERNELS = (
     ("embedding", parallel, "embedding"),
     ("norms", llama, "rms_norm"),
@@ -48,7 +46,7 @@ _KERNELS = (
 def main() -> int:
     given = _parser().parse_args()
     torch.set_num_threads(given.threads)
-    checkpoint = open_checkpoint(str(cached_path(given.model) if given.model in CATALOG else given.model))
+    checkpoint = open_checkpoint(given.model)
     config = checkpoint.config
     formats = choose_formats(checkpoint.reader(), config, given.quantization)
     layout = make_layout(config, 1)
@@ -67,16 +65,16 @@ def main() -> int:
         routes=None,
         dtype=torch.bfloat16,
         max_model_len=longest,
-        num_blocks=max(given.rows) * -(-longest // _BLOCK),
-        block_size=_BLOCK,
+        num_blocks=max(given.rows) * -(-longest // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
         formats=formats,
     )
-    prompt = _plan([given.prompt_len], config.vocab_size, is_decode=False)
-    layer_weights = _layer_weights(config)
+    prompt = make_step(Load(False, given.prompt_len), 0, config.vocab_size, seed=0)
+    layer_weights = config.num_layers * config.layer_matrix_elems
     least_s = 2 * given.prompt_len * layer_weights / gflop_s / 1e9
     _report(f"A prompt of {given.prompt_len} tokens", runner, prompt, given.repeats, least_s, "its products")
     for rows in given.rows:
-        step = _plan([given.context] * rows, config.vocab_size, is_decode=True)
+        step = make_step(Load(True, rows), given.context, config.vocab_size, seed=0)
         title = f"{rows} generated token{'s' * (rows > 1)} behind {given.context - 1} each"
         least_s = max(model_bytes / read_gb_s, 2 * rows * layer_weights / gflop_s) / 1e9
         what = "reading the weights once, or its products"
@@ -89,33 +87,6 @@ def main() -> int:
     _say("The prompt by torch's profiler; kernels that are not torch's stand in none of its lines")
     _say(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=40))
     return 0
-
-
-def _layer_weights(config: LlamaConfig) -> int:
-    """Numbers in the matrices of all layers."""
-    hidden = config.hidden_size
-    attention = hidden * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    return config.num_layers * (attention + 3 * hidden * config.mlp_size)
-
-
-def _plan(context_lens: Sequence[int], vocab_size: int, *, is_decode: bool) -> StepPlan:
-    """Sequences of their own blocks: all of each computed, or its last token."""
-    widest = -(-max(context_lens) // _BLOCK)
-    query_lens = [1] * len(context_lens) if is_decode else list(context_lens)
-    token_ids = np.random.default_rng(0).integers(0, vocab_size, sum(query_lens))
-    return StepPlan(
-        index=1,
-        token_ids=_int32_bytes(token_ids),
-        query_lens=_int32_bytes(query_lens),
-        context_lens=_int32_bytes(context_lens),
-        block_tables=_int32_bytes(np.arange(len(context_lens) * widest)),
-        num_decode_rows=len(token_ids) if is_decode else 0,
-        logit_rows=_int32_bytes(np.cumsum(query_lens) - 1),
-    )
-
-
-def _int32_bytes(values: Any) -> bytes:
-    return np.asarray(values, "<i4").tobytes()
 
 
 def _report(title: str, runner: ModelRunner, plan: StepPlan, repeats: int, least_s: float, of_what: str) -> None:

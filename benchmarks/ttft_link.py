@@ -35,10 +35,10 @@ from tightwire.comm.names import split_all_reduce_names
 from tightwire.comm.policy.setting import ELEM_BYTES, Setting
 from tightwire.comm.policy.tune_file import read_tuned, this_host, tune_path
 from tightwire.model.catalog import cache_folder
-from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.result_files import ResultFiles
-from tightwire.server.config import EngineOptions
+from tightwire.report.environment import describe_environment
+from tightwire.report.result_files import ResultFiles
 from tightwire.server.devices import num_cores
+from tightwire.server.options.engine import EngineOptions
 
 _BENCH = (sys.executable, "-m", "tightwire", "bench", "ttft")
 _MOST_TRIES = 4  # of --find-share; times change linearly with 1 / bandwidth, so two are enough on a quiet machine

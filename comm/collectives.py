@@ -1,4 +1,4 @@
-"""Collectives that are not an AllReduce: all-gather, reduce-scatter, broadcast, and gathering pairs of unlike counts.
+"""Collectives that are not an AllReduce: all-gather, reduce-scatter, broadcast, gather to one rank, pairs of unlike counts.
 
 Two of them carry all that is quantized outside the AllReduce: weights travel by ``all_gather`` with a codec (qwZ of
 ZeRO++, arXiv 2306.10209), gradients by ``reduce_scatter`` (qgZ; between nodes see ``node_collectives``), sparse gradients
@@ -13,15 +13,18 @@ A codec's kernels are compiled when first used, while the other ranks wait in th
 calls ``prepare_codecs`` before they meet, with all codecs to come, those of ``node_collectives`` too.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import product
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.comm.codec import Codec, parse_codec
 from tightwire.comm.group import Group
 from tightwire.comm.legs import exchange_encoded, sum_encoded
+from tightwire.comm.protocols import Moved, nothing_told
 from tightwire.comm.slices import as_bytes, slice_lengths
 from tightwire.comm.summing import SUMMABLE
 
@@ -75,6 +78,35 @@ def all_gather(group: Group, x: Tensor, codec: Codec = NONE) -> list[Tensor]:
 def all_gather_bytes(world_size: int, num_elems: int, elem_bytes: int, codec: Codec = NONE) -> int:
     """(W-1) c(n), where c is ``codec.wire_bytes``."""
     return (world_size - 1) * codec.wire_bytes(num_elems, elem_bytes)
+
+
+def all_gather_into(
+    group: Group,
+    part_N: Tensor,
+    out_WN: Tensor,
+    codec: Codec = NONE,
+    exact_bytes: int = 0,
+    moved: Moved = nothing_told,
+) -> None:
+    """The ranks' parts one after the other in ``out_WN``, as they are: for bytes that were encoded once and travel often.
+
+    Cost: (W-1) N bytes, one round; nothing is allocated.
+
+    Args:
+        part_N: (N,) uint8, of one length on all ranks; may be this rank's own part of ``out_WN``.
+        out_WN: (W N,) uint8.
+        codec: what the bytes were encoded with, for the ledger.
+        exact_bytes: that this rank would send of the same tensors not encoded; only looked at with a codec.
+        moved: told of bytes of ``out_WN`` as they come, where the host sees them.
+    """
+    if part_N.numel() == 0 or group.world_size == 1:
+        out_WN.copy_(part_N)
+        return
+    transport, ledger = group.transport, group.ledger
+    sent_before = transport.bytes_sent
+    ledger.begin("all_gather", _label(codec), part_N.nbytes)
+    transport.gather_into(part_N, out_WN, moved)
+    ledger.end(transport.bytes_sent - sent_before, None if codec.exact else exact_bytes)
 
 
 def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dtype | None = None) -> Tensor:
@@ -144,6 +176,38 @@ def broadcast(group: Group, x: Tensor, root: int = 0) -> Tensor:
 def broadcast_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int, root: int = 0) -> int:
     """(W-1) M from the root, nothing from the others."""
     return (world_size - 1) * num_elems * elem_bytes if rank == root else 0
+
+
+def gather_to_root(group: Group, x: Tensor, sizes: Sequence[int], root: int = 0) -> list[Tensor] | None:
+    """All ranks' bytes in rank order, on ``root``; None on the others.
+
+    Args:
+        x: (sizes[rank],) uint8.
+        sizes: of each rank's bytes, the same list on all ranks; zeros are fine, but not for all.
+    Cost: ``gather_to_root_bytes``, one round. Messages travel as long as the longest, as a transport's exchange cuts alike.
+    """
+    if group.world_size == 1:
+        return [x.contiguous()]
+    transport, ledger = group.transport, group.ledger
+    sent_before = transport.bytes_sent
+    length = _padded(sizes)
+    ledger.begin("gather_to_root", "direct", length)
+    padded = x.contiguous() if x.numel() == length else F.pad(x, (0, length - x.numel()))
+    received = transport.exchange([padded if rank == root else x[:0] for rank in range(group.world_size)])
+    ledger.end(transport.bytes_sent - sent_before)
+    if group.rank != root:
+        return None
+    return [message[:size] for message, size in zip(received, sizes, strict=True)]
+
+
+def gather_to_root_bytes(rank: int, sizes: Sequence[int], root: int = 0) -> int:
+    """The longest, rounded up to a multiple of 8, from each rank but ``root``."""
+    return 0 if rank == root else _padded(sizes)
+
+
+def _padded(sizes: Sequence[int]) -> int:
+    """So that each message may be read as numbers of any type where one lies behind the other."""
+    return -(-max(sizes) // 8) * 8
 
 
 def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -16,6 +16,9 @@ from typing import NamedTuple
 from tightwire.comm.series import Series
 from tightwire.comm.totals import NUM_RECENT, Totals
 
+# Phases of what passes beside steps: parts of layers that are handed out while loading, and gathered for every pass.
+LOADING, GATHERING = "loading", "weights"
+
 _MAX_EVENTS = 1 << 16  # of a recording that nobody takes away: some 15 s of a small model's decoding, 20 MB
 
 

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
@@ -38,18 +38,37 @@ class LocalRankError(RuntimeError):
         self.rank = rank
 
 
+def fd_path(fd: int) -> str:
+    """Where the ranks, which inherit nothing from this process, open its anonymous file; nothing is left by a crash."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def silence_after(timeout_s: float) -> float:
+    """What ``silence_s`` may be of ranks whose collectives end after ``timeout_s``: two that fail in turn, and some room."""
+    return 2 * timeout_s + 30
+
+
 class LocalRanks:
     """``world_size`` processes, each with the group that ``open_group(rank)`` makes there.
+
+    ``preload``: modules that the first to start ranks in this process has imported once for all of them.
 
     Raises:
         LocalRankError: a rank could not open its group within ``silence_s``.
     """
 
-    def __init__(self, world_size: int, open_group: Callable[[int], Group], *, silence_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        open_group: Callable[[int], Group],
+        *,
+        silence_s: float = 60.0,
+        preload: Sequence[str] = (),
+    ) -> None:
         self.world_size = world_size
         self._silence_s = silence_s
         context = multiprocessing.get_context("forkserver")  # imports torch once, and forks no threads
-        context.set_forkserver_preload(["tightwire.comm.group", "tightwire.comm.registry"])
+        context.set_forkserver_preload(["tightwire.comm.group", "tightwire.comm.registry", *preload])
         self._pipes: list[Connection] = []
         self._processes = []
         try:

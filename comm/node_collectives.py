@@ -51,7 +51,7 @@ def hierarchical_reduce_scatter(
     sent_before = group.bytes_sent
     group.ledger.begin("reduce_scatter", f"hierarchical:{inside_codec.name},{across_codec.name}", x.nbytes)
     lengths = hierarchical_slices(x.numel(), group.world_size, inside_codec, across_codec)
-    by_place = _lengths_by_place(nodes, lengths)
+    by_place = _lengths_by_place(nodes.inside.world_size, lengths)
     own = by_place[nodes.inside.rank]
     sum_N = run_leg(group, nodes.inside, _sum_inside, nodes.inside, x.contiguous().view(-1), lengths, inside_codec)
     if across_codec.exact:
@@ -61,7 +61,7 @@ def hierarchical_reduce_scatter(
     with nullcontext() if across_codec.exact else ledger.coding:
         total_N = sum_encoded(received, lengths[group.rank], across_codec, x.dtype).to(dtype)
     exact = inside_codec.exact and across_codec.exact
-    exact_bytes = None if exact else _bytes(nodes, lengths, x.element_size(), NONE, NONE)
+    exact_bytes = None if exact else (x.numel() - lengths[group.rank]) * x.element_size()
     group.ledger.end(group.bytes_sent - sent_before, exact_bytes)
     return total_N
 
@@ -78,8 +78,28 @@ def hierarchical_reduce_scatter_bytes(
 
     About (L-1)/L a(n) + (K-1)/K b(n/L) with a, b the codecs' ``wire_bytes``.
     """
-    lengths = hierarchical_slices(num_elems, group.world_size, inside_codec, across_codec)
-    return _bytes(_nodes_of(group), lengths, elem_bytes, inside_codec, across_codec)
+    nodes = _nodes_of(group)
+    shape = nodes.across.world_size, nodes.inside.world_size
+    return sum(hierarchical_bytes(group.rank, *shape, num_elems, elem_bytes, inside_codec, across_codec))
+
+
+def hierarchical_bytes(
+    rank: int,
+    num_nodes: int,
+    ranks_per_node: int,
+    num_elems: int,
+    elem_bytes: int,
+    inside_codec: Codec = NONE,
+    across_codec: Codec = NONE,
+) -> tuple[int, int]:
+    """The same of ``rank`` on any nodes, without them: (inside, between) nodes."""
+    lengths = hierarchical_slices(num_elems, num_nodes * ranks_per_node, inside_codec, across_codec)
+    by_place = _lengths_by_place(ranks_per_node, lengths)
+    node, place = divmod(rank, ranks_per_node)
+    own = by_place.pop(place)
+    inside = sum(inside_codec.wire_bytes(sum(slices), elem_bytes) for slices in by_place)
+    del own[node]
+    return inside, sum(across_codec.wire_bytes(length, elem_bytes) for length in own)
 
 
 def _sum_inside(inside: Group, x_N: Tensor, lengths: list[int], codec: Codec) -> Tensor:
@@ -99,18 +119,9 @@ def _sum_inside(inside: Group, x_N: Tensor, lengths: list[int], codec: Codec) ->
         return sum_encoded(received, sum(lengths[inside.rank :: per_node]), codec, x_N.dtype)
 
 
-def _lengths_by_place(nodes: NodeGroups, lengths: list[int]) -> list[list[int]]:
+def _lengths_by_place(per_node: int, lengths: list[int]) -> list[list[int]]:
     """For each place on a node, the slices of the ranks that have it, by node."""
-    per_node = nodes.inside.world_size
     return [lengths[place::per_node] for place in range(per_node)]
-
-
-def _bytes(nodes: NodeGroups, lengths: list[int], elem_bytes: int, inside_codec: Codec, across_codec: Codec) -> int:
-    by_place = _lengths_by_place(nodes, lengths)
-    own = by_place.pop(nodes.inside.rank)
-    inside = sum(inside_codec.wire_bytes(sum(slices), elem_bytes) for slices in by_place)
-    del own[nodes.across.rank]
-    return inside + sum(across_codec.wire_bytes(length, elem_bytes) for length in own)
 
 
 def _nodes_of(group: Group) -> NodeGroups:

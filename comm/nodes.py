@@ -4,7 +4,7 @@ The ranks of a node are better joined to each other than to the rest: hosts on a
 host's ranks may also be treated as several nodes, to try what hierarchical algorithms do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.failure_notes import FailureNotes, Note, ranks_at_fault
 from tightwire.comm.group import Group, NodeGroups, in_process_groups, open_process_group
+from tightwire.comm.ledger import Ledger
 from tightwire.comm.topology import Topology
 
 _Args = ParamSpec("_Args")
@@ -53,28 +54,69 @@ def join_nodes(
     if topology.num_nodes == 1:
         return group
 
+    inside, across = join_legs(
+        topology,
+        store=store,
+        device=group.device,
+        timeout_s=group.timeout_s,
+        join_timeout_s=join_timeout_s,
+        name=name,
+        interface=interface,
+        segment_fd=segment_fd,
+        ledger=group.ledger,
+    )
+    notes = FailureNotes(PrefixStore(f"tightwire/{name}/nodes", store), group.rank, group.world_size)
+    return replace(group, nodes=NodeGroups(inside=inside, across=across, notes=notes))
+
+
+def join_legs(
+    at: Topology,
+    *,
+    store: Store,
+    device: torch.device,
+    timeout_s: float,
+    join_timeout_s: float | None,
+    name: str,
+    interface: str | None,
+    segment_fd: int | None,
+    ledger: Ledger | None = None,
+) -> tuple[Group, Group]:
+    """The groups of those on this rank's node and of those with its place on the nodes; arguments as for ``join_nodes``.
+
+    Raises:
+        CommError: one of them cannot be joined; neither is open.
+    """
+
     def join(rank: int, world_size: int, name: str, segment_fd: int | None) -> Group:
         return open_process_group(
             Topology(rank, world_size),
             store=store,
-            device=group.device,
-            timeout_s=group.timeout_s,
+            device=device,
+            timeout_s=timeout_s,
             join_timeout_s=join_timeout_s,
             name=name,
             interface=interface,
             segment_fd=segment_fd if world_size > 1 else None,
-            ledger=group.ledger,
+            ledger=ledger,
         )
 
-    node, place = topology.node, topology.node_rank
-    inside = join(place, topology.ranks_per_node, f"{name}/node-{node}", segment_fd)
+    inside = join(at.node_rank, at.ranks_per_node, f"{name}/node-{at.node}", segment_fd)
     try:
-        across = join(node, topology.num_nodes, f"{name}/across-{place}", None)
+        return inside, join(at.node, at.num_nodes, f"{name}/across-{at.node_rank}", None)
     except CommError:
         inside.close()
         raise
-    notes = FailureNotes(PrefixStore(f"tightwire/{name}/nodes", store), group.rank, group.world_size)
-    return replace(group, nodes=NodeGroups(inside=inside, across=across, notes=notes))
+
+
+def renumbered(
+    error: CommError, ranks: Sequence[int], where: str, rank: int, world_size: int, culprits: Collection[int]
+) -> CommError:
+    """``error`` of a smaller group that has these ``ranks``, with ``culprits`` as the whole world numbers them."""
+    return type(error)(
+        f"rank {rank} is without {name_ranks(culprits)} of {world_size}, {where}, where ranks "
+        f"{', '.join(map(str, ranks))} are numbered from 0: {error}",
+        culprits,
+    )
 
 
 def in_process_node_groups(world_size: int, num_nodes: int, timeout_s: float = 30.0) -> list[Group]:
@@ -132,9 +174,5 @@ def _explain(group: Group, nodes: NodeGroups, leg: Group, error: CommError) -> C
         notes = nodes.notes.exchange(own, grace_s=min(_GRACE_S, _GRACE_SHARE * group.timeout_s))
         others = [rank for rank in range(group.world_size) if rank != group.rank]
         culprits = ranks_at_fault(own, notes, others)
-    where = "inside" if leg is nodes.inside else "across"
-    return type(error)(
-        f"rank {group.rank} is without {name_ranks(culprits)} of {group.world_size}, seen {where} nodes, where ranks "
-        f"{', '.join(map(str, ranks))} are numbered from 0: {error}",
-        culprits,
-    )
+    where = f"seen {'inside' if leg is nodes.inside else 'across'} nodes"
+    return renumbered(error, ranks, where, group.rank, group.world_size, culprits)

@@ -4,12 +4,18 @@ An algorithm is written once against ``Transport``; a transport knows nothing of
 above this floor needs is in ``Group`` (comm/group.py), which holds one transport and one ledger.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from tightwire.comm.codec import Codec
+
+Moved = Callable[[int], None]  # told of bytes that have come, so that whoever waits knows that something moves
+
+
+def nothing_told(num_bytes: int) -> None:
+    """A ``Moved`` that nobody listens to."""
 
 
 class KernelSums(Protocol):
@@ -89,6 +95,13 @@ class Transport(Protocol):
         """
         ...
 
+    def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
+        """All-gather of equally long buffers into ``out``, one after the other in rank order, without copies between.
+
+        ``buf`` may be the own part of ``out``. ``moved`` is told of bytes of ``out`` as they come, where the host sees them.
+        """
+        ...
+
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
         """One ring step: send ``buf`` to rank + 1, return the ``recv_bytes`` (None: as many) that rank - 1 sent."""
         ...
@@ -99,7 +112,9 @@ class Transport(Protocol):
 
     def barrier(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Take part no more. A call of another thread's that waits for others ends with an error, over gloo by its deadline."""
+        ...
 
 
 class AllReduce(Protocol):

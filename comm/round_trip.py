@@ -9,7 +9,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from tightwire.comm.group import Group, open_process_group
 from tightwire.comm.ledger import Latency
-from tightwire.comm.local_ranks import LocalRanks
+from tightwire.comm.local_ranks import LocalRanks, fd_path
 from tightwire.comm.registry import make_all_reduce
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.segment import make_segment
@@ -28,7 +28,7 @@ def measure_round_trip(num_bytes: int) -> Latency:
     descriptors = (make_segment(_NUM_RANKS), os.memfd_create("tightwire-store"))
     try:
         # Processes that are not this one's own forks inherit no descriptors, but may open them.
-        segment, store = (f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in descriptors)
+        segment, store = map(fd_path, descriptors)
         with LocalRanks(_NUM_RANKS, partial(_open_group, segment, store)) as ranks:
             latencies = dict(ranks.stream(_sum_often, num_bytes))
     finally:

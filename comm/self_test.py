@@ -51,6 +51,24 @@ def self_test(
     return [_judge(group, name, all_reduce, checks) for name, all_reduce in candidates.items()]
 
 
+def agree(world: Group, verdicts: Sequence[Verdict], group_size: int) -> list[Verdict]:
+    """What groups of ``group_size`` ranks, of which ``world`` is made, each found by itself: wrong in one is wrong in all.
+
+    Collective in ``world``: all ranks have verdicts on the same algorithms, in the same order.
+    """
+    own = torch.tensor([not verdict.ok for verdict in verdicts], dtype=torch.uint8, device=world.device)
+    reports = [report.tolist() for report in world.transport.gather(own)]
+    agreed: list[Verdict] = []
+    for index, verdict in enumerate(verdicts):
+        wrong = [rank for rank, report in enumerate(reports) if report[index]]
+        if wrong and verdict.ok:
+            group = range(wrong[0] // group_size * group_size, (wrong[0] // group_size + 1) * group_size)
+            detail = f"right here, wrong between ranks {group.start} to {group.stop - 1}, whose log says how"
+            verdict = Verdict(algorithm=verdict.algorithm, ok=False, detail=detail)
+        agreed.append(verdict)
+    return agreed
+
+
 @dataclass(frozen=True, slots=True)
 class _Check:
     known: KnownSum

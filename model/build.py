@@ -1,25 +1,31 @@
 """Puts one rank's model together: weights, cache, layers, and the AllReduces it was given."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from tightwire.comm.group import Group
 from tightwire.comm.lane import CommLane
+from tightwire.comm.partition_groups import PartitionPeers
 from tightwire.comm.policy.routes import Routes
 from tightwire.model.config import LlamaConfig
 from tightwire.model.decode_graphs import DecodeGraphs, cuda_capture, graph_sizes
-from tightwire.model.kv_cache import make_kv_cache
-from tightwire.model.layout import Layout
+from tightwire.model.kv_cache import CacheSource, make_kv_cache
+from tightwire.model.layout import Layout, Shard
 from tightwire.model.llama import Llama
+from tightwire.model.logits_meeting import LogitsMeeting
+from tightwire.model.offloaded_cache import OffloadedCache
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.image_reader import CheckpointImages, ImageReader, PreparedImages
+from tightwire.model.weights.load_partitioned import load_partitioned
 from tightwire.model.weights.load_streamed import load_prepared, load_streamed
 from tightwire.model.weights.prepared import Prepared
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, FILES, FIRST_TOUCH, WeightPlan
 from tightwire.model.weights.resident import load_resident
-from tightwire.model.weights.source import CheckpointReader
+from tightwire.model.weights.source import CheckpointReader, WeightSource
 
 
 def build_runner(
@@ -33,13 +39,16 @@ def build_runner(
     max_model_len: int,
     num_blocks: int,
     block_size: int,
+    slot_blocks: int | None = None,
     formats: WeightFormats | None = None,
     weight_plan: WeightPlan = EVERYTHING_RESIDENT,
+    peers: PartitionPeers | None = None,
     fetch_timeout_s: float = 60.0,
     progress: Callable[[float], None] = lambda fraction: None,
     overlap: bool = False,
     most_rows: int | None = None,
     graphs_up_to: int = 0,
+    world: Group | None = None,
 ) -> ModelRunner:
     """Load this rank's weights onto ``group.device`` and return what executes step plans.
 
@@ -47,31 +56,44 @@ def build_runner(
         source: of the weights: a checkpoint, or a prepared folder, which was cut as ``layout`` and is kept in its own ways.
         routes: what sums each of the model's messages; None for a group of one.
         dtype: of activations, cache, and weights that are not packed.
+        slot_blocks: the cache lies on the host, and the device has room for so many blocks of two layers, which is the most
+            that a step may need; None: it lies on the device.
         formats: how weight matrices are kept; default: all as plain numbers.
         weight_plan: which layers are streamed, and from where.
-        fetch_timeout_s: longest that not one byte of a streamed layer may come.
+        peers: the ranks that hold the same weights, for a plan of partitioned ones; closed with the runner.
+        fetch_timeout_s: longest that not one byte of a layer may come, be it weights or its part of the cache.
         progress: called with the share of weight bytes loaded, 0 to 1.
         overlap: on CPU, compute one half of a step with a prompt while the other half is summed.
         most_rows: steps with a prompt that have more go through each layer in several parts; default: in one.
+        world: the ranks of all replicas, of which ``group`` is one; None: it is the only one.
         graphs_up_to: on CUDA, steps of up to so many generated rows are captured as graphs; all ranks do it together.
     Raises:
+        ValueError: the plan and ``peers`` do not go together.
         ModelError: the checkpoint lacks a tensor or holds it in another shape.
     """
     shard = layout.shards[group.rank]
     device = group.device
-    fetching = {"timeout_s": fetch_timeout_s, "progress": progress}
-    reading = {"dtype": dtype, "device": device, "formats": formats or WeightFormats()}
-    if isinstance(source, Prepared):
-        weights = load_prepared(source, group.rank, weight_plan, device=device, **fetching)
-    elif weight_plan.streamed:
-        weights = load_streamed(source, config, shard, weight_plan, **reading, **fetching)
+    formats = formats or WeightFormats()
+    weights = _load_weights(
+        source,
+        config,
+        shard,
+        weight_plan,
+        peers,
+        reading={"dtype": dtype, "formats": formats},
+        fetching={"device": device, "timeout_s": fetch_timeout_s, "progress": progress},
+    )
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "dtype": dtype, "device": device}
+    cache: CacheSource
+    if slot_blocks is None:
+        cache = make_kv_cache(config, shard, **sizes)
     else:
-        weights = load_resident(source, config, shard, progress=progress, **reading)
-    cache = make_kv_cache(config, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+        cache = OffloadedCache(config, shard, slot_blocks=slot_blocks, timeout_s=fetch_timeout_s, **sizes)
     parallel = TensorParallel(group, layout, routes)
     model = Llama(config, parallel, weights, cache, max_model_len)
     graphs = None
-    if graphs_up_to and device.type == "cuda" and not weight_plan.streamed:  # a graph knows one address of a layer
+    moving = bool(weight_plan.streamed) or slot_blocks is not None
+    if graphs_up_to and device.type == "cuda" and not moving:  # a graph knows one address of a layer
         graphs = DecodeGraphs(
             model.forward,
             sizes=graph_sizes(graphs_up_to),
@@ -82,5 +104,53 @@ def build_runner(
             ledger=group.ledger,
         )
     return ModelRunner(
-        model, cache, group.ledger, weights, graphs, CommLane(group.ledger) if overlap else None, most_rows
+        model,
+        cache,
+        group.ledger,
+        weights,
+        graphs,
+        lane=CommLane(group.ledger) if overlap else None,
+        most_rows=most_rows,
+        meeting=None if world is None else LogitsMeeting(world, layout),
+        lockstep=weight_plan.source == "partition",
     )
+
+
+def _load_weights(
+    source: CheckpointReader | Prepared,
+    config: LlamaConfig,
+    shard: Shard,
+    plan: WeightPlan,
+    peers: PartitionPeers | None,
+    *,
+    reading: dict[str, Any],
+    fetching: dict[str, Any],
+) -> WeightSource:
+    """``reading``: how a checkpoint's tensors are kept; ``fetching``: what every source wants to know."""
+    if plan.source == "partition":
+        images: ImageReader
+        if isinstance(source, Prepared):
+            images = PreparedImages(source, shard.rank, plan)
+        else:
+            images = CheckpointImages(source, config, shard, plan, **reading)
+        return load_partitioned(images, plan, _checked(peers, plan), **fetching)
+    if isinstance(source, Prepared):
+        return load_prepared(source, shard.rank, plan, **fetching)
+    if plan.streamed:
+        return load_streamed(source, config, shard, plan, **reading, **fetching)
+    device, progress = fetching["device"], fetching["progress"]
+    return load_resident(source, config, shard, **reading, device=device, progress=progress)
+
+
+def _checked(peers: PartitionPeers | None, plan: WeightPlan) -> PartitionPeers:
+    if peers is None:
+        raise ValueError("partitioned weights are shared with other ranks, and none were given; join them first")
+    at = peers.at
+    if (plan.num_nodes, plan.ranks_per_node) != (at.num_nodes, at.per_node):
+        raise ValueError(
+            f"the plan shares weights among {plan.ranks_per_node} ranks on each of {plan.num_nodes} nodes, and those that "
+            f"joined are {at.per_node} on each of {at.num_nodes}"
+        )
+    if plan.origin not in (FILES, FIRST_TOUCH):
+        raise ValueError(f"partitioned weights are loaded from {FILES} or by {FIRST_TOUCH}, got {plan.origin!r}")
+    return peers

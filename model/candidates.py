@@ -7,6 +7,8 @@ milliseconds a token.
 A candidate is one int64 (``kernels.best_number``), of which larger is better, and of equal logits the lowest id's.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,11 @@ def candidates_needed(params: SamplingParams) -> int:
     if is_greedy(params):
         return 1
     return params.top_k if 0 < params.top_k <= MAX_CANDIDATES else 0
+
+
+def candidates_pay(num_candidates: int, local_vocab_sizes: Sequence[int]) -> bool:
+    """Whether so many of each row are sent in place of all, by ranks that have so many columns of it each."""
+    return 0 < num_candidates <= min(local_vocab_sizes) and num_candidates * KEY_BYTES < 4 * max(local_vocab_sizes)
 
 
 def best_candidates(logits_RV: Tensor, count: int, first_id: int) -> Tensor:

@@ -59,6 +59,12 @@ class LlamaConfig:
     def heads_per_kv_head(self) -> int:
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def layer_matrix_elems(self) -> int:
+        """Numbers in the matrices of one layer."""
+        attention = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return self.hidden_size * (attention + 3 * self.mlp_size)
+
 
 _ARCHITECTURE = "LlamaForCausalLM"
 _DTYPES = ("float32", "bfloat16", "float16")

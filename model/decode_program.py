@@ -18,7 +18,7 @@ from tightwire.kernels.linear_cpu import matrix_integers, useful_threads
 from tightwire.kernels.simd import NUMBER_KIND
 from tightwire.kernels.threads import run_on_threads
 from tightwire.model.config import LlamaConfig
-from tightwire.model.kv_cache import KVCache
+from tightwire.model.kv_cache import CacheSource
 from tightwire.model.layout import Shard
 from tightwire.model.weights.source import LayerWeights
 
@@ -26,7 +26,7 @@ from tightwire.model.weights.source import LayerWeights
 class DecodeProgram:
     """``begin`` a step, then ``run`` its parts in order: part 2l is layer l's attention, 2l + 1 its MLP.
 
-    A layer's weights must have been ``place``d, and still be there, when its parts run.
+    A layer's weights, keys and values must have been ``place``d, and still be there, when its parts run.
 
     A row's bits are those that the kernels for many rows give it. One thread calls; several may work.
 
@@ -37,13 +37,14 @@ class DecodeProgram:
         self,
         config: LlamaConfig,
         shard: Shard,
-        cache: KVCache,
+        cache: CacheSource,
         cos_SE: Tensor,
         sin_SE: Tensor,
     ) -> None:
         self._config, self._shard, self._cache = config, shard, cache
         self._constants = (cos_SE, sin_SE)  # kept alive: the program holds their addresses
         self._placed: list[LayerWeights | None] = [None] * config.num_layers
+        self._placed_keys: list[Tensor | None] = [None] * config.num_layers  # the values move with them
         self._layers = torch.zeros(config.num_layers, place.LAYER_INTS, dtype=torch.int64)
         self._weights_per_part = _part_sizes(config, shard) * config.num_layers
         self._phases = torch.empty(config.num_layers * place.PHASES_PER_LAYER * place.PHASE_BYTES, dtype=torch.uint8)
@@ -57,13 +58,13 @@ class DecodeProgram:
                 place.NUM_KV_HEADS: shard.local_kv_heads,
                 place.HEAD_DIM: config.head_dim,
                 place.MLP_SIZE: len(shard.mlp_columns),
-                place.KIND: NUMBER_KIND[cache.keys.dtype],
+                place.KIND: NUMBER_KIND[cache.dtype],
                 place.COS: cos_SE.data_ptr(),
                 place.SIN: sin_SE.data_ptr(),
                 place.ANGLE_STRIDE: cos_SE.stride(0) * cos_SE.element_size(),
                 place.NUM_BLOCKS: cache.num_blocks,
                 place.TOKENS_PER_BLOCK: cache.block_size,
-                place.CACHE_BLOCK_STRIDE: cache.keys.stride(1) * cache.keys.element_size(),
+                place.CACHE_BLOCK_STRIDE: cache.block_stride * cache.dtype.itemsize,
                 place.PHASES: self._phases.data_ptr(),
             }
         )
@@ -118,12 +119,18 @@ class DecodeProgram:
             }
         )
 
-    def place(self, index: int, weights: LayerWeights) -> None:
-        """Where layer ``index`` lies when its parts run next. Cost: nothing where it has been before, else some 20 us."""
+    def place(self, index: int, weights: LayerWeights, keys_NKPE: Tensor, values_NKPE: Tensor) -> None:
+        """Where layer ``index`` lies when its parts run next.
+
+        Cost: nothing where it has been before; keys and values elsewhere about a microsecond, weights some 20.
+        """
         if self._placed[index] is not weights:
-            self._placed[index] = weights
-            keys_NKPE, values_NKPE = self._cache.keys[index], self._cache.values[index]
-            self._layers.numpy()[index] = _layer_integers(weights, keys_NKPE, values_NKPE)
+            self._placed[index], self._placed_keys[index] = weights, None
+            self._layers.numpy()[index] = _layer_integers(weights)
+        if self._placed_keys[index] is not keys_NKPE:
+            self._placed_keys[index] = keys_NKPE
+            integers = self._layers.numpy()[index]
+            integers[place.KEYS], integers[place.VALUES] = keys_NKPE.data_ptr(), values_NKPE.data_ptr()
 
     def run(self, first: int, stop: int, update_TD: Tensor | None) -> Tensor:
         """Run parts ``first`` to ``stop``; gives (T, D), what the last one ends with, valid until the next ``run``.
@@ -191,7 +198,7 @@ class DecodeProgram:
             place.PARTIAL: config.hidden_size,
         }
         self._buffers = {
-            field: torch.empty(num_rows, width, dtype=self._cache.keys.dtype) for field, width in widths.items()
+            field: torch.empty(num_rows, width, dtype=self._cache.dtype) for field, width in widths.items()
         }
         self._set({field: buffer.data_ptr() for field, buffer in self._buffers.items()})
         self._total_TD = torch.empty_like(self._buffers[place.PARTIAL])
@@ -210,11 +217,11 @@ def _part_sizes(config: LlamaConfig, shard: Shard) -> list[int]:
     return [config.hidden_size * (2 * heads + 2 * kv_heads) * config.head_dim, config.hidden_size * 3 * mlp_size]
 
 
-def _layer_integers(weights: LayerWeights, keys_NKPE: Tensor, values_NKPE: Tensor) -> list[int]:
+def _layer_integers(weights: LayerWeights) -> list[int]:
+    """But for where its keys and values are."""
     values = [0] * place.LAYER_INTS
     values[place.ATTENTION_NORM] = weights.attention_norm.data_ptr()
     values[place.MLP_NORM] = weights.mlp_norm.data_ptr()
-    values[place.KEYS], values[place.VALUES] = keys_NKPE.data_ptr(), values_NKPE.data_ptr()
     for field, matrix, bias in (
         (place.QKV_MATRIX, weights.qkv, weights.qkv_bias),
         (place.OUT_MATRIX, weights.attention_out, weights.attention_out_bias),

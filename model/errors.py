@@ -15,3 +15,7 @@ class WeightsError(RuntimeError):
 
 class PrepareError(RuntimeError):
     """A prepared folder could not be finished; nothing of it is left."""
+
+
+class CacheError(RuntimeError):
+    """Keys and values of a layer do not come from where they are kept; no pass can be finished without them."""

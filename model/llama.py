@@ -1,7 +1,7 @@
 """The Llama forward pass of one rank, over packed sequences and a paged cache.
 
 Knows layers, not requests: it gets tokens, positions and a block table, and gives hidden states. Where weights live is
-their ``WeightSource``'s business, how ranks meet is ``TensorParallel``'s.
+their ``WeightSource``'s business, where keys and values do the ``CacheSource``'s, how ranks meet is ``TensorParallel``'s.
 
 Source: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783.
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tightwire.comm.lane import CommLane
 from tightwire.kernels.attention import paged_attention
-from tightwire.kernels.linear import linear
+from tightwire.kernels.linear import linear, linear_to_float
 from tightwire.kernels.norm import add_rms_norm, rms_norm
 from tightwire.kernels.qkv import rotate_and_cache
 from tightwire.kernels.swiglu import swiglu
 from tightwire.model.config import LlamaConfig
 from tightwire.model.decode_program import DecodeProgram
-from tightwire.model.kv_cache import KVCache
+from tightwire.model.kv_cache import CacheSource
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.rope_table import rope_table
 from tightwire.model.weights.source import LayerWeights, WeightSource
@@ -47,13 +47,18 @@ class Llama:
     """One rank's layers. ``forward`` leaves the new tokens' keys and values in the cache."""
 
     def __init__(
-        self, config: LlamaConfig, parallel: TensorParallel, weights: WeightSource, cache: KVCache, max_positions: int
+        self,
+        config: LlamaConfig,
+        parallel: TensorParallel,
+        weights: WeightSource,
+        cache: CacheSource,
+        max_positions: int,
     ) -> None:
         self._config = config
         self._parallel = parallel
         self._weights = weights
         self._cache = cache
-        self._cos_SE, self._sin_SE = rope_table(config, max_positions, cache.keys.device)
+        self._cos_SE, self._sin_SE = rope_table(config, max_positions, cache.device)
         # Of each arm; of attention in layer l at 2 l, of its MLP behind it: the parts of a ``DecodeProgram``.
         self._sums = [
             [
@@ -63,8 +68,11 @@ class Llama:
             ]
             for arm in range(parallel.num_arms)
         ]
+        self._spans = weights.spans
+        if cache.layers_at_a_time is not None:
+            self._spans = [range(layer, layer + 1) for layer in range(config.num_layers)]
         self._program = None
-        if cache.keys.device.type == "cpu":
+        if cache.device.type == "cpu":
             self._program = DecodeProgram(config, parallel.shard, cache, self._cos_SE, self._sin_SE)
 
     @torch.inference_mode()
@@ -132,6 +140,7 @@ class Llama:
             partial_TD = self._mlp(normed_TD, weights, batch)
             update_TD = yield partial(self._summed, partial_TD, 2 * index + 1, batch)
             self._weights.release(index)
+            self._cache.release(index)
         assert update_TD is not None, "a model has at least one layer"
         return residual_TD + update_TD
 
@@ -153,12 +162,13 @@ class Llama:
             batch.block_tables_BM,
         )
         update_TD: Tensor | None = None
-        for span in self._weights.spans:
+        for span in self._spans:
             for index in span:
-                program.place(index, self._weights.layer(index))
+                program.place(index, self._weights.layer(index), *self._cache.layer(index))
             update_TD = self._run_generated(span, batch, program, residual_TD, update_TD)
             for index in span:
                 self._weights.release(index)
+                self._cache.release(index)
         assert update_TD is not None, "a model has at least one layer"
         return residual_TD + update_TD
 
@@ -180,7 +190,7 @@ class Llama:
         return update_TD
 
     def _embed(self, batch: Batch) -> Tensor:
-        table, dtype = self._weights.outer.embedding, self._cache.keys.dtype
+        table, dtype = self._weights.outer.embedding, self._cache.dtype
         return self._parallel.embed(table, batch.token_ids_T, batch.arm, dtype)
 
     @torch.inference_mode()
@@ -195,6 +205,12 @@ class Llama:
         normed_RD = rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps)
         return self._parallel.logits(normed_RD, outer.head, num_candidates)
 
+    @torch.inference_mode()
+    def local_logits(self, hidden_RD: Tensor) -> Tensor:
+        """(R, local V) float32: this rank's columns."""
+        outer = self._weights.outer
+        return linear_to_float(rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps), outer.head)
+
     def _attention(
         self, x_TD: Tensor, weights: LayerWeights, index: int, batch: Batch, cos_TE: Tensor, sin_TE: Tensor
     ) -> Tensor:
@@ -204,7 +220,7 @@ class Llama:
         num_decode = batch.num_decode_rows
         qkv_TO = linear(x_TD, weights.qkv, weights.qkv_bias, num_single_rows=num_decode)
         qkv_THE = qkv_TO.view(-1, num_heads + 2 * num_kv_heads, head_dim)
-        keys_NKPE, values_NKPE = self._cache.keys[index], self._cache.values[index]
+        keys_NKPE, values_NKPE = self._cache.layer(index)
         q_THE = rotate_and_cache(qkv_THE, cos_TE, sin_TE, keys_NKPE, values_NKPE, batch.slots_T)
         mixed_THE = paged_attention(
             q_THE,

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the only place in the model where ranks meet.
+"""Tensor parallelism: the only place in the model where the ranks of a replica meet.
 
 Column-parallel matrices (q, k, v, gate, up) need nothing here: each rank multiplies its own rows. Their row-parallel
 partners (o, down) leave every rank with a partial sum, and one AllReduce makes it whole: two per layer. The embedding
@@ -22,7 +22,7 @@ from tightwire.comm.protocols import AllReduce, KernelSums
 from tightwire.kernels.embedding import embedding
 from tightwire.kernels.linear import linear_to_float
 from tightwire.kernels.packed import Matrix
-from tightwire.model.candidates import KEY_BYTES, best_candidates, scatter_candidates
+from tightwire.model.candidates import best_candidates, candidates_pay, scatter_candidates
 from tightwire.model.layout import Layout
 
 
@@ -122,9 +122,7 @@ class TensorParallel:
         if self._group.world_size == 1:
             return local_RV
         self._group.ledger.site = "logits"
-        fewest = min(len(shard.vocab_rows) for shard in self._layout.shards)
-        whole_bytes = self._layout.max_vocab_rows * local_RV.element_size()
-        if 0 < num_candidates <= fewest and num_candidates * KEY_BYTES < whole_bytes:
+        if candidates_pay(num_candidates, [len(shard.vocab_rows) for shard in self._layout.shards]):
             return self._logits_of_candidates(local_RV, num_candidates)
         padding = self._layout.max_vocab_rows - local_RV.shape[1]
         gathered = all_gather(self._group, F.pad(local_RV, (0, padding)).contiguous())

@@ -4,7 +4,11 @@ Made by the scheduler on rank 0, encoded with msgspec, the same on every rank. I
 int32 bytes, because a list of a few thousand Python ints costs more to encode than the step's scheduling.
 """
 
+from collections.abc import Sequence
+
 import msgspec
+import numpy as np
+from numpy.typing import ArrayLike
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -24,3 +28,56 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     logit_rows: bytes  # (R,) int32 rows of T whose logits rank 0 needs; may be empty
     arm: int = 0  # which of the AllReduces that the model was given sum this step
     num_candidates: int = 0  # so many of each row's best logits are wanted of every rank; 0: all
+    # Where several replicas run a step each, what all of them bring: (replicas, 2) int32, logit rows and candidates, the same
+    # for every replica. Empty: no replica but the first has rows, or there is no other.
+    meeting: bytes = b""
+
+
+def make_plan(
+    *,
+    token_ids: ArrayLike,
+    query_lens: ArrayLike,
+    context_lens: ArrayLike,
+    block_tables: ArrayLike,
+    num_decode_rows: int,
+    logit_rows: ArrayLike,
+    index: int = 0,
+    arm: int = 0,
+    num_candidates: int = 0,
+) -> StepPlan:
+    """A plan of numbers that are not packed yet; ``ints`` unpacks them."""
+    return StepPlan(
+        index=index,
+        token_ids=_packed(token_ids),
+        query_lens=_packed(query_lens),
+        context_lens=_packed(context_lens),
+        block_tables=_packed(block_tables),
+        num_decode_rows=num_decode_rows,
+        logit_rows=_packed(logit_rows),
+        arm=arm,
+        num_candidates=num_candidates,
+    )
+
+
+def idle_plan(index: int) -> StepPlan:
+    """Of a replica that has nothing to compute in a step."""
+    return make_plan(
+        index=index, token_ids=(), query_lens=(), context_lens=(), block_tables=(), num_decode_rows=0, logit_rows=()
+    )
+
+
+def meeting_of(plans: Sequence[StepPlan]) -> bytes:
+    """What the replicas that run ``plans`` bring to rank 0, as ``StepPlan.meeting`` has it."""
+    brought = [(len(plan.logit_rows) // 4, plan.num_candidates) for plan in plans]
+    if not any(num_rows for num_rows, _ in brought[1:]):
+        return b""
+    return _packed(brought)
+
+
+def ints(data: bytes) -> np.ndarray:
+    """What a plan packs, in one dimension; a view of ``data``."""
+    return np.frombuffer(data, "<i4")
+
+
+def _packed(values: ArrayLike) -> bytes:
+    return np.asarray(values, "<i4").tobytes()

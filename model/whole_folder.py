@@ -42,14 +42,14 @@ def whole_folder(
         OSError: of the disk.
     """
     out = Path(os.path.realpath(out))
-    _check_place(out, check_replaced)
+    check_place(out, check_replaced)
     _remove_leftovers(out, say)
     partial, lock = _make_locked(out.with_name(f"{out.name}{_PARTIAL}{os.getpid()}"))
     try:
         yield partial
         for path in [*partial.iterdir(), partial]:
             _sync(path)
-        _check_place(out, check_replaced)  # it has been a while
+        check_place(out, check_replaced)  # it has been a while
         _put(partial, out)
         _sync(out.parent)
     finally:
@@ -57,7 +57,11 @@ def whole_folder(
         os.close(lock)
 
 
-def _check_place(out: Path, check_replaced: Callable[[Path], object]) -> None:
+def check_place(out: Path, check_replaced: Callable[[Path], object]) -> None:
+    """
+    Raises:
+        ModelError: ``whole_folder`` could not make ``out`` here.
+    """
     if not out.parent.is_dir():
         raise ModelError(f"{out}: there is no folder {out.parent}; make it first")
     if out.is_dir():

@@ -5,11 +5,11 @@ from fastapi import FastAPI
 from tightwire import __version__
 from tightwire.server.arrival import Arrival
 from tightwire.server.auth import RequireKey
-from tightwire.server.config import HttpOptions
 from tightwire.server.engine_client import EngineClient
 from tightwire.server.errors import install_error_handlers
 from tightwire.server.metrics import Metrics
 from tightwire.server.openapi import make_openapi
+from tightwire.server.options.http import HttpOptions
 from tightwire.server.request_id import RequestId
 from tightwire.server.routes.chat import chat_router
 from tightwire.server.routes.completions import completions_router

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import open_wire
-from tightwire.server.config import ParallelOptions
-from tightwire.server.flags import make_parser, parse, refuse_allreduce_extra
+from tightwire.server.config import ServeConfig
+from tightwire.server.flags import make_parser, parse, refuse_allreduce_extra, refuse_replicas
 from tightwire.server.interrupts import interrupts_end_at_once
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ def _serve(argv: Sequence[str]) -> int:
         return _refuse("serve", error)
     with listener, ExitStack() as stack:
         try:
-            ranks = _start_ranks(config.parallel, stack)
+            ranks = _start_ranks(config, stack)
         except ValueError as error:
             return _refuse("serve", error)
-        progress = importlib.import_module("tightwire.server.progress").make_progress(config.parallel.tp)
+        progress = importlib.import_module("tightwire.server.progress").make_progress(config.parallel.num_ranks)
         return importlib.import_module("tightwire.server.launch").serve(config, listener, ranks, progress)
 
 
@@ -62,13 +62,14 @@ def generate(argv: Sequence[str]) -> int:
     )
     config, args = parse(parser, argv, _OFFLINE_GROUPS)
     refuse_allreduce_extra(parser, config)
+    refuse_replicas(parser, config)
     with ExitStack() as stack:
         try:
-            ranks = _start_ranks(config.parallel, stack)
+            ranks = _start_ranks(config, stack)
         except ValueError as error:
             return _refuse("generate", error)
         with interrupts_end_at_once():
-            progress = importlib.import_module("tightwire.server.progress").make_progress(config.parallel.tp)
+            progress = importlib.import_module("tightwire.server.progress").make_progress(config.parallel.num_ranks)
             offline = importlib.import_module("tightwire.server.offline")
         try:
             return offline.generate(
@@ -107,13 +108,13 @@ def pull(argv: Sequence[str]) -> int:
     return 0
 
 
-def _start_ranks(options: ParallelOptions, stack: ExitStack) -> "Ranks":
+def _start_ranks(config: ServeConfig, stack: ExitStack) -> "Ranks":
     """The ranks, and before them the wire that is to lie between them; both end with ``stack``, in that order.
 
     Raises:
         ValueError: that wire cannot be had on this machine.
     """
-    wire = None
+    options, wire = config.parallel, None
     if options.link is not None:
         num_nodes = options.wire_nodes
         wire = stack.enter_context(
@@ -124,7 +125,13 @@ def _start_ranks(options: ParallelOptions, stack: ExitStack) -> "Ranks":
                 emulation=options.link_emulation,
             )
         )
-    ranks = importlib.import_module("tightwire.server.ranks").Ranks(options.tp, num_nodes=options.nodes, wire=wire)
+    ranks = importlib.import_module("tightwire.server.ranks").Ranks(
+        options.num_ranks,
+        num_nodes=options.nodes,
+        num_replicas=options.dp,
+        shares_weights=config.weights.weights in ("auto", "partition"),
+        wire=wire,
+    )
     return stack.enter_context(ranks)
 
 

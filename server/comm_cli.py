@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tightwire.server.config import ServeConfig
-from tightwire.server.flags import make_parser, parse, refuse_allreduce_extra
+from tightwire.server.flags import make_parser, parse, refuse_allreduce_extra, refuse_replicas
 from tightwire.server.interrupts import interrupts_end_at_once
 
 _GROUPS = ("model", "parallel", "engine")
@@ -24,6 +24,7 @@ def explain(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
     config, args = parse(parser, argv, _GROUPS)
     refuse_allreduce_extra(parser, config)
+    refuse_replicas(parser, config)
     with interrupts_end_at_once():
         return importlib.import_module("tightwire.server.explain").run(_at_least_two_ranks(config), "json" in args)
 
@@ -38,6 +39,7 @@ def tune(argv: Sequence[str]) -> int:
     )
     config, args = parse(parser, argv, _GROUPS)
     refuse_allreduce_extra(parser, config)
+    refuse_replicas(parser, config)
     with interrupts_end_at_once():
         module = importlib.import_module("tightwire.server.tune")
     return module.run(_at_least_two_ranks(config), args.seconds)

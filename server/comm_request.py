@@ -11,7 +11,8 @@ from tightwire.comm.policy.choose import PolicyRequest
 from tightwire.comm.policy.policy_file import check_shape, read_policy_file
 from tightwire.comm.registry import parse_all_reduce
 from tightwire.model.config import LlamaConfig
-from tightwire.server.config import POLICY_PREFIX, ParallelOptions, ServeConfig
+from tightwire.server.config import ServeConfig
+from tightwire.server.options.parallel import POLICY_PREFIX, ParallelOptions
 
 
 def own_arm(options: ParallelOptions) -> str:

@@ -4,6 +4,7 @@ import time
 
 import msgspec
 
+from tightwire.comm.ledger import GATHERING, LOADING
 from tightwire.server.engine_client import EngineClient
 from tightwire.server.messages import CommCount
 from tightwire.server.responses import CommReport, CommSpan, CommTotals
@@ -69,7 +70,8 @@ def _zero(count: CommCount) -> CommCount:
 
 
 def _seconds(counts: dict[tuple[str, str, str], CommCount]) -> float:
-    return sum(count.seconds for count in counts.values())
+    """What steps waited for: layers are gathered beside them."""
+    return sum(count.seconds for count in counts.values() if count.phase not in (LOADING, GATHERING))
 
 
 def _span(seconds: float, comm_seconds: float) -> CommSpan:

@@ -9,6 +9,9 @@ runs, and only then waits for N's tokens, takes them in and tells them. Each seq
 token that N chooses, which the device puts in itself (``model/references``). One that turns out to have ended
 has computed that row for nothing. N is collected first where N + 1 depends on what came of it: when prompts are scored,
 guesses are or may be made, a sequence has penalties, or blocks run out.
+
+Of several replicas of the model each has a scheduler (``replicas``), and a step has a plan for each. Rank 0 is in the first
+replica, gets the logits of all, and chooses for every sequence.
 """
 
 import logging
@@ -29,6 +32,7 @@ from tightwire.server.flight import Flight, NewTokens
 from tightwire.server.limits import Limits
 from tightwire.server.messages import (
     AddRequest,
+    CacheCount,
     CommCount,
     EngineStats,
     FirstToken,
@@ -37,9 +41,10 @@ from tightwire.server.messages import (
     StreamCount,
     TokenLogprob,
 )
+from tightwire.server.outputs import last_words, scores_once, waited_s
+from tightwire.server.replicas import Replicas
 from tightwire.server.request import Request, make_request, why_refused
 from tightwire.server.scheduled_step import Chunk
-from tightwire.server.scheduler import Scheduler
 from tightwire.server.step_times import StepTimes, first_token
 
 _log = logging.getLogger(__name__)
@@ -49,6 +54,8 @@ _NOT_FINITE = "the model's scores for this sequence are not finite numbers, so n
 
 class Runner(Protocol):
     """Runs one plan on this rank; gives (R, V) float32 logits for the plan's ``logit_rows``, None when R is 0.
+
+    With the plan's ``meeting`` R counts the rows of all replicas, which come one after the other.
 
     ``chosen_R``: what was chosen after the last plan, (R,) int32, for this one to refer to.
     """
@@ -67,23 +74,28 @@ class Engine:
         limits: Limits,
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
-        broadcast: Callable[[StepPlan], None] = lambda plan: None,
+        broadcast: Callable[[Sequence[StepPlan]], None] = lambda plans: None,
         comm_counts: Callable[[], list[CommCount]] = list,
         arms: Sequence[str] = ("auto",),
         comm_spent: Callable[[], Spent] = Spent,
         drafter: NgramDrafter | None = None,
         plan_ahead: bool = False,
+        num_replicas: int = 1,
         step_tokens: Callable[[], int] | None = None,
         stream_count: Callable[[], StreamCount | None] = lambda: None,
+        cache_count: Callable[[], CacheCount | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``broadcast`` hands each plan to the other ranks before this one runs it; ``comm_counts`` fills the stats.
+        """``broadcast`` hands each replica's plan to its ranks before this one runs the first; ``comm_counts`` fills the stats.
 
         ``comm_spent``: the time of all collectives so far. ``arms``: the AllReduces that a request may name, the server's
         own first; their places are the plans' arms. ``drafter``: guesses tokens ahead; None: nothing does.
-        ``plan_ahead``: launch each step before the last one is waited for, where that can be. ``step_tokens``: how many the
-        next step may take; default: what ``limits`` say. ``stream_count``: of layers that stream, for the stats.
+        ``plan_ahead``: launch each step before the last one is waited for, where that can be; for one replica.
+        ``limits``: of each replica. ``step_tokens``: how many the next step of each may take; default: what ``limits`` say.
+        ``stream_count``, ``cache_count``: of layers that stream and of a KV cache on the host, for the stats.
         """
+        if plan_ahead and num_replicas > 1:
+            raise ValueError(f"steps of {num_replicas} replicas cannot be planned ahead")
         self._runner, self._sampler, self._broadcast = runner, sampler, broadcast
         self._comm_counts, self._clock = comm_counts, clock
         self._times = StepTimes(clock, comm_spent)
@@ -92,8 +104,8 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         if outside := [i for i in self._eos_token_ids if not 0 <= i < vocab_size]:
             raise ValueError(f"end tokens {outside} are outside the vocabulary of {vocab_size}")
-        self._scheduler = Scheduler(limits, drafter)
-        self._step_tokens, self._stream_count = step_tokens, stream_count
+        self._replicas = Replicas(limits, num_replicas, drafter)
+        self._step_tokens, self._stream_count, self._cache_count = step_tokens, stream_count, cache_count
         self._requests: dict[str, Request] = {}
         self._pending: list[Output] = []  # ends that happened between steps
         self._flight: Flight | None = None  # launched, but not collected
@@ -101,8 +113,11 @@ class Engine:
         self._num_prompt_tokens = self._num_generation_tokens = 0
         self._num_draft_tokens = self._num_accepted_draft_tokens = 0
 
-    def add(self, message: AddRequest) -> None:
-        """Queue a sequence; it joins the next step. One that cannot run gets its error with the next step."""
+    def add(self, message: AddRequest, replica: int | None = None) -> None:
+        """Queue a sequence; it joins the next step. One that cannot run gets its error with the next step.
+
+        ``replica``: that is to compute it; None: the one that suits.
+        """
         if message.id in self._requests:
             # Its sender breaks the protocol. An error under this id would end the sequence that is running.
             _log.error("request %s is already running; the second one of that id is ignored", message.id)
@@ -116,10 +131,10 @@ class Engine:
         arm = 0 if message.allreduce is None else self._arms.index(message.allreduce)
         request = make_request(message, self._eos_token_ids, self._clock(), arm)
         if request.params.max_tokens == 0 and not request.rows_to_score(0, request.num_prompt_tokens):
-            self._pending.append(_last_words(request, "length"))  # nothing to generate and nothing to score
+            self._pending.append(last_words(request, "length"))  # nothing to generate and nothing to score
             return
         self._requests[request.id] = request
-        self._scheduler.add(request)
+        self._replicas.add(request, replica)
 
     def cancel(self, ids: Sequence[str]) -> None:
         """End these and free their blocks now; their last ``Output`` comes with the next step."""
@@ -143,29 +158,31 @@ class Engine:
         if flight is None or not flight.is_wanted:  # all who were in it have ended
             flight = self._launch(None)
         if flight is not None:
-            if self._plan_ahead and flight.may_be_followed and not self._scheduler.may_guess(flight.num_seqs):
+            if self._plan_ahead and flight.may_be_followed and not self._replicas.may_guess(flight.num_seqs):
                 self._flight = self._launch(flight)
             self._collect(flight, outputs)
         return StepResult(outputs=outputs, stats=self.stats())
 
     def stats(self) -> EngineStats:
-        pool, prefixes = self._scheduler.pool, self._scheduler.prefixes
+        replicas = self._replicas.loads()
         return EngineStats(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
+            num_running=sum(replica.num_running for replica in replicas),
+            num_waiting=sum(replica.num_waiting for replica in replicas),
+            num_blocks=sum(replica.num_blocks for replica in replicas),
+            num_free_blocks=sum(replica.num_free_blocks for replica in replicas),
             num_steps=self._num_steps,
-            num_preemptions=self._scheduler.num_preemptions,
+            num_preemptions=self._replicas.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
-            num_prefix_queried_tokens=0 if prefixes is None else prefixes.num_queried_tokens,
-            num_prefix_hit_tokens=0 if prefixes is None else prefixes.num_hit_tokens,
+            num_prefix_queried_tokens=self._replicas.num_prefix_queried_tokens,
+            num_prefix_hit_tokens=self._replicas.num_prefix_hit_tokens,
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_draft_tokens=self._num_accepted_draft_tokens,
             num_steps_ahead=self._num_steps_ahead,
             stream=self._stream_count(),
+            kv_offload=self._cache_count(),
             comm=self._comm_counts(),
+            replicas=replicas if len(replicas) > 1 else [],
         )
 
     def _launch(self, last: Flight | None) -> Flight | None:
@@ -177,8 +194,8 @@ class Engine:
         if last is not None:
             last.refer()
         if self._step_tokens is not None:
-            self._scheduler.step_tokens = self._step_tokens()
-        step = self._scheduler.schedule(begun.at_s, ahead=last is not None)
+            self._replicas.limit_steps(self._step_tokens())
+        step = self._replicas.schedule(begun.at_s, ahead=last is not None)
         if step is None:
             if last is not None:
                 last.take_back()
@@ -186,15 +203,15 @@ class Engine:
         for chunk in step.chunks:
             chunk.request.at_first_step = chunk.request.at_first_step or begun
             chunk.request.num_computed = chunk.end
-        self._broadcast(step.plan)
+        self._broadcast(step.plans)
         chosen_R = None if last is None or last.choice is None else last.choice.ids_R
-        logits_RV = self._times.forward(self._runner.execute, step.plan, chosen_R)
+        logits_RV = self._times.forward(self._runner.execute, step.plans[0], chosen_R)
         if logits_RV is None:
-            assert not step.plan.logit_rows, "the engine runs on rank 0, which has the logits"
+            assert not any(plan.logit_rows for plan in step.plans), "the engine runs on rank 0, which has the logits"
             logits_RV = torch.empty((0, self._vocab_size))
         self._num_steps += 1
         self._num_steps_ahead += last is not None
-        flight = Flight(step, Download([logits_RV[:0]]))
+        flight = Flight(step.chunks, Download([logits_RV[:0]]))
         if not flight.is_simple:
             flight.logits_RV = logits_RV
         elif flight.new:
@@ -274,7 +291,7 @@ class Engine:
         if new.chunk.draft:
             self._num_draft_tokens += len(new.chunk.draft)
             self._num_accepted_draft_tokens += num_new - 1
-            self._scheduler.learn(request, num_new - 1)
+            self._replicas.learn(request, num_new - 1)
         is_first = request.num_output_tokens == num_new
         if is_first:
             self._num_prompt_tokens += request.num_prompt_tokens
@@ -284,10 +301,10 @@ class Engine:
             id=request.id,
             token_ids=new.token_ids,
             logprobs=new.logprobs or None,
-            prompt_logprobs=_once(request),
+            prompt_logprobs=scores_once(request),
             finish_reason=finish_reason,
             stop_token_id=new.token_ids[-1] if finish_reason == "stop" else None,
-            queue_s=_queue_s(request) if is_first else None,
+            queue_s=waited_s(request) if is_first else None,
             first_token=self._first_token(request) if is_first else None,
             num_cached_tokens=request.num_cached_tokens if is_first else 0,
         )
@@ -298,33 +315,11 @@ class Engine:
 
     def _end(self, request: Request, finish_reason: str, message: str | None = None) -> Output:
         self._forget(request, spoiled=finish_reason == "error")
-        return _last_words(request, finish_reason, message)
+        return last_words(request, finish_reason, message)
 
     def _forget(self, request: Request, *, spoiled: bool = False) -> None:
         del self._requests[request.id]
         if self._flight is not None:
             self._flight.drop(request)
-        self._scheduler.remove(request, spoiled=spoiled)
+        self._replicas.remove(request, spoiled=spoiled)
         self._sampler.release(request)
-
-
-def _last_words(request: Request, finish_reason: str, message: str | None = None) -> Output:
-    """An end without a new token; an echo still brings its prompt logprobs."""
-    return Output(
-        id=request.id,
-        token_ids=[],
-        prompt_logprobs=None if finish_reason == "error" else _once(request),
-        finish_reason=finish_reason,
-        message=message,
-        queue_s=None if finish_reason == "error" else _queue_s(request),
-    )
-
-
-def _once(request: Request) -> list[TokenLogprob | None] | None:
-    """The prompt's logprobs the first time, None after."""
-    logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-    return logprobs
-
-
-def _queue_s(request: Request) -> float | None:
-    return None if request.first_scheduled_s is None else request.first_scheduled_s - request.arrival_s

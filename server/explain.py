@@ -12,12 +12,12 @@ from rich.table import Table
 
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
+from tightwire.comm.sizes import format_bytes
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.server.comm_decision import CommDecision, decide_comm
 from tightwire.server.comm_request import check_all_reduce_names, policy_requests
 from tightwire.server.config import ServeConfig
 from tightwire.server.run_plan import asked_link, decide_setting
-from tightwire.server.sizes import format_bytes
 
 _SITES = ("o_proj", "down_proj")
 _WHY_FITS = 76  # columns of a terminal; where there are fewer, reasons stand below the table

@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.comm.names import split_all_reduce_names
-from tightwire.server.config import (
-    EngineOptions,
-    HttpOptions,
-    ModelOptions,
-    ParallelOptions,
-    ServeConfig,
-    WeightOptions,
-    option_fields,
-)
-from tightwire.server.sizes import format_bytes, parse_bytes
+from tightwire.comm.sizes import format_bytes, parse_bytes
+from tightwire.server.config import ServeConfig, option_fields
+from tightwire.server.options.engine import EngineOptions
+from tightwire.server.options.http import HttpOptions
+from tightwire.server.options.model import ModelOptions
+from tightwire.server.options.parallel import ParallelOptions
+from tightwire.server.options.weights import WeightOptions
 
 Fields = Mapping[str, Field[Any]]
 
@@ -92,6 +89,12 @@ def refuse_allreduce_extra(parser: argparse.ArgumentParser, config: ServeConfig)
     """For verbs that have no requests which could ask for a further AllReduce. Ends the program with exit code 2."""
     if config.parallel.allreduce_extra:
         parser.error("--allreduce-extra is for requests to `serve`; leave it out, or name one with --allreduce")
+
+
+def refuse_replicas(parser: argparse.ArgumentParser, config: ServeConfig) -> None:
+    """For verbs that have no requests to share out among replicas. Ends the program with exit code 2."""
+    if config.parallel.dp > 1:
+        parser.error(f"--dp {config.parallel.dp} is for requests to `serve`, which replicas share; leave it out")
 
 
 def make_config(values: Mapping[str, Any]) -> ServeConfig:

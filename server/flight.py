@@ -1,6 +1,6 @@
 """A step that was launched and not collected yet: whose it is, and what each sequence gets of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from tightwire.model.sampling import Choice
 from tightwire.model.transfer import Download
 from tightwire.server.messages import TokenLogprob
 from tightwire.server.request import Request
-from tightwire.server.scheduled_step import Chunk, ScheduledStep
+from tightwire.server.scheduled_step import Chunk
 
 
 class NewTokens:
@@ -65,17 +65,17 @@ class NewTokens:
 class Flight:
     """A step's tokens: ``choice``, one of each of ``new``, or where prompts are scored and guesses checked, ``logits_RV``."""
 
-    def __init__(self, step: ScheduledStep, forward_pass: Download) -> None:
-        """``forward_pass``: comes to its end with it."""
+    def __init__(self, chunks: Sequence[Chunk], forward_pass: Download) -> None:
+        """``chunks``: in the order of the logits' rows. ``forward_pass``: comes to its end with it."""
         self.forward_pass = forward_pass
         self.choice: Choice | None = None
         self.logits_RV: Tensor | None = None
         self.scored: list[tuple[Chunk, slice]] = []  # with the rows of logits that score it
         self.new: list[NewTokens] = []
-        self.num_seqs = len(step.chunks)
-        self._chunks = {chunk.request: chunk for chunk in step.chunks}
+        self.num_seqs = len(chunks)
+        self._chunks = {chunk.request: chunk for chunk in chunks}
         row = 0
-        for chunk in step.chunks:
+        for chunk in chunks:
             first = row + len(chunk.scored)
             if chunk.scored:
                 self.scored.append((chunk, slice(row, first)))

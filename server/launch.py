@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Awaitable, Mapping
 
+from tightwire.comm.sizes import format_bytes
 from tightwire.model.checkpoint import Checkpoint
 from tightwire.server.app import make_app
 from tightwire.server.background import Background
@@ -22,12 +23,12 @@ from tightwire.server.http_server import HttpServer
 from tightwire.server.listener import url_of
 from tightwire.server.messages import CommSetup, Ready
 from tightwire.server.progress import Progress
+from tightwire.server.rank_names import rank_name
 from tightwire.server.rank_setup import RankWork
 from tightwire.server.ranked_engine import RankedEngine, RankFailedError
 from tightwire.server.ranks import Ranks
 from tightwire.server.run_plan import FETCH_STOPS_S, Decision, prepare
 from tightwire.server.served_model import ModelInfo, ModelSlot
-from tightwire.server.sizes import format_bytes
 
 # After a rank failed: the time in which /health says why, before this process ends.
 _LAST_WORDS_S = 1.0
@@ -108,6 +109,7 @@ class _Server:
             vocab_size=checkpoint.config.vocab_size,
             root=checkpoint.location,
             tp=self._config.parallel.tp,
+            dp=self._config.parallel.dp,
             allreduce=decision.plan.allreduce,
             arms=decision.plan.arms,
             transport=decision.plan.transport,
@@ -128,9 +130,10 @@ class _Server:
             self._progress.say(comm.link.describe(self._config.parallel.wire_nodes))  # measured by now
         self._progress.say(
             f"ready in {self._slot.startup_s:.1f} s at {url_of(self._listener)}: {info.name} "
-            f"(tp {info.tp}, {_numbers(info)} on {decision.plan.device}, {_wire(info, ready[0].comm)}"
+            f"(tp {info.tp}{f', dp {info.dp}' if info.dp > 1 else ''}, {_numbers(info)} on {decision.plan.device}, "
+            f"{_wire(info, ready[0].comm)}"
             f"context {info.max_model_len}, {decision.plan.num_blocks} KV blocks of "
-            f"{self._config.engine.block_size} tokens)"
+            f"{self._config.engine.block_size} tokens{' each replica' if info.dp > 1 else ''})"
         )
 
     async def _unless_stopped(self, loading: Awaitable[None]) -> None:
@@ -176,14 +179,20 @@ def _wire(info: ModelInfo, comm: CommSetup | None) -> str:
 
 def describe_layout(decision: Decision, ready: Mapping[int, Ready]) -> str:
     """What each rank holds, and the most memory its process has had, a line each."""
-    mlp_size = sum(len(shard.mlp_columns) for shard in decision.layout.shards)
+    shards, num_replicas = decision.layout.shards, decision.plan.num_replicas
+    mlp_size = sum(len(shard.mlp_columns) for shard in shards)
     return "\n".join(
-        f"rank {shard.rank}: {shard.local_heads} heads, {shard.local_kv_heads} KV heads, "
+        f"rank {rank_name(rank, len(shards), num_replicas)}: {shard.local_heads} heads, {shard.local_kv_heads} KV heads, "
         f"{len(shard.mlp_columns)} of {mlp_size} MLP columns, {len(shard.vocab_rows)} vocabulary rows; "
-        f"{format_bytes(ready[shard.rank].weight_bytes)} of weights, at most "
-        f"{format_bytes(ready[shard.rank].peak_host_bytes)} of host memory so far{_cores(ready[shard.rank])}"
-        for shard in decision.layout.shards
+        f"{format_bytes(ready[rank].weight_bytes)} of weights, at most "
+        f"{format_bytes(ready[rank].peak_host_bytes)} of host memory so far{_handed_out(ready[rank])}{_cores(ready[rank])}"
+        for rank, shard in enumerate(num_replicas * shards)
     )
+
+
+def _handed_out(ready: Ready) -> str:
+    """What reading together has cost the wire between nodes, if anything."""
+    return f"; {format_bytes(ready.loading_bytes)} sent to other nodes while loading" if ready.loading_bytes else ""
 
 
 def _cores(ready: Ready) -> str:

@@ -18,6 +18,7 @@ class Limits:
     max_scored_rows: int = MAX_SCORED_ROWS
     max_drafting_seqs: int = 16  # with more sequences in a step none brings guesses along
     prefix_cache: str = "prompts"  # what sequences that begin alike share: none, prompts, or all (answers too)
+    max_step_blocks: int | None = None  # of all sequences of one step together, each once; None: all there are
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "num_blocks", "block_size", "max_scored_rows"):
@@ -34,6 +35,13 @@ class Limits:
                 f"{self.num_blocks * self.block_size} tokens, less than one sequence of max_model_len="
                 f"{self.max_model_len}; give it more memory (--kv-cache-memory) or set --max-model-len to at most "
                 f"{self.num_blocks * self.block_size}"
+            )
+        if self.max_step_blocks is not None and self.max_step_blocks * self.block_size < self.max_model_len:
+            raise ValueError(
+                f"a step may need {self.max_step_blocks} blocks of {self.block_size} = "
+                f"{self.max_step_blocks * self.block_size} tokens, less than one sequence of max_model_len="
+                f"{self.max_model_len}; give it more (--kv-slot-tokens) or set --max-model-len to at most "
+                f"{self.max_step_blocks * self.block_size}"
             )
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -3,7 +3,7 @@
 import errno
 import socket
 
-from tightwire.server.config import HttpOptions
+from tightwire.server.options.http import HttpOptions
 
 
 class PortTakenError(OSError):

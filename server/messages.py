@@ -9,9 +9,9 @@ import msgspec
 
 from tightwire.comm.ledger import Event, Latency
 from tightwire.comm.link.wire import LinkFacts
+from tightwire.comm.sizes import format_bytes
 from tightwire.model.sampling_params import SamplingParams
 from tightwire.model.step import StepPlan
-from tightwire.server.sizes import format_bytes
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
@@ -116,6 +116,15 @@ class CommCount(msgspec.Struct, frozen=True, array_like=True):
     codec_seconds: float | None = 0.0  # of ``seconds``, to encode and decode; None: inside a fused kernel, not known
 
 
+class ReplicaLoad(msgspec.Struct, frozen=True):
+    """Of one replica at the end of a step."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+
+
 class StreamCount(msgspec.Struct, frozen=True):
     """What has come of streamed layers to rank 0 since the start, warming up included."""
 
@@ -125,8 +134,15 @@ class StreamCount(msgspec.Struct, frozen=True):
     step_tokens: int  # that a step may take now
 
 
+class CacheCount(msgspec.Struct, frozen=True):
+    """What has travelled of a KV cache on the host since the start, to and from rank 0, warming up included."""
+
+    num_bytes: int
+    waited_s: float  # that a step stood still for want of a layer's keys and values
+
+
 class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and counters of the engine at the end of a step; counters count from start."""
+    """Gauges and counters of the engine at the end of a step, summed over replicas; counters count from start."""
 
     num_running: int
     num_waiting: int
@@ -142,7 +158,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_accepted_draft_tokens: int = 0  # and rightly so
     num_steps_ahead: int = 0  # of the steps, those launched before the one before them was waited for
     stream: StreamCount | None = None  # where layers stream
+    kv_offload: CacheCount | None = None  # where the KV cache is on the host
     comm: list[CommCount] = []
+    replicas: list[ReplicaLoad] = []  # each by itself, where there are several
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True):
@@ -194,7 +212,10 @@ class CommSetup(msgspec.Struct, frozen=True):
 
 
 class StreamForecast(msgspec.Struct, frozen=True):
-    """What streaming layers comes to on this rank, from what it took while warming up; computing is without waiting."""
+    """What streaming layers comes to on this rank, from what it took while warming up; computing is without waiting.
+
+    What could not be measured is 0.
+    """
 
     num_layers: int  # that stream
     pass_bytes: int  # that come in for every step
@@ -206,13 +227,24 @@ class StreamForecast(msgspec.Struct, frozen=True):
 
     def describe(self) -> str:
         """In a line, for people."""
-        token_s, first_s = max(self.pass_s, self.decode_s), max(self.pass_s, self.prompt_s)
+        token_s, first_s = _longest(self.pass_s, self.decode_s), _longest(self.pass_s, self.prompt_s)
+        rows = f"about {self.break_even_rows}" if first_s else "an unknown number of"
         return (
             f"streaming: {format_bytes(self.pass_bytes)} a step came at {self.bytes_per_s / 1e6:.0f} MB/s while warming up; "
-            f"one sequence alone gets about {1 / token_s:.3g} tokens/s (resident: {1 / self.decode_s:.3g}), the first token "
-            f"behind 512 prompt tokens takes about {first_s:.3g} s (resident: {self.prompt_s:.3g}); from about "
-            f"{self.break_even_rows} prompt tokens a step on, computing takes longer than the layers' way"
+            f"one sequence alone gets {_known(token_s and 1 / token_s)} tokens/s (resident: "
+            f"{_known(self.decode_s and 1 / self.decode_s)}), the first token behind 512 prompt tokens takes "
+            f"{_known(first_s)} s (resident: {_known(self.prompt_s)}); from {rows} prompt tokens a step on, computing takes "
+            "longer than the layers' way"
         )
+
+
+def _longest(*times_s: float) -> float:
+    """0 unless all are known."""
+    return max(times_s) if all(times_s) else 0.0
+
+
+def _known(value: float) -> str:
+    return f"about {value:.3g}" if value else "unknown"
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -224,6 +256,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     comm: CommSetup | None = None
     cores: tuple[int, ...] = ()  # that it keeps to; none: it runs where the kernel puts it
     stream: StreamForecast | None = None  # rank 0: where layers stream
+    loading_bytes: int = 0  # of partitioned layers, sent to other nodes while they were loaded
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -236,8 +269,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     step: int
     doing: str
     busy_s: float  # how long it has been doing it; 0 when idle
-    num_collectives: int = 0  # begun since start; all ranks run the same ones, so the one with the fewest is behind
-    num_fetched: int = 0  # grows while layers' weights come in
+    num_collectives: int = 0  # begun since start; a replica's ranks run the same ones, so who has the fewest is behind
+    num_meetings: int = 0  # of all replicas' ranks, begun since start; those with fewer are waited for
+    num_fetched: int = 0  # grows while layers' weights, or keys and values, come in
     latencies: list[Latency] = []
 
 

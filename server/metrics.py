@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from tightwire.server.messages import CommSetup, EngineStats, StreamCount
+from tightwire.server.messages import CacheCount, CommSetup, EngineStats, StreamCount
 from tightwire.server.responses import Timing
 
 # Seconds. A laptop takes 0.1 s per token and a minute per answer; a GPU is a hundred times faster.
@@ -150,8 +150,12 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(
             "tightwire_accepted_draft_tokens", "Guessed tokens that held", stats.num_accepted_draft_tokens
         )
+        if stats.replicas:
+            yield from _replica_metrics(stats)
         if stats.stream is not None:
             yield from _stream_metrics(stats.stream)
+        if stats.kv_offload is not None:
+            yield from _offload_metrics(stats.kv_offload)
         yield from _comm_metrics(stats)
 
 
@@ -166,6 +170,15 @@ def _stream_metrics(stream: StreamCount) -> Iterator[Metric]:
         "tightwire_weight_wait_seconds", "Time that steps stood still for want of a layer", stream.waited_s
     )
     yield GaugeMetricFamily("tightwire_step_tokens_limit", "Tokens that a step may take now", stream.step_tokens)
+
+
+def _offload_metrics(count: CacheCount) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "tightwire_kv_offload_bytes", "Bytes of keys and values from the host to rank 0 and back", count.num_bytes
+    )
+    yield CounterMetricFamily(
+        "tightwire_kv_offload_wait_seconds", "Time that steps stood still for want of them", count.waited_s
+    )
 
 
 class _StartupCollector(Collector):
@@ -196,6 +209,22 @@ class _SelfTestCollector(Collector):
         for verdict in setup.self_test if setup else []:
             family.add_metric([verdict.algorithm], float(verdict.ok))
         yield family
+
+
+def _replica_metrics(stats: EngineStats) -> Iterator[Metric]:
+    running, waiting, usage = (
+        GaugeMetricFamily(f"tightwire_replica_{name}", f"{help}, by replica", labels=["replica"])
+        for name, help in (
+            ("requests_running", "Sequences in the running batch"),
+            ("requests_waiting", "Sequences waiting for a place"),
+            ("kv_cache_usage_ratio", "KV cache blocks in use, 0 to 1"),
+        )
+    )
+    for number, replica in enumerate(stats.replicas):
+        running.add_metric([str(number)], replica.num_running)
+        waiting.add_metric([str(number)], replica.num_waiting)
+        usage.add_metric([str(number)], 1 - replica.num_free_blocks / replica.num_blocks)
+    yield from (running, waiting, usage)
 
 
 def _comm_metrics(stats: EngineStats) -> Iterator[Metric]:

@@ -55,6 +55,16 @@ class PrefixCache:
             request.num_entered_blocks, request.prefix = index + 1, prefix
         return request.num_computed - before
 
+    def num_kept(self, request: Request) -> int:
+        """How many tokens of ``request``, which has not begun, ``advance`` would spare it now."""
+        prefix = _root(request)
+        for index in range(num_blocks := self._num_to_share(request)):
+            block = self._find(self._key(request, index, prefix))
+            if block is None:
+                return index * self._block_size
+            prefix = self._entry_of[block]
+        return num_blocks * self._block_size
+
     def next_key(self, request: Request) -> Hashable:
         """What the block will be known by that ``request`` computes next; None when it is none to share."""
         index = request.num_entered_blocks

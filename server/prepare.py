@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from tightwire.comm.sizes import format_bytes
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.errors import ModelError, PrepareError
 from tightwire.model.prepare import PrepareOptions, read_back
@@ -20,7 +21,6 @@ from tightwire.server.devices import cuda_devices
 from tightwire.server.messages import Stage
 from tightwire.server.progress import Progress, make_progress
 from tightwire.server.run_plan import choose_dtype
-from tightwire.server.sizes import format_bytes
 
 
 class _TerminatedError(BaseException):

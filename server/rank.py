@@ -12,15 +12,18 @@ import msgspec
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from tightwire.comm.buffers import BufferPool
 from tightwire.comm.group import Group, open_process_group
 from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
 from tightwire.comm.nodes import join_nodes
+from tightwire.comm.partition_groups import PartitionPeers, PartitionPlace, join_partition
 from tightwire.comm.policy.routes import Routes
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.throttled import held_rate, throttle_group
 from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.layout import Layout, Shard, make_layout
+from tightwire.model.offloaded_cache import OffloadedCache
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.residency import WeightSizes
@@ -34,17 +37,20 @@ from tightwire.server.reporter import Reporter
 
 # Loading has no deadline of its own (a large model on a slow disk takes what it takes): the parent ends it on failure.
 _LOAD_DEADLINE = timedelta(hours=24)
+# Nor has a step that gets on; the parent ends one that does not, and a rank that is gone is noticed at once.
+_MEETING_DEADLINE_S = 24 * 3600.0
 
 
 def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     """Live as one rank until told to stop."""
     with reporter.stage("open"):
         checkpoint = open_checkpoint(work.location, work.config.model.seed)
-        layout = make_layout(checkpoint.config, identity.world_size, work.config.parallel.tp_split)
+        layout = make_layout(checkpoint.config, work.config.parallel.tp, work.config.parallel.tp_split)
         formats = formats_of(checkpoint, work.config.model.quantization)
     with reporter.stage("join"):
         store = _open_store(identity, work.config.parallel.comm_timeout_s)
-        group = _join(identity, work, store)
+        world = _join_world(identity, work, store)
+        group = _join(identity, work, store, world)
         reporter.ledger = group.ledger
         link = _tried_link(group, identity, work)
     runner: ModelRunner | None = None
@@ -58,24 +64,30 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                 row_elems=checkpoint.config.hidden_size,
                 max_rows=work.config.engine.max_num_batched_tokens,
                 await_others=lambda: _await_others(store, identity, reporter, "compile"),
+                world=world,
             )
         with reporter.stage("weights") as progress:
-            runner = _load(checkpoint, layout, formats, group, comm.routes, work, progress)
-        if isinstance(runner.weights, StreamedWeights):
-            pool = runner.weights.pool
-            reporter.num_fetched = lambda: pool.num_moves
+            peers = _join_peers(identity, work, store)
+            runner = _load(checkpoint, layout, formats, group, comm.routes, work, progress, world, peers)
+        pools = _pools(runner)
+        reporter.num_fetched = lambda: sum(pool.num_moves for pool in pools)
+        if (meeting := runner.meeting) is not None:
+            reporter.num_meetings = lambda: meeting.num_begun
         _await_others(store, identity, reporter, "load")
-        with _take_place(identity, work, checkpoint, group, runner, reporter) as place:
+        with _take_place(identity, work, checkpoint, group, runner, reporter, peers) as place:
             with reporter.stage("warm-up"):
                 place.warm_up()
-            num_bytes = _weight_bytes(checkpoint, layout.shards[identity.rank], formats, work)
+            num_bytes = _weight_bytes(checkpoint, layout.shards[group.rank], formats, work)
             setup = msgspec.structs.replace(comm.setup, link=link)
-            reporter.send(_ready(identity, num_bytes, setup, cores, place.stream_forecast()))
+            sent = 0 if peers is None else peers.across.bytes_sent
+            reporter.send(_ready(identity, num_bytes, setup, cores, place.stream_forecast(), sent))
             place.serve()
     finally:
         if runner is not None:
             runner.close()
         group.close()
+        if world is not None:
+            world.close()
 
 
 def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
@@ -97,26 +109,85 @@ def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
     )
 
 
-def _join(identity: RankIdentity, work: RankWork, store: Store) -> Group:
-    device = torch.device("cpu")
-    if work.plan.device == "cuda":
-        device = torch.device("cuda", identity.rank)
-        torch.cuda.set_device(device)
-    topology = Topology(identity.rank, identity.world_size, num_nodes=work.plan.num_nodes)
+def _device(identity: RankIdentity, work: RankWork) -> torch.device:
+    """This rank's own, which CUDA then takes where nothing else is said."""
+    if work.plan.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", identity.rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join_world(identity: RankIdentity, work: RankWork, store: Store) -> Group | None:
+    """The ranks of all replicas, where there are several. There ranks wait for other replicas' whole steps."""
+    if work.plan.num_replicas == 1:
+        return None
+    return open_process_group(
+        Topology(identity.rank, identity.world_size, num_nodes=work.plan.num_nodes),
+        store=store,
+        device=_device(identity, work),
+        timeout_s=_MEETING_DEADLINE_S,
+        join_timeout_s=work.config.parallel.comm_timeout_s,
+        name="replicas",
+        segment_fd=identity.segment_fd if work.plan.transport == "shared-memory" else None,
+    )
+
+
+def _join(identity: RankIdentity, work: RankWork, store: Store, world: Group | None) -> Group:
+    """The ranks that this one sums with: its replica's."""
+    device, parallel = _device(identity, work), work.config.parallel
+    replica, place = divmod(identity.rank, parallel.tp)
+    topology = Topology(place, parallel.tp, num_nodes=parallel.sum_nodes)
     shared = work.plan.transport == "shared-memory"
+    segment_fd = identity.segment_fd if world is None else identity.replica_segment_fd
     # Behind a link, ranks of one node still share its memory, whatever the nodes have between them.
     inside = identity.node_segment_fd if shared or work.plan.link else None
     group = open_process_group(
         topology,
         store=store,
         device=device,
-        timeout_s=work.config.parallel.comm_timeout_s,
+        timeout_s=parallel.comm_timeout_s,
+        name="ranks" if world is None else f"replica-{replica}",
         interface=identity.interface,
-        segment_fd=identity.segment_fd if shared else None,
-        peer_memory=work.plan.transport == "peer-memory",
+        segment_fd=segment_fd if shared and parallel.tp > 1 else None,
+        peer_memory=work.plan.transport == "peer-memory" and parallel.tp > 1,
+        ledger=None if world is None else world.ledger,
     )
+    if world is not None:
+        _refuse_unlike_reach(group, world)
     group = join_nodes(group, topology, store=store, interface=identity.interface, segment_fd=inside)
     return group if identity.throttle is None else throttle_group(group, identity.throttle)
+
+
+def _join_peers(identity: RankIdentity, work: RankWork, store: Store) -> PartitionPeers | None:
+    """The ranks that share this one's weights. Who gathers waits for whole steps of the others, as ``_join_world`` says."""
+    if work.plan.weights.source != "partition":
+        return None
+    topology = Topology(identity.rank, identity.world_size, num_nodes=work.plan.num_nodes)
+    return join_partition(
+        PartitionPlace(work.config.parallel.tp, topology),
+        store=store,
+        device=_device(identity, work),
+        timeout_s=_MEETING_DEADLINE_S,
+        join_timeout_s=work.config.parallel.comm_timeout_s,
+        interface=identity.interface,
+        segment_fd=identity.peer_segment_fd if work.plan.transport == "shared-memory" else None,
+    )
+
+
+def _refuse_unlike_reach(group: Group, world: Group) -> None:
+    """Replicas are to sum alike.
+
+    Raises:
+        ValueError: the GPUs of some reach each other's memory, those of others do not.
+    """
+    own = torch.tensor([bool(group.no_peer_memory)], dtype=torch.uint8, device=world.device)
+    without = [rank for rank, lacks in enumerate(world.transport.gather(own)) if lacks]
+    if 0 < len(without) < world.world_size:
+        raise ValueError(
+            f"the GPUs of ranks {', '.join(map(str, without))} do not reach each other's memory, and those of other replicas "
+            "do; use --transport process-group"
+        )
 
 
 def _tried_link(group: Group, identity: RankIdentity, work: RankWork) -> LinkFacts | None:
@@ -142,6 +213,8 @@ def _load(
     routes: Routes | None,
     work: RankWork,
     progress: Callable[[float], None],
+    world: Group | None,
+    peers: PartitionPeers | None,
 ) -> ModelRunner:
     return build_runner(
         checkpoint.config,
@@ -152,15 +225,24 @@ def _load(
         dtype=getattr(torch, work.plan.dtype),
         max_model_len=work.plan.max_model_len,
         num_blocks=work.plan.num_blocks,
+        slot_blocks=work.plan.slot_blocks,
         block_size=work.config.engine.block_size,
         formats=formats,
         weight_plan=work.plan.weights,
+        peers=peers,
         fetch_timeout_s=work.config.weights.fetch_timeout_s,
         progress=progress,
         most_rows=work.config.engine.max_num_batched_tokens if work.plan.weights.max_parts > 1 else None,
         overlap=work.plan.overlap,
         graphs_up_to=work.config.engine.max_num_seqs if work.config.engine.cuda_graphs else 0,
+        world=world,
     )
+
+
+def _pools(runner: ModelRunner) -> list[BufferPool]:
+    """What layers come through, their weights or their part of the cache; empty where all is on the device."""
+    sources = (runner.weights, runner.cache)
+    return [source.pool for source in sources if isinstance(source, StreamedWeights | OffloadedCache)]
 
 
 def _await_others(store: Store, identity: RankIdentity, reporter: Reporter, what: str) -> None:
@@ -177,6 +259,7 @@ def _take_place(
     group: Group,
     runner: ModelRunner,
     reporter: Reporter,
+    peers: PartitionPeers | None,
 ) -> Leader | Follower:
     if identity.rank:
         return Follower(runner, identity.inboxes[identity.rank], reporter)
@@ -189,13 +272,14 @@ def _take_place(
         inbox=identity.inboxes[0],
         followers=identity.inboxes[1:],
         reporter=reporter,
+        peers=peers,
     )
 
 
 def _weight_bytes(checkpoint: Checkpoint, shard: Shard, formats: WeightFormats, work: RankWork) -> int:
-    """On the device, buffers for streamed layers included."""
+    """Of the device's memory, buffers for streamed layers included."""
     sizes = WeightSizes(checkpoint.config, shard, formats, getattr(torch, work.plan.dtype), work.plan.weights.codec)
-    return sizes.on_device(work.plan.weights)
+    return sizes.in_pool(work.plan.weights, work.plan.device)
 
 
 def _ready(
@@ -204,6 +288,7 @@ def _ready(
     setup: CommSetup,
     cores: tuple[int, ...],
     stream: StreamForecast | None,
+    loading_bytes: int,
 ) -> Ready:
     return Ready(
         rank=identity.rank,
@@ -212,4 +297,5 @@ def _ready(
         comm=setup,
         cores=cores,
         stream=stream,
+        loading_bytes=loading_bytes,
     )

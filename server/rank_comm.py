@@ -9,7 +9,7 @@ import torch
 from tightwire.comm.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import Policy, QuarantinedError
-from tightwire.comm.self_test import Verdict, self_test
+from tightwire.comm.self_test import Verdict, agree, self_test
 from tightwire.server.messages import CommChoice, CommSetup, SelfTestVerdict
 from tightwire.server.rank_setup import RunPlan
 
@@ -31,6 +31,7 @@ def check_comm(
     row_elems: int,
     max_rows: int,
     await_others: Callable[[], None] = lambda: None,
+    world: Group | None = None,
 ) -> CheckedComm:
     """Make every AllReduce of the plan's policies, test each in the sizes to come, and quarantine the wrong ones.
 
@@ -38,6 +39,7 @@ def check_comm(
 
     Args:
         row_elems, max_rows: a message of one row and one of the most rows are tested.
+        world: the ranks of all replicas, which are to sum alike; None: there is one replica.
         await_others: called when this rank has compiled what it will run, before it meets the others under a deadline.
     Raises:
         QuarantinedError: an algorithm that was asked for by name, or all that ``auto`` could use, sum wrongly.
@@ -51,6 +53,8 @@ def check_comm(
     dtype: torch.dtype = getattr(torch, plan.dtype)
     group.ledger.phase = "self-test"
     verdicts = self_test(group, candidates, row_elems=row_elems, max_rows=max_rows, dtype=dtype)
+    if world is not None:
+        verdicts = agree(world, verdicts, group.world_size)
     wrong = {verdict.algorithm: verdict.detail for verdict in verdicts if not verdict.ok}
     if group.rank == 0:
         for name, detail in wrong.items():

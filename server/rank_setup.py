@@ -26,6 +26,8 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     store_fd: int | None  # rank 0 only: the socket that already listens on that port
     segment_fd: int | None  # memory that all ranks share; None where that cannot be had
     node_segment_fd: int | None = None  # the same for the ranks of this rank's node, where there are several nodes
+    replica_segment_fd: int | None = None  # and for the ranks of its replica, where there are several replicas
+    peer_segment_fd: int | None = None  # and for the ranks of its node that hold the same weights
     store_host: str = "127.0.0.1"  # where the store listens
     interface: str | None = None  # towards the other nodes, where each is a network namespace
     throttle: Link | None = None  # what this rank's messages between nodes are slowed down to
@@ -48,9 +50,11 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
     max_model_len: int
     num_blocks: int
+    slot_blocks: int | None = None  # the cache is on the host, and a step may need so many of its blocks
     weights: WeightPlan = EVERYTHING_RESIDENT
     transport_reason: str = ""  # why ``auto`` took a slower transport than it would have liked
     num_nodes: int = 1
+    num_replicas: int = 1
     overlap: bool = False  # one half of a prompt is computed while the other is summed
     plan_ahead: bool = False  # each step is launched before the last one is waited for, where that can be
     link: LinkFacts | None = None  # the emulated wire between the nodes

@@ -35,7 +35,10 @@ class RankedEngine:
     def __init__(self, config: ServeConfig, ranks: Ranks, progress: Progress) -> None:
         self._ranks, self._progress = ranks, progress
         self._watch = Watch(
-            self._ranks.pids, rank_timeout_s=config.http.rank_timeout_s, step_timeout_s=config.http.step_timeout_s
+            self._ranks.pids,
+            rank_timeout_s=config.http.rank_timeout_s,
+            step_timeout_s=config.http.step_timeout_s,
+            num_replicas=config.parallel.dp,
         )
         self.client = ZmqEngineClient(
             to_engine=self._ranks.inboxes[0],

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Self
@@ -39,10 +39,18 @@ class Ranks:
     """
 
     def __init__(
-        self, world_size: int, command: Sequence[str] = WORKER, *, num_nodes: int = 1, wire: Wire | None = None
+        self,
+        world_size: int,
+        command: Sequence[str] = WORKER,
+        *,
+        num_nodes: int = 1,
+        num_replicas: int = 1,
+        shares_weights: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         """``num_nodes``: equal nodes that the ranks are taken to be on, in order; each gets memory of its own too.
 
+        ``num_replicas``: the same of the model's replicas; with ``shares_weights`` those of a node may keep parts of layers.
         ``wire``: what lies between nodes, for as long as the ranks live; each rank is started on its node.
         """
         self.link = None if wire is None else wire.facts
@@ -55,13 +63,22 @@ class Ranks:
         # The store's socket listens before any rank runs, so that none can come too early or find the port taken.
         shared = world_size > 1 and why_unusable() is None
         segment_fd = make_segment(world_size) if shared else None
-        per_node = world_size // num_nodes
-        node_fds = [make_segment(per_node) for _ in range(num_nodes)] if shared and num_nodes > 1 else []
+        node_fds = _make_segments(num_nodes, world_size) if shared else []
+        tp, per_node = world_size // num_replicas, num_replicas // num_nodes
+        replica_fds = _make_segments(num_replicas, world_size) if shared and tp > 1 else []
+        shares = shared and shares_weights and per_node > 1
+        peer_fds = [make_segment(per_node) for _ in range(num_nodes * tp)] if shares else []
         with self._open_store(world_size) as listener:
             for rank in range(world_size):
-                node_fd = node_fds[rank // per_node] if node_fds else None
-                self._processes.append(self._start(rank, world_size, listener, segment_fd, node_fd, command))
-        for fd in filter(None, [segment_fd, *node_fds]):
+                node = rank * num_nodes // world_size
+                fds = {
+                    "segment_fd": segment_fd,
+                    "node_segment_fd": _share(node_fds, rank, world_size),
+                    "replica_segment_fd": _share(replica_fds, rank, world_size),
+                    "peer_segment_fd": peer_fds[node * tp + rank % tp] if peer_fds else None,
+                }
+                self._processes.append(self._start(rank, world_size, listener, fds, command))
+        for fd in filter(None, [segment_fd, *node_fds, *replica_fds, *peer_fds]):
             os.close(fd)  # the ranks hold it now, and it goes with the last of them
 
     def __enter__(self) -> Self:
@@ -91,10 +108,10 @@ class Ranks:
         rank: int,
         world_size: int,
         listener: socket.socket,
-        segment_fd: int | None,
-        node_segment_fd: int | None,
+        segment_fds: Mapping[str, int | None],
         command: Sequence[str],
     ) -> subprocess.Popen[bytes]:
+        """``segment_fds``: those of the identity, by its names."""
         node = self._node(rank, world_size)
         identity = RankIdentity(
             rank=rank,
@@ -106,13 +123,12 @@ class Ranks:
             store_host=listener.getsockname()[0],
             store_port=listener.getsockname()[1],
             store_fd=listener.fileno() if rank == 0 else None,
-            segment_fd=segment_fd,
-            node_segment_fd=node_segment_fd,
             interface=None if node is None else node.interface,
             throttle=None if self._wire is None else self._wire.throttle,
+            **segment_fds,
         )
         inherited = [listener.fileno()] if rank == 0 else []
-        inherited += [fd for fd in (segment_fd, node_segment_fd) if fd is not None]
+        inherited += [fd for fd in segment_fds.values() if fd is not None]
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -164,6 +180,16 @@ class Ranks:
                 return False
             await asyncio.sleep(0.02)
         return True
+
+
+def _make_segments(num_parts: int, world_size: int) -> list[int]:
+    """One for each of equal parts of the ranks; none where all are in one."""
+    return [make_segment(world_size // num_parts) for _ in range(num_parts)] if num_parts > 1 else []
+
+
+def _share(segment_fds: Sequence[int], rank: int, world_size: int) -> int | None:
+    """That of the rank's part."""
+    return segment_fds[rank * len(segment_fds) // world_size] if segment_fds else None
 
 
 def _stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:

@@ -26,13 +26,15 @@ _MIN_PROGRESS_STEP = 0.02
 class Reporter:
     """Sends to the parent. All methods are for the rank's main thread.
 
-    ``ledger`` is to be the group's once there is a group, ``num_fetched`` what streamed weights say. ``inbox``: the address where the parent asks for recordings.
+    ``ledger`` is to be the group's once there is a group, ``num_fetched`` what streamed weights and an offloaded cache say,
+    ``num_meetings`` what replicas do. ``inbox``: the address where the parent asks for recordings.
     """
 
     def __init__(self, rank: int, address: str, inbox: str) -> None:
         self.rank = rank
         self.ledger = Ledger()
-        self.num_fetched: Callable[[], int] = lambda: 0  # pieces of weights that have come in since the start
+        self.num_fetched: Callable[[], int] = lambda: 0  # pieces of weights and cache that have come in since the start
+        self.num_meetings: Callable[[], int] = lambda: 0  # of all replicas' ranks, begun since the start
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
         self._socket = connect_sender(self._context, address)
@@ -124,6 +126,7 @@ class Reporter:
             doing=self.doing,
             busy_s=0.0 if since is None else time.monotonic() - since,
             num_collectives=self.ledger.number,
+            num_meetings=self.num_meetings(),
             num_fetched=self.num_fetched(),
             latencies=self.ledger.latencies(),
         )

@@ -26,6 +26,7 @@ class Request:
     stop_ids: frozenset[int]
     arrival_s: float
     arm: int = 0  # its steps are summed by this one of the model's sets of AllReduces
+    replica: int = 0  # that computes it
     cache_salt: str = ""  # requests of unlike salts share no cached prefix
     first_scheduled_s: float | None = None
     at_first_step: Reading | None = None  # the engine's times when its first step began

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 
 from tightwire.comm.link.wire import LinkFacts
-from tightwire.server.messages import CommChoice, SelfTestVerdict
+from tightwire.server.messages import CommChoice, ReplicaLoad, SelfTestVerdict
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -262,6 +262,8 @@ class CommPolicy(Struct):
     """How the ranks sum their parts and why, and what rank 0 has exchanged since start.
 
     ``transport_reason``: why ``--transport auto`` came to a slower one than this device's best; empty when it did not.
+    ``tp`` ranks sum; there are ``dp`` such groups, each a replica of the model, whose logits go to rank 0.
+    ``replicas``: what each of several has to do now.
     ``overlap``: whether one half of a prompt's step is computed while the other half is summed.
     ``choices``: the policy in force, the first line of a site, phase and layer (``layers`` null: any) whose
     ``up_to_bytes`` the message does not exceed. ``extra``: the same of the policies that a request may ask for by name.
@@ -274,6 +276,8 @@ class CommPolicy(Struct):
     transport: str
     transport_reason: str
     tp: int
+    dp: int
+    replicas: list[ReplicaLoad]
     num_nodes: int
     overlap: bool
     choices: list[CommChoice]

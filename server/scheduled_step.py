@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tightwire.model.candidates import candidates_needed
-from tightwire.model.step import StepPlan
+from tightwire.model.step import StepPlan, make_plan
 from tightwire.server.request import Request
 
 
@@ -53,14 +53,14 @@ def make_step(index: int, chunks: list[Chunk], arm: int = 0) -> ScheduledStep:
             logit_rows.extend(range(len(token_ids) - 1, len(token_ids) + len(draft)))
             token_ids.extend(draft)
         block_tables[b, : len(request.blocks)] = request.blocks
-    plan = StepPlan(
+    plan = make_plan(
         index=index,
-        token_ids=_int32_bytes(token_ids),
-        query_lens=_int32_bytes([chunk.num_rows for chunk in chunks]),
-        context_lens=_int32_bytes([chunk.start + chunk.num_rows for chunk in chunks]),
-        block_tables=block_tables.tobytes(),
+        token_ids=token_ids,
+        query_lens=[chunk.num_rows for chunk in chunks],
+        context_lens=[chunk.start + chunk.num_rows for chunk in chunks],
+        block_tables=block_tables,
         num_decode_rows=sum(c.num_rows for c in chunks if c.start >= c.request.num_prompt_tokens),
-        logit_rows=_int32_bytes(logit_rows),
+        logit_rows=logit_rows,
         arm=arm,
         num_candidates=_candidates_needed(chunks),
     )
@@ -73,7 +73,3 @@ def _candidates_needed(chunks: Sequence[Chunk]) -> int:
         return 0
     needed = [candidates_needed(chunk.request.params) for chunk in chunks if chunk.samples]
     return max(needed) if needed and min(needed) else 0
-
-
-def _int32_bytes(values: list[int]) -> bytes:
-    return np.array(values, "<i4").tobytes()

@@ -22,6 +22,10 @@ one step each. Waiting is in one queue, in order of arrival, whatever the arm. S
 each turn of its arm, which comes once in as many steps as there are arms, however long the others generate; and a step
 of one arm may preempt the youngest of another.
 
+Where keys and values come from the host for every step, its sequences may have only so many blocks together. Then the
+youngest sit a step out, and the oldest, if it is behind, has its blocks left for it by those that need one token. Who would
+make those that run too many for a step is not admitted.
+
 A step may be planned ahead, while the last one runs and nobody knows what it chooses: a sequence's next token is then a
 reference (``model/references``). Nobody is preempted for such a step, as a sequence that is about to end may give
 its blocks, and nothing is guessed. What a sequence had when it ended is free at once, though a step that writes there may
@@ -85,6 +89,11 @@ class Scheduler:
         """Whether tokens may be guessed in a step of so many sequences."""
         return self._drafter is not None and num_seqs <= self.limits.max_drafting_seqs
 
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that its sequences are known to need, cached ones of those that wait included."""
+        return sum(request.num_to_compute for requests in (self.running, self.waiting) for request in requests)
+
     def has_requests(self) -> bool:
         return bool(self.running or self.waiting)
 
@@ -123,7 +132,10 @@ class Scheduler:
 
     def _fill(self, arm: int, ahead: bool) -> OpenStep:
         step = OpenStep(self.limits, self.step_tokens, ahead=ahead)
-        for request in [request for request in self.running if request.arm == arm and not _is_behind(request)]:
+        runs = [request for request in self.running if request.arm == arm]
+        if runs and _is_behind(runs[0]):
+            step.reserve(runs[0])
+        for request in [request for request in runs if not _is_behind(request)]:
             if request not in step.preempted:
                 self._give(request, step, preempting=True)
         self._admit(arm)  # never one just preempted: it gave up less than it would need
@@ -184,13 +196,22 @@ class Scheduler:
             wanted += self._blocks_soon(request) - len(request.blocks)
             # Without the margin that ``_blocks_soon`` has, a sequence just preempted would come back, be computed again,
             # and be preempted again a few tokens later. The only sequence always has room.
-            if self.running and wanted > self.pool.num_free:
+            if self.running and (wanted > self.pool.num_free or not self._fits_in_a_step(request)):
                 self._free(request)
                 return
             self.running.append(self.waiting.popleft())
             if self.prefixes is not None:
                 self._count_hits(request, num_cached)
                 self.prefixes.count_query(request)
+
+    def _fits_in_a_step(self, request: Request) -> bool:
+        """Whether ``request`` and all that run could take part in one step, soon too."""
+        if self.limits.max_step_blocks is None:
+            return True
+        together = [*self.running, request]
+        blocks = {block for each in together for block in each.blocks}
+        growth = sum(self._blocks_soon(each) - len(each.blocks) for each in together)
+        return len(blocks) + growth <= self.limits.max_step_blocks
 
     def _blocks_soon(self, request: Request) -> int:
         """All that ``request`` needs for its tokens and one block more."""
@@ -227,7 +248,7 @@ class Scheduler:
         free_slots = (len(request.blocks) + num_free) * self.limits.block_size - num_tokens
         # The last token of an answer is chosen, not computed.
         wanted = request.params.max_tokens - request.num_output_tokens - 1
-        draft = drafter.draft(request, min(step.room_for_draft, free_slots, wanted))
+        draft = drafter.draft(request, min(step.room_for_draft(request), free_slots, wanted))
         if draft and self._grow(request, 1 + len(draft), step, preempting=False):
             step.take_draft(request, draft)
 

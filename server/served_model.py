@@ -43,6 +43,7 @@ class ModelInfo:
     vocab_size: int  # rows of the embedding; ids at or above it do not exist
     root: str = ""  # the folder or file it came from
     tp: int = 1
+    dp: int = 1  # replicas; a text does not depend on which one computes it, so no part of the fingerprint
     allreduce: str = "native"
     arms: tuple[str, ...] = ("native",)  # the AllReduces that a request may ask for by name, the server's own first
     transport: str = "none"

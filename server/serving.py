@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from tightwire.server.config import HttpOptions
 from tightwire.server.engine_client import EngineClient, EngineState, Phase
 from tightwire.server.errors import unavailable
 from tightwire.server.metrics import Metrics
+from tightwire.server.options.http import HttpOptions
 from tightwire.server.served_model import ModelSlot, ServedModel
 
 

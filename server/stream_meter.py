@@ -17,20 +17,30 @@ _T = TypeVar("_T")
 class StreamMeter:
     """Runs steps, and keeps the last one of generated tokens and the last with a prompt."""
 
-    def __init__(self, weights: StreamedWeights, step_size: StepSize) -> None:
-        """``step_size``: learns from every step."""
-        self._weights, self._step_size = weights, step_size
+    def __init__(self, weights: StreamedWeights, step_size: StepSize, other_waits_s: Callable[[], float]) -> None:
+        """
+        Args:
+            step_size: learns from every step.
+            other_waits_s: how long steps have stood still so far for anything but layers.
+        """
+        self._weights, self._step_size, self._other_waits_s = weights, step_size, other_waits_s
         self._computing_s = {True: 0.0, False: 0.0}  # without waiting for layers; by whether all rows are generated
         self._num_rows = {True: 1, False: 1}
 
     def run(self, execute: Callable[[], _T], plan: StepPlan) -> _T:
-        before, start_s = self._weights.flow(), time.perf_counter()
+        before, others_before_s, start_s = self._weights.flow(), self._other_waits_s(), time.perf_counter()
         result = execute()
-        step_s, waited_s = time.perf_counter() - start_s, self._weights.flow().waited_s - before.waited_s
+        step_s, after = time.perf_counter() - start_s, self._weights.flow()
+        waited_s = after.waited_s - before.waited_s
+        # A slower replica is part of what a step takes, however large; only of what this rank computes it is not.
+        others_s = self._other_waits_s() - others_before_s + after.late_s - before.late_s
         num_rows = len(plan.token_ids) // 4
         generated = plan.num_decode_rows == num_rows
         self._step_size.learn(num_rows, step_s, waited_s)
-        self._computing_s[generated], self._num_rows[generated] = step_s - waited_s, num_rows
+        self._computing_s[generated], self._num_rows[generated] = (
+            max(0.0, step_s - waited_s - others_s),
+            num_rows,
+        )
         return result
 
     def count(self) -> StreamCount:
@@ -50,5 +60,5 @@ class StreamMeter:
             pass_s=pass_s,
             decode_s=self._computing_s[True],
             prompt_s=per_row_s * _PROMPT_TOKENS,
-            break_even_rows=round(pass_s / per_row_s) if per_row_s else 0,
+            break_even_rows=max(1, round(pass_s / per_row_s)) if pass_s and per_row_s else 0,
         )

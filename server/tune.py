@@ -14,6 +14,7 @@ from tightwire.comm.policy.choose import Chooser
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.setting import Setting
 from tightwire.comm.policy.tune_file import Measured, check_writable, this_host, tune_path, write_tuned
+from tightwire.comm.sizes import format_bytes
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.catalog import cache_folder
 from tightwire.model.checkpoint import open_checkpoint
@@ -22,7 +23,6 @@ from tightwire.server.comm_request import policy_request
 from tightwire.server.config import ServeConfig
 from tightwire.server.devices import num_cores
 from tightwire.server.run_plan import decide_setting
-from tightwire.server.sizes import format_bytes
 from tightwire.server.tune_measure import TunePlan, measure_all
 
 

@@ -16,13 +16,13 @@ from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.setting import Setting
 from tightwire.comm.policy.tune_file import Computing, Host, Measured, Point
+from tightwire.report.progress import progress_bar
+from tightwire.report.quiet import OthersWatch
 from tightwire.server.bench.comm.computing import Computed, ComputingPlan, compute_alone, measurable
 from tightwire.server.bench.comm.measure import MeasurePlan, Timed, measure
 from tightwire.server.bench.comm.options import CommBenchOptions
 from tightwire.server.bench.comm.ranks import open_ranks
 from tightwire.server.bench.comm.summary import Cells
-from tightwire.server.bench.progress import progress_bar
-from tightwire.server.bench.quiet import OthersWatch
 
 _START_S = 6.0  # for the ranks of one transport to start and join
 _OVERRUN = 1.5  # times its share of the time that a transport may take where calls are slower than hoped

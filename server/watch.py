@@ -1,7 +1,9 @@
 """Decides whether a rank is lost, from exits, reports and heartbeats, and words the reason. No sockets, no processes.
 
 One cause has many symptoms: when a rank is killed the others fail in their collective moments later, and their reports
-may arrive first. So whoever drives this waits a moment after the first sign, then asks for the verdict.
+may arrive first. So whoever drives this waits a moment after the first sign, then asks for the verdict. What can only be a
+symptom is no verdict for some time yet: on a busy machine a process closes its connections long before the kernel tells its
+parent how it ended.
 """
 
 import signal
@@ -11,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightwire.server.messages import Failed, FromRank, Heartbeat, Ready
+from tightwire.server.rank_names import rank_name
 
 # A rank that imports libraries from a slow disk may hold the interpreter, and with it the heartbeat, for long.
 _LOADING_PATIENCE = 12
 # The watcher's own clock jumped by more than this: it was stopped itself, and knows nothing about the silence.
 _OWN_PAUSE_S = 3.0
+
+# For so long after the first sign a cause may still come; at most half of the time after which a rank is silent.
+_CAUSE_PATIENCE_S = 3.0
 
 
 @dataclass(slots=True)
@@ -27,6 +33,7 @@ class _Rank:
     busy_s: float = 0.0  # in this step
     moved_s: float = 0.0  # how far into it the newest collective, or piece of a layer, was first heard of
     num_collectives: int = 0
+    num_meetings: int = 0
     num_fetched: int = 0
     exit_code: int | None = None
     failed: Failed | None = None
@@ -45,14 +52,17 @@ class Watch:
         *,
         rank_timeout_s: float,
         step_timeout_s: float,
+        num_replicas: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.serving = False
         self.reason: str | None = None
         self._rank_timeout_s = rank_timeout_s
         self._step_timeout_s = step_timeout_s
+        self._num_replicas = num_replicas
         self._clock = clock
         self._last_check = clock()
+        self._first_sign_s: float | None = None  # when something was first seen to be wrong
         self._ranks = [_Rank(pid=pid, heard=clock()) for pid in pids]
 
     def heard(self, message: FromRank) -> None:
@@ -66,6 +76,7 @@ class Watch:
                 rank.moved_s = message.busy_s
             rank.doing, rank.step, rank.busy_s = message.doing, message.step, message.busy_s
             rank.num_collectives, rank.num_fetched = message.num_collectives, message.num_fetched
+            rank.num_meetings = message.num_meetings
         elif isinstance(message, Ready):
             # Until the next heartbeat says more. The last one may be of a long warm-up, to which no limit applies.
             rank = self._ranks[message.rank]
@@ -73,14 +84,20 @@ class Watch:
         elif isinstance(message, Failed):
             rank = self._ranks[message.rank]
             rank.failed, rank.doing = message, message.doing
+            self._note_sign()
 
     def exited(self, rank: int, exit_code: int) -> None:
         self._ranks[rank].exit_code = exit_code
+        self._note_sign()
+
+    def _note_sign(self) -> None:
+        if self._first_sign_s is None:
+            self._first_sign_s = self._clock()
 
     @property
     def alarmed(self) -> bool:
         """An exit or a failure has been seen, whatever its cause."""
-        return any(rank.exit_code is not None or rank.failed for rank in self._ranks)
+        return self._first_sign_s is not None
 
     def check(self) -> str | None:
         """The reason why the ranks cannot go on; None while they can. The first reason stays."""
@@ -94,12 +111,20 @@ class Watch:
         return self.reason
 
     def _verdict(self, now: float) -> str | None:
-        """Causes before symptoms: killed, failed by itself, left, silent, hung; then failed for want of another."""
+        """Causes before symptoms: killed, failed by itself, left, silent, hung; then failed for want of another.
+
+        Who left may be about to be heard of, and who failed for want of another is: those wait.
+        """
+        patience_s = min(_CAUSE_PATIENCE_S, self._rank_timeout_s / 2)
+        waits = self._first_sign_s is not None and now - self._first_sign_s < patience_s
         for find in (self._killed, self._failed, self._left, self._silent, self._hung, self._symptom):
             found = find(now)
             if found is not None:
+                if waits and find in (self._left, self._symptom):
+                    return None
                 number, what = found
-                return f"rank {number} (pid {self._ranks[number].pid}) {what}{self._others(number)}"
+                pid = self._ranks[number].pid
+                return f"rank {self._name(number)} (pid {pid}) {what}{self._others(number)}"
         return None
 
     def _killed(self, now: float) -> tuple[int, str] | None:
@@ -136,7 +161,10 @@ class Watch:
     def _hung(self, now: float) -> tuple[int, str] | None:
         if not self.serving:
             return None
-        at_a_step = [(rank.num_collectives, number) for number, rank in enumerate(self._ranks) if rank.step >= 0]
+        stepping = [(number, rank) for number, rank in enumerate(self._ranks) if rank.step >= 0]
+        # A replica that is through with its step waits for the others, for as long as they get on.
+        fewest = min((rank.num_meetings for _, rank in stepping), default=0)
+        at_a_step = [(rank.num_collectives, number) for number, rank in stepping if rank.num_meetings == fewest]
         # A step may last: a long prompt over a slow wire moves from collective to collective for minutes.
         if not any(self._ranks[number].stuck_s > self._step_timeout_s for _, number in at_a_step):
             return None
@@ -149,8 +177,11 @@ class Watch:
 
     def _others(self, number: int) -> str:
         """What the other ranks last said they were doing, each with its newest collective."""
-        others = [f"rank {n}: {rank.doing}" for n, rank in enumerate(self._ranks) if n != number]
+        others = [f"rank {self._name(n)}: {rank.doing}" for n, rank in enumerate(self._ranks) if n != number]
         return f" ({'; '.join(others)})" if others else ""
+
+    def _name(self, number: int) -> str:
+        return rank_name(number, len(self._ranks) // self._num_replicas, self._num_replicas)
 
     def tracebacks(self) -> list[tuple[int, str]]:
         """Of the ranks that failed by themselves; those of mere symptoms when there are no others."""

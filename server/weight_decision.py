@@ -1,19 +1,22 @@
 """Decides which layers stay on the device and which are streamed, from where; says what that costs and when it is needless."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
+from tightwire.comm.sizes import format_bytes
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import Layout
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.prepared import Prepared
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, LEAST_STREAMED, WeightPlan, WeightSizes, spread
 from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
-from tightwire.server.config import ServeConfig, WeightOptions
+from tightwire.server.config import ServeConfig
 from tightwire.server.memory_budget import LEAST_CONTEXT, MemoryBudget, NotEnoughMemoryError
-from tightwire.server.sizes import format_bytes
+from tightwire.server.options.weights import WeightOptions
 
 # Of what the layers could have, the part that the KV cache takes first: a generated token costs the streamed layers' way
 # whatever runs beside it, so for many at once the cache is worth more than resident layers, and for a few less.
@@ -84,6 +87,8 @@ def decide_weights(
     *,
     dtype: str,
     device: str,
+    num_replicas: int = 1,
+    num_nodes: int = 1,
     host_bytes: int,
     files: Files,
     make_budget: MakeBudget,
@@ -91,6 +96,7 @@ def decide_weights(
     """Settle ``--weights``.
 
     Args:
+        num_replicas: of the layout's ranks, equally many on each of ``num_nodes``.
         host_bytes: free on the host, where layers could wait that stream to CUDA devices.
         files: what layers could be streamed from; prepared ones have been held against the options (``as_prepared``).
         make_budget: the budget under a plan, with a share of memory for the KV cache.
@@ -98,49 +104,95 @@ def decide_weights(
         NotEnoughMemoryError: even with all layers streamed it does not fit; or, with ``--weights resident``, without.
         ValueError: layers cannot be kept where they were asked to be.
     """
+    prepared, num_layers = files.prepared, model.num_layers
+    if prepared is None:
+        _refuse_for_files(options)
+    reading = {
+        "io": "buffered" if prepared is None else prepared.choose_io(options.weight_io, host_bytes),
+        "verify": options.verify_weights,
+    }
     resident, refusal = _try(make_budget)
-    if options.weights == "auto" and resident is not None and not _is_roomy(resident):
+    if options.weights == "auto" and resident is not None and num_layers >= LEAST_STREAMED and not _is_roomy(resident):
         resident, refusal = None, None
     if options.weights == "resident" or (options.weights == "auto" and resident is not None):
         if resident is None:
             raise refusal or AssertionError
-        return WeightDecision(plan=EVERYTHING_RESIDENT, budget=resident)
-    num_layers = model.num_layers
+        return WeightDecision(plan=msgspec.structs.replace(EVERYTHING_RESIDENT, **reading), budget=resident)
     if num_layers < LEAST_STREAMED:
-        raise refusal or ValueError(f"--weights stream: this model has {num_layers} layers, which two buffers hold")
+        raise refusal or ValueError(
+            f"--weights {options.weights}: this model has {num_layers} layers, which two buffers hold"
+        )
     sizes = [WeightSizes(model, shard, formats, getattr(torch, dtype), options.weight_codec) for shard in layout.shards]
 
-    def plan(num_streamed: int, origin: str) -> WeightPlan:
-        return WeightPlan(
-            source="stream",
-            origin=origin,
-            codec=options.weight_codec,
-            streamed=spread(num_layers, num_streamed),
-            max_parts=_MAX_PARTS[options.stream_policy],
-            bytes_per_s=options.stream_rate,
-            io="buffered" if files.prepared is None else files.prepared.choose_io(options.weight_io, host_bytes),
-            verify=options.verify_weights,
+    def decide_moving(shared: bool) -> WeightDecision:
+        def plan(num_streamed: int, origin: str) -> WeightPlan:
+            return WeightPlan(
+                source="partition" if shared else "stream",
+                origin=origin,
+                num_nodes=num_nodes if shared else 1,
+                ranks_per_node=num_replicas // num_nodes if shared else 1,
+                codec=options.weight_codec,
+                streamed=spread(num_layers, num_streamed),
+                max_parts=_MAX_PARTS[options.stream_policy],
+                bytes_per_s=options.stream_rate,
+                **reading,
+            )
+
+        whole = num_replicas * sum(size.per_pass(plan(num_layers, "host")) for size in sizes)
+        origin = options.partition_load if shared else _origin(options, device, whole, host_bytes, files)
+        share = _CACHE_SHARE[options.stream_policy]
+        every = make_budget(plan(num_layers, origin), share)
+        num_streamed = options.stream_layers or num_layers
+        if num_streamed > num_layers or num_streamed < LEAST_STREAMED:
+            raise ValueError(
+                f"--stream-layers must be {LEAST_STREAMED} to {num_layers}, all layers of this model, got {num_streamed}"
+            )
+        if options.stream_layers is None and resident is None:
+            num_streamed = _fewest(lambda number: plan(number, origin), num_layers, every.step_blocks, make_budget)
+        chosen = plan(num_streamed, origin)
+        budget = every if num_streamed == num_layers else make_budget(chosen, None if resident else 1.0)
+        return WeightDecision(
+            plan=chosen, budget=budget, notes=_describe(chosen, num_layers, num_replicas * sizes, device)
         )
 
-    whole = sum(size.per_pass(plan(num_layers, "host")) for size in sizes)
-    origin = _origin(options, device, whole, host_bytes, files)
-    share = _CACHE_SHARE[options.stream_policy]
-    every = make_budget(plan(num_layers, origin), share)
-    num_streamed = options.stream_layers or num_layers
-    if num_streamed > num_layers or num_streamed < LEAST_STREAMED:
-        raise ValueError(
-            f"--stream-layers must be {LEAST_STREAMED} to {num_layers}, all layers of this model, got {num_streamed}"
-        )
-    if options.stream_layers is None and resident is None:
-        num_streamed = _fewest(lambda number: plan(number, origin), num_layers, every.num_blocks, make_budget)
-    chosen = plan(num_streamed, origin)
-    budget = every if num_streamed == num_layers else make_budget(chosen, None if resident else 1.0)
-    notes = _describe(chosen, num_layers, sizes, layout, device)
-    if resident is not None:
-        notes.append(
-            "warning: all weights would fit on the device; --weights resident answers sooner by all that streaming costs"
-        )
-    return WeightDecision(plan=chosen, budget=budget, notes=tuple(notes))
+    if options.weights == "auto" and _may_share(options, device, num_replicas, num_nodes):
+        with suppress(NotEnoughMemoryError):  # not one copy a node
+            return decide_moving(shared=True)
+    made = decide_moving(shared=options.weights == "partition")
+    if resident is None:
+        return made
+    return replace(
+        made,
+        notes=(
+            *made.notes,
+            "warning: all weights would fit on the device; --weights resident answers sooner by all that streaming costs",
+        ),
+    )
+
+
+def _refuse_for_files(options: WeightOptions) -> None:
+    """What only a prepared folder can do.
+
+    Raises:
+        ValueError: it was asked for.
+    """
+    for flag, asked in (
+        ("--weight-io direct", options.weight_io == "direct"),
+        ("--verify-weights", options.verify_weights),
+    ):
+        if asked:
+            raise ValueError(
+                f"{flag} is for a prepared folder, whose layers lie as they are read and have checksums; "
+                "`tightwire prepare MODEL FOLDER` makes one to serve, or leave it out"
+            )
+
+
+def _may_share(options: WeightOptions, device: str, num_replicas: int, num_nodes: int) -> bool:
+    """Whether ``auto`` lets the replicas of a node share layers rather than read them once each.
+
+    On CUDA that is for the user to ask for: there each may have a faster way to the host than to the others.
+    """
+    return num_replicas > num_nodes and device == "cpu" and options.stream_from == "auto"
 
 
 def _try(make_budget: MakeBudget) -> tuple[MemoryBudget | None, NotEnoughMemoryError | None]:
@@ -152,8 +204,8 @@ def _try(make_budget: MakeBudget) -> tuple[MemoryBudget | None, NotEnoughMemoryE
 
 
 def _is_roomy(budget: MemoryBudget) -> bool:
-    """Whether resident weights leave a context worth having."""
-    return budget.max_model_len >= min(LEAST_CONTEXT, budget.max_positions)
+    """Whether resident weights leave room for a context worth having; a smaller one may have been asked for."""
+    return budget.room_tokens >= min(LEAST_CONTEXT, budget.max_positions)
 
 
 def _fewest(plan: Callable[[int], WeightPlan], num_layers: int, num_blocks: int, make_budget: MakeBudget) -> int:
@@ -162,7 +214,7 @@ def _fewest(plan: Callable[[int], WeightPlan], num_layers: int, num_blocks: int,
     while many - few > 1:
         middle = (few + many) // 2
         try:
-            enough = make_budget(plan(middle), 1.0).num_blocks >= num_blocks
+            enough = make_budget(plan(middle), 1.0).step_blocks >= num_blocks
         except NotEnoughMemoryError:
             enough = False
         few, many = (few, middle) if enough else (middle, many)
@@ -193,11 +245,14 @@ def _origin(options: WeightOptions, device: str, num_bytes: int, host_bytes: int
     return origin
 
 
-def _describe(
-    plan: WeightPlan, num_layers: int, sizes: Sequence[WeightSizes], layout: Layout, device: str
-) -> list[str]:
+def _describe(plan: WeightPlan, num_layers: int, sizes: Sequence[WeightSizes], device: str) -> tuple[str, ...]:
+    """``sizes``: of every rank."""
     encoded = "" if plan.codec == "none" else f", plain matrices in {plan.codec}"
-    place = {"host": "host memory", "disk": "disk"}[plan.origin]
+    if plan.source == "partition":
+        kept = " and ".join(dict.fromkeys(format_bytes(size.kept(plan)) for size in sizes))
+        place = f"the {plan.ranks_per_node} replicas of a node, which keep a part of each ({kept} a rank)"
+    else:
+        place = {"host": "host memory", "disk": "disk"}[plan.origin]
     per_pass = [format_bytes(size.per_pass(plan)) for size in sizes]
     resident = num_layers - len(plan.streamed)
     lines = [
@@ -206,7 +261,7 @@ def _describe(
             f"{' and '.join(dict.fromkeys(per_pass))} a step and rank"
         ),
     ]
-    if device == "cuda" and plan.origin == "host":
+    if device == "cuda" and plan.source == "stream" and plan.origin == "host":
         on_host = sum(size.on_host(plan) for size in sizes)
-        lines.append(f"host memory holds {format_bytes(on_host)} of layers over {len(layout.shards)} ranks")
-    return lines
+        lines.append(f"host memory holds {format_bytes(on_host)} of layers over {len(sizes)} ranks")
+    return tuple(lines)

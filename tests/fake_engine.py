@@ -18,9 +18,9 @@ from tightwire.comm.trace import RankEvents
 from tightwire.model.byte_tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, byte_backend
 from tightwire.model.tokenizer import Tokenizer
 from tightwire.server.app import make_app
-from tightwire.server.config import HttpOptions
 from tightwire.server.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
 from tightwire.server.messages import AddRequest, CommCount, CommSetup, EngineStats, FirstToken, Output, TokenLogprob
+from tightwire.server.options.http import HttpOptions
 from tightwire.server.served_model import ModelInfo, ModelSlot
 
 VOCAB_SIZE = 304

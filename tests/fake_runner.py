@@ -7,15 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.model.step import StepPlan
+from tightwire.model.step import StepPlan, ints
 from tightwire.server.limits import Limits
 
 EMPTY = -1
 _GENERATED, _ARM = 1 << 16, 1 << 17  # beside a token id
-
-
-def int32(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, "<i4")
 
 
 def logits_after(context: list[int], vocab_size: int) -> np.ndarray:
@@ -28,27 +24,30 @@ class FakeRunner:
     """Keeps one token id per cache slot, as the model keeps keys and values, and checks every plan it gets.
 
     ``tells_kinds``: what it keeps also depends on the arm, and on whether the row was generated or prompt, as a model's
-    does whose kernels and AllReduces differ for these.
+    does whose kernels and AllReduces differ for these. ``counts_steps``: it has a part in every one.
     """
 
-    def __init__(self, limits: Limits, vocab_size: int, *, tells_kinds: bool = False) -> None:
+    def __init__(
+        self, limits: Limits, vocab_size: int, *, tells_kinds: bool = False, counts_steps: bool = True
+    ) -> None:
         self._limits, self._vocab_size, self._tells_kinds = limits, vocab_size, tells_kinds
+        self._counts_steps = counts_steps
         self._slots = np.full((limits.num_blocks, limits.block_size), EMPTY)
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
-        token_ids, query_lens, context_lens = int32(plan.token_ids), int32(plan.query_lens), int32(plan.context_lens)
+        token_ids, query_lens, context_lens = ints(plan.token_ids), ints(plan.query_lens), ints(plan.context_lens)
         if (token_ids < 0).any():
             assert chosen_R is not None, "the plan refers to tokens that nobody has"
             token_ids = np.array([int(chosen_R[-1 - t].clamp(min=0)) if t < 0 else t for t in token_ids])
-        tables = int32(plan.block_tables).reshape(len(query_lens), -1)
+        tables = ints(plan.block_tables).reshape(len(query_lens), -1)
         self._check(plan, query_lens, context_lens, tables)
         self.plans.append(plan)
         if self._tells_kinds:
             is_generated_T = np.arange(len(token_ids)) < plan.num_decode_rows
             token_ids = token_ids + _GENERATED * is_generated_T + _ARM * plan.arm
         contexts = self._write(token_ids, query_lens, context_lens, tables)
-        rows = [logits_after(contexts[row], self._vocab_size) for row in int32(plan.logit_rows)]
+        rows = [logits_after(contexts[row], self._vocab_size) for row in ints(plan.logit_rows)]
         return torch.from_numpy(np.stack(rows)) if rows else None
 
     def _write(
@@ -73,7 +72,7 @@ class FakeRunner:
 
     def _check(self, plan: StepPlan, query_lens: np.ndarray, context_lens: np.ndarray, tables: np.ndarray) -> None:
         limits = self._limits
-        assert plan.index == len(self.plans) + 1
+        assert plan.index == len(self.plans) + 1 or not self._counts_steps
         assert query_lens.min() >= 1 and query_lens.sum() <= limits.max_num_batched_tokens
         assert len(query_lens) <= limits.max_num_seqs
         assert context_lens.max() <= limits.max_model_len
@@ -84,5 +83,7 @@ class FakeRunner:
         if limits.prefix_cache == "none":
             together = np.concatenate(held)
             assert len(set(together.tolist())) == len(together), "two sequences share a block"
-        rows = int32(plan.logit_rows)
+        if limits.max_step_blocks is not None:
+            assert len(set(np.concatenate(held).tolist())) <= limits.max_step_blocks, "more blocks than a step may need"
+        rows = ints(plan.logit_rows)
         assert (np.diff(rows) > 0).all()

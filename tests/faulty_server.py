@@ -61,8 +61,12 @@ def main() -> int:
     fault, faulty_rank, *arguments = sys.argv[1:]
     config, _ = parse(make_parser("serve", ""), arguments)
     command = (sys.executable, __file__, "rank", fault, faulty_rank)
-    with open_listener(config.http) as listener, Ranks(config.parallel.tp, command) as ranks:
-        return serve(config, listener, ranks, make_progress(config.parallel.tp))
+    parallel = config.parallel
+    with (
+        open_listener(config.http) as listener,
+        Ranks(parallel.num_ranks, command, num_replicas=parallel.dp) as ranks,
+    ):
+        return serve(config, listener, ranks, make_progress(parallel.num_ranks))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 
 from tightwire.comm.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
-from tightwire.comm.policy.rules import PHASES, SITES, Choice, Policy, Rule
+from tightwire.comm.policy.rules import Policy, one_for_all
 
 
 def fixed_policy(name: str) -> Policy:
     """One algorithm for every message, whatever it costs and however exact it is."""
-    choices = (Choice(up_to_bytes=None, algorithms=(name,), reason="for everything"),)
-    return Policy(tuple(Rule(site, phase, choices) for site in SITES for phase in PHASES))
+    return one_for_all(name)
 
 
 def make_routes(policy: Policy, group: Group) -> Routes:

@@ -16,13 +16,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
@@ -35,6 +36,8 @@ from tightwire.comm.topology import Topology
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport
 from tightwire.comm.transport.segment import CHUNK_BYTES, make_segment
 from tightwire.comm.transport.throttled import ThrottledTransport
+
+_Result = TypeVar("_Result")
 
 _LINK = "40gbit,latency=2us"
 
@@ -81,11 +84,20 @@ def run_in_process(
         with group:
             return fn(group, *args)
 
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(run_rank, group) for group in in_process_node_groups(world_size, num_nodes, timeout_s)]
+    groups = in_process_node_groups(world_size, num_nodes, timeout_s)
+    return run_threads([partial(run_rank, group) for group in groups])
+
+
+def run_threads(fns: Sequence[Callable[[], _Result]]) -> list[_Result]:
+    """Each in a thread of its own, all at once; their results in order, or the exception that came first.
+
+    Each frees the others when it ends: what waits for one that has failed fails too.
+    """
+    with ThreadPoolExecutor(len(fns)) as pool:
+        futures = [pool.submit(fn) for fn in fns]
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, CommError)):
-        raise error  # what went wrong first; CommErrors are what the other ranks saw of it
+        raise error  # what went wrong first; CommErrors are what the others saw of it
     return [future.result() for future in futures]
 
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from fixed_policy import fixed_policy, make_arms
 from torch import Tensor
 
 from tightwire.comm.group import Group, in_process_groups
+from tightwire.comm.ledger import Ledger
 from tightwire.comm.policy.rules import Policy
 from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint
@@ -20,7 +20,7 @@ from tightwire.model.layout import make_layout
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling import Sampler
 from tightwire.model.sampling_params import SamplingParams
-from tightwire.model.step import StepPlan
+from tightwire.model.step import StepPlan, make_plan
 from tightwire.model.weights.formats import check_split, choose_formats
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.server.drafts import NgramDrafter
@@ -41,6 +41,7 @@ def local_engine(
     checkpoint: Checkpoint,
     *,
     tp: int = 1,
+    dp: int = 1,
     shares: Sequence[float] | None = None,
     all_reduce: str | Policy | Mapping[str, Policy] = "one-shot",
     dtype: torch.dtype = torch.float32,
@@ -56,17 +57,21 @@ def local_engine(
     weight_plan: WeightPlan = EVERYTHING_RESIDENT,
     most_rows: int | None = None,
     plan_ahead: bool = False,
+    slot_blocks: int | None = None,
 ) -> Iterator[LocalEngine]:
-    """An engine over ``tp`` ranks; followers run in threads until the block ends.
+    """An engine over ``dp`` replicas of ``tp`` ranks; followers run in threads until the block ends.
 
-    ``all_reduce``: a name, a policy, or several policies by the names that requests ask for them.
+    ``all_reduce``: a name, a policy, or several policies by the names that requests ask for them. ``slot_blocks``: the KV
+    cache is offloaded, and steps have at most so many blocks.
     """
     config = checkpoint.config
     layout = make_layout(config, tp, shares)
     formats = choose_formats(checkpoint.reader(), config, quantization)
     check_split(layout, config, formats)
     num_blocks = num_blocks or 4 * -(-max_model_len // block_size)
-    groups = in_process_groups(tp)
+    worlds = in_process_groups(tp * dp) if dp > 1 else []
+    ledgers = [world.ledger for world in worlds] or [Ledger() for _ in range(tp)]
+    groups = [group for d in range(dp) for group in in_process_groups(tp, ledgers=ledgers[d * tp : (d + 1) * tp])]
     policy = fixed_policy(all_reduce) if isinstance(all_reduce, str) else all_reduce
     arms = policy if isinstance(policy, Mapping) else {"fixed": policy}
     runners = [
@@ -80,12 +85,14 @@ def local_engine(
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             block_size=block_size,
+            slot_blocks=slot_blocks,
             formats=formats,
             overlap=overlap,
             weight_plan=weight_plan,
             most_rows=most_rows,
+            world=worlds[number] if worlds else None,
         )
-        for group in groups
+        for number, group in enumerate(groups)
     ]
     inboxes: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in runners[1:]]
     threads = [
@@ -94,9 +101,9 @@ def local_engine(
     for thread in threads:
         thread.start()
 
-    def broadcast(plan: StepPlan) -> None:
-        for inbox in inboxes:
-            inbox.put(plan)
+    def broadcast(plans: Sequence[StepPlan]) -> None:
+        for rank, inbox in enumerate(inboxes, start=1):
+            inbox.put(plans[rank // tp])
 
     try:
         limits = Limits(
@@ -106,6 +113,7 @@ def local_engine(
             num_blocks=num_blocks,
             block_size=block_size,
             prefix_cache=prefix_cache,
+            max_step_blocks=slot_blocks,
         )
         engine = Engine(
             runner=runners[0],
@@ -117,6 +125,7 @@ def local_engine(
             arms=tuple(arms),
             drafter=drafter,
             plan_ahead=plan_ahead,
+            num_replicas=dp,
         )
         yield LocalEngine(engine, runners, groups)
     finally:
@@ -154,19 +163,14 @@ def continue_prompts(engine: Engine, prompts: Sequence[Sequence[int]], **params:
 def prompt_logits(runner: ModelRunner, prompt: Sequence[int], block_size: int = 16) -> Tensor:
     """(T, V) logits at every position of one prompt, in one step of a group of one."""
     num_blocks = -(-len(prompt) // block_size)
-    plan = StepPlan(
-        index=0,
-        token_ids=_int32(prompt),
-        query_lens=_int32([len(prompt)]),
-        context_lens=_int32([len(prompt)]),
-        block_tables=_int32(range(num_blocks)),
+    plan = make_plan(
+        token_ids=prompt,
+        query_lens=[len(prompt)],
+        context_lens=[len(prompt)],
+        block_tables=range(num_blocks),
         num_decode_rows=0,
-        logit_rows=_int32(range(len(prompt))),
+        logit_rows=range(len(prompt)),
     )
     logits_TV = runner.execute(plan)
     assert logits_TV is not None
     return logits_TV
-
-
-def _int32(values: Sequence[int]) -> bytes:
-    return np.asarray(values, dtype="<i4").tobytes()

@@ -1,1 +1,1 @@
-"""Floor 3, beside the server: offline training over the same comm layer. Holds the data pipeline so far."""
+"""Floor 3, beside the server: offline training over the same comm layer."""

@@ -27,7 +27,8 @@ from turns import Load, TurnError, bench
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
-from tightwire.server.bench.environment import describe_environment
+from tightwire.model.export import config_to_hf
+from tightwire.report.environment import describe_environment
 
 _HERE = Path(__file__).resolve().parent
 _SHORT_PROMPT = 128
@@ -117,26 +118,11 @@ def measure_transformers(given: argparse.Namespace, config: LlamaConfig) -> dict
     Raises:
         subprocess.SubprocessError: it failed; its own words are on stderr.
     """
-    shape = json.dumps(_hf_config(config))
+    shape = json.dumps(config_to_hf(config))
     command = [sys.executable, str(_HERE / "transformers_decode.py"), shape, "--device", given.device]
     command += ["--prompt-len", str(_SHORT_PROMPT), "--output-len", str(given.output_len)]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=given.start_timeout, check=True)
     return json.loads(done.stdout.decode().splitlines()[-1])
-
-
-def _hf_config(config: LlamaConfig) -> dict[str, Any]:
-    """As much of a config.json as transformers needs for layers of the same sizes."""
-    return {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.tied_embeddings,
-    }
 
 
 def summarize(
@@ -150,8 +136,7 @@ def summarize(
 
     Weights are counted as plain bfloat16, whose reading is the least that a generated token takes.
     """
-    attention = config.hidden_size * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    layers = config.num_layers * (attention + 3 * config.hidden_size * config.mlp_size)
+    layers = config.num_layers * config.layer_matrix_elems
     weight_bytes = 2 * (layers + config.vocab_size * config.hidden_size)
     prompt_len = loads["prompt"]["prompt_tokens"] / loads["prompt"]["succeeded"]
     # Half of the square is masked; a product with keys and one with values, two operations a number.

@@ -14,7 +14,7 @@ from arms import Arm
 from peer_process import PeerProcess, StartError, free_port
 from turns import Load, TurnError, answers, bench, compare_answers, warm_up
 
-from tightwire.server.bench.quiet import OthersWatch
+from tightwire.report.quiet import OthersWatch
 
 
 @dataclass(kw_only=True)

@@ -32,9 +32,9 @@ from turns import CHECK_PROMPTS, Load
 from tightwire.model.catalog import cache_folder
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.errors import ModelError
-from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.quiet import wait_for_quiet
-from tightwire.server.bench.result_files import ResultFiles
+from tightwire.report.environment import describe_environment
+from tightwire.report.quiet import wait_for_quiet
+from tightwire.report.result_files import ResultFiles
 
 _HERE = Path(__file__).resolve().parent
 _QUIET = 0.1  # share of the cores that others may use

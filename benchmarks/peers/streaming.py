@@ -30,9 +30,9 @@ from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.errors import ModelError
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT
-from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.quiet import OthersWatch
-from tightwire.server.bench.statistics import compare
+from tightwire.report.environment import describe_environment
+from tightwire.report.quiet import OthersWatch
+from tightwire.report.statistics import compare
 from tightwire.server.bench.stream.cells import Arm, Load
 from tightwire.server.bench.stream.measure import Rank
 from tightwire.server.bench.stream.options import StreamBenchOptions

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tightwire.server.bench.statistics import compare
+from tightwire.report.statistics import compare
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

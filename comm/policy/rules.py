@@ -67,6 +67,12 @@ class Policy(msgspec.Struct, frozen=True):
         return Policy(tuple(rules))
 
 
+def one_for_all(name: str) -> Policy:
+    """One AllReduce for every message, whatever it costs and however exact it is."""
+    choices = (Choice(up_to_bytes=None, algorithms=(name,), reason="for everything"),)
+    return Policy(tuple(Rule(site, phase, choices) for site in SITES for phase in PHASES))
+
+
 def describe_layers(layers: Sequence[int]) -> str:
     """Rising layer numbers in words, such as ``layers 0-3, 7``."""
     runs: list[list[int]] = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError, name_ranks
-from tightwire.comm.protocols import FusedAllReduce
+from tightwire.comm.protocols import FusedAllReduce, Moved, nothing_told
 from tightwire.comm.summing import sum_in_rank_order
 
 _Result = TypeVar("_Result")
@@ -50,6 +50,8 @@ class Meeting:
             this_round = self._round
             deadline = time.monotonic() + timeout_s
             while self._round == this_round:
+                if rank in self._left:
+                    raise CommError(f"rank {rank}: this group was closed during {doing}")
                 self._raise_if_hopeless(rank, timeout_s, doing)
                 if not self._changed.wait(deadline - time.monotonic()) and self._round == this_round:
                     self._missing = frozenset(range(self.world_size)) - frozenset(self._brought)
@@ -106,6 +108,9 @@ class InProcessTransport:
         received = [part.clone() for part in self._swap(buf, "gather")]
         self.bytes_sent += (self.world_size - 1) * buf.numel()
         return self._depart(received)
+
+    def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
+        torch.cat(self.gather(buf), out=out)
 
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
         received = self._swap(buf, "shift")[self.rank - 1].clone()

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
-from tightwire.comm.protocols import FusedAllReduce, Transport
+from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 from tightwire.comm.transport.peer_all_reduce import PeerAllReduce
 from tightwire.kernels.all_reduce_triton import PeerBuffers
 
@@ -41,6 +41,9 @@ class PeerMemoryTransport:
 
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
         return self._counted(self._library.gather, buf, sizes)
+
+    def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
+        self._counted(self._library.gather_into, buf, out, moved)
 
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
         return self._counted(self._library.shift, buf, recv_bytes)

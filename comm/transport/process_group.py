@@ -24,7 +24,7 @@ from tightwire.comm.errors import (
 )
 from tightwire.comm.failure_notes import FailureNotes, Note, ranks_at_fault
 from tightwire.comm.ledger import Begun, Ledger
-from tightwire.comm.protocols import FusedAllReduce, Transport
+from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 
 # How long a failed rank listens for what the others say of the failure: the time for a broken connection to run
 # around the group, kept below the deadline itself when that is short.
@@ -32,6 +32,7 @@ _GRACE_S = 1.0
 _GRACE_SHARE = 0.2
 _TIME_SPENT = re.compile(r", [0-9.]+ s$")  # at the end of what a rank was doing
 _MAX_TAG = (1 << 31) - 1
+_PIECE_BYTES = 8 << 20  # of a long gathering to each rank, between signs of life
 _SIZED_BY_RANK = ("sparse_all_gather",)  # collectives for which each rank may bring another size
 
 
@@ -150,6 +151,14 @@ class GlooTransport(ProcessGroupTransport):
         self._swap([buf] * self.world_size, received)
         return received
 
+    def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
+        parts = out.view(self.world_size, buf.numel())
+        parts[self.rank].copy_(buf)
+        for start in range(0, buf.numel(), _PIECE_BYTES):
+            end = start + _PIECE_BYTES
+            self._swap([buf[start:end]] * self.world_size, list(parts[:, start:end]))
+            moved(parts[:, start:end].numel())
+
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
         received = buf.new_empty(buf.numel() if recv_bytes is None else recv_bytes)
         before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
@@ -227,6 +236,10 @@ class NcclTransport(ProcessGroupTransport):
         self.bytes_sent += (self.world_size - 1) * own_bytes
         return received
 
+    def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
+        self._all_gather_base(buf, out)
+        self.bytes_sent += (self.world_size - 1) * buf.numel()
+
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
         before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
         outgoing, incoming = [0] * self.world_size, [0] * self.world_size
@@ -243,11 +256,14 @@ class NcclTransport(ProcessGroupTransport):
 
     def _all_gather(self, buf: Tensor) -> list[Tensor]:
         received = buf.new_empty(self.world_size * buf.numel())
+        self._all_gather_base(buf, received)
+        return list(received.chunk(self.world_size))
+
+    def _all_gather_base(self, buf: Tensor, out: Tensor) -> None:
         try:
-            self._open_group()._allgather_base(received, buf).wait()
+            self._open_group()._allgather_base(out, buf).wait()
         except RuntimeError as error:
             raise self._failed(error) from error
-        return list(received.chunk(self.world_size))
 
     def _broadcast(self, buf: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """The gathering of ``sizes`` that are nothing for all ranks but one: no copies on that one."""

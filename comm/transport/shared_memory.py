@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tightwire.comm.errors import CommError
 from tightwire.comm.ledger import Ledger
-from tightwire.comm.protocols import FusedAllReduce, Transport
+from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 from tightwire.comm.transport.shared_all_reduce import SharedAllReduce
 from tightwire.comm.transport.shared_board import BARRIER, EXCHANGE, GATHER, SHIFT
 from tightwire.comm.transport.shared_turns import SharedTurns
@@ -79,6 +79,18 @@ class SharedMemoryTransport(SharedTurns):
                 self._read(peer, received[peer][start : start + step], 0, call)
         self.bytes_sent += (self.world_size - 1) * buf.numel()
         return received
+
+    def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
+        size, step, call = buf.numel(), self.board.chunk_bytes, call_word(GATHER, num_elems=out.numel())
+        parts = out.view(self.world_size, size)
+        for start in range(0, size, step):
+            piece = buf[start : start + step]
+            self._send([piece], call)
+            parts[self.rank][start : start + step].copy_(piece)
+            for peer in self._others:
+                self._read(peer, parts[peer][start : start + step], 0, call)
+            moved(self.world_size * len(piece))
+        self.bytes_sent += (self.world_size - 1) * size
 
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
         received = buf.new_empty(buf.numel() if recv_bytes is None else recv_bytes)

@@ -103,7 +103,8 @@ class SharedTurns:
             self._look(deadline)
 
     def _look(self, deadline: float) -> None:
-        """Raise if a rank that has not come will not come any more."""
+        """Raise if a rank that has not come will not come any more, or another thread has closed this rank's end."""
+        self.check_open()
         board = self.board
         gone = [peer for peer in board.absent() if board.is_gone(peer)]
         gone = [peer for peer in board.absent() if peer in gone]  # one may have come before it went

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tightwire.comm.group import Group
 from tightwire.comm.link.link import Link
-from tightwire.comm.protocols import FusedAllReduce, Transport
+from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 
 _PROBES, _PROBE_S, _PROBE_BYTES = 3, 0.1, 32 << 20  # how often a link's rate is tried, how long, with how many bytes
 # A sleep may end this much late; the rest of a wait is spent offering the core to others and looking at the clock.
@@ -57,6 +57,10 @@ class ThrottledTransport:
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
         self._carry((self.world_size - 1) * buf.numel())
         return self._transport.gather(buf, sizes)
+
+    def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
+        self._carry((self.world_size - 1) * buf.numel())
+        self._transport.gather_into(buf, out, moved)
 
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
         self._carry(buf.numel() if self.world_size > 1 else 0)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.protocols import FusedAllReduce
+from tightwire.comm.protocols import FusedAllReduce, Moved, nothing_told
 
 
 class WeightlessTransport:
@@ -26,11 +26,17 @@ class WeightlessTransport:
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
         return [_sized(buf, size) for size in ([buf.numel()] * self.world_size if sizes is None else sizes)]
 
+    def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
+        for part in out.view(self.world_size, buf.numel()):  # one by one, because ``buf`` may be one of them
+            part.copy_(buf)
+
     def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
         return _sized(buf, buf.numel() if recv_bytes is None else recv_bytes)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        raise NotImplementedError("there is no library below to sum")
+        raise ValueError(
+            "native has no computing of its own: a library sums, and here is none; measure another AllReduce"
+        )
 
     def barrier(self) -> None:
         pass

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tightwire.model.weights.blob_file import PIECE_BYTES, BlobFile, read_blob, reads_direct
+from tightwire.model.weights.blob_file import PIECE_BYTES, BlobFile, read_blob, read_span, reads_direct
 from tightwire.model.weights.image import Image
-from tightwire.model.weights.layer_store import Moved
+from tightwire.model.weights.layer_store import LocalStore, Moved
 from tightwire.model.weights.manifest import Blob
 
 DISK_IO = ("auto", "direct", "buffered")
@@ -39,24 +39,32 @@ def choose_io(asked: str, paths: Sequence[Path], available_bytes: int) -> str:
     return "direct" if possible and (large or asked == "direct") else "buffered"
 
 
-class DiskStore:
+class DiskStore(LocalStore):
     """``LayerStore`` over one file. The order of the layers is learned in the first pass."""
 
     has_memory = False
 
     def __init__(
-        self, path: Path, images: Sequence[Image], blobs: Sequence[Blob], *, direct: bool, verify: bool = False
+        self,
+        path: Path,
+        images: Sequence[Image],
+        blobs: Sequence[Blob],
+        *,
+        direct: bool,
+        verify: bool = False,
+        patience_s: float = 1.0,
     ) -> None:
         """
         Args:
             images: how each layer lies in its blob.
             direct: read around the page cache.
             verify: compare each layer's checksum the first time that it is read.
+            patience_s: for how long a read that may go better is tried again; damage never is.
         Raises:
             WeightsError: the file cannot be opened so.
         """
         self._images, self._blobs = images, blobs
-        self._file = BlobFile(path, direct=direct)
+        self._file = BlobFile(path, direct=direct, patience_s=patience_s)
         self._unverified = set(range(len(blobs)) if verify else ())
         self._next: dict[int, int] = {}
         self._last: int | None = None
@@ -74,6 +82,14 @@ class DiskStore:
         self._unverified.discard(layer)
         self._expect_next(layer)
         return into
+
+    def read_part(self, layer: int, start: int, into: Tensor, moved: Moved) -> None:
+        """The bytes of the layer's image from ``start`` on, as many as ``into`` (N,) uint8 has; no checksum tells of them.
+
+        Raises:
+            WeightsError: they cannot be had.
+        """
+        read_span(self._file, self._blobs[layer].offset + start, f"layer {layer}", into, moved)
 
     def close(self) -> None:
         self._file.close()

@@ -8,16 +8,18 @@ Packed matrices, norms and biases are the same in both.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tightwire.comm.buffers import PAGE_BYTES
+from tightwire.comm.buffers import PAGE_BYTES, page_aligned
 from tightwire.comm.codec import Codec, parse_codec
 from tightwire.kernels.packed import Matrix, PackedMatrix
 from tightwire.kernels.packed_format import PackedFormat
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.fused import Fused
+from tightwire.model.weights.source import LayerWeights
 
 _ALIGNED = 64  # a cache line, and whatever a kernel may want of an address
 
@@ -93,6 +95,19 @@ class Image:
         if piece.packed is not None:
             return PackedMatrix(piece_bytes.view(piece.shape[0], -1), piece.packed)
         return piece_bytes.view(self.dtype).view(piece.shape)
+
+
+def layer_on_device(stored: Image, plain: Image, source: Tensor, device: torch.device) -> LayerWeights:
+    """The layer whose ``stored`` image ``source`` holds, which may become part of it.
+
+    Cost: the plain image's bytes on ``device``, and for a while the stored one's where it is encoded.
+    """
+    kept = source.to(device)
+    if not stored.is_plain:
+        encoded, kept = kept, page_aligned(plain.num_bytes, device)
+        stored.decode(encoded, plain, kept)
+    tensors: dict[str, Any] = plain.tensors(kept)
+    return LayerWeights(**tensors)
 
 
 def make_image(

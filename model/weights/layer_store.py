@@ -1,18 +1,20 @@
 """The seam between streamed layers and where they are kept while they are not on the device."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from tightwire.comm.protocols import Moved
 from tightwire.model.errors import ModelError, WeightsError
 from tightwire.model.weights.fill import fill
 from tightwire.model.weights.fused import Fused
 from tightwire.model.weights.image import Image
 from tightwire.model.weights.source import CheckpointReader
 
-Moved = Callable[[int], None]  # told of bytes that have come, so that whoever waits knows that something moves
+NEVER = (0.0, 0.0)
 
 
 class LayerStore(Protocol):
@@ -32,20 +34,47 @@ class LayerStore(Protocol):
         """How this layer comes."""
         ...
 
+    @property
+    def device(self) -> torch.device:
+        """Where images come to: the host, or the device that computes."""
+        ...
+
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         """The layer's image: ``into``, filled, or memory of the store's own that stays as it is until the next ``read``.
 
         Args:
-            into: (image bytes,) uint8 on the host, whole pages at the address of one.
+            into: (image bytes,) uint8 on ``device``, whole pages at the address of one.
         Raises:
             WeightsError: it cannot be had, or is not what was stored.
+            CommError: other ranks have parts of it, and one of them is missing.
         """
+        ...
+
+    def others_late(self, layer: int) -> tuple[float, float]:
+        """From when to when the last ``read`` of the layer waited for other ranks to begin theirs (perf_counter; the end is inf
+        while it does): that is their computing, and no fault of what the bytes come over."""
+        ...
+
+    def stop(self) -> None:
+        """Have a ``read`` end that waits for other ranks; called by another thread, before ``close``."""
         ...
 
     def close(self) -> None: ...
 
 
-class HostStore:
+class LocalStore:
+    """What stores have in common that read to the host and wait for nobody."""
+
+    device = torch.device("cpu")
+
+    def others_late(self, layer: int) -> tuple[float, float]:
+        return NEVER
+
+    def stop(self) -> None:
+        """A read ends by itself."""
+
+
+class HostStore(LocalStore):
     """Images in this process's memory; nothing is copied."""
 
     has_memory = True
@@ -69,7 +98,7 @@ class HostStore:
         self._layers.clear()
 
 
-class CheckpointStore:
+class CheckpointStore(LocalStore):
     """A checkpoint as it was published: each time a layer comes, its parts are looked up, cut and converted."""
 
     has_memory = False
@@ -113,6 +142,10 @@ class ThrottledStore:
     def image(self, layer: int) -> Image:
         return self._store.image(layer)
 
+    @property
+    def device(self) -> torch.device:
+        return self._store.device
+
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         self._free_at_s = (
             max(self._free_at_s, time.perf_counter()) + self._store.image(layer).num_bytes / self._bytes_per_s
@@ -122,6 +155,12 @@ class ThrottledStore:
             time.sleep(min(left_s, 0.1))
             moved(0)
         return result
+
+    def others_late(self, layer: int) -> tuple[float, float]:
+        return self._store.others_late(layer)
+
+    def stop(self) -> None:
+        self._store.stop()
 
     def close(self) -> None:
         self._store.close()

@@ -20,6 +20,8 @@ from tightwire.model.weights.resident import ResidentWeights
 from tightwire.model.weights.source import CheckpointReader, LayerWeights, OuterWeights, WeightSource
 from tightwire.model.weights.streamed import StreamedWeights
 
+_PATIENCE_SHARE = 0.75
+
 
 def load_streamed(
     reader: CheckpointReader,
@@ -59,11 +61,14 @@ def load_prepared(
 
     Args:
         plan: with layers to stream, or without.
+        timeout_s: longest that not one byte of a streamed layer may come; what may pass is tried again for most of it.
     Raises:
         WeightsError: a file cannot be read, or with ``plan.verify`` is not what was written.
     """
     images = prepared.images(rank)
-    store: LayerStore = prepared.store(rank, plan.io, verify=plan.verify)
+    # Its reason is to be heard before that of the pass that waits for the layer, which has ``timeout_s``.
+    patience_s = _PATIENCE_SHARE * timeout_s
+    store: LayerStore = prepared.store(rank, plan.io, verify=plan.verify, patience_s=patience_s)
     num_layers = prepared.config.num_layers
     from_disk = plan.origin == "disk"
     now = [layer for layer in range(num_layers) if not (from_disk and layer in plan.streamed)]
@@ -88,7 +93,7 @@ def load_prepared(
             HostStore(images.stored, {layer: _kept(store, layer, device, moved) for layer in plan.streamed}),
         )
         disk.close()
-    return _start(outer, resident, store, images.plain, plan, device, timeout_s)
+    return start_streaming(outer, resident, store, images.plain, plan, device, timeout_s)
 
 
 def _kept(store: LayerStore, layer: int, device: torch.device, moved: Moved) -> Tensor:
@@ -96,7 +101,7 @@ def _kept(store: LayerStore, layer: int, device: torch.device, moved: Moved) -> 
     return store.read(layer, buffer, moved)
 
 
-def _start(
+def start_streaming(
     outer: OuterWeights,
     resident: Mapping[int, LayerWeights],
     store: LayerStore,
@@ -105,6 +110,7 @@ def _start(
     device: torch.device,
     timeout_s: float,
 ) -> StreamedWeights:
+    """Weights of which ``store`` has the streamed layers, on their way."""
     if plan.bytes_per_s is not None:
         store = ThrottledStore(store, plan.bytes_per_s)
     weights = StreamedWeights(outer, resident, store, images, device, timeout_s=timeout_s)
@@ -134,11 +140,10 @@ class _Loading:
 
     def load(self, timeout_s: float) -> StreamedWeights:
         plan, num_layers = self._plan, self._config.num_layers
-        outer = self._resident(outer_tensors(self._config, self._shard))
-        outer_weights = OuterWeights(**{"head": outer["embedding"], **outer})
+        outer = OuterWeights.of(self._resident(outer_tensors(self._config, self._shard)))
         resident = {layer: LayerWeights(**self._resident(self._tensors(layer))) for layer in plan.resident(num_layers)}
         store = self._host_store() if plan.origin == "host" else self._checkpoint_store()
-        return _start(outer_weights, resident, store, self._images, plan, self._device, timeout_s)
+        return start_streaming(outer, resident, store, self._images, plan, self._device, timeout_s)
 
     def _resident(self, tensors: Mapping[str, Fused]) -> dict[str, Any]:
         into = {

@@ -11,9 +11,9 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from tightwire.comm.buffers import page_aligned
 from tightwire.comm.codec import Codec, parse_codec
@@ -25,7 +25,7 @@ from tightwire.model.weights.blob_file import PIECE_BYTES, BlobFile, read_blob, 
 from tightwire.model.weights.disk_store import DiskStore, choose_io
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.fused import layer_tensors, outer_tensors
-from tightwire.model.weights.image import Image, make_image
+from tightwire.model.weights.image import Image, layer_on_device, make_image
 from tightwire.model.weights.layer_store import LayerStore, Moved
 from tightwire.model.weights.manifest import MANIFEST, Manifest, cuts_of, read_manifest
 from tightwire.model.weights.source import LayerWeights, OuterWeights
@@ -100,11 +100,12 @@ class Prepared:
         """``direct`` or ``buffered``, for all ranks (``disk_store.choose_io``)."""
         return choose_io(asked, self.paths, available_bytes)
 
-    def store(self, rank: int, io: str = "buffered", *, verify: bool = False) -> DiskStore:
+    def store(self, rank: int, io: str = "buffered", *, verify: bool = False, patience_s: float = 1.0) -> DiskStore:
         """This rank's layers.
 
         Args:
             io: ``direct`` or ``buffered``; ``choose_io`` settles ``auto``.
+            patience_s: for how long a read that may go better is tried again.
         Raises:
             ValueError: ``io`` is not settled.
             WeightsError: the file cannot be opened.
@@ -112,7 +113,14 @@ class Prepared:
         if io not in ("direct", "buffered"):
             raise ValueError(f"a store reads direct or buffered, got {io!r}; `choose_io` settles auto")
         layers = self.manifest.ranks[rank].layers
-        return DiskStore(self.paths[rank], self.images(rank).stored, layers, direct=io == "direct", verify=verify)
+        return DiskStore(
+            self.paths[rank],
+            self.images(rank).stored,
+            layers,
+            direct=io == "direct",
+            verify=verify,
+            patience_s=patience_s,
+        )
 
     def load_outer(
         self,
@@ -128,16 +136,20 @@ class Prepared:
             WeightsError: it cannot be read, or with ``verify`` is not what was written.
         Cost: its image's bytes on ``device``, and for a while on the host.
         """
-        image, blob = self.images(rank).outer, self.manifest.ranks[rank].outer
-        buffer = page_aligned(image.num_bytes, _CPU)
+        buffer = self.read_outer(rank, verify=verify, moved=moved)
+        return OuterWeights.of(self.images(rank).outer.tensors(buffer.to(device)))
+
+    def read_outer(self, rank: int, *, verify: bool = False, moved: Moved = lambda num_bytes: None) -> Tensor:
+        """(image bytes,) uint8 on the host: the same as it lies in the file. Raises as ``load_outer`` does."""
+        blob = self.manifest.ranks[rank].outer
+        buffer = page_aligned(blob.num_bytes, _CPU)
         file = BlobFile(self.paths[rank], direct=False)
         try:
             digest = hashlib.sha256() if verify else None
             read_blob(file, blob, _OUTER, buffer, moved, digest)
         finally:
             file.close()
-        tensors: dict[str, Any] = image.tensors(buffer.to(device))
-        return OuterWeights(**{"head": tensors["embedding"], **tensors})
+        return buffer
 
 
 def load_layer(
@@ -154,15 +166,9 @@ def load_layer(
     image = store.image(layer)
     buffer = page_aligned(image.num_bytes, _CPU)
     source = store.read(layer, buffer, moved)
-    if image.is_plain:
-        # Memory of the store's own is not ours to keep.
-        kept = buffer if source.data_ptr() == buffer.data_ptr() else source.clone()
-        kept = kept.to(device)
-    else:
-        kept = page_aligned(plain.num_bytes, device)
-        image.decode(source.to(device), plain, kept)
-    tensors: dict[str, Any] = plain.tensors(kept)
-    return LayerWeights(**tensors)
+    if image.is_plain and source.data_ptr() != buffer.data_ptr():
+        source = source.clone()  # memory of the store's own is not ours to keep
+    return layer_on_device(image, plain, source, device)
 
 
 def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
@@ -205,7 +211,7 @@ def find_damage(folder: Path, manifest: Manifest, moved: Moved = lambda num_byte
     for rank, written in enumerate(manifest.ranks):
         path = manifest.rank_path(folder, rank)
         try:
-            file = BlobFile(path, direct=reads_direct(path))
+            file = BlobFile(path, direct=reads_direct(path), patience_s=0.0)
         except WeightsError as error:
             yield str(error)
             continue

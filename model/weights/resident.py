@@ -70,4 +70,4 @@ def load_resident(
 
     outer = load(outer_tensors(config, shard))
     layers = tuple(LayerWeights(**load(layer_tensors(config, shard, index))) for index in range(config.num_layers))
-    return ResidentWeights(outer=OuterWeights(**{"head": outer["embedding"], **outer}), layers=layers)
+    return ResidentWeights(outer=OuterWeights.of(outer), layers=layers)

@@ -1,8 +1,8 @@
 """The seam between layers and where their tensors live: resident, streamed or partitioned."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -36,6 +36,11 @@ class OuterWeights:
     embedding: Matrix  # (local_V, D)
     final_norm: Tensor  # (D,)
     head: Matrix  # (local_V, D); the embedding itself when tied
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any]) -> "OuterWeights":
+        """By field, without a head where it is tied."""
+        return cls(**{"head": tensors["embedding"], **tensors})
 
 
 class WeightSource(Protocol):

@@ -1,8 +1,9 @@
 """Weights of models larger than the device: some layers stay, the others come through a few buffers, one after the other.
 
 A thread of its own fetches, always the next streamed layer of the order that passes take: after the last of a pass it goes on
-with the first of the next. (What has to be decoded too is read by a second one, a layer ahead.) So a layer is on its way while the one before is computed, and what a pass takes is the larger of
-the two, not their sum. Source: ZeRO-Inference (arXiv 2206.01861; deepspeed.ai, 2022).
+with the first of the next. (What has to be decoded too is read by a second one, a layer ahead.) So a layer is on its way
+while the one before is computed, and what a pass takes is the larger of the two, not their sum. Source: ZeRO-Inference
+(arXiv 2206.01861; deepspeed.ai, 2022).
 """
 
 import math
@@ -24,6 +25,9 @@ from tightwire.model.weights.source import LayerWeights, OuterWeights
 
 NUM_SLOTS = 2
 
+# Gloo lets nothing end its waits before their deadline: who waits there then is left behind.
+_END_S = 5.0
+
 
 class Flow(NamedTuple):
     """What has come since the start, and what it took."""
@@ -32,6 +36,7 @@ class Flow(NamedTuple):
     num_bytes: int  # as stored
     fetch_s: float  # the fetching thread's time; on CUDA until the copies were queued
     waited_s: float  # a pass's time, until the layer it asked for was there
+    late_s: float  # a pass's time, until other ranks wanted the layer too; in neither of the others
 
 
 class StreamedWeights:
@@ -65,7 +70,7 @@ class StreamedWeights:
             raise ValueError(f"{NUM_SLOTS} buffers hold all of {len(self._order)} streamed layers; keep them resident")
         self._images = images
         self.spans = _spans(len(images), resident)
-        self.pool = BufferPool(NUM_SLOTS, max(images[layer].num_bytes for layer in self._order), device)
+        self.pool = BufferPool(NUM_SLOTS, max(images[layer].num_bytes for layer in self._order), device, traced=True)
         self._tensors = {
             (layer, slot.number): LayerWeights(**images[layer].tensors(slot.buffer))  # pyright: ignore[reportArgumentType]
             for layer in self._order
@@ -76,7 +81,7 @@ class StreamedWeights:
         self._users: dict[int, tuple[int, int]] = {}  # by layer in use: how many passes, and in which slot
         self._turn = cycle(self._order)
         self._num_fetched = self._num_bytes = 0
-        self._fetch_s = self._waited_s = 0.0
+        self._fetch_s = self._waited_s = self._late_s = 0.0
         self._thread = threading.Thread(target=self._fetch, name="tightwire-weights", daemon=True)
 
     def start(self) -> None:
@@ -105,6 +110,11 @@ class StreamedWeights:
             self.pool.release(index)
 
     @property
+    def store(self) -> LayerStore:
+        """Where streamed layers come from."""
+        return self._store
+
+    @property
     def pass_bytes(self) -> int:
         """What comes in for every pass."""
         return sum(self._store.image(layer).num_bytes for layer in self._order)
@@ -114,26 +124,47 @@ class StreamedWeights:
         return len(self._order)
 
     def flow(self) -> Flow:
-        return Flow(self._num_fetched, self._num_bytes, self._fetch_s, self._waited_s)
+        return Flow(self._num_fetched, self._num_bytes, self._fetch_s, self._waited_s, self._late_s)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all buffers have their layers: nothing comes until one is released."""
+        return _all_filled(self.pool) and self._stages.is_full
 
     def close(self) -> None:
         """End the threads; layers in use stay valid. May be called twice."""
         self.pool.close(_closed())
-        self._stages.close()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._store.close()
+        self._stages.stop()
+        self._store.stop()
+        threads = [thread for thread in (self._thread, self._stages.thread) if thread is not None and thread.is_alive()]
+        for thread in threads:
+            thread.join(_END_S)
+        if not any(thread.is_alive() for thread in threads):
+            self._store.close()
 
     def _take(self, index: int) -> int:
         if (due := next(self._turn)) != index:
             raise RuntimeError(f"streamed layers come in order: {due} is next, and {index} was asked for")
         start_s = time.perf_counter()
-        try:
-            slot = self.pool.use(index, self._timeout_s)
-        except TimeoutError as error:
-            raise WeightsError(f"layer {index} does not come from {self._store.name}: {error}") from None
-        self._waited_s += time.perf_counter() - start_s
+        slot = self._use(index)
+        late_s = self._late_since(index, start_s)
+        self._late_s += late_s
+        self._waited_s += time.perf_counter() - start_s - late_s
         return slot.number
+
+    def _use(self, index: int) -> Slot:
+        while True:
+            try:
+                return self.pool.use(index, self._timeout_s)
+            except TimeoutError as error:
+                # Others compute for as long as they like: their transport has a deadline, and whoever runs them watches.
+                if self._store.others_late(index)[1] < math.inf:
+                    raise WeightsError(f"layer {index} does not come from {self._store.name}: {error}") from None
+
+    def _late_since(self, index: int, start_s: float) -> float:
+        """How long of the time since then the layer's reading waited for other ranks."""
+        late_from_s, late_to_s = self._store.others_late(index)
+        return max(0.0, min(late_to_s, time.perf_counter()) - max(late_from_s, start_s))
 
     def _fetch(self) -> None:
         try:
@@ -143,7 +174,7 @@ class StreamedWeights:
                     start_s = time.perf_counter()
                     self._stages.bring(layer, slot)
                     self.pool.filled(layer)
-                    self._fetch_s += time.perf_counter() - start_s
+                    self._fetch_s += time.perf_counter() - start_s - self._late_since(layer, start_s)
                     self._num_fetched += 1
                     self._num_bytes += self._store.image(layer).num_bytes
         except BaseException as error:  # noqa: BLE001 - whoever waits for a layer raises it
@@ -162,25 +193,31 @@ class _Stages:
         self._store, self._images, self._order, self._moved = store, images, order, moved
         stored_bytes = max(store.image(layer).num_bytes for layer in order)
         encoded = any(not store.image(layer).is_plain for layer in order)
-        self._cuda = device.type == "cuda"
+        self._is_here = store.device.type == device.type
         self._came: dict[int, Tensor] = {}  # by layer, what the store gave for it
         self._read: BufferPool | None = None
-        if self._cuda or encoded:
+        self.thread: threading.Thread | None = None
+        if encoded or not self._is_here:
             room = 0 if store.has_memory else stored_bytes
-            self._read = BufferPool(NUM_SLOTS, room, torch.device("cpu"), pinned=self._cuda)
-            self._thread = threading.Thread(target=self._read_ahead, name="tightwire-read", daemon=True)
+            self._read = BufferPool(NUM_SLOTS, room, store.device, pinned=not self._is_here, traced=True)
+            self.thread = threading.Thread(target=self._read_ahead, name="tightwire-read", daemon=True)
         self._on_device = (
-            torch.empty(stored_bytes, dtype=torch.uint8, device=device) if self._cuda and encoded else None
+            torch.empty(stored_bytes, dtype=torch.uint8, device=device) if encoded and not self._is_here else None
         )
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._stream = _make_stream(device)
+        self._read_stream = _make_stream(store.device)
+
+    @property
+    def is_full(self) -> bool:
+        return self._read is None or _all_filled(self._read)
 
     def queue(self) -> AbstractContextManager[object]:
         """What a GPU is told to do in here it does beside computing."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return _queue(self._stream)
 
     def start(self) -> None:
-        if self._read is not None:
-            self._thread.start()
+        if self.thread is not None:
+            self.thread.start()
 
     def bring(self, layer: int, slot: Slot) -> None:
         plain, stored = self._images[layer], self._store.image(layer)
@@ -198,25 +235,37 @@ class _Stages:
             stored.decode(self._on_device[: stored.num_bytes].copy_(source, non_blocking=True), plain, slot.buffer)
         else:
             stored.decode(source, plain, slot.buffer)
-        if self._stream is not None:
+        if self._stream is not None and not self._is_here:
             self._stream.synchronize()  # or the buffer would be read into before it was copied from
         self._read.release(layer)
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Have the threads end; not a ``read`` that is under way."""
         if self._read is not None:
             self._read.close(_closed())
-            if self._thread.is_alive():
-                self._thread.join()
 
     def _read_ahead(self) -> None:
         assert self._read is not None
         try:
-            for layer in cycle(self._order):
-                buffer = self._read.fill(layer).buffer[: self._store.image(layer).num_bytes]
-                self._came[layer] = self._store.read(layer, buffer, self._moved)
-                self._read.filled(layer)
+            with torch.inference_mode(), _queue(self._read_stream):
+                for layer in cycle(self._order):
+                    buffer = self._read.fill(layer).buffer[: self._store.image(layer).num_bytes]
+                    self._came[layer] = self._store.read(layer, buffer, self._moved)
+                    self._read.filled(layer)
         except BaseException as error:  # noqa: BLE001 - whoever waits for a layer raises it
             self._read.close(error)
+
+
+def _make_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def _queue(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _all_filled(pool: BufferPool) -> bool:
+    return all(slot.state == "filled" for slot in pool.slots)
 
 
 def _closed() -> WeightsError:

@@ -30,6 +30,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "tightwire.server.bench.stream.bench:main",
         "steps with streamed weights against what their bytes and their computing take",
     ),
+    "train": (
+        "tightwire.training.bench.bench:main",
+        "training steps between emulated nodes: time, bytes, memory, beside torch's own data parallelism",
+    ),
     "ttft": (
         "tightwire.server.bench.ttft.bench:main",
         "AllReduces against each other on one server, in time to first token",

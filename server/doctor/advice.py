@@ -5,6 +5,7 @@ from typing import Literal, TypeVar
 
 from msgspec import Struct
 
+from tightwire.comm.sizes import format_bytes
 from tightwire.server.doctor.facts import (
     CpuFacts,
     CudaFacts,
@@ -18,7 +19,6 @@ from tightwire.server.doctor.facts import (
     PeerFacts,
 )
 from tightwire.server.doctor.probing import Finding
-from tightwire.server.sizes import format_bytes
 
 # NVIDIA's advice for containers is --shm-size=1g; with Docker's 64 MB several NCCL ranks fail as they join.
 _NCCL_SHM_BYTES = 1 << 30

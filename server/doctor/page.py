@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tightwire.comm.sizes import format_bytes
 from tightwire.server.doctor.advice import Advice
 from tightwire.server.doctor.facts import (
     CpuFacts,
@@ -22,7 +23,6 @@ from tightwire.server.doctor.facts import (
     VersionFacts,
 )
 from tightwire.server.doctor.probing import Finding
-from tightwire.server.sizes import format_bytes
 
 _STYLES = {"problem": "bold red", "note": "yellow", "use": "bold green"}
 _Row = tuple[str, str]

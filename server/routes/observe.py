@@ -103,6 +103,8 @@ def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
         transport=setup.transport if setup else info.transport,
         transport_reason=setup.transport_reason if setup else "",
         tp=info.tp,
+        dp=info.dp,
+        replicas=stats.replicas if stats else [],
         num_nodes=setup.num_nodes if setup else 1,
         overlap=setup.overlap if setup else False,
         choices=setup.choices if setup else [],

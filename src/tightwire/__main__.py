@@ -16,6 +16,7 @@ VERBS = {
     "explain": ("tightwire.server.comm_cli:explain", "say which AllReduce sums which message of a model, and why"),
     "doctor": ("tightwire.server.doctor.cli:main", "look at this machine: devices, links, what works, what to use"),
     "pull": ("tightwire.server.cli:pull", "fetch a model of the catalog into the cache"),
+    "train": ("tightwire.training.cli:train", "pre-train or fine-tune a model, alone or under torchrun"),
     "prepare": ("tightwire.server.prepare_cli:prepare", "repack a model for streaming, with checksums; or check one"),
 }
 

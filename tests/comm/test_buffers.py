@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def pool_of(num_slots: int = 2) -> BufferPool:
-    return BufferPool(num_slots, 64, CPU)
+    return BufferPool(num_slots, 64, CPU, traced=True)
 
 
 def trace(text: str) -> list[SlotEvent]:
@@ -125,6 +126,98 @@ def test_a_trace_that_lacks_any_one_wait_is_found_out(line: str, condition: str)
         check_order(trace("\n".join(lines)))
 
 
+SAVED: str = """
+fill 3 0
+filled 3 0
+fill 4 1
+use 3 0
+filled 4 1
+release 3 0
+use 4 1
+save 3 0
+release 4 1
+saved 3 0
+fill 5 0
+save 4 1
+saved 4 1
+fill 4 1
+"""
+
+
+def test_an_orderly_trace_with_saves_passes() -> None:
+    check_order(trace(SAVED), saves=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "condition"),
+    [
+        ("filled 3 0", "C1"),
+        ("use 3 0", "C1"),
+        ("release 3 0", "C1"),  # saved while it is worked with
+        ("save 3 0", "C1"),
+        ("saved 3 0", "C2"),
+        ("use 4 1", "C1"),
+        ("saved 4 1", "C2"),
+    ],
+)
+def test_a_trace_with_saves_that_lacks_any_one_wait_is_found_out(line: str, condition: str) -> None:
+    lines = [kept for kept in SAVED.strip().splitlines() if kept != line]
+    with pytest.raises(BufferConflictError, match=condition):
+        check_order(trace("\n".join(lines)), saves=True)
+
+
+def test_a_piece_fetched_before_it_was_saved_is_found_out() -> None:
+    with pytest.raises(BufferConflictError, match="C3: slot 1 was filled for 3, which had come to 'save' in slot 0"):
+        check_order(trace("fill 3 0\nfilled 3 0\nuse 3 0\nrelease 3 0\nsave 3 0\nfill 3 1"), saves=True)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_what_was_done_to_a_piece_is_saved_whatever_the_delays(num_slots: int) -> None:
+    """Thirty rounds over five pieces, each made one larger every time."""
+    pool, draw = BufferPool(num_slots, 64, CPU, saves=True, traced=True), random.Random(num_slots)
+    kept = [torch.full((64,), piece, dtype=torch.uint8) for piece in range(5)]
+
+    def save(piece: int) -> None:
+        slot = pool.save(piece)
+        time.sleep(draw.choice([0.0, 0.0, 0.001]))
+        kept[piece].copy_(slot.buffer)
+        pool.saved(piece)
+
+    def move() -> None:
+        for _ in range(30):
+            for piece in range(5):
+                if piece >= num_slots:
+                    save(piece - num_slots)
+                pool.fill(piece).buffer.copy_(kept[piece])
+                time.sleep(draw.choice([0.0, 0.0, 0.001]))
+                pool.filled(piece)
+            for piece in range(5 - num_slots, 5):
+                save(piece)
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    for round_ in range(30):
+        for piece in range(5):
+            buffer = pool.use(piece, timeout_s=10).buffer
+            assert buffer.tolist() == [piece + round_] * 64
+            buffer += 1
+            time.sleep(draw.choice([0.0, 0.0, 0.001]))
+            pool.release(piece)
+    thread.join()
+    check_order(pool.events, saves=True)
+    assert [int(piece[0]) for piece in kept] == [30, 31, 32, 33, 34]
+
+
+def test_who_waits_to_save_gets_what_closed_the_pool() -> None:
+    pool = BufferPool(1, 64, CPU, saves=True, traced=True)
+    pool.fill(0)
+    pool.close(ValueError("the work broke"))
+    with pytest.raises(ValueError, match="the work broke"):
+        pool.save(0)
+    with pytest.raises(BufferConflictError, match="0 has no slot that is saving: slot 0 is filling for 0"):
+        pool.saved(0)
+
+
 def test_a_slot_filled_before_its_release_is_found_out() -> None:
     with pytest.raises(BufferConflictError, match="C2: slot 0 was filled for 5 when 3 had come to 'use'"):
         check_order(trace("fill 3 0\nfilled 3 0\nuse 3 0\nfill 5 0"))
@@ -135,3 +228,50 @@ def test_buffers_begin_at_a_page() -> None:
         buffer = page_aligned(num_bytes, CPU)
         assert buffer.data_ptr() % 4096 == 0
         assert buffer.nbytes == num_bytes
+
+
+def test_a_slot_is_named_by_who_fills_it_and_kept_for_later() -> None:
+    pool = pool_of(3)
+
+    assert pool.fill(5, 2).number == 2
+    pool.filled(5)
+    for _ in range(2):
+        pool.use(5, timeout_s=1)
+        pool.keep(5)
+    with pytest.raises(BufferConflictError, match="5 has a slot already"):
+        pool.fill(5, 1)
+    assert pool.fill(6, 0).number == 0
+    assert pool.fill(7).number == 1  # the one after that
+    pool.use(5, timeout_s=1)
+    pool.release(5)
+    check_order(pool.events)
+
+
+def test_a_named_slot_is_filled_anew_when_its_piece_has_been_used() -> None:
+    pool = pool_of(2)
+    pool.fill(1, 0)
+    pool.filled(1)
+    with ThreadPoolExecutor(1) as thread:
+        again = thread.submit(pool.fill, 1, 0, 5.0)
+        pool.use(1, timeout_s=1)
+        pool.release(1)
+        assert again.result().state == "filling"
+    check_order(pool.events)
+
+
+def test_a_slot_that_stays_taken_ends_in_an_error_when_asked_for() -> None:
+    pool = pool_of(2)
+    pool.fill(1, 0)
+    with pytest.raises(TimeoutError, match=r"slot 0 was not free after 0\.05 s: slot 0 is filling for 1"):
+        pool.fill(2, 0, timeout_s=0.05)
+
+
+def test_the_same_owner_waits_for_its_own_slot() -> None:
+    pool = pool_of(1)
+    pool.fill(1)
+    pool.filled(1)
+    pool.use(1, timeout_s=1)
+    thread = threading.Timer(0.05, pool.release, args=(1,))
+    thread.start()
+    assert pool.fill(1, 0, timeout_s=10).state == "filling"
+    thread.join()

@@ -1,4 +1,4 @@
-"""all_gather, reduce_scatter, over nodes too, broadcast and sparse_all_gather: results, bytes, refusals."""
+"""all_gather, reduce_scatter, over nodes too, broadcast, gather_to_root and sparse_all_gather: results, bytes, refusals."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -14,6 +14,8 @@ from tightwire.comm.collectives import (
     all_gather_bytes,
     broadcast,
     broadcast_bytes,
+    gather_to_root,
+    gather_to_root_bytes,
     prepare_codecs,
     reduce_scatter,
     reduce_scatter_bytes,
@@ -140,6 +142,24 @@ def _error(got: Tensor, inputs: list[Tensor], own: slice) -> Tensor:
     return (got.double() - torch.stack([x.double() for x in inputs]).sum(0)[own]).abs()
 
 
+def _gather_to_root(group: Group) -> None:
+    last = group.world_size - 1
+    for sizes, root in (
+        ([(5 * rank + 3) % 7 for rank in range(group.world_size)], 0),
+        ([8] * group.world_size, last),
+        ([17 * (rank == last) for rank in range(group.world_size)], 0),
+    ):
+        messages = [torch.arange(size, dtype=torch.uint8) + 10 * rank for rank, size in enumerate(sizes)]
+        sent_before = group.bytes_sent
+        received = gather_to_root(group, messages[group.rank], sizes, root)
+        assert group.bytes_sent - sent_before == gather_to_root_bytes(group.rank, sizes, root)
+        if group.rank != root:
+            assert received is None
+        else:
+            assert received is not None
+            assert all(torch.equal(got, want) for got, want in zip(received, messages, strict=True)), (sizes, root)
+
+
 def _broadcast(group: Group) -> None:
     for dtype, shape in product(
         (torch.float32, torch.bfloat16, torch.int64, torch.bool), ((), (3, 5), (0,), (100_003,))
@@ -216,6 +236,7 @@ def _all(group: Group) -> tuple[list[Tensor], list[Tensor]]:
     _gather_each_kind(group)
     _gather_transposed(group)
     _broadcast(group)
+    _gather_to_root(group)
     _sparse(group)
     return _gather_encoded(group), _scatter(group)
 

@@ -12,7 +12,7 @@ from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.errors import PeerLostError
 from tightwire.comm.group import Group
 from tightwire.comm.registry import all_reduce_names, make_all_reduce
-from tightwire.comm.self_test import Verdict, self_test
+from tightwire.comm.self_test import Verdict, agree, self_test
 
 Break = Callable[[Group, Tensor, Tensor], Tensor]
 
@@ -183,3 +183,18 @@ def test_every_algorithm_passes_with_repeated_numbers_that_end_within_a_group() 
     for verdicts in run_in_process(4, _check_all_repeated, num_nodes=2)[:1]:
         assert [verdict for verdict in verdicts if not verdict.ok] == []
         assert "267300 B (262144 B, repeated)" in verdicts[0].detail
+
+
+def _found_in_one_of_two(world: Group) -> list[Verdict]:
+    own = [
+        Verdict(algorithm="ring", ok=world.rank < 2, detail="ranks 0 and 1 hold different bits"),
+        Verdict(algorithm="one-shot", ok=True, detail="checked"),
+    ]
+    return agree(world, own, 2)
+
+
+def test_what_one_replica_found_wrong_is_wrong_for_all() -> None:
+    agreed = run_in_process(4, _found_in_one_of_two)
+    assert [[verdict.ok for verdict in verdicts] for verdicts in agreed] == [[False, True]] * 4
+    assert agreed[0][0].detail == "right here, wrong between ranks 2 to 3, whose log says how"
+    assert agreed[3][0].detail == "ranks 0 and 1 hold different bits"

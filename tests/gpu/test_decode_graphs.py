@@ -16,7 +16,7 @@ from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.layout import make_layout
 from tightwire.model.runner import ModelRunner
-from tightwire.model.step import StepPlan
+from tightwire.model.step import make_plan
 
 pytestmark = pytest.mark.gpu
 
@@ -39,21 +39,16 @@ def _runner(folder: Path, device: torch.device, graphs_up_to: int) -> ModelRunne
     )
 
 
-def _int32(values: object) -> bytes:
-    return np.asarray(values, "<i4").tobytes()
-
-
 def _execute(runner: ModelRunner, tokens: Sequence[Sequence[int]], contexts: Sequence[int], num_decode: int) -> Tensor:
     tables = np.arange(len(tokens) * _MAX_BLOCKS).reshape(len(tokens), _MAX_BLOCKS)
     logits = runner.execute(
-        StepPlan(
-            index=0,
-            token_ids=_int32([token for row in tokens for token in row]),
-            query_lens=_int32([len(row) for row in tokens]),
-            context_lens=_int32(contexts),
-            block_tables=_int32(tables),
+        make_plan(
+            token_ids=[token for row in tokens for token in row],
+            query_lens=[len(row) for row in tokens],
+            context_lens=contexts,
+            block_tables=tables,
             num_decode_rows=num_decode,
-            logit_rows=_int32(np.cumsum([len(row) for row in tokens]) - 1),
+            logit_rows=np.cumsum([len(row) for row in tokens]) - 1,
         )
     )
     assert logits is not None

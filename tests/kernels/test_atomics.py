@@ -37,9 +37,9 @@ def _read(data: int, word: int, first: int, last: int) -> int:
 def test_data_is_there_when_its_number_is() -> None:
     data, words = torch.zeros(64, dtype=torch.int64), torch.zeros(16, dtype=torch.int64)
     _write(data.data_ptr(), words.data_ptr(), 1, 1)  # compile outside the thread
-    writer = threading.Thread(target=_write, args=(data.data_ptr(), words.data_ptr(), 1, 20_001))
+    writer = threading.Thread(target=_write, args=(data.data_ptr(), words.data_ptr(), 1, 4_001))
     writer.start()
-    assert _read(data.data_ptr(), words.data_ptr(), 1, 20_001) == 0
+    assert _read(data.data_ptr(), words.data_ptr(), 1, 4_001) == 0
     writer.join()
 
 

@@ -49,7 +49,7 @@ def _check_mixed(group: Group) -> None:
 def _check_random_batches(group: Group, dtype: torch.dtype) -> None:
     """Sizes of heads and blocks, lengths and the number of generated rows drawn from a seed."""
     rng = random.Random(f"{dtype}")
-    for seed in range(6):
+    for seed in range(3):
         num_seqs = rng.randint(1, 5)
         num_generated = rng.randint(0, num_seqs)
         context_lens = [rng.choice((1, 2, 15, 16, 17, 64, 100, 255, 256, 257, 600)) for _ in range(num_seqs)]
@@ -101,7 +101,7 @@ def _check_chunks(group: Group) -> None:
     _multiply_rows_alone()
     for dtype in DTYPES[:2]:
         for length, chunks, generated in (
-            (90, (7,) * 12 + (6,), False),
+            (90, (7, 7, 76), False),
             (90, (64, 26), False),
             (90, (1, 89), False),
             (270, (266, 1, 1, 1, 1), True),

@@ -1,5 +1,6 @@
 """config.json in all its spellings, and what is refused."""
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from transformers import LlamaConfig as HfConfig
 
 from tightwire.model.config import RopeScaling, config_from_hf
 from tightwire.model.errors import ModelError
+from tightwire.model.layout import make_layout
+from tightwire.model.weights.fused import layer_tensors
 
 LLAMA3_SCALING = {
     "factor": 32.0,
@@ -130,3 +133,9 @@ def test_any_value_is_accepted_or_refused_in_words(key: str, value: Any) -> None
         config_from_hf(tiny_config(**{key: value}))
     except ModelError as error:
         assert "config.json: " in str(error)
+
+
+def test_counts_the_numbers_in_a_layers_matrices() -> None:
+    config = config_from_hf(tiny_config())
+    tensors = layer_tensors(config, make_layout(config, 1).shards[0], 0).values()
+    assert config.layer_matrix_elems == sum(prod(each.shape) for each in tensors if each.columns is not None)

@@ -17,7 +17,7 @@ from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.layout import make_layout
 from tightwire.model.runner import ModelRunner
-from tightwire.model.step import StepPlan
+from tightwire.model.step import make_plan
 from tightwire.model.weights.formats import choose_formats
 
 _BLOCK_SIZE, _MAX_BLOCKS, _VOCAB = 16, 8, 304
@@ -45,20 +45,16 @@ def _execute(runner: ModelRunner, lens: Sequence[tuple[int, int]], num_decode: i
     token_ids = [rng.integers(0, _VOCAB, new) for new, _ in lens]
     tables = np.arange(len(lens) * _MAX_BLOCKS).reshape(len(lens), _MAX_BLOCKS)
     values: dict[str, Any] = {
-        "token_ids": _int32(np.concatenate(token_ids)),
-        "query_lens": _int32([new for new, _ in lens]),
-        "context_lens": _int32([context for _, context in lens]),
-        "block_tables": _int32(tables),
+        "token_ids": np.concatenate(token_ids),
+        "query_lens": [new for new, _ in lens],
+        "context_lens": [context for _, context in lens],
+        "block_tables": tables,
         "num_decode_rows": sum(new for new, _ in lens[:num_decode]),
-        "logit_rows": _int32(range(sum(new for new, _ in lens))),
+        "logit_rows": range(sum(new for new, _ in lens)),
     }
-    logits_TV = runner.execute(StepPlan(index=0, **(values | changes)))
+    logits_TV = runner.execute(make_plan(**(values | changes)))
     assert logits_TV is not None
     return logits_TV
-
-
-def _int32(values: object) -> bytes:
-    return np.asarray(values, "<i4").tobytes()
 
 
 @pytest.fixture
@@ -143,13 +139,13 @@ def test_several_tokens_of_a_sequence_see_each_other_in_order(dtype: torch.dtype
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_tables": _int32([[32 * _MAX_BLOCKS] * _MAX_BLOCKS])}, "has slot 4100; there are slots 0 to 4095"),
-        ({"block_tables": _int32([[-1] * _MAX_BLOCKS])}, "token 0 has slot -12"),
-        ({"block_tables": _int32([[999, *range(7)]]), "context_lens": _int32([21])}, "sequence 0 has query rows"),
+        ({"block_tables": [[32 * _MAX_BLOCKS] * _MAX_BLOCKS]}, "has slot 4100; there are slots 0 to 4095"),
+        ({"block_tables": [[-1] * _MAX_BLOCKS]}, "token 0 has slot -12"),
+        ({"block_tables": [[999, *range(7)]], "context_lens": [21]}, "sequence 0 has query rows"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_before_anything_is_written(
-    changes: dict[str, bytes], message: str, tmp_path: Path
+    changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     runner = _runner(make_tiny(tmp_path), torch.float32)
     with pytest.raises(ValueError, match=message):

@@ -17,7 +17,8 @@ from tightwire.model.sampling_params import SamplingParams
 from tightwire.server.messages import AddRequest
 
 _NUM_TOKENS = 64
-_NUM_SPLIT_TOKENS = _NUM_BFLOAT16_TOKENS = 32
+_NUM_SPLIT_TOKENS = 16
+_NUM_BFLOAT16_TOKENS = 24
 _LONG = 1100  # tokens: three steps of at most 512
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -82,7 +83,7 @@ def test_bfloat16_parts_only_between_near_equals(
     checkpoint: Checkpoint, folder: Path, prompts: list[list[int]]
 ) -> None:
     """At every place, after the same tokens, each side's choice is among the other's five best; one rank and two."""
-    few = prompts[:13:2]  # bfloat16 is slow in transformers where a CPU has no products of it
+    few = prompts[:13:4]  # bfloat16 is slow in transformers where a CPU has no products of it
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
     for tp in (1, 2):

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from server_process import ServerProcess, get
 from tiny import make_tiny
 
 from tightwire.comm.group import in_process_groups
 from tightwire.comm.registry import make_all_reduce
+
+pytestmark = pytest.mark.alone
 
 _LOSSY, _INT8 = "flash:int4-g64,int8-g64", "flash:int8-g64,int8-g64"
 _ROW_ELEMS, _ELEM_BYTES, _NUM_GENERATED = 64, 2, 4

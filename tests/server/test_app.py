@@ -9,8 +9,8 @@ import httpx
 import pytest
 from fake_engine import INFO, FakeEngine, app_for, byte_tokenizer, says
 
-from tightwire.server.config import HttpOptions
 from tightwire.server.engine_client import EngineState, Phase
+from tightwire.server.options.http import HttpOptions
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 

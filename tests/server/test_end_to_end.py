@@ -11,7 +11,7 @@ from server_process import ServerProcess
 
 from tightwire.model.checkpoint import open_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 _QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 _MODEL = "smollm2-135m"

@@ -328,7 +328,7 @@ def test_plans_are_broadcast_before_they_run_and_stats_count() -> None:
     count = CommCount("all_reduce", "ring", "decode", 1, 2, 2, 0.5, 4)
     engine = make_engine(
         runner=runner,
-        broadcast=lambda plan: seen.append((plan.index, len(runner.plans))),
+        broadcast=lambda plans: seen.append((plans[0].index, len(runner.plans))),
         comm_counts=lambda: [count],
     )
     engine.add(AddRequest("a", [5, 6, 7], params(max_tokens=4)))
@@ -390,9 +390,19 @@ def random_params(rng: random.Random) -> SamplingParams:
     block_size=st.sampled_from([3, 4]),
     prefix_cache=st.sampled_from(["none", "prompts", "all"]),
     drafter=st.sampled_from([None, ODD_GUESSES, NgramDrafter(max_tokens=3, longest=2, shortest=1)]),
+    step_blocks=st.none() | st.integers(16, 30),
 )
 # One comes back after a preemption to find all but its last token in the prefix cache.
-@example(seed=181, num_blocks=25, max_num_seqs=4, extra_budget=11, block_size=3, prefix_cache="all", drafter=None)
+@example(
+    seed=181,
+    num_blocks=25,
+    max_num_seqs=4,
+    extra_budget=11,
+    block_size=3,
+    prefix_cache="all",
+    drafter=None,
+    step_blocks=None,
+)
 def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
     seed: int,
     num_blocks: int,
@@ -401,8 +411,12 @@ def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
     block_size: int,
     prefix_cache: str,
     drafter: NgramDrafter | None,
+    step_blocks: int | None,
 ) -> None:
-    """Random arrivals, tiny block pools, preemptions, cancellations, common beginnings, guesses, impossible requests."""
+    """Random arrivals, tiny block pools, steps of few blocks, preemptions, cancellations, common beginnings, guesses.
+
+    And impossible requests.
+    """
     rng = random.Random(seed)
     stems = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
     limits = Limits(
@@ -413,6 +427,7 @@ def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
         block_size=block_size,
         max_scored_rows=7,
         prefix_cache=prefix_cache,
+        max_step_blocks=step_blocks,
     )
     waiting = [
         AddRequest(

@@ -12,7 +12,9 @@ from tiny import make_tiny
 
 from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
 from tightwire.comm.link.link import parse_link
-from tightwire.server.config import ModelOptions, ParallelOptions, ServeConfig
+from tightwire.server.config import ServeConfig
+from tightwire.server.options.model import ModelOptions
+from tightwire.server.options.parallel import ParallelOptions
 
 pytestmark = pytest.mark.alone
 

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from tightwire.server.config import HttpOptions
 from tightwire.server.listener import PortTakenError, open_listener, url_of
+from tightwire.server.options.http import HttpOptions
 
 
 def test_a_free_port_is_taken_and_named() -> None:

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from tightwire.comm.sizes import parse_bytes
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.weights.formats import WeightFormats, choose_formats, weight_bytes
 from tightwire.model.weights.names import expected_tensors
 from tightwire.model.weights.random import RandomReader
-from tightwire.server.config import EngineOptions
 from tightwire.server.flags import make_config
 from tightwire.server.memory_budget import (
     MemoryBudget,
@@ -18,7 +18,7 @@ from tightwire.server.memory_budget import (
     Pool,
     make_budget,
 )
-from tightwire.server.sizes import parse_bytes
+from tightwire.server.options.engine import EngineOptions
 
 GIB = 1 << 30
 PLAIN = WeightFormats()
@@ -182,3 +182,17 @@ def test_the_tightest_device_decides() -> None:
     made = make_budget(MODEL, layout, EngineOptions(), dtype="bfloat16", formats=PLAIN, device="cuda", pools=pools)
     used = made.ranks[1].fixed + made.ranks[1].block * made.num_blocks
     assert 0.85 * 8 * GIB < used <= 8 * GIB
+
+
+@pytest.mark.parametrize("options", [{}, {"max_model_len": 4096}, {"kv_cache_memory": GIB}])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_below_the_runtime_is_refused_with_the_least_that_works(device: str, options: dict[str, int]) -> None:
+    with pytest.raises(NotEnoughMemoryError, match="before it has any tensor") as error:
+        budget(1 / GIB, 2, device, **options)
+    found = re.search(r"takes (\d+MiB) a rank", str(error.value))
+    assert found
+    ranks_of_a_pool = 2 if device == "cpu" else 1
+    least = ranks_of_a_pool * parse_bytes(found[1])
+    budget(least / GIB, 2, device, **options)
+    with pytest.raises(NotEnoughMemoryError):
+        budget((least - ranks_of_a_pool * (2 << 20)) / GIB, 2, device, **options)

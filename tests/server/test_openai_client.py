@@ -9,8 +9,8 @@ import pytest
 from fake_engine import FakeEngine, app_for, byte_tokenizer, says, serve
 from openai import AsyncOpenAI, OpenAI
 
-from tightwire.server.config import HttpOptions
 from tightwire.server.engine_client import EngineState, Phase
+from tightwire.server.options.http import HttpOptions
 
 KEY = "secret"
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_runner import FakeRunner, int32, logits_after
+from fake_runner import FakeRunner, logits_after
 from local_engine import continue_prompts, local_engine, run_to_end
 from tiny import VARIANTS, make_tiny
 from torch import Tensor
@@ -16,7 +16,7 @@ from tightwire.model import draw
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.sampling import Choice, Sampled, Sampler, SamplingRow
 from tightwire.model.sampling_params import SamplingParams
-from tightwire.model.step import StepPlan
+from tightwire.model.step import StepPlan, ints
 from tightwire.server.drafts import NgramDrafter
 from tightwire.server.engine import Engine
 from tightwire.server.limits import Limits
@@ -102,7 +102,7 @@ def test_plans_refer_to_what_the_last_step_chooses_by_its_place() -> None:
     engine.step()
     engine.add(AddRequest("long", [9] * 12, params()))
     run_to_end(engine)
-    rows = [int32(plan.token_ids).tolist() for plan in runner.plans]
+    rows = [ints(plan.token_ids).tolist() for plan in runner.plans]
     assert rows[:6] == [[5, 6, 7], [-1, -2], [-1, -2, *[9] * 6], [-1, *[9] * 6], [-1, -2], [-1, -2]]
 
 
@@ -119,7 +119,7 @@ def test_a_row_behind_a_stop_token_is_dropped() -> None:
     outputs = run_to_end(engine)
     assert tokens_of(outputs["stops"]) == text[:4] and outputs["stops"][-1].finish_reason == "stop"
     assert tokens_of(outputs["goes on"]) == greedy_text([8], 7)
-    assert [len(int32(plan.query_lens)) for plan in runner.plans] == [2] * 5 + [1] * 2  # the fifth's for nothing
+    assert [len(ints(plan.query_lens)) for plan in runner.plans] == [2] * 5 + [1] * 2  # the fifth's for nothing
     stats = engine.stats()
     assert (stats.num_generation_tokens, stats.num_free_blocks) == (4 + 7, ROOMY.num_blocks)
 
@@ -166,7 +166,7 @@ def test_a_row_behind_scores_that_are_not_numbers_is_dropped() -> None:
     outputs = run_to_end(engine)
     assert [output.finish_reason for output in outputs["bad"]] == [None, "error"]
     assert tokens_of(outputs["good"]) == greedy_text([8], 8)
-    assert int32(runner.plans[2].token_ids).tolist() == [-1, -2] and engine.stats().num_free_blocks == ROOMY.num_blocks
+    assert ints(runner.plans[2].token_ids).tolist() == [-1, -2] and engine.stats().num_free_blocks == ROOMY.num_blocks
 
 
 @pytest.mark.parametrize("prefix_cache", ["prompts", "all"])

@@ -15,9 +15,12 @@ from tightwire.model.config import LlamaConfig
 from tightwire.model.errors import ModelError
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.server import run_plan
-from tightwire.server.config import EngineOptions, ParallelOptions, ServeConfig
+from tightwire.server.config import ServeConfig
 from tightwire.server.devices import CudaDevice, num_cores
 from tightwire.server.flags import make_config
+from tightwire.server.limits import MAX_SCORED_ROWS
+from tightwire.server.options.engine import EngineOptions
+from tightwire.server.options.parallel import ParallelOptions
 from tightwire.server.progress import Progress
 
 GIB = 1 << 30
@@ -305,3 +308,50 @@ def test_planning_ahead_is_told(asked: str) -> None:
     decision = decide(make_config({"tp": 1, "device": "cpu", "plan_ahead": asked}), MODEL)
     assert decision.plan.plan_ahead == (asked == "on")
     assert ("plan-ahead: each step is planned" in decision.summary()) == (asked == "on")
+
+
+def test_replicas_have_ranks_and_memory_of_their_own(gpus: list[CudaDevice]) -> None:
+    one = decide(make_config({"device": "cpu", "tp": 2, "kv_cache_memory": 64 << 20}), MODEL)
+    two = decide(make_config({"device": "cpu", "tp": 2, "dp": 2, "kv_cache_memory": 128 << 20}), MODEL)
+    assert (two.plan.num_replicas, two.plan.transport, two.plan.num_blocks) == (2, "shared-memory", one.plan.num_blocks)
+    assert two.plan.policy == one.plan.policy  # what sums does not know of other replicas
+    ranks = two.budget.ranks
+    assert len(ranks) == 4 and ranks[1] == ranks[3] == one.budget.ranks[1]
+    rows = EngineOptions().max_num_seqs + MAX_SCORED_ROWS
+    # Where the logits of all come together, and where nobody's do.
+    assert ranks[0].activations - one.budget.ranks[0].activations == 4 * rows * 3 * MODEL.vocab_size
+    assert ranks[2].activations < one.budget.ranks[0].activations
+    assert "3 (replica 1)" in two.summary() and "2 replicas of the model on 4 ranks" in two.summary()
+
+
+def test_replicas_without_anything_to_sum_reach_each_other(gpus: list[CudaDevice]) -> None:
+    plan = decide(make_config({"device": "cpu", "dp": 2}), MODEL).plan
+    assert (plan.transport, plan.policy.rules, plan.arms) == ("shared-memory", (), ("auto",))
+    assert not run_plan.choose_plan_ahead(EngineOptions(), "cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"tp": 2, "dp": 33}, "--dp must be 1 to 32 with --tp 2, got 33"),
+        ({"dp": 0}, "--dp must be 1 to 64 with --tp 1, got 0"),
+        ({"tp": 2, "dp": 2, "link": "200mbit"}, "--link must be left out beside --dp 2; give --dp 1, got '200mbit'"),
+        (
+            {"tp": 2, "dp": 3, "nodes": 2},
+            r"--nodes must be a divisor of --dp \(3\), as each replica lies inside one node",
+        ),
+        ({"dp": 2, "plan_ahead": "on"}, "--plan-ahead on cannot be had beside --dp 2"),
+    ],
+)
+def test_what_does_not_go_with_replicas_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        make_config(options)
+    assert make_config({"tp": 2, "dp": 4, "nodes": 2}).parallel.sum_nodes == 1
+
+
+def test_each_replica_needs_devices_of_its_own(gpus: list[CudaDevice]) -> None:
+    gpus.append(CudaDevice(name="C", total_bytes=80 << 30, free_bytes=80 << 30))
+    with pytest.raises(ValueError, match="--tp 2 --dp 2 needs 4 CUDA devices, one per rank, and 3 are visible"):
+        decide(make_config({"tp": 2, "dp": 2, "device": "cuda"}), MODEL)
+    plan = decide(make_config({"dp": 3, "device": "cuda"}), MODEL).plan
+    assert (plan.transport, plan.plan_ahead) == ("process-group", False)

@@ -3,11 +3,11 @@ from collections import deque
 
 import numpy as np
 import pytest
-from fake_runner import int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightwire.model.sampling_params import SamplingParams
+from tightwire.model.step import ints
 from tightwire.server.limits import Limits
 from tightwire.server.messages import AddRequest
 from tightwire.server.request import Request, make_request
@@ -15,10 +15,10 @@ from tightwire.server.scheduled_step import ScheduledStep
 from tightwire.server.scheduler import Scheduler
 
 
-def limits(*, prefix_cache: str = "none", **changes: int) -> Limits:
+def limits(*, prefix_cache: str = "none", max_step_blocks: int | None = None, **changes: int) -> Limits:
     """Without a prefix cache, because these tests' prompts all begin alike."""
     values = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 64, "block_size": 4}
-    return Limits(**(values | changes), prefix_cache=prefix_cache)
+    return Limits(**(values | changes), prefix_cache=prefix_cache, max_step_blocks=max_step_blocks)
 
 
 def request(
@@ -82,13 +82,13 @@ def test_plan_is_packed_with_tables_as_wide_as_the_widest() -> None:
     scheduler.add(request(3, "a", prompt_logprobs=0))
     scheduler.add(request(6, "b"))
     plan = run(scheduler).plan
-    assert int32(plan.token_ids).tolist() == [1, 2, 3, 1, 2, 3, 4, 5, 6]
-    assert int32(plan.query_lens).tolist() == int32(plan.context_lens).tolist() == [3, 6]
-    assert int32(plan.block_tables).reshape(2, -1).tolist() == [[0, 0], [1, 2]]
-    assert int32(plan.logit_rows).tolist() == [0, 1, 2, 8]  # two rows score the prompt, then both sample
+    assert ints(plan.token_ids).tolist() == [1, 2, 3, 1, 2, 3, 4, 5, 6]
+    assert ints(plan.query_lens).tolist() == ints(plan.context_lens).tolist() == [3, 6]
+    assert ints(plan.block_tables).reshape(2, -1).tolist() == [[0, 0], [1, 2]]
+    assert ints(plan.logit_rows).tolist() == [0, 1, 2, 8]  # two rows score the prompt, then both sample
     plan = run(scheduler).plan
-    assert int32(plan.token_ids).tolist() == [7, 7]
-    assert int32(plan.context_lens).tolist() == [4, 7]
+    assert ints(plan.token_ids).tolist() == [7, 7]
+    assert ints(plan.context_lens).tolist() == [4, 7]
     assert plan.index == 2
 
 
@@ -189,7 +189,7 @@ def test_victim_that_already_had_its_share_of_the_step_loses_it() -> None:
     young.num_computed = 2
     step = run(scheduler)
     assert shares(step) == {"old": (24, 47)} and list(scheduler.waiting) == [young]
-    assert len(int32(step.plan.token_ids)) == 23
+    assert len(ints(step.plan.token_ids)) == 23
 
 
 def test_cancelled_blocks_are_free_at_once() -> None:
@@ -266,15 +266,35 @@ def test_an_arm_that_finds_no_block_leaves_its_turn_to_another() -> None:
     assert scheduler.num_preemptions == 1 and [r.id for r in scheduler.waiting] == ["young"]
 
 
+def test_the_youngest_sit_out_a_step_that_may_have_only_so_many_blocks() -> None:
+    scheduler = Scheduler(limits(max_step_blocks=16, max_num_batched_tokens=64))
+    for name in ("old", "middle", "young"):
+        scheduler.add(request(16, name, max_tokens=40))
+    assert shares(run(scheduler)) == {"old": (0, 16), "middle": (0, 16), "young": (0, 16)}  # 15 blocks, soon
+    for _ in range(4):  # six blocks each would be 18
+        assert list(shares(run(scheduler))) == ["old", "middle", "young"]
+    assert list(shares(run(scheduler))) == ["old", "middle"]
+
+
+def test_who_would_make_those_that_run_too_many_for_a_step_waits() -> None:
+    scheduler = Scheduler(limits(max_step_blocks=16, max_num_batched_tokens=64))
+    scheduler.add(request(36, "long"))  # ten blocks with one to come
+    scheduler.add(request(24, "late"))  # seven
+    assert list(shares(run(scheduler))) == ["long"]
+    scheduler.remove(scheduler.running[0])
+    assert list(shares(run(scheduler))) == ["late"]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=12),
     num_blocks=st.integers(15, 40),
     max_num_seqs=st.integers(1, 6),
     extra_budget=st.integers(0, 20),
+    step_blocks=st.none() | st.integers(15, 25),
 )
 def test_everyone_finishes_in_order_of_arrival_or_nearly(
-    lengths: list[tuple[int, int, int]], num_blocks: int, max_num_seqs: int, extra_budget: int
+    lengths: list[tuple[int, int, int]], num_blocks: int, max_num_seqs: int, extra_budget: int, step_blocks: int | None
 ) -> None:
     """No starvation: running stays older than waiting, and the total number of steps is bounded."""
     scheduler = Scheduler(
@@ -283,6 +303,7 @@ def test_everyone_finishes_in_order_of_arrival_or_nearly(
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
+            max_step_blocks=step_blocks,
         )
     )
     requests = [request(prompt, str(i), max_tokens=out, arm=arm) for i, (prompt, out, arm) in enumerate(lengths)]

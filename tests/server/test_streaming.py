@@ -11,6 +11,8 @@ from tiny import make_tiny
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 
+pytestmark = pytest.mark.alone
+
 _SMALL = ("--port", "0", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
 _STREAM = (*_SMALL, "--weights", "stream")
 
@@ -65,7 +67,7 @@ def test_a_damaged_layer_ends_the_server_with_its_name(model: Path, tmp_path: Pa
 def test_a_file_that_is_cut_while_it_is_served_ends_the_server_with_its_name(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare(open_checkpoint(str(model)), out, PrepareOptions(dtype="float32"))
-    with ServerProcess(tmp_path / "run", str(out), *_STREAM) as server:
+    with ServerProcess(tmp_path / "run", str(out), *_STREAM, "--fetch-timeout-s", "2") as server:
         url = server.wait_ready()
         path = out / "rank-0-of-1.weights"
         with path.open("r+b") as file:

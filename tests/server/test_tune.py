@@ -17,11 +17,11 @@ from tightwire.__main__ import main
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file
 from tightwire.comm.policy.setting import Setting
 from tightwire.comm.policy.tune_file import read_tuned, this_host, tune_path
+from tightwire.report.quiet import OthersWatch
 from tightwire.server import tune as tune_module
 from tightwire.server import tune_measure
 from tightwire.server.bench.comm.measure import Checked, Timed
 from tightwire.server.bench.comm.summary import Cells
-from tightwire.server.bench.quiet import OthersWatch
 from tightwire.server.devices import num_cores
 from tightwire.server.flags import make_config
 

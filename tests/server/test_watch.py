@@ -73,21 +73,37 @@ def test_the_cause_wins_over_symptoms_that_came_first(watch: Watch) -> None:
     assert watch.tracebacks() == [(1, "trace of 1")]
 
 
-def test_a_symptom_alone_is_better_than_nothing(watch: Watch) -> None:
+def test_a_symptom_alone_is_better_than_nothing(watch: Watch, clock: Clock) -> None:
     watch.heard(failed(0, "CollectiveTimeoutError: rank 1 did not come", symptom=True))
+    assert watch.check() is None
+    pass_time(watch, clock, 3, 1)
     reason = watch.check()
     assert reason is not None and "rank 0 (pid 11) failed while: step 7: CollectiveTimeoutError: rank 1" in reason
     assert watch.tracebacks() == [(0, "trace of 0")]
 
 
-def test_an_exit_without_a_word(watch: Watch) -> None:
+def test_a_killed_rank_is_named_however_late_its_end_is_known(watch: Watch, clock: Clock) -> None:
+    """On a busy machine its connections are closed, and missed by the others, seconds before it can be waited for."""
+    watch.heard(failed(0, "PeerLostError: rank 1 is gone", symptom=True))
+    watch.exited(0, 1)
+    pass_time(watch, clock, 2.5)
+    assert watch.check() is None and watch.alarmed
+    watch.exited(1, -signal.SIGKILL)
+    reason = watch.check()
+    assert reason is not None and reason.startswith("rank 1 (pid 22) was killed by SIGKILL")
+
+
+def test_an_exit_without_a_word(watch: Watch, clock: Clock) -> None:
     watch.exited(0, 3)
+    assert watch.check() is None
+    pass_time(watch, clock, 3, 1)
     reason = watch.check()
     assert reason is not None and "rank 0 (pid 11) exited with code 3" in reason
 
 
-def test_an_exit_without_a_fault_is_a_fault_too(watch: Watch) -> None:
+def test_an_exit_without_a_fault_is_a_fault_too(watch: Watch, clock: Clock) -> None:
     watch.exited(0, 0)
+    pass_time(watch, clock, 3, 1)
     reason = watch.check()
     assert reason is not None and "exited with code 0" in reason
 
@@ -184,3 +200,27 @@ def test_a_stopped_process_is_told_from_a_busy_one(stopped: int, clock: Clock) -
     watch.check()
     pass_time(watch, clock, 11)
     assert watch.reason is not None and f"rank 0 (pid {stopped}) is stopped (SIGSTOP)" in watch.reason
+
+
+def test_a_replica_may_wait_for_another_one_as_long_as_that_gets_on(clock: Clock) -> None:
+    watch = Watch([11, 22, 33, 44], rank_timeout_s=10, step_timeout_s=120, num_replicas=2, clock=clock)
+    watch.serving = True
+
+    def beat_all(busy_s: float, num_collectives: int) -> None:
+        for rank in (0, 1):
+            watch.heard(Heartbeat(rank=rank, step=9, doing="step 9", busy_s=busy_s, num_collectives=9, num_meetings=5))
+        for rank, number in ((2, num_collectives), (3, num_collectives - 1)):
+            watch.heard(
+                Heartbeat(rank=rank, step=9, doing="step 9", busy_s=busy_s, num_collectives=number, num_meetings=4)
+            )
+
+    beat_all(0.1, 10)
+    beat_all(130, 60)
+    assert watch.check() is None
+    beat_all(251, 60)
+    reason = watch.check()
+    assert reason is not None
+    assert reason.startswith(
+        "rank 3 (replica 1) (pid 44) has been at one step for 251 s, 121 s without a new collective"
+    )
+    assert "rank 0 (replica 0): step 9" in reason

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,13 +10,19 @@ import torch
 from tiny import make_tiny
 
 from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import make_layout
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.random import RANDOM_SHAPES
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan, WeightSizes
-from tightwire.server.config import EngineOptions, ModelOptions, ParallelOptions, ServeConfig, WeightOptions
+from tightwire.server.config import ServeConfig
+from tightwire.server.kv_offload import make_offloaded_budget
 from tightwire.server.memory_budget import MemoryBudget, NotEnoughMemoryError, Pool, make_budget
+from tightwire.server.options.engine import EngineOptions
+from tightwire.server.options.model import ModelOptions
+from tightwire.server.options.parallel import ParallelOptions
+from tightwire.server.options.weights import WeightOptions
 from tightwire.server.weight_decision import Files, WeightDecision, as_prepared, decide_weights
 
 MODEL = RANDOM_SHAPES["llama-3.2-1b"]  # 16 layers, 2.3 GiB in bfloat16
@@ -32,30 +39,30 @@ def decide(
     host_gib: float = 64,
     exist: bool = True,
     engine: EngineOptions | None = None,
+    dp: int = 1,
+    nodes: int = 1,
+    model: LlamaConfig = MODEL,
 ) -> WeightDecision:
-    layout = make_layout(MODEL, tp)
-    pools = [Pool(name="memory", available_bytes=int(gib * GIB), ranks=range(tp))]
+    layout = make_layout(model, tp)
+    options_of_engine = engine or EngineOptions(max_num_seqs=8)
+    pools = [Pool(name="memory", available_bytes=int(gib * GIB), ranks=range(tp * dp))]
 
     def budget_under(plan: WeightPlan, share: float | None) -> MemoryBudget:
-        return make_budget(
-            MODEL,
-            layout,
-            engine or EngineOptions(max_num_seqs=8),
-            dtype="bfloat16",
-            formats=PLAIN,
-            device=device,
-            pools=pools,
-            plan=plan,
-            cache_share=share,
-        )
+        given = {"dtype": "bfloat16", "formats": PLAIN, "device": device, "pools": pools}
+        given |= {"plan": plan, "cache_share": share, "num_replicas": dp}
+        if options_of_engine.kv_offload:
+            return make_offloaded_budget(model, layout, options_of_engine, host_bytes=int(host_gib * GIB), **given)
+        return make_budget(model, layout, options_of_engine, **given)
 
     return decide_weights(
         options,
-        MODEL,
+        model,
         layout,
         PLAIN,
         dtype="bfloat16",
         device=device,
+        num_replicas=dp,
+        num_nodes=nodes,
         host_bytes=int(host_gib * GIB),
         files=Files(exist),
         make_budget=budget_under,
@@ -65,6 +72,59 @@ def decide(
 def test_auto_keeps_everything_that_fits() -> None:
     assert decide(WeightOptions(), 16).plan == EVERYTHING_RESIDENT
     assert decide(WeightOptions(), 16).notes == ()
+
+
+@pytest.mark.parametrize("kv_offload", [False, True])
+def test_a_small_cache_that_was_asked_for_is_no_reason_to_stream(kv_offload: bool) -> None:
+    engine = EngineOptions(kv_cache_memory=32 << 20, kv_offload=kv_offload)
+    assert decide(WeightOptions(), 16, engine=engine).plan == EVERYTHING_RESIDENT
+    assert decide(WeightOptions(), 3.05, engine=engine).plan.streamed  # there is no room for a larger one
+
+
+def test_a_model_of_two_layers_stays_however_little_room_is_left() -> None:
+    two = replace(MODEL, num_layers=2)
+    made = decide(WeightOptions(), 1.42, model=two)
+    assert made.plan == EVERYTHING_RESIDENT and made.budget.max_model_len < 2048
+
+
+def test_auto_shares_layers_between_replicas_where_one_copy_fits_and_one_each_does_not() -> None:
+    plan = decide(WeightOptions(), 5, dp=2).plan
+    assert (plan.source, plan.origin, plan.ranks_per_node) == ("partition", "files", 2)
+    assert decide(WeightOptions(), 16, dp=2).plan == EVERYTHING_RESIDENT
+    assert decide(WeightOptions(), 3.4, dp=2).plan.source == "stream"  # not one copy
+    assert decide(WeightOptions(stream_from="disk"), 5, dp=2).plan.source == "stream"
+    assert decide(WeightOptions(), 5, dp=2, nodes=2).plan.source == "stream"
+
+
+@pytest.mark.parametrize("option", [{"weight_io": "direct"}, {"verify_weights": True}])
+@pytest.mark.parametrize("weights", ["resident", "stream", "auto"])
+def test_what_a_prepared_folder_alone_can_do_is_refused_without_one(weights: str, option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="is for a prepared folder, .* `tightwire prepare MODEL FOLDER`"):
+        decide(WeightOptions(weights=weights, **option), 16)
+
+
+@pytest.mark.parametrize(("dp", "nodes", "per_node"), [(2, 1, 2), (4, 2, 2), (6, 2, 3)])
+def test_replicas_of_a_node_share_what_does_not_fit_each(dp: int, nodes: int, per_node: int) -> None:
+    made = decide(WeightOptions(weights="partition", partition_load="first-touch"), 3.5 * dp, dp=dp, nodes=nodes)
+    plan = made.plan
+    assert (plan.source, plan.origin) == ("partition", "first-touch")
+    assert (plan.num_nodes, plan.ranks_per_node) == (nodes, per_node)
+    [size] = [WeightSizes(MODEL, shard, PLAIN, torch.bfloat16) for shard in make_layout(MODEL, 1).shards]
+    assert [rank.weights for rank in made.budget.ranks] == [size.on_device(plan)] * dp
+    assert size.kept(plan) == pytest.approx(size.per_pass(plan) / per_node, rel=1e-4)
+    assert f"stream from the {per_node} replicas of a node, which keep a part of each" in made.notes[0]
+
+
+@pytest.mark.parametrize("parallel", [ParallelOptions(dp=1), ParallelOptions(dp=2, nodes=2)])
+def test_partition_wants_replicas_that_share_a_node(parallel: ParallelOptions) -> None:
+    with pytest.raises(ValueError, match="--weights partition shares layers among the replicas of a node, and --dp"):
+        ServeConfig(parallel=parallel, weights=WeightOptions(weights="partition"))
+
+
+@pytest.mark.parametrize("option", [{"stream_rate": 1000}, {"stream_from": "host"}])
+def test_partition_has_no_other_source(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="left out beside --weights partition"):
+        WeightOptions(weights="partition", **option)
 
 
 @pytest.mark.parametrize("gib", [1.5, 1.75, 2.0])

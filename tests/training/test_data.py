@@ -1,10 +1,8 @@
 """Packed blocks: every token is predicted once, ranks share the stream, and a stream resumes where it stopped."""
 
-from pathlib import Path
-
 import pytest
 
-from tightwire.training.data import Block, pack_blocks, read_documents
+from tightwire.training.data.blocks import Block, pack_blocks
 
 _END = 0
 
@@ -45,21 +43,6 @@ def test_resumes_after_the_last_block_seen() -> None:
     resumed = _pack(documents, block_tokens=5, first_block=3)
 
     assert [b.inputs_S.tolist() for b in resumed] == [b.inputs_S.tolist() for b in _pack(documents, block_tokens=5)[3:]]
-
-
-def test_documents_are_parted_by_blank_lines(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("one\nstill one\n\n\ntwo\n")
-
-    assert list(read_documents(path)) == ["one\nstill one\n", "two\n"]
-
-
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "empty.txt"
-    path.write_text("\n\n")
-
-    with pytest.raises(ValueError, match="holds no text"):
-        list(read_documents(path))
 
 
 def test_bad_sizes_are_refused() -> None:

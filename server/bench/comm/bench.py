@@ -4,7 +4,6 @@ A wrong answer fails the run, whatever else was measured: other bits on another 
 the algorithm's bound, bytes that are not those of its formula.
 """
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,17 +13,18 @@ from tightwire.comm.group import Group
 from tightwire.comm.local_ranks import LocalRankError, LocalRanks
 from tightwire.comm.protocols import AllReduce
 from tightwire.comm.registry import make_all_reduce
+from tightwire.comm.sizes import format_bytes
+from tightwire.report.console import make_console
+from tightwire.report.environment import describe_environment
+from tightwire.report.progress import paused, progress_bar
+from tightwire.report.quiet import OthersWatch, show_others
+from tightwire.report.result_files import ResultFiles
 from tightwire.server.bench.comm import report as comm_report
 from tightwire.server.bench.comm.measure import Checked, MeasurePlan, Timed, measure
 from tightwire.server.bench.comm.options import CommBenchOptions, parse_options
 from tightwire.server.bench.comm.ranks import open_ranks
 from tightwire.server.bench.comm.summary import Cells
-from tightwire.server.bench.console import make_console
-from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.progress import paused, progress_bar
-from tightwire.server.bench.quiet import OthersWatch
-from tightwire.server.bench.result_files import ResultFiles
-from tightwire.server.sizes import format_bytes
+from tightwire.server.bench.ending import finish, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +56,6 @@ class CommBench:
         self._cells = Cells(options.ranks)
         self._facts: dict[str, Any] = {}
         self._files: ResultFiles | None = None
-        self._error: str | None = "not finished"
         self._console = make_console()
         self._progress = progress_bar()
 
@@ -78,16 +77,15 @@ class CommBench:
             watch = OthersWatch(ranks.pids)
             self._measure(ranks)
             self._facts["others_share"] = watch.share()
-        comm_report.show_doubts(self._console, self._facts)
+        show_others(self._console, self._facts)
         faults = self._cells.faults()
         for fault in faults:
-            sys.stderr.write(f"tightwire bench comm: wrong answer: {fault}\n")
-        self._finish("; ".join(faults) or None)
-        return 1 if self._error else 0
+            say("comm", f"wrong answer: {fault}")
+        return 1 if self._finish("; ".join(faults) or None) else 0
 
     def fail(self, reason: str) -> int:
         """Keep what was measured, if anything was, and say why there is no more."""
-        sys.stderr.write(f"tightwire bench comm: {reason}\n")
+        say("comm", reason)
         self._finish(reason)
         return 1
 
@@ -112,25 +110,18 @@ class CommBench:
                         if self._files is not None:
                             comm_report.keep_raw(self._files, self._result(), self._cells.samples())
 
-    def _finish(self, error: str | None) -> None:
-        """Keep what there is and print it on one line, without raw samples; ``error`` says why it cannot be trusted or is
-        not complete."""
-        self._error = error
-        if self._files is not None and self._cells.rows():
-            try:
-                comm_report.keep(self._files, self._result(), self._cells.samples())
-            except ValueError as unwritable:
-                sys.stderr.write(f"tightwire bench comm: {unwritable}\n")
-                self._error = "; ".join(filter(None, [error, str(unwritable)]))
-        files = self._files.paths if self._files is not None else []
-        sys.stdout.write(json.dumps({**self._result(), "files": files}) + "\n")
-        sys.stdout.flush()
+    def _finish(self, error: str | None) -> str | None:
+        """What is wrong with the run at last."""
+        return finish("comm", error, self._result, self._files if self._cells.rows() else None, self._keep)
 
-    def _result(self) -> dict[str, Any]:
+    def _keep(self, files: ResultFiles, error: str | None) -> None:
+        comm_report.keep(files, self._result(error), self._cells.samples())
+
+    def _result(self, error: str | None = "not finished") -> dict[str, Any]:
         return {
             "schema": comm_report.SCHEMA,
             "label": self._options.label,
             **self._facts,
             "cells": self._cells.rows(),
-            "error": self._error,
+            "error": error,
         }

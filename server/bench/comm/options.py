@@ -9,8 +9,9 @@ from pathlib import Path
 from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.names import split_all_reduce_names
 from tightwire.comm.registry import all_reduce_names, describe_all_reduce_names, parse_all_reduce
-from tightwire.server.bench.label import check_label
-from tightwire.server.sizes import parse_bytes
+from tightwire.comm.sizes import parse_bytes
+from tightwire.report.label import check_label
+from tightwire.report.result_files import add_flags
 
 DTYPES = ("bfloat16", "float16", "float32")
 TRANSPORTS = ("auto", "shared-memory", "process-group", "peer-memory")
@@ -137,8 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--seed", type=int, default=0, metavar="N", help="of the numbers and of the order of calls (%(default)s)")
     add("--timeout", type=float, default=60.0, metavar="S", help="longest wait in a collective (%(default)g)")
-    add("--output", type=Path, metavar="DIR", help="keep JSON (raw samples included), CSV and an HTML page there")
-    add("--label", default="comm", metavar="NAME", help="beginning of those files' names (%(default)s)")
+    add_flags(parser, "comm")
     return parser
 
 

@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tightwire.comm.registry import parse_all_reduce
-from tightwire.server.bench.comm.words import COLUMNS, cell_texts, describe_others, describe_setting, fault_texts
-from tightwire.server.bench.environment import environment_facts
-from tightwire.server.bench.html import Page, Section, TableView, render
-from tightwire.server.bench.plots import Plot, Series, draw
-from tightwire.server.sizes import format_bytes
+from tightwire.comm.sizes import format_bytes
+from tightwire.report.environment import environment_facts
+from tightwire.report.html import Page, Section, TableView, render
+from tightwire.report.plots import Plot, Series, draw
+from tightwire.report.quiet import quiet_facts
+from tightwire.server.bench.comm.words import COLUMNS, cell_texts, describe_setting, fault_texts
 
 _Rows = Sequence[dict[str, Any]]
 
@@ -124,9 +125,7 @@ def _cells(rows: _Rows) -> Section:
 
 def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     link = result["link"]
-    facts = [*environment_facts(result["environment"]), ("seed", str(result["seed"]))]
-    if "others_share" in result:  # not in a run that was cut short
-        facts.append(("quiet", describe_others(result)))
+    facts = [*environment_facts(result["environment"]), ("seed", str(result["seed"])), *quiet_facts(result)]
     return facts if link is None else [*facts, ("link", ", ".join(f"{key} {value}" for key, value in link.items()))]
 
 

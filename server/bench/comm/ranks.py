@@ -14,7 +14,7 @@ from tightwire.comm.group import Group, open_process_group
 from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.link import Link
 from tightwire.comm.link.wire import Wire, open_wire
-from tightwire.comm.local_ranks import LocalRanks
+from tightwire.comm.local_ranks import LocalRanks, fd_path, silence_after
 from tightwire.comm.nodes import join_nodes
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.segment import make_segment, why_unusable
@@ -66,7 +66,7 @@ def open_ranks(options: CommBenchOptions) -> Iterator[tuple[LocalRanks, dict[str
             network=wire.nodes if wire else (),
             throttle=wire.throttle if wire else None,
         )
-        silence_s = 2 * options.timeout_s + 30
+        silence_s = silence_after(options.timeout_s)
         ranks = stack.enter_context(LocalRanks(options.ranks, partial(open_group, plan), silence_s=silence_s))
         having = [has for _, has in ranks.stream(has_peer_memory)] if plan.peer_memory else []
         if not all(having):
@@ -138,9 +138,8 @@ def _segment(stack: ExitStack, world_size: int) -> str:
 
 
 def _path_of(stack: ExitStack, fd: int) -> str:
-    """Where the ranks, which inherit nothing from this process, open its anonymous file; nothing is left by a crash."""
     stack.callback(os.close, fd)
-    return f"/proc/{os.getpid()}/fd/{fd}"
+    return fd_path(fd)
 
 
 def _open(path: str | None) -> int | None:

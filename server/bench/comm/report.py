@@ -6,13 +6,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tightwire.server.bench.comm.words import COLUMNS, cell_texts, describe_others, describe_setting
-from tightwire.server.bench.result_files import ResultFiles
-from tightwire.server.sizes import format_bytes
+from tightwire.comm.sizes import format_bytes
+from tightwire.report.result_files import ResultFiles
+from tightwire.server.bench.comm.words import COLUMNS, cell_texts, describe_setting
 
 SCHEMA = "tightwire.bench.comm/1"
 
-_QUIET_SHARE = 0.1  # of the cores that others may use before it is worth a word
 _CSV_COLUMNS = [
     *("size", "algorithm", "calls", "median_us", "p99_us", "algbw_bytes_per_s", "busbw_bytes_per_s"),
     *("wire_bytes", "relative_error", "share_of_bound", "speed_up_over_native"),
@@ -37,12 +36,6 @@ def show_size(console: Console, size: int, rows: Sequence[dict[str, Any]]) -> No
             table.add_row(row["algorithm"], *cell_texts(row), style="red" if row["faults"] else None)
     console.print(table)
     console.print()
-
-
-def show_doubts(console: Console, facts: dict[str, Any]) -> None:
-    """Why to read the figures with care, if at all."""
-    if facts["others_share"] > _QUIET_SHARE:
-        console.print(f"note: {describe_others(facts)}; times are too long by that\n", style="yellow", soft_wrap=True)
 
 
 def keep(files: ResultFiles, result: dict[str, Any], samples: Sequence[Sequence[float]]) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tightwire.report.statistics import describe
 from tightwire.server.bench.comm.measure import Checked, Timed
-from tightwire.server.bench.statistics import describe
 
 BASELINE = "native"
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tightwire.server.sizes import format_bytes
+from tightwire.comm.sizes import format_bytes
 
 COLUMNS = ("us median", "p99", "algbw GB/s", "busbw GB/s", "wire bytes", "rel. error", "x native")
 
@@ -11,11 +11,6 @@ def describe_setting(facts: dict[str, Any]) -> str:
     """Ranks, transport and wire in one line."""
     nodes = f" on {facts['nodes']} nodes" if facts["nodes"] > 1 else ""
     return f"{facts['ranks']} ranks{nodes}, {facts['dtype']}, {facts['transport']}{_describe_link(facts['link'])}"
-
-
-def describe_others(facts: dict[str, Any]) -> str:
-    """How busy the machine was otherwise."""
-    return f"others used {facts['others_share']:.0%} of this machine's cores while it was measured"
 
 
 def cell_texts(row: dict[str, Any]) -> list[str]:

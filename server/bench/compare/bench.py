@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from tightwire.report.console import make_console
+from tightwire.report.environment import describe_environment
+from tightwire.report.result_files import ResultFiles
 from tightwire.server.bench.compare import report
 from tightwire.server.bench.compare.match import Row, check_alike, chosen_metrics, differences, faults, rows
 from tightwire.server.bench.compare.options import CompareOptions, parse_options
 from tightwire.server.bench.compare.results import KINDS, read_result
-from tightwire.server.bench.console import make_console
-from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.result_files import ResultFiles
 
 SCHEMA = "tightwire.bench.compare/1"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from tightwire.server.sizes import format_bytes
+from tightwire.comm.sizes import format_bytes
 
 Samples = dict[int, float]  # by id
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from tightwire.report.statistics import Comparison, compare
 from tightwire.server.bench.compare.cells import Cell, Samples
 from tightwire.server.bench.compare.results import KINDS, Metric, Result
-from tightwire.server.bench.statistics import Comparison, compare
 
 # What makes two results unlike, and so their ratio one of machines or settings, not of the program.
 _FACTS = (

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightwire.server.bench.label import check_label
+from tightwire.report.label import check_label
+from tightwire.report.result_files import add_flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +42,7 @@ def parse_options(argv: Sequence[str]) -> CompareOptions:
     add("b", type=Path, metavar="B.json", help="the other result of the same bench")
     add("--tolerance", type=_share, default=0.05, metavar="T", help="how much worse is still good, such as 5%% (5%%)")
     add("--metric", metavar="NAME,NAME", help="compare these alone, and all of them decide (the bench's own)")
-    add("--output", type=Path, metavar="DIR", help="keep JSON, CSV and an HTML page there")
-    add("--label", default="compare", metavar="NAME", help="beginning of those files' names (%(default)s)")
+    add_flags(parser, "compare", "JSON, CSV and an HTML page")
     given = parser.parse_args(argv)
     try:
         return CompareOptions(

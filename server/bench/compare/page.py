@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from tightwire.report.environment import environment_facts
+from tightwire.report.html import Page, Section, TableView, render
+from tightwire.report.plots import Plot, Series, draw
 from tightwire.server.bench.compare.report import COLUMNS, cell_texts, conclusion, head, metric_text
-from tightwire.server.bench.environment import environment_facts
-from tightwire.server.bench.html import Page, Section, TableView, render
-from tightwire.server.bench.plots import Plot, Series, draw
 
 
 def make_page(result: dict[str, Any]) -> str:

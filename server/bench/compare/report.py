@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tightwire.server.bench.result_files import ResultFiles
+from tightwire.report.result_files import ResultFiles
 
 COLUMNS = ("A", "B", "B / A", "95 % interval", "n", "verdict")
 _CSV_COLUMNS = [

@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tightwire.comm.codec import parse_codec
-from tightwire.server.bench.console import make_console
-from tightwire.server.bench.environment import describe_environment
+from tightwire.comm.sizes import format_bytes, parse_bytes
+from tightwire.report.console import make_console
+from tightwire.report.environment import describe_environment
+from tightwire.report.label import check_label
+from tightwire.report.result_files import ResultFiles, add_flags
+from tightwire.server.bench.ending import say
 from tightwire.server.bench.kernels.arms import OPERATIONS, codec_arms, copy_arm
 from tightwire.server.bench.kernels.timing import seconds_per_call
-from tightwire.server.bench.label import check_label
-from tightwire.server.bench.result_files import ResultFiles
-from tightwire.server.sizes import format_bytes, parse_bytes
 
 SCHEMA = "tightwire.bench.kernels/1"
 
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             console.print("the AllReduce kernels need a GPU, and were not timed\n")
     except ValueError as error:
-        sys.stderr.write(f"tightwire bench kernels: {error}\n")
+        say("kernels", str(error))
         return 2
     except KeyboardInterrupt:
         return 130
@@ -119,8 +120,7 @@ def parse_options(argv: Sequence[str]) -> KernelBenchOptions:
         metavar="S",
         help="fewer samples, but three, where it takes longer",
     )
-    add("--output", type=Path, metavar="DIR", help="keep JSON (raw samples included) and CSV there")
-    add("--label", default="kernels", metavar="NAME", help="beginning of those files' names (%(default)s)")
+    add_flags(parser, "kernels", "JSON (raw samples included) and CSV")
     given = parser.parse_args(argv)
     has_cuda = torch.cuda.is_available()
     if given.device == "cuda" and not has_cuda:

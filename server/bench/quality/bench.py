@@ -4,7 +4,6 @@ Every arm is compared with the exact model of the same number of ranks: same sha
 measured is kept when the run is cut short.
 """
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -13,8 +12,10 @@ from typing import Any
 
 from tightwire.comm.policy.policy_file import PolicyFile, write_policy_file
 from tightwire.model.errors import ModelError
-from tightwire.server.bench.console import make_console
-from tightwire.server.bench.progress import paused, progress_bar
+from tightwire.report.console import make_console
+from tightwire.report.progress import paused, progress_bar
+from tightwire.report.result_files import ResultFiles
+from tightwire.server.bench.ending import finish, say
 from tightwire.server.bench.quality import report
 from tightwire.server.bench.quality.arms import MIX
 from tightwire.server.bench.quality.budget import cheapest_inside
@@ -26,7 +27,6 @@ from tightwire.server.bench.quality.ranks import PlayedRanks
 from tightwire.server.bench.quality.score import Scorer
 from tightwire.server.bench.quality.setting import Setting, make_setting
 from tightwire.server.bench.quality.summary import exact_row, make_rows, window_samples
-from tightwire.server.bench.result_files import ResultFiles
 
 _NUM_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -46,7 +46,6 @@ class QualityBench:
         self._mix: FoundMix | None = None
         self._measured: list[Measured] = []
         self._policy_file: str | None = None
-        self._error: str | None = "not finished"
         self._console = make_console()
         self._progress = progress_bar()
 
@@ -140,12 +139,15 @@ class QualityBench:
 
     def _choice(self) -> dict[str, Any] | None:
         budget = self._options.budget
-        if budget is None or self._setting is None or not (rows := self._rows(self._setting)):
+        if budget is None or self._setting is None:
+            return None
+        served = {arm.name for arm in self._setting.arms if arm.weight_codec == "none"} | {MIX}
+        if not (rows := [row for row in self._rows(self._setting) if row["algorithm"] in served]):
             return None
         sizes = sorted({row["world_size"] for row in rows})
         return {"budget": budget.text, "world_sizes": sizes, "algorithm": cheapest_inside(rows, budget)}
 
-    def _result(self, *, with_samples: bool = False) -> dict[str, Any]:
+    def _result(self, error: str | None = "not finished", *, with_samples: bool = False) -> dict[str, Any]:
         """All there is so far."""
         setting = self._setting
         known = [measured for measured in self._measured if measured.scores]
@@ -174,23 +176,19 @@ class QualityBench:
             "choice": self._choice(),
             "search": None if self._mix is None else self._mix.facts,
             "policy_file": self._policy_file,
-            "error": self._error,
+            "error": error,
         }
 
     def _end(self, error: str | None, status: int) -> int:
         """Show and keep what there is, say what went wrong, and end with one line of JSON."""
-        self._error = error
-        result = self._result()
-        if self._files is not None and result["cells"]:
-            try:
-                report.keep(self._files, self._result(with_samples=True), page=True)
-            except ValueError as unwritable:
-                error, status = error or str(unwritable), status or 1
+        result = self._result(error)
         if result["cells"]:
             report.show_findings(self._console, result)
         if error is not None:
-            sys.stderr.write(f"tightwire bench quality: {error}\n")
-        files = self._files.paths if self._files is not None else []
-        sys.stdout.write(json.dumps({**result, "error": error, "files": files}) + "\n")
-        sys.stdout.flush()
-        return status
+            say("quality", error)
+        files = self._files if result["cells"] else None
+        error = finish("quality", error, lambda error: {**result, "error": error}, files, self._keep)
+        return status or (1 if error else 0)
+
+    def _keep(self, files: ResultFiles, error: str | None) -> None:
+        report.keep(files, self._result(error, with_samples=True), page=True)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile
+from tightwire.report.statistics import compare
 from tightwire.server.bench.quality.arms import LOSSY_SITES, MIX, Arm, bytes_per_token, file_arm, make_arm
 from tightwire.server.bench.quality.measure import Measured
 from tightwire.server.bench.quality.ranks import PlayedRanks
 from tightwire.server.bench.quality.search import CANDIDATES, Mix, Search, choose
 from tightwire.server.bench.quality.setting import Setting
 from tightwire.server.bench.quality.summary import window_means
-from tightwire.server.bench.statistics import compare
 
 _AS_MANY = 1.1  # times the mix's bytes: arms that send more are no rivals
 

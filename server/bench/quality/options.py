@@ -9,8 +9,9 @@ from pathlib import Path
 from tightwire.comm.names import split_all_reduce_names
 from tightwire.comm.registry import describe_all_reduce_names
 from tightwire.model.weights.formats import QUANTIZATIONS
-from tightwire.server.bench.label import check_label
-from tightwire.server.bench.quality.arms import check_name
+from tightwire.report.label import check_label
+from tightwire.report.result_files import add_flags
+from tightwire.server.bench.quality.arms import WEIGHTS, check_name
 from tightwire.server.bench.quality.budget import Budget, parse_budget
 
 DEFAULT_ALGORITHMS = (
@@ -46,6 +47,8 @@ class QualityOptions:
     def __post_init__(self) -> None:
         for name in (*self.algorithms, *([self.search] if self.search else [])):
             check_name(name)
+        if self.search is not None and self.search.startswith(WEIGHTS):
+            raise ValueError(f"--search {self.search}: a mix is of AllReduces; name one of those")
         if not self.algorithms:
             raise ValueError("--algorithms is empty; name at least one")
         if repeated := {name for name in self.algorithms if self.algorithms.count(name) > 1}:
@@ -115,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--algorithms",
         metavar="NAME,NAME",
-        help=f"{describe_all_reduce_names()}, policy:FILE ({','.join(DEFAULT_ALGORITHMS)})",
+        help=f"{describe_all_reduce_names()}, policy:FILE, weights:int8 and weights:int4 (as `serve --weight-codec`) ({','.join(DEFAULT_ALGORITHMS)})",
     )
     add("--world-sizes", default="2,4,8", metavar="N,N", help="numbers of ranks (%(default)s)")
     add("--text", type=Path, metavar="FILE", help="UTF-8 text to judge by (English prose of the project)")
@@ -157,8 +160,7 @@ def _parser() -> argparse.ArgumentParser:
         help="keep the cheapest inside the --budget, or without one the --search's mix, for `serve --comm-policy FILE`",
     )
     add("--seed", type=int, default=0, metavar="N", help="of random weights (%(default)s)")
-    add("--output", type=Path, metavar="DIR", help="keep JSON, CSV and an HTML page there")
-    add("--label", default="quality", metavar="NAME", help="beginning of those files' names (%(default)s)")
+    add_flags(parser, "quality")
     return parser
 
 

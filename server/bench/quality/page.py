@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightwire.server.bench.environment import environment_facts
-from tightwire.server.bench.html import Page, Section, TableView, render
-from tightwire.server.bench.plots import Ecdf, HeatMap, Plot, Samples, Series, draw
+from tightwire.report.environment import environment_facts
+from tightwire.report.html import Page, Section, TableView, render
+from tightwire.report.plots import Ecdf, HeatMap, Plot, Samples, Series, draw
 from tightwire.server.bench.quality.arms import EXACT, LOSSY_SITES
 from tightwire.server.bench.quality.report import finding_words
 from tightwire.server.bench.quality.words import COLUMNS, LEGEND, cell_texts, db_text, describe_setting, exact_texts

@@ -23,7 +23,10 @@ from tightwire.model.layout import make_layout
 from tightwire.model.llama import Batch, Llama
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.load_streamed import load_streamed
+from tightwire.model.weights.residency import LEAST_STREAMED, WeightPlan
 from tightwire.model.weights.resident import load_resident
+from tightwire.model.weights.source import WeightSource
 from tightwire.server.bench.quality.arms import Arm
 
 MakeRoutes = Callable[[Sequence[Arm], Group], Routes]
@@ -69,6 +72,8 @@ class PlayedRanks:
         for group in self._groups:
             self._stack.callback(group.close)
         shards, device = self._layout.shards, torch.device("cpu")
+        self._reading = {"dtype": dtype, "device": device, "formats": formats or WeightFormats()}
+        self._checkpoint = checkpoint
         self._caches = [
             make_kv_cache(
                 self._config,
@@ -80,27 +85,51 @@ class PlayedRanks:
             )
             for shard in shards
         ]
-        self._weights = self._on_ranks(
-            lambda rank: load_resident(
-                checkpoint.reader(), self._config, shards[rank], dtype=dtype, device=device, formats=formats
-            )
-        )
-        outers = [weights.outer for weights in self._weights]
+        self._weights: dict[str, list[WeightSource]] = {}  # by codec, in rank order
+        outers = [weights.outer for weights in self._weights_of("none")]
         self._final_norm_D = outers[0].final_norm
         self.head_VD = torch.cat([dequantize(outer.head, torch.float32) for outer in outers])
-        self._models: list[Llama] = []
+        self._models: list[list[Llama]] = []  # by arm, in rank order
 
     def give_arms(self, arms: Sequence[Arm], make_routes: MakeRoutes = plain_routes) -> None:
-        """The AllReduces that the passes to come may go by, by their number here."""
-        self._models = self._on_ranks(
+        """The AllReduces and weights that the passes to come may go by, by their number here.
+
+        Raises:
+            ValueError: weights cannot go through an arm's codec.
+        """
+        by_codec = {codec: self._make_models(arms, codec, make_routes) for codec in {arm.weight_codec for arm in arms}}
+        self._models = [by_codec[arm.weight_codec] for arm in arms]
+
+    def _make_models(self, arms: Sequence[Arm], codec: str, make_routes: MakeRoutes) -> list[Llama]:
+        weights = self._weights_of(codec)
+        return self._on_ranks(
             lambda rank: Llama(
                 self._config,
                 TensorParallel(self._groups[rank], self._layout, make_routes(arms, self._groups[rank])),
-                self._weights[rank],
+                weights[rank],
                 self._caches[rank],
                 self._max_tokens,
             )
         )
+
+    def _weights_of(self, codec: str) -> list[WeightSource]:
+        """Of every rank: resident ones, or as they come when they stream in that codec."""
+        if codec not in self._weights:
+            self._weights[codec] = self._on_ranks(lambda rank: self._load(codec, rank))
+            for weights in self._weights[codec]:
+                self._stack.callback(weights.close)
+        return self._weights[codec]
+
+    def _load(self, codec: str, rank: int) -> WeightSource:
+        reader, shard = self._checkpoint.reader(), self._layout.shards[rank]
+        if codec == "none":
+            return load_resident(reader, self._config, shard, **self._reading)
+        if self.num_layers < LEAST_STREAMED:
+            raise ValueError(
+                f"weights:{codec}: this model has {self.num_layers} layers; {LEAST_STREAMED} or more stream"
+            )
+        plan = WeightPlan(source="stream", origin="host", codec=codec, streamed=tuple(range(self.num_layers)))
+        return load_streamed(reader, self._config, shard, plan, timeout_s=_TIMEOUT_S, **self._reading)
 
     def prefill(self, token_ids_BL: Tensor, arm: int) -> Tensor:
         """(B, L, D) hidden states after the final norm, of B prompts of L tokens."""
@@ -130,7 +159,7 @@ class PlayedRanks:
             num_decode_rows=num_sequences if is_decode else 0,
             arm=arm,
         )
-        hidden_TD = self._on_ranks(lambda rank: self._models[rank].forward(batch))[0]
+        hidden_TD = self._on_ranks(lambda rank: self._models[arm][rank].forward(batch))[0]
         normed_TD = rms_norm(hidden_TD, self._final_norm_D, self._config.norm_eps)
         return normed_TD.view(num_sequences, length, -1)
 

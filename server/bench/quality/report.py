@@ -7,6 +7,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from tightwire.report.result_files import ResultFiles
 from tightwire.server.bench.quality.arms import EXACT
 from tightwire.server.bench.quality.words import (
     COLUMNS,
@@ -16,7 +17,6 @@ from tightwire.server.bench.quality.words import (
     describe_setting,
     exact_texts,
 )
-from tightwire.server.bench.result_files import ResultFiles
 
 SCHEMA = "tightwire.bench.quality/1"
 _CSV_COLUMNS = [

@@ -9,7 +9,7 @@ from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
-from tightwire.server.bench.environment import describe_environment
+from tightwire.report.environment import describe_environment
 from tightwire.server.bench.quality.arms import Arm, make_arm
 from tightwire.server.bench.quality.greedy import NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS
 from tightwire.server.bench.quality.options import QualityOptions
@@ -48,6 +48,12 @@ def make_setting(options: QualityOptions) -> Setting:
         _check_split(config, world_size, formats)
     if options.window > config.max_positions:
         raise ValueError(f"--window {options.window} is more than the {config.max_positions} positions of the model")
+    arms = tuple(make_arm(name, config) for name in options.algorithms)
+    if formats.packed and (coded := [arm.name for arm in arms if arm.weight_codec != "none"]):
+        raise ValueError(
+            f"{', '.join(coded)}: only plain matrices go through a codec, and these are packed ({formats.name}); give "
+            "--quantization none"
+        )
     windows = make_windows(
         checkpoint.tokenizer(),
         text,
@@ -62,7 +68,7 @@ def make_setting(options: QualityOptions) -> Setting:
         dtype=dtype,
         formats=formats,
         windows=windows,
-        arms=tuple(make_arm(name, config) for name in options.algorithms),
+        arms=arms,
         facts={
             "environment": describe_environment(),
             "model": checkpoint.name,

@@ -5,7 +5,6 @@ for each load warm up, measure, print, keep. What was measured is kept whatever 
 """
 
 import asyncio
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -13,11 +12,12 @@ from typing import Any
 
 import httpx
 
+from tightwire.report.console import make_console
+from tightwire.report.environment import describe_environment, without_password
+from tightwire.report.progress import paused, progress_bar
+from tightwire.report.result_files import ResultFiles
 from tightwire.server.bench.client import BenchClient
-from tightwire.server.bench.console import make_console
-from tightwire.server.bench.environment import describe_environment, without_password
-from tightwire.server.bench.progress import paused, progress_bar
-from tightwire.server.bench.result_files import ResultFiles
+from tightwire.server.bench.ending import finish, say
 from tightwire.server.bench.serve import report
 from tightwire.server.bench.serve.fit import fit_prompt_length, fit_scale, send_what_is_understood
 from tightwire.server.bench.serve.load import Arm, run_arm
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run.run()
     except (RemoteError, ValueError) as error:
-        sys.stderr.write(f"tightwire bench serve: {error}\n")
+        say("serve", str(error))
         run.finish(str(error))
         return 1
 
@@ -54,7 +54,6 @@ class ServeBench:
         self._summaries: list[dict[str, Any]] = []
         self._facts: dict[str, Any] = {}
         self._files: ResultFiles | None = None
-        self._error: str | None = "not finished"
         self._console = make_console()
         self._progress = progress_bar()
 
@@ -85,9 +84,8 @@ class ServeBench:
             return 130
         failure = self._failure()
         if failure:
-            sys.stderr.write(f"tightwire bench serve: {failure}\n")
-        self.finish(failure)
-        return 1 if self._error else 0
+            say("serve", failure)
+        return 1 if self.finish(failure) else 0
 
     async def _measure(self, remote: Remote, workload: Workload) -> None:
         options = self._options
@@ -167,22 +165,16 @@ class ServeBench:
             self._console.print(f"the server was ready {server['startup_s']:.2f} s after its start")
         self._console.print()
 
-    def _result(self) -> dict[str, Any]:
+    def _result(self, error: str | None = "not finished") -> dict[str, Any]:
         facts = {"schema": report.SCHEMA, "label": self._options.label, **self._facts}
-        return {**facts, "arms": self._summaries, "error": self._error}
+        return {**facts, "arms": self._summaries, "error": error}
 
-    def finish(self, error: str | None) -> None:
-        """Keep what there is and print it on one line, without raw samples; ``error`` says why it is not complete."""
-        self._error = error
-        if self._files is not None and self._summaries:
-            try:
-                report.keep(self._files, self._result(), self._arms)
-            except ValueError as unwritable:
-                sys.stderr.write(f"tightwire bench serve: {unwritable}\n")
-                self._error = "; ".join(filter(None, [error, str(unwritable)]))
-        files = self._files.paths if self._files is not None else []
-        sys.stdout.write(json.dumps({**self._result(), "files": files}) + "\n")
-        sys.stdout.flush()
+    def finish(self, error: str | None) -> str | None:
+        """Keep and print what there is; what is wrong with the run at last."""
+        return finish("serve", error, self._result, self._files if self._summaries else None, self._keep)
+
+    def _keep(self, files: ResultFiles, error: str | None) -> None:
+        report.keep(files, self._result(error), self._arms)
 
 
 def _trial(chat: bool, workload: Workload) -> Prompt:

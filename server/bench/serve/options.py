@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tightwire.server.bench.label import check_label
+from tightwire.report.label import check_label
+from tightwire.report.result_files import add_flags
 from tightwire.server.bench.serve.load import Load
 from tightwire.server.bench.serve.mixed_workload import (
     SHAREGPT_INPUT_LEN,
@@ -205,8 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, metavar="N", help="of prompts and arrivals (a fresh one, printed and recorded)")
     add("--timeout", type=float, default=600.0, metavar="S", help="longest one request may take (%(default)s)")
     add("--slo", metavar="LIMITS", help="count what meets ttft=500ms,tpot=50ms,e2e=10s (any of them) as goodput")
-    add("--output", type=Path, metavar="DIR", help="keep JSON (raw samples included), CSV and an HTML page there")
-    add("--label", default="serve", metavar="NAME", help="beginning of those files' names (%(default)s)")
+    add_flags(parser, "serve")
     return parser
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from tightwire.report.environment import environment_facts
+from tightwire.report.html import Page, Section, TableView, render
+from tightwire.report.plots import Ecdf, Plot, Samples, Series, draw
 from tightwire.server.bench.client import Sample
-from tightwire.server.bench.environment import environment_facts
-from tightwire.server.bench.html import Page, Section, TableView, render
-from tightwire.server.bench.plots import Ecdf, Plot, Samples, Series, draw
 from tightwire.server.bench.serve.load import Arm
 from tightwire.server.bench.serve.report import LATENCIES, STATISTICS, latency_cells, thin_tail
 from tightwire.server.bench.serve.summary import latencies

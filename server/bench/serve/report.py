@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tightwire.report.result_files import ResultFiles
 from tightwire.server.bench.client import Sample
-from tightwire.server.bench.result_files import ResultFiles
 from tightwire.server.bench.serve.load import Arm
 
 SCHEMA = "tightwire.bench.serve/1"

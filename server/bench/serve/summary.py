@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from tightwire.report.statistics import describe
 from tightwire.server.bench.client import Sample
 from tightwire.server.bench.serve.load import Arm
 from tightwire.server.bench.serve.slo import Slo
-from tightwire.server.bench.statistics import describe
 
 
 def latencies(samples: Sequence[Sample]) -> dict[str, list[float]]:

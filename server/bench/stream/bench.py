@@ -3,26 +3,29 @@
 An answer that is not the resident weights' (where nothing is encoded), or a buffer used out of turn, fails the run.
 """
 
-import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tightwire.comm.local_ranks import LocalRankError, LocalRanks
+from tightwire.comm.local_ranks import LocalRankError
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
-from tightwire.model.errors import ModelError
+from tightwire.model.errors import PrepareError
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import check_split, choose_formats
 from tightwire.model.weights.residency import LEAST_STREAMED
-from tightwire.server.bench.console import make_console
-from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.progress import paused, progress_bar
-from tightwire.server.bench.quiet import OthersWatch
-from tightwire.server.bench.result_files import ResultFiles
+from tightwire.report.console import make_console
+from tightwire.report.environment import describe_environment
+from tightwire.report.progress import paused, progress_bar
+from tightwire.report.quiet import OthersWatch, show_others
+from tightwire.report.result_files import ResultFiles
+from tightwire.server.bench.ending import finish, say
+from tightwire.server.bench.replicas import open_replicas
 from tightwire.server.bench.stream import report
 from tightwire.server.bench.stream.cells import SOURCES, Arm
-from tightwire.server.bench.stream.measure import Answered, Timed, measure
+from tightwire.server.bench.stream.events import PROBE, Answered, Probed, Timed
+from tightwire.server.bench.stream.folders import prepared_folders
+from tightwire.server.bench.stream.measure import measure, measure_shared
 from tightwire.server.bench.stream.options import ROUNDS, StreamBenchOptions, parse_options
 from tightwire.server.bench.stream.ranks import open_stream_ranks
 from tightwire.server.bench.stream.summary import Cells, fault_texts
@@ -33,8 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, 1 for a wrong answer or a rank that failed, 2 for bad options, 130 after Ctrl-C."""
     run = StreamBench(parse_options(sys.argv[1:] if argv is None else argv))
     try:
-        return run.run()
-    except (LocalRankError, ModelError, ValueError) as error:
+        checkpoint = run.open()
+    except ValueError as error:
+        return run.fail(str(error), status=2)
+    try:
+        return run.run(checkpoint)
+    except (LocalRankError, PrepareError, ValueError) as error:
         return run.fail(str(error))
     except KeyboardInterrupt:
         run.fail("interrupted")
@@ -49,83 +56,113 @@ class StreamBench:
         self._cells: list[Cells] = []
         self._facts: dict[str, Any] = {}
         self._files: ResultFiles | None = None
-        self._error: str | None = "not finished"
         self._console = make_console()
         self._progress = progress_bar()
 
-    def run(self) -> int:
+    def open(self) -> Checkpoint:
+        """The model, which can be measured as the options say.
+
+        Raises:
+            ValueError: it cannot; nothing has been started.
+        """
+        checkpoint = open_checkpoint(self._options.model, self._options.seed)
+        self._facts = _facts(self._options, checkpoint)
+        return checkpoint
+
+    def run(self, checkpoint: Checkpoint) -> int:
         options = self._options
-        checkpoint = open_checkpoint(options.model, options.seed)
-        self._facts = _facts(options, checkpoint)
         if options.output is not None:
             self._files = ResultFiles(options.output, options.label)
         report.show_head(self._console, self._facts)
         others: list[float] = []
+        own = [arm for arm in options.arms if not arm.is_shared]
+        shared = [arm for arm in options.arms if arm.is_shared]
         for num_ranks in options.tp:
-            with open_stream_ranks(num_ranks, options.device, options.timeout_s) as (ranks, transport):
-                self._facts["transports"][num_ranks] = transport
-                watch = OthersWatch(ranks.pids)
-                self._measure(ranks, checkpoint)
-                others.append(watch.share())
+            if own:
+                others.append(self._run_own(num_ranks, len(own), checkpoint))
+            others += [self._run_shared(num_ranks, arm, checkpoint) for arm in shared]
         self._facts["others_share"] = max(others)
-        report.show_doubts(self._console, self._facts)
+        show_others(self._console, self._facts)
         faults = fault_texts(self._rows())
         for fault in faults:
-            sys.stderr.write(f"tightwire bench stream: {fault}\n")
-        self._finish("; ".join(faults) or None)
-        return 1 if self._error else 0
+            say("stream", fault)
+        return 1 if self._finish("; ".join(faults) or None) else 0
 
-    def fail(self, reason: str) -> int:
-        """Keep what was measured, if anything was, and say why there is no more."""
-        sys.stderr.write(f"tightwire bench stream: {reason}\n")
-        self._finish(reason)
-        return 1
-
-    def _measure(self, ranks: LocalRanks, checkpoint: Checkpoint) -> None:
+    def _run_own(self, num_ranks: int, num_arms: int, checkpoint: Checkpoint) -> float:
+        """The arms whose ranks need no other replicas; returns the share of the cores that others used meanwhile."""
         options = self._options
-        cells = Cells(world_size=ranks.world_size, cores=num_cores())
-        self._cells.append(cells)
-        per_arm = ROUNDS * (1 + 2 * len(options.loads)) * ranks.world_size
+        with (
+            prepared_folders(checkpoint, options, num_ranks, self._console) as folders,
+            open_stream_ranks(num_ranks, options.device, options.timeout_s) as (ranks, transport),
+        ):
+            self._facts["transports"][num_ranks] = transport
+            watch = OthersWatch(ranks.pids)
+            cells = self._cells_of(num_ranks, num_ranks)
+            self._measure(cells, num_arms, ranks.stream(measure, options, checkpoint.location, folders))
+            return watch.share()
+
+    def _run_shared(self, num_ranks: int, arm: Arm, checkpoint: Checkpoint) -> float:
+        """An arm of replicas that share layers; returns the same."""
+        options = self._options
+        with open_replicas(tp=num_ranks, dp=options.dp, timeout_s=options.timeout_s) as (ranks, replicas):
+            watch = OthersWatch(ranks.pids)
+            cells = self._cells_of(num_ranks, num_ranks * options.dp)
+            self._measure(cells, 1, ranks.stream(measure_shared, replicas, options, checkpoint.location, arm))
+            return watch.share()
+
+    def fail(self, reason: str, status: int = 1) -> int:
+        """Keep what was measured, if anything was, and say why there is no more."""
+        say("stream", reason)
+        self._finish(reason)
+        return status
+
+    def _cells_of(self, tp: int, world_size: int) -> Cells:
+        """Those of as many ranks so far, or new ones."""
+        for cells in self._cells:
+            if (cells.tp, cells.world_size) == (tp, world_size):
+                return cells
+        self._cells.append(Cells(tp=tp, world_size=world_size, cores=num_cores()))
+        return self._cells[-1]
+
+    def _measure(self, cells: Cells, num_arms: int, events: Iterator[tuple[int, Probed | Answered | Timed]]) -> None:
+        """What the ranks tell of ``num_arms`` arms."""
+        most = ROUNDS * (2 + 2 * len(self._options.loads)) * cells.world_size
         blocks: Counter[Arm] = Counter()
         with self._progress:
-            task = self._progress.add_task(f"tp {ranks.world_size}", total=len(options.arms) * per_arm)
-            for rank, event in ranks.stream(measure, options, checkpoint.location):
+            task = self._progress.add_task(f"tp {cells.tp}", total=num_arms * most)
+            for rank, event in events:
                 cells.add(rank, event)
                 if isinstance(event, Answered):
-                    self._progress.update(task, description=f"tp {ranks.world_size}: {event.arm.name}")
+                    self._progress.update(task, description=f"tp {cells.tp}: {event.arm.name}")
                 elif isinstance(event, Timed):
                     blocks[event.arm] += 1
                     self._progress.update(task, completed=blocks.total())
-                    if blocks[event.arm] == per_arm:
+                    if blocks[event.arm] == most - (0 if event.arm.has_raw else ROUNDS * cells.world_size):
                         with paused(self._progress):
                             report.show_arm(self._console, cells.rows(event.arm))
                         if self._files is not None:
                             self._files.write_json(self._result())
 
-    def _finish(self, error: str | None) -> None:
-        """Keep what there is and print it on one line, without raw samples; ``error`` says why it cannot be trusted or is
-        not complete."""
-        self._error = error
-        if self._files is not None and self._rows():
-            try:
-                report.keep(self._files, self._result())
-            except ValueError as unwritable:
-                sys.stderr.write(f"tightwire bench stream: {unwritable}\n")
-                self._error = "; ".join(filter(None, [error, str(unwritable)]))
-        files = self._files.paths if self._files is not None else []
-        sys.stdout.write(json.dumps({**report.without_samples(self._result()), "files": files}) + "\n")
-        sys.stdout.flush()
+    def _finish(self, error: str | None) -> str | None:
+        """What is wrong with the run at last."""
+        return finish("stream", error, self._line, self._files if self._rows() else None, self._keep)
+
+    def _line(self, error: str | None) -> dict[str, Any]:
+        return report.without_samples(self._result(error))
+
+    def _keep(self, files: ResultFiles, error: str | None) -> None:
+        report.keep(files, self._result(error))
 
     def _rows(self) -> list[dict[str, Any]]:
         return [row for cells in self._cells for row in cells.rows()]
 
-    def _result(self) -> dict[str, Any]:
+    def _result(self, error: str | None = "not finished") -> dict[str, Any]:
         return {
             "schema": report.SCHEMA,
             "label": self._options.label,
             **self._facts,
             "cells": self._rows(),
-            "error": self._error,
+            "error": error,
         }
 
 
@@ -146,6 +183,13 @@ def _facts(options: StreamBenchOptions, checkpoint: Checkpoint) -> dict[str, Any
             f"--stream-layers must be {LEAST_STREAMED} to {config.num_layers}, all layers of this model, got "
             f"{options.stream_layers or config.num_layers}"
         )
+    for flag, num_tokens in (
+        ("--context", options.context),
+        ("--prompt-rows", options.prompt_rows or 0),
+        ("the prompt that forecasts are made from", PROBE.rows),
+    ):
+        if num_tokens > config.max_positions:
+            raise ValueError(f"{flag}: {num_tokens} tokens, and the model was trained for {config.max_positions}")
     return {
         "environment": describe_environment(),
         "model": options.model,
@@ -154,6 +198,7 @@ def _facts(options: StreamBenchOptions, checkpoint: Checkpoint) -> dict[str, Any
         "stream_layers": options.stream_layers or config.num_layers,
         "device": options.device,
         "threads": options.threads,
+        "dp": options.dp if any(arm.is_shared for arm in options.arms) else 1,
         "all_reduce": options.all_reduce,
         "context": options.context,
         "seed": options.seed,

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightwire.comm.registry import parse_all_reduce
+from tightwire.comm.sizes import parse_bytes
 from tightwire.model.weights.residency import LEAST_STREAMED
 from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
-from tightwire.server.bench.label import check_label
+from tightwire.report.label import check_label
+from tightwire.report.result_files import add_flags
 from tightwire.server.bench.stream.cells import SOURCES, Arm, Load
-from tightwire.server.sizes import parse_bytes
 
 ROUNDS = 3  # in which all of an arm take turns
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -21,10 +22,11 @@ _MAX_RANKS = 64
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamBenchOptions:
     model: str = "smollm2-135m"
-    sources: tuple[str, ...] = ("host", "disk")
+    sources: tuple[str, ...] = ("host", "disk", "peers")
     codecs: tuple[str, ...] = ("none", "int8", "int4")
     rates: tuple[int, ...] = (0,)  # bytes a second; 0: as fast as the source is
     tp: tuple[int, ...] = (1, 2)
+    dp: int = 2  # replicas that share layers
     batches: tuple[int, ...] = (1, 8, 32)
     prompt_rows: int | None = None
     context: int = 64
@@ -47,6 +49,7 @@ class StreamBenchOptions:
         for flag, values, least in (
             ("--rates", self.rates, 0),
             ("--tp", self.tp, 1),
+            ("--dp", (self.dp,), 2),
             ("--batches", self.batches, 1),
             ("--context", (self.context,), 2),
             ("--threads", (self.threads,), 1),
@@ -56,12 +59,19 @@ class StreamBenchOptions:
         ):
             if not values or min(values) < least:
                 raise ValueError(f"{flag} must be at least {least}, got {','.join(map(str, values)) or 'nothing'}")
-        if max(self.tp) > _MAX_RANKS:
-            raise ValueError(f"--tp goes up to {_MAX_RANKS}, got {max(self.tp)}")
+        replicas = self.dp if any(arm.is_shared for arm in self.arms) else 1
+        if max(self.tp) * replicas > _MAX_RANKS:
+            raise ValueError(
+                f"--tp goes up to {_MAX_RANKS // replicas}, got {max(self.tp)}"
+                if replicas == 1
+                else f"--tp times --dp goes up to {_MAX_RANKS}, got {max(self.tp)} times {replicas}"
+            )
         if not self.timeout_s > 0:
             raise ValueError(f"--timeout must be above 0, got {self.timeout_s}")
         parse_all_reduce(self.all_reduce)
         check_label(self.label)
+        if self.device == "cuda" and "peers" in self.sources:
+            raise ValueError("--sources peers is between ranks on the CPU; leave it out beside --device cuda")
         if not self.arms:
             raise ValueError("nothing can be measured: " + "; ".join(self.left_out))
 
@@ -72,18 +82,20 @@ class StreamBenchOptions:
             for source in self.sources
             for rate in self.rates
             for codec in self.codecs
-            if codec in SOURCES[source].codecs
+            if codec in SOURCES[source].codecs and not (rate and SOURCES[source].is_shared)
         )
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Which of the sources are not measured with which codecs, and why."""
-        return tuple(
+        unread = [
             f"{source} {codec} is left out: {SOURCES[source].why_no_other}"
             for source in self.sources
             for codec in self.codecs
             if codec not in SOURCES[source].codecs
-        )
+        ]
+        slowed = [source for source in self.sources if SOURCES[source].is_shared and any(self.rates)]
+        return (*unread, *(f"{source} at a rate is left out: memory has its own" for source in slowed))
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -97,13 +109,20 @@ def parse_options(argv: Sequence[str]) -> StreamBenchOptions:
     given = vars(parser.parse_args(argv))
     try:
         for flag in ("tp", "batches"):
-            given[flag] = tuple(dict.fromkeys(map(int, given[flag].split(","))))
+            given[flag] = tuple(dict.fromkeys(_parse_number(flag, text) for text in given[flag].split(",")))
         for flag in ("sources", "codecs"):
             given[flag] = tuple(dict.fromkeys(given[flag].split(",")))
         given["rates"] = tuple(dict.fromkeys(map(_parse_rate, given["rates"].split(","))))
         return StreamBenchOptions(**given)
     except ValueError as error:
         parser.error(str(error))
+
+
+def _parse_number(flag: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"--{flag} takes whole numbers with commas between, got {text!r}") from None
 
 
 def _parse_rate(text: str) -> int:
@@ -127,9 +146,15 @@ def _parser() -> argparse.ArgumentParser:
         "model",
         nargs="?",
         default=plain.model,
-        help="as for serve; random:SHAPE streams from the host only (%(default)s)",
+        help="as for serve (%(default)s)",
     )
-    add("--sources", default="host,disk", metavar="NAME,NAME", help=f"of {', '.join(SOURCES)} (%(default)s)")
+    add(
+        "--sources",
+        default="host,disk,peers",
+        metavar="NAME,NAME",
+        help="host: memory; disk: a folder that is prepared for the run, beside the results; peers: replicas (--dp) that keep a "
+        "part of each layer; files: the checkpoint's own (%(default)s)",
+    )
     add("--codecs", default="none,int8,int4", metavar="NAME,NAME", help="what layers come in (%(default)s)")
     add(
         "--rates",
@@ -138,6 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         help="bytes/s that each rank's source is slowed down to, such as none,100MB,1GB; none: as fast as it is (%(default)s)",
     )
     add("--tp", default="1,2", metavar="N,N", help="ranks (%(default)s)")
+    add("--dp", type=int, default=plain.dp, metavar="N", help="replicas that share layers as peers (%(default)s)")
     add("--batches", default="1,8,32", metavar="N,N", help="sequences in a step that get a token each (%(default)s)")
     add("--prompt-rows", type=int, metavar="N", help="also time a step with one prompt of so many tokens")
     add("--context", type=int, default=plain.context, metavar="N", help="tokens of each sequence (%(default)s)")
@@ -157,6 +183,5 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="longest that nothing may come or be said (%(default)g)",
     )
-    add("--output", type=Path, metavar="DIR", help="keep JSON (raw samples included), CSV and an HTML page there")
-    add("--label", default=plain.label, metavar="NAME", help="beginning of those files' names (%(default)s)")
+    add_flags(parser, "stream")
     return parser

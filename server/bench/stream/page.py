@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tightwire.server.bench.environment import environment_facts
-from tightwire.server.bench.html import Page, Section, TableView, render
-from tightwire.server.bench.plots import Part, Plot, Series, StackedBars, draw
+from tightwire.report.environment import environment_facts
+from tightwire.report.html import Page, Section, TableView, render
+from tightwire.report.plots import Part, Plot, Series, StackedBars, draw
+from tightwire.report.quiet import quiet_facts
 from tightwire.server.bench.stream.summary import fault_texts
 from tightwire.server.bench.stream.words import (
     BOUND,
@@ -16,7 +17,6 @@ from tightwire.server.bench.stream.words import (
     OVERLAP,
     arm_text,
     cell_texts,
-    describe_others,
     describe_setting,
     forecast_texts,
     load_text,
@@ -91,11 +91,11 @@ def _rates(rows: _Rows) -> Section | None:
             [max(row["wire_s"], row["compute_s"]) * 1e3 for row in own],
         )
         series.append(Series(name=name, number=number, x=x, y=y))
-        series.append(Series(name=f"{name}: bytes / rate, or computing", number=number, x=x, y=wire, dashed=True))
+        series.append(Series(name="", number=number, x=x, y=wire, dashed=True))  # not in the legend
     title = f"By the source's rate, {load_text(slowed[0])}"
     ticks = (rates, [f"{rate / 1e6:g}MB/s" for rate in rates])
     plot = Plot(name="rates", title=title, x_label="rate", y_label="step, ms", series=series, ticks=ticks)
-    words = "Dashed: what the bytes take at that rate and nothing else, or the computing where that is longer."
+    words = "Dashed, in the same colour: what the bytes take at that rate and nothing else, or the computing where that is longer."
     return Section(title=title, words=[words], svg=draw(plot))
 
 
@@ -128,6 +128,4 @@ def _forecasts(rows: _Rows) -> Section:
 def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     facts = [*environment_facts(result["environment"]), ("seed", str(result["seed"]))]
     facts += [("left out", words) for words in result["left_out"]]
-    if "others_share" in result:  # not in a run that was cut short
-        facts.append(("quiet", describe_others(result)))
-    return facts
+    return [*facts, *quiet_facts(result)]

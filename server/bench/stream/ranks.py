@@ -8,7 +8,7 @@ import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.group import Group, open_process_group
-from tightwire.comm.local_ranks import LocalRanks
+from tightwire.comm.local_ranks import LocalRanks, silence_after
 from tightwire.comm.topology import Topology
 from tightwire.server.bench.comm.options import CommBenchOptions
 from tightwire.server.bench.comm.ranks import open_ranks
@@ -29,7 +29,7 @@ def open_stream_ranks(num_ranks: int, device: str, timeout_s: float) -> Iterator
         return
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device here")
-    with LocalRanks(1, partial(_alone, device), silence_s=2 * timeout_s + 30) as ranks:
+    with LocalRanks(1, partial(_alone, device), silence_s=silence_after(timeout_s)) as ranks:
         yield ranks, "none"
 
 

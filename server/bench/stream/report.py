@@ -6,13 +6,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tightwire.server.bench.result_files import ResultFiles
+from tightwire.report.result_files import ResultFiles
 from tightwire.server.bench.stream.words import (
     COLUMNS,
     FORECASTS,
     arm_text,
     cell_texts,
-    describe_others,
     describe_setting,
     forecast_texts,
     load_text,
@@ -20,10 +19,31 @@ from tightwire.server.bench.stream.words import (
 
 SCHEMA = "tightwire.bench.stream/1"
 
-_QUIET_SHARE = 0.1  # of the cores that others may use before it is worth a word
 _CSV_COLUMNS = [
-    *("tp", "source", "codec", "rate_bytes_per_s", "step_kind", "rows", "bytes_per_step", "bytes_per_s", "fetch_s"),
-    *("compute_s", "step_s", "bound_by", "over_bound", "over_cores_bound", "over_wire_bound", "overlap"),
+    *(
+        "tp",
+        "dp",
+        "source",
+        "io",
+        "codec",
+        "rate_bytes_per_s",
+        "step_kind",
+        "rows",
+        "bytes_per_step",
+        "bytes_per_s",
+        "fetch_s",
+    ),
+    *(
+        "raw_s",
+        "compute_s",
+        "step_s",
+        "bound_by",
+        "over_bound",
+        "over_source_bound",
+        "over_cores_bound",
+        "over_wire_bound",
+        "overlap",
+    ),
     *("speed_up_over_none", "tokens_per_s", "ttft_s", "break_even_rows", "same_tokens"),
 ]
 
@@ -47,12 +67,6 @@ def show_arm(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             table.add_row(load_text(row), *texts(row), style="red" if row["faults"] else None)
         console.print(table)
     console.print()
-
-
-def show_doubts(console: Console, facts: dict[str, Any]) -> None:
-    """Why to read the figures with care, if at all."""
-    if facts["others_share"] > _QUIET_SHARE:
-        console.print(f"note: {describe_others(facts)}; times are too long by that\n", style="yellow", soft_wrap=True)
 
 
 def keep(files: ResultFiles, result: dict[str, Any]) -> None:

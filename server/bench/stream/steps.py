@@ -1,14 +1,13 @@
 """Steps by hand, without an engine: sequences in blocks of their own, and greedy tokens to compare answers by."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from tightwire.comm.group import Group
 from tightwire.model.runner import ModelRunner
-from tightwire.model.step import StepPlan
+from tightwire.model.step import StepPlan, make_plan
 from tightwire.server.bench.stream.cells import Load
 
 BLOCK_SIZE = 16
@@ -34,18 +33,15 @@ def greedy_tokens(runner: ModelRunner, group: Group, prompt: Sequence[int], num_
     return tokens[len(prompt) :]
 
 
-def _plan(token_ids: Any, query_lens: Sequence[int], context_lens: Sequence[int], *, is_decode: bool) -> StepPlan:
+def _plan(
+    token_ids: Sequence[int] | np.ndarray, query_lens: Sequence[int], context_lens: Sequence[int], *, is_decode: bool
+) -> StepPlan:
     widest = -(-max(context_lens) // BLOCK_SIZE)
-    return StepPlan(
-        index=1,
-        token_ids=_int32(token_ids),
-        query_lens=_int32(query_lens),
-        context_lens=_int32(context_lens),
-        block_tables=_int32(np.arange(len(context_lens) * widest)),
+    return make_plan(
+        token_ids=token_ids,
+        query_lens=query_lens,
+        context_lens=context_lens,
+        block_tables=np.arange(len(context_lens) * widest),
         num_decode_rows=len(token_ids) if is_decode else 0,
-        logit_rows=_int32(np.cumsum(query_lens) - 1),
+        logit_rows=np.cumsum(query_lens) - 1,
     )
-
-
-def _int32(values: Any) -> bytes:
-    return np.asarray(values, "<i4").tobytes()

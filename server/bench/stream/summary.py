@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from tightwire.server.bench.statistics import describe
+from tightwire.report.statistics import describe
 from tightwire.server.bench.stream.cells import Arm, Load
-from tightwire.server.bench.stream.measure import PROBE, Answered, Probed, Timed
+from tightwire.server.bench.stream.events import PROBE, Answered, Probed, Timed
 
 _Key = tuple[Arm, str, Load | None]
 
@@ -16,7 +16,8 @@ _Key = tuple[Arm, str, Load | None]
 class Cells:
     """All arms of as many ranks. Lists are by rank."""
 
-    world_size: int
+    tp: int
+    world_size: int  # more than tp where replicas make the same steps
     cores: int
     probes: dict[int, list[float]] = field(default_factory=dict)
     answers: dict[Arm, dict[int, Answered]] = field(default_factory=dict)
@@ -45,7 +46,8 @@ class Cells:
         ]
 
     def _is_whole(self, arm: Arm, load: Load) -> bool:
-        return all(self.seconds(*key) for key in ((arm, "fetch", None), (arm, "compute", load), (arm, "step", load)))
+        keys: list[_Key] = [(arm, "fetch", None), (arm, "compute", load), (arm, "step", load)]
+        return all(self.seconds(*key) for key in [*keys, *([(arm, "raw", None)] if arm.has_raw else [])])
 
     def _row(self, arm: Arm, load: Load) -> dict[str, Any]:
         kinds: dict[str, Load | None] = {"fetch": None, "compute": load, "step": load}
@@ -56,12 +58,16 @@ class Cells:
         wire_s = max(step_bytes) / arm.rate if arm.rate else None
         probe_s = median(map(max, zip(*self.probes.values(), strict=True)))
         bound_s = max(fetch_s, compute_s)
+        raw = self.seconds(arm, "raw", None)
+        raw_s = median(raw) if raw else None
         overlaps = [
             min(trace.overlap for trace in traces) for traces in self._by_pass(arm, "step", load, "traces")
         ]  # of the rank that hid least
         return {
-            "tp": self.world_size,
+            "tp": self.tp,
+            "dp": self.world_size // self.tp,
             "source": arm.source,
+            "io": next(iter(self.answers[arm].values())).io or None,
             "codec": arm.codec,
             "rate_bytes_per_s": arm.rate or None,
             "step_kind": "decode" if load.is_decode else "prompt",
@@ -75,6 +81,8 @@ class Cells:
             "bound_s": bound_s,
             "bound_by": "source" if fetch_s > compute_s else "compute",
             "over_bound": step_s / bound_s,
+            "raw_s": raw_s,
+            "over_source_bound": None if raw_s is None else step_s / max(raw_s, compute_s),
             "cores_s": core_s / self.cores,
             "over_cores_bound": step_s / max(bound_s, core_s / self.cores),
             "wire_s": wire_s,
@@ -86,7 +94,7 @@ class Cells:
             "break_even_rows": fetch_s / (probe_s / PROBE.rows),
             "same_tokens": self._same_tokens(arm),
             "faults": self._faults(arm),
-            "samples_s": samples,
+            "samples_s": {**samples, "raw": raw},
         }
 
     def _by_pass(self, arm: Arm, kind: str, load: Load | None, what: str) -> list[tuple[Any, ...]]:
@@ -103,17 +111,16 @@ class Cells:
         return median(plain) / step_s if plain else None
 
     def _same_tokens(self, arm: Arm) -> float:
-        """The share of greedy tokens, from the first on, that are those of resident weights."""
-        answer = next(iter(self.answers[arm].values()))
-        pairs = list(zip(answer.tokens, answer.resident_tokens, strict=True))
-        return next((place for place, (mine, its) in enumerate(pairs) if mine != its), len(pairs)) / len(pairs)
+        """The share of greedy tokens, from the first on, that are those of resident weights; of the rank with the fewest."""
+        return min(map(_share_of_same, self.answers[arm].values()))
 
     def _faults(self, arm: Arm) -> list[str]:
         """What makes the arm worth nothing; empty when nothing does."""
-        answer = next(iter(self.answers[arm].values()))
-        found = []
-        if arm.codec == "none" and answer.tokens != answer.resident_tokens:
-            found.append(f"it answers {answer.tokens}, and resident weights {answer.resident_tokens}")
+        found = [
+            f"rank {rank}: it answers {answer.tokens}, and resident weights {answer.resident_tokens}"
+            for rank, answer in self.answers[arm].items()
+            if arm.codec == "none" and answer.tokens != answer.resident_tokens
+        ]
         for (of, _, _), ranks in self.blocks.items():
             found += [
                 f"rank {rank}: {block.disorder}"
@@ -122,6 +129,11 @@ class Cells:
                 if of == arm and block.disorder
             ]
         return list(dict.fromkeys(found))
+
+
+def _share_of_same(answer: Answered) -> float:
+    pairs = list(zip(answer.tokens, answer.resident_tokens, strict=True))
+    return next((place for place, (mine, its) in enumerate(pairs) if mine != its), len(pairs)) / len(pairs)
 
 
 def _decode_first(load: Load) -> tuple[bool, int]:

@@ -2,12 +2,25 @@
 
 from typing import Any
 
-COLUMNS = ("fetch ms", "GB/s", "compute ms", "step ms", "/bound", "/cores", "/wire", "overlap", "x none", "tokens/s")
+COLUMNS = (
+    "fetch ms",
+    "GB/s",
+    "compute ms",
+    "step ms",
+    "/bound",
+    "/source",
+    "/cores",
+    "/wire",
+    "overlap",
+    "x none",
+    "tokens/s",
+)
 FORECASTS = ("tokens/s", "TTFT of 512, s", "as much computing as fetching at")
 BOUND = (
     "The bound is the longer of fetch (all streamed layers brought in, nothing computed) and compute (the same step with "
-    "resident weights), both measured in turns with the step, in the same processes. /bound is the step over it; /wire, where "
-    "the source was slowed down, over what the bytes take at that rate and nothing else, or the computing. "
+    "resident weights), both measured in turns with the step, in the same processes. /bound is the step over it; /source over what "
+    "the source takes with nothing of ours around it (plain copies, reads, or bare gathers of a pass's bytes), or the computing; "
+    "/wire, where it was slowed down, over what the bytes take at that rate and nothing else, or the computing. "
     "No more than two layers, which the buffers hold, can come while head and embedding are computed: where fetch and compute "
     "take about as long, a step is longer than either."
 )
@@ -29,18 +42,17 @@ FORECAST = (
 def describe_setting(facts: dict[str, Any]) -> str:
     """Model, numbers and layers in one line."""
     layers = f"{facts['stream_layers']} of {facts['num_layers']} layers streamed"
+    replicas = f"; peers: {facts['dp']} replicas" if facts["dp"] > 1 else ""
     threads = "1 thread" if facts["threads"] == 1 else f"{facts['threads']} threads"
-    return f"{facts['model']}, {facts['weights']}, {layers}; {facts['device']}, {threads} a rank; {facts['context']} tokens of context"
-
-
-def describe_others(facts: dict[str, Any]) -> str:
-    """How busy the machine was otherwise."""
-    return f"others used {facts['others_share']:.0%} of this machine's cores while it was measured"
+    return f"{facts['model']}, {facts['weights']}, {layers}; {facts['device']}, {threads} a rank; {facts['context']} tokens of context{replicas}"
 
 
 def arm_text(row: dict[str, Any]) -> str:
-    rate = row["rate_bytes_per_s"]
-    return " ".join([row["source"], row["codec"], *([f"{rate / 1e6:g}MB/s"] if rate else [])])
+    """Its way: a prepared folder's reads are around the page cache (direct), or behind one that was dropped."""
+    rate, io = row["rate_bytes_per_s"], row["io"]
+    return " ".join(
+        [row["source"], *([f"({io})"] if io else []), row["codec"], *([f"{rate / 1e6:g}MB/s"] if rate else [])]
+    )
 
 
 def load_text(row: dict[str, Any]) -> str:
@@ -55,8 +67,9 @@ def cell_texts(row: dict[str, Any]) -> list[str]:
         _ms(row["compute_s"]),
         _ms(row["seconds"]["p50"]),
         f"{row['over_bound']:.3f}",
+        _ratio(row["over_source_bound"]),
         f"{row['over_cores_bound']:.3f}",
-        "-" if row["over_wire_bound"] is None else f"{row['over_wire_bound']:.3f}",
+        _ratio(row["over_wire_bound"]),
         "-" if row["overlap"] is None else f"{row['overlap']:.1%}",
         "-" if row["speed_up_over_none"] is None else f"{row['speed_up_over_none']:.2f}",
         f"{row['tokens_per_s']:,.1f}",
@@ -66,6 +79,10 @@ def cell_texts(row: dict[str, Any]) -> list[str]:
 def forecast_texts(row: dict[str, Any]) -> list[str]:
     """The row under ``FORECASTS``."""
     return [f"{row['tokens_per_s']:,.1f}", f"{row['ttft_s']:.2f}", f"{row['break_even_rows']:,.0f} rows"]
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}"
 
 
 def _ms(seconds: float) -> str:

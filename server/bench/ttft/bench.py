@@ -5,16 +5,16 @@ processes and the machine's state. What was measured is kept whatever comes afte
 """
 
 import asyncio
-import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tightwire.server.bench.console import make_console
-from tightwire.server.bench.environment import describe_environment
-from tightwire.server.bench.progress import paused, progress_bar
-from tightwire.server.bench.quiet import OthersWatch
-from tightwire.server.bench.result_files import ResultFiles
+from tightwire.report.console import make_console
+from tightwire.report.environment import describe_environment
+from tightwire.report.progress import paused, progress_bar
+from tightwire.report.quiet import OthersWatch
+from tightwire.report.result_files import ResultFiles
+from tightwire.server.bench.ending import finish, say
 from tightwire.server.bench.ttft import report
 from tightwire.server.bench.ttft.argv import to_argv
 from tightwire.server.bench.ttft.child import ServerChild, ServerDiedError
@@ -64,7 +64,7 @@ class TtftBench:
 
     def _measure(self, facts: Facts) -> None:
         self._facts = report.facts(self._options, facts, describe_environment())
-        run = self._run = Run(self._options, facts, told=self._told, expected=self._expected, kept=self._keep)
+        run = self._run = Run(self._options, facts, told=self._told, expected=self._expected, kept=self._kept)
         report.show_head(self._console, self._facts, run.num_entries)
         watch = OthersWatch()
         with self._progress:
@@ -89,43 +89,43 @@ class TtftBench:
         with paused(self._progress):
             report.show_expected(self._console, seconds)
 
-    def _keep(self) -> None:
+    def _kept(self) -> None:
         """After every block, so that a crash loses one at most."""
         assert self._run is not None, "it is the run that calls"
         self._facts["comm"] = self._run.comm
-        self._result()
+        if self._files is not None:
+            self._keep(self._files, self._result(None), page=False)
 
-    def _result(self, *, error: str | None = None, page: bool = False) -> dict[str, Any]:
-        """The result so far; in files too, where they are wanted and there is something to keep."""
+    def _keep(self, files: ResultFiles, result: dict[str, Any], *, page: bool) -> None:
         measured = self._run.measured() if self._run is not None else None
         if self._run is None or measured is None:
-            return report.result(self._facts, None, self._options, error)
-        result = report.result(self._facts, measured, self._options, error)
-        if self._files is not None:
-            full = {**result, "samples": report.samples(measured), "traced_all_reduces": self._run.traces}
-            self._files.write_csv(report.CSV_COLUMNS, report.csv_rows(measured))
-            if page:
-                # Matplotlib takes half a second to import, belongs to an extra, and is of use only here.
-                from tightwire.server.bench.ttft.page import make_page
+            return
+        full = {**result, "samples": report.samples(measured), "traced_all_reduces": self._run.traces}
+        files.write_csv(report.CSV_COLUMNS, report.csv_rows(measured))
+        if page:
+            # Matplotlib takes half a second to import, belongs to an extra, and is of use only here.
+            from tightwire.server.bench.ttft.page import make_page
 
-                self._files.write_html(make_page(full))
-            self._files.write_json(full)
-        return result
+            files.write_html(make_page(full))
+        files.write_json(full)
+
+    def _result(self, error: str | None) -> dict[str, Any]:
+        measured = self._run.measured() if self._run is not None else None
+        return report.result(self._facts, measured, self._options, error)
 
     def _end(self, error: str | None, status: int) -> int:
         """Show and keep what there is, say what went wrong, and end with one line of JSON."""
-        try:
-            result = self._result(error=error, page=True)
-        except ValueError as unwritable:
-            error, status = error or str(unwritable), status or 1
-            self._files = None
-            result = self._result(error=error)
+        result = self._result(error)
         if result["cells"]:
             report.show(self._console, result)
         if error is not None:
-            sys.stderr.write(f"tightwire bench ttft: {error}\n")
-        files = self._files.paths if self._files is not None else []
+            say("ttft", error)
         line = {key: value for key, value in result.items() if key not in ("comm", "server_log")}
-        sys.stdout.write(json.dumps({**line, "files": files}) + "\n")
-        sys.stdout.flush()
-        return status
+        error = finish(
+            "ttft",
+            error,
+            lambda error: {**line, "error": error},
+            self._files,
+            lambda files, _: self._keep(files, result, page=True),
+        )
+        return status or (1 if error else 0)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from tightwire.comm.names import split_all_reduce_names
 from tightwire.comm.registry import describe_all_reduce_names, parse_all_reduce
-from tightwire.server.bench.label import check_label
-from tightwire.server.config import POLICY_PREFIX, ParallelOptions, ServeConfig
-from tightwire.server.flags import make_parser, parse
+from tightwire.report.label import check_label
+from tightwire.report.result_files import add_flags
+from tightwire.server.config import ServeConfig
+from tightwire.server.flags import make_parser, parse, refuse_replicas
+from tightwire.server.options.parallel import POLICY_PREFIX, ParallelOptions
 
 GROUPS = ("model", "parallel", "engine")
 _ALGORITHMS = ("native", "ring", "two-shot", "flash-int8", "flash-int6", "flash-int4")
@@ -120,6 +122,7 @@ def parse_options(argv: Sequence[str]) -> TtftOptions:
     said = {word.partition("=")[0] for word in argv}
     argv = argv if said & {"--tp", "--config"} else ["--tp", str(_RANKS), *argv]
     config, given = parse(parser, argv, GROUPS)
+    refuse_replicas(parser, config)
     for name in _OURS:
         if name in given:
             parser.error(f"--{name.replace('_', '-')} is not for this bench; --algorithms says what is compared")
@@ -136,7 +139,8 @@ def parse_options(argv: Sequence[str]) -> TtftOptions:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     defaults = TtftOptions()
-    add = parser.add_argument_group("bench", "What is compared, on which prompts, how often.").add_argument
+    group = parser.add_argument_group("bench", "What is compared, on which prompts, how often.")
+    add = group.add_argument
     add(
         "--algorithms",
         type=split_all_reduce_names,
@@ -155,8 +159,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="E",
         help="recommend none whose relative RMS error is above this (no limit; the error is stated)",
     )
-    add("--output", type=Path, metavar="DIR", help="keep JSON (raw samples included), CSV and an HTML page there")
-    add("--label", metavar="NAME", help=f"beginning of those files' names ({defaults.label})")
+    add_flags(group, "ttft")
 
 
 def _integers(text: str) -> tuple[int, ...]:

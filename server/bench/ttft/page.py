@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from tightwire.server.bench.environment import environment_facts
-from tightwire.server.bench.html import Page, Section, TableView, render
-from tightwire.server.bench.plots import Ecdf, Part, Plot, Samples, Series, StackedBars, draw
+from tightwire.comm.sizes import format_bytes
+from tightwire.report.environment import environment_facts
+from tightwire.report.html import Page, Section, TableView, render
+from tightwire.report.plots import Ecdf, Part, Plot, Samples, Series, StackedBars, draw
+from tightwire.report.quiet import quiet_facts
 from tightwire.server.bench.ttft.summary import PARTS
 from tightwire.server.bench.ttft.words import (
     LEGENDS,
@@ -19,7 +21,6 @@ from tightwire.server.bench.ttft.words import (
     recommended_lines,
     ttft_texts,
 )
-from tightwire.server.sizes import format_bytes
 
 _Rows = Sequence[Mapping[str, Any]]
 _LABEL_SHARE = 0.06  # of a plot's height: what a label takes
@@ -219,6 +220,4 @@ def _facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if result["random_weights"]:
         facts.append(("answers", RANDOM_WEIGHTS))
-    if "others_share" in result:  # not in a run that was cut short
-        facts.append(("quiet", f"others used {result['others_share']:.0%} of the cores meanwhile"))
-    return facts
+    return [*facts, *quiet_facts(result)]

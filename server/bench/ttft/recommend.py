@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tightwire.server.bench.statistics import Comparison, compare
+from tightwire.report.statistics import Comparison, compare
 from tightwire.server.bench.ttft.argv import to_argv
 from tightwire.server.bench.ttft.options import GROUPS, TtftOptions, is_policy, policy_path
 from tightwire.server.bench.ttft.plan import Arm

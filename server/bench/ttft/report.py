@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tightwire.report.quiet import show_others
 from tightwire.server.bench.ttft.facts import Facts
 from tightwire.server.bench.ttft.options import TtftOptions
 from tightwire.server.bench.ttft.recommend import excluded, recommend
@@ -28,7 +29,6 @@ CSV_COLUMNS = [
     *("prompt_len", "concurrency", "arm", "round", "place", "ttft_s", "tpot_s", "e2e_s", "decode_comm_share"),
     *("server_ttft_s", *PARTS),
 ]
-_QUIET_SHARE = 0.1  # of the cores that others may use before it is worth a word
 
 
 def facts(options: TtftOptions, found: Facts, environment: dict[str, Any]) -> dict[str, Any]:
@@ -144,9 +144,7 @@ def show(console: Console, shown: Mapping[str, Any]) -> None:
         console.print(line, style="bold", markup=False, soft_wrap=True)
     if shown["random_weights"]:
         console.print(f"note: {RANDOM_WEIGHTS}", style="yellow", soft_wrap=True)
-    if shown.get("others_share", 0.0) > _QUIET_SHARE:
-        share = f"others used {shown['others_share']:.0%} of this machine's cores meanwhile"
-        console.print(f"note: {share}; times are too long by that", style="yellow", soft_wrap=True)
+    show_others(console, shown)
     console.print()
 
 

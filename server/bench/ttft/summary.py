@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tightwire.server.bench.statistics import compare, describe
+from tightwire.report.statistics import compare, describe
 from tightwire.server.bench.ttft.answers import Agreement
 from tightwire.server.bench.ttft.bound import WireUse, describe_bound
 from tightwire.server.bench.ttft.meter import Entry, Request

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tightwire.server.sizes import format_bytes
+from tightwire.comm.sizes import format_bytes
 
 TTFT_COLUMNS = (*("n", "mean", "std", "p50", "p90", "p99", "ratio [95 %]", "verdict", "x best lossless"),)
 OTHER_COLUMNS = (

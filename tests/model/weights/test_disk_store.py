@@ -4,6 +4,7 @@ import errno
 import hashlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,15 @@ def path(tmp_path: Path, content: list[bytes]) -> Path:
     return path
 
 
-def open_store(path: Path, content: list[bytes], *, direct: bool = False, verify: bool = False) -> DiskStore:
+def open_store(
+    path: Path, content: list[bytes], *, direct: bool = False, verify: bool = False, patience_s: float = 0.0
+) -> DiskStore:
     offsets = [sum(SIZES[:index]) for index in range(len(SIZES))]
     blobs = [
         Blob(offset, len(part), hashlib.sha256(part).hexdigest()) for offset, part in zip(offsets, content, strict=True)
     ]
     images = [Image({}, torch.bfloat16, size) for size in SIZES]
-    return DiskStore(path, images, blobs, direct=direct, verify=verify)
+    return DiskStore(path, images, blobs, direct=direct, verify=verify, patience_s=patience_s)
 
 
 def read(store: DiskStore, layer: int) -> tuple[bytes, list[int]]:
@@ -132,15 +135,47 @@ class FailingReads:
         return self.preadv(fd, views, offset)
 
 
+class Clock:
+    """Time that passes in sleep alone. ``then``: done after the first."""
+
+    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
+        self.pauses: list[float] = []
+        self._then = then
+
+    def monotonic(self) -> float:
+        return sum(self.pauses)
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        if len(self.pauses) == 1:
+            self._then()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
 def test_a_passing_error_is_tried_again_and_logged(
-    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    monkeypatch.setattr(blob_file, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(os, "preadv", FailingReads(3, errno.EIO))
+    clock = Clock()
+    monkeypatch.setattr(blob_file, "time", clock)
+    monkeypatch.setattr(os, "preadv", FailingReads(8, code))
     with caplog.at_level(logging.WARNING):
-        assert read(open_store(path, content), 0)[0] == content[0]
-    assert len(caplog.records) == 3
+        assert read(open_store(path, content, patience_s=45.0), 0)[0] == content[0]
+    assert clock.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert len(caplog.records) == 8
     assert all("layer 0" in text and str(path) in text for text in caplog.messages)
+
+
+def test_a_file_that_is_copied_anew_is_read_when_it_is_there(
+    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = path.read_bytes()
+    os.truncate(path, SIZES[0] - 1)
+    store = open_store(path, content, patience_s=1.0)
+    path.unlink()
+    clock = Clock(then=lambda: path.write_bytes(whole))
+    monkeypatch.setattr(blob_file, "time", clock)
+    assert read(store, 0)[0] == content[0]
+    assert clock.pauses == [0.1]
 
 
 @pytest.mark.parametrize(("code", "calls"), [(errno.EIO, 4), (errno.EBADF, 1)])
@@ -148,12 +183,27 @@ def test_an_error_that_stays_is_told(
     path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch, code: int, calls: int
 ) -> None:
     failing = FailingReads(99, code)
-    monkeypatch.setattr(blob_file, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(blob_file, "time", Clock())
     monkeypatch.setattr(os, "preadv", failing)
     message = rf"layer 2, {SIZES[2]} bytes at byte {sum(SIZES[:2])}: cannot be read: {os.strerror(code)}"
     with pytest.raises(WeightsError, match=message):
-        read(open_store(path, content), 2)
+        read(open_store(path, content, patience_s=1.0), 2)
     assert failing.calls == calls
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_parts_at_odd_addresses_share_one_buffer(
+    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    if direct and not reads_direct(path):
+        pytest.skip(f"the file system of {path} reads nothing around the page cache")
+    made, make = list[int](), page_aligned
+    monkeypatch.setattr(blob_file, "page_aligned", lambda *args: made.append(args[0]) or make(*args))
+    store, into = open_store(path, content, direct=direct), torch.empty(5000, dtype=torch.uint8)
+    for start in (64, 4100, 123):
+        store.read_part(1, start, into, lambda num_bytes: None)
+        assert into.numpy().tobytes() == content[1][start : start + 5000]
+    assert len(made) == direct
 
 
 def test_the_next_layers_beginning_is_asked_for_in_the_order_that_was_seen(

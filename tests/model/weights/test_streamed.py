@@ -12,12 +12,16 @@ from tiny import make_tiny
 from tiny_gguf import make_tiny_gguf
 from torch import Tensor
 
+from tightwire.comm import buffers
 from tightwire.comm.buffers import check_order
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.errors import WeightsError
+from tightwire.model.layout import make_layout
+from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.image import Image
-from tightwire.model.weights.layer_store import CheckpointStore, LayerStore, Moved
-from tightwire.model.weights.residency import WeightPlan, spread
+from tightwire.model.weights.layer_store import CheckpointStore, HostStore, LayerStore, Moved
+from tightwire.model.weights.load_streamed import load_streamed
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan, WeightSizes, layer_images, spread
 from tightwire.model.weights.streamed import StreamedWeights
 
 NUM_LAYERS = 6
@@ -140,6 +144,7 @@ class _Jittery:
         self._store, self._delays = store, delays
 
     name = "a jittery store"
+    device = torch.device("cpu")
     has_memory = False
 
     def image(self, layer: int) -> Image:
@@ -149,6 +154,12 @@ class _Jittery:
         time.sleep(self._delays[layer % len(self._delays)])
         self._delays.append(self._delays.pop(0))
         return self._store.read(layer, into, moved)
+
+    def others_late(self, layer: int) -> tuple[float, float]:
+        return self._store.others_late(layer)
+
+    def stop(self) -> None:
+        self._store.stop()
 
     def close(self) -> None:
         self._store.close()
@@ -253,3 +264,40 @@ def before_tensors(weights: StreamedWeights) -> Iterator[Tensor]:
         for field in layer.__slots__:
             if isinstance(tensor := getattr(layer, field), Tensor):
                 yield tensor
+
+
+@pytest.mark.parametrize(("origin", "codec"), [("host", "none"), ("host", "int8"), ("disk", "none")])
+def test_sizes_are_those_of_what_is_held(
+    checkpoint: Checkpoint, origin: str, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, plan = checkpoint.config, plan_for(5, origin, codec)
+    shard = make_layout(config, 1).shards[0]
+    sizes = WeightSizes(config, shard, WeightFormats(), torch.float32, codec)
+    plain = layer_images(config, shard, WeightFormats(), torch.float32)
+    stay = sizes.on_device(EVERYTHING_RESIDENT) - sum(plain[layer].num_bytes for layer in plan.streamed)
+    reading = {"dtype": torch.float32, "formats": WeightFormats(), "timeout_s": 60.0}
+    weights = load_streamed(checkpoint.reader(), config, shard, plan, device=torch.device("cpu"), **reading)
+    try:
+        waiting = 0
+        if isinstance(weights.store, HostStore):
+            waiting = sum(layer.nbytes for layer in weights.store._layers.values())
+            assert waiting == sizes.on_host(plan)
+        assert sizes.in_pool(plan, "cpu") == stay + _slot_bytes(weights) + waiting
+
+        # As beside CUDA, of which no more than the sizes of its tensors is needed here, and no pinned memory.
+        monkeypatch.setattr(
+            buffers, "page_aligned", lambda size, device, pinned: torch.empty(size, dtype=torch.uint8, device=device)
+        )
+        resident = dict.fromkeys(plan.resident(NUM_LAYERS))
+        beside = StreamedWeights(weights.outer, resident, weights.store, plain, torch.device("meta"), timeout_s=1.0)  # pyright: ignore[reportArgumentType]
+        decoded_from = beside._stages._on_device
+        assert sizes.in_pool(plan, "cuda") == stay + _slot_bytes(beside) + (
+            0 if decoded_from is None else decoded_from.nbytes
+        )
+        assert (decoded_from is None) == (codec == "none")
+    finally:
+        weights.close()
+
+
+def _slot_bytes(weights: StreamedWeights) -> int:
+    return sum(slot.buffer.nbytes for slot in weights.pool.slots)

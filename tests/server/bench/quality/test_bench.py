@@ -38,6 +38,23 @@ def bench(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str
 SMALL = ["--tokens", "120", "--window", "40"]
 
 
+def test_weights_that_have_been_through_a_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(make_tiny(tmp_path / "tiny", num_hidden_layers=3))
+    names = "one-shot,weights:int8,weights:int4"
+    argv = [model, *SMALL, "--world-sizes", "2", "--dtype", "float32", "--algorithms", names, "--budget", "kl=10"]
+
+    status, result, _ = bench(*argv, capsys=capsys)
+
+    assert status == 0 and result["error"] is None
+    exact, int8, int4 = result["cells"]
+    assert (exact["algorithm"], exact["kl_max"]) == ("one-shot", 0)
+    assert (int8["algorithm"], int4["algorithm"]) == ("weights:int8", "weights:int4")
+    assert 0 < 10 * int8["kl_mean"] < int4["kl_mean"]
+    # Their sums are the exact ones, of as many bytes and without noise; a budget chooses among sums.
+    assert int4["bytes_share"] == 1 and int4["sqnr_db"]["o_proj"]["total"] is None
+    assert result["choice"]["algorithm"] == "one-shot"
+
+
 def test_a_run_with_a_mix(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = tmp_path / "mix.json"
     names = "one-shot,flash-int8,flash-int6,flash:int4-had,int4-had"
@@ -126,6 +143,8 @@ def test_what_is_finished_is_kept_when_cut_short(
     [
         (["--algorithms", "flash-int9"], "unknown all-reduce 'flash-int9'"),
         (["--algorithms", "hierarchical:int8"], "ranks are on one"),
+        (["--algorithms", "weights:int3"], "weights come through int8 or int4, such as weights:int8"),
+        (["--search", "weights:int8"], "a mix is of AllReduces"),
         (["--algorithms", "flash-int8,flash-int8"], "names flash-int8 twice"),
         (["--world-sizes", "1,2"], "from 2 to 64, got 1, 2"),
         (["--world-sizes", "two"], "got 'two'"),
@@ -155,6 +174,7 @@ def test_what_model_and_text_do_not_allow_is_refused_before_weights_are_read(
         (["--text", str(tmp_path / "missing")], "cannot be read"),
         (["--world-sizes", "5"], "the model has 4 query heads"),
         (["--window", "1024"], "512 positions"),
+        (["--algorithms", "weights:int8", "--quantization", "int8"], "only plain matrices go through a codec"),
         (["--output", str(tmp_path / "file")], "cannot be written"),
     ):
         status, result, text = bench(model, "--world-sizes", "2", *argv, capsys=capsys)

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from tightwire.server.bench.stream.cells import Arm, Load
-from tightwire.server.bench.stream.measure import PROBE, Answered, Probed, Timed
+from tightwire.server.bench.stream.events import PROBE, Answered, Probed, Timed
 from tightwire.server.bench.stream.summary import Cells, fault_texts
 from tightwire.server.bench.stream.trace import PassTrace
 
@@ -24,7 +24,7 @@ def _answered(arm: Arm, step_bytes: int, tokens: list[int]) -> Answered:
 
 def _group() -> Cells:
     """Two ranks; the second is slower at everything."""
-    group = Cells(world_size=2, cores=2)
+    group = Cells(tp=2, world_size=2, cores=2)
     for rank, slower in ((0, 1.0), (1, 2.0)):
         group.add(rank, Probed(seconds=[3.0 * slower, 4.0 * slower, 5.0 * slower]))
         for arm, step_bytes, fetch_s in ((PLAIN, 3600, 2.0), (PACKED, 900, 0.5)):
@@ -70,8 +70,34 @@ def test_other_tokens_are_a_fault_only_where_nothing_is_encoded() -> None:
     group.add(0, _answered(PLAIN, 3600, [1, 2, 9, 4]))
 
     assert fault_texts(group.rows()) == [
-        "host none at tp 2: it answers [1, 2, 9, 4], and resident weights [1, 2, 3, 4]"
+        "host none at tp 2: rank 0: it answers [1, 2, 9, 4], and resident weights [1, 2, 3, 4]"
     ]
+
+
+def test_the_tokens_of_every_rank_are_held_against_resident_weights() -> None:
+    group = _group()
+
+    group.add(1, _answered(PLAIN, 3600, [1, 9, 9, 9]))
+
+    row = group.rows(PLAIN)[0]
+    assert row["same_tokens"] == 0.25
+    assert row["faults"] == ["rank 1: it answers [1, 9, 9, 9], and resident weights [1, 2, 3, 4]"]
+
+
+def test_a_source_as_fast_as_it_is_is_held_against_itself_alone() -> None:
+    group, arm = Cells(tp=1, world_size=2, cores=2), Arm("peers", "none", 0)
+    for rank in range(2):
+        group.add(rank, Probed(seconds=[1.0]))
+        group.add(rank, _answered(arm, 100, [1, 2, 3, 4]))
+        for kind, seconds in (("compute", 1.0), ("fetch", 4.0), ("step", 5.0)):
+            group.add(rank, _timed(arm, kind, [seconds], stall_s=0.1 if kind == "step" else None))
+    assert group.rows() == []  # not before its raw passes are known
+    for rank in range(2):
+        group.add(rank, Timed(arm=arm, kind="raw", load=None, seconds=[2.0], core_s=[0.1], traces=[], disorder=None))
+
+    [row] = group.rows()
+
+    assert (row["dp"], row["raw_s"], row["over_source_bound"], row["over_bound"]) == (2, 2.0, 2.5, 1.25)
 
 
 def test_buffers_out_of_turn_are_a_fault() -> None:

@@ -1,0 +1,1 @@
+"""What a measurement is kept and shown in: result files, pages, plots, statistics, and where it was made. Knows no ranks."""

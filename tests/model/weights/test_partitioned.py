@@ -1,0 +1,217 @@
+"""Partitioned layers answer as a rank's own do, to the bit, and the bytes that pass are those of the formulas."""
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from partition_bodies import Work, World, build, settle
+from partition_checks import NUM_LAYERS, PROMPTS, check_bytes, check_logits, plan_for, run_threads
+from tiny import make_tiny
+from tiny_gguf import make_tiny_gguf
+from torch import Tensor
+
+from tightwire.comm.errors import PeerLostError
+from tightwire.comm.group import in_process_groups
+from tightwire.comm.ledger import GATHERING
+from tightwire.comm.partition_groups import in_process_partition
+from tightwire.comm.transport.in_process import InProcessTransport
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.errors import WeightsError
+from tightwire.model.layout import make_layout
+from tightwire.model.prepare import PrepareOptions, prepare
+from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.image_reader import CheckpointImages
+from tightwire.model.weights.layer_store import Moved
+from tightwire.model.weights.partitioned import PartitionStore
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, FILES, FIRST_TOUCH, WeightSizes, layer_images
+from tightwire.model.weights.streamed import StreamedWeights
+from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
+
+
+@pytest.mark.parametrize(
+    ("world", "origin", "codec"),
+    [
+        (World(1, 2), FILES, "none"),
+        (World(1, 3), FILES, "int4"),
+        (World(1, 3), FIRST_TOUCH, "none"),
+        (World(2, 2), FILES, "int8"),
+        (World(2, 2), FIRST_TOUCH, "int4"),
+        (World(1, 4, num_nodes=2), FILES, "none"),
+        (World(1, 4, num_nodes=2), FIRST_TOUCH, "int8"),
+        (World(2, 2, num_nodes=2), FIRST_TOUCH, "none"),
+        (World(2, 2, num_nodes=2), FILES, "int4"),
+    ],
+    ids=str,
+)
+def test_logits_are_those_of_weights_of_ones_own(world: World, origin: str, codec: str, tmp_path: Path) -> None:
+    location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
+    work = Work(str(location), plan_for(world, origin, codec), PROMPTS[: world.dp])
+    done = run_threads(world, work)
+    check_logits(world, work, done)
+    check_bytes(world, work, done)
+
+
+@pytest.mark.parametrize("num_streamed", [3, 5])
+@pytest.mark.parametrize("origin", [FILES, FIRST_TOUCH])
+def test_packed_weights_and_some_that_stay(origin: str, num_streamed: int, tmp_path: Path) -> None:
+    location = make_tiny_gguf(tmp_path / "m.gguf", quant="Q4_1", num_hidden_layers=NUM_LAYERS)
+    world = World(1, 3)
+    work = Work(str(location), plan_for(world, origin, "none", num_streamed), PROMPTS[:3])
+    done = run_threads(world, work)
+    check_logits(world, work, done)
+    check_bytes(world, work, done)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("codec", ["none", "int4"])
+@pytest.mark.parametrize("origin", [FILES, FIRST_TOUCH])
+@pytest.mark.parametrize("world", [World(1, 3), World(2, 4, num_nodes=2)], ids=str)
+def test_a_prepared_folder_is_read_in_parts_or_verified_whole(
+    world: World, origin: str, codec: str, verify: bool, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)))
+    options = PrepareOptions(tp=world.tp, dtype="float32", codec=WEIGHT_CODECS[codec])
+    prepare(checkpoint, tmp_path / "out", options)
+    plan = msgspec.structs.replace(plan_for(world, origin, codec), verify=verify)
+    work = Work(str(tmp_path / "out"), plan, PROMPTS[: world.dp])
+    done = run_threads(world, work)
+    check_bytes(world, work, done)
+    from_checkpoint = replace(work, location=str(tmp_path / "m"))
+    check_logits(world, from_checkpoint, done)
+
+
+@contextmanager
+def loaded(world: World, work: Work, timeout_s: float = 120.0) -> Iterator[list[StreamedWeights]]:
+    """Each rank's weights; their buffers are full. Replicas are of one rank each."""
+    replicas = [in_process_groups(1)[0] for _ in range(world.dp)]
+    peers = in_process_partition(1, world.dp, timeout_s=timeout_s)
+    with ThreadPoolExecutor(world.dp) as pool:
+        runners = list(pool.map(build, replicas, peers, [work] * world.dp))
+    weights = [runner.weights for runner in runners if isinstance(runner.weights, StreamedWeights)]
+    try:
+        for own in weights:
+            settle(own)
+        yield weights
+    finally:
+        for runner in runners:
+            runner.close()
+
+
+@pytest.mark.parametrize("origin", [FILES, FIRST_TOUCH])
+def test_who_loads_long_is_waited_for(origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a gather would wait."""
+    read, delays = CheckpointImages.read_layer, iter([1.2])
+
+    def read_late(self: CheckpointImages, layer: int, moved: Moved) -> Tensor:
+        time.sleep(next(delays, 0.0))
+        return read(self, layer, moved)
+
+    monkeypatch.setattr(CheckpointImages, "read_layer", read_late)
+    world = World(1, 2)
+    location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
+    with loaded(world, Work(str(location), plan_for(world, origin), PROMPTS[:2]), timeout_s=1.0) as weights:
+        assert [own.flow().num_layers for own in weights] == [2, 2]
+
+
+@pytest.mark.parametrize("codec", ["none", "int4"])
+def test_sizes_are_those_of_what_is_held(codec: str, tmp_path: Path) -> None:
+    world = World(1, 3)
+    location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
+    work = Work(str(location), plan_for(world, FILES, codec, 5), PROMPTS[:3])
+    config = open_checkpoint(work.location).config
+    shard = make_layout(config, 1).shards[0]
+    sizes = WeightSizes(config, shard, WeightFormats(), torch.float32, codec)
+    plain = layer_images(config, shard, WeightFormats(), torch.float32)
+    with loaded(world, work) as weights:
+        for own in weights:
+            pools = [own.pool] if own._stages._read is None else [own.pool, own._stages._read]
+            store = own.store
+            assert isinstance(store, PartitionStore)
+            kept = sum(layer.whole.nbytes for layer in store._layers.values())
+            buffers = sum(slot.buffer.nbytes for pool in pools for slot in pool.slots)
+            streamed = sum(plain[layer].num_bytes for layer in work.plan.streamed)
+            assert sizes.kept(work.plan) == kept
+            assert sizes.on_device(work.plan) == sizes.on_device(EVERYTHING_RESIDENT) - streamed + buffers + kept
+            assert sizes.on_host(work.plan) == 0 and sizes.in_pool(work.plan, "cpu") == sizes.on_device(work.plan)
+
+
+def walk(weights: StreamedWeights) -> None:
+    for layer in range(NUM_LAYERS):
+        weights.layer(layer)
+        weights.release(layer)
+
+
+def test_a_slower_replica_is_waited_for_and_is_not_the_way_of_the_bytes(tmp_path: Path) -> None:
+    location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
+    with loaded(World(1, 2), Work(str(location), plan_for(World(1, 2)), PROMPTS[:2])) as (fast, slow):
+        store = fast.store
+        assert isinstance(store, PartitionStore)
+        timeout_s = fast._timeout_s = (
+            0.05  # of bytes that do not come: while they are not asked for, that is nobody's fault
+        )
+
+        def num_asked() -> int:
+            return sum(event.kind == "ask" for event in list(fast.pool.events))
+
+        def come_late() -> None:
+            while store.others_late(2)[1] < math.inf:
+                time.sleep(0.001)
+            seen = num_asked()
+            while num_asked() < seen + 3:
+                time.sleep(0.001)
+            fast._timeout_s = 60
+            while num_asked() < seen + 4:
+                time.sleep(0.001)
+            walk(slow)
+
+        with ThreadPoolExecutor(1) as pool:
+            came = pool.submit(come_late)
+            walk(fast)
+            came.result()
+        settle(fast)
+        assert fast.flow().late_s >= 2 * timeout_s
+        [count] = store._peers.inside.ledger.counts()
+        assert (count.op, count.phase, count.calls) == ("all_gather", GATHERING, fast.flow().num_layers)
+
+
+def test_bytes_that_do_not_come_once_all_are_there_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
+    stuck = threading.Event()
+    with loaded(World(1, 2), Work(str(location), plan_for(World(1, 2)), PROMPTS[:2])) as weights:
+        gather = InProcessTransport.gather_into
+        monkeypatch.setattr(InProcessTransport, "gather_into", lambda *args: stuck.wait() and gather(*args))
+        weights[0]._timeout_s = 0.05
+        try:
+            for layer in range(2):
+                for own in weights:
+                    own.layer(layer)
+                    own.release(layer)
+            with pytest.raises(
+                WeightsError, match="layer 2 does not come from what ranks 0, 1 keep of it: nothing has"
+            ):
+                weights[0].layer(2)
+        finally:
+            stuck.set()
+
+
+def test_a_replica_that_leaves_is_named_in_the_others_pass(tmp_path: Path) -> None:
+    world = World(1, 3)
+    location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
+    with loaded(world, Work(str(location), plan_for(world, FILES, "int8"), PROMPTS[:3])) as weights:
+        weights[2].close()
+        for rank in (0, 1):
+            with pytest.raises(PeerLostError, match=f"rank {rank} is without rank 2 of 3") as caught:
+                for layer in range(NUM_LAYERS):
+                    weights[rank].layer(layer)
+                    weights[rank].release(layer)
+            assert caught.value.ranks == (2,)

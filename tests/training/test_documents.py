@@ -1,0 +1,90 @@
+"""Documents: what parts them, which are held out, in which order an epoch has them, and files that are none."""
+
+import gzip
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tightwire.training.data.documents import (
+    DataError,
+    Documents,
+    describe_files,
+    find_files,
+    is_held_out,
+    training_documents,
+)
+
+
+def test_blank_lines_part_the_documents_of_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one\nstill one\n\n\ntwo\n")
+    assert list(Documents(files=(tmp_path / "text.txt",))) == ["one\nstill one\n", "two\n"]
+
+
+def test_a_file_may_be_one_document(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "blank.txt").write_text("\n \n")
+    assert list(Documents(files=find_files([f"{tmp_path}/*.txt"]), parted_by="file")) == ["one\n\ntwo\n"]
+
+
+def test_lines_of_json_are_documents_compressed_or_not(tmp_path: Path) -> None:
+    lines = '{"body": "one"}\n\n{"body": "two"}\n{"body": ""}\n'
+    (tmp_path / "a.jsonl").write_text(lines)
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write(lines)
+    assert list(Documents(files=find_files([f"{tmp_path}/*"]), text_key="body")) == ["one", "two"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{oops\n', r"a.jsonl:2: is not JSON"),
+        ("a.jsonl", b'{"body": "x"}\n', r"a.jsonl:1: has no text under 'text' \(found: body\); set data.text_key"),
+        ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("a.txt.gz", b"not compressed", "cannot be read"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        list(Documents(files=(tmp_path / name,)))
+
+
+def test_a_pattern_that_names_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no file is called"):
+        find_files([f"{tmp_path}/*.txt"])
+
+
+def test_a_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x")
+    before = describe_files([path])
+    assert describe_files([path]) == before
+    path.write_text("xy")
+    assert describe_files([path]) != before
+
+
+def _documents(tmp_path: Path) -> Documents:
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text("\n\n".join(f"file {number} document {i}" for i in range(40)))
+    return Documents(files=find_files([f"{tmp_path}/*.txt"]))
+
+
+def test_an_epoch_has_every_document_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+    documents = _documents(tmp_path)
+
+    def epoch(number: int, seed: int = 0) -> list[str]:
+        return list(training_documents(documents, epoch=number, seed=seed, window=16, held_out=0.0))
+
+    assert epoch(0) == epoch(0)
+    assert len({tuple(order) for order in (epoch(0), epoch(1), epoch(0, seed=1), list(documents))}) == 4
+    assert Counter(epoch(0)) == Counter(epoch(1)) == Counter(documents)
+
+
+def test_the_held_out_share_is_never_trained_on(tmp_path: Path) -> None:
+    documents = _documents(tmp_path)
+    kept = set(training_documents(documents, epoch=0, seed=0, window=16, held_out=0.2))
+    held_out = {text for text in documents if is_held_out(text, 0.2)}
+
+    assert kept | held_out == set(documents) and not kept & held_out
+    assert 20 <= len(held_out) <= 60  # 40 of 200 in the mean; the texts are fixed

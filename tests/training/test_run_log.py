@@ -1,0 +1,126 @@
+"""The log of a run: a line for each record, the same in TensorBoard, lines after a checkpoint dropped; and what is shown."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tightwire.training.config.tree import LogConfig
+from tightwire.training.log import run_log
+from tightwire.training.log.records import EvaluationRecord, StepRecord
+from tightwire.training.log.run_log import LOG, RunLog, check_packages, read_log
+from tightwire.training.log.terminal import LiveTerminal, Silent, Terminal, describe
+
+
+def _step(step: int, mfu: float | None = 0.25) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=4.0 / step,
+        lr=1e-3,
+        grad_norm=0.5,
+        tokens=4096,
+        seconds=0.5,
+        mfu=mfu,
+        memory_bytes=3 << 30,
+        wire_bytes=1 << 20,
+        exposed_ms=12.0,
+    )
+
+
+_EVALUATION = EvaluationRecord(step=2, held_out_loss=3.5, tokens=64, samples=(("The", " end"),))
+
+
+def test_records_are_lines_of_json(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, after_step=0, tensorboard=False)
+    log.add(_step(1))
+    log.add(_EVALUATION)
+    log.close()
+
+    step, evaluation = read_log(tmp_path / LOG)
+    assert (step["loss"], step["tokens_per_s"]) == (4.0, 8192.0)
+    assert (evaluation["held_out_loss"], evaluation["samples"]) == (3.5, [["The", " end"]])
+
+
+def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, after_step=0, tensorboard=False)
+    for step in range(1, 6):
+        log.add(_step(step))
+    log.close()
+    with (tmp_path / LOG).open("a") as file:
+        file.write('{"step": 6, "lo')  # cut off by a kill
+
+    log = RunLog(tmp_path, after_step=3, tensorboard=False)
+    log.add(_step(4))
+    log.close()
+    assert [line["step"] for line in read_log(tmp_path / LOG)] == [1, 2, 3, 4]
+
+
+def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = RunLog(tmp_path, after_step=0, tensorboard=True)
+    log.add(_step(1))
+    log.add(_step(2, mfu=None))
+    log.add(_EVALUATION)
+    log.close()
+
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 4.0), (2, 2.0)]
+    assert [event.step for event in events.Scalars("mfu")] == [1]
+    assert [event.value for event in events.Scalars("held_out_loss")] == [3.5]
+
+
+def test_the_loss_is_drawn(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, after_step=0, tensorboard=False)
+    assert log.plot() is None
+    for step in range(1, 4):
+        log.add(_step(step))
+    log.add(_EVALUATION)
+    assert log.plot() == tmp_path / "loss.svg"
+    log.close()
+    assert "held-out text" in (tmp_path / "loss.svg").read_text()
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_log.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"log.plot needs the package matplotlib.*'tightwire\[train\]'"):
+        check_packages(LogConfig(tensorboard=False))
+    check_packages(LogConfig(tensorboard=False, plot=False))
+
+
+def test_a_line_has_everything() -> None:
+    assert describe(_step(2)) == (
+        "loss 2.0000  lr 0.001  grad 0.5  8.19k tok/s  MFU 25.0 %  memory 3GiB  wire 1MiB  waited 12 ms of 500"
+    )
+    assert "MFU" not in describe(_step(2, mfu=None))
+
+
+def test_lines_come_every_so_often() -> None:
+    stream = io.StringIO()
+    terminal = Terminal(30, 10, stream)
+    for step in range(1, 31):
+        terminal.step(_step(step))
+    terminal.evaluation(_EVALUATION)
+    lines = stream.getvalue().splitlines()
+    assert [line.split("/")[0] for line in lines[:4]] == ["step  1", "step 10", "step 20", "step 30"]
+    assert lines[4:] == ["held-out loss 3.5000 after step 2 (64 tokens)", "    'The' -> ' end'"]
+
+
+def test_a_terminal_shows_the_same_lines_above_its_bar() -> None:
+    stream = io.StringIO()
+    terminal = LiveTerminal(2, 1, stream, done=0)
+    terminal.step(_step(1))
+    terminal.close()
+    assert f"step 1/2  {describe(_step(1))}" in stream.getvalue()
+
+
+def test_other_ranks_say_nothing() -> None:
+    stream = io.StringIO()
+    Silent(1, 1, stream).step(_step(1))
+    assert stream.getvalue() == ""
+
+
+def test_numbers_of_records_are_plain() -> None:
+    assert json.loads(json.dumps(_step(1).values())) == _step(1).values()

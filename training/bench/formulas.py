@@ -1,0 +1,55 @@
+"""All that formulas say of the arms before any is run, by name; torch's own have none."""
+
+from dataclasses import dataclass
+
+from tightwire.comm.topology import Topology
+from tightwire.model.config import LlamaConfig
+from tightwire.training.bench.arms import ARMS
+from tightwire.training.bench.memory import arm_memory
+from tightwire.training.bench.options import TrainBenchOptions
+from tightwire.training.bench.traffic import Traffic, arm_traffic, of_another_rank
+from tightwire.training.bench.trainee import config_of_arm
+from tightwire.training.engine.options import EngineOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formulas:
+    """``traffics``: by rank."""
+
+    options: EngineOptions
+    traffics: tuple[Traffic, ...]
+    ranks_per_node: int
+    memory_bytes: int
+
+    @property
+    def node_bytes(self) -> int:
+        """What leaves the node that sends most."""
+        between = [traffic.between_nodes for traffic in self.traffics]
+        per_node = self.ranks_per_node
+        return max(sum(between[first : first + per_node]) for first in range(0, len(between), per_node))
+
+    @property
+    def busiest(self) -> Traffic:
+        """Of the rank that sends most to other nodes; the others wait for it."""
+        return max(self.traffics, key=lambda traffic: traffic.between_nodes)
+
+
+def formulas_of(options: TrainBenchOptions, llama: LlamaConfig) -> dict[str, Formulas]:
+    """
+    Raises:
+        ValueError: an arm is not for these ranks; names it.
+    """
+    first, *others = (Topology(rank, options.world_size, num_nodes=options.nodes) for rank in range(options.world_size))
+    found = {}
+    for name in options.arms:
+        if ARMS[name].peer:
+            continue
+        config, how = config_of_arm(options, ARMS[name])
+        traffic = arm_traffic(config, how, llama, first)
+        found[name] = Formulas(
+            options=how,
+            traffics=(traffic, *(of_another_rank(traffic, config, how, other) for other in others)),
+            ranks_per_node=options.ranks_per_node,
+            memory_bytes=arm_memory(config, how, llama, traffic.plan, first),
+        )
+    return found

@@ -1,0 +1,1 @@
+"""State to files and back, on any ranks."""

@@ -1,0 +1,125 @@
+"""Which folders of a run are checkpoints: ``step-00001200`` is a whole one, ``step-00001200.partial`` is being written.
+
+A folder gets its name when all that is in it is on the disk, so a name is all that has to be looked at.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tightwire.training.checkpoint.digests import find_damage
+from tightwire.training.checkpoint.files import CheckpointError
+
+_NAME = re.compile(r"step-\d{8,}")
+_PARTIAL = ".partial"
+_ABOUT = "tightwire.json"
+_FORMAT = 2
+
+
+def folder_of(run: Path, step: int) -> Path:
+    return run / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def partial_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + _PARTIAL)
+
+
+def checkpoints_in(run: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted((path for path in run.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def newest_before(run: Path, step: int) -> Path | None:
+    """The newest whole checkpoint of an earlier step."""
+    return next((path for path in reversed(checkpoints_in(run)) if step_of(path) < step), None)
+
+
+def remove_partial(run: Path) -> None:
+    """Take away what a killed run left unfinished."""
+    for path in run.glob(f"step-*{_PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(partial: Path, folder: Path, about: Mapping[str, Any]) -> None:
+    """Give a written folder its name, with ``about`` in it.
+
+    Raises:
+        OSError: of the disk; the folder then keeps its partial name.
+    """
+    with (partial / _ABOUT).open("w", encoding="utf-8") as file:
+        json.dump({"format": _FORMAT, "crc32": _crc_of(about), **about}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(partial)
+    partial.rename(folder)
+    _sync(folder.parent)
+
+
+def prune(run: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints.
+
+    Raises:
+        OSError: of the disk; those that are left are whole.
+    """
+    for folder in checkpoints_in(run)[:-keep]:
+        # Renamed first: half a checkpoint must not have a whole one's name.
+        doomed = partial_of(folder)
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """What the run wrote about itself.
+
+    Raises:
+        CheckpointError: it is not there, damaged, or of another format.
+    """
+    try:
+        said = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: is no checkpoint of `tightwire train`: {error}") from None
+    if not isinstance(said, dict) or "format" not in said:
+        raise CheckpointError(f"{folder}: is no checkpoint of `tightwire train`: {_ABOUT} does not say its format")
+    if (found := said.pop("format")) != _FORMAT:
+        raise CheckpointError(f"{folder}: has format {found}, this is {_FORMAT}; go on with the version that wrote it")
+    if said.pop("crc32", None) != _crc_of(said):
+        raise CheckpointError(f"{folder}: {_ABOUT} is not as it was written{_instead(folder)}")
+    return said
+
+
+def check_files(folder: Path, said: Mapping[str, Any], *, rank: int, world_size: int) -> None:
+    """Look at this rank's share of the files; not collective.
+
+    Raises:
+        CheckpointError: one is not as it was written.
+    """
+    if damage := find_damage(folder, said["digests"], rank=rank, world_size=world_size):
+        raise CheckpointError(f"{folder}: {damage}{_instead(folder)}")
+
+
+def _instead(folder: Path) -> str:
+    before = newest_before(folder.parent, step_of(folder))
+    if before is None:
+        return ", and there is no checkpoint before it; begin anew in another `run`"
+    return f"; the checkpoint before it is {before}: remove this one, and the same command goes on from there"
+
+
+def _crc_of(about: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about).encode())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

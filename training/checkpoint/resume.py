@@ -1,0 +1,164 @@
+"""Which checkpoint a run goes on from, whether it is one of this run, and how everything is put back."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import tightwire
+from tightwire.model.config import LlamaConfig
+from tightwire.model.export import config_to_hf
+from tightwire.training.checkpoint.files import keys_in, read_pieces
+from tightwire.training.checkpoint.folders import checkpoints_in, read_about
+from tightwire.training.checkpoint.optimizer_state import has_flat_state
+from tightwire.training.checkpoint.pieces import FlatShard
+from tightwire.training.checkpoint.state import (
+    BetweenReader,
+    RunState,
+    parameters_in,
+    restore_random,
+    scalars_of,
+    wanted_random,
+    wanted_state,
+)
+from tightwire.training.config.read import to_values
+from tightwire.training.config.tree import TrainConfig
+
+# What the order of the blocks follows from, beside the files.
+_ORDER = ("text_key", "parted_by", "held_out", "held_out_files", "sequence_tokens", "shuffle_documents")
+
+
+class OtherRunError(ValueError):
+    """A checkpoint is none that this run may go on from."""
+
+
+class Identity(NamedTuple):
+    """What a checkpoint has to have in common with the run that goes on from it."""
+
+    model: Mapping[str, Any]
+    order: Mapping[str, Any]
+
+
+def identity_of(config: TrainConfig, llama: LlamaConfig, *, name: str, files: str) -> Identity:
+    """``files``: a fingerprint of the data."""
+    data = to_values(config)["data"]
+    sizes = {key: value for key, value in config_to_hf(llama).items() if key not in ("torch_dtype", "architectures")}
+    return Identity(
+        model={"name": name, **sizes},
+        order={"seed": config.seed, "files": files, **{key: data[key] for key in _ORDER}},
+    )
+
+
+def about(config: TrainConfig, identity: Identity, state: RunState, *, step: int, position: int) -> dict[str, Any]:
+    """What stands in a checkpoint beside its pieces."""
+    return {
+        "step": step,
+        "position": position,
+        "model": dict(identity.model),
+        "order": dict(identity.order),
+        "optimizer": config.optimizer.torch_name,
+        "between": config.parallel.between.kind,
+        "replicas": state.replica.size,
+        "scalars": scalars_of(state),
+        "config": to_values(config),
+        "versions": {"tightwire": tightwire.__version__, "torch": torch.__version__},
+    }
+
+
+def find_checkpoint(run: Path, *, resume: bool) -> Path | None:
+    """The newest whole checkpoint of the run's folder, if any.
+
+    Raises:
+        OtherRunError: there is one, and the run is to be new.
+    """
+    found = checkpoints_in(run)
+    if found and not resume:
+        raise OtherRunError(
+            f"{run} holds checkpoints ({found[-1].name}) and checkpoint.resume is false; give another `run`, or remove them"
+        )
+    return found[-1] if found else None
+
+
+def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> dict[str, Any]:
+    """What the checkpoint says about itself, when the run can go on from it.
+
+    Raises:
+        CheckpointError: it is damaged.
+        OtherRunError: it is of another model, data order, optimizer or between slot, which are named, or of a later step.
+    """
+    said = read_about(folder)
+    if differing := _difference(said["model"], identity.model):
+        raise OtherRunError(
+            f"{folder} is a checkpoint of another model ({said['model']['name']}, not {identity.model['name']}): "
+            f"{differing}. Give another `run`, or the model that it was made with"
+        )
+    if differing := _difference(said["order"], identity.order):
+        raise OtherRunError(
+            f"{folder}: the data would not come in the same order: {differing}. Put it back, or begin a new `run` with "
+            "model.start at this one's exported model"
+        )
+    for name, own in (("optimizer", config.optimizer.torch_name), ("between", config.parallel.between.kind)):
+        if said[name] != own:
+            raise OtherRunError(
+                f"{folder} was made with {name} {said[name]}, and this run has {own}; take that, or another `run`"
+            )
+    if said["step"] > config.schedule.steps:
+        raise OtherRunError(
+            f"{folder} has been trained for more steps than schedule.steps={config.schedule.steps}; give at least "
+            f"{said['step']}, or another `run`"
+        )
+    return said
+
+
+def restore(folder: Path, said: Mapping[str, Any], state: RunState, *, seed: int, rank: int) -> None:
+    """Fill weights, optimizer, between slot and random states from a checkpoint that was checked. Not collective.
+
+    Raises:
+        CheckpointError: files cannot be read.
+        OtherRunError: parameters are others, or were frozen.
+    """
+    keys = keys_in(folder)
+    _check_parameters(folder, state.shards, parameters_in(keys))
+    _check_trained(folder, state.shards, keys, said["config"]["model"]["frozen"])
+    wanted = wanted_state(state, said["scalars"], keys)
+    random = wanted_random(keys, rank)
+    wanted += random.values()
+    reader = None
+    if state.between is not None and said["scalars"]["between"]:
+        reader = BetweenReader(state.between, state, said["scalars"], saved_replicas=said["replicas"])
+        wanted += reader.wanted()
+    with torch.no_grad():
+        read_pieces(folder, wanted)
+    if reader is not None:
+        reader.load()
+    restore_random({device: piece.numbers for device, piece in random.items()}, seed=seed, rank=rank)
+
+
+def _check_parameters(folder: Path, shards: Sequence[FlatShard], saved: Mapping[str, int]) -> None:
+    for shard in shards:
+        for piece in shard.shard.pieces:
+            if saved.get(piece.parameter) != piece.parameter_elems:
+                there = f"{saved[piece.parameter]} elements" if piece.parameter in saved else "no such parameter"
+                raise OtherRunError(
+                    f"{folder} is a checkpoint of another model: {piece.parameter} has {piece.parameter_elems} elements here "
+                    f"and {there} there"
+                )
+
+
+def _check_trained(folder: Path, shards: Sequence[FlatShard], keys: Mapping[str, int], frozen: Sequence[str]) -> None:
+    trained = [piece.parameter for shard in shards if shard.flat_N.requires_grad for piece in shard.shard.pieces]
+    for parameter in trained:
+        if not has_flat_state(keys, parameter):
+            raise OtherRunError(
+                f"{folder} has no optimizer state for {parameter}, which was frozen there (model.frozen={list(frozen)}): "
+                "freeze it here too, or begin a new `run` with model.start at this one's exported model"
+            )
+
+
+def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """The first values that differ, in words; the name of a model may."""
+    for key in sorted({*saved, *own} - {"name"}):
+        if saved.get(key) != own.get(key):
+            return f"{key} is {saved.get(key)} there and {own.get(key)} here"
+    return ""

@@ -1,0 +1,82 @@
+"""The verb ``train``: arguments in, exit code out; torch is imported when the configuration is known to be right."""
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tightwire.training.config.describe import describe_config
+from tightwire.training.config.read import EXAMPLES, ConfigError, read_config
+from tightwire.training.config.tree import TrainConfig
+
+_SIGTERM_CODE = 128 + signal.SIGTERM
+
+
+def train(argv: Sequence[str]) -> int:
+    """``tightwire train``: 0 when all is done, and after Ctrl-C, which saves; 143 after SIGTERM, which saves too.
+
+    1 when the run failed, 2 when it was refused.
+    """
+    args = _make_parser().parse_intermixed_args(argv)
+    if args.keys:
+        sys.stdout.write(describe_config())
+        return 0
+    if args.config is None:
+        sys.stderr.write("tightwire train: name a CONFIG.yaml, or an example; `tightwire train --help` lists them\n")
+        return 2
+    try:
+        config = read_config(args.config, args.overrides)
+    except ConfigError as error:
+        return _fail(error, 2)
+    return _dry_run(config) if args.dry_run else _run(config)
+
+
+def _run(config: TrainConfig) -> int:
+    run = importlib.import_module("tightwire.training.run.run")
+    try:
+        return _SIGTERM_CODE if run.run_training(config) == signal.SIGTERM else 0
+    except run.FAILURES as error:
+        return _fail(error, 1)
+    except ValueError as error:
+        return _fail(error, 2)
+
+
+def _dry_run(config: TrainConfig) -> int:
+    try:
+        sys.stdout.write(importlib.import_module("tightwire.training.run.dry_run").dry_run(config))
+    except ValueError as error:
+        return _fail(error, 2)
+    return 0
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    examples = ", ".join(path.stem for path in sorted(EXAMPLES.glob("*.yaml")))
+    parser = argparse.ArgumentParser(
+        prog="tightwire train",
+        usage="tightwire train CONFIG.yaml [key=value ...] [--dry-run]",
+        description="Pre-train or fine-tune a Llama, alone or under torchrun; the folder at the end opens with `tightwire "
+        "serve`. The same command goes on from the newest checkpoint.",
+        epilog=f"examples that CONFIG may name: {examples}",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "config", nargs="?", type=Path, metavar="CONFIG.yaml", help="a YAML file, or the name of an example"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=1e-3; values are YAML")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="say what it would take: parameters, memory, bytes a step, time; start nothing",
+    )
+    parser.add_argument("--keys", action="store_true", help="explain every key with its default, and end")
+    return parser
+
+
+def _fail(error: Exception, code: int) -> int:
+    rank = os.environ.get("RANK")
+    where = "" if rank is None else f" (rank {rank})"
+    sys.stderr.write(f"tightwire train{where}: {error}\n")
+    return code

@@ -1,0 +1,1 @@
+"""What a run is told: YAML in, checked values out. Imports no torch."""

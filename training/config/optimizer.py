@@ -1,0 +1,80 @@
+"""Which optimizer, and what it is told. Knows torch's optimizers by name only, so that reading a file imports no torch."""
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+
+# An optimizer here sees flat pieces of many matrices, cut where the ranks' shards end.
+_REFUSED = {
+    "Muon": "it turns whole matrices",
+    "Adafactor": "it scales by rows and columns of whole matrices",
+    "LBFGS": "it computes the loss many times a step",
+    "SparseAdam": "it wants sparse gradients",
+}
+_WITHOUT_DECAY = ("Rprop",)
+_TORCH_NAMES = {
+    name.lower(): name
+    for name in (
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+        *_REFUSED,
+    )
+}
+
+
+class OptimizerConfig(BaseModel):
+    """Any optimizer of torch that works element by element."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    name: str = Field(default="adamw", description="of a class of torch.optim")
+    lr: PositiveFloat = Field(default=3e-4, description="the schedule's height")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.1, description="of matrices; norms and biases have none"
+    )
+    clip_norm: PositiveFloat | None = Field(
+        default=1.0, description="largest norm of the whole gradient; null: any, as with dgc"
+    )
+    options: dict[str, Any] = Field(
+        default={}, description="further arguments of the class, such as betas: [0.9, 0.95]"
+    )
+
+    @property
+    def torch_name(self) -> str:
+        return _TORCH_NAMES[self.name.lower()]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _decay_where_there_is_one(cls, values: Any) -> Any:
+        if isinstance(values, dict) and _TORCH_NAMES.get(str(values.get("name")).lower()) in _WITHOUT_DECAY:
+            return {"weight_decay": 0.0, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _known(self) -> "OptimizerConfig":
+        name = _TORCH_NAMES.get(self.name.lower())
+        possible = ", ".join(sorted(set(_TORCH_NAMES.values()) - set(_REFUSED)))
+        if name is None:
+            raise ValueError(f"there is no optimizer {self.name!r}; choose one of {possible}")
+        if name in _REFUSED:
+            raise ValueError(f"{name} does not work on shards: {_REFUSED[name]}; choose one of {possible}")
+        if name in _WITHOUT_DECAY and self.weight_decay:
+            raise ValueError(f"{name} has no weight decay; leave weight_decay out, or choose another optimizer")
+        for option in ("lr", "weight_decay", "params"):
+            if option in self.options:
+                raise ValueError(f"{option} is not one of the further options; set optimizer.{option} itself")
+        for option, value in self.options.items():
+            numbers = value if isinstance(value, list) else [value]
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                raise ValueError(f"options.{option} must be finite, got {value}")
+        return self

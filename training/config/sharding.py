@@ -1,0 +1,64 @@
+"""How weights, gradients and optimizer state are shared out: one value that says it all, by the names that people know.
+
+A unit is cut over the ranks of a *shard group*; the ranks that hold the same shard are a *replica group*.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class GroupShape(NamedTuple):
+    """Of a shard group: its nodes, 1 where it is inside one, and its ranks on each."""
+
+    num_nodes: int
+    per_node: int
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """``shard_over``: the ranks that a unit is cut over. ``keep_weights``: whole weights stay from step to step.
+
+    ``reduce_when``: ``step`` keeps whole gradients over the micro-batches and sums them over ranks once, ``backward`` sums
+    a block's as soon as its backward has ended, in each micro-batch, and keeps shards.
+    """
+
+    name: str
+    shard_over: Literal["self", "node", "world"]
+    keep_weights: bool
+    reduce_when: Literal["step", "backward"]
+
+    def shard_group(self, num_nodes: int, ranks_per_node: int) -> GroupShape:
+        return {
+            "self": GroupShape(1, 1),
+            "node": GroupShape(1, ranks_per_node),
+            "world": GroupShape(num_nodes, ranks_per_node),
+        }[self.shard_over]
+
+    def shard_ranks(self, world_size: int, num_nodes: int) -> int:
+        return self.shard_group(num_nodes, world_size // num_nodes).world_size
+
+
+SHARDINGS = {
+    sharding.name: sharding
+    for sharding in (
+        Sharding("none", "self", keep_weights=True, reduce_when="step"),
+        Sharding("zero1", "world", keep_weights=True, reduce_when="step"),
+        Sharding("zero2", "world", keep_weights=True, reduce_when="backward"),
+        Sharding("zero3", "world", keep_weights=False, reduce_when="backward"),
+        Sharding("hybrid", "node", keep_weights=False, reduce_when="backward"),
+    )
+}
+
+
+def parse_sharding(name: str) -> Sharding:
+    """
+    Raises:
+        ValueError: no such sharding; says which there are.
+    """
+    if name not in SHARDINGS:
+        raise ValueError(f"unknown sharding {name!r}; choose one of {', '.join(SHARDINGS)}")
+    return SHARDINGS[name]

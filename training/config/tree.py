@@ -1,0 +1,255 @@
+"""Everything that a training run is told, as one tree of values that refuse what they do not know.
+
+A YAML file has the same shape; ``read_config`` makes one of the other. A field's description is its help.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from tightwire.training.config.between import BetweenOptions, DenseOptions
+from tightwire.training.config.optimizer import OptimizerConfig
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=0)]
+Size = Annotated[int, Field(gt=0, strict=True)]  # `true` is no size
+BYTES = "bytes"  # the tokenizer that needs no file
+BPE = "bpe:"
+
+
+class Section(BaseModel):
+    """One level of the tree."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ShapeConfig(Section):
+    """Sizes of a new model, by the names of a config.json."""
+
+    hidden_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = Field(default=None, description="null: as many as attention heads")
+    head_dim: Size | None = Field(default=None, description="null: hidden_size / num_attention_heads")
+    intermediate_size: Size
+    vocab_size: Size | None = Field(default=None, description="null: the tokenizer's")
+    max_position_embeddings: Size = 2048
+    rms_norm_eps: PositiveFloat = 1e-5
+    rope_theta: PositiveFloat = 10000.0
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+class ModelConfig(Section):
+    """Where the weights and the tokenizer come from, and in which numbers is computed."""
+
+    start: str = Field(
+        default="", description="a folder, repo id, .gguf, known name or random:SHAPE; empty: random weights of `shape`"
+    )
+    shape: ShapeConfig | None = None
+    tokenizer: str = Field(
+        default="",
+        description="of a new model: bytes (default), bpe:SIZE trained on the data, or a model whose tokenizer to take",
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of weights and activations in the passes; the optimizer's are always float32"
+    )
+    frozen: list[str] = Field(
+        default=[], description="parameters that stay as they are, as patterns: model.embed_tokens.*"
+    )
+
+    @model_validator(mode="after")
+    def _one_start(self) -> "ModelConfig":
+        if bool(self.start) == (self.shape is not None):
+            raise ValueError("give either start (a model to go on from) or shape (sizes of a new one)")
+        if self.start and self.tokenizer:
+            raise ValueError(f"{self.start} brings its own tokenizer; leave tokenizer out")
+        if self.tokenizer.startswith(BPE) and not self.tokenizer.removeprefix(BPE).isdecimal():
+            raise ValueError(f"tokenizer {self.tokenizer!r} lacks its size; write it as {BPE}4096")
+        return self
+
+
+class DataConfig(Section):
+    """Which text, and how it is cut."""
+
+    files: list[str] = Field(min_length=1, description="paths and patterns (**, *) of text or .jsonl files, maybe .gz")
+    text_key: str = Field(default="text", description="the key of a JSONL line that holds the text")
+    parted_by: Literal["blank-line", "file"] = Field(
+        default="blank-line", description="what ends a document of a text file"
+    )
+    held_out: Share = Field(
+        default=0.01, description="share of the documents that are evaluated on and never trained on"
+    )
+    held_out_files: list[str] = Field(default=[], description="instead: files of their own to evaluate on")
+    sequence_tokens: PositiveInt = Field(default=512, description="tokens a sequence")
+    shuffle_documents: Count = Field(
+        default=4096,
+        description="documents that are held in memory and drawn from, so that neighbours part; 0: in order",
+    )
+
+    @model_validator(mode="after")
+    def _one_split(self) -> "DataConfig":
+        if self.held_out_files and "held_out" in self.model_fields_set and self.held_out:
+            raise ValueError("give held_out (a share) or held_out_files, not both")
+        return self
+
+
+class BatchConfig(Section):
+    """How many sequences an optimizer step takes: the same, whatever the number of ranks."""
+
+    sequences: PositiveInt = Field(default=32, description="sequences a step, over all ranks")
+    micro_sequences: PositiveInt = Field(
+        default=8, description="sequences that a rank computes at a time; the rest accumulates"
+    )
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches a step on each of ``world_size`` ranks.
+
+        Raises:
+            ValueError: they do not come out even.
+        """
+        at_once = self.micro_sequences * world_size
+        if self.sequences % at_once:
+            near = max(at_once, round(self.sequences / at_once) * at_once)
+            raise ValueError(
+                f"batch.sequences={self.sequences} cannot be dealt to {world_size} ranks with batch.micro_sequences="
+                f"{self.micro_sequences}: it must be a multiple of {at_once}; give batch.sequences={near}, other "
+                "batch.micro_sequences, or another number of ranks"
+            )
+        return self.sequences // at_once
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the steps."""
+
+    steps: PositiveInt = Field(default=1000, description="optimizer steps of the whole run")
+    kind: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="what follows the warm-up")
+    warmup_steps: Count = Field(default=0, description="steps in which the rate rises from near 0 to its height")
+    final_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="of the height, where linear and cosine end"
+    )
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> "ScheduleConfig":
+        if self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps} are more than steps={self.steps}")
+        return self
+
+
+class ParallelConfig(Section):
+    """How the model lies over the ranks, and what travels between them in which form."""
+
+    sharding: Literal["none", "zero1", "zero2", "zero3", "hybrid"] = "none"
+    nodes: PositiveInt | None = Field(
+        default=None, description="nodes that the ranks are on; default: as the launcher says"
+    )
+    prefetch: Literal["explicit", "implicit"] = "explicit"
+    num_buffers: Annotated[int, Field(ge=1)] = Field(
+        default=2, description="weight and gradient buffers that blocks take in turns"
+    )
+    gather_codec: str = Field(default="none", description="of gathered weights, such as int8 (qwZ)")
+    gather_path: Literal["hierarchical", "flat"] = Field(
+        default="hierarchical", description="over several nodes: across nodes first and then inside, or all at once"
+    )
+    secondary: bool = Field(
+        default=False,
+        description="hpZ: a copy of the weights on each node, so that only a step's first gather leaves it",
+    )
+    secondary_codec: str | None = Field(default=None, description="what it is kept in; null: as it came")
+    secondary_blocks: PositiveInt | None = Field(default=None, description="only of so many first blocks; null: all")
+    reduce_path: Literal["flat", "hierarchical"] = Field(
+        default="flat", description="over several nodes: all at once in rank order, or inside nodes first (qgZ)"
+    )
+    reduce_codec: str = Field(
+        default="none", description="of gradients, on a hierarchical path inside nodes; such as int4 (qgZ)"
+    )
+    reduce_across_codec: str = Field(
+        default="none", description="of gradients between nodes on a hierarchical path (qgZ)"
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    checkpoint_every: Count = Field(
+        default=0, description="activations: recompute every k-th block in the backward pass; 1: all, 0: none"
+    )
+    between: Annotated[BetweenOptions, Field(discriminator="kind")] = Field(
+        default=DenseOptions(), description="how replicas add their gradients (none, hybrid)"
+    )
+    timeout_s: PositiveFloat = Field(default=300.0, description="longest wait for another rank")
+
+
+class EvaluationConfig(Section):
+    """The loss on held-out text, and a look at what the model writes."""
+
+    every: Count = Field(default=100, description="steps; 0: never")
+    sequences: PositiveInt = Field(default=64, description="at most so many, over all ranks")
+    prompts: list[str] = Field(default=[], description="continued greedily at each evaluation, for the log")
+    sample_tokens: PositiveInt = Field(default=48, description="tokens to add to each prompt")
+
+
+class CheckpointConfig(Section):
+    """What is kept to go on from."""
+
+    every: Count = Field(default=200, description="steps; 0: only when the run ends or is ended")
+    keep: PositiveInt = Field(default=2, description="newest checkpoints that stay")
+    resume: bool = Field(
+        default=True, description="go on from the newest checkpoint of the run's folder; false: it must have none"
+    )
+
+
+class LogConfig(Section):
+    """What is said about the run, in its folder and on the terminal."""
+
+    every: PositiveInt = Field(default=10, description="steps between two lines on the terminal")
+    tensorboard: bool = True
+    plot: bool = Field(default=True, description="draw the loss when the run ends")
+    peak_tflops: PositiveFloat | None = Field(
+        default=None, description="what a rank's device can do, for MFU; default: known GPUs, else measured at start"
+    )
+
+
+class ExportConfig(Section):
+    """The Hugging Face folder at the end."""
+
+    folder: str = Field(default="", description="default: `model` in the run's folder")
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+
+
+class DryRunConfig(Section):
+    """What a dry run reckons with; a run does not look at it."""
+
+    ranks: PositiveInt | None = Field(default=None, description="so many ranks; default: as the launcher says")
+    inside: str = Field(default="", description="the wire between ranks of a node, such as 200gbit")
+    between: str = Field(default="", description="the wire of a node to the others, such as 1gbit,latency=50us")
+
+
+class TrainConfig(Section):
+    """The whole run."""
+
+    run: str = Field(min_length=1, description="the run's folder: checkpoints, log, plot, exported model")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    model: ModelConfig
+    data: DataConfig
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig(between=DenseOptions())
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    export: ExportConfig = ExportConfig()
+    dry_run: DryRunConfig = DryRunConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dgc_clips(cls, values: Any) -> Any:
+        """The default of ``optimizer.clip_norm`` is not for DGC, which clips where its gradients are."""
+        match values:
+            case {"parallel": {"between": {"kind": "dgc"}}, "optimizer": {**optimizer}} if "clip_norm" not in optimizer:
+                return {**values, "optimizer": {**optimizer, "clip_norm": None}}
+        return values
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "TrainConfig":
+        self.parallel.between.check_optimizer(self.optimizer)
+        return self

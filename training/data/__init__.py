@@ -1,0 +1,1 @@
+"""From files to the token blocks of a step."""

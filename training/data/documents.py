@@ -1,0 +1,155 @@
+"""Documents out of files, read as they are needed: text parted by blank lines, whole text files, or lines of JSON.
+
+Which documents are held out follows from each one's own text, so it does not change with order, epoch or number of ranks,
+and two equal documents are never on both sides.
+"""
+
+import glob
+import gzip
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+_HASH_BYTES = 8
+
+
+class DataError(ValueError):
+    """The data is missing, empty or damaged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """All documents of ``files``; reading starts anew with each iteration.
+
+    ``parted_by``: ``blank-line`` or ``file``, for text files; a JSONL file has one document a line, under ``text_key``.
+    """
+
+    files: tuple[Path, ...]
+    text_key: str = "text"
+    parted_by: str = "blank-line"
+
+    def __iter__(self) -> Iterator[str]:
+        return self.read(self.files)
+
+    def read(self, files: Iterable[Path]) -> Iterator[str]:
+        """The documents of some of the files, in the order given.
+
+        Raises:
+            DataError: a file cannot be read, is no UTF-8, or has a line that is no JSON with a text.
+        """
+        for path in files:
+            try:
+                with _open(path) as lines:
+                    yield from self._documents(path, lines)
+            except (OSError, EOFError) as error:
+                raise DataError(f"{path}: cannot be read: {error}") from None
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}: is not UTF-8 text: {error}; convert it, or leave it out of data.files"
+                ) from None
+
+    def _documents(self, path: Path, lines: IO[str]) -> Iterator[str]:
+        if ".jsonl" in path.suffixes:
+            yield from _json_texts(path, lines, self.text_key)
+        elif self.parted_by == "file":
+            text = lines.read()
+            if text.strip():
+                yield text
+        else:
+            yield from _paragraphs(lines)
+
+
+def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
+    """The files that any of the patterns names, sorted, each once.
+
+    Raises:
+        DataError: a pattern that names no file.
+    """
+    found: set[Path] = set()
+    for pattern in patterns:
+        files = {
+            Path(name) for name in glob.glob(str(Path(pattern).expanduser()), recursive=True) if Path(name).is_file()
+        }
+        if not files:
+            raise DataError(
+                f"data: no file is called {pattern} (in {Path.cwd()}); give paths or patterns such as docs/**/*.md"
+            )
+        found |= files
+    return tuple(sorted(found))
+
+
+def describe_files(files: Sequence[Path]) -> str:
+    """A fingerprint of names and sizes: equal when the documents come in the same order."""
+    listing = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
+    return hashlib.sha256(listing.encode()).hexdigest()[:16]
+
+
+def is_held_out(document: str, share: float) -> bool:
+    """Whether this document falls to the held-out share."""
+    digest = hashlib.blake2b(document.encode(), digest_size=_HASH_BYTES).digest()
+    return int.from_bytes(digest) < share * 256**_HASH_BYTES
+
+
+def training_documents(documents: Documents, *, epoch: int, seed: int, window: int, held_out: float) -> Iterator[str]:
+    """One epoch: every document that is not held out once, in an order that (seed, epoch) fix.
+
+    Files come in random order; documents are drawn at random from a window of ``window`` that the next ones fill up.
+    With ``window`` 0 all is in order.
+    """
+    draw = random.Random(f"{seed} {epoch}")
+    files = list(documents.files)
+    if window:
+        draw.shuffle(files)
+    kept = (text for text in documents.read(files) if not is_held_out(text, held_out))
+    return _shuffled(kept, window, draw) if window > 1 else kept
+
+
+def _shuffled(documents: Iterator[str], window: int, draw: random.Random) -> Iterator[str]:
+    held: list[str] = []
+    for document in documents:
+        if len(held) < window:
+            held.append(document)
+            continue
+        place = draw.randrange(window)
+        held[place], document = document, held[place]
+        yield document
+    draw.shuffle(held)
+    yield from held
+
+
+def _open(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _paragraphs(lines: IO[str]) -> Iterator[str]:
+    document: list[str] = []
+    for line in lines:
+        if line.strip():
+            document.append(line)
+        elif document:
+            yield "".join(document)
+            document = []
+    if document:
+        yield "".join(document)
+
+
+def _json_texts(path: Path, lines: IO[str], key: str) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{number}: is not JSON: {error}") from None
+        text = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(text, str):
+            keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+            raise DataError(f"{path}:{number}: has no text under {key!r} (found: {keys}); set data.text_key")
+        if text:
+            yield text

@@ -1,0 +1,1 @@
+"""Sharded parameters and gradients: gathers before use, reduces after."""

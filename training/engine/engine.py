@@ -1,0 +1,258 @@
+"""Training one model on many ranks: flat units, float32 shards for the optimizer, weights and gradients on lanes of their own.
+
+    engine = Engine(model, plan, groups, options)
+    optimizer = torch.optim.AdamW(engine.param_groups(), lr=3e-4)
+    for batches in data:
+        for i, batch in enumerate(batches):
+            with engine.micro_batch(last=i == len(batches) - 1):
+                (model(**batch).loss / len(batches)).backward()
+        engine.finish_gradients()
+        norm = engine.clip_gradients(1.0)
+        optimizer.step()
+        engine.weights_changed()
+
+All ranks make the same calls in the same order. What goes wrong on a lane is raised in the thread that waits for it.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tightwire.comm.collectives import all_gather, prepare_codecs
+from tightwire.comm.nodes import run_leg
+from tightwire.training.engine.between import Between
+from tightwire.training.engine.gradients import Gradients
+from tightwire.training.engine.hooks import Hooks
+from tightwire.training.engine.main_shard import MainShard
+from tightwire.training.engine.micro_batch import MicroBatch
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.trace import NO_TRACE, Trace
+from tightwire.training.engine.units import NORMS, Flat, Unit, UnitPlan, copy_into_shard, cut
+from tightwire.training.engine.weights import Weights, gather_codec
+from tightwire.training.ranks.groups import TrainGroups, replica_group, shard_group
+
+
+class Engine:
+    """Takes the parameters out of ``model``, whose modules have them only while they compute.
+
+    Cost: ``training.engine.memory`` has it as formulas; all of it is allocated here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: UnitPlan,
+        groups: TrainGroups,
+        options: EngineOptions,
+        between: Between | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        """
+        Args:
+            model: its parameters are the same numbers on every rank, or all on the meta device: then ``load_full`` gives them.
+            plan: of this model, for ``options.sharding.shard_ranks``.
+            between: sums over the ranks that hold the same shard; needed where there are any.
+            trace: what is done with buffers is written there, for ``check_trace``.
+        Raises:
+            ValueError: plan and options do not go with the groups, or the ranks' parameters differ.
+        """
+        sharding = options.sharding
+        wanted = sharding.shard_ranks(groups.world_size, groups.num_nodes)
+        if plan.shard_ranks != wanted:
+            raise ValueError(
+                f"the plan cuts units for {plan.shard_ranks} ranks; sharding {sharding.name} of {groups.world_size} ranks on "
+                f"{groups.num_nodes} nodes cuts them for {wanted}"
+            )
+        if between is None and wanted < groups.world_size:
+            raise ValueError(
+                f"sharding {sharding.name} of {groups.world_size} ranks leaves several with the same shard; give what sums over "
+                "them (between)"
+            )
+        options.check_ranks(groups.num_nodes)
+        prepare_codecs(groups.device, *options.parsed_codecs)
+        self.plan, self.options = plan, options
+        trace = trace or NO_TRACE
+        self._groups = groups
+        self._group = shard_group(groups.main, sharding)
+        self._shards = self._make_shards()
+        self._load_from(model)
+        self._hooks = Hooks(model, plan)
+        self._weights = Weights(plan, self._shards, options, groups.gather, trace)
+        self._gradients = Gradients(plan, options, groups.reduce, trace, between)
+        self._anchor = torch.zeros((), device=groups.device, requires_grad=True)
+        self._is_broken = self._is_closed = False
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has sent to others since the start."""
+        groups = self._groups
+        return groups.gather.bytes_sent + groups.reduce.bytes_sent + groups.main.bytes_sent
+
+    @property
+    def waited_s(self) -> float:
+        """What the computing thread has waited for the lanes since the start: communication that nothing hid."""
+        return self._weights.waited_s + self._gradients.waited_s
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """What an optimizer takes: the shards of matrices, and those of norms and biases, which are not to be decayed."""
+        trainable = [(unit, self._shards[unit.trainable.name].main) for unit in self.plan.units if unit.trainable]
+        chosen = {
+            "matrices": [main for unit, main in trainable if unit.name != NORMS],
+            "norms": [main for unit, main in trainable if unit.name == NORMS],
+        }
+        return [{"params": params, "name": name} for name, params in chosen.items() if params]
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """One forward and backward. ``last``: gradients are complete after it, and weights will change."""
+        with self._running(last=last):
+            yield
+        if last:
+            self._gradients.end_step()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Forwards without backward, as many as all ranks make, between two steps."""
+        with torch.no_grad(), self._running(last=True):
+            yield
+
+    def finish_gradients(self) -> None:
+        """Wait until the gradients of all ranks are summed, and give the shards their mean."""
+        self._gradients.finish()
+        for unit, main in self._trainable():
+            main.grad = self._gradients.grad(unit)
+
+    def gradient_norm(self) -> float:
+        """The global norm of the gradients, the same bits on every rank. Summed in float64."""
+        squares = [torch.linalg.vector_norm(main.grad, dtype=torch.float64).square() for _, main in self._trainable()]
+        own = torch.stack(squares).sum().view(1)
+        parts = run_leg(self._groups.main, self._group, all_gather, self._group, own)
+        return math.sqrt(sum(float(part) for part in parts))
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Scale the gradients to a global norm of at most ``max_norm``; the norm that they had."""
+        norm = self.gradient_norm()
+        scale = max_norm / (norm + 1e-6)
+        if scale < 1:
+            for _, main in self._trainable():
+                assert main.grad is not None
+                main.grad.mul_(scale)
+        return norm
+
+    def weights_changed(self) -> None:
+        """The optimizer has stepped: nothing that was gathered before counts any more."""
+        self._check_idle()
+        for shard in self._shards.values():
+            shard.version += shard.flat.trainable
+        self._weights.changed()
+
+    def named_flats(self) -> Iterator[tuple[Flat, nn.Parameter]]:
+        """Every flat with this rank's main shard of it, frozen ones too; where parameters lie is in the flat."""
+        return ((flat, self._shards[flat.name].main) for flat in self.plan.flats)
+
+    @property
+    def shard_rank(self) -> int:
+        """Which shard of each flat this rank has, of ``plan.shard_ranks``."""
+        return self._group.rank
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by its name in the model, float32; gathered unit by unit, by all ranks together.
+
+        A tensor is to be read, and until the next is asked for: where a rank has the whole unit it is the unit itself.
+        """
+        for flat, main in self.named_flats():
+            shards = run_leg(self._groups.main, self._group, all_gather, self._group, main.data)
+            full_N = torch.cat(shards)
+            for part in flat.parts:
+                yield part.name, part.of(full_N)
+
+    def load_full(self, tensor_of: Callable[[str], Tensor]) -> None:
+        """Give every parameter the numbers that ``tensor_of`` its name has. Not collective.
+
+        Raises:
+            ValueError: a tensor of another shape.
+        """
+        for flat, main in self.named_flats():
+            copy_into_shard(tensor_of, cut(flat, self.shard_rank, self.plan.shard_ranks), main.data)
+        self.all_weights_changed()
+
+    def all_weights_changed(self) -> None:
+        """Main shards were written from outside, frozen ones too, as by a checkpoint: nothing gathered counts any more."""
+        self._check_idle()
+        for shard in self._shards.values():
+            shard.version += 1
+        self._weights.changed()
+
+    def close(self) -> None:
+        """End the lanes and drop the connections. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._groups.close()
+        reason = RuntimeError("the engine was closed")
+        self._weights.close(reason)
+        self._gradients.close(reason)
+        self._hooks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _running(self, *, last: bool) -> Iterator[None]:
+        self._check_idle()
+        self._hooks.micro_batch = run = MicroBatch(
+            self.plan, self.options, self._weights, self._gradients, self._anchor, last=last
+        )
+        try:
+            yield
+        except BaseException:
+            self._is_broken = True  # lanes may wait for what will not come
+            raise
+        run.leave()
+        self._hooks.micro_batch = None
+
+    def _check_idle(self) -> None:
+        if self._is_broken:
+            raise RuntimeError(
+                "a micro-batch or evaluation has failed, and buffers are as it left them; close the engine"
+            )
+        if self._hooks.micro_batch is not None:
+            raise RuntimeError("a micro-batch or evaluation is under way; end it first")
+
+    def _trainable(self) -> Iterator[tuple[Unit, nn.Parameter]]:
+        return ((unit, self._shards[unit.trainable.name].main) for unit in self.plan.units if unit.trainable)
+
+    def _make_shards(self) -> dict[str, MainShard]:
+        ranks, dtype = self.plan.shard_ranks, self.options.compute_dtype
+        return {
+            flat.name: MainShard(flat, ranks, gather_codec(self.options, unit, ranks), dtype, self._groups.device)
+            for unit in self.plan.units
+            for flat in unit.flats
+        }
+
+    def _load_from(self, model: nn.Module) -> None:
+        given = dict(model.named_parameters())
+        if all(parameter.is_meta for parameter in given.values()):
+            return
+        if empty := [name for name, parameter in given.items() if parameter.is_meta]:
+            raise ValueError(
+                f"of the model's parameters {', '.join(empty)} are on the meta device; all are to be, or none"
+            )
+        for flat, main in self.named_flats():
+            shard = cut(flat, self.shard_rank, self.plan.shard_ranks)
+            copy_into_shard(lambda name: given[name].data, shard, main.data)
+        replicas = replica_group(self._groups.main, self.options.sharding)
+        own = torch.stack([main.data.double().sum() for _, main in self.named_flats()])
+        for rank, sums in enumerate(all_gather(replicas, own)):
+            if not torch.equal(sums, own):
+                raise ValueError(
+                    f"replica {rank} begins with other parameters than replica {replicas.rank}; make the model from the same "
+                    "seed or folder on every rank"
+                )

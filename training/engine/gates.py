@@ -1,0 +1,95 @@
+"""Where backward enters and leaves a block, made certain by autograd itself.
+
+A module's backward hook may run before all gradients of its parameters are there, or before its backward when an input
+needs no gradient. So all that a block takes and gives goes through gates, which change nothing:
+
+    outputs   backward of their gate runs before that of anything in the block
+    weights   are made anew for each forward, as children of the inputs' gate; their backward has the gradients
+    inputs    backward of their gate runs after that of all the weights, and before that of whatever made an input
+
+Tensors are found in keyword arguments and inside lists and dictionaries too. An anchor, which needs a gradient, keeps the
+inputs' gate in the graph where no input needs one. Source: YaFSDP's GateGradFlow and Narrow.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+TakeGrad = Callable[[Tensor], None]
+
+
+class Passage(Protocol):
+    """What is told when backward goes through one call of a block."""
+
+    def backward_begins(self) -> None: ...
+
+    def backward_ends(self) -> None: ...
+
+
+def gate_inputs(passage: Passage, anchor: Tensor, args: Any) -> tuple[Tensor, Any]:
+    """The anchor for the block's weights, and ``args`` again."""
+    leaves, spec = tree_flatten(args)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    gated = _InputGate.apply(passage, anchor, *(leaves[i] for i in places))
+    for i, leaf in zip(places, gated[1:], strict=True):
+        leaves[i] = leaf
+    return gated[0], tree_unflatten(leaves, spec)
+
+
+def gate_outputs(passage: Passage, outputs: Any) -> Any:
+    leaves, spec = tree_flatten(outputs)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    gated = _OutputGate.apply(passage, *(leaves[i] for i in places))
+    for i, leaf in zip(places, gated, strict=True):
+        leaves[i] = leaf
+    return tree_unflatten(leaves, spec)
+
+
+def needs_gradient(args: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten(args)[0])
+
+
+def weight(anchor: Tensor, values: Tensor, take: TakeGrad) -> Tensor:
+    """``values`` as a parameter of this forward, whose gradient goes to ``take``."""
+    return _Weight.apply(anchor, values, take)  # pyright: ignore[reportReturnType]
+
+
+class _InputGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passage: Passage, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.passage = passage
+        ctx.set_materialize_grads(False)
+        return anchor.view_as(anchor), *(x.view_as(x) for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.passage.backward_ends()
+        return None, None, *grads[1:]
+
+
+class _OutputGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passage: Passage, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.passage = passage
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.passage.backward_begins()
+        return None, *grads
+
+
+class _Weight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, values: Tensor, take: TakeGrad) -> Tensor:
+        ctx.take = take
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.take(grad)
+        return None, None, None

@@ -1,0 +1,122 @@
+"""A model whose parameters have been taken out: its modules get them for the time of a forward.
+
+Blocks go through gates, so that backward has their weights before it begins and has handed on all of their gradients when it
+ends. The embedding, the head and norms outside of blocks just get theirs. Outside of a forward the modules have no parameters.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tightwire.training.engine.gates import gate_inputs, gate_outputs, needs_gradient
+from tightwire.training.engine.micro_batch import MicroBatch
+from tightwire.training.engine.units import Unit, UnitPlan, Use
+
+
+class Hooks:
+    """The wrapped forwards of ``model``. ``micro_batch`` is the one that is under way."""
+
+    def __init__(self, model: nn.Module, plan: UnitPlan) -> None:
+        self.micro_batch: MicroBatch | None = None
+        self._wrapped: list[nn.Module] = []
+        hosted = _uses_by_host(plan)
+        for host, uses in hosted.items():
+            module = model.get_submodule(host)
+            users = [(model.get_submodule(use.module), use) for use in uses]
+            unit = plan.blocks[plan.block_modules.index(host)] if host in plan.block_modules else None
+            if unit is None:
+                self._wrap(module, self._plain_forward(module.forward, users))
+            else:
+                self._wrap(module, self._block_forward(module.forward, users, unit))
+        for use in plan.uses:
+            del model.get_submodule(use.module)._parameters[use.attribute]
+
+    def close(self) -> None:
+        """Give the modules their forwards back; their parameters are gone."""
+        for module in self._wrapped:
+            del module.forward
+        self._wrapped.clear()
+
+    def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        module.forward = forward
+        self._wrapped.append(module)
+
+    def _plain_forward(self, forward: Callable[..., Any], users: "list[_User]") -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            micro_batch = self._current()
+            weights = [micro_batch.parameter(use, micro_batch.anchor) for _, use in users]
+            with _given(users, weights):
+                return forward(*args, **kwargs)
+
+        return run
+
+    def _block_forward(self, forward: Callable[..., Any], users: "list[_User]", unit: Unit) -> Callable[..., Any]:
+        trainable = any(use.flat.trainable for _, use in users)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            micro_batch = self._current()
+            every = micro_batch.options.checkpoint_every
+            call, anchor = micro_batch.begin_block(unit), micro_batch.anchor
+            awaits_backward = torch.is_grad_enabled() and (trainable or needs_gradient((args, kwargs)))
+            if awaits_backward:
+                anchor, (args, kwargs) = gate_inputs(call, anchor, (args, kwargs))
+            weights = [micro_batch.parameter(use, anchor) for _, use in users]
+
+            def compute() -> Any:
+                with _given(users, weights):
+                    return forward(*args, **kwargs)
+
+            if awaits_backward and every and unit.block is not None and unit.block % every == 0:
+                _refuse_cache(kwargs, unit)
+                outputs = checkpoint(compute, use_reentrant=False)
+            else:
+                outputs = compute()
+            if awaits_backward:
+                outputs = gate_outputs(call, outputs)
+            micro_batch.end_block(unit, awaits_backward)
+            return outputs
+
+        return run
+
+    def _current(self) -> MicroBatch:
+        if self.micro_batch is None:
+            raise RuntimeError(
+                "the model's parameters are elsewhere; run it inside engine.micro_batch() or engine.evaluation()"
+            )
+        return self.micro_batch
+
+
+_User = tuple[nn.Module, Use]
+
+
+@contextmanager
+def _given(users: Iterable[_User], weights: Iterable[Tensor]) -> Iterator[None]:
+    """The modules have their parameters inside, as plain attributes."""
+    for (module, use), tensor in zip(users, weights, strict=True):
+        module.__dict__[use.attribute] = tensor
+    try:
+        yield
+    finally:
+        for module, use in users:
+            module.__dict__.pop(use.attribute, None)
+
+
+def _uses_by_host(plan: UnitPlan) -> dict[str, list[Use]]:
+    """The module whose forward gives parameters to its users: their block, or the user itself. All blocks are hosts."""
+    hosted: dict[str, list[Use]] = {block: [] for block in plan.block_modules}
+    for use in plan.uses:
+        host = next((block for block in plan.block_modules if f"{use.module}.".startswith(f"{block}.")), use.module)
+        hosted.setdefault(host, []).append(use)
+    return hosted
+
+
+def _refuse_cache(kwargs: dict[str, Any], unit: Unit) -> None:
+    if kwargs.get("past_key_values") is not None:
+        raise ValueError(
+            f"{unit.name} was given a key-value cache to fill, and recomputing its activations would fill it twice; call the "
+            "model with use_cache=False"
+        )

@@ -1,0 +1,131 @@
+"""What training sends, as formulas: every collective of an optimizer step, with the bytes of one call, before any is made.
+
+Sums over the ledger of a lane, by operation, are sums over these; tests hold one against the other. All ranks send alike.
+With M the bytes of a unit on the wire, W = K L ranks on K nodes, per rank and call:
+
+    all_gather       (W-1) M/W     of which between nodes (W-L) M/W
+    gather_across    (K-1) M/W     all between nodes
+    gather_inside    (L-1) K M/W   none
+    reduce_scatter   (W-1) M/W     of which between nodes (W-L) M/W
+      hierarchical   (L-1) M'/L + (K-1) M"/W, the second between nodes, M' and M" by each leg's codec
+
+What the slot between replicas sends is its own to say (``wire_bytes``).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tightwire.comm.codec import parse_codec
+from tightwire.comm.collectives import reduce_scatter_bytes
+from tightwire.comm.node_collectives import hierarchical_bytes
+from tightwire.comm.shard_gather import gather_across_bytes, gather_inside_bytes, gather_shards_bytes
+from tightwire.training.config.sharding import GroupShape
+from tightwire.training.engine import gradients, weights
+from tightwire.training.engine.main_shard import shard_wire_bytes
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.secondary import kept_units, secondary_bytes
+from tightwire.training.engine.units import EMBEDDING, Flat, Unit, UnitPlan
+
+
+class Flow(NamedTuple):
+    """One kind of call of an optimizer step; bytes are of one call, by one rank. ``lane``: gather or reduce."""
+
+    lane: str
+    op: str
+    flat: str
+    calls: int
+    payload_bytes: int  # what each rank brings to it, or takes from it: a shard on the wire
+    bytes_sent: int
+    bytes_between_nodes: int
+
+
+def step_traffic(
+    plan: UnitPlan,
+    options: EngineOptions,
+    *,
+    num_nodes: int,
+    ranks_per_node: int,
+    accumulation: int,
+    first: bool = False,
+) -> list[Flow]:
+    """The collectives of one step of ``accumulation`` micro-batches, in the order of units.
+
+    ``first``: of the first step after the start or a load, in which what is frozen comes to its place too.
+    """
+    ranks = options.sharding.shard_group(num_nodes, ranks_per_node)
+    if ranks.world_size == 1:
+        return []
+    flows = []
+    for unit in plan.units:
+        flows += _gathers(plan, options, unit, ranks, accumulation, first)
+        if unit.trainable is not None:
+            flows.append(_reduce(plan, options, unit, unit.trainable, ranks, accumulation))
+    return flows
+
+
+def first_backward_block(plan: UnitPlan) -> int:
+    """The first block that backward comes to; those before it are frozen, and so is the embedding."""
+    if any(unit.name == EMBEDDING and unit.trainable for unit in plan.units):
+        return 0
+    for number, block in enumerate(plan.block_modules):
+        if any(use.flat.trainable and f"{use.module}.".startswith(f"{block}.") for use in plan.uses):
+            return number
+    return len(plan.block_modules)
+
+
+def gathers_per_step(block: int, num_blocks: int, num_buffers: int, first_backward: int, accumulation: int) -> int:
+    """How often block ``block`` is gathered in a step where blocks alternate over ``num_buffers``.
+
+    Once for each forward and backward, but the last blocks are still there when backward begins with them, and the first
+    when the next forward does. Over B blocks that is 2 A (B - buffers) + buffers, if buffers <= B.
+    """
+    stays_till_forward = first_backward <= block < num_buffers
+    comes_for_backward = first_backward <= block < num_blocks - num_buffers
+    return 1 + (accumulation - 1) * (not stays_till_forward) + accumulation * comes_for_backward
+
+
+def _gathers(
+    plan: UnitPlan, options: EngineOptions, unit: Unit, ranks: GroupShape, accumulation: int, first: bool
+) -> Iterator[Flow]:
+    codec = weights.gather_codec(options, unit, ranks.world_size)
+    for flat in unit.flats:
+        calls = 1 if flat.trainable or first else 0
+        if weights.alternates(options, unit) and unit.block is not None:
+            calls = gathers_per_step(
+                unit.block, len(plan.blocks), options.num_buffers, first_backward_block(plan), accumulation
+            )
+        wire = shard_wire_bytes(flat, ranks.world_size, codec, options.compute_dtype)
+        if ranks.num_nodes == 1 or (options.gather_path == "flat" and unit not in kept_units(options, plan.blocks)):
+            sent, between = gather_shards_bytes(ranks.world_size, wire), (ranks.num_nodes - 1) * ranks.per_node * wire
+            yield Flow("gather", "all_gather", flat.name, calls, wire, sent, between)
+            continue
+        is_kept = unit in kept_units(options, plan.blocks)
+        across = gather_across_bytes(ranks.num_nodes, wire)
+        num_across = calls if not is_kept else int(flat.trainable or first)
+        inside = gather_inside_bytes(*ranks, wire)
+        yield Flow("gather", "gather_across", flat.name, num_across, wire, across, across)
+        if is_kept and options.secondary_codec is not None:
+            again = secondary_bytes(flat, *ranks, wire, parse_codec(options.secondary_codec), options.compute_dtype)
+            yield Flow("gather", "gather_inside", flat.name, num_across, ranks.num_nodes * wire, inside, 0)
+            yield Flow("gather", "gather_inside", flat.name, calls - num_across, again, (ranks.per_node - 1) * again, 0)
+        else:
+            yield Flow("gather", "gather_inside", flat.name, calls, ranks.num_nodes * wire, inside, 0)
+
+
+def _reduce(
+    plan: UnitPlan, options: EngineOptions, unit: Unit, flat: Flat, ranks: GroupShape, accumulation: int
+) -> Flow:
+    calls, size = 1, options.reduce_dtype.itemsize
+    if gradients.alternates(options, unit) and unit.block is not None:
+        calls = accumulation if unit.block >= first_backward_block(plan) else 0
+    inside_codec, across_codec = gradients.reduce_codecs(options, unit)
+    slice_elems = flat.num_elems // ranks.world_size
+    if ranks.num_nodes == 1 or options.reduce_path == "flat":
+        payload = inside_codec.wire_bytes(slice_elems, size)
+        sent = reduce_scatter_bytes(0, ranks.world_size, flat.num_elems, size, inside_codec)
+        between = (ranks.num_nodes - 1) * ranks.per_node * payload
+    else:
+        payload = across_codec.wire_bytes(slice_elems, size)
+        inside, between = hierarchical_bytes(0, *ranks, flat.num_elems, size, inside_codec, across_codec)
+        sent = inside + between
+    return Flow("reduce", "reduce_scatter", flat.name, calls, payload, sent, between)

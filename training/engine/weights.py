@@ -1,0 +1,222 @@
+"""Weights on their way to the computing thread: asked for, gathered by the lane into a buffer, waited for, used, released.
+
+Blocks alternate over a few buffers, block i always in buffer i % ``num_buffers``, so that what autograd saved as views is right
+again when backward has them gathered anew. Embedding, head and norms, and the blocks too where weights are kept whole, have
+a buffer each and are gathered once per version. Where a rank has all of a flat in the dtype that computes, its main shard is
+the buffer.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.buffers import BufferPool
+from tightwire.comm.codec import Codec, parse_codec
+from tightwire.comm.collectives import NONE
+from tightwire.comm.group import Group
+from tightwire.comm.nodes import run_leg
+from tightwire.comm.shard_gather import gather_over_nodes, gather_shards
+from tightwire.training.config.sharding import GroupShape
+from tightwire.training.engine.lane import Lane
+from tightwire.training.engine.main_shard import MainShard, shard_wire_bytes
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.secondary import Secondary, kept_units, secondary_bytes
+from tightwire.training.engine.trace import Trace
+from tightwire.training.engine.units import NORMS, Flat, Part, Unit, UnitPlan
+from tightwire.training.ranks.groups import shard_group
+
+PATIENCE = 4  # deadlines of a collective, before a wait for the lane gives up: others' may run in front
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a unit's weights come to lie. ``pool`` None: they lie there already. ``alternates``: with other units."""
+
+    pool: BufferPool | None
+    number: int
+    name: str
+    views: dict[str, Tensor]  # by flat, (N,)
+    alternates: bool
+    versions: dict[str, int]  # by flat, of what lies there
+
+
+def gather_codec(options: EngineOptions, unit: Unit, shard_ranks: int) -> Codec:
+    """What a unit's weights travel in: nothing that does not travel is quantized, nor are norms and biases."""
+    return NONE if shard_ranks == 1 or unit.name == NORMS else parse_codec(options.gather_codec)
+
+
+def alternates(options: EngineOptions, unit: Unit) -> bool:
+    """Whether the unit shares its weight buffer with others."""
+    return unit.block is not None and not options.sharding.keep_weights
+
+
+def lies_in_shard(options: EngineOptions, unit: Unit, shard_ranks: int) -> bool:
+    """Whether the main shard is the weights that compute."""
+    return shard_ranks == 1 and options.compute_dtype == torch.float32 and not alternates(options, unit)
+
+
+def room_bytes(plan: UnitPlan, options: EngineOptions, shape: GroupShape) -> int:
+    """Of what the lane receives into where it cannot go to its place: whatever is encoded, or comes over nodes in two legs."""
+    kept = kept_units(options, plan.blocks)
+    secondary_codec = None if options.secondary_codec is None else parse_codec(options.secondary_codec)
+    most = 0
+    for unit in plan.units:
+        codec = gather_codec(options, unit, shape.world_size)
+        in_two_legs = shape.num_nodes > 1 and (options.gather_path == "hierarchical" or unit in kept)
+        for flat in unit.flats:
+            wire = shard_wire_bytes(flat, shape.world_size, codec, options.compute_dtype)
+            if in_two_legs or not codec.exact:
+                most = max(most, shape.world_size * wire)
+            if unit in kept and secondary_codec is not None:
+                most = max(
+                    most, shape.per_node * secondary_bytes(flat, *shape, wire, secondary_codec, options.compute_dtype)
+                )
+    return most
+
+
+class Weights:
+    """The computing thread calls; ``lane`` gathers. ``waited_s``: what the computing thread has waited."""
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        shards: dict[str, MainShard],
+        options: EngineOptions,
+        lane_group: Group,
+        trace: Trace,
+    ) -> None:
+        self.waited_s = 0.0
+        self._plan, self._shards, self._options, self._trace = plan, shards, options, trace
+        self._lane_group = lane_group
+        self._group = shard_group(lane_group, options.sharding)
+        self._patience_s = PATIENCE * lane_group.timeout_s
+        self._secondary = Secondary(options, shards, kept_units(options, plan.blocks), lane_group)
+        self._places = self._make_places(lane_group.device)
+        num_nodes = 1 if self._group.nodes is None else self._group.nodes.across.world_size
+        shape = GroupShape(num_nodes, self._group.world_size // num_nodes)
+        self._room = torch.empty(room_bytes(plan, options, shape), dtype=torch.uint8, device=lane_group.device)
+        self._held: set[int] = set()  # units asked for and not released
+        self._lane = Lane("gather", lane_group.device, self._close_pools)
+
+    def request(self, unit: Unit) -> None:
+        """Have the lane bring ``unit``, unless it is there or on its way."""
+        place = self._places[unit.number]
+        if place.pool is None or unit.number in self._held:
+            return
+        self._held.add(unit.number)
+        self._lane.start(lambda: self._bring(unit, place))
+
+    def use(self, unit: Unit) -> None:
+        """Wait until ``unit`` is there; it stays until ``done``."""
+        self.request(unit)
+        place = self._places[unit.number]
+        if place.pool is None:
+            return
+        start_s = time.perf_counter()
+        place.pool.use(unit.number, self._patience_s)
+        self.waited_s += time.perf_counter() - start_s
+        self._trace.begin("compute", unit.name, place.name)
+
+    def done(self, unit: Unit, keep: bool) -> None:
+        """The computing thread has ended its work with ``unit``. ``keep``: it will use it again in this version."""
+        place = self._places[unit.number]
+        if place.pool is None:
+            return
+        self._trace.end("compute", unit.name, place.name)
+        if keep or not place.alternates:
+            place.pool.keep(unit.number)
+        else:
+            place.pool.release(unit.number)
+            self._held.remove(unit.number)
+
+    def view(self, unit: Unit, flat: Flat, part: Part) -> Tensor:
+        """A parameter's weights where they lie. Not tied by a version counter to what the lane writes there later."""
+        return part.of(self._places[unit.number].views[flat.name].data)
+
+    def drop_blocks(self) -> None:
+        """Release the blocks that were kept or brought ahead."""
+        for unit in self._plan.blocks:
+            if self._places[unit.number].alternates:
+                self._drop(unit)
+
+    def changed(self) -> None:
+        """Versions have moved: release what is of an older one."""
+        for unit in self._plan.units:
+            place = self._places[unit.number]
+            if any(place.versions.get(flat.name) != self._shards[flat.name].version for flat in unit.flats):
+                self._drop(unit)
+
+    def close(self, reason: BaseException) -> None:
+        self._close_pools(reason)
+        self._lane.close()
+
+    def _drop(self, unit: Unit) -> None:
+        place = self._places[unit.number]
+        if place.pool is not None and unit.number in self._held:
+            place.pool.use(unit.number, self._patience_s)  # it may still be coming
+            place.pool.release(unit.number)
+            self._held.remove(unit.number)
+
+    def _bring(self, unit: Unit, place: Place) -> None:
+        assert place.pool is not None
+        place.pool.fill(unit.number, place.number)
+        with self._trace.span("gather", unit.name, place.name):
+            for flat in unit.flats:
+                shard = self._shards[flat.name]
+                # In a buffer of its own, what is frozen is still there.
+                if place.alternates or place.versions.get(flat.name) != shard.version:
+                    self._gather(shard, place.views[flat.name])
+                    place.versions[flat.name] = shard.version
+        place.pool.filled(unit.number)
+        for pool in self._pools():
+            pool.moved()  # whoever waits for what comes later has reason to wait on
+
+    def _gather(self, shard: MainShard, out_N: Tensor) -> None:
+        group = self._group
+        if self._secondary.keeps(shard.flat):
+            self._secondary.gather(shard, out_N, self._room)
+        elif group.nodes is not None and self._options.gather_path == "hierarchical":
+            gather_over_nodes(group, shard.wire(), shard.codec, out_N, self._room)
+        else:
+            run_leg(self._lane_group, group, gather_shards, group, shard.wire(), shard.codec, out_N, self._room)
+
+    def _make_places(self, device: torch.device) -> list[Place]:
+        options, size = self._options, self._options.compute_dtype.itemsize
+        room = max((weight_elems(unit) for unit in self._plan.blocks), default=0)
+        shared = None
+        if any(alternates(options, unit) for unit in self._plan.units):
+            shared = BufferPool(options.num_buffers, room * size, device)
+        places = []
+        for unit in self._plan.units:
+            if lies_in_shard(options, unit, self._plan.shard_ranks):
+                views = {flat.name: self._shards[flat.name].main.data for flat in unit.flats}
+                places.append(Place(None, 0, unit.name, views, False, {}))
+                continue
+            alternating = alternates(options, unit)
+            number = (unit.block or 0) % options.num_buffers if alternating else 0
+            pool = shared if alternating and shared is not None else BufferPool(1, weight_elems(unit) * size, device)
+            name = f"weights {number if alternating else unit.name}"
+            views = _flat_views(unit, pool.slots[number].buffer.view(options.compute_dtype))
+            places.append(Place(pool, number, name, views, alternating, {}))
+        return places
+
+    def _pools(self) -> list[BufferPool]:
+        return list({id(place.pool): place.pool for place in self._places if place.pool is not None}.values())
+
+    def _close_pools(self, reason: BaseException) -> None:
+        for pool in self._pools():
+            pool.close(reason)
+
+
+def weight_elems(unit: Unit) -> int:
+    return sum(flat.num_elems for flat in unit.flats)
+
+
+def _flat_views(unit: Unit, buffer: Tensor) -> dict[str, Tensor]:
+    views, start = {}, 0
+    for flat in unit.flats:
+        views[flat.name] = buffer[start : start + flat.num_elems]
+        start += flat.num_elems
+    return views

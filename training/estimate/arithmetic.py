@@ -1,0 +1,62 @@
+"""How much arithmetic a token is, how much a device can do, and so which share of it a step uses (MFU).
+
+Source: PaLM, appendix B (arXiv 2204.02311): 6 N + 12 L H E S a token, where N counts the parameters of matrix products,
+attention is counted as if nothing were masked, and recomputed activations are not counted.
+"""
+
+import time
+
+import torch
+
+from tightwire.model.config import LlamaConfig
+
+_BFLOAT16_TFLOPS = {  # dense, as the vendor states them; by a part of the device's name, the longest that fits
+    "A100": 312.0,
+    "A10G": 70.0,
+    "A30": 165.0,
+    "A40": 149.7,
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "H200": 989.4,
+    "L4": 121.0,
+    "L40": 181.0,
+    "L40S": 362.0,
+    "RTX 4090": 165.2,
+}
+_SIDE, _TRIES = 1024, 8
+
+
+def flops_per_token(config: LlamaConfig, sequence_tokens: int) -> int:
+    """Forward and backward."""
+    width = config.num_heads * config.head_dim
+    attention = config.hidden_size * (2 * width + 2 * config.num_kv_heads * config.head_dim)
+    products = config.num_layers * (attention + 3 * config.hidden_size * config.mlp_size)
+    products += (
+        config.vocab_size * config.hidden_size
+    )  # the head, tied or not; looking up an embedding is no arithmetic
+    return 6 * products + 12 * config.num_layers * width * sequence_tokens
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """A second, of one device: a known GPU's in bfloat16; on a CPU what a large product reaches; None: not known.
+
+    Cost on a CPU: some 0.2 s, on the threads that torch has.
+    """
+    if device.type == "cpu":
+        return _measure(dtype)
+    if dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    fitting = [known for known in _BFLOAT16_TFLOPS if known in name]
+    return _BFLOAT16_TFLOPS[max(fitting, key=len)] * 1e12 if fitting else None
+
+
+def _measure(dtype: torch.dtype) -> float:
+    a, b = torch.rand(_SIDE, _SIDE, dtype=dtype), torch.rand(_SIDE, _SIDE, dtype=dtype)
+    torch.mm(a, b)
+    times = []
+    for _ in range(_TRIES):
+        begun = time.perf_counter()
+        torch.mm(a, b)
+        times.append(time.perf_counter() - begun)
+    return 2 * _SIDE**3 / min(times)  # the others had company

@@ -1,0 +1,35 @@
+"""What a run keeps beside the engine's memory: the optimizer's state, and checkpoints on the disk."""
+
+import torch
+
+from tightwire.training.between.make import kept_bytes
+from tightwire.training.config.between import BetweenOptions
+from tightwire.training.config.optimizer import OptimizerConfig
+from tightwire.training.engine.units import UnitPlan, cut
+from tightwire.training.optimizer.make import make_optimizer
+
+_FLOAT32_BYTES = 4
+_TRIED = 256  # elements, to see what an optimizer keeps for each
+
+
+def optimizer_bytes(config: OptimizerConfig, num_elems: int) -> int:
+    """What the optimizer keeps for ``num_elems`` numbers, seen on a few of them."""
+    tried = torch.nn.Parameter(torch.zeros(_TRIED))
+    tried.grad = torch.ones(_TRIED)
+    optimizer = make_optimizer(config, [{"params": [tried], "name": "matrices"}])
+    optimizer.step()
+    state = optimizer.state.get(tried, {}).values()
+    flat = [value for value in state if isinstance(value, torch.Tensor) and value.numel() == _TRIED]
+    return sum(value.element_size() for value in flat) * num_elems
+
+
+def checkpoint_bytes(config: OptimizerConfig, plan: UnitPlan, between: BetweenOptions, num_replicas: int) -> int:
+    """Of one checkpoint, all ranks' files together; each of the replicas, where there are several, has its own residuals."""
+    trainable_bytes = _FLOAT32_BYTES + optimizer_bytes(config, 1)
+    shared = sum(flat.num_parameters * (trainable_bytes if flat.trainable else _FLOAT32_BYTES) for flat in plan.flats)
+    if num_replicas == 1:
+        return shared
+    shards = [
+        cut(flat, rank, plan.shard_ranks) for flat in plan.flats if flat.trainable for rank in range(plan.shard_ranks)
+    ]
+    return shared + num_replicas * sum(kept_bytes(between, shard) for shard in shards)

@@ -1,0 +1,1 @@
+"""The optimizer over shards, and its learning rate."""

@@ -1,0 +1,113 @@
+"""The groups that training talks over: one set of connections for each thread that does, so that none waits for another's.
+
+A *lane group* is all ranks, with the smaller groups inside and across nodes where there are several. Each lane has one:
+weights are gathered on one, gradients reduced on another, and what the computing thread asks of all ranks goes over a third.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.group import Group, in_process_groups, open_process_group
+from tightwire.comm.nodes import in_process_node_groups, join_nodes
+from tightwire.comm.topology import Topology
+from tightwire.training.config.sharding import Sharding
+
+_LANES = ("gather", "reduce", "main")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainGroups:
+    """This rank's three lane groups; alike but for their connections. Each has one ledger for its collectives."""
+
+    gather: Group
+    reduce: Group
+    main: Group
+
+    @property
+    def rank(self) -> int:
+        return self.main.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.main.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        return 1 if self.main.nodes is None else self.main.nodes.across.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.main.device
+
+    @property
+    def timeout_s(self) -> float:
+        return self.main.timeout_s
+
+    def close(self) -> None:
+        """Drop all connections, without waiting for other ranks. May be called twice."""
+        for group in (self.gather, self.reduce, self.main):
+            group.close()
+
+
+def shard_group(lane: Group, sharding: Sharding) -> Group:
+    """Of a lane group, the ranks that a unit is cut over."""
+    if sharding.shard_over == "self":
+        return _alone(lane)
+    return lane.nodes.inside if sharding.shard_over == "node" and lane.nodes is not None else lane
+
+
+def replica_group(lane: Group, sharding: Sharding) -> Group:
+    """Of a lane group, the ranks that hold the same shard as this one: what the between-node slot sums over."""
+    if sharding.shard_over == "self":
+        return lane
+    return lane.nodes.across if sharding.shard_over == "node" and lane.nodes is not None else _alone(lane)
+
+
+def open_train_groups(
+    topology: Topology,
+    *,
+    store: Store,
+    device: torch.device,
+    timeout_s: float,
+    join_timeout_s: float | None = None,
+    name: str = "train",
+    interface: str | None = None,
+) -> TrainGroups:
+    """Join the processes of ``topology``, three times over. Arguments as for ``comm.group.open_process_group``.
+
+    Raises:
+        CollectiveTimeoutError: some ranks did not join in time; names them.
+    """
+
+    def join(lane: str) -> Group:
+        group = open_process_group(
+            topology,
+            store=store,
+            device=device,
+            timeout_s=timeout_s,
+            join_timeout_s=join_timeout_s,
+            name=f"{name}/{lane}",
+            interface=interface,
+        )
+        return join_nodes(
+            group,
+            topology,
+            store=store,
+            join_timeout_s=join_timeout_s,
+            name=f"{name}/{lane}",
+            interface=interface,
+        )
+
+    return TrainGroups(**{lane: join(lane) for lane in _LANES})
+
+
+def in_process_train_groups(world_size: int, num_nodes: int = 1, timeout_s: float = 30.0) -> list[TrainGroups]:
+    """The groups of ranks that are threads of this process, by rank."""
+    lanes = {lane: in_process_node_groups(world_size, num_nodes, timeout_s) for lane in _LANES}
+    return [TrainGroups(**{lane: groups[rank] for lane, groups in lanes.items()}) for rank in range(world_size)]
+
+
+def _alone(lane: Group) -> Group:
+    return in_process_groups(1, lane.timeout_s, [lane.ledger])[0]

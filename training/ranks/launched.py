@@ -1,0 +1,59 @@
+"""How a launched process finds the others: what torchrun says, and the store that it offers to all of them."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.topology import Topology
+
+
+def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology:
+    """Which rank this is. ``nodes``: so many, whatever the launcher says, to try several on one machine.
+
+    Raises:
+        ValueError: the launcher's variables make no sense, or ranks cannot be dealt to the nodes equally.
+    """
+    told = Topology.from_environment(environment)
+    if nodes is None:
+        return told
+    try:
+        return Topology(told.rank, told.world_size, told.local_rank, nodes)
+    except ValueError as error:
+        raise ValueError(f"parallel.nodes={nodes}: {error}") from None
+
+
+def open_store(environment: Mapping[str, str], topology: Topology, *, timeout_s: float) -> Store:
+    """Where ranks meet. torchrun's agent keeps it where it says so, else the first rank does.
+
+    Ranks of another attempt, which torchrun may have started before, do not meet these.
+
+    Raises:
+        ValueError: there are several ranks and no address.
+        ConnectionError: there is no store at the address, or none can be.
+    """
+    if topology.world_size == 1:
+        return HashStore()
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise ValueError(
+            f"there are {topology.world_size} ranks, and MASTER_ADDR and MASTER_PORT do not say where they meet; start them "
+            "with torchrun"
+        )
+    agent_has_it = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = topology.rank == 0 and not agent_has_it
+    try:
+        store = TCPStore(
+            host,
+            int(port),
+            is_master=is_master,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        wrong = "a port that is free on it" if is_master else "its port, and it must be running"
+        raise ConnectionError(
+            f"ranks cannot meet at MASTER_ADDR={host} MASTER_PORT={port}: {str(error).rstrip('.')}. They must name the first "
+            f"rank's machine and {wrong}"
+        ) from None
+    return PrefixStore(f"attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

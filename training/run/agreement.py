@@ -1,0 +1,70 @@
+"""Ranks that were not told the same, or begin with unlike weights, would train on as if nothing were: both are refused."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tightwire.comm.errors import name_ranks
+from tightwire.training.checkpoint.state import RunState
+from tightwire.training.config.read import to_values
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.documents import describe_files
+from tightwire.training.data.run_data import RunData
+from tightwire.training.ranks.control import Control
+
+# Paths, whose files are compared instead, and what only the first rank or nobody looks at.
+_MAY_DIFFER = ("run", "data.files", "data.held_out_files", "export.folder", "log.", "dry_run.")
+_MOST_KEYS = 5  # that are told
+
+
+def check_told_alike(config: TrainConfig, data: RunData, control: Control) -> None:
+    """Collective.
+
+    Raises:
+        ValueError: some values of the configuration, or the data, are not the same on every rank; names them.
+    """
+    own = {key: value for key, value in _flat(to_values(config), "") if not key.startswith(_MAY_DIFFER)}
+    own["the fingerprint of data.files"] = describe_files(data.documents.files)
+    if data.held_out_documents is not None:
+        own["the fingerprint of data.held_out_files"] = describe_files(data.held_out_documents.files)
+    ranks = control.gather(own)
+    keys = list(dict.fromkeys(key for values in ranks for key in values))
+    differing = [key for key in keys if any(values.get(key) != ranks[0].get(key) for values in ranks)]
+    if differing:
+        told = "; ".join(_values_of(key, ranks) for key in differing[:_MOST_KEYS])
+        rest = f"; and {len(differing) - _MOST_KEYS} more" if len(differing) > _MOST_KEYS else ""
+        raise ValueError(f"ranks were not told the same: {told}{rest}. Give all the same configuration and files")
+
+
+def check_replicas(state: RunState, shard_rank: int, control: Control) -> None:
+    """Collective. Cost: every shard is read once; a few numbers a rank.
+
+    Raises:
+        ValueError: ranks that hold the same shard have other bits in it; names them and the units.
+    """
+    # Sums of the bits as whole numbers: exact, so any one bit shows, in a NaN too.
+    sums = {shard.unit: int(shard.flat_N.detach().view(torch.int32).sum(dtype=torch.int64)) for shard in state.shards}
+    first: dict[int, tuple[int, Mapping[str, int]]] = {}
+    for rank, (shard, theirs) in enumerate(control.gather((shard_rank, sums))):
+        other, known = first.setdefault(shard, (rank, theirs))
+        if unlike := [unit for unit in known if theirs[unit] != known[unit]]:
+            raise ValueError(
+                f"{name_ranks([other, rank])} begin with other weights in {', '.join(unlike)}; the model or the checkpoint "
+                "that they read is not the same on their machines"
+            )
+
+
+def _flat(values: Mapping[str, Any], under: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{under}{name}.")
+        else:
+            yield f"{under}{name}", value
+
+
+def _values_of(key: str, ranks: list[dict[str, Any]]) -> str:
+    by_value: dict[str, list[int]] = {}
+    for rank, values in enumerate(ranks):
+        by_value.setdefault(repr(values.get(key)), []).append(rank)
+    return f"{key} is " + ", ".join(f"{value} on {name_ranks(own)}" for value, own in by_value.items())

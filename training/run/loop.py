@@ -1,0 +1,277 @@
+"""The steps of a run: batches through the engine, the optimizer, and what happens between two steps.
+
+Ranks exchange five numbers at the end of each step: its loss, whether somebody is to stop, whether a checkpoint's part is
+written, memory, and whether the next step's data could not be read. So all of them decide alike: a signal to one of them
+stops all after the same step, and so does a damaged file, which they come to at different times.
+"""
+
+import math
+import resource
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from tightwire.training.checkpoint.files import CheckpointError
+from tightwire.training.checkpoint.folders import newest_before, step_of
+from tightwire.training.checkpoint.state import RunState, not_finite, snapshot
+from tightwire.training.checkpoint.writer import Checkpointer
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.documents import DataError
+from tightwire.training.data.read_ahead import ReadAhead
+from tightwire.training.data.stream import Batch
+from tightwire.training.engine.engine import Engine
+from tightwire.training.log.records import EvaluationRecord, StepRecord
+from tightwire.training.log.run_log import RunLog
+from tightwire.training.log.terminal import Terminal
+from tightwire.training.optimizer.make import set_learning_rate
+from tightwire.training.optimizer.schedule import learning_rate
+from tightwire.training.ranks.control import Control
+
+_NO_CLIPPING = math.inf
+
+
+class DivergedError(RuntimeError):
+    """Gradients or weights have numbers that are none; no such weights are saved."""
+
+
+class BrokenDataError(RuntimeError):
+    """The data cannot be read on; what was trained has been saved."""
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """One run on one rank. ``step`` and ``position`` are where it goes on from, and where it is."""
+
+    config: TrainConfig
+    model: Any
+    engine: Engine
+    state: RunState
+    control: Control
+    batches: ReadAhead[Batch]
+    evaluate: Callable[[int], EvaluationRecord] | None
+    checkpointer: Checkpointer
+    about: Callable[[int, int], Mapping[str, Any]]  # of a checkpoint: step, position
+    terminal: Terminal
+    log: RunLog | None  # on the rank that writes it
+    stop_signal: Callable[[], int]
+    device: torch.device
+    flops_per_token: int
+    peak_flops: float | None
+    step: int = 0
+    position: int = 0
+    last_checkpoint: Path | None = None
+    _saved_step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._saved_step = self.step
+        self._accumulation = self.config.batch.accumulation(self.control.world_size)
+        self._upcoming: list[Batch] = []  # of the next step
+        self._data_error = ""
+
+    def run(self) -> int:
+        """Train until the last step or a signal, and save. Returns the signal's number, 0 when all steps are done.
+
+        Raises:
+            DataError: there is no data for the first step.
+            BrokenDataError: there is none for a later one.
+            DivergedError: with the step, the units and the last good checkpoint.
+            CheckpointError: what the run ends with could not be saved.
+        """
+        self.model.train()
+        signal = self._begin()
+        while self.step < self.config.schedule.steps and not signal:
+            signal, is_broken = self._step()
+            is_last = self.step == self.config.schedule.steps
+            evaluates = is_last or self._due(self.config.evaluation.every)
+            saves = signal or is_broken or is_last or self._due(self.config.checkpoint.every)
+            if saves or evaluates:
+                self._check_finite()
+            if evaluates and not signal and not is_broken:
+                self._evaluate()  # who sends a signal gets a checkpoint at once
+            if saves:
+                self._save()
+            if is_broken:
+                self._end_without_data()
+        self._settle(raising=True)
+        return signal
+
+    def _begin(self) -> int:
+        """Read up to where the run goes on from; the signal that came meanwhile, or 0."""
+        if self.position and self.step < self.config.schedule.steps:
+            self.terminal.say(f"reading the data up to position {self.position}")
+        with self.control.failing_together(DataError):
+            self._read()
+            if self._data_error:
+                raise DataError(self._data_error)
+        return int(max(signal for (signal,) in self.control.gather_numbers(self.stop_signal())))
+
+    def _read(self) -> None:
+        """Have the next step's micro-batches, before any rank begins with it; a signal ends the waiting."""
+        self._upcoming = []
+        if self.step == self.config.schedule.steps:
+            return
+        try:
+            while len(self._upcoming) < self._accumulation:
+                batch = self.batches.get(self.stop_signal)
+                if batch is None:
+                    return
+                self._upcoming.append(batch)
+        except DataError as error:
+            self._data_error = str(error)
+
+    def _step(self) -> tuple[int, bool]:
+        """The signal that came to some rank, and whether some rank's data cannot be read on."""
+        begun, sent, waited = perf_counter(), self.engine.bytes_sent, self.engine.waited_s
+        rate = learning_rate(self.config.schedule, self.config.optimizer.lr, self.step)
+        loss = self._gradients()
+        norm = self.engine.clip_gradients(self.config.optimizer.clip_norm or _NO_CLIPPING)
+        if not math.isfinite(norm):
+            self._diverged(loss)
+        set_learning_rate(self.state.optimizer, rate)
+        self.state.optimizer.step()
+        self.engine.weights_changed()
+        self.step += 1
+        self.position += self.config.batch.sequences
+        self._read()
+        ranks = self.control.gather_numbers(
+            loss, self.stop_signal(), self.checkpointer.written, _memory_bytes(self.device), bool(self._data_error)
+        )
+        losses, signals, written, memory, broken = zip(*ranks, strict=True)
+        seconds = perf_counter() - begun
+        tokens = self.config.batch.sequences * self.config.data.sequence_tokens
+        rank_flops = self.flops_per_token * tokens / self.control.world_size
+        self._tell(
+            StepRecord(
+                step=self.step,
+                loss=sum(losses) / len(losses),
+                lr=rate,
+                grad_norm=norm,
+                tokens=tokens,
+                seconds=seconds,
+                mfu=None if self.peak_flops is None else rank_flops / seconds / self.peak_flops,
+                memory_bytes=int(max(memory)),
+                wire_bytes=self.engine.bytes_sent - sent,
+                exposed_ms=1e3 * (self.engine.waited_s - waited),
+            )
+        )
+        if all(written):
+            self._settle(raising=False)
+        return int(max(signals)), any(broken)
+
+    def _gradients(self) -> float:
+        """All micro-batches forward and backward; this rank's mean loss."""
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(self._upcoming):
+            inputs_BS, targets_BS = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+            with self.engine.micro_batch(last=number == self._accumulation - 1):
+                # The targets are shifted already; transformers wants `labels` beside them, to compute a loss at all.
+                loss = self.model(input_ids=inputs_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False).loss
+                (loss / self._accumulation).backward()
+            total += loss.detach()
+        self.engine.finish_gradients()
+        return float(total) / self._accumulation
+
+    def _diverged(self, loss: float) -> None:
+        """All ranks come here together, as the norm is the same on each."""
+        own = [
+            shard.unit
+            for shard in self.state.shards
+            if shard.flat_N.grad is not None and not shard.flat_N.grad.isfinite().all()
+        ]
+        self._settle(raising=False)
+        ranks = self.control.gather((loss, own))
+        units = sorted({unit for _, units in ranks for unit in units})
+        losses = ", ".join(f"{loss:.4g}" for loss, _ in ranks)
+        raise DivergedError(
+            f"step {self.step + 1}: the gradient has numbers that are none, in {', '.join(units) or 'no unit by itself'} (the "
+            f"ranks' losses: {losses}); {self._remedy()}"
+        )
+
+    def _check_finite(self) -> None:
+        """Before weights are saved or evaluated. Collective."""
+        units = sorted({unit for units in self.control.gather(not_finite(self.state)) for unit in units})
+        if units:
+            self._settle(raising=False)
+            raise DivergedError(
+                f"step {self.step}: weights or optimizer state have numbers that are none, in {', '.join(units)}; they are not "
+                f"saved, and {self._remedy()}"
+            )
+
+    def _remedy(self) -> str:
+        """Weights of a checkpoint have proved good when a gradient was computed with them."""
+        newest = self.last_checkpoint
+        good = newest_before(Path(self.config.run).expanduser(), self.step)
+        if newest is None:
+            where = "there is no checkpoint yet"
+        elif step_of(newest) < self.step:
+            where = f"the last good checkpoint is {newest}"
+        else:
+            instead = f"for the run to go on from the last good checkpoint, {good}" if good else "and begin anew"
+            where = f"{newest} has the weights that gave it: remove that folder, {instead}"
+        return (
+            f"{where}. Unchanged, the run would come to the same step again: give a lower optimizer.lr, a longer "
+            "schedule.warmup_steps or a smaller optimizer.clip_norm"
+        )
+
+    def _end_without_data(self) -> None:
+        """All ranks come here together, after saving."""
+        self._settle(raising=True)
+        text = next(text for text in self.control.gather(self._data_error) if text)
+        raise BrokenDataError(
+            f"after step {self.step}: {text}. What was trained is in {self.last_checkpoint}; the same command goes on from there "
+            "when the file is mended and has the size that it had (a line of JSON may be blanked out)"
+        )
+
+    def _evaluate(self) -> None:
+        if self.evaluate is not None:
+            self._tell(self.evaluate(self.step))
+
+    def _save(self) -> None:
+        self._settle(raising=False)
+        if self.step == self._saved_step:
+            return
+        pieces = snapshot(self.state, self.control.rank)
+        self.checkpointer.begin(self.step, pieces, self.about(self.step, self.position))
+        self._saved_step = self.step
+
+    def _settle(self, *, raising: bool) -> None:
+        """Wait for the checkpoint that is being written, if any. Collective."""
+        if not self.checkpointer.writing:
+            return
+        folder, error, warning = self.checkpointer.complete()
+        if warning:
+            self.terminal.say(f"WARNING: {warning}")
+        if not error:
+            self.last_checkpoint = folder
+            self.terminal.say(f"checkpoint {folder}")
+            return
+        last = self.last_checkpoint or "none yet"
+        text = f"the checkpoint {folder.name} could not be written: {error}. The last good checkpoint is {last}"
+        if raising:
+            raise CheckpointError(f"{text}; make room, and run the same command again")
+        self.terminal.say(f"WARNING: {text}; the run goes on")
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _tell(self, record: StepRecord | EvaluationRecord) -> None:
+        if self.log is not None:
+            try:
+                self.log.add(record)
+            except OSError as error:  # a full disk may have room again; steps are worth more than lines
+                self.terminal.say(f"WARNING: step {record.step} is not in the log: {error}")
+        if isinstance(record, StepRecord):
+            self.terminal.step(record)
+        else:
+            self.terminal.evaluation(record)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """The most that this process has had."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

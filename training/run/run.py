@@ -1,0 +1,263 @@
+"""One training run on one rank, from its configuration to the exported model."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from threading import Event
+
+import torch
+
+from tightwire.comm.errors import CommError
+from tightwire.training.checkpoint.files import CheckpointError
+from tightwire.training.checkpoint.folders import check_files
+from tightwire.training.checkpoint.resume import (
+    OtherRunError,
+    about,
+    check_checkpoint,
+    find_checkpoint,
+    identity_of,
+    restore,
+)
+from tightwire.training.checkpoint.writer import Checkpointer
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.documents import describe_files
+from tightwire.training.data.read_ahead import ReadAhead
+from tightwire.training.data.run_data import RunData
+from tightwire.training.data.stream import Batch
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.estimate.arithmetic import flops_per_token, peak_flops
+from tightwire.training.estimate.footprint import checkpoint_bytes
+from tightwire.training.log.records import EvaluationRecord
+from tightwire.training.log.run_log import RunLog, check_packages
+from tightwire.training.log.terminal import Terminal, make_terminal
+from tightwire.training.ranks.launched import find_topology, open_store
+from tightwire.training.run.agreement import check_replicas, check_told_alike
+from tightwire.training.run.evaluate import Evaluator
+from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
+from tightwire.training.run.places import check_room, export_place, make_folder
+from tightwire.training.run.samples import write_samples
+from tightwire.training.run.setup import Ranks, check_ranks, engine_options, find_device, make_trained, meet
+from tightwire.training.run.stop_signals import StopSignals
+from tightwire.training.start.export import export_folder
+from tightwire.training.start.model import StartingModel, open_start
+
+FAILURES = (
+    CheckpointError,
+    BrokenDataError,
+    DivergedError,
+    CommError,
+    OSError,
+)  # that a run may end with once it has begun
+_READ_AHEAD = 4  # micro-batches, if a step has no more
+_TOKENIZER = "tokenizer"
+
+
+def run_training(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> int:
+    """Train, save and export. Returns the number of the signal that ended it, or 0.
+
+    Raises:
+        ValueError: refused, with the reason; nothing has been changed.
+        CheckpointError, BrokenDataError, DivergedError, CommError, OSError: the run cannot go on.
+    """
+    topology = find_topology(environment, config.parallel.nodes)
+    options = engine_options(config)
+    check_ranks(config, options, topology)
+    check_packages(config.log)
+    data = RunData.find(config)
+    device = find_device(config.device, topology)
+    store = open_store(environment, topology, timeout_s=config.parallel.timeout_s)
+    with meet(config.parallel, topology, store, device) as ranks, StopSignals() as signals:
+        run = Run(config, options, data, ranks)
+        try:
+            return run.train(lambda: signals.number)
+        finally:
+            run.close()
+
+
+class Run:
+    """A run on ranks that have met; all make the same calls."""
+
+    def __init__(self, config: TrainConfig, options: EngineOptions, data: RunData, ranks: Ranks) -> None:
+        """
+        Raises:
+            ValueError: ranks were told unlike things, a folder cannot be written to, or there is no such model.
+        """
+        self._config, self._data, self._control = config, data, ranks.control
+        check_told_alike(config, data, ranks.control)
+        self._folder = make_folder(config, ranks.control)
+        self._start = _open_start(config, data, self._folder, ranks)
+        self._identity = identity_of(
+            config, self._start.config, name=self._start.name, files=describe_files(data.documents.files)
+        )
+        self._trained = make_trained(config, options, self._start, ranks.groups)
+        plan, replicas = self._trained.engine.plan, self._trained.state.replica.size
+        between = config.parallel.between
+        with ranks.control.failing_together(ValueError):
+            if ranks.control.rank == 0:  # which writes the model
+                check_room(
+                    config,
+                    self._folder,
+                    checkpoint_bytes=checkpoint_bytes(config.optimizer, plan, between, replicas),
+                    num_parameters=plan.num_parameters,
+                )
+
+    def close(self) -> None:
+        self._trained.engine.close()
+
+    def train(self, stop_signal: Callable[[], int]) -> int:
+        """Go on from the newest checkpoint, or begin, until the end. ``stop_signal``: what came to this rank, else 0."""
+        config, control = self._config, self._control
+        checkpoint, step, position = self._load()
+        terminal = make_terminal(config.schedule.steps, config.log.every, rank=control.rank, done=step)
+        log = None
+        closed, ahead = Event(), max(_READ_AHEAD, config.batch.accumulation(control.world_size))
+        batches = ReadAhead(self._batches(position, closed), ahead, closed)
+        try:
+            with control.failing_together(ValueError):
+                if control.rank == 0:
+                    log = RunLog(self._folder, after_step=step, tensorboard=config.log.tensorboard)
+            terminal.say(self._beginning(checkpoint))
+            loop = Loop(
+                config=config,
+                model=self._trained.model,
+                engine=self._trained.engine,
+                state=self._trained.state,
+                control=control,
+                batches=batches,
+                evaluate=self._evaluation() if config.evaluation.every else None,
+                checkpointer=Checkpointer(self._folder, control, keep=config.checkpoint.keep),
+                about=lambda step, position: about(
+                    config, self._identity, self._trained.state, step=step, position=position
+                ),
+                terminal=terminal,
+                log=log,
+                stop_signal=stop_signal,
+                device=self._trained.device,
+                flops_per_token=flops_per_token(self._start.config, config.data.sequence_tokens),
+                peak_flops=self._peak_flops(),
+                step=step,
+                position=position,
+                last_checkpoint=checkpoint,
+            )
+            signal = loop.run()
+            if not signal:
+                self._export(terminal)
+            if log is not None and config.log.plot and (plot := log.plot()):
+                terminal.say(f"loss curve {plot}")
+            if signal:
+                saved = "saved" if loop.step > step else "nothing new to save"
+                terminal.say(
+                    f"stopped after step {loop.step} of {config.schedule.steps}, {saved}; the same command goes on"
+                )
+            return signal
+        finally:
+            batches.close()
+            terminal.close()
+            if log is not None:
+                log.close()
+
+    def _load(self) -> tuple[Path | None, int, int]:
+        """Fill the weights; the checkpoint that they are from, its step and position."""
+        config, control, trained = self._config, self._control, self._trained
+        step = position = 0
+        with control.failing_together(OtherRunError):
+            checkpoint = find_checkpoint(self._folder, resume=config.checkpoint.resume)
+        checkpoint = control.gather(checkpoint)[0]
+        if checkpoint is None:
+            trained.engine.load_full(self._start.read)
+            torch.manual_seed(config.seed + control.rank)
+        else:
+            with control.failing_together(OtherRunError, CheckpointError):
+                said = check_checkpoint(checkpoint, self._identity, config)
+                check_files(checkpoint, said, rank=control.rank, world_size=control.world_size)
+            with control.failing_together(OtherRunError, CheckpointError):
+                restore(checkpoint, said, trained.state, seed=config.seed, rank=control.rank)
+            trained.engine.all_weights_changed()
+            step, position = said["step"], said["position"]
+        check_replicas(trained.state, trained.engine.shard_rank, control)
+        return checkpoint, step, position
+
+    def _batches(self, position: int, closed: Event) -> Iterator[Batch]:
+        start, control = self._start, self._control
+        return self._data.batches(
+            start.tokenizer,
+            start.end_token_id,
+            rank=control.rank,
+            world_size=control.world_size,
+            position=position,
+            closed=closed,
+        )
+
+    def _evaluation(self) -> Callable[[int], EvaluationRecord]:
+        """Evaluates the weights of a step."""
+        config, start, trained = self._config, self._start, self._trained
+        evaluator = Evaluator(
+            trained.model,
+            trained.engine,
+            self._control,
+            self._data.held_out_blocks(start.tokenizer, start.end_token_id),
+            micro_sequences=config.batch.micro_sequences,
+            device=trained.device,
+        )
+
+        def evaluate(step: int) -> EvaluationRecord:
+            loss, tokens = evaluator.run()
+            samples = write_samples(
+                trained.model,
+                trained.engine,
+                start.tokenizer,
+                config.evaluation.prompts,
+                num_tokens=config.evaluation.sample_tokens,
+                max_positions=start.config.max_positions,
+                device=trained.device,
+            )
+            return EvaluationRecord(step=step, held_out_loss=loss, tokens=tokens, samples=samples)
+
+        return evaluate
+
+    def _peak_flops(self) -> float | None:
+        if self._config.log.peak_tflops is not None:
+            return self._config.log.peak_tflops * 1e12
+        return peak_flops(self._trained.device, getattr(torch, self._config.model.compute_dtype))
+
+    def _beginning(self, checkpoint: Path | None) -> str:
+        config, world_size = self._config, self._control.world_size
+        ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+        begins = f"going on from {checkpoint}" if checkpoint else f"beginning with {self._start.name}"
+        return f"{begins}, {config.parallel.sharding} on {ranks}, steps to {config.schedule.steps}, in {self._folder}"
+
+    def _export(self, terminal: Terminal) -> None:
+        config = self._config
+        out = export_place(config, self._folder)
+        error = export_folder(
+            out,
+            self._trained.engine.full_tensors(),
+            self._start.config,
+            self._start.tokenizer,
+            dtype=getattr(torch, config.export.dtype),
+            writes=self._control.rank == 0,
+        )
+        if error := self._control.gather(error)[0]:
+            raise CheckpointError(
+                f"the trained model could not be exported: {error}; its checkpoint is whole, so the same command tries again"
+            )
+        terminal.say(f"model {out}: tightwire serve {out}")
+
+
+def _open_start(config: TrainConfig, data: RunData, run: Path, ranks: Ranks) -> StartingModel:
+    """The first rank goes ahead, as it may fetch a model or train a tokenizer for the others to find."""
+
+    def start() -> StartingModel:
+        return open_start(
+            config.model, seed=config.seed, keep_in=run / _TOKENIZER, texts=lambda: data.training(0, in_order=True)
+        )
+
+    own = None
+    with ranks.control.failing_together(ValueError):
+        if ranks.control.rank == 0:
+            try:
+                data.check_documents()
+                own = start()
+            except OSError as error:
+                raise ValueError(str(error)) from None
+    return own or start()

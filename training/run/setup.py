@@ -1,0 +1,187 @@
+"""From a configuration to an engine: everything that can be refused is, before ranks meet and before weights are read."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.group import open_process_group
+from tightwire.comm.topology import Topology
+from tightwire.model.config import LlamaConfig
+from tightwire.training.between.make import check_options, make_between
+from tightwire.training.between.replicas import Replicas
+from tightwire.training.checkpoint.pieces import flat_shards
+from tightwire.training.checkpoint.state import Replica, RunState
+from tightwire.training.config.between import DenseOptions
+from tightwire.training.config.sharding import parse_sharding
+from tightwire.training.config.tree import ParallelConfig, TrainConfig
+from tightwire.training.engine.between import Between
+from tightwire.training.engine.engine import Engine
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.units import UnitPlan, cut, plan_units
+from tightwire.training.optimizer.make import make_optimizer
+from tightwire.training.ranks.control import Control
+from tightwire.training.ranks.groups import TrainGroups, open_train_groups, replica_group, shard_group
+from tightwire.training.start.model import StartingModel, build_model
+
+_OWN_OPTIONS = ("sharding", "compute_dtype", "reduce_dtype")  # said otherwise in the configuration
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """This rank's connections."""
+
+    groups: TrainGroups
+    control: Control
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.control.close()
+        self.groups.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """The model that is trained, without parameters of its own, and who has them."""
+
+    model: Any
+    engine: Engine
+    state: RunState
+    device: torch.device
+
+
+def engine_options(config: TrainConfig) -> EngineOptions:
+    """
+    Raises:
+        ValueError: options that do not go together; they have the configuration's names.
+    """
+    parallel = config.parallel
+    names = [name for name in EngineOptions.__dataclass_fields__ if name not in _OWN_OPTIONS]
+    try:
+        return EngineOptions(
+            sharding=parse_sharding(parallel.sharding),
+            compute_dtype=getattr(torch, config.model.compute_dtype),
+            reduce_dtype=getattr(torch, parallel.reduce_dtype),
+            **{name: getattr(parallel, name) for name in names},
+        )
+    except ValueError as error:
+        raise ValueError(f"parallel: {error}") from None
+
+
+def check_ranks(config: TrainConfig, options: EngineOptions, topology: Topology) -> None:
+    """
+    Raises:
+        ValueError: the run cannot be on these ranks.
+    """
+    config.batch.accumulation(topology.world_size)
+    try:
+        check_options(config.parallel.between)
+    except ValueError as error:
+        raise ValueError(f"parallel.between: {error}") from None
+    try:
+        options.check_ranks(topology.num_nodes)
+    except ValueError as error:
+        raise ValueError(f"parallel: {error}") from None
+    if options.sharding.name == "hybrid" and topology.num_nodes == 1 and topology.world_size > 1:
+        raise ValueError(
+            "parallel.sharding=hybrid replicates between nodes, and there is one; take zero3, or say parallel.nodes where "
+            "the launcher does not know of several"
+        )
+    alone = options.sharding.shard_over == "world" or topology.world_size == 1
+    if alone and config.parallel.between.kind != "dense":
+        raise ValueError(
+            f"parallel.between.kind={config.parallel.between.kind} stands between replicas, and parallel.sharding="
+            f"{options.sharding.name} on {topology.world_size} ranks has none; take hybrid or none, on several ranks"
+        )
+
+
+def check_sequences(config: TrainConfig, llama: LlamaConfig) -> None:
+    """
+    Raises:
+        ValueError: sequences are longer than the model's positions.
+    """
+    if config.data.sequence_tokens > llama.max_positions:
+        raise ValueError(
+            f"data.sequence_tokens={config.data.sequence_tokens} is more than the model's {llama.max_positions} positions; "
+            f"give at most {llama.max_positions}, or a new model a larger model.shape.max_position_embeddings"
+        )
+
+
+def find_device(wanted: str, topology: Topology) -> torch.device:
+    """
+    Raises:
+        ValueError: there is no such device for this rank.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if topology.local_rank >= count:
+        raise ValueError(
+            f"rank {topology.rank} is number {topology.local_rank} of its host, which has {count} CUDA devices; start as many "
+            "ranks as devices, or give device=cpu"
+        )
+    torch.cuda.set_device(topology.local_rank)
+    return torch.device("cuda", topology.local_rank)
+
+
+def meet(parallel: ParallelConfig, topology: Topology, store: Store, device: torch.device) -> Ranks:
+    """Connect all ranks.
+
+    Raises:
+        CollectiveTimeoutError: some did not come.
+    """
+    groups = open_train_groups(topology, store=store, device=device, timeout_s=parallel.timeout_s)
+    control = open_process_group(
+        topology, store=store, device=torch.device("cpu"), timeout_s=parallel.timeout_s, name="train/control"
+    )
+    return Ranks(groups=groups, control=Control(control))
+
+
+def make_trained(config: TrainConfig, options: EngineOptions, start: StartingModel, groups: TrainGroups) -> Trained:
+    """The model in its engine, with the optimizer beside it; weights are zeros until they are loaded.
+
+    Raises:
+        ValueError: the optimizer or what is to be frozen does not go with the model.
+    """
+    check_sequences(config, start.config)
+    model = build_model(start.config, device=groups.device, frozen=config.model.frozen)
+    plan = plan_units(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes))
+    weights: dict[str, torch.Tensor] = {}
+    between = _make_between(config, options, plan, groups, weights)
+    engine = Engine(model, plan, groups, options, between)
+    shards = flat_shards(engine)
+    weights.update({shard.unit: shard.flat_N for shard in shards})
+    optimizer = make_optimizer(config.optimizer, engine.param_groups())
+    replicas = replica_group(groups.main, options.sharding)
+    state = RunState(
+        shards=shards, optimizer=optimizer, between=between, replica=Replica(replicas.rank, replicas.world_size)
+    )
+    return Trained(model=model, engine=engine, state=state, device=groups.device)
+
+
+def _make_between(
+    config: TrainConfig,
+    options: EngineOptions,
+    plan: UnitPlan,
+    groups: TrainGroups,
+    weights: dict[str, torch.Tensor],
+) -> Between | None:
+    """``weights``: by unit, filled when the engine has made them."""
+    replicas = replica_group(groups.reduce, options.sharding)
+    if replicas.world_size == 1:
+        return None
+    inside = shard_group(groups.reduce, options.sharding)
+    units = {flat.name: cut(flat, inside.rank, inside.world_size) for flat in plan.flats if flat.trainable}
+    chosen = config.parallel.between
+    return make_between(
+        chosen,
+        Replicas(
+            group=replicas,
+            units=units,
+            inside=None if isinstance(chosen, DenseOptions) else inside,
+            weights=lambda unit: weights[unit].detach(),
+        ),
+    )

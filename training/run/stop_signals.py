@@ -1,0 +1,27 @@
+"""Ctrl-C and SIGTERM as a wish that the loop grants at the end of a step; a second one ends the process at once."""
+
+import signal
+from types import FrameType
+from typing import Self
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """Between ``with`` and its end; main thread only. ``number`` is 0 until a signal comes."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._before = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        signal.signal(number, signal.SIG_DFL)

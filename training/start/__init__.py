@@ -1,0 +1,1 @@
+"""The folder a run starts from, and the one it ends in."""

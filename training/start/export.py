@@ -1,0 +1,115 @@
+"""The trained model as a Hugging Face folder, which `tightwire serve` opens, tokenizer included.
+
+Every rank takes part, as weights are gathered unit by unit; the first one writes. Peak memory there: one file's tensors.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tightwire.model.config import LlamaConfig
+from tightwire.model.export import config_to_hf
+from tightwire.model.tokenizer import Tokenizer
+from tightwire.model.whole_folder import check_place, whole_folder
+
+_FILE_BYTES = 4_000_000_000
+_INDEX = "model.safetensors.index.json"
+
+
+def export_folder(
+    out: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: LlamaConfig,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype,
+    writes: bool,
+    file_bytes: int = _FILE_BYTES,
+) -> str:
+    """Write ``out`` as a whole, in the place of what an earlier run left there.
+
+    Args:
+        tensors: collective; gone through to the end even when the disk fails, so that no rank waits for another.
+        writes: whether this rank is the one that does.
+    Returns:
+        What went wrong ("" when nothing has), for the caller to tell the other ranks.
+    """
+    remaining = iter(tensors)
+    error = ""
+    if writes:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with whole_folder(out, check_replaced=_check_replaced) as folder:
+                _write(folder, remaining, config, tokenizer, dtype, file_bytes)
+        except (OSError, ValueError) as failure:
+            error = f"{out}: {failure}"
+    for _ in remaining:
+        pass
+    return error
+
+
+def check_out(out: Path) -> None:
+    """Before the work is done: whether ``out`` may be written when it is.
+
+    Raises:
+        OSError, ValueError: it cannot, or holds something else.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_place(out.resolve(), _check_replaced)
+
+
+def _write(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: LlamaConfig,
+    tokenizer: Tokenizer,
+    dtype: torch.dtype,
+    file_bytes: int,
+) -> None:
+    files: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        if held:
+            save_file(held, folder / f"part-{len(files)}", metadata={"format": "pt"})
+            files.append(list(held))
+            held.clear()
+
+    for name, tensor in tensors:
+        held[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        total += held[name].nbytes
+        if sum(kept.nbytes for kept in held.values()) >= file_bytes:
+            flush()
+    flush()
+    _name_files(folder, files, total)
+    dtype_name = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(
+        json.dumps({**config_to_hf(config), "torch_dtype": dtype_name}, indent=1) + "\n"
+    )
+    tokenizer.save(folder)
+    for path in folder.iterdir():  # safetensors lets only its owner read a file, and a server may be another user
+        path.chmod((folder / "config.json").stat().st_mode)
+
+
+def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
+    """A single file, or numbered ones with an index; how many there are is known only now."""
+    if len(files) == 1:
+        (folder / "part-0").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(files):
+        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / name)
+        weight_map |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def _check_replaced(out: Path) -> None:
+    if not (out / "config.json").is_file():
+        raise ValueError(f"{out} holds something that is no model; give another export.folder")

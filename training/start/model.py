@@ -1,0 +1,142 @@
+"""The model that a run begins with: a transformers Llama without weights, where its weights come from, and its tokenizer.
+
+Weights are read tensor by tensor through the readers that serve too, so a folder, a repo, a .gguf (its packed matrices
+expanded) and random weights all do; no rank holds the whole model while it starts.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig as HfConfig
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tightwire.model.byte_tokenizer import MIN_VOCAB_SIZE, byte_backend
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.config import LlamaConfig, config_from_hf
+from tightwire.model.export import config_to_hf
+from tightwire.model.tokenizer import Tokenizer
+from tightwire.model.weights.random import RandomReader
+from tightwire.model.weights.source import CheckpointReader
+from tightwire.training.config.tree import BPE, BYTES, ModelConfig, ShapeConfig
+from tightwire.training.start.tokenizer import train_bpe, with_template
+
+# What of a new model is not to be chosen.
+_FIXED: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "dtype": "float32",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartingModel:
+    """What is known before any weight has been read."""
+
+    name: str
+    config: LlamaConfig
+    reader: CheckpointReader
+    tokenizer: Tokenizer
+
+    @property
+    def end_token_id(self) -> int:
+        """Put after each document: what ends a text, or else what begins one."""
+        ids = [*self.tokenizer.eos_token_ids, self.tokenizer.bos_token_id]
+        known = [token for token in ids if token is not None]
+        if not known:
+            raise ValueError(f"{self.name}: its tokenizer has no token to part documents with; take another tokenizer")
+        return known[0]
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor in float32, by its Hugging Face name."""
+        shape = self.reader.shape(name)
+        out = torch.empty(shape)
+        self.reader.read_into(out, name, rows=range(shape[0]))
+        return out
+
+
+def open_start(config: ModelConfig, *, seed: int, keep_in: Path, texts: Callable[[], Iterable[str]]) -> StartingModel:
+    """Find the model to go on from, or make up a new one.
+
+    Args:
+        seed: of random weights.
+        keep_in: where a tokenizer that is trained here is kept, and found when the run goes on.
+        texts: the documents to train it on.
+    Raises:
+        ModelError: no such model or tokenizer, or sizes that make no sense.
+    """
+    if config.shape is None:
+        checkpoint = open_checkpoint(config.start, seed)
+        return StartingModel(
+            name=checkpoint.name, config=checkpoint.config, reader=checkpoint.reader(), tokenizer=checkpoint.tokenizer()
+        )
+    if config.tokenizer.startswith(BPE):
+        tokenizer = train_bpe(int(config.tokenizer.removeprefix(BPE)), keep_in, texts)
+    else:
+        tokenizer = _given_tokenizer(config)
+    llama = _new_config(config.shape, tokenizer.vocab_size)
+    llama = replace(llama, bos_token_id=tokenizer.bos_token_id, eos_token_ids=tokenizer.eos_token_ids)
+    return StartingModel(name="new", config=llama, reader=RandomReader(llama, seed), tokenizer=tokenizer)
+
+
+def config_of(config: ModelConfig) -> LlamaConfig:
+    """The model's sizes, without reading weights or training a tokenizer.
+
+    Raises:
+        ModelError: no such model or tokenizer, or sizes that make no sense.
+    """
+    if config.shape is None:
+        return open_checkpoint(config.start).config
+    if config.tokenizer.startswith(BPE):
+        return _new_config(config.shape, int(config.tokenizer.removeprefix(BPE)))
+    return _new_config(config.shape, _given_tokenizer(config).vocab_size)
+
+
+def build_model(config: LlamaConfig, *, device: torch.device, frozen: Iterable[str] = ()) -> LlamaForCausalLM:
+    """The modules, with parameters on the meta device: shapes without memory, for the engine to take out.
+
+    Args:
+        frozen: patterns of parameters that need no gradient.
+    Raises:
+        ValueError: a pattern that fits no parameter, or all are frozen.
+    """
+    hf = HfConfig(
+        **{key: value for key, value in config_to_hf(config).items() if key not in ("architectures", "model_type")}
+    )
+    hf._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = LlamaForCausalLM(hf)
+    # Computed from the configuration alone and kept in no file, so it has to have memory from the beginning.
+    model.model.rotary_emb = LlamaRotaryEmbedding(hf).to(device)
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in frozen:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise ValueError(f"model.frozen: {pattern} fits no parameter; they are called {names[0]}, {names[1]}, ...")
+        for name in matching:
+            model.get_parameter(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("model.frozen: all parameters are frozen, so there is nothing to train")
+    return model
+
+
+def _new_config(shape: ShapeConfig, vocab_size: int) -> LlamaConfig:
+    if shape.vocab_size is not None and shape.vocab_size < vocab_size:
+        raise ValueError(
+            f"model.shape.vocab_size={shape.vocab_size} is less than the {vocab_size} tokens of the tokenizer; leave it "
+            "out, or give at least that"
+        )
+    return config_from_hf({**_FIXED, **shape.model_dump(), "vocab_size": shape.vocab_size or vocab_size})
+
+
+def _given_tokenizer(config: ModelConfig) -> Tokenizer:
+    """One that need not be trained first."""
+    if config.tokenizer in ("", BYTES):
+        size = config.shape.vocab_size if config.shape else None
+        return with_template(byte_backend(max(size or 0, MIN_VOCAB_SIZE)))  # ids beyond the bytes' have texts too
+    return open_checkpoint(config.tokenizer).tokenizer()

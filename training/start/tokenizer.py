@@ -1,0 +1,73 @@
+"""A byte-level BPE tokenizer made from the run's own documents, for a new model."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from tightwire.model.byte_tokenizer import BOS, CHAT_TEMPLATE, END_OF_TURN, EOS, START_OF_TURN, byte_characters
+from tightwire.model.tokenizer import Tokenizer, tokenizer_from_folder
+
+_SPECIAL = (BOS, EOS, START_OF_TURN, END_OF_TURN)
+_MOST_CHARACTERS = 1 << 26  # of text to learn from; more changes little and takes minutes
+
+
+def train_bpe(vocab_size: int, keep_in: Path, texts: Callable[[], Iterable[str]]) -> Tokenizer:
+    """The tokenizer that is in ``keep_in``, or else one learned from ``texts()`` and kept there.
+
+    Ids 0..3 are the special tokens of the byte tokenizer, so the same chat template goes with it.
+
+    Raises:
+        ValueError: a size below that of bytes and special tokens, or too little text for it.
+    """
+    if vocab_size < len(_SPECIAL) + 256:
+        raise ValueError(
+            f"model.tokenizer: bpe:{vocab_size} is less than bytes and special tokens take; give bpe:{len(_SPECIAL) + 256} or more"
+        )
+    if not (keep_in / "tokenizer.json").is_file():
+        learned = _learn(vocab_size, texts())
+        if learned.get_vocab_size() < vocab_size:
+            raise ValueError(
+                f"model.tokenizer: the data is good for {learned.get_vocab_size()} tokens, not {vocab_size}; give "
+                f"bpe:{learned.get_vocab_size()}, or more data"
+            )
+        keep_in.mkdir(parents=True, exist_ok=True)
+        with_template(learned).save(keep_in)
+    ids = [_SPECIAL.index(token) for token in (EOS, END_OF_TURN)]
+    return tokenizer_from_folder(keep_in, bos_token_id=_SPECIAL.index(BOS), eos_token_ids=tuple(ids))
+
+
+def _learn(vocab_size: int, texts: Iterable[str]) -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in _SPECIAL],
+        initial_alphabet=byte_characters(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_some(texts), trainer)
+    return backend
+
+
+def _some(texts: Iterable[str]) -> Iterator[str]:
+    taken = 0
+    for text in texts:
+        yield text
+        taken += len(text)
+        if taken > _MOST_CHARACTERS:
+            return
+
+
+def with_template(backend: Backend) -> Tokenizer:
+    """A tokenizer that has the byte tokenizer's special tokens, wherever, and its chat template."""
+    bos_id, *end_ids = (backend.token_to_id(token) for token in (BOS, EOS, END_OF_TURN))
+    return Tokenizer(
+        backend,
+        chat_template=CHAT_TEMPLATE,
+        special_tokens={"bos_token": BOS, "eos_token": EOS},
+        bos_token_id=bos_id,
+        eos_token_ids=tuple(token for token in end_ids if token is not None),
+    )
