@@ -175,11 +175,16 @@ def test_prompts_that_begin_alike(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lengths_as_in_sharegpt(capsys: pytest.CaptureFixture[str]) -> None:
-    status, result, _ = bench(FakeServer(template_tokens=3), "--workload", "sharegpt", capsys=capsys)
+    fake = FakeServer(template_tokens=3)
+
+    status, result, _ = bench(fake, "--workload", "sharegpt", "--num-requests", "40", capsys=capsys)
 
     assert status == 0
     assert result["workload"]["name"] == "sharegpt" and "log-normal" in result["workload"]["lengths"]
-    assert result["arms"][0]["generated_tokens"] != 6 * 4
+    # Forty draws alike would be one chance in many billions; fewer draws' sum may well equal that of fixed lengths.
+    asked = [body["max_tokens"] for body in fake.bodies[-40:]]
+    assert len(set(asked)) > 1
+    assert result["arms"][0]["generated_tokens"] == sum(asked)
 
 
 def test_figures_that_may_mislead_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
