@@ -11,7 +11,7 @@ TP ?= 2
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 PIP_FLAGS ?=
 
 bin := $(VENV)/bin

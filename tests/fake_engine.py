@@ -197,5 +197,5 @@ def serve(app: FastAPI) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(timeout=30)
+        thread.join(timeout=120)
         assert not thread.is_alive(), "the test server did not stop"

@@ -132,7 +132,7 @@ def local_engine(
         for inbox in inboxes:
             inbox.put(None)
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(timeout=120)
         for runner in runners:
             runner.close()
 

@@ -102,7 +102,7 @@ def complete(url: str, max_tokens: int, timeout_s: float = 60.0) -> httpx.Respon
 
 
 def get(url: str) -> httpx.Response:
-    return httpx.get(url, timeout=10, trust_env=False)
+    return httpx.get(url, timeout=60, trust_env=False)
 
 
 class Streaming:

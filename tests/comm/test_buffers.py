@@ -84,7 +84,7 @@ def test_both_ends_get_what_closed_the_pool() -> None:
     pool.close(cause)
     pool.close(ValueError("later"))
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert errors == [cause, cause]
 
 

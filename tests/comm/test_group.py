@@ -167,7 +167,7 @@ def test_a_run_from_start_to_end_prints_nothing() -> None:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -52,7 +52,7 @@ class Board:
                 step = self.go_on(process, kernel, x, out, step)
             return out, step
 
-        return list(self._pool.map(persist, range(len(calls)), timeout=30))
+        return list(self._pool.map(persist, range(len(calls)), timeout=120))
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -13,7 +13,7 @@ def _four_threads(num_threads: Callable[[int], None]) -> None:
 
 
 def test_helpers_run_beside_the_caller() -> None:
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=60)
     run_on_threads(together.wait, 3)  # returns only if three threads meet
 
 
@@ -25,7 +25,7 @@ def test_torch_limits_the_threads() -> None:
 
 
 def test_returns_when_the_last_helper_is_done() -> None:
-    started, finished = threading.Barrier(2, timeout=10), []
+    started, finished = threading.Barrier(2, timeout=60), []
 
     def work() -> None:
         started.wait()
@@ -39,7 +39,7 @@ def test_returns_when_the_last_helper_is_done() -> None:
 
 @pytest.mark.parametrize("guilty", ["caller", "helper"])
 def test_an_error_in_any_thread_reaches_the_caller(guilty: str) -> None:
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=60)
 
     def work() -> None:
         together.wait()

@@ -90,7 +90,7 @@ def test_concurrent_pulls_download_once(index: Path, tmp_path: Path, monkeypatch
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=120)
     assert paths == [cached_path("small")] * 4
     assert len(calls(tmp_path)) == 1
 

@@ -95,7 +95,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "o[u]t")], env=environment, timeout=60, check=False
+        [sys.executable, "-c", code, str(tmp_path / "o[u]t")], env=environment, timeout=240, check=False
     )
     assert done.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()

@@ -15,5 +15,5 @@ def engine() -> FakeEngine:
 @pytest.fixture
 async def client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app=app_for(engine))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
         yield client

@@ -30,7 +30,7 @@ def _ask(url: str, allreduce: str | None, endpoint: str = "completions") -> dict
     what = {"prompt": "hello"} if endpoint == "completions" else {"messages": [{"role": "user", "content": "hello"}]}
     wanted = {"comm": True} | ({"allreduce": allreduce} if allreduce else {})
     body = {**what, "max_tokens": _NUM_GENERATED, "temperature": 0, "ignore_eos": True, "tightwire": wanted}
-    return httpx.post(f"{url}/v1/{endpoint}", json=body, timeout=60, trust_env=False).json()
+    return httpx.post(f"{url}/v1/{endpoint}", json=body, timeout=240, trust_env=False).json()
 
 
 def _sums(answer: dict[str, Any]) -> dict[tuple[str, str], tuple[int, int]]:

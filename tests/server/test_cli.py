@@ -46,7 +46,7 @@ def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "[]"

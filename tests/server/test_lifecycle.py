@@ -93,7 +93,7 @@ def test_a_trace_holds_both_ranks_collectives_and_what_outlasts_the_grace_time_i
     server = start("--shutdown-grace-s", "0.5")
     url = server.wait_ready()
     streaming = Streaming(url, ENDLESS)
-    page = httpx.get(f"{url}/comm/trace?seconds=0.5", timeout=30, trust_env=False).json()
+    page = httpx.get(f"{url}/comm/trace?seconds=0.5", timeout=120, trust_env=False).json()
     ended = [e for e in page["traceEvents"] if e["ph"] == "X" and "unfinished" not in e["args"]]
     bars = [{e["args"]["number"]: e for e in ended if e["pid"] == rank} for rank in (0, 1)]
     both = bars[0].keys() & bars[1].keys()

@@ -33,7 +33,7 @@ def engine(served: tuple[str, FakeEngine]) -> FakeEngine:
 
 @pytest.fixture
 def openai_client(served: tuple[str, FakeEngine], engine: FakeEngine) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{served[0]}/v1", api_key=KEY, max_retries=0, timeout=20) as client:
+    with OpenAI(base_url=f"{served[0]}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
         yield client
 
 

@@ -144,7 +144,7 @@ def preparing(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with preparing(tmp_path) as process:
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     assert process.returncode == code
     assert out == "" and "Traceback" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["large.json"]

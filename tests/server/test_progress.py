@@ -65,7 +65,7 @@ def _on_a_terminal(code: str) -> bytes:
     program = "import os; from tightwire.server.messages import Stage; from tightwire.server.progress import *\n"
     program += f"bars = TerminalProgress(1)\n{code}\nos._exit(0)"
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": str(SOURCE)}
-    subprocess.run([sys.executable, "-c", program], stderr=ours, env=environment, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", program], stderr=ours, env=environment, timeout=240, check=True)
     os.close(ours)
     written = b""
     with contextlib.suppress(OSError):  # the end of a pseudo-terminal

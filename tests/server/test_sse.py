@@ -39,7 +39,7 @@ class Caller:
             "headers": headers,
             "asgi": {"version": "3.0", "spec_version": "2.3"},
         }
-        await asyncio.wait_for(self._app(scope, self._receive, self._send), timeout=10)
+        await asyncio.wait_for(self._app(scope, self._receive, self._send), timeout=60)
 
     async def _receive(self) -> dict[str, Any]:
         if not self._asked:
@@ -60,7 +60,7 @@ async def test_disconnect_cancels_what_runs(engine: FakeEngine, stream: bool, ha
     engine.hangs_after = hangs_after
     caller = Caller(app_for(engine), {**PROMPT, "stream": stream})
     call = asyncio.create_task(caller.run())
-    await asyncio.wait_for(engine.hanging.wait(), timeout=10)
+    await asyncio.wait_for(engine.hanging.wait(), timeout=60)
     assert len(engine.live) == 3
     caller.hang_up()
     await call
@@ -79,7 +79,7 @@ async def test_disconnect_while_the_client_reads_slowly(engine: FakeEngine) -> N
 
     caller = Slow(app_for(engine), {**PROMPT, "stream": True})
     call = asyncio.create_task(caller.run())
-    await asyncio.wait_for(caller.got_data.wait(), timeout=10)
+    await asyncio.wait_for(caller.got_data.wait(), timeout=60)
     caller.hang_up()
     await call
     assert engine.live == set() and len(engine.cancelled) == 3
@@ -88,7 +88,7 @@ async def test_disconnect_while_the_client_reads_slowly(engine: FakeEngine) -> N
 async def test_server_that_cancels_the_request_frees_it_too(engine: FakeEngine) -> None:
     engine.hangs_after = 4
     call = asyncio.create_task(Caller(app_for(engine), {**PROMPT, "stream": True}).run())
-    await asyncio.wait_for(engine.hanging.wait(), timeout=10)
+    await asyncio.wait_for(engine.hanging.wait(), timeout=60)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call

@@ -137,7 +137,7 @@ def test_of_a_real_server(tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "run", str(model), *options) as server:
         url = server.wait_ready()
         start_s = time.monotonic()
-        extra = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).json()["tightwire"]
+        extra = httpx.post(f"{url}/v1/completions", json=body, timeout=240, trust_env=False).json()["tightwire"]
         seconds = time.monotonic() - start_s
         assert server.end() == 0
 

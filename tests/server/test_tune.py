@@ -221,7 +221,7 @@ def test_ctrl_c_leaves_no_file_and_no_process(model: Path, tmp_path: Path) -> No
         time.sleep(0.1)  # itself, the fork server and two ranks
     assert len(_session(tuning.pid)) >= 4
     tuning.send_signal(signal.SIGINT)
-    _, err = tuning.communicate(timeout=30)
+    _, err = tuning.communicate(timeout=120)
     assert tuning.returncode == 130 and "interrupted" in err and "Traceback" not in err, err
     assert list(tmp_path.rglob("*.json")) == []
     while _session(tuning.pid) and time.monotonic() < deadline:

@@ -49,7 +49,7 @@ def test_no_byte_passes_faster_than_the_rate(network: EmulatedNetwork) -> None:
     with first.visit(lambda: socket.create_server((first.address, 0))) as listener:
         place = listener.getsockname()
         with (
-            second.visit(lambda: socket.create_connection(place, timeout=10)) as caller,
+            second.visit(lambda: socket.create_connection(place, timeout=60)) as caller,
             listener.accept()[0] as accepted,
         ):
             start = time.monotonic()
@@ -89,7 +89,7 @@ def test_processes_of_one_node_do_not_pass_the_wire(network: EmulatedNetwork) ->
         before = _sent_over(first.interface)
         with (
             socket.create_server((first.address, 0)) as listener,
-            socket.create_connection(listener.getsockname(), timeout=10) as caller,
+            socket.create_connection(listener.getsockname(), timeout=60) as caller,
             listener.accept()[0],
         ):
             caller.sendall(bytes(1 << 18))
@@ -124,7 +124,7 @@ def test_three_nodes_reach_each_other_and_nothing_stays(network: EmulatedNetwork
         listener = three.nodes[2].visit(lambda: socket.create_server((three.nodes[2].address, 0)))
         with listener:
             place = listener.getsockname()
-            caller = three.nodes[0].visit(lambda: socket.create_connection(place, timeout=10))
+            caller = three.nodes[0].visit(lambda: socket.create_connection(place, timeout=60))
             caller.close()
         assert len(_namespaces(os.getpid())) == 4 + 3
     assert _namespaces(os.getpid()) == sorted(
