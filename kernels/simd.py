@@ -80,6 +80,8 @@ store_part: Any = operation(
 )
 store_part_bf16: Any = operation(emit.store_part(emit.store_bf16, 2), types.void, types.int64, float32x16, types.int64)
 store_part_f16: Any = operation(emit.store_part(emit.store_f16, 2), types.void, types.int64, float32x16, types.int64)
+store_rounded_pairs: Any = operation(emit.store_rounded_pairs, types.void, types.int64, float32x16)  # AVX512-BF16
+interleave: Any = operation(emit.interleave, types.void, types.int64, types.int64, types.int64)
 load_scalar: Any = operation(emit.load_as(emit.F32, 4), types.float32, types.int64)
 store_scalar: Any = operation(emit.store_as(emit.F32, 4), types.void, types.int64, types.float32)
 load_i32: Any = operation(emit.sign_extended(emit.I32, 4), types.int64, types.int64)
@@ -111,14 +113,17 @@ f16_rounded: Any = operation(emit.f16_rounded, _V, _V)
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def make_tile_product(num_rows: int, num_vectors: int, *, accumulate: bool) -> Any:
+def make_tile_product(num_rows: int, num_vectors: int, *, accumulate: bool, pairs: bool = False) -> Any:
     """``c = a @ b``, or ``c += a @ b``, for a (num_rows, depth), b (depth, 16 * num_vectors), all float32.
+
+    ``pairs``: a and b hold two bfloat16 in each place, whose products are added; only if ``bf16_products_usable()``.
 
     The returned intrinsic takes (c, c_stride, a, a_stride, b, b_stride, depth), strides in bytes. c stays in registers
     over the whole depth. Each element is one chain of fused multiply-adds in order of depth, whatever the tile's
     shape, so tiles of unlike shapes give the same bits.
     """
-    return operation(emit_tiles.tile_product(num_rows, num_vectors, accumulate), types.void, *[types.int64] * 7)
+    step = emit.multiply_add_pairs if pairs else emit.fma
+    return operation(emit_tiles.tile_product(num_rows, num_vectors, accumulate, step), types.void, *[types.int64] * 7)
 
 
 def make_tile_dot(num_rows: int, num_columns: int, kind: int, *, from_memory: bool = False) -> Any:

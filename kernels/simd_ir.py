@@ -290,6 +290,21 @@ def multiply_add_pairs(builder: Builder, a: Value, b: Value, total: Value) -> Va
     return builder.call(product, [total, builder.bitcast(a, _PAIRS), builder.bitcast(b, _PAIRS)])
 
 
+def store_rounded_pairs(builder: Builder, address: Value, value: Value) -> None:
+    """``store_bf16`` in one instruction of AVX512-BF16, which makes zeros of denormals."""
+    half = ir.VectorType(_BFloat(), LANES)
+    narrow = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(half, [V_F32]), "llvm.x86.avx512bf16.cvtneps2bf16.512"
+    )
+    store_as(V_I16, 2)(builder, address, builder.bitcast(builder.call(narrow, [value]), V_I16))
+
+
+def interleave(builder: Builder, first: Value, second: Value, target: Value) -> None:
+    """Sixteen 16-bit numbers at ``first`` and at ``second`` become sixteen pairs."""
+    low, high = (builder.zext(load_as(V_I16, 2)(builder, source), V_I32) for source in (first, second))
+    store_as(V_I32, 4)(builder, target, builder.or_(low, builder.shl(high, constant(16, V_I32))))
+
+
 def stack(num_floats: int) -> Emit:
     def emit(builder: Builder) -> Value:
         with builder.goto_entry_block():  # not numba's alloca_once, which writes zeros, and for LLVM one by one

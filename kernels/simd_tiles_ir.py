@@ -16,7 +16,6 @@ from tightwire.kernels.simd_ir import (
     Emit,
     Value,
     constant,
-    fma,
     keep_reads_below,
     load_as,
     load_part,
@@ -35,8 +34,8 @@ def moved(builder: Builder, base: Value, stride: Value, count: int) -> Value:
     return builder.add(base, builder.mul(stride, ir.Constant(I64, count)))
 
 
-def tile_product(num_rows: int, num_vectors: int, accumulate: bool) -> Emit:
-    """Code for ``simd.make_tile_product``."""
+def tile_product(num_rows: int, num_vectors: int, accumulate: bool, step: Emit) -> Emit:
+    """Code for ``simd.make_tile_product``: ``step(a, b, sum)`` is what a lane adds, of 32 bits in a and in b."""
 
     def emit(
         builder: Builder, c: Value, c_stride: Value, a: Value, a_stride: Value, b: Value, b_stride: Value, depth: Value
@@ -56,7 +55,7 @@ def tile_product(num_rows: int, num_vectors: int, accumulate: bool) -> Emit:
             factors = [splat(builder, scalar) for scalar in scalars]
             for row, vec in cells:
                 total = builder.load(sums[row, vec])
-                builder.store(fma(builder, factors[row], vectors[vec], total), sums[row, vec])
+                builder.store(step(builder, factors[row], vectors[vec], total), sums[row, vec])
         for cell in cells:
             store_as(V_F32, 4)(builder, places[cell], builder.load(sums[cell]))
 
