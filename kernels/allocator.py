@@ -1,4 +1,4 @@
-"""What the C library does with freed memory: by default much goes back to the system, and comes again page by page."""
+"""What the C library does with freed memory: by default some goes back to the system, and comes again page by page."""
 
 import ctypes
 
@@ -6,6 +6,7 @@ import ctypes
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_ON_HEAP_BYTES = 32 << 20  # more than this is refused by older versions
 _KEPT_BYTES = 256 << 20
+_SMALLEST_RETURNED_BYTES = 64 << 10
 
 
 def keep_freed_memory() -> bool:
@@ -15,8 +16,25 @@ def keep_freed_memory() -> bool:
     faults; in a two-shot AllReduce of 16 MiB over a link of 2.5 Gbit/s they took up to 14 of 74 ms, or none, as the heap
     happened to lie. Does nothing, and says False, where the C library is not glibc.
     """
+    return _set_thresholds(on_heap=_LARGEST_ON_HEAP_BYTES, kept=_KEPT_BYTES)
+
+
+def return_freed_memory() -> bool:
+    """Let this process give back at once what it has freed and what it frees from now on, but for pieces below 64 KiB.
+
+    For measuring what a process needs: its resident memory is then what it has in use. By default, freed pieces of up
+    to 32 MiB stay in glibc's heaps between others: steps of a 10 M Llama that use 223 MB at the most grow to 290. False, and nothing
+    done, where the C library is not glibc.
+    """
+    if not _set_thresholds(on_heap=_SMALLEST_RETURNED_BYTES, kept=_SMALLEST_RETURNED_BYTES):
+        return False
+    ctypes.CDLL(None).malloc_trim(0)
+    return True
+
+
+def _set_thresholds(*, on_heap: int, kept: int) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
     # Named thresholds also end glibc's habit of moving them with what is freed.
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_ON_HEAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    return bool(mallopt(_M_MMAP_THRESHOLD, on_heap) and mallopt(_M_TRIM_THRESHOLD, kept))

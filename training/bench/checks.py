@@ -33,6 +33,7 @@ class Checks:
         """Of one arm, for its rows."""
         ranks, formulas = self.told[arm], self.formulas.get(arm)
         peaks = [told.peak_bytes for told in ranks.values() if told.peak_bytes is not None]
+        grown = [told.resident_bytes for told in ranks.values() if told.resident_bytes is not None]
         return {
             "losses": self.losses(arm),
             "loss_error": self._loss_error(arm),
@@ -40,6 +41,7 @@ class Checks:
             "formula_bytes": formulas and [formulas.traffics[rank].bytes_sent for rank in sorted(ranks)],
             "peak_bytes": max(peaks) if peaks else None,
             "formula_peak_bytes": formulas and formulas.memory_bytes,
+            "resident_bytes": max(grown) if grown else None,
         }
 
     def faults(self, arm: str) -> list[str]:

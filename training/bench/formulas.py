@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from tightwire.comm.topology import Topology
 from tightwire.model.config import LlamaConfig
 from tightwire.training.bench.arms import ARMS
-from tightwire.training.bench.memory import arm_memory
 from tightwire.training.bench.options import TrainBenchOptions
 from tightwire.training.bench.traffic import Traffic, arm_traffic, of_another_rank
 from tightwire.training.bench.trainee import config_of_arm
 from tightwire.training.engine.options import EngineOptions
+from tightwire.training.estimate.rank_memory import rank_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,6 @@ def formulas_of(options: TrainBenchOptions, llama: LlamaConfig) -> dict[str, For
             options=how,
             traffics=(traffic, *(of_another_rank(traffic, config, how, other) for other in others)),
             ranks_per_node=options.ranks_per_node,
-            memory_bytes=arm_memory(config, how, llama, traffic.plan, first),
+            memory_bytes=rank_memory(config, how, llama, traffic.plan, first).most,
         )
     return found

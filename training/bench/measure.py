@@ -5,14 +5,15 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tightwire.comm.group import Group
+from tightwire.kernels.allocator import keep_freed_memory, return_freed_memory
 from tightwire.training.bench.arms import ARMS, Arm
 from tightwire.training.bench.detached import Switch
 from tightwire.training.bench.interface import sent_by_node
 from tightwire.training.bench.models import TINY, open_model
 from tightwire.training.bench.options import TrainBenchOptions
+from tightwire.training.bench.peak import grown_by, reset_peak
 from tightwire.training.bench.peers import PeerTrainee
 from tightwire.training.bench.probe import Probed, probe
 from tightwire.training.bench.ranks import RankPlan, open_shared_groups, torch_group
@@ -21,17 +22,24 @@ from tightwire.training.ranks.groups import TrainGroups
 from tightwire.training.start.model import StartingModel
 
 CHECKED_STEPS = 3
+_KEEPING_STEPS = 2  # until the allocator has all that it will keep
 _SETTLE_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """One arm on one rank. ``bytes_sent``: by the ledgers in the last of the steps; None of a peer."""
+    """One arm on one rank. ``bytes_sent``: by the ledgers in the last of the steps; None of a peer.
+
+    ``peak_bytes``: in use at the most, beyond what the process had before the arm: resident memory while all that is freed
+    goes back to the system. ``resident_bytes``: where the allocator keeps what is freed, as while steps are timed. None: not
+    known on this system.
+    """
 
     arm: str
     losses: tuple[float, ...]
     bytes_sent: int | None
-    peak_bytes: int | None  # beyond what the process had before the arm; None: not known on this system
+    peak_bytes: int | None
+    resident_bytes: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,18 +71,19 @@ def check_arm(world: Group, plan: RankPlan, options: TrainBenchOptions, name: st
         else:
             groups, _ = stack.enter_context(open_shared_groups(plan, world.rank))
         _warm_up(arm, options, groups)
-        before = _reset_peak()
+        before = reset_peak() if return_freed_memory() else None
         trainee = stack.enter_context(_closing(_make(arm, options, start, groups)))
         losses, sent = [], 0
         for step in range(CHECKED_STEPS):
             sent = trainee.bytes_sent if isinstance(trainee, EngineTrainee) else 0
             losses.append(trainee.step(draw_tokens(options, start.config.vocab_size, world.rank, step)).loss)
-        peak = _status_bytes("VmHWM")
+        sent = trainee.bytes_sent - sent if isinstance(trainee, EngineTrainee) else None
+        peak = grown_by(before)
+        keep_freed_memory()
+        for step in range(_KEEPING_STEPS):
+            trainee.step(draw_tokens(options, start.config.vocab_size, world.rank, CHECKED_STEPS + step))
         yield Checked(
-            arm=name,
-            losses=tuple(losses),
-            bytes_sent=trainee.bytes_sent - sent if isinstance(trainee, EngineTrainee) else None,
-            peak_bytes=None if before is None or peak is None else peak - before,
+            arm=name, losses=tuple(losses), bytes_sent=sent, peak_bytes=peak, resident_bytes=grown_by(before)
         )
 
 
@@ -170,20 +179,3 @@ class _closing:
 
     def __exit__(self, *_: object) -> None:
         self._trainee.close()
-
-
-def _reset_peak() -> int | None:
-    """What this process has now, from where its peak begins anew."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(key: str) -> int | None:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    return None

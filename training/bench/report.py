@@ -35,7 +35,7 @@ _CSV_COLUMNS = [
         "waited_s",
     ),
     *("exposed_s", "computing_s", "predicted_s", "prediction_error", "bound_s", "over_bound", "loss_error"),
-    *("peak_bytes", "formula_peak_bytes"),
+    *("peak_bytes", "formula_peak_bytes", "resident_bytes"),
 ]
 
 

@@ -6,7 +6,7 @@ from tightwire.training.bench.findings import Finding
 from tightwire.training.bench.summary import MOST_PREDICTION_ERROR
 
 COLUMNS = ("step s", "spread", "MB a step", "exposed s", "computing s", "predicted s", "error", "bound s", "/bound")
-CHECK_COLUMNS = ("loss", "against exact", "peak MB", "by formula", "sent / formula", "wire payload / formula")
+CHECK_COLUMNS = ("loss", "against exact", "peak MB", "by formula", "resident MB", "sent / formula", "wire payload / formula")
 PAPER_COLUMNS = ("arm", "GPUs", "nodes", "Gbit/s", "GB between nodes", "step s", "tokens/s of a GPU", "computing")
 TIMES = (
     "Seconds are medians of steps, each as long as on the slowest rank; all ranks begin together and arms take turns in random "
@@ -21,8 +21,9 @@ PREDICTIONS = (
 )
 CHECKS = (
     "From the first steps, in processes of their own without a slow link. Arms that add rank by rank must have the same losses to "
-    "the bit; others that add everything, up to the rounding of another order. Peak is what the process had at most beyond "
-    "what it had before the arm, the library's own buffers included. Bytes sent are the ledgers', and must be the formula's."
+    "the bit; others that add everything, up to the rounding of another order. Peak is what the process had in use at "
+    "most beyond what it had before the arm, libraries' own buffers included: its resident memory while all that is freed goes "
+    "back to the system at once. Resident is the same where the allocator may keep what is freed, as while steps are timed. Bytes sent are the ledgers', and must be the formula's."
 )
 ON_PAPER = "On paper. No such machine was measured; the same rules with these assumptions: "
 
@@ -87,6 +88,7 @@ def check_texts(row: dict[str, Any]) -> list[str]:
         "other optimizer" if error is None else "equal" if error == 0 else f"{error:.1e}",
         "-" if row["peak_bytes"] is None else _mb(row["peak_bytes"]),
         "-" if row["formula_peak_bytes"] is None else _mb(row["formula_peak_bytes"]),
+        "-" if row["resident_bytes"] is None else _mb(row["resident_bytes"]),
         "-" if sent is None else f"{sum(sent) / sum(row['formula_bytes']):.3f}" if sum(row["formula_bytes"]) else "-",
         "-" if row["payload_over_formula"] is None else f"{row['payload_over_formula']:.3f}",
     ]

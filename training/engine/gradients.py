@@ -179,8 +179,7 @@ class Gradients:
         place.pool.use(unit.number, math.inf)  # who waits for the lane has a deadline
         with self._trace.span("reduce", unit.name, place.name):
             if not place.in_place:
-                sum_S = self._sum(unit, place.buffer_N)
-                place.grad_S.add_(sum_S) if place.has_sum else place.grad_S.copy_(sum_S)
+                self._add_sum(unit, place)
             place.has_sum = True
             if place.in_place:
                 self._complete(unit, place)
@@ -189,6 +188,11 @@ class Gradients:
             self._complete(unit, place)
         for pool in self._pools():
             pool.moved()
+
+    def _add_sum(self, unit: Unit, place: Place) -> None:
+        """On its own, so that the sum is gone when replicas add theirs."""
+        sum_S = self._sum(unit, place.buffer_N)
+        place.grad_S.add_(sum_S) if place.has_sum else place.grad_S.copy_(sum_S)
 
     def _sum(self, unit: Unit, grad_N: Tensor) -> Tensor:
         """This rank's slice of the sum over the shard group, float32."""

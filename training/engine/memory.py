@@ -11,9 +11,8 @@ With N elements in all units, R ranks in a shard group, B of a block, d and g th
     kept_gradients     g N of what is trainable and does not
     secondary          N/L on the wire of the blocks that nodes keep
     gather_room        the largest unit once on the wire, where weights are encoded or come over nodes in two legs
-    transfers          beyond what stays: the largest unit's gradients once on the wire, and the sum of a shard
 
-The optimizer's state and activations are not here. With torch.distributed.fsdp's words for W ranks and a block of B
+What sums take on their way is in ``training.engine.transfers``; the optimizer's state and activations are not the engine's. With torch.distributed.fsdp's words for W ranks and a block of B
 elements of d bytes: its two shards and two whole blocks (2 d B/W + 2 d B) are wire_shards' part and weight_buffers.
 """
 
@@ -44,7 +43,6 @@ class Memory(NamedTuple):
     kept_gradients: int
     secondary: int
     gather_room: int
-    transfers: int
 
 
 def engine_memory(plan: UnitPlan, options: EngineOptions, *, num_nodes: int, ranks_per_node: int) -> Memory:
@@ -81,7 +79,6 @@ def engine_memory(plan: UnitPlan, options: EngineOptions, *, num_nodes: int, ran
         kept_gradients=sum(reduce * flat.num_elems for unit, flat in trainable if (unit, flat) not in blocks),
         secondary=_secondary_bytes(plan, options, ranks, wires),
         gather_room=weights.room_bytes(plan, options, ranks),
-        transfers=_transfer_bytes(plan, options, world),
     )
 
 
@@ -90,14 +87,3 @@ def _secondary_bytes(plan: UnitPlan, options: EngineOptions, ranks: GroupShape, 
     kept = [flat for unit in kept_units(options, plan.blocks) for flat in unit.flats]
     return sum(secondary_bytes(flat, *ranks, wires[flat.name], codec, options.compute_dtype) for flat in kept)
 
-
-def _transfer_bytes(plan: UnitPlan, options: EngineOptions, world_size: int) -> int:
-    most = 0
-    for unit in plan.units:
-        if unit.trainable is not None and world_size > 1:
-            inside, _ = gradients.reduce_codecs(options, unit)
-            num_elems = unit.trainable.num_elems
-            received = world_size * inside.wire_bytes(num_elems // world_size, options.reduce_dtype.itemsize)
-            encoded = 0 if inside.exact else received
-            most = max(most, received + encoded + _FLOAT32_BYTES * num_elems // world_size)
-    return most

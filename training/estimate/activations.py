@@ -1,50 +1,103 @@
-"""What forward keeps for backward, found by running the modules on the meta device: shapes without memory or arithmetic."""
+"""What forward and backward make and keep, found by running them on the meta device: shapes without memory or arithmetic.
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+The model runs in the engine's own hooks, so gates, recomputing and frozen parameters are what they will be; weights and
+gradient buffers are not counted, which ``training.engine.memory`` has.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface
 
 from tightwire.model.config import LlamaConfig
+from tightwire.training.engine.hooks import Hooks
+from tightwire.training.engine.micro_batch import MicroBatch
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.units import Flat, Part, Unit, UnitPlan, plan_units
+from tightwire.training.estimate.live_bytes import LiveBytes
+from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import build_model
 
 _META = torch.device("meta")
-_ATTENTION = "tightwire-kept"  # as transformers is to know the stand-in
+_ATTENTION = "tightwire-meta"  # as transformers is to know the stand-in
+
+
+class Activations(NamedTuple):
+    """Bytes at the most of one micro-batch on one rank, gradients on their way through the model included.
+
+    ``reducing``: from when backward has handed over the first block's gradients, which ranks sum from then on.
+    """
+
+    most: int
+    reducing: int
 
 
 def activation_bytes(
-    config: LlamaConfig, *, sequences: int, sequence_tokens: int, dtype: torch.dtype, checkpoint_every: int = 0
-) -> int:
-    """Of one micro-batch on one rank, at the end of its forward; with checkpointing also what one block is recomputed to.
-
-    Tensors that several operations keep are counted once, weights never. Kernels' own working memory is not known.
-    """
+    config: LlamaConfig,
+    options: EngineOptions,
+    *,
+    sequences: int,
+    sequence_tokens: int,
+    frozen: tuple[str, ...] = (),
+) -> Activations:
+    """Kernels' own working memory is not known. Cost: some milliseconds a block."""
     # On the meta device torch would take its plain attention, which keeps all scores; real devices have fused ones.
     AttentionInterface.register(_ATTENTION, _attention)
-    model: Any = build_model(replace(config, num_layers=1), device=torch.device("cpu"))
-    model.to(dtype)
+    model: Any = build_model(config, device=_META, frozen=frozen)
+    model.loss_function = next_token_loss
     model.config._attn_implementation = _ATTENTION
-    hidden_BSD = torch.empty(
-        sequences, sequence_tokens, config.hidden_size, dtype=dtype, device=_META, requires_grad=True
-    )
-    cos_sin = torch.empty(2, 1, sequence_tokens, config.head_dim, dtype=dtype, device=_META).unbind()
-    targets_N = torch.empty(sequences * sequence_tokens, dtype=torch.int64, device=_META)
+    plan = plan_units(model, 1)
+    weights: Any = _Weights(plan, options.compute_dtype)
+    with LiveBytes() as live:
+        gradients: Any = _Gradients(live)
+        hooks = Hooks(model, plan)
+        anchor = torch.zeros((), device=_META, requires_grad=True)
+        ids_BS = torch.zeros(sequences, sequence_tokens, dtype=torch.int64, device=_META)
+        hooks.micro_batch = MicroBatch(plan, options, weights, gradients, anchor, last=True)
+        model(input_ids=ids_BS, labels=ids_BS, shift_labels=ids_BS, use_cache=False).loss.backward()
+        most = max(gradients.most_before, live.most)
+        return Activations(most, live.most if gradients.most_before else 0)
 
-    def block() -> Any:
-        return model.model.layers[0](hidden_BSD, attention_mask=None, position_embeddings=cos_sin)
 
-    def rest() -> Any:
-        logits_BSV = model.lm_head(model.model.norm(hidden_BSD)).float()
-        return cross_entropy(logits_BSV.flatten(0, 1), targets_N)
+class _Weights:
+    """Stand for ``engine.weights.Weights``: always there."""
 
-    of_block, of_rest = _kept_bytes(model, block), _kept_bytes(model, rest)
-    checkpointed = -(-config.num_layers // checkpoint_every) if checkpoint_every else 0
-    kept = (config.num_layers - checkpointed) * of_block + checkpointed * hidden_BSD.nbytes + of_rest
-    return kept + (of_block if checkpointed else 0)
+    def __init__(self, plan: UnitPlan, dtype: torch.dtype) -> None:
+        self._views = {
+            part: torch.empty(part.shape, dtype=dtype, device=_META) for flat in plan.flats for part in flat.parts
+        }
+
+    def request(self, unit: Unit) -> None:
+        pass
+
+    def use(self, unit: Unit) -> None:
+        pass
+
+    def done(self, unit: Unit, keep: bool) -> None:
+        pass
+
+    def view(self, unit: Unit, flat: Flat, part: Part) -> Tensor:
+        return self._views[part]
+
+
+class _Gradients:
+    """Stand for ``engine.gradients.Gradients``: take what comes into buffers that are not counted."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.most_before = 0  # a block's gradients were complete
+        self._live = live
+
+    def begin(self, unit: Unit, last: bool) -> None:
+        pass
+
+    def add(self, unit: Unit, part: Part, grad: Tensor) -> None:
+        pass
+
+    def end(self, unit: Unit, last: bool) -> None:
+        if unit.block is not None and not self.most_before:
+            self.most_before = self._live.most
+            self._live.start_anew()
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -57,21 +110,10 @@ class _FusedAttention(torch.autograd.Function):
         ctx.save_for_backward(q_BHSE, k_BKSE, v_BKSE, out_BHSE, q_BHSE.new_empty(q_BHSE.shape[:3], dtype=torch.float32))
         return out_BHSE
 
+    @staticmethod
+    def backward(ctx: Any, grad_BHSE: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
+
 
 def _attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
     return _FusedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None
-
-
-def _kept_bytes(model: torch.nn.Module, run: Callable[[], Any]) -> int:
-    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, Any] = {}  # storages by identity; held, so that no identity is used again
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            kept[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        run()
-    return sum(storage.nbytes() for storage in kept.values())

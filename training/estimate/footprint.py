@@ -1,11 +1,14 @@
 """What a run keeps beside the engine's memory: the optimizer's state, and checkpoints on the disk."""
 
+from typing import NamedTuple
+
 import torch
 
 from tightwire.training.between.make import kept_bytes
 from tightwire.training.config.between import BetweenOptions
 from tightwire.training.config.optimizer import OptimizerConfig
 from tightwire.training.engine.units import UnitPlan, cut
+from tightwire.training.estimate.live_bytes import LiveBytes
 from tightwire.training.optimizer.make import make_optimizer
 
 _FLOAT32_BYTES = 4
@@ -14,13 +17,31 @@ _TRIED = 256  # elements, to see what an optimizer keeps for each
 
 def optimizer_bytes(config: OptimizerConfig, num_elems: int) -> int:
     """What the optimizer keeps for ``num_elems`` numbers, seen on a few of them."""
+    return _try(config).kept * num_elems
+
+
+def optimizer_moment_bytes(config: OptimizerConfig, num_elems: int) -> int:
+    """What its step takes for a moment where the largest tensor has ``num_elems`` numbers; one after the other, as on CPUs."""
+    return _try(config).moment * num_elems
+
+
+class _Tried(NamedTuple):
+    """Bytes an element."""
+
+    kept: int
+    moment: int
+
+
+def _try(config: OptimizerConfig) -> _Tried:
     tried = torch.nn.Parameter(torch.zeros(_TRIED))
     tried.grad = torch.ones(_TRIED)
     optimizer = make_optimizer(config, [{"params": [tried], "name": "matrices"}])
     optimizer.step()
+    with LiveBytes() as live:
+        optimizer.step()
     state = optimizer.state.get(tried, {}).values()
     flat = [value for value in state if isinstance(value, torch.Tensor) and value.numel() == _TRIED]
-    return sum(value.element_size() for value in flat) * num_elems
+    return _Tried(sum(value.element_size() for value in flat), live.most // _TRIED)  # numbers by themselves are dropped
 
 
 def checkpoint_bytes(config: OptimizerConfig, plan: UnitPlan, between: BetweenOptions, num_replicas: int) -> int:

@@ -1,7 +1,7 @@
 """What a run would take, from formulas alone: no ranks, no weights, no data but the files' names.
 
-Memory and traffic are the engine's own formulas (``training.engine.memory``, ``training.engine.traffic``), which tests hold against what it
-allocates and sends; activations are counted on the meta device. The time is the longer one of computing at the rate of
+Memory and traffic are the engine's own formulas (``training.estimate.rank_memory``, ``training.engine.traffic``), which tests hold
+against what it takes and sends; activations are counted on the meta device. The time is the longer one of computing at the rate of
 large products and of the wires, each by itself: what a step cannot be faster than.
 """
 
@@ -17,17 +17,16 @@ from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.sizes import format_bytes
 from tightwire.comm.topology import Topology
 from tightwire.model.config import LlamaConfig
-from tightwire.training.between.make import between_bytes, inside_bytes, kept_bytes
+from tightwire.training.between.make import between_bytes, inside_bytes
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.data.run_data import RunData
-from tightwire.training.engine.memory import engine_memory
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.traffic import Flow, step_traffic
 from tightwire.training.engine.units import UnitPlan, cut, plan_units
-from tightwire.training.estimate.activations import activation_bytes
 from tightwire.training.estimate.arithmetic import flops_per_token, peak_flops
-from tightwire.training.estimate.footprint import checkpoint_bytes, optimizer_bytes
+from tightwire.training.estimate.footprint import checkpoint_bytes
+from tightwire.training.estimate.rank_memory import rank_memory
 from tightwire.training.ranks.launched import find_topology
 from tightwire.training.run.setup import check_ranks, check_sequences, engine_options, find_device
 from tightwire.training.start.model import build_model, config_of
@@ -106,25 +105,13 @@ def _about_run(
 def _about_memory(
     config: TrainConfig, llama: LlamaConfig, plan: UnitPlan, options: EngineOptions, topology: Topology
 ) -> Iterator[str]:
-    memory = engine_memory(plan, options, num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node)
-    shard_elems = sum(flat.num_elems for flat in plan.flats if flat.trainable) // plan.shard_ranks
-    activations = activation_bytes(
-        llama,
-        sequences=config.batch.micro_sequences,
-        sequence_tokens=config.data.sequence_tokens,
-        dtype=options.compute_dtype,
-        checkpoint_every=options.checkpoint_every,
-    )
-    sizes = {
-        **memory._asdict(),
-        "between": _kept_between(config, plan, topology),
-        "optimizer": optimizer_bytes(config.optimizer, shard_elems),
-        "activations": activations,
-    }
+    memory = rank_memory(config, options, llama, plan, topology)
     yield ""
-    yield "memory per rank"
-    yield from (f"    {name.replace('_', ' '):<18}{format_bytes(size):>10}" for name, size in sizes.items() if size)
-    yield f"    {'together':<18}{format_bytes(sum(sizes.values())):>10}, beside the program itself"
+    yield "memory per rank: what stays"
+    yield from _sizes(memory.stays)
+    yield "  and the largest of"
+    yield from _sizes(memory.moments)
+    yield f"    {'together':<18}{format_bytes(memory.most):>10}, beside the program itself"
     slot, replicas = config.parallel.between, topology.world_size // plan.shard_ranks
     one = checkpoint_bytes(config.optimizer, plan, slot, replicas)
     yield (
@@ -135,11 +122,8 @@ def _about_memory(
     yield f"                  {format_bytes(model)} the exported model"
 
 
-def _kept_between(config: TrainConfig, plan: UnitPlan, topology: Topology) -> int:
-    if topology.world_size == plan.shard_ranks:
-        return 0
-    slot = config.parallel.between
-    return sum(kept_bytes(slot, cut(flat, 0, plan.shard_ranks)) for flat in plan.flats if flat.trainable)
+def _sizes(sizes: Mapping[str, int]) -> Iterator[str]:
+    return (f"    {name.replace('_', ' '):<18}{format_bytes(size):>10}" for name, size in sizes.items() if size)
 
 
 def _about_traffic(

@@ -23,6 +23,7 @@ from tightwire.training.engine.units import UnitPlan, cut, plan_units
 from tightwire.training.optimizer.make import make_optimizer
 from tightwire.training.ranks.control import Control
 from tightwire.training.ranks.groups import TrainGroups, open_train_groups, replica_group, shard_group
+from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import StartingModel, build_model
 
 _OWN_OPTIONS = ("sharding", "compute_dtype", "reduce_dtype")  # said otherwise in the configuration
@@ -148,6 +149,7 @@ def make_trained(config: TrainConfig, options: EngineOptions, start: StartingMod
     """
     check_sequences(config, start.config)
     model = build_model(start.config, device=groups.device, frozen=config.model.frozen)
+    model.loss_function = next_token_loss
     plan = plan_units(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes))
     weights: dict[str, torch.Tensor] = {}
     between = _make_between(config, options, plan, groups, weights)

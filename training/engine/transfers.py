@@ -1,0 +1,66 @@
+"""What summing one unit's gradients takes beside what stays, until the next unit's turn: messages, and sums on their way.
+
+With N elements of g bytes over W ranks, L of them on each of K nodes, and a codec's c(n) bytes for n elements:
+
+    flat, exact            g N (W-1)/W received, 4 N/W the sum
+    flat, encoded          W c(N/W) sent, (W-1) c(N/W) received, 4 N/W the sum
+    hierarchical, inside   g N joined to messages (encoded: g N/L at a time and L c(N/L) sent), (L-1) c(N/L) received, 4 N/L the sum
+    hierarchical, across   4 N/L that sum, K c(N/W) sent where encoded, (K-1) c(N/W) received, 4 N/W the sum
+    between replicas       8 N/R of a shard over R ranks, received and summed; a sparse slot takes about as much
+
+Weights take nothing: they are received where they stay. Where ranks are threads of one process, messages are not copied.
+"""
+
+from typing import NamedTuple
+
+from tightwire.comm.codec import Codec
+from tightwire.training.config.sharding import GroupShape
+from tightwire.training.engine import gradients
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.units import Flat, Unit, UnitPlan
+
+_FLOAT32_BYTES = 4
+
+
+class Transfers(NamedTuple):
+    """Bytes per rank, of the largest unit. ``beside_backward``: of those that are summed while backward goes on."""
+
+    beside_backward: int
+    at_the_end: int
+
+
+def transfer_bytes(plan: UnitPlan, options: EngineOptions, *, num_nodes: int, ranks_per_node: int) -> Transfers:
+    world_size = num_nodes * ranks_per_node
+    shape = options.sharding.shard_group(num_nodes, ranks_per_node)
+    beside = at_the_end = 0
+    for unit in plan.units:
+        if unit.trainable is None:
+            continue
+        most = 0 if shape.world_size == 1 else _reduce_bytes(unit, unit.trainable, options, shape)
+        if shape.world_size < world_size:
+            most = max(most, 2 * _FLOAT32_BYTES * unit.trainable.num_elems // shape.world_size)
+        if gradients.alternates(options, unit):
+            beside = max(beside, most)
+        at_the_end = max(at_the_end, most)
+    return Transfers(beside, at_the_end)
+
+
+def _reduce_bytes(unit: Unit, flat: Flat, options: EngineOptions, shape: GroupShape) -> int:
+    inside, across = gradients.reduce_codecs(options, unit)
+    size, num_elems, ranks = options.reduce_dtype.itemsize, flat.num_elems, shape.world_size
+    own_sum = _FLOAT32_BYTES * num_elems // ranks
+    if shape.num_nodes == 1 or options.reduce_path == "flat":
+        return _messages(inside, num_elems // ranks, size, ranks) + own_sum
+    per_node = shape.per_node
+    node_sum = _FLOAT32_BYTES * num_elems // per_node
+    across_nodes = node_sum + _messages(across, num_elems // ranks, size, shape.num_nodes) + own_sum
+    if per_node == 1:
+        return across_nodes
+    joined = size * num_elems if inside.exact else size * num_elems // per_node
+    return max(across_nodes, joined + _messages(inside, num_elems // per_node, size, per_node) + node_sum)
+
+
+def _messages(codec: Codec, num_elems: int, elem_bytes: int, ranks: int) -> int:
+    """Received from the others, and what is encoded for all of them; exact slices are sent as they lie."""
+    one = codec.wire_bytes(num_elems, elem_bytes)
+    return (ranks - 1) * one + (0 if codec.exact else ranks * one)

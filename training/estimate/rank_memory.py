@@ -1,0 +1,66 @@
+"""What one rank needs at the most: what stays from step to step, and the moment in a step that takes most beside it.
+
+    backward     activations and gradients on their way through the model; most of it where backward begins
+    reducing     the same from the first sum over ranks on, with what that takes beside it
+    last sums    what summing the largest unit takes, when backward is over
+    optimizer    what its step takes for moments
+
+The whole is what stays and the largest of the four. Not in it: the program, kernels' own working memory, and what an allocator
+keeps of what is freed.
+"""
+
+from typing import NamedTuple
+
+from tightwire.comm.topology import Topology
+from tightwire.model.config import LlamaConfig
+from tightwire.training.between.make import kept_bytes
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.engine.memory import engine_memory
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.transfers import transfer_bytes
+from tightwire.training.engine.units import UnitPlan, cut
+from tightwire.training.estimate.activations import activation_bytes
+from tightwire.training.estimate.footprint import optimizer_bytes, optimizer_moment_bytes
+
+
+class RankMemory(NamedTuple):
+    """Bytes, by purpose: ``stays`` all of the time, ``moments`` each by itself."""
+
+    stays: dict[str, int]
+    moments: dict[str, int]
+
+    @property
+    def most(self) -> int:
+        return sum(self.stays.values()) + max(self.moments.values())
+
+
+def rank_memory(
+    config: TrainConfig, options: EngineOptions, llama: LlamaConfig, plan: UnitPlan, topology: Topology
+) -> RankMemory:
+    """``plan``: of the model of ``llama``, cut for these ranks."""
+    nodes = {"num_nodes": topology.num_nodes, "ranks_per_node": topology.ranks_per_node}
+    trainable = [flat for flat in plan.flats if flat.trainable]
+    shards = [flat.num_elems // plan.shard_ranks for flat in trainable]
+    has_replicas = topology.world_size > plan.shard_ranks
+    slot = config.parallel.between
+    activations = activation_bytes(
+        llama,
+        options,
+        sequences=config.batch.micro_sequences,
+        sequence_tokens=config.data.sequence_tokens,
+        frozen=tuple(config.model.frozen),
+    )
+    transfers = transfer_bytes(plan, options, **nodes)
+    return RankMemory(
+        stays={
+            **engine_memory(plan, options, **nodes)._asdict(),
+            "between": sum(kept_bytes(slot, cut(flat, 0, plan.shard_ranks)) for flat in trainable) if has_replicas else 0,
+            "optimizer": optimizer_bytes(config.optimizer, sum(shards)),
+        },
+        moments={
+            "backward": activations.most,
+            "reducing": activations.reducing + transfers.beside_backward if transfers.beside_backward else 0,
+            "last_sums": transfers.at_the_end,
+            "optimizer_step": optimizer_moment_bytes(config.optimizer, max(shards)),
+        },
+    )
