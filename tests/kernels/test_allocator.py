@@ -47,7 +47,49 @@ def test_freed_memory_comes_back_without_page_faults() -> None:
     assert _faults("default") > _ROUNDS * (_PIECES - 1) * pages_of_a_piece
 
 
+_HELD_AFTER_FREEING = f"""
+import ctypes, sys
+from pathlib import Path
+from tightwire.kernels.allocator import keep_freed_memory, return_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.memset.argtypes, libc.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * {resource.getpagesize()}
+def use_and_free():
+    pieces = [libc.malloc({_PIECE_BYTES}) for _ in range({_PIECES})]
+    for piece in pieces:
+        libc.memset(piece, 1, {_PIECE_BYTES})
+    for piece in pieces:
+        libc.free(piece)
+if not keep_freed_memory():
+    sys.exit("no glibc")
+before = resident()
+use_and_free()
+kept = resident() - before
+return_freed_memory()
+given_back = resident() - before
+use_and_free()
+print(kept, given_back, resident() - before)
+"""
+
+
+def test_freed_memory_goes_back_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _HELD_AFTER_FREEING], capture_output=True, text=True, check=False, timeout=60
+    )
+    if "no glibc" in done.stderr:
+        pytest.skip("the C library is not glibc")
+    assert done.returncode == 0, done.stderr
+    kept, given_back, freed_again = map(int, done.stdout.split())
+
+    assert kept > 0.9 * _PIECES * _PIECE_BYTES
+    assert given_back < _PIECE_BYTES / 10
+    assert freed_again < _PIECE_BYTES / 10
+
+
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: object())
 
     assert allocator.keep_freed_memory() is False
+    assert allocator.return_freed_memory() is False

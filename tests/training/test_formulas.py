@@ -79,7 +79,7 @@ def test_ledgers_and_memory_are_the_formulas(case: str) -> None:
     ]
     memory = engine_memory(plan, options, **ranks)
     for allocated, sent, between in results:
-        assert allocated == sum(memory) - memory.transfers
+        assert allocated == sum(memory)
         assert sent == formula_by_op(flows)
         if options.sharding.shard_over == "world":
             assert between["gather"] == sum_between(flows, "gather") or options.gather_path == "flat"

@@ -82,9 +82,7 @@ def check_arm(world: Group, plan: RankPlan, options: TrainBenchOptions, name: st
         keep_freed_memory()
         for step in range(_KEEPING_STEPS):
             trainee.step(draw_tokens(options, start.config.vocab_size, world.rank, CHECKED_STEPS + step))
-        yield Checked(
-            arm=name, losses=tuple(losses), bytes_sent=sent, peak_bytes=peak, resident_bytes=grown_by(before)
-        )
+        yield Checked(arm=name, losses=tuple(losses), bytes_sent=sent, peak_bytes=peak, resident_bytes=grown_by(before))
 
 
 def measure_link(world: Group, plan: RankPlan, options: TrainBenchOptions) -> Iterator[Probed | Wired | Timed]:

@@ -23,5 +23,8 @@ def _status_bytes(key: str) -> int | None:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    values = dict(line.partition(":")[::2] for line in lines)
-    return int(values[key].split()[0]) * 1024 if key in values else None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    return None

@@ -6,7 +6,15 @@ from tightwire.training.bench.findings import Finding
 from tightwire.training.bench.summary import MOST_PREDICTION_ERROR
 
 COLUMNS = ("step s", "spread", "MB a step", "exposed s", "computing s", "predicted s", "error", "bound s", "/bound")
-CHECK_COLUMNS = ("loss", "against exact", "peak MB", "by formula", "resident MB", "sent / formula", "wire payload / formula")
+CHECK_COLUMNS = (
+    "loss",
+    "against exact",
+    "peak MB",
+    "by formula",
+    "resident MB",
+    "sent / formula",
+    "wire payload / formula",
+)
 PAPER_COLUMNS = ("arm", "GPUs", "nodes", "Gbit/s", "GB between nodes", "step s", "tokens/s of a GPU", "computing")
 TIMES = (
     "Seconds are medians of steps, each as long as on the slowest rank; all ranks begin together and arms take turns in random "

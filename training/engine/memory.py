@@ -86,4 +86,3 @@ def _secondary_bytes(plan: UnitPlan, options: EngineOptions, ranks: GroupShape, 
     codec = None if options.secondary_codec is None else parse_codec(options.secondary_codec)
     kept = [flat for unit in kept_units(options, plan.blocks) for flat in unit.flats]
     return sum(secondary_bytes(flat, *ranks, wires[flat.name], codec, options.compute_dtype) for flat in kept)
-

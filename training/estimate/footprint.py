@@ -33,13 +33,15 @@ class _Tried(NamedTuple):
 
 
 def _try(config: OptimizerConfig) -> _Tried:
-    tried = torch.nn.Parameter(torch.zeros(_TRIED))
-    tried.grad = torch.ones(_TRIED)
-    optimizer = make_optimizer(config, [{"params": [tried], "name": "matrices"}])
+    # Of two, because while one is computed an optimizer may still have what it made for the one before.
+    tried = [torch.nn.Parameter(torch.zeros(_TRIED)) for _ in range(2)]
+    for parameter in tried:
+        parameter.grad = torch.ones(_TRIED)
+    optimizer = make_optimizer(config, [{"params": tried, "name": "matrices"}])
     optimizer.step()
     with LiveBytes() as live:
         optimizer.step()
-    state = optimizer.state.get(tried, {}).values()
+    state = optimizer.state.get(tried[0], {}).values()
     flat = [value for value in state if isinstance(value, torch.Tensor) and value.numel() == _TRIED]
     return _Tried(sum(value.element_size() for value in flat), live.most // _TRIED)  # numbers by themselves are dropped
 

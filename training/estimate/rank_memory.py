@@ -54,7 +54,9 @@ def rank_memory(
     return RankMemory(
         stays={
             **engine_memory(plan, options, **nodes)._asdict(),
-            "between": sum(kept_bytes(slot, cut(flat, 0, plan.shard_ranks)) for flat in trainable) if has_replicas else 0,
+            "between": sum(kept_bytes(slot, cut(flat, 0, plan.shard_ranks)) for flat in trainable)
+            if has_replicas
+            else 0,
             "optimizer": optimizer_bytes(config.optimizer, sum(shards)),
         },
         moments={

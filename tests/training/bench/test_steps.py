@@ -49,7 +49,7 @@ def test_bytes_are_the_formulas_and_none_are_sent_apart(arm: str) -> None:
 
 def test_processes_make_the_steps_that_torch_makes() -> None:
     options = TrainBenchOptions(
-        model="tiny", nodes=2, ranks_per_node=1, arms=("zero3", "ddp"), sequences=1, sequence_tokens=16
+        model="tiny", nodes=2, ranks_per_node=1, arms=("zero3", "ddp"), sequences=16, sequence_tokens=128
     )
     checks = Checks(formulas=formulas_of(options, open_model("tiny", 0).config), dtype="float32")
 
@@ -60,4 +60,7 @@ def test_processes_make_the_steps_that_torch_makes() -> None:
 
     assert link is None
     assert {arm: checks.faults(arm) for arm in options.arms} == {"zero3": [], "ddp": []}
-    assert all(checks.facts(arm)["peak_bytes"] for arm in options.arms)
+    ours, torchs = (checks.facts(arm) for arm in options.arms)
+    assert ours["peak_bytes"] == pytest.approx(ours["formula_peak_bytes"], rel=0.05)
+    assert torchs["peak_bytes"] > ours["peak_bytes"]
+    assert ours["resident_bytes"] >= ours["peak_bytes"]

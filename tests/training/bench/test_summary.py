@@ -34,7 +34,7 @@ def checks_of(formulas: Mapping[str, Formulas], losses: Mapping[str, Sequence[fl
         for rank in range(_RANKS):
             sent = None if ARMS[arm].peer else formulas[arm].traffics[rank].bytes_sent
             own = tuple((losses or {}).get(arm, _LOSSES))
-            checks.add(rank, Checked(arm=arm, losses=own, bytes_sent=sent, peak_bytes=1 << 20))
+            checks.add(rank, Checked(arm=arm, losses=own, bytes_sent=sent, peak_bytes=1 << 20, resident_bytes=2 << 20))
     return checks
 
 
@@ -106,7 +106,7 @@ def test_arms_that_add_rank_by_rank_are_equal_to_the_bit() -> None:
     checks = Checks(formulas=formulas, dtype="float32")
     for arm, last in (("zero3", 7.8), ("none", 7.8000000000000007)):
         sent = formulas[arm].traffics[0].bytes_sent
-        checks.add(0, Checked(arm=arm, losses=(8.0, last), bytes_sent=sent, peak_bytes=None))
+        checks.add(0, Checked(arm=arm, losses=(8.0, last), bytes_sent=sent, peak_bytes=None, resident_bytes=None))
 
     assert not checks.faults("zero3")
     assert "7.8" in checks.faults("none")[0]
@@ -115,7 +115,7 @@ def test_arms_that_add_rank_by_rank_are_equal_to_the_bit() -> None:
 def test_bytes_that_are_not_the_formulas_are_a_fault(formulas: dict[str, Formulas]) -> None:
     checks = checks_of(formulas)
     sent = formulas["zero3"].traffics[2].bytes_sent
-    checks.add(2, Checked(arm="zero3", losses=_LOSSES, bytes_sent=sent + 1, peak_bytes=None))
+    checks.add(2, Checked(arm="zero3", losses=_LOSSES, bytes_sent=sent + 1, peak_bytes=None, resident_bytes=None))
     cells = cells_of(checks, payload=10**9)
 
     faults = fault_texts(cells.rows())
