@@ -21,7 +21,7 @@ from tightwire.kernels.atomics import load_acquire, yield_core
 from tightwire.kernels.attention_cpu_kernels import attend
 from tightwire.kernels.jit import helper, kernel
 from tightwire.kernels.kv_cache_cpu import write_slots
-from tightwire.kernels.linear_cpu import multiply, prepare_rows
+from tightwire.kernels.linear_cpu import come_in_pairs, multiply, prepare_rows
 from tightwire.kernels.norm import rms_norm_rows
 from tightwire.kernels.numbers import size_of
 from tightwire.kernels.rope import rope_rows
@@ -304,7 +304,7 @@ def _matrix(
     fetch_add(phase + _CAME)
     weight_kind = load_i64(matrix + 16)
     # Each thread for itself: that costs less than waiting for others to have done it.
-    prepared, stride = prepare_rows(x, num_rows, depth, kind, weight_kind, scratch)
+    prepared, stride = prepare_rows(x, num_rows, depth, kind, scratch)
     multiply(
         out,
         prepared,
@@ -317,6 +317,7 @@ def _matrix(
         num_outputs,
         depth,
         kind,
+        come_in_pairs(kind),
         phase,
     )
     _leave(phase)

@@ -19,7 +19,7 @@ _UNPACKED_ELEMS = 1 << 22
 def linear_reference(
     x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None = None, *, num_single_rows: int | None = None
 ) -> Tensor:
-    """Packed weights are rounded to the dtype of x, as GPUs multiply them; on CPU ``linear`` does not round them."""
+    """Packed weights are rounded to the dtype of x, as GPUs multiply them; ``linear`` on CPU does where it says so."""
     return F.linear(x_TD, dequantize(weight_OD, x_TD.dtype), bias_O)
 
 
@@ -38,7 +38,9 @@ def linear(
         float32    293 / 438   263 / 573   446 / 969  1283 / 2603  10105 / 17802
 
     Packed weights stay packed in memory, and x as it is: on CPU the result is that of the same numbers in float32, bit for
-    bit, and rounded. Single rows unpack on their way through the registers; on CUDA in a kernel of Triton's.
+    bit, and rounded; but where the CPU multiplies bfloat16 in pairs (AVX512-BF16) and x is bfloat16, they are rounded to
+    it first, as all weights are there. Single rows unpack on their way through the registers; on CUDA in a kernel of
+    Triton's.
 
     Args:
         num_single_rows: that many rows, the first, come one by one or a few at a time (generated tokens); the rest are

@@ -7,7 +7,7 @@ row of x and its row of weights, not on the number of rows or threads.
 
 On CPUs with AVX512-BF16 bfloat16 numbers are multiplied as they are, in pairs; elsewhere they are widened on the way,
 or once for all rows when there are many. Packed weights are unpacked on the way for one row, and once for several: the
-bits are those that the same numbers in float32 would give.
+bits are those that the same numbers would give in float32, or in bfloat16 where bfloat16 is multiplied in pairs.
 """
 
 from typing import Any
@@ -65,7 +65,8 @@ def _product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: 
     kind = NUMBER_KIND[out_dtype]
     weight, weight_stride, weight_kind = matrix_integers(weight_OD)
     out_TO = torch.empty((num_tokens, num_outputs), dtype=out_dtype)
-    if weight_kind != BFLOAT16 or not _BF16_PRODUCTS:
+    in_pairs = _BF16_PRODUCTS and x_TD.dtype == torch.bfloat16
+    if not in_pairs:
         x_TD = x_TD.float()
     max_threads = min(-(-num_outputs // _PANEL), useful_threads(num_tokens, num_outputs * num_inputs))
     counter = torch.zeros(1, dtype=torch.int64) if max_threads > 1 else None
@@ -82,6 +83,7 @@ def _product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: 
         num_outputs,
         num_inputs,
         kind,
+        in_pairs,
         0 if counter is None else counter.data_ptr(),
     )
     if counter is None:
@@ -188,14 +190,15 @@ def multiply(
     num_outputs: int,
     num_inputs: int,
     kind: int,
+    in_pairs: bool,
     counter: int,
 ) -> None:
     """Panel after panel until ``counter``, which other threads draw from too, has passed the last.
 
-    With ``counter`` 0 this thread is alone and takes them all. Strides are bytes. ``x`` is as ``prepare_rows`` leaves it;
-    ``out`` and ``bias`` are of ``kind``, as are the weights unless ``weight_kind`` says that they are packed.
+    With ``counter`` 0 this thread is alone and takes them all. Strides are bytes. ``x`` is as ``prepare_rows`` leaves it:
+    bfloat16 ``in_pairs``, else float32. ``out`` and ``bias`` are of ``kind``; weights are as ``weight_kind`` says.
     """
-    x_bytes = 2 if weight_kind == BFLOAT16 and _BF16_PRODUCTS else 4
+    x_bytes = 2 if in_pairs else 4
     rows_at_once = _rows_at_once(num_tokens, x_bytes * num_inputs)
     sums, widened = _sums(), _widened()
     size = size_of(kind)
@@ -220,6 +223,7 @@ def multiply(
                     min(_BLOCK, outputs - column),
                     num_inputs,
                     weight_kind,
+                    in_pairs,
                     widened,
                 )
             for row in range(rows):
@@ -233,9 +237,15 @@ def multiply(
 
 
 @helper
-def prepare_rows(x: int, num_rows: int, depth: int, kind: int, weight_kind: int, scratch: int) -> tuple[int, int]:
+def come_in_pairs(kind: int) -> bool:
+    """Whether rows of ``kind`` are multiplied two numbers at once."""
+    return _BF16_PRODUCTS and kind == BFLOAT16
+
+
+@helper
+def prepare_rows(x: int, num_rows: int, depth: int, kind: int, scratch: int) -> tuple[int, int]:
     """Address and stride of contiguous rows as ``multiply`` reads them: as they are, or in float32 in ``scratch``."""
-    if kind == FLOAT32 or (weight_kind == BFLOAT16 and _BF16_PRODUCTS):
+    if kind == FLOAT32 or come_in_pairs(kind):
         return x, depth * size_of(kind)
     for row in range(num_rows):
         for at in range(0, depth, LANES):
@@ -265,23 +275,27 @@ def _dot(
     columns: int,
     depth: int,
     kind: int,
+    in_pairs: bool,
     widened: int,
 ) -> None:
     """A block of columns of sums (rows, _PANEL) = x (rows, depth) @ weights (columns, depth)^T."""
     # A gap behind each row: rows of whole pages would all meet in the same few places of the cache.
-    stride = 4 * LANES * ((depth + 2 * LANES - 1) // LANES)
+    words = (depth + 1) // 2 if in_pairs else depth
+    stride = 4 * LANES * ((words + 2 * LANES - 1) // LANES)
     fitting = 4 * _MAX_WIDENED // stride
     if is_packed(kind) and (rows == 1 or fitting == 0):
         for row in range(rows):
             c, a = sums + 4 * _PANEL * row, x + x_stride * row
-            packed_dot(c, a, weights, weight_stride, columns, depth // GROUP_ELEMS, kind)
+            packed_dot(c, a, weights, weight_stride, columns, depth // GROUP_ELEMS, kind, in_pairs)
         return
     if is_packed(kind):
         for column in range(0, columns, fitting):
             some = min(fitting, columns - column)
             for at in range(some):
-                unpack(widened + stride * at, weights + weight_stride * (column + at), depth // GROUP_ELEMS, kind)
-            _tiles(sums + 4 * column, x, x_stride, rows, widened, stride, some, depth, FLOAT32, True)
+                source = weights + weight_stride * (column + at)
+                unpack(widened + stride * at, source, depth // GROUP_ELEMS, kind, in_pairs)
+            unpacked_kind = BFLOAT16 if in_pairs else FLOAT32
+            _tiles(sums + 4 * column, x, x_stride, rows, widened, stride, some, depth, unpacked_kind, True)
         return
     cached = False
     if not _WIDE and kind != FLOAT32 and rows >= _WIDENED_FROM_ROWS and columns <= fitting:

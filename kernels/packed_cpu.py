@@ -1,4 +1,7 @@
-"""Packed matrices on CPU: rows unpacked to floats, and one row multiplied with packed ones on the way from memory."""
+"""Packed matrices on CPU: rows unpacked to floats, and one row multiplied with packed ones on the way from memory.
+
+``in_pairs``: to bfloat16 numbers, as they are beside a row of bfloat16 where the CPU multiplies these in pairs.
+"""
 
 from typing import Any
 
@@ -18,8 +21,11 @@ _FIRST_KIND = min(packed.kind for packed in PACKED_FORMATS.values())
 _group = simd.make_stack(GROUP_ELEMS)
 
 
-def _make_dot(packed: PackedFormat) -> Any:
-    several, one = simd.make_packed_dot(_COLUMNS, packed), simd.make_packed_dot(1, packed)
+_PAIRS = simd.bf16_products_usable()
+
+
+def _make_dot(packed: PackedFormat, *, pairs: bool = False) -> Any:
+    several, one = (simd.make_packed_dot(columns, packed, pairs=pairs) for columns in (_COLUMNS, 1))
 
     @routine
     def dot(sums: int, x: int, weights: int, weight_stride: int, columns: int, num_groups: int) -> None:
@@ -32,8 +38,8 @@ def _make_dot(packed: PackedFormat) -> Any:
     return dot
 
 
-def _make_unpack(packed: PackedFormat) -> Any:
-    row = simd.make_unpack(packed)
+def _make_unpack(packed: PackedFormat, *, pairs: bool = False) -> Any:
+    row = simd.make_unpack(packed, pairs=pairs)
 
     @routine
     def unpack(target: int, source: int, num_groups: int) -> None:
@@ -42,8 +48,11 @@ def _make_unpack(packed: PackedFormat) -> Any:
     return unpack
 
 
-_dot_q8_0, _dot_q4_0, _dot_q4_1 = (_make_dot(packed) for packed in PACKED_FORMATS.values())
-_unpack_q8_0, _unpack_q4_0, _unpack_q4_1 = (_make_unpack(packed) for packed in PACKED_FORMATS.values())
+_formats = PACKED_FORMATS.values()
+_dot_q8_0, _dot_q4_0, _dot_q4_1 = (_make_dot(packed) for packed in _formats)
+_pairs_q8_0, _pairs_q4_0, _pairs_q4_1 = (_make_dot(packed, pairs=_PAIRS) for packed in _formats)
+_unpack_q8_0, _unpack_q4_0, _unpack_q4_1 = (_make_unpack(packed) for packed in _formats)
+_unpack_pairs_q8_0, _unpack_pairs_q4_0, _unpack_pairs_q4_1 = (_make_unpack(packed, pairs=_PAIRS) for packed in _formats)
 
 
 @helper
@@ -52,9 +61,18 @@ def is_packed(kind: int) -> bool:
 
 
 @helper
-def packed_dot(sums: int, x: int, weights: int, weight_stride: int, columns: int, num_groups: int, kind: int) -> None:
-    """sums (columns,) = one row of float32 @ packed weights (columns, groups)^T."""
-    if kind == _Q8_0:
+def packed_dot(
+    sums: int, x: int, weights: int, weight_stride: int, columns: int, num_groups: int, kind: int, in_pairs: bool
+) -> None:
+    """sums (columns,) = one row of float32, or bfloat16 ``in_pairs``, @ packed weights (columns, groups)^T."""
+    if in_pairs:
+        if kind == _Q8_0:
+            _pairs_q8_0(sums, x, weights, weight_stride, columns, num_groups)
+        elif kind == _Q4_0:
+            _pairs_q4_0(sums, x, weights, weight_stride, columns, num_groups)
+        else:
+            _pairs_q4_1(sums, x, weights, weight_stride, columns, num_groups)
+    elif kind == _Q8_0:
         _dot_q8_0(sums, x, weights, weight_stride, columns, num_groups)
     elif kind == _Q4_0:
         _dot_q4_0(sums, x, weights, weight_stride, columns, num_groups)
@@ -63,9 +81,16 @@ def packed_dot(sums: int, x: int, weights: int, weight_stride: int, columns: int
 
 
 @helper
-def unpack(target: int, source: int, num_groups: int, kind: int) -> None:
-    """Groups that follow each other as float32."""
-    if kind == _Q8_0:
+def unpack(target: int, source: int, num_groups: int, kind: int, in_pairs: bool) -> None:
+    """Groups that follow each other as float32, or bfloat16 ``in_pairs``."""
+    if in_pairs:
+        if kind == _Q8_0:
+            _unpack_pairs_q8_0(target, source, num_groups)
+        elif kind == _Q4_0:
+            _unpack_pairs_q4_0(target, source, num_groups)
+        else:
+            _unpack_pairs_q4_1(target, source, num_groups)
+    elif kind == _Q8_0:
         _unpack_q8_0(target, source, num_groups)
     elif kind == _Q4_0:
         _unpack_q4_0(target, source, num_groups)
@@ -84,10 +109,10 @@ def unpack_rows(
     for row in range(start, stop):
         target, source = out + row_bytes * row, blocks + row_stride * row
         if out_kind == FLOAT32:
-            unpack(target, source, num_groups, kind)
+            unpack(target, source, num_groups, kind, False)
         else:
             for at in range(num_groups):
-                unpack(group, source + block_bytes * at, 1, kind)
+                unpack(group, source + block_bytes * at, 1, kind, False)
                 place = target + size_of(out_kind) * GROUP_ELEMS * at
                 store_numbers(place, simd.load(group), out_kind, LANES)
                 store_numbers(place + size_of(out_kind) * LANES, simd.load(group + 4 * LANES), out_kind, LANES)

@@ -148,18 +148,20 @@ def make_tile_dot(num_rows: int, num_columns: int, kind: int, *, from_memory: bo
     return operation(code, types.void, *[types.int64] * 7)
 
 
-def make_packed_dot(num_columns: int, packed: PackedFormat) -> Any:
+def make_packed_dot(num_columns: int, packed: PackedFormat, *, pairs: bool = False) -> Any:
     """``c = a @ b^T`` for one row of float32 in a and ``num_columns`` packed rows in b, unpacked on the way.
 
     The returned intrinsic takes (c, a, b, b_stride, num_groups), the stride in bytes. The bits are those of
-    ``make_tile_dot`` with the unpacked rows.
+    ``make_tile_dot`` with the unpacked rows. ``pairs``: a is bfloat16, and b is rounded to it; only if
+    ``bf16_products_usable()``.
     """
-    return operation(emit_packed.packed_dot(num_columns, packed, _lanes_at_once()), types.void, *[types.int64] * 5)
+    code = emit_packed.packed_dot(num_columns, packed, _lanes_at_once(), pairs=pairs)
+    return operation(code, types.void, *[types.int64] * 5)
 
 
-def make_unpack(packed: PackedFormat) -> Any:
-    """An intrinsic that takes (target, source, num_groups): a packed row's numbers as float32."""
-    return operation(emit_packed.unpack(packed, _lanes_at_once()), types.void, *[types.int64] * 3)
+def make_unpack(packed: PackedFormat, *, pairs: bool = False) -> Any:
+    """An intrinsic that takes (target, source, num_groups): a packed row's numbers as float32, or in ``pairs`` bfloat16."""
+    return operation(emit_packed.unpack(packed, _lanes_at_once(), pairs=pairs), types.void, *[types.int64] * 3)
 
 
 def make_stack(num_floats: int) -> Any:

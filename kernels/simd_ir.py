@@ -290,13 +290,32 @@ def multiply_add_pairs(builder: Builder, a: Value, b: Value, total: Value) -> Va
     return builder.call(product, [total, builder.bitcast(a, _PAIRS), builder.bitcast(b, _PAIRS)])
 
 
+def narrowed(builder: Builder, value: Value) -> Value:
+    """``round_to_bf16`` in one instruction of AVX512-BF16, which makes zeros of denormals."""
+    kind = ir.FunctionType(ir.VectorType(_BFloat(), LANES), [V_F32])
+    narrow = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+    return builder.bitcast(builder.call(narrow, [value]), V_I16)
+
+
+def narrowed_pairs(builder: Builder, first: Value, second: Value) -> Value:
+    """``narrowed`` of 32 numbers that follow each other, as ``load_pairs`` gives them."""
+    kind = ir.FunctionType(_PAIRS, [V_F32, V_F32])
+    narrow = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
+    return builder.bitcast(builder.call(narrow, [second, first]), V_F32)
+
+
 def store_rounded_pairs(builder: Builder, address: Value, value: Value) -> None:
-    """``store_bf16`` in one instruction of AVX512-BF16, which makes zeros of denormals."""
-    half = ir.VectorType(_BFloat(), LANES)
-    narrow = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(half, [V_F32]), "llvm.x86.avx512bf16.cvtneps2bf16.512"
-    )
-    store_as(V_I16, 2)(builder, address, builder.bitcast(builder.call(narrow, [value]), V_I16))
+    """Sixteen numbers as bfloat16, see ``narrowed``."""
+    store_as(V_I16, 2)(builder, address, narrowed(builder, value))
+
+
+def looked_up(builder: Builder, table: Value, places: Value) -> Value:
+    """Of sixteen 16-bit numbers those that the lower four bits of 32 16-bit ``places`` name: AVX512-BW."""
+    wide = ir.VectorType(ir.IntType(16), 2 * LANES)
+    twice = builder.shuffle_vector(table, table, ir.Constant(ir.VectorType(I32, 2 * LANES), [*range(LANES)] * 2))
+    kind = ir.FunctionType(wide, [wide, wide])
+    permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
+    return builder.bitcast(builder.call(permute, [twice, places]), V_F32)
 
 
 def interleave(builder: Builder, first: Value, second: Value, target: Value) -> None:

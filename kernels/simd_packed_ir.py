@@ -15,6 +15,8 @@ from tightwire.kernels.simd_ir import (
     I32,
     I64,
     LANES,
+    V_F32,
+    V_I16,
     Builder,
     Emit,
     Value,
@@ -22,12 +24,18 @@ from tightwire.kernels.simd_ir import (
     keep_reads_below,
     load_as,
     load_floats,
+    load_pairs,
+    looked_up,
+    multiply_add_pairs,
+    narrowed,
+    narrowed_pairs,
     prefetch,
     store_as,
 )
 from tightwire.kernels.simd_tiles_ir import LINE_BYTES, TILES_AHEAD, fold_together, joined, moved
 
 _GROUP_BYTES = 4 * GROUP_ELEMS  # of float32 numbers
+_PAIRS_BYTES = 2 * GROUP_ELEMS  # of bfloat16 numbers
 _I8 = ir.IntType(8)
 
 
@@ -73,12 +81,36 @@ def block_numbers(builder: Builder, address: Value, packed: PackedFormat, lanes:
         yield first, fma(builder, numbers, scale, minimum) if packed.has_minimum else builder.fmul(numbers, scale)
 
 
-def unpack(packed: PackedFormat, lanes: int) -> Emit:
+def block_pairs(builder: Builder, address: Value, packed: PackedFormat) -> Value:
+    """The 32 numbers of the block at ``address`` rounded to bfloat16, as ``load_pairs`` would give them.
+
+    Four bits make sixteen numbers, which are computed once and then looked up: a third fewer instructions.
+    """
+    if packed.bits == 8:
+        (_, first), (_, second) = block_numbers(builder, address, packed, LANES)
+        return narrowed_pairs(builder, first, second)
+    scale, minimum = _header(builder, address, LANES)
+    if packed.has_minimum:
+        numbers = fma(builder, ir.Constant(V_F32, [float(code) for code in range(LANES)]), scale, minimum)
+    else:
+        numbers = builder.fmul(ir.Constant(V_F32, [float(code - 8) for code in range(LANES)]), scale)
+    stored = load_as(ir.VectorType(_I8, LANES), 1)(builder, _at(builder, address, packed.header_bytes))
+    low = builder.zext(stored, V_I16)
+    high = builder.lshr(low, ir.Constant(V_I16, [4] * LANES))
+    places = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 2 * LANES), [*range(2 * LANES)]))
+    return looked_up(builder, narrowed(builder, numbers), places)
+
+
+def unpack(packed: PackedFormat, lanes: int, *, pairs: bool) -> Emit:
     """Code for ``simd.make_unpack``."""
 
     def emit(builder: Builder, target: Value, source: Value, num_groups: Value) -> None:
         with cgutils.for_range(builder, num_groups) as loop:
             block = moved(builder, source, loop.index, packed.block_bytes)
+            if pairs:
+                out = moved(builder, target, loop.index, _PAIRS_BYTES)
+                store_as(V_F32, 4)(builder, out, block_pairs(builder, block, packed))
+                return
             out = moved(builder, target, loop.index, _GROUP_BYTES)
             for first, numbers in block_numbers(builder, block, packed, lanes):
                 store_as(numbers.type, 4)(builder, _at(builder, out, 4 * first), numbers)
@@ -86,8 +118,9 @@ def unpack(packed: PackedFormat, lanes: int) -> Emit:
     return emit
 
 
-def packed_dot(num_columns: int, packed: PackedFormat, lanes: int) -> Emit:
+def packed_dot(num_columns: int, packed: PackedFormat, lanes: int, *, pairs: bool) -> Emit:
     """Code for ``simd.make_packed_dot``. Memory is asked for ahead of time as by ``tile_dot``, which see."""
+    group_bytes = _PAIRS_BYTES if pairs else _GROUP_BYTES
 
     def emit(builder: Builder, c: Value, a: Value, b: Value, b_stride: Value, num_groups: Value) -> None:
         num_parts = LANES // lanes
@@ -99,12 +132,17 @@ def packed_dot(num_columns: int, packed: PackedFormat, lanes: int) -> Emit:
         b_rows = [moved(builder, b, b_stride, column) for column in range(num_columns)]
         ahead = moved(builder, b, b_stride, TILES_AHEAD * num_columns)
         with cgutils.for_range(builder, num_groups) as loop:
-            a_group = moved(builder, a, loop.index, _GROUP_BYTES)
+            a_group = moved(builder, a, loop.index, group_bytes)
             b_at = builder.mul(loop.index, ir.Constant(I64, packed.block_bytes))
             asked = moved(builder, ahead, b_at, num_columns)
             for line in range(0, num_columns * packed.block_bytes, LINE_BYTES):
                 prefetch(builder, _at(builder, asked, line))
             for column, b_row in enumerate(b_rows):
+                if pairs:
+                    numbers, place = block_pairs(builder, builder.add(b_row, b_at), packed), sums[column, 0]
+                    total = multiply_add_pairs(builder, load_pairs(builder, a_group), numbers, builder.load(place))
+                    builder.store(total, place)
+                    continue
                 for first, numbers in block_numbers(builder, builder.add(b_row, b_at), packed, lanes):
                     a_numbers = load_floats(lanes)(builder, _at(builder, a_group, 4 * first))
                     place = sums[column, first % LANES // lanes]

@@ -1,4 +1,4 @@
-"""Products with packed weights: on CPU the bits of the same numbers in float32; rows that do not know each other."""
+"""Products with packed weights: on CPU the bits of the same numbers unpacked; rows that do not know each other."""
 
 import re
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from tightwire.kernels import linear as linear_module
 from tightwire.kernels.linear import linear, linear_reference
 from tightwire.kernels.packed import PackedMatrix, quantize
 from tightwire.kernels.packed_format import PACKED_FORMATS, Q4_1, PackedFormat
+from tightwire.kernels.simd import bf16_products_usable
 from tightwire.kernels.unpack import dequantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -21,8 +22,10 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _float_product(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-    """What ``linear`` gives for the unpacked weights in float32, rounded to the dtype of x."""
+def _unpacked_product(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """What ``linear`` gives for the unpacked weights in float32, rounded to the dtype of x; or in bfloat16 pairs."""
+    if x.dtype == torch.bfloat16 and bf16_products_usable():
+        return linear(x, dequantize(weight, torch.bfloat16), bias)
     added = None if bias is None else bias.float()
     return linear(x.float(), dequantize(weight, torch.float32), added).to(x.dtype)
 
@@ -38,7 +41,7 @@ def test_the_bits_are_those_of_the_unpacked_product(
         for num_tokens in (1, 2, 3, 5, 70):
             x = _random(num_tokens, num_inputs, dtype=dtype, seed=2)
             got = linear(x, weight, bias)
-            assert got.dtype == dtype and torch.equal(got, _float_product(x, weight, bias))
+            assert got.dtype == dtype and torch.equal(got, _unpacked_product(x, weight, bias))
 
 
 @each_format
@@ -46,7 +49,7 @@ def test_rows_wider_than_what_is_unpacked_at_a_time(packed: PackedFormat) -> Non
     for num_inputs in (4096, 1 << 17):
         weight = quantize(_random(9, num_inputs), packed)
         x = _random(5, num_inputs, seed=1)
-        assert torch.equal(linear(x, weight), _float_product(x, weight, None))
+        assert torch.equal(linear(x, weight), _unpacked_product(x, weight, None))
 
 
 def test_threads_change_no_bit(num_threads: Callable[[int], None]) -> None:
