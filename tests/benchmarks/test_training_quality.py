@@ -55,6 +55,13 @@ def test_an_arm_is_measured_against_dense_of_its_seed(quality: Any, tmp_path: Pa
     assert "<svg" in (tmp_path / "curves.svg").read_text()
 
 
+def test_all_seeds_of_what_is_asked_run_before_the_ablations(quality: Any) -> None:
+    assert quality.order_runs(["sgd", "no-masking", "dgc"], [0, 1]) == [
+        *(("sgd", 0), ("dgc", 0), ("sgd", 1), ("dgc", 1)),
+        *(("no-masking", 0), ("no-masking", 1)),
+    ]
+
+
 def test_an_interrupted_arm_goes_on_and_a_finished_one_stays(
     quality: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
