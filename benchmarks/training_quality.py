@@ -4,7 +4,7 @@
     python benchmarks/training_quality.py --report-only --output DIR
 
 Each arm is a run of the product: ``training_quality.yaml`` with the arm's values over it, then those given, on four ranks
-of two nodes, which are threads. A seed's arms have the same first weights and the same batches. Rates and clipping were chosen with seed 7. AdamW, ZeRO-3:
+of two nodes, which are threads. A seed's arms have the same first weights and the same batches. SGD's rate is dense's best with seed 7. AdamW, ZeRO-3:
 
     zero3           nothing compressed
     zero++          qwZ, hpZ and qgZ: weights in int8, a copy on each node, gradients in int4 on both hops
