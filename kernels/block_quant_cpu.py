@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.block_format import BlockFormat
+from tightwire.kernels.block_quant_cpu_bf16 import decode_groups_to_bf16, decodes_to_bf16
 from tightwire.kernels.block_quant_cpu_decode import decode_group
 from tightwire.kernels.block_quant_cpu_encode import encode_group
 from tightwire.kernels.block_quant_cpu_stage import (
@@ -30,7 +31,7 @@ from tightwire.kernels.block_quant_cpu_stage import (
 from tightwire.kernels.block_quant_cpu_word import format_word, group_elems, is_rotated, log2_group_elems
 from tightwire.kernels.jit import helper, kernel
 from tightwire.kernels.numbers import size_of
-from tightwire.kernels.simd import NUMBER_KIND, load_i64
+from tightwire.kernels.simd import BFLOAT16, NUMBER_KIND, load_i64
 from tightwire.kernels.threads import run_on_rows
 
 _BLOCK_ELEMS = 128  # a whole number of groups of every format
@@ -95,8 +96,13 @@ def _decode_all(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, add: bool) -> N
     _check_message(buf, fmt, num_elems)
     target, kind, source, word = out_N.data_ptr(), NUMBER_KIND[out_N.dtype], buf.data_ptr(), format_word(fmt)
 
+    fast = not add and kind == BFLOAT16 and decodes_to_bf16(fmt)
+
     def groups(start: int, stop: int) -> None:
-        _decode(target, kind, add, source, word, num_elems, start, stop)
+        if fast:
+            _decode_to_bf16(target, source, word, num_elems, start, stop)
+        else:
+            _decode(target, kind, add, source, word, num_elems, start, stop)
 
     run_on_rows(groups, fmt.num_groups(num_elems), fmt.group_elems)
 
@@ -203,6 +209,14 @@ def _encode(target: int, word: int, source: int, kind: int, num_elems: int, star
 @kernel
 def _decode(target: int, kind: int, add: bool, source: int, word: int, num_elems: int, start: int, stop: int) -> None:
     decode_groups(target, kind, add, source, word, num_elems, start, stop)
+
+
+@kernel
+def _decode_to_bf16(target: int, source: int, word: int, num_elems: int, start: int, stop: int) -> None:
+    size = group_elems(word)
+    whole = min(stop, num_elems // size)
+    decode_groups_to_bf16(target, source, word, (num_elems + size - 1) // size, start, whole)
+    decode_groups(target, BFLOAT16, False, source, word, num_elems, max(start, whole), stop)
 
 
 @kernel

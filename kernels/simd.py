@@ -72,6 +72,9 @@ load_f16: Any = operation(emit.load_f16, float32x16, types.int64)
 store: Any = operation(emit.store_as(emit.V_F32, 4), types.void, types.int64, float32x16)
 store_bf16: Any = operation(emit.store_bf16, types.void, types.int64, float32x16)
 store_f16: Any = operation(emit.store_f16, types.void, types.int64, float32x16)
+store_two_bf16: Any = operation(  # where bf16_registers_usable; subnormal numbers become zero
+    emit.store_two_bf16, types.void, types.int64, float32x16, float32x16
+)
 load_part: Any = operation(emit.load_part(emit.load_as(emit.V_F32, 4), 4), float32x16, types.int64, types.int64)
 load_part_bf16: Any = operation(emit.load_part(emit.load_bf16, 2), float32x16, types.int64, types.int64)
 load_part_f16: Any = operation(emit.load_part(emit.load_f16, 2), float32x16, types.int64, types.int64)
@@ -173,6 +176,12 @@ def make_stack(num_floats: int) -> Any:
 def bf16_products_usable() -> bool:
     """Whether compiled code may multiply bfloat16 pairs: AVX512-BF16, and an LLVM that knows its type."""
     return llvm_version_info[0] >= 17 and _has_feature("avx512bf16")
+
+
+@cache
+def bf16_registers_usable() -> bool:
+    """Whether compiled code may round to, and look up, 32 bfloat16 numbers at a time: AVX512-BF16 and AVX-512BW."""
+    return bf16_products_usable() and _has_feature("avx512bw")
 
 
 @cache

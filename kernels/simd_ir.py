@@ -324,6 +324,13 @@ def interleave(builder: Builder, first: Value, second: Value, target: Value) -> 
     store_as(V_I32, 4)(builder, target, builder.or_(low, builder.shl(high, constant(16, V_I32))))
 
 
+def store_two_bf16(builder: Builder, address: Value, first: Value, second: Value) -> None:
+    """Two vectors' numbers, rounded to nearest even, subnormal ones to zero: AVX512-BF16."""
+    kind = ir.FunctionType(_PAIRS, [V_F32, V_F32])
+    rounded = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
+    store_as(V_I32, 2)(builder, address, builder.bitcast(builder.call(rounded, [second, first]), V_I32))
+
+
 def stack(num_floats: int) -> Emit:
     def emit(builder: Builder) -> Value:
         with builder.goto_entry_block():  # not numba's alloca_once, which writes zeros, and for LLVM one by one
