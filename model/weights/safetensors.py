@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
 from tightwire.kernels.packed import Matrix
 from tightwire.model.errors import ModelError
@@ -58,6 +59,10 @@ class SafetensorsReader:
         entry = self._entry(name)
         dtype, row_shape = _DTYPES[entry.dtype], entry.shape[1:]
         row_bytes = math.prod(row_shape) * dtype.itemsize
+        if _takes_as_stored(out, dtype, row_shape, columns):
+            out_B = out[: len(rows)].view(-1).view(torch.uint8).numpy()
+            entry.file.read_into(out_B, entry.offset + rows.start * row_bytes)
+            return
         for chunk in row_chunks(rows, row_bytes * growth_of(out)):
             part = entry.file.numbers(entry.offset + chunk.start * row_bytes, (len(chunk), *row_shape), dtype)
             if columns is not None:
@@ -73,6 +78,19 @@ class SafetensorsReader:
                 f"{entry.file.path}: tensor {name} is stored as {entry.dtype}; supported: {', '.join(_DTYPES)}"
             )
         return entry
+
+
+def _takes_as_stored(
+    out: Matrix, dtype: torch.dtype, row_shape: tuple[int, ...], columns: range | None
+) -> TypeGuard[Tensor]:
+    """Whether whole rows go into host memory as the file holds them: read there, and copied nowhere."""
+    return (
+        isinstance(out, Tensor)
+        and out.dtype == dtype
+        and out.device.type == "cpu"
+        and out.is_contiguous()
+        and (columns is None or (columns.start, columns.stop) == (0, row_shape[0]))
+    )
 
 
 def _files(folder: Path) -> list[Path]:

@@ -47,18 +47,26 @@ class WeightFile:
         room = getattr(self._scratch, "bytes", None)
         if room is None or len(room) < num_bytes:
             room = self._scratch.bytes = np.empty(max(num_bytes, CHUNK_BYTES), np.uint8)
+        self.read_into(room[:num_bytes], offset)
+        return room[:num_bytes].reshape(num_rows, row_bytes)
+
+    def read_into(self, out_B: npt.NDArray[np.uint8], offset: int) -> None:
+        """Fill ``out_B``, contiguous, with the bytes from ``offset`` on.
+
+        Raises:
+            ModelError: the file ends before, or cannot be read.
+        """
         done = 0
-        while done < num_bytes:
+        while done < len(out_B):
             try:
-                got = os.preadv(self._fd, [room.data[done:num_bytes]], offset + done)
+                got = os.preadv(self._fd, [out_B.data[done:]], offset + done)
             except OSError as error:
                 raise ModelError(f"{self.path}: cannot be read at {offset + done}: {error.strerror}") from None
             if got == 0:
                 raise ModelError(
-                    f"{self.path}: ends at {offset + done}, {num_bytes - done} bytes early; was it cut since it was opened?"
+                    f"{self.path}: ends at {offset + done}, {len(out_B) - done} bytes early; was it cut since it was opened?"
                 )
             done += got
-        return room[:num_bytes].reshape(num_rows, row_bytes)
 
     def numbers(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """``rows`` as a tensor of numbers."""
