@@ -121,16 +121,14 @@ def test_any_bytes_decode_without_harm(fmt: BlockFormat, seed: int) -> None:
     assert out[[0, -1]].tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("num_elems", [64 * 1000, 64 * 1000 - 5])
+@pytest.mark.parametrize("num_elems", [64000, 63995])
 @FORMATS
-def test_any_scales_make_the_reference_s_bfloat16(fmt: BlockFormat, num_elems: int) -> None:
-    """Subnormal, infinite and NaN ones among them: whole groups of some formats have kernels of their own."""
-    if fmt.spikes:
-        pytest.skip("places out of a group are no message")
+def test_bfloat16_numbers_are_the_float32_ones_rounded(fmt: BlockFormat, num_elems: int) -> None:
+    """With any scales, subnormal, infinite and NaN ones too: whole groups of some formats have a kernel of their own."""
     generator = torch.Generator().manual_seed(5)
     buf = torch.randint(0, 256, (fmt.encoded_bytes(num_elems),), dtype=torch.uint8, generator=generator)
     got = block_quant.decode(buf, fmt, num_elems, torch.bfloat16)
-    assert _same(got, block_quant.decode_reference(buf, fmt, num_elems, torch.bfloat16))
+    assert _same(got, block_quant.decode(buf, fmt, num_elems, torch.float32).bfloat16())
 
 
 _BUF = torch.zeros(132, dtype=torch.uint8)
