@@ -17,7 +17,7 @@ from tightwire.model.weights.residency import LEAST_STREAMED
 from tightwire.report.console import make_console
 from tightwire.report.environment import describe_environment
 from tightwire.report.progress import paused, progress_bar
-from tightwire.report.quiet import OthersWatch, show_others
+from tightwire.report.quiet import OthersWatch
 from tightwire.report.result_files import ResultFiles
 from tightwire.server.bench.ending import finish, say
 from tightwire.server.bench.replicas import open_replicas
@@ -82,7 +82,7 @@ class StreamBench:
                 others.append(self._run_own(num_ranks, len(own), checkpoint))
             others += [self._run_shared(num_ranks, arm, checkpoint) for arm in shared]
         self._facts["others_share"] = max(others)
-        show_others(self._console, self._facts)
+        report.show_end(self._console, self._result())
         faults = fault_texts(self._rows())
         for fault in faults:
             say("stream", fault)

@@ -17,9 +17,11 @@ from tightwire.server.bench.stream.words import (
     OVERLAP,
     arm_text,
     cell_texts,
+    crowds,
     describe_setting,
     forecast_texts,
     load_text,
+    verdict,
 )
 
 _Rows = Sequence[dict[str, Any]]
@@ -28,7 +30,7 @@ _Rows = Sequence[dict[str, Any]]
 def make_page(result: dict[str, Any]) -> str:
     """The result, as ``bench stream`` keeps it, in one HTML document."""
     rows = result["cells"]
-    sections = [_against_bound(rows), _times(rows), _rates(rows), _cells(rows), _forecasts(rows)] if rows else []
+    sections = [_against_bound(result), _times(rows), _rates(rows), _cells(rows), _forecasts(rows)] if rows else []
     return render(
         Page(
             title="Streamed weights",
@@ -40,9 +42,9 @@ def make_page(result: dict[str, Any]) -> str:
     )
 
 
-def _against_bound(rows: _Rows) -> Section:
+def _against_bound(result: dict[str, Any]) -> Section:
     """Every cell as a point: its bound, and how much longer the step takes."""
-    series = []
+    rows, series = result["cells"], []
     for number, codec in enumerate(dict.fromkeys(row["codec"] for row in rows)):
         own = sorted((row for row in rows if row["codec"] == codec), key=lambda row: row["bound_s"])
         x, y = [row["bound_s"] * 1e3 for row in own], [row["over_bound"] for row in own]
@@ -58,7 +60,7 @@ def _against_bound(rows: _Rows) -> Section:
         line_y=1.0,
         from_zero=False,
     )
-    return Section(title="Step over its bound", words=[BOUND], svg=draw(plot))
+    return Section(title="Step over its bound", words=[verdict(rows), *crowds(result), BOUND], svg=draw(plot))
 
 
 def _times(rows: _Rows) -> Section:
@@ -117,10 +119,11 @@ def _cells(rows: _Rows) -> Section:
 
 
 def _forecasts(rows: _Rows) -> Section:
+    arms = {(arm_text(row), row["tp"]): row for row in rows}
     table = TableView(
-        columns=["weights", "tp", "step", *FORECASTS],
-        num_words=3,
-        rows=[[arm_text(row), str(row["tp"]), load_text(row), *forecast_texts(row)] for row in rows],
+        columns=["weights", "tp", *FORECASTS],
+        num_words=2,
+        rows=[[arm_text(row), str(row["tp"]), *forecast_texts(row)] for row in arms.values()],
     )
     return Section(title="What to expect", words=[FORECAST], table=table, wide=True)
 

@@ -6,15 +6,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tightwire.report.quiet import show_others
 from tightwire.report.result_files import ResultFiles
 from tightwire.server.bench.stream.words import (
     COLUMNS,
-    FORECASTS,
     arm_text,
     cell_texts,
+    crowds,
     describe_setting,
-    forecast_texts,
+    forecast_line,
     load_text,
+    verdict,
 )
 
 SCHEMA = "tightwire.bench.stream/1"
@@ -58,15 +60,23 @@ def show_head(console: Console, facts: dict[str, Any]) -> None:
 
 def show_arm(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """Print the cells of one arm."""
-    for columns, texts in ((COLUMNS, cell_texts), (FORECASTS, forecast_texts)):
-        table = Table(title=f"{arm_text(rows[0])}, tp {rows[0]['tp']}", title_justify="left", title_style="bold")
-        table.add_column("step")
-        for name in columns:
-            table.add_column(name, justify="right")
-        for row in rows:
-            table.add_row(load_text(row), *texts(row), style="red" if row["faults"] else None)
-        console.print(table)
+    table = Table(title=f"{arm_text(rows[0])}, tp {rows[0]['tp']}", title_justify="left", title_style="bold")
+    table.add_column("step")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(load_text(row), *cell_texts(row), style="red" if row["faults"] else None)
+    console.print(table)
+    console.print(forecast_line(rows[0]), soft_wrap=True)
     console.print()
+
+
+def show_end(console: Console, result: dict[str, Any]) -> None:
+    """What all cells come to, and why to read them with care."""
+    for words in (verdict(result["cells"]), *crowds(result)):
+        console.print(words, soft_wrap=True)
+    console.print()
+    show_others(console, result)
 
 
 def keep(files: ResultFiles, result: dict[str, Any]) -> None:

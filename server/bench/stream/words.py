@@ -1,5 +1,6 @@
 """What ``bench stream`` calls things, on the terminal and on its page."""
 
+from collections.abc import Sequence
 from typing import Any
 
 COLUMNS = (
@@ -15,7 +16,9 @@ COLUMNS = (
     "x none",
     "tokens/s",
 )
-FORECASTS = ("tokens/s", "TTFT of 512, s", "as much computing as fetching at")
+_NEAR, _HIDDEN = 0.1, 0.95  # asked of a cell: so near to its bound, so much of the shorter part hidden
+
+FORECASTS = ("TTFT of 512, s", "as much computing as fetching at")
 BOUND = (
     "The bound is the longer of fetch (all streamed layers brought in, nothing computed) and compute (the same step with "
     "resident weights), both measured in turns with the step, in the same processes. /bound is the step over it; /source over what "
@@ -36,6 +39,12 @@ OVERLAP = (
 FORECAST = (
     "TTFT is a prompt of 512 tokens in one step: the longer of its computing, measured with resident weights, and one fetch. "
     "From so many rows in a step on, computing is what takes longest."
+)
+
+
+CROWD = (
+    "{ranks} ranks on {cores} cores take turns on them. All begin a pass together, and it ends with the last: what is waited for "
+    "a core counts."
 )
 
 
@@ -77,8 +86,33 @@ def cell_texts(row: dict[str, Any]) -> list[str]:
 
 
 def forecast_texts(row: dict[str, Any]) -> list[str]:
-    """The row under ``FORECASTS``."""
-    return [f"{row['tokens_per_s']:,.1f}", f"{row['ttft_s']:.2f}", f"{row['break_even_rows']:,.0f} rows"]
+    """The row under ``FORECASTS``; the same for all kinds of steps of an arm."""
+    return [f"{row['ttft_s']:.2f}", f"{row['break_even_rows']:,.0f} rows"]
+
+
+def forecast_line(row: dict[str, Any]) -> str:
+    """The same in words."""
+    ttft, rows = forecast_texts(row)
+    return f"a prompt of 512 tokens takes {ttft} s; computing takes as long as fetching at {rows} a step"
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """How many of the cells keep what streaming is to keep."""
+    near = sum(row["over_bound"] <= 1 + _NEAR for row in rows)
+    near_cores = sum(row["over_cores_bound"] <= 1 + _NEAR for row in rows)
+    traced = [row["overlap"] for row in rows if row["overlap"] is not None]
+    hidden = f"; {sum(overlap >= _HIDDEN for overlap in traced)} hide {_HIDDEN:.0%} or more" if traced else ""
+    return (
+        f"Of {len(rows)} cells {near} are within {_NEAR:.0%} of the bound, {near_cores} within {_NEAR:.0%} of it or of the "
+        f"cores' time{hidden}."
+    )
+
+
+def crowds(result: dict[str, Any]) -> list[str]:
+    """A line for each number of ranks that is more than there are cores."""
+    cores = result["environment"]["usable_cores"]
+    counts = sorted({row["tp"] * row["dp"] for row in result["cells"]}) if result["device"] == "cpu" else []
+    return [CROWD.format(ranks=ranks, cores=cores) for ranks in counts if ranks > cores]
 
 
 def _ratio(ratio: float | None) -> str:

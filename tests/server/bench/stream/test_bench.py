@@ -35,7 +35,7 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
     )
 
     assert status == 0 and result["error"] is None
-    assert "files int4 is left out" in text and "4 of 5 layers streamed" in text
+    assert "files int4 is left out" in text and "4 of 5 layers streamed" in text and "Of 40 cells" in text
     arms = [(source, codec, rate) for source in ("host", "disk") for rate in (10e6, 20e6) for codec in ("none", "int4")]
     arms += [("files", "none", rate) for rate in (10e6, 20e6)]
     steps = [("decode", 3), ("prompt", 16)]
