@@ -59,8 +59,8 @@ class SafetensorsReader:
         entry = self._entry(name)
         dtype, row_shape = _DTYPES[entry.dtype], entry.shape[1:]
         row_bytes = math.prod(row_shape) * dtype.itemsize
-        if _takes_as_stored(out, dtype, row_shape, columns):
-            out_B = out[: len(rows)].view(-1).view(torch.uint8).numpy()
+        if _takes_as_stored(out, dtype, (len(rows), *row_shape), columns):
+            out_B = out.view(-1).view(torch.uint8).numpy()
             entry.file.read_into(out_B, entry.offset + rows.start * row_bytes)
             return
         for chunk in row_chunks(rows, row_bytes * growth_of(out)):
@@ -81,15 +81,16 @@ class SafetensorsReader:
 
 
 def _takes_as_stored(
-    out: Matrix, dtype: torch.dtype, row_shape: tuple[int, ...], columns: range | None
+    out: Matrix, dtype: torch.dtype, shape: tuple[int, ...], columns: range | None
 ) -> TypeGuard[Tensor]:
     """Whether whole rows go into host memory as the file holds them: read there, and copied nowhere."""
     return (
         isinstance(out, Tensor)
         and out.dtype == dtype
+        and out.shape == shape
         and out.device.type == "cpu"
         and out.is_contiguous()
-        and (columns is None or (columns.start, columns.stop) == (0, row_shape[0]))
+        and (columns is None or (columns.start, columns.stop) == (0, shape[1]))
     )
 
 

@@ -41,14 +41,21 @@ def test_slices(tmp_path: Path) -> None:
         assert torch.equal(out, (part if columns is None else part[:, columns.start : columns.stop]).half())
 
 
+@pytest.mark.parametrize("shape", [(8, 160), (9, 64), (6,)])
+def test_room_of_another_shape_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    reader = SafetensorsReader(make_tiny(tmp_path / "m"))
+    with pytest.raises(RuntimeError, match="size"):
+        reader.read_into(torch.empty(shape), "lm_head.weight", rows=range(10))
+
+
 def test_pieces_join_seamlessly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With pieces far smaller than a matrix, all of them arrive in place."""
     monkeypatch.setattr("tightwire.model.weights.weight_file.CHUNK_BYTES", 1000)
     reader = SafetensorsReader(make_tiny(tmp_path / "m"))
     want = tiny_tensors(tiny_config())["lm_head.weight"]
-    out = torch.empty(want.shape)
+    out = torch.empty(want.shape, dtype=torch.float64)  # not as in the file: what is, is not cut into pieces
     reader.read_into(out, "lm_head.weight", rows=range(len(out)))
-    assert torch.equal(out, want)
+    assert torch.equal(out, want.double())
 
 
 def opening(folder: Path) -> str:
