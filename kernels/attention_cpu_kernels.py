@@ -77,7 +77,7 @@ _pair_values = _make_products(KEYS, accumulate=True, pairs=_PAIRS)
 _pair_values_narrow = _make_products(LANES, accumulate=True, pairs=_PAIRS)
 
 
-_store_narrow = simd.store_rounded_pairs if _PAIRS else simd.store_bf16
+_store_narrow = simd.store_rounded if _PAIRS else simd.store_bf16
 
 
 def scratch_floats(num_rows: int, head_dim: int) -> int:

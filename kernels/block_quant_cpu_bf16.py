@@ -23,7 +23,7 @@ _LEAST_EXPONENT, _END_EXPONENT = 27 << 7, 255 << 7  # of bfloat16 numbers: 2^-10
 
 def decodes_to_bf16(fmt: BlockFormat) -> bool:
     """Whether this CPU has what it takes, and the format is one of those that are decoded here."""
-    if not simd.bf16_registers_usable() or fmt.hadamard or fmt.spikes or fmt.float8:
+    if not simd.bf16_products_usable() or fmt.hadamard or fmt.spikes or fmt.float8:
         return False
     return fmt.bits == 8 or (fmt.bits == 4 and fmt.plane_bytes[0] >= _AT_ONCE)
 

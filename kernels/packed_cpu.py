@@ -18,10 +18,9 @@ _Q8_0, _Q4_0, _Q4_1 = (packed.kind for packed in PACKED_FORMATS.values())
 _Q8_0_BYTES, _Q4_0_BYTES, _Q4_1_BYTES = (packed.block_bytes for packed in PACKED_FORMATS.values())
 _FIRST_KIND = min(packed.kind for packed in PACKED_FORMATS.values())
 
-_group = simd.make_stack(GROUP_ELEMS)
-
-
 _PAIRS = simd.bf16_products_usable()
+
+_group = simd.make_stack(GROUP_ELEMS)
 
 
 def _make_dot(packed: PackedFormat, *, pairs: bool = False) -> Any:
@@ -49,10 +48,15 @@ def _make_unpack(packed: PackedFormat, *, pairs: bool = False) -> Any:
 
 
 _formats = PACKED_FORMATS.values()
-_dot_q8_0, _dot_q4_0, _dot_q4_1 = (_make_dot(packed) for packed in _formats)
-_pairs_q8_0, _pairs_q4_0, _pairs_q4_1 = (_make_dot(packed, pairs=_PAIRS) for packed in _formats)
-_unpack_q8_0, _unpack_q4_0, _unpack_q4_1 = (_make_unpack(packed) for packed in _formats)
-_unpack_pairs_q8_0, _unpack_pairs_q4_0, _unpack_pairs_q4_1 = (_make_unpack(packed, pairs=_PAIRS) for packed in _formats)
+_dots = [_make_dot(packed) for packed in _formats]
+_unpacks = [_make_unpack(packed) for packed in _formats]
+_dot_q8_0, _dot_q4_0, _dot_q4_1 = _dots
+_unpack_q8_0, _unpack_q4_0, _unpack_q4_1 = _unpacks
+# Without pairs these are never called, but must be there to compile: the others, so that nothing is compiled twice.
+_pairs_q8_0, _pairs_q4_0, _pairs_q4_1 = [_make_dot(packed, pairs=True) for packed in _formats] if _PAIRS else _dots
+_unpack_pairs_q8_0, _unpack_pairs_q4_0, _unpack_pairs_q4_1 = (
+    [_make_unpack(packed, pairs=True) for packed in _formats] if _PAIRS else _unpacks
+)
 
 
 @helper

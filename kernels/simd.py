@@ -72,7 +72,7 @@ load_f16: Any = operation(emit.load_f16, float32x16, types.int64)
 store: Any = operation(emit.store_as(emit.V_F32, 4), types.void, types.int64, float32x16)
 store_bf16: Any = operation(emit.store_bf16, types.void, types.int64, float32x16)
 store_f16: Any = operation(emit.store_f16, types.void, types.int64, float32x16)
-store_two_bf16: Any = operation(  # where bf16_registers_usable; subnormal numbers become zero
+store_two_bf16: Any = operation(  # where bf16_products_usable; subnormal numbers become zero
     emit.store_two_bf16, types.void, types.int64, float32x16, float32x16
 )
 load_part: Any = operation(emit.load_part(emit.load_as(emit.V_F32, 4), 4), float32x16, types.int64, types.int64)
@@ -83,7 +83,7 @@ store_part: Any = operation(
 )
 store_part_bf16: Any = operation(emit.store_part(emit.store_bf16, 2), types.void, types.int64, float32x16, types.int64)
 store_part_f16: Any = operation(emit.store_part(emit.store_f16, 2), types.void, types.int64, float32x16, types.int64)
-store_rounded_pairs: Any = operation(emit.store_rounded_pairs, types.void, types.int64, float32x16)  # AVX512-BF16
+store_rounded: Any = operation(emit.store_rounded, types.void, types.int64, float32x16)  # AVX512-BF16
 interleave: Any = operation(emit.interleave, types.void, types.int64, types.int64, types.int64)
 load_scalar: Any = operation(emit.load_as(emit.F32, 4), types.float32, types.int64)
 store_scalar: Any = operation(emit.store_as(emit.F32, 4), types.void, types.int64, types.float32)
@@ -174,14 +174,11 @@ def make_stack(num_floats: int) -> Any:
 
 @cache
 def bf16_products_usable() -> bool:
-    """Whether compiled code may multiply bfloat16 pairs: AVX512-BF16, and an LLVM that knows its type."""
-    return llvm_version_info[0] >= 17 and _has_feature("avx512bf16")
+    """Whether compiled code may multiply, round to and look up 32 bfloat16 numbers at a time.
 
-
-@cache
-def bf16_registers_usable() -> bool:
-    """Whether compiled code may round to, and look up, 32 bfloat16 numbers at a time: AVX512-BF16 and AVX-512BW."""
-    return bf16_products_usable() and _has_feature("avx512bw")
+    AVX512-BF16, an LLVM that knows its type, and AVX-512BW to look up: every such CPU has it, a virtual one may hide it.
+    """
+    return llvm_version_info[0] >= 17 and _has_feature("avx512bf16") and _has_feature("avx512bw")
 
 
 @cache

@@ -42,10 +42,10 @@ load_u16: Any = operation(emit.load_unsigned(16), _INT, _INT)
 store_u8: Any = operation(emit.store_unsigned(8), types.void, _INT, _INT)
 store_u16: Any = operation(emit.store_unsigned(16), types.void, _INT, _INT)
 
-# --- bfloat16 numbers by codes of four bits, where ``simd.bf16_registers_usable`` -----------------------------------------
+# --- bfloat16 numbers by codes of four bits, where ``simd.bf16_products_usable`` ------------------------------------------
 
-bf16_table: Any = operation(emit.bf16_table, _V, _F)
-store_looked_up: Any = operation(emit.store_looked_up, types.void, _INT, _INT, _V, _INT)
+bf16_table: Any = operation(emit.bf16_table, _F, _F)
+store_looked_up: Any = operation(emit.store_looked_up, types.void, _INT, _INT, _F, _INT)
 
 # --- integer lanes ----------------------------------------------------------------------------------------------------
 

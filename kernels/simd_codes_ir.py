@@ -1,7 +1,6 @@
 """LLVM code for the operations of ``simd_codes``: integers in the lanes, a few bytes in memory, e4m3 floats."""
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from tightwire.kernels.simd_ir import (
     F32,
@@ -9,16 +8,17 @@ from tightwire.kernels.simd_ir import (
     I64,
     LANES,
     V_F32,
-    V_I16,
     V_I32,
     Builder,
     Emit,
     Value,
     constant,
     load_as,
+    looked_up,
     round_to_bf16,
     splat,
     store_as,
+    table_of,
 )
 
 _V_I8 = ir.VectorType(ir.IntType(8), LANES)
@@ -146,22 +146,14 @@ _V_I16_TWICE = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def bf16_table(builder: Builder, value: Value) -> Value:
-    """The lanes as bfloat16, twice: a register of 32 for ``store_looked_up``."""
-    few = round_to_bf16(builder, value)
-    twice = ir.Constant(ir.VectorType(I32, 2 * LANES), 2 * list(range(LANES)))
-    return builder.bitcast(builder.shuffle_vector(few, ir.Constant(V_I16, ir.Undefined), twice), V_I32)
+    """The lanes as bfloat16, a table for ``store_looked_up``."""
+    return table_of(builder, round_to_bf16(builder, value))
 
 
 def store_looked_up(builder: Builder, low: Value, high: Value, table: Value, source: Value) -> None:
-    """The table's numbers for 32 bytes' lower halves to ``low``, and for their upper halves to ``high``: AVX-512BW.
-
-    Of an index the instruction takes five bits. The table has every number twice, so the lower halves need no mask.
-    """
-    kind = ir.FunctionType(_V_I16_TWICE, [_V_I16_TWICE, _V_I16_TWICE])
-    look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
-    entries = builder.bitcast(table, _V_I16_TWICE)
+    """The table's numbers for 32 bytes' lower halves to ``low``, and for their upper halves to ``high``."""
     pairs = builder.zext(load_as(ir.VectorType(ir.IntType(8), 2 * LANES), 1)(builder, source), _V_I16_TWICE)
-    store = store_as(_V_I16_TWICE, 2)
-    store(builder, low, builder.call(look_up, [entries, pairs]))
     upper = builder.lshr(pairs, ir.Constant(_V_I16_TWICE, [4] * 2 * LANES))
-    store(builder, high, builder.call(look_up, [entries, upper]))
+    store = store_as(V_F32, 2)
+    store(builder, low, looked_up(builder, table, pairs))
+    store(builder, high, looked_up(builder, table, upper))

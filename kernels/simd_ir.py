@@ -304,18 +304,23 @@ def narrowed_pairs(builder: Builder, first: Value, second: Value) -> Value:
     return builder.bitcast(builder.call(narrow, [second, first]), V_F32)
 
 
-def store_rounded_pairs(builder: Builder, address: Value, value: Value) -> None:
+def store_rounded(builder: Builder, address: Value, value: Value) -> None:
     """Sixteen numbers as bfloat16, see ``narrowed``."""
     store_as(V_I16, 2)(builder, address, narrowed(builder, value))
 
 
+def table_of(builder: Builder, numbers: Value) -> Value:
+    """Sixteen 16-bit numbers for ``looked_up``: twice, as its instruction takes five bits of a place."""
+    twice = ir.Constant(ir.VectorType(I32, 2 * LANES), [*range(LANES)] * 2)
+    return builder.bitcast(builder.shuffle_vector(numbers, numbers, twice), V_F32)
+
+
 def looked_up(builder: Builder, table: Value, places: Value) -> Value:
-    """Of sixteen 16-bit numbers those that the lower four bits of 32 16-bit ``places`` name: AVX512-BW."""
+    """Of the numbers of ``table_of`` those that the lower four bits of 32 16-bit ``places`` name: AVX-512BW."""
     wide = ir.VectorType(ir.IntType(16), 2 * LANES)
-    twice = builder.shuffle_vector(table, table, ir.Constant(ir.VectorType(I32, 2 * LANES), [*range(LANES)] * 2))
     kind = ir.FunctionType(wide, [wide, wide])
     permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
-    return builder.bitcast(builder.call(permute, [twice, places]), V_F32)
+    return builder.bitcast(builder.call(permute, [builder.bitcast(table, wide), places]), V_F32)
 
 
 def interleave(builder: Builder, first: Value, second: Value, target: Value) -> None:
@@ -325,10 +330,8 @@ def interleave(builder: Builder, first: Value, second: Value, target: Value) -> 
 
 
 def store_two_bf16(builder: Builder, address: Value, first: Value, second: Value) -> None:
-    """Two vectors' numbers, rounded to nearest even, subnormal ones to zero: AVX512-BF16."""
-    kind = ir.FunctionType(_PAIRS, [V_F32, V_F32])
-    rounded = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
-    store_as(V_I32, 2)(builder, address, builder.bitcast(builder.call(rounded, [second, first]), V_I32))
+    """Two vectors' numbers as bfloat16, see ``narrowed_pairs``."""
+    store_as(V_F32, 2)(builder, address, narrowed_pairs(builder, first, second))
 
 
 def stack(num_floats: int) -> Emit:

@@ -31,6 +31,7 @@ from tightwire.kernels.simd_ir import (
     narrowed_pairs,
     prefetch,
     store_as,
+    table_of,
 )
 from tightwire.kernels.simd_tiles_ir import LINE_BYTES, TILES_AHEAD, fold_together, joined, moved
 
@@ -98,7 +99,7 @@ def block_pairs(builder: Builder, address: Value, packed: PackedFormat) -> Value
     low = builder.zext(stored, V_I16)
     high = builder.lshr(low, ir.Constant(V_I16, [4] * LANES))
     places = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 2 * LANES), [*range(2 * LANES)]))
-    return looked_up(builder, narrowed(builder, numbers), places)
+    return looked_up(builder, table_of(builder, narrowed(builder, numbers)), places)
 
 
 def unpack(packed: PackedFormat, lanes: int, *, pairs: bool) -> Emit:
