@@ -42,6 +42,10 @@ def paged_attention_cpu(
         query_start_B1, context_lens_B, block_table_BM, num_tokens, tile_tokens, num_blocks, tokens_per_block
     )
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype)
+    rows = min(tile_tokens, num_tokens) * per_kv_head
+    multiplications = tiles.num_keys * num_kv_heads * head_dim * (8 + rows)
+    max_threads = min(tiles.num_tiles * num_kv_heads, 1 + multiplications // _WORK_PER_THREAD, torch.get_num_threads())
+    scratch = torch.empty(max_threads, scratch_floats(rows, head_dim), dtype=torch.float32)
     token_stride, head_stride, _ = q_THE.stride()
     q_bytes = q_THE.element_size()
     arguments = (
@@ -66,16 +70,10 @@ def paged_attention_cpu(
         tiles.address,
         tiles.num_tiles,
         tiles.counter,
+        scratch.data_ptr(),
+        scratch.stride(0) * 4,
     )
-    rows = min(tile_tokens, num_tokens) * per_kv_head
-    num_scratch = scratch_floats(rows, head_dim)
-
-    def attend_tiles() -> None:
-        scratch = torch.empty(num_scratch, dtype=torch.float32)
-        attend(*arguments, scratch.data_ptr())
-
-    multiplications = tiles.num_keys * num_kv_heads * head_dim * (8 + rows)
-    run_on_threads(attend_tiles, min(tiles.num_tiles * num_kv_heads, 1 + multiplications // _WORK_PER_THREAD))
+    run_on_threads(attend, arguments, len(scratch))
     return out_THE
 
 

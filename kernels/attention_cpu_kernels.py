@@ -115,11 +115,15 @@ def attend(
     num_tiles: int,
     counter: int,
     scratch: int,
+    scratch_stride: int,
+    thread: int,
 ) -> None:
     """Attend tile after tile until ``counter``, which other threads draw from too, has passed the last.
 
     Strides are bytes; ``out`` is contiguous, of q's kind; one KV head's tokens are contiguous inside a cache block.
+    ``scratch``: ``scratch_floats`` float32 numbers for each thread.
     """
+    scratch += thread * scratch_stride
     padded = (head_dim + LANES - 1) // LANES * LANES
     in_pairs = _PAIRS and q_kind == BFLOAT16 and cache_kind == BFLOAT16
     q_size = size_of(q_kind)

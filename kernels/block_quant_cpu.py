@@ -42,12 +42,8 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
     _check_numbers(x_N, "x_N")
     num_elems = x_N.numel()
     out = _bytes_for(num_elems, fmt, out)
-    source, kind, target, word = x_N.data_ptr(), NUMBER_KIND[x_N.dtype], out.data_ptr(), format_word(fmt)
-
-    def groups(start: int, stop: int) -> None:
-        _encode(target, word, source, kind, num_elems, start, stop)
-
-    run_on_rows(groups, fmt.num_groups(num_elems), fmt.group_elems)
+    arguments = (out.data_ptr(), format_word(fmt), x_N.data_ptr(), NUMBER_KIND[x_N.dtype], num_elems)
+    run_on_rows(_encode, arguments, fmt.num_groups(num_elems), fmt.group_elems)
     return out
 
 
@@ -81,13 +77,8 @@ def decode_reduce_encode(
     out = _bytes_for(num_elems, out_fmt, out)
     addresses = array("q", [buf.data_ptr() for buf in bufs])
     sources, count = addresses.buffer_info()
-    target = out.data_ptr()
-    word, out_word = format_word(fmt), format_word(out_fmt)
-
-    def blocks(start: int, stop: int) -> None:
-        _decode_reduce_encode(target, out_word, sources, count, word, num_elems, start, stop)
-
-    run_on_rows(blocks, -(-num_elems // _BLOCK_ELEMS), _BLOCK_ELEMS)
+    arguments = (out.data_ptr(), format_word(out_fmt), sources, count, format_word(fmt), num_elems)
+    run_on_rows(_decode_reduce_encode, arguments, -(-num_elems // _BLOCK_ELEMS), _BLOCK_ELEMS)
     return out
 
 
@@ -96,15 +87,11 @@ def _decode_all(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, add: bool) -> N
     _check_message(buf, fmt, num_elems)
     target, kind, source, word = out_N.data_ptr(), NUMBER_KIND[out_N.dtype], buf.data_ptr(), format_word(fmt)
 
-    fast = not add and kind == BFLOAT16 and decodes_to_bf16(fmt)
-
-    def groups(start: int, stop: int) -> None:
-        if fast:
-            _decode_to_bf16(target, source, word, num_elems, start, stop)
-        else:
-            _decode(target, kind, add, source, word, num_elems, start, stop)
-
-    run_on_rows(groups, fmt.num_groups(num_elems), fmt.group_elems)
+    num_groups = fmt.num_groups(num_elems)
+    if not add and kind == BFLOAT16 and decodes_to_bf16(fmt):
+        run_on_rows(_decode_to_bf16, (target, source, word, num_elems), num_groups, fmt.group_elems)
+    else:
+        run_on_rows(_decode, (target, kind, add, source, word, num_elems), num_groups, fmt.group_elems)
 
 
 # --- kernels trust the addresses they are given ---------------------------------------------------------------------------

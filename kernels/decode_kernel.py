@@ -21,7 +21,7 @@ from tightwire.kernels.atomics import load_acquire, yield_core
 from tightwire.kernels.attention_cpu_kernels import attend
 from tightwire.kernels.jit import helper, kernel
 from tightwire.kernels.kv_cache_cpu import write_slots
-from tightwire.kernels.linear_cpu import come_in_pairs, multiply, prepare_rows
+from tightwire.kernels.linear_cpu import PANEL, come_in_pairs, multiply, prepare_rows
 from tightwire.kernels.norm import rms_norm_rows
 from tightwire.kernels.numbers import size_of
 from tightwire.kernels.rope import rope_rows
@@ -89,14 +89,16 @@ def run_parts(
     sums: int,
     first_summed: int,
     scratch: int,
-    leads: bool,
+    scratch_stride: int,
+    thread: int,
 ) -> None:
     """Parts ``first`` to ``stop``, together with whatever threads run the same; ``update`` is the last part's sum, or 0.
 
     ``sums``: a table of ``shared_sums``, by which sum 0 is made of what part ``first_summed`` ends with, and so on up to one
-    that is left; 0: nothing is summed, or the caller does it. ``scratch`` is this thread's own: ``scratch_floats`` float32 numbers. One
-    thread ``leads``: it makes the sums.
+    that is left; 0: nothing is summed, or the caller does it. ``scratch``: room for each thread, ``scratch_stride`` bytes. Thread 0
+    makes the sums.
     """
+    scratch += thread * scratch_stride
     for part in range(first, stop):
         layer = layers + 8 * LAYER_INTS * (part // 2)
         phase = load_i64(program + 8 * PHASES) + PHASE_BYTES * PHASES_PER_LAYER * (part // 2)
@@ -107,9 +109,9 @@ def run_parts(
         if sums == 0:
             update = load_i64(program + 8 * PARTIAL)
         else:
-            # Whoever leads was in every phase, so all that the others had drawn is in ``PARTIAL`` now.
+            # Thread 0 was in every phase, so all that the others had drawn is in ``PARTIAL`` now.
             number = part - first_summed
-            done = make_sum(sums, number) if leads else await_sum(sums, number)
+            done = make_sum(sums, number) if thread == 0 else await_sum(sums, number)
             if not done:
                 return
             update = load_i64(sums + 8 * OUT)
@@ -168,6 +170,8 @@ def _attention(program: int, layer: int, phase: int, update: int, eps: float, sc
         load_i64(program + 8 * NUM_TILES),
         attending,
         scratch,
+        0,
+        0,
     )
     _leave(attending)
     _matrix(
@@ -302,24 +306,27 @@ def _matrix(
 ) -> None:
     """out (rows, outputs) = x (rows, depth) @ matrix^T + bias, panel by panel."""
     fetch_add(phase + _CAME)
-    weight_kind = load_i64(matrix + 16)
     # Each thread for itself: that costs less than waiting for others to have done it.
     prepared, stride = prepare_rows(x, num_rows, depth, kind, scratch)
-    multiply(
-        out,
-        prepared,
-        stride,
-        load_i64(matrix),
-        load_i64(matrix + 8),
-        weight_kind,
-        load_i64(matrix + 24),
-        num_rows,
-        num_outputs,
-        depth,
-        kind,
-        come_in_pairs(kind),
-        phase,
-    )
+    start = PANEL * fetch_add(phase)
+    while start < num_outputs:
+        multiply(
+            out,
+            prepared,
+            stride,
+            load_i64(matrix),
+            load_i64(matrix + 8),
+            load_i64(matrix + 16),
+            load_i64(matrix + 24),
+            num_rows,
+            num_outputs,
+            depth,
+            kind,
+            come_in_pairs(kind),
+            start,
+            min(start + PANEL, num_outputs),
+        )
+        start = PANEL * fetch_add(phase)
     _leave(phase)
 
 

@@ -22,7 +22,7 @@ from tightwire.kernels.packed import Matrix, PackedMatrix
 from tightwire.kernels.packed_cpu import is_packed, packed_dot, unpack
 from tightwire.kernels.packed_format import GROUP_ELEMS, PACKED_FORMATS
 from tightwire.kernels.simd import BFLOAT16, FLOAT16, FLOAT32, LANES, NUMBER_KIND
-from tightwire.kernels.threads import run_on_threads
+from tightwire.kernels.threads import run_on_items
 
 # Tiles have the shape that keeps their sums in registers: of sixteen floats and 32 of them with AVX-512; else of eight
 # and 16 (AVX2), where six sums take twelve, and four are left for what passes by.
@@ -30,7 +30,7 @@ _WIDE = simd.has_wide_registers()
 _TALL = 4 if _WIDE else 3  # rows of a tile when there are that many, else two or one
 _COLUMNS = 4 if _WIDE else 2  # of tiles of more than one row
 _SINGLE_COLUMNS = 4
-_PANEL = 64 if _WIDE else 32  # outputs that a thread takes at a time
+PANEL = 64 if _WIDE else 32  # outputs that a thread takes at a time
 _BLOCK = 4 if _WIDE else 32  # of which so many are multiplied with all rows at hand before the next
 _MAX_ROWS = 32 if _WIDE else 96  # at hand
 _CACHE_BYTES = 96 << 10 if _WIDE else 1 << 22  # of those rows
@@ -43,7 +43,7 @@ _WORK_PER_THREAD = 1 << 20
 
 _BF16_PRODUCTS = simd.bf16_products_usable()
 
-_sums = simd.make_stack(_MAX_ROWS * _PANEL)
+_sums = simd.make_stack(_MAX_ROWS * PANEL)
 _widened = simd.make_stack(_MAX_WIDENED)
 
 
@@ -68,8 +68,7 @@ def _product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: 
     in_pairs = _BF16_PRODUCTS and x_TD.dtype == torch.bfloat16
     if not in_pairs:
         x_TD = x_TD.float()
-    max_threads = min(-(-num_outputs // _PANEL), useful_threads(num_tokens, num_outputs * num_inputs))
-    counter = torch.zeros(1, dtype=torch.int64) if max_threads > 1 else None
+    max_threads = min(-(-num_outputs // PANEL), useful_threads(num_tokens, num_outputs * num_inputs))
     x_bytes = x_TD.element_size()
     arguments = (
         out_TO.data_ptr(),
@@ -84,12 +83,8 @@ def _product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: 
         num_inputs,
         kind,
         in_pairs,
-        0 if counter is None else counter.data_ptr(),
     )
-    if counter is None:
-        multiply(*arguments)
-    else:
-        run_on_threads(lambda: multiply(*arguments), max_threads)
+    run_on_items(multiply, arguments, num_outputs, PANEL, max_threads)
     return out_TO
 
 
@@ -145,8 +140,8 @@ def _make_tiles(kind: int, *, from_memory: bool) -> Any:
     def multiply(
         sums: int, x: int, x_stride: int, rows: int, weights: int, weight_stride: int, columns: int, depth: int
     ) -> None:
-        """sums (rows, columns of _PANEL) = x (rows, depth) @ weights (columns, depth)^T; rows are _TALL, 2 or 1."""
-        stride = 4 * _PANEL
+        """sums (rows, columns of PANEL) = x (rows, depth) @ weights (columns, depth)^T; rows are _TALL, 2 or 1."""
+        stride = 4 * PANEL
         if rows == _TALL:
             whole = columns // num_columns * num_columns
             for at in range(0, whole, num_columns):
@@ -191,25 +186,20 @@ def multiply(
     num_inputs: int,
     kind: int,
     in_pairs: bool,
-    counter: int,
+    start: int,
+    stop: int,
 ) -> None:
-    """Panel after panel until ``counter``, which other threads draw from too, has passed the last.
+    """Outputs ``start`` to ``stop`` of each token, panel after panel.
 
-    With ``counter`` 0 this thread is alone and takes them all. Strides are bytes. ``x`` is as ``prepare_rows`` leaves it:
-    bfloat16 ``in_pairs``, else float32. ``out`` and ``bias`` are of ``kind``; weights are as ``weight_kind`` says.
+    Strides are bytes. ``x`` is as ``prepare_rows`` leaves it: bfloat16 ``in_pairs``, else float32. ``out`` and ``bias`` are
+    of ``kind``; weights are as ``weight_kind`` says.
     """
     x_bytes = 2 if in_pairs else 4
     rows_at_once = _rows_at_once(num_tokens, x_bytes * num_inputs)
     sums, widened = _sums(), _widened()
     size = size_of(kind)
-    panel = 0
-    while True:
-        if counter != 0:
-            panel = simd.fetch_add(counter)
-        first = panel * _PANEL
-        if first >= num_outputs:
-            return
-        outputs = min(_PANEL, num_outputs - first)
+    for first in range(start, stop, PANEL):
+        outputs = min(PANEL, stop - first)
         for token in range(0, num_tokens, rows_at_once):
             rows = min(rows_at_once, num_tokens - token)
             for column in range(0, outputs, _BLOCK):
@@ -229,11 +219,10 @@ def multiply(
             for row in range(rows):
                 target = out + size * ((token + row) * num_outputs + first)
                 for at in range(0, outputs, LANES):
-                    value = simd.load(sums + 4 * (row * _PANEL + at))
+                    value = simd.load(sums + 4 * (row * PANEL + at))
                     if bias != 0:
                         value = simd.add(value, load_numbers(bias + size * (first + at), kind, outputs - at))
                     store_numbers(target + size * at, value, kind, outputs - at)
-        panel += 1
 
 
 @helper
@@ -278,14 +267,14 @@ def _dot(
     in_pairs: bool,
     widened: int,
 ) -> None:
-    """A block of columns of sums (rows, _PANEL) = x (rows, depth) @ weights (columns, depth)^T."""
+    """A block of columns of sums (rows, PANEL) = x (rows, depth) @ weights (columns, depth)^T."""
     # A gap behind each row: rows of whole pages would all meet in the same few places of the cache.
     words = (depth + 1) // 2 if in_pairs else depth
     stride = 4 * LANES * ((words + 2 * LANES - 1) // LANES)
     fitting = 4 * _MAX_WIDENED // stride
     if is_packed(kind) and (rows == 1 or fitting == 0):
         for row in range(rows):
-            c, a = sums + 4 * _PANEL * row, x + x_stride * row
+            c, a = sums + 4 * PANEL * row, x + x_stride * row
             packed_dot(c, a, weights, weight_stride, columns, depth // GROUP_ELEMS, kind, in_pairs)
         return
     if is_packed(kind):
@@ -321,7 +310,7 @@ def _tiles(
     row = 0
     while row < rows:
         step = _tile_rows(rows - row)
-        c, a = sums + 4 * _PANEL * row, x + x_stride * row
+        c, a = sums + 4 * PANEL * row, x + x_stride * row
         from_memory = row == 0 and not cached
         if kind == BFLOAT16 and from_memory:
             _bf16_tiles(c, a, x_stride, step, weights, weight_stride, columns, depth)

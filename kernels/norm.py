@@ -78,29 +78,19 @@ def _check(x: Tensor, residual: Tensor, weight: Tensor) -> None:
 def _run(out: Tensor, total: Tensor | None, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> None:
     num_tokens, size = x.shape
     kind, number_bytes = NUMBER_KIND[x.dtype], x.element_size()
-    x_address, x_stride = x.data_ptr(), x.stride(0) * number_bytes
-    residual_address = residual.data_ptr() if residual is not None else 0
-    residual_stride = residual.stride(0) * number_bytes if residual is not None else 0
-    total_address = total.data_ptr() if total is not None else 0
-    out_address, weight_address = out.data_ptr(), weight.data_ptr()
-
-    def rows(start: int, stop: int) -> None:
-        rms_norm_rows(
-            out_address,
-            total_address,
-            x_address,
-            x_stride,
-            residual_address,
-            residual_stride,
-            weight_address,
-            eps,
-            size,
-            kind,
-            start,
-            stop,
-        )
-
-    run_on_rows(rows, num_tokens, size)
+    arguments = (
+        out.data_ptr(),
+        total.data_ptr() if total is not None else 0,
+        x.data_ptr(),
+        x.stride(0) * number_bytes,
+        residual.data_ptr() if residual is not None else 0,
+        residual.stride(0) * number_bytes if residual is not None else 0,
+        weight.data_ptr(),
+        eps,
+        size,
+        kind,
+    )
+    run_on_rows(rms_norm_rows, arguments, num_tokens, size)
 
 
 @kernel

@@ -35,17 +35,20 @@ def apply_rope(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     _check(x_THE, cos_TE, sin_TE)
     out_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=x_THE.dtype)
     number_bytes = x_THE.element_size()
-    out, x, cos, sin = out_THE.data_ptr(), x_THE.data_ptr(), cos_TE.data_ptr(), sin_TE.data_ptr()
-    token_stride, head_stride = x_THE.stride(0) * number_bytes, x_THE.stride(1) * number_bytes
-    cos_stride, sin_stride = cos_TE.stride(0) * 4, sin_TE.stride(0) * 4
-    half, kind = head_dim // 2, NUMBER_KIND[x_THE.dtype]
-
-    def rows(start: int, stop: int) -> None:
-        rope_rows(
-            out, x, token_stride, head_stride, cos, cos_stride, sin, sin_stride, num_heads, half, kind, start, stop
-        )
-
-    run_on_rows(rows, num_tokens, num_heads * head_dim)
+    arguments = (
+        out_THE.data_ptr(),
+        x_THE.data_ptr(),
+        x_THE.stride(0) * number_bytes,
+        x_THE.stride(1) * number_bytes,
+        cos_TE.data_ptr(),
+        cos_TE.stride(0) * 4,
+        sin_TE.data_ptr(),
+        sin_TE.stride(0) * 4,
+        num_heads,
+        head_dim // 2,
+        NUMBER_KIND[x_THE.dtype],
+    )
+    run_on_rows(rope_rows, arguments, num_tokens, num_heads * head_dim)
     return out_THE
 
 

@@ -34,13 +34,14 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
             f"got {tuple(gate_up_T2F.shape)} {gate_up_T2F.dtype} with strides {gate_up_T2F.stride()}"
         )
     out_TF = torch.empty((num_tokens, columns // 2), dtype=gate_up_T2F.dtype)
-    out, gate_up, kind = out_TF.data_ptr(), gate_up_T2F.data_ptr(), NUMBER_KIND[gate_up_T2F.dtype]
-    row_stride = gate_up_T2F.stride(0) * gate_up_T2F.element_size()
-
-    def rows(start: int, stop: int) -> None:
-        swiglu_rows(out, gate_up, row_stride, columns // 2, kind, start, stop)
-
-    run_on_rows(rows, num_tokens, columns)
+    arguments = (
+        out_TF.data_ptr(),
+        gate_up_T2F.data_ptr(),
+        gate_up_T2F.stride(0) * gate_up_T2F.element_size(),
+        columns // 2,
+        NUMBER_KIND[gate_up_T2F.dtype],
+    )
+    run_on_rows(swiglu_rows, arguments, num_tokens, columns)
     return out_TF
 
 

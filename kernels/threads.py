@@ -1,64 +1,52 @@
-"""Several threads on one kernel: they draw work items from a shared counter, so they finish together.
+"""Several threads on one kernel, which draw items of work, so that they finish together.
 
-Kernels release the GIL, hence plain Python threads do. numba's own ``parallel=True`` is not used: its default pool
-aborts the process when two threads call it at once, which in-process ranks do, and others need a system library.
+They are the threads of torch's OpenMP, which spin for some milliseconds behind each of torch's own products. Others,
+Python's or numba's, would share the cores with them: attention behind a product takes as long on two such threads as
+on one. How many there are is torch's setting, so rank processes with one thread each stay apart.
 """
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-# Some 50 us of the row kernels' work, above what waking a helper costs.
-_CHUNK_ELEMS = 1 << 17
+from tightwire.kernels.regions import run_region
+
+# Of the row kernels' work: some 80 us, worth another thread, and 20 us, of which the last may have to wait for one.
+_ELEMS_PER_THREAD, _ELEMS_AT_ONCE = 1 << 16, 1 << 14
 
 
-def run_on_threads(work: Callable[[], object], max_threads: int) -> None:
-    """Call ``work`` in this thread and, at once, in up to ``max_threads - 1`` helpers; return when all are done.
+def run_on_items(
+    kernel: Any, arguments: Sequence[int | float], num_items: int, items_at_once: int, max_threads: int
+) -> None:
+    """Call ``kernel(*arguments, start, stop)`` over all items: at once, or in turns on up to ``max_threads`` threads.
 
-    ``work`` takes items until none is left. A helper that has not started by the time this thread runs out of items
-    is called off. At most ``torch.get_num_threads()`` threads run, so rank processes with one thread each stay apart.
+    Items must be independent of each other, so that the cut changes nothing but the time.
 
-    Cost: about 20 us to wake a helper; below some 100 us of work, ask for one thread.
+    Cost: of several threads that of ``regions.run_region``; below some 50 us of work, ask for one.
     """
-    num_helpers = min(max_threads, torch.get_num_threads()) - 1
-    if num_helpers < 1:
-        work()
-        return
-    helpers = [_pool().submit(work) for _ in range(num_helpers)]
-    try:
-        work()
-    finally:
-        # Helpers hold addresses of the caller's tensors: none may outlive this call.
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
+    num_threads = torch.get_num_threads()
+    if min(max_threads, num_threads) < 2:
+        kernel(*arguments, 0, num_items)
+    else:
+        # Always torch's own number: OpenMP ends the threads that a smaller team leaves out, and starts them anew.
+        run_region(kernel, arguments, num_items, items_at_once, num_threads)
 
 
-def run_on_rows(run: Callable[[int, int], None], num_rows: int, row_elems: int) -> None:
-    """Call ``run(start, stop)`` over all rows, in this thread when they are few, else in chunks on several.
+def run_on_rows(kernel: Any, arguments: Sequence[int | float], num_rows: int, row_elems: int) -> None:
+    """``run_on_items`` of rows, on several threads when they are many."""
+    rows_at_once = max(1, _ELEMS_AT_ONCE // row_elems)
+    run_on_items(kernel, arguments, num_rows, rows_at_once, num_rows * row_elems // _ELEMS_PER_THREAD)
 
-    Rows must be independent of each other, so that the cut changes nothing but the time.
+
+def run_on_threads(kernel: Any, arguments: Sequence[int | float], max_threads: int) -> None:
+    """Call ``kernel(*arguments, number)`` with each number below ``max_threads``, on so many threads if torch has them.
+
+    The kernel draws its work from a counter of its own. One call may come after another, on one thread: it must find that
+    nothing is left to do.
     """
-    if num_rows * row_elems <= _CHUNK_ELEMS or torch.get_num_threads() == 1:
-        run(0, num_rows)
-        return
-    chunk_rows = max(1, _CHUNK_ELEMS // row_elems)
-    starts = iter(range(0, num_rows, chunk_rows))  # shared: taking from a range's iterator is atomic
-
-    def take_chunks() -> None:
-        for start in starts:
-            run(start, min(start + chunk_rows, num_rows))
-
-    run_on_threads(take_chunks, -(-num_rows // chunk_rows))
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="tightwire-kernel")
-
-
-# Threads do not survive a fork; the child makes its own pool at first use.
-os.register_at_fork(after_in_child=_pool.cache_clear)
+    num_threads = torch.get_num_threads()
+    if min(max_threads, num_threads) < 2:
+        kernel(*arguments, 0)
+    else:
+        run_region(kernel, arguments, max_threads, 1, num_threads)

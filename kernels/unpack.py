@@ -18,9 +18,13 @@ def dequantize(matrix: Matrix, dtype: torch.dtype) -> Tensor:
         return dequantize_reference(matrix, dtype)
     num_rows, num_columns = matrix.shape
     out_OD = torch.empty(num_rows, num_columns, dtype=dtype)
-    out, blocks, kinds = out_OD.data_ptr(), matrix.blocks_OB.data_ptr(), (NUMBER_KIND[dtype], matrix.format.kind)
-    num_groups, stride = num_columns // GROUP_ELEMS, matrix.blocks_OB.stride(0)
-    run_on_rows(
-        lambda start, stop: unpack_rows(out, *kinds, blocks, stride, num_groups, start, stop), num_rows, num_columns
+    arguments = (
+        out_OD.data_ptr(),
+        NUMBER_KIND[dtype],
+        matrix.format.kind,
+        matrix.blocks_OB.data_ptr(),
+        matrix.blocks_OB.stride(0),
+        num_columns // GROUP_ELEMS,
     )
+    run_on_rows(unpack_rows, arguments, num_rows, num_columns)
     return out_OD

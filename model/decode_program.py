@@ -4,7 +4,6 @@ Buffers stay from step to step. Python is entered once a step where ranks have n
 twice a layer.
 """
 
-import threading
 from collections.abc import Sequence
 
 import torch
@@ -165,6 +164,8 @@ class DecodeProgram:
         return total_TD
 
     def _run(self, first: int, stop: int, update_TD: Tensor | None, sums: int = 0, first_summed: int = 0) -> None:
+        max_threads = useful_threads(self._num_rows, sum(self._weights_per_part[first:stop]))
+        scratch = torch.empty(min(max_threads, torch.get_num_threads()), self._scratch_floats, dtype=torch.float32)
         arguments = (
             self._program.data_ptr(),
             self._layers.data_ptr(),
@@ -175,14 +176,10 @@ class DecodeProgram:
             self._config.head_dim**-0.5 * LOG2_E,
             sums,
             first_summed,
+            scratch.data_ptr(),
+            scratch.stride(0) * 4,
         )
-        leader = threading.get_ident()
-
-        def work() -> None:
-            scratch = torch.empty(self._scratch_floats, dtype=torch.float32)
-            place.run_parts(*arguments, scratch.data_ptr(), threading.get_ident() == leader)
-
-        run_on_threads(work, useful_threads(self._num_rows, sum(self._weights_per_part[first:stop])))
+        run_on_threads(place.run_parts, arguments, len(scratch))
 
     def _make_buffers(self, num_rows: int) -> None:
         config, shard = self._config, self._shard
