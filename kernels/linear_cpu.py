@@ -10,6 +10,7 @@ or once for all rows when there are many. Packed weights are unpacked on the way
 bits are those that the same numbers would give in float32, or in bfloat16 where bfloat16 is multiplied in pairs.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from tightwire.kernels.packed import Matrix, PackedMatrix
 from tightwire.kernels.packed_cpu import is_packed, packed_dot, unpack
 from tightwire.kernels.packed_format import GROUP_ELEMS, PACKED_FORMATS
 from tightwire.kernels.simd import BFLOAT16, FLOAT16, FLOAT32, LANES, NUMBER_KIND
+from tightwire.kernels.simd_tiles_ir import TILES_AHEAD
 from tightwire.kernels.threads import run_on_items
 
 # Tiles have the shape that keeps their sums in registers: of sixteen floats and 32 of them with AVX-512; else of eight
@@ -31,7 +33,7 @@ _TALL = 4 if _WIDE else 3  # rows of a tile when there are that many, else two o
 _COLUMNS = 4 if _WIDE else 2  # of tiles of more than one row
 _SINGLE_COLUMNS = 4
 PANEL = 64 if _WIDE else 32  # outputs that a thread takes at a time
-_BLOCK = 4 if _WIDE else 32  # of which so many are multiplied with all rows at hand before the next
+_BLOCK = 16 if _WIDE else 32  # of which so many are multiplied with all rows at hand before the next
 _MAX_ROWS = 32 if _WIDE else 96  # at hand
 _CACHE_BYTES = 96 << 10 if _WIDE else 1 << 22  # of those rows
 # From so many rows on 16-bit weights are widened once for all rows instead of once in each tile (not if _WIDE).
@@ -121,55 +123,92 @@ def _check(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
         raise ValueError(f"linear wants contiguous rows; got strides {x.stride()} and {strides}")
 
 
-def _make_tiles(kind: int, *, from_memory: bool) -> Any:
-    """A routine that multiplies one row of tiles with a block of columns, whose weights are of ``kind``.
-
-    From memory a CPU with AVX-512 reads fastest what lies in a line, as its prefetchers expect it, so columns are taken
-    one by one: a Zen 4 core reads 24 GB/s so with one row, and 16 with four columns and lines asked for ahead of time;
-    two cores 25 and 18 (27 and 20 with four rows).
-    """
-    one_by_one = from_memory and _WIDE
-    num_columns, num_single_columns = (1, 1) if one_by_one else (_COLUMNS, _SINGLE_COLUMNS)
-    tall, pair, single = (
-        simd.make_tile_dot(rows, columns, kind, from_memory=from_memory and not one_by_one)
-        for rows, columns in ((_TALL, num_columns), (2, num_columns), (1, num_single_columns))
-    )
-    tall_1, pair_1, single_1 = (simd.make_tile_dot(rows, 1, kind) for rows in (_TALL, 2, 1))
+@cache
+def _make_row(rows: int, columns: int, kind: int, *, tiles_ahead: int = 0, cache_level: int = 1) -> Any:
+    """A routine that multiplies the rows of a tile with columns, tile after tile."""
+    tile = simd.make_tile_dot(rows, columns, kind, tiles_ahead=tiles_ahead, cache_level=cache_level)
+    # Of the columns left over; the same code is not compiled twice.
+    rest = _make_row(rows, 1, kind) if columns > 1 else None
 
     @routine
     def multiply(
-        sums: int, x: int, x_stride: int, rows: int, weights: int, weight_stride: int, columns: int, depth: int
+        sums: int, x: int, x_stride: int, weights: int, weight_stride: int, num_columns: int, depth: int
     ) -> None:
-        """sums (rows, columns of PANEL) = x (rows, depth) @ weights (columns, depth)^T; rows are _TALL, 2 or 1."""
-        stride = 4 * PANEL
-        if rows == _TALL:
-            whole = columns // num_columns * num_columns
-            for at in range(0, whole, num_columns):
-                tall(sums + 4 * at, stride, x, x_stride, weights + weight_stride * at, weight_stride, depth)
-            for at in range(whole, columns):
-                tall_1(sums + 4 * at, stride, x, x_stride, weights + weight_stride * at, weight_stride, depth)
-        elif rows == 2:
-            whole = columns // num_columns * num_columns
-            for at in range(0, whole, num_columns):
-                pair(sums + 4 * at, stride, x, x_stride, weights + weight_stride * at, weight_stride, depth)
-            for at in range(whole, columns):
-                pair_1(sums + 4 * at, stride, x, x_stride, weights + weight_stride * at, weight_stride, depth)
-        else:
-            whole = columns // num_single_columns * num_single_columns
-            for at in range(0, whole, num_single_columns):
-                single(sums + 4 * at, stride, x, x_stride, weights + weight_stride * at, weight_stride, depth)
-            for at in range(whole, columns):
-                single_1(sums + 4 * at, stride, x, x_stride, weights + weight_stride * at, weight_stride, depth)
+        """sums (rows, num_columns of PANEL) = x (rows, depth) @ weights (num_columns, depth)^T"""
+        whole = num_columns // columns * columns
+        for at in range(0, whole, columns):
+            tile(sums + 4 * at, 4 * PANEL, x, x_stride, weights + weight_stride * at, weight_stride, depth)
+        if rest is not None and whole < num_columns:
+            left = weights + weight_stride * whole
+            rest(sums + 4 * whole, x, x_stride, left, weight_stride, num_columns - whole, depth)
 
     return multiply
 
 
-_float_tiles = _make_tiles(FLOAT32, from_memory=True)
-_cached_float_tiles = _make_tiles(FLOAT32, from_memory=False)
-_bf16_tiles = _make_tiles(BFLOAT16, from_memory=True)
-_cached_bf16_tiles = _make_tiles(BFLOAT16, from_memory=False) if _WIDE else _bf16_tiles
-_f16_tiles = _make_tiles(FLOAT16, from_memory=True)
-_cached_f16_tiles = _make_tiles(FLOAT16, from_memory=False) if _WIDE else _f16_tiles
+def _make_tiles(kind: int) -> Any:
+    """A routine that multiplies rows with a block of columns, whose weights are of ``kind`` and read as they lie.
+
+    From memory a CPU with AVX-512 reads fastest what lies in a line, as its prefetchers expect it, so columns are taken
+    one by one: a Zen 4 core reads 24 GB/s so with one row, and 16 with four columns and lines asked for ahead of time;
+    two cores 25 and 18 (27 and 20 with four rows). With more rows memory would be idle behind the first ones, so these ask for
+    the block that follows, and the second ones for what then was too much at once: a Zen 4 core takes 0.7 of the time for
+    12 to 32 rows.
+    """
+    fresh_columns = (1, 1, 1) if _WIDE else (_COLUMNS, _COLUMNS, _SINGLE_COLUMNS)
+    fresh_tall, fresh_pair, fresh_single = (
+        _make_row(rows, columns, kind, tiles_ahead=0 if _WIDE else TILES_AHEAD)
+        for rows, columns in zip((_TALL, 2, 1), fresh_columns, strict=True)
+    )
+    tall, pair, single = (
+        _make_row(rows, columns, kind) for rows, columns in ((_TALL, _COLUMNS), (2, _COLUMNS), (1, _SINGLE_COLUMNS))
+    )
+    asking = _make_row(_TALL, _COLUMNS, kind, tiles_ahead=_BLOCK // _COLUMNS, cache_level=2) if _WIDE else tall
+
+    @routine
+    def multiply(
+        sums: int,
+        x: int,
+        x_stride: int,
+        rows: int,
+        weights: int,
+        weight_stride: int,
+        columns: int,
+        depth: int,
+        fresh: bool,
+        asks: bool,
+    ) -> None:
+        row = 0
+        while row < rows:
+            step = _tile_rows(rows - row)
+            c, a = sums + 4 * PANEL * row, x + x_stride * row
+            if fresh and row == 0:
+                if step == _TALL:
+                    fresh_tall(c, a, x_stride, weights, weight_stride, columns, depth)
+                elif step == 2:
+                    fresh_pair(c, a, x_stride, weights, weight_stride, columns, depth)
+                else:
+                    fresh_single(c, a, x_stride, weights, weight_stride, columns, depth)
+            elif step == _TALL:
+                if asks and row <= _TALL:
+                    asking(c, a, x_stride, weights, weight_stride, columns, depth)
+                else:
+                    tall(c, a, x_stride, weights, weight_stride, columns, depth)
+            elif step == 2:
+                pair(c, a, x_stride, weights, weight_stride, columns, depth)
+            else:
+                single(c, a, x_stride, weights, weight_stride, columns, depth)
+            row += step
+
+    return multiply
+
+
+@helper
+def _tile_rows(left: int) -> int:
+    """Of the next tile: as many as it can have, and never so that a single one is left where pairs would do."""
+    return _TALL if left >= _TALL and (_WIDE or left != 4) else min(left, 2)
+
+
+_float_tiles, _bf16_tiles, _f16_tiles = (_make_tiles(kind) for kind in (FLOAT32, BFLOAT16, FLOAT16))
 
 
 @kernel
@@ -215,6 +254,7 @@ def multiply(
                     weight_kind,
                     in_pairs,
                     widened,
+                    column == 0,
                 )
             for row in range(rows):
                 target = out + size * ((token + row) * num_outputs + first)
@@ -266,8 +306,9 @@ def _dot(
     kind: int,
     in_pairs: bool,
     widened: int,
+    first: bool,
 ) -> None:
-    """A block of columns of sums (rows, PANEL) = x (rows, depth) @ weights (columns, depth)^T."""
+    """A block of columns of sums (rows, PANEL) = x (rows, depth) @ weights (columns, depth)^T, the panel's ``first`` or not."""
     # A gap behind each row: rows of whole pages would all meet in the same few places of the cache.
     words = (depth + 1) // 2 if in_pairs else depth
     stride = 4 * LANES * ((words + 2 * LANES - 1) // LANES)
@@ -284,13 +325,13 @@ def _dot(
                 source = weights + weight_stride * (column + at)
                 unpack(widened + stride * at, source, depth // GROUP_ELEMS, kind, in_pairs)
             unpacked_kind = BFLOAT16 if in_pairs else FLOAT32
-            _tiles(sums + 4 * column, x, x_stride, rows, widened, stride, some, depth, unpacked_kind, True)
+            _tiles(sums + 4 * column, x, x_stride, rows, widened, stride, some, depth, unpacked_kind, False, False)
         return
-    cached = False
+    fresh, asks = first or not _WIDE or rows <= _TALL, True
     if not _WIDE and kind != FLOAT32 and rows >= _WIDENED_FROM_ROWS and columns <= fitting:
         _widen(widened, stride, weights, weight_stride, columns, depth, kind)
-        weights, weight_stride, kind, cached = widened, stride, FLOAT32, True
-    _tiles(sums, x, x_stride, rows, weights, weight_stride, columns, depth, kind, cached)
+        weights, weight_stride, kind, fresh, asks = widened, stride, FLOAT32, False, False
+    _tiles(sums, x, x_stride, rows, weights, weight_stride, columns, depth, kind, fresh, asks)
 
 
 @helper
@@ -304,33 +345,16 @@ def _tiles(
     columns: int,
     depth: int,
     kind: int,
-    cached: bool,
+    fresh: bool,
+    asks: bool,
 ) -> None:
-    """``_dot`` with weights that are read as they lie; ``cached``: from cache the first time too."""
-    row = 0
-    while row < rows:
-        step = _tile_rows(rows - row)
-        c, a = sums + 4 * PANEL * row, x + x_stride * row
-        from_memory = row == 0 and not cached
-        if kind == BFLOAT16 and from_memory:
-            _bf16_tiles(c, a, x_stride, step, weights, weight_stride, columns, depth)
-        elif kind == BFLOAT16:
-            _cached_bf16_tiles(c, a, x_stride, step, weights, weight_stride, columns, depth)
-        elif kind == FLOAT16 and from_memory:
-            _f16_tiles(c, a, x_stride, step, weights, weight_stride, columns, depth)
-        elif kind == FLOAT16:
-            _cached_f16_tiles(c, a, x_stride, step, weights, weight_stride, columns, depth)
-        elif from_memory:
-            _float_tiles(c, a, x_stride, step, weights, weight_stride, columns, depth)
-        else:
-            _cached_float_tiles(c, a, x_stride, step, weights, weight_stride, columns, depth)
-        row += step
-
-
-@helper
-def _tile_rows(left: int) -> int:
-    """Of the next tile: as many as it can have, and never so that a single one is left where pairs would do."""
-    return _TALL if left >= _TALL and (_WIDE or left != 4) else min(left, 2)
+    """``_dot`` with weights that are read as they lie; ``fresh``: from memory, ``asks``: and so will be those behind them."""
+    if kind == BFLOAT16:
+        _bf16_tiles(sums, x, x_stride, rows, weights, weight_stride, columns, depth, fresh, asks)
+    elif kind == FLOAT16:
+        _f16_tiles(sums, x, x_stride, rows, weights, weight_stride, columns, depth, fresh, asks)
+    else:
+        _float_tiles(sums, x, x_stride, rows, weights, weight_stride, columns, depth, fresh, asks)
 
 
 @helper

@@ -129,14 +129,14 @@ def make_tile_product(num_rows: int, num_vectors: int, *, accumulate: bool, pair
     return operation(emit_tiles.tile_product(num_rows, num_vectors, accumulate, step), types.void, *[types.int64] * 7)
 
 
-def make_tile_dot(num_rows: int, num_columns: int, kind: int, *, from_memory: bool = False) -> Any:
+def make_tile_dot(num_rows: int, num_columns: int, kind: int, *, tiles_ahead: int = 0, cache_level: int = 1) -> Any:
     """``c = a @ b^T`` for a (num_rows, depth), b (num_columns, depth) of ``kind``, c float32; up to 16 elements.
 
     a is float32, but bfloat16 when b is and ``bf16_products_usable()``. The returned intrinsic takes (c, c_stride, a,
     a_stride, b, b_stride, depth), strides in bytes. Both are read along their rows, as they lie. Each element has
     sixteen chains of multiply-adds, lane by lane in order of depth, added in a fixed tree, whatever the tile's shape.
 
-    ``from_memory``: ask for the rows that follow in b ahead of time.
+    ``tiles_ahead``: ask for the rows in b that so many tiles further on will be read from the cache of ``cache_level``.
     """
     load_a = emit.load_floats
     load_b = {FLOAT32: emit.load_floats, BFLOAT16: emit.load_bf16s, FLOAT16: emit.load_f16s}[kind]
@@ -146,7 +146,16 @@ def make_tile_dot(num_rows: int, num_columns: int, kind: int, *, from_memory: bo
         step, width, sizes = emit.multiply_add_pairs, 2 * LANES, (2, 2)
     lanes = _lanes_at_once()
     code = emit_tiles.tile_dot(
-        num_rows, num_columns, load_a, load_b, step, width, sizes, lanes=lanes, from_memory=from_memory
+        num_rows,
+        num_columns,
+        load_a,
+        load_b,
+        step,
+        width,
+        sizes,
+        lanes=lanes,
+        tiles_ahead=tiles_ahead,
+        cache_level=cache_level,
     )
     return operation(code, types.void, *[types.int64] * 7)
 

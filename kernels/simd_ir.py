@@ -111,12 +111,12 @@ def copy_bytes(builder: Builder, target: Value, source: Value, count: Value) -> 
     cgutils.raw_memcpy(builder, builder.inttoptr(target, byte_p), builder.inttoptr(source, byte_p), count, 1, align=1)
 
 
-def prefetch(builder: Builder, address: Value) -> None:
-    """Ask for a cache line that will be read soon; any address will do."""
+def prefetch(builder: Builder, address: Value, level: int = 1) -> None:
+    """Ask for a cache line, to be in the cache of ``level`` when it is read; any address will do."""
     byte_p = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte_p, I32, I32, I32])
     fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch")
-    builder.call(fetch, [builder.inttoptr(address, byte_p), *(ir.Constant(I32, value) for value in (0, 3, 1))])
+    builder.call(fetch, [builder.inttoptr(address, byte_p), *(ir.Constant(I32, value) for value in (0, 4 - level, 1))])
 
 
 def keep_reads_below(builder: Builder) -> None:

@@ -85,7 +85,7 @@ def fold_together(builder: Builder, vectors: list[Value]) -> Value:
     return vectors[0]
 
 
-# How many tiles ahead of the one at hand memory is asked for.
+# How many tiles ahead of the one at hand memory is asked for, where each is read from there.
 TILES_AHEAD = 2
 LINE_BYTES = 64
 
@@ -100,16 +100,18 @@ def tile_dot(
     sizes: tuple[int, int],
     *,
     lanes: int,
-    from_memory: bool,
+    tiles_ahead: int,
+    cache_level: int,
 ) -> Emit:
     """Code for ``simd.make_tile_dot``; a step takes ``width`` numbers of ``sizes`` bytes in a and b.
 
     ``lanes``: so many, of the sixteen, make their step before the others do: those of a register where the sums leave
     few to hold what was read. ``load_a`` and ``load_b`` give the code that loads so many.
 
-    ``from_memory``: b's rows follow each other without gaps and the next tiles will be those that follow, so these
-    are asked for ahead of time, line after line in the order of their addresses: with one row in a, a Zen 3 core reads
-    bfloat16 at 16 GB/s so; at 10 without, and at 11 with the lines asked for in the order in which a tile reads them.
+    ``tiles_ahead``: b's rows follow each other without gaps, and those so many tiles further on are asked for, into the cache
+    of ``cache_level``, line after line in the order of their addresses (0: they are not). With one row in a, a Zen 3 core
+    reads bfloat16 at 16 GB/s so, with two tiles; at 10 without, and at 11 with the lines in the order in which a tile
+    reads them.
     """
 
     def emit(
@@ -123,13 +125,13 @@ def tile_dot(
             builder.store(zeros, place)
         a_rows = [moved(builder, a, a_stride, row) for row in range(num_rows)]
         b_rows = [moved(builder, b, b_stride, column) for column in range(num_columns)]
-        ahead = moved(builder, b, b_stride, TILES_AHEAD * num_columns)
+        ahead = moved(builder, b, b_stride, tiles_ahead * num_columns)
         step_lines = num_columns * width * sizes[1] // LINE_BYTES
 
         def ask_ahead(b_at: Value) -> None:
             asked = builder.add(ahead, builder.mul(b_at, ir.Constant(I64, num_columns)))
             for line in range(step_lines):
-                prefetch(builder, builder.add(asked, ir.Constant(I64, LINE_BYTES * line)))
+                prefetch(builder, builder.add(asked, ir.Constant(I64, LINE_BYTES * line)), cache_level)
 
         def add_part(part: int, a_at: Value, b_at: Value) -> None:
             first = part * width // len(parts)
@@ -146,7 +148,7 @@ def tile_dot(
         with cgutils.for_range(builder, builder.udiv(depth, step_width)) as loop:
             first = builder.mul(loop.index, step_width)
             a_at, b_at = (builder.mul(first, ir.Constant(I64, size)) for size in sizes)
-            if from_memory:
+            if tiles_ahead > 0:
                 ask_ahead(b_at)
             for part in parts:
                 add_part(part, a_at, b_at)

@@ -151,14 +151,14 @@ def test_tile_dot_gives_the_same_bits_in_any_shape(kind: int, depth: int) -> Non
     bound = (depth + 5) * 2**-24 * (a.double().abs() @ b.double().abs().T)
     assert ((whole.double() - a.double() @ b.double().T).abs() <= bound).all()
     for rows, columns in ((2, 4), (1, 4), (3, 2), (2, 3), (3, 1), (1, 1)):
-        for from_memory in (False, True):
-            part = _run_dot(rows, columns, kind, a[4 - rows :], b[4 - columns :], from_memory=from_memory)
+        for tiles_ahead in (0, 2):
+            part = _run_dot(rows, columns, kind, a[4 - rows :], b[4 - columns :], tiles_ahead=tiles_ahead)
             assert torch.equal(part, whole[4 - rows :, 4 - columns :])
 
 
 @cache
-def _compiled_dot(rows: int, columns: int, kind: int, from_memory: bool) -> Any:
-    tile = simd.make_tile_dot(rows, columns, kind, from_memory=from_memory)
+def _compiled_dot(rows: int, columns: int, kind: int, tiles_ahead: int) -> Any:
+    tile = simd.make_tile_dot(rows, columns, kind, tiles_ahead=tiles_ahead)
 
     @helper
     def run(c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int, depth: int) -> None:
@@ -168,10 +168,10 @@ def _compiled_dot(rows: int, columns: int, kind: int, from_memory: bool) -> Any:
 
 
 def _run_dot(
-    rows: int, columns: int, kind: int, a: torch.Tensor, b: torch.Tensor, *, from_memory: bool = False
+    rows: int, columns: int, kind: int, a: torch.Tensor, b: torch.Tensor, *, tiles_ahead: int = 0
 ) -> torch.Tensor:
     out = torch.empty(rows, columns)
     a_stride, b_stride = a.stride(0) * a.element_size(), b.stride(0) * b.element_size()
-    run = _compiled_dot(rows, columns, kind, from_memory)
+    run = _compiled_dot(rows, columns, kind, tiles_ahead)
     run(out.data_ptr(), 4 * columns, a.data_ptr(), a_stride, b.data_ptr(), b_stride, a.shape[1])
     return out
