@@ -115,3 +115,7 @@ def test_a_dry_run_refuses_what_a_run_would(tmp_path: Path) -> None:
         dry_run(make_config(tmp_path, "dry_run.ranks=3"), {})
     with pytest.raises(ValueError, match="dry_run.inside: 'fast' is not a link"):
         dry_run(make_config(tmp_path, "dry_run={ranks: 2, inside: fast}", "parallel.sharding=zero3"), {})
+    with pytest.raises(
+        ValueError, match="dry_run.between: '50mbi' is not a link"
+    ):  # of a wire that nothing goes over, too
+        dry_run(make_config(tmp_path, "dry_run={ranks: 1, between: 50mbi}"), {})

@@ -56,6 +56,17 @@ def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path: Path)
     assert [line["step"] for line in read_log(tmp_path / LOG)] == [1, 2, 3, 4]
 
 
+def test_a_full_disk_fails_the_line_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RunLog(tmp_path, after_step=0, tensorboard=False)
+    log.close()
+    full = open("/dev/full", "a")  # noqa: SIM115, it is `close` below that is looked at
+    monkeypatch.setattr(log, "_file", full)
+
+    with pytest.raises(OSError, match="No space left"):
+        log.add(_step(1))
+    log.close()  # or its error would stand for what the run ended with
+
+
 def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     log = RunLog(tmp_path, after_step=0, tensorboard=True)

@@ -1,4 +1,4 @@
-"""What ends a run before its last step: refusals in the beginning, numbers that are none, damaged files."""
+"""What ends a run before its last step: refusals in the beginning, inf and NaN, damaged files."""
 
 import math
 import shutil
@@ -22,7 +22,7 @@ _RUINOUS = ("optimizer={name: sgd, lr: 1e30, weight_decay: 0, clip_norm: null}",
 def test_a_gradient_that_is_no_number_stops_with_its_unit_and_what_to_remove(tmp_path: Path) -> None:
     with pytest.raises(
         DivergedError,
-        match=r"step 2: the gradient has numbers that are none, in .*norms.*step-00000001 has the weights that gave it: remove "
+        match=r"step 2: the gradient is inf or NaN in .*norms.*step-00000001 has the weights that gave it: remove "
         r"that folder, and begin anew",
     ):
         train(make_config(tmp_path, *_RUINOUS, "checkpoint.every=1"), 2)
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused_by_name(tmp_path
     train(make_config(tmp_path, "schedule.steps=1", "schedule.warmup_steps=0"))
 
     for override, words in (
-        ("model.shape.hidden_size=64", r"checkpoint of another model.*head_dim is 8 there and 16 here"),
+        ("model.shape.hidden_size=64", r"is a checkpoint of another model: head_dim is 8 there and 16 here"),
         ("data.sequence_tokens=8", "would not come in the same order: sequence_tokens is 16 there and 8 here"),
         ("optimizer.name=adam", "made with optimizer AdamW, and this run has Adam"),
         ("checkpoint.resume=false", r"holds checkpoints \(step-00000001\) and checkpoint.resume is false"),

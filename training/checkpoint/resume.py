@@ -89,9 +89,11 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
     """
     said = read_about(folder)
     if differing := _difference(said["model"], identity.model):
+        names = said["model"]["name"], identity.model["name"]
+        named = " ({}, not {})".format(*names) if names[0] != names[1] else ""
         raise OtherRunError(
-            f"{folder} is a checkpoint of another model ({said['model']['name']}, not {identity.model['name']}): "
-            f"{differing}. Give another `run`, or the model that it was made with"
+            f"{folder} is a checkpoint of another model{named}: {differing}. Give another `run`, or the model that it was "
+            "made with"
         )
     if differing := _difference(said["order"], identity.order):
         raise OtherRunError(

@@ -6,6 +6,7 @@ A run that goes on from a checkpoint first drops the lines after it, so the file
 import importlib.util
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ class RunLog:
             self._writer = SummaryWriter(run / _TENSORBOARD, purge_step=after_step + 1)
 
     def add(self, record: StepRecord | EvaluationRecord) -> None:
+        """
+        Raises:
+            OSError: of the disk; the line is kept, and written with a later one if there is room again.
+        """
         values = record.values()
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
@@ -64,7 +69,8 @@ class RunLog:
         return plot_losses(read_log(self._path), self._path.parent)
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # of lines that `add` has failed with, and what the run ends with is not to be hidden
+            self._file.close()
         if self._writer is not None:
             self._writer.close()
 

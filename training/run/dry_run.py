@@ -50,6 +50,7 @@ def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ) ->
     check_ranks(config, options, topology)
     llama = config_of(config.model)
     check_sequences(config, llama)
+    links = {key: _link(key, text) for key in ("inside", "between") if (text := getattr(config.dry_run, key))}
     ranks = options.sharding.shard_ranks(topology.world_size, topology.num_nodes)
     plan = plan_units(build_model(llama, device=torch.device("cpu"), frozen=config.model.frozen), ranks)
     accumulation = config.batch.accumulation(topology.world_size)
@@ -66,7 +67,7 @@ def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ) ->
         *_about_run(config, llama, plan, topology, accumulation),
         *_about_memory(config, llama, plan, options, topology),
         *_about_traffic(config, flows, slot, sent, topology),
-        *_about_time(config, llama, sent, topology),
+        *_about_time(config, llama, sent, topology, links),
     ]
     return "".join(f"{line}\n" for line in lines)
 
@@ -157,7 +158,10 @@ def _by_kind(sizes: Iterable[tuple[str, int]], what: str) -> Iterator[str]:
         yield f"        {kind:<14}{calls:>10} x {what} {format_bytes(size)}"
 
 
-def _about_time(config: TrainConfig, llama: LlamaConfig, sent: Sent, topology: Topology) -> Iterator[str]:
+def _about_time(
+    config: TrainConfig, llama: LlamaConfig, sent: Sent, topology: Topology, links: Mapping[str, Link]
+) -> Iterator[str]:
+    """``links``: those that were given, by their key in ``dry_run``."""
     yield ""
     yield "time of a step, which cannot be less than the longest of these"
     tokens = config.batch.sequences * config.data.sequence_tokens / topology.world_size
@@ -178,13 +182,11 @@ def _about_time(config: TrainConfig, llama: LlamaConfig, sent: Sent, topology: T
     ):
         if not num_bytes:
             continue
-        text = getattr(config.dry_run, key)
-        if not text:
+        if key not in links:
             yield f"    {name:<18}not known: give dry_run.{key}, such as dry_run.{key}=1gbit"
             continue
-        link = _link(key, text)
-        seconds.append(link.seconds(num_bytes))
-        yield f"    {name:<18}{_seconds(seconds[-1]):>10}  {format_bytes(num_bytes)} at {text}"
+        seconds.append(links[key].seconds(num_bytes))
+        yield f"    {name:<18}{_seconds(seconds[-1]):>10}  {format_bytes(num_bytes)} at {getattr(config.dry_run, key)}"
     if seconds:
         steps = config.schedule.steps
         yield f"    {'a step':<18}{_seconds(max(seconds)):>10}; all {steps} steps {_seconds(max(seconds) * steps)}"

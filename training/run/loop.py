@@ -35,7 +35,7 @@ _NO_CLIPPING = math.inf
 
 
 class DivergedError(RuntimeError):
-    """Gradients or weights have numbers that are none; no such weights are saved."""
+    """Gradients or weights are inf or NaN; no such weights are saved."""
 
 
 class BrokenDataError(RuntimeError):
@@ -71,6 +71,7 @@ class Loop:
         self._accumulation = self.config.batch.accumulation(self.control.world_size)
         self._upcoming: list[Batch] = []  # of the next step
         self._data_error = ""
+        self._logs = True  # the newest record is in the log
 
     def run(self) -> int:
         """Train until the last step or a signal, and save. Returns the signal's number, 0 when all steps are done.
@@ -187,7 +188,7 @@ class Loop:
         units = sorted({unit for _, units in ranks for unit in units})
         losses = ", ".join(f"{loss:.4g}" for loss, _ in ranks)
         raise DivergedError(
-            f"step {self.step + 1}: the gradient has numbers that are none, in {', '.join(units) or 'no unit by itself'} (the "
+            f"step {self.step + 1}: the gradient is inf or NaN in {', '.join(units) or 'no unit by itself'} (the "
             f"ranks' losses: {losses}); {self._remedy()}"
         )
 
@@ -197,7 +198,7 @@ class Loop:
         if units:
             self._settle(raising=False)
             raise DivergedError(
-                f"step {self.step}: weights or optimizer state have numbers that are none, in {', '.join(units)}; they are not "
+                f"step {self.step}: weights or optimizer state are inf or NaN in {', '.join(units)}; they are not "
                 f"saved, and {self._remedy()}"
             )
 
@@ -262,8 +263,11 @@ class Loop:
         if self.log is not None:
             try:
                 self.log.add(record)
+                self._logs = True
             except OSError as error:  # a full disk may have room again; steps are worth more than lines
-                self.terminal.say(f"WARNING: step {record.step} is not in the log: {error}")
+                if self._logs:
+                    self.terminal.say(f"WARNING: from step {record.step} on lines are missing in the log: {error}")
+                self._logs = False
         if isinstance(record, StepRecord):
             self.terminal.step(record)
         else:
