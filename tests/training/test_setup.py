@@ -8,6 +8,7 @@ import torch
 from training_runs import make_config
 
 from tightwire.comm.topology import Topology
+from tightwire.model.errors import ModelError
 from tightwire.training.ranks.launched import find_topology, open_store
 from tightwire.training.run.setup import check_ranks, engine_options, find_device
 from tightwire.training.start.model import build_model, config_of
@@ -43,6 +44,13 @@ def test_what_does_not_go_with_the_ranks_is_refused(
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path, override: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         engine_options(make_config(tmp_path, override))
+
+
+def test_a_shape_that_makes_no_sense_is_named_as_the_configuration_has_it(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match="model.shape: num_attention_heads=3 is not a multiple of num_key_value_heads=2"
+    ):
+        config_of(make_config(tmp_path, "model.shape.num_attention_heads=3", "model.shape.num_key_value_heads=2").model)
 
 
 def test_nodes_come_from_the_launcher_or_the_configuration() -> None:

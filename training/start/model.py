@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tightwire.model.byte_tokenizer import MIN_VOCAB_SIZE, byte_backend
 from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.config import LlamaConfig, config_from_hf
+from tightwire.model.errors import ModelError
 from tightwire.model.export import config_to_hf
 from tightwire.model.tokenizer import Tokenizer
 from tightwire.model.weights.random import RandomReader
@@ -131,7 +132,10 @@ def _new_config(shape: ShapeConfig, vocab_size: int) -> LlamaConfig:
             f"model.shape.vocab_size={shape.vocab_size} is less than the {vocab_size} tokens of the tokenizer; leave it "
             "out, or give at least that"
         )
-    return config_from_hf({**_FIXED, **shape.model_dump(), "vocab_size": shape.vocab_size or vocab_size})
+    try:
+        return config_from_hf({**_FIXED, **shape.model_dump(), "vocab_size": shape.vocab_size or vocab_size})
+    except ModelError as error:  # which takes them for a file's
+        raise ModelError(f"model.shape: {str(error).removeprefix('config.json: ')}") from None
 
 
 def _given_tokenizer(config: ModelConfig) -> Tokenizer:
