@@ -84,6 +84,7 @@ ARMS = {
     "no-warm-up": (*_DGC, "parallel.between.sparsity=[0.999]"),
 }
 _DENSE = {"zero3": "zero3", "zero++": "zero3"}  # what an arm is measured against; the others: sgd
+_TITLES = {"zero3": "AdamW", "sgd": "momentum SGD"}
 _ABLATIONS = ("no-correction", "no-masking", "no-warm-up")
 _RAMPUP = 0.25  # of the steps, in five equal spans, of which the last has the final sparsity already
 
@@ -216,11 +217,13 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
     """Held-out losses, AdamW's arms beside SGD's: the mean over the finished seeds, from the lowest to the highest."""
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    panels: tuple[Axes, Axes] = figure.subplots(1, 2)
-    for axes, dense, title in zip(panels, ("zero3", "sgd"), ("AdamW", "momentum SGD"), strict=True):
+    finished = [curve for curve in curves if curve.finished]
+    shown = [dense for dense in _TITLES if any(_DENSE.get(curve.arm, "sgd") == dense for curve in finished)]
+    figure = Figure(figsize=(5.5 * max(1, len(shown)), 4.8), layout="constrained")
+    for number, dense in enumerate(shown, start=1):
+        axes: Axes = figure.add_subplot(1, len(shown), number)
         for arm in (arm for arm in ARMS if _DENSE.get(arm, "sgd") == dense):
-            own = [curve for curve in curves if curve.arm == arm and curve.finished]
+            own = [curve for curve in finished if curve.arm == arm]
             if not own:
                 continue
             by_step = list(zip(*(curve.held_out for curve in own), strict=True))
@@ -228,10 +231,9 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
             (line,) = axes.plot(steps, [statistics.fmean(losses) for losses in by_step], label=arm, linewidth=1.5)
             low, high = [min(losses) for losses in by_step], [max(losses) for losses in by_step]
             axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-        axes.set(xlabel="step", ylabel="held-out loss, nats a token", title=title)
+        axes.set(xlabel="step", ylabel="held-out loss, nats a token", title=_TITLES[dense])
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
+        axes.legend()
     figure.savefig(path, metadata={"Date": None})
 
 
