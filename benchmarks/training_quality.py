@@ -13,6 +13,7 @@ Momentum SGD on four replicas, of which DGC and top-k send 0.1 % after a warm-up
 
     sgd             nothing compressed
     dgc             momentum correction, momentum factor masking, local clipping
+    dense-start     the same, warmed up as in the article's example: dense steps, then 98.4 and 99.6 %
     no-correction   top-k beneath the optimizer's momentum, the article's equation 5
     no-masking      momentum goes on where it was sent
     no-warm-up      0.1 % from the first step on
@@ -79,6 +80,7 @@ ARMS = {
     "zero++": (*_ZERO, *_ZERO_PP),
     "sgd": _SGD,
     "dgc": _DGC,
+    "dense-start": (*_DGC, "parallel.between.sparsity=[0.984375, 0.996, 0.999]"),
     "no-correction": (*_SGD, "parallel.between.kind=top-k", *_SPARSE),
     "no-masking": (*_DGC, "parallel.between.mask_momentum=false"),
     "no-warm-up": (*_DGC, "parallel.between.sparsity=[0.999]"),
@@ -86,7 +88,9 @@ ARMS = {
 _DENSE = {"zero3": "zero3", "zero++": "zero3"}  # what an arm is measured against; the others: sgd
 _TITLES = {"zero3": "AdamW", "sgd": "momentum SGD"}
 _ABLATIONS = ("no-correction", "no-masking", "no-warm-up")
-_RAMPUP = 0.25  # of the steps, in five equal spans, of which the last has the final sparsity already
+# Shares of the steps that are dense, and over which the sparsities are gone through, in equal spans.
+_WARM_UP = (0.0, 0.25)
+_OTHER_WARM_UP = {"dense-start": (0.1, 0.15)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +119,9 @@ def make_config(arm: str, seed: int, output: Path, overrides: Sequence[str] = ()
     values = [*ARMS[arm], f"seed={seed}", f"run={output / f'{arm}-{seed}'}", *overrides]
     if any(value.startswith("parallel.between.sparsity") for value in values):
         steps = read_config(_CONFIG, values).schedule.steps
-        values.append(f"parallel.between.rampup_step={max(1, round(_RAMPUP * steps))}")
+        dense, rampup = _OTHER_WARM_UP.get(arm, _WARM_UP)
+        values.append(f"parallel.between.rampup_begin_step={round(dense * steps)}")
+        values.append(f"parallel.between.rampup_step={max(1, round(rampup * steps))}")
     return read_config(_CONFIG, values)
 
 

@@ -17,7 +17,7 @@ _TINY = (
     "batch={sequences: 4, micro_sequences: 1}",
     "schedule={steps: 4, warmup_steps: 1}",
     "evaluation={every: 4, sequences: 4}",
-    "checkpoint.every=2",
+    "checkpoint.every=1",  # each waits for the one before it, so that of step 2 is whole at step 4
 )
 
 
@@ -60,6 +60,22 @@ def test_all_seeds_of_what_is_asked_run_before_the_ablations(quality: Any) -> No
         *(("sgd", 0), ("dgc", 0), ("sgd", 1), ("dgc", 1)),
         *(("no-masking", 0), ("no-masking", 1)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("arm", "first", "fifth", "last"),
+    [
+        ("dgc", 0.75, 0.996, 0.999),
+        ("no-correction", 0.75, 0.996, 0.999),
+        ("dense-start", None, 0.996, 0.999),
+        ("no-warm-up", 0.999, 0.999, 0.999),
+    ],
+)
+def test_sparsity_is_at_its_height_after_a_fifth_of_the_steps(
+    quality: Any, tmp_path: Path, arm: str, first: float | None, fifth: float, last: float
+) -> None:
+    between = quality.make_config(arm, 0, tmp_path, ["schedule={steps: 100, warmup_steps: 10}"]).parallel.between
+    assert [between.sparsity_at(step) for step in (0, 19, 20, 99)] == [first, fifth, last, last]
 
 
 def test_an_interrupted_arm_goes_on_and_a_finished_one_stays(
