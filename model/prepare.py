@@ -38,6 +38,7 @@ from tightwire.model.weights.manifest import (
     write_manifest,
 )
 from tightwire.model.weights.prepared import RankImages, find_damage, rank_images
+from tightwire.model.weights.residency import check_codec
 from tightwire.model.weights.source import CheckpointReader
 from tightwire.model.whole_folder import whole_folder
 
@@ -135,6 +136,7 @@ def _plan(checkpoint: Checkpoint, options: PrepareOptions) -> _Job:
     check_split(layout, config, formats)
     dtype: torch.dtype = getattr(torch, options.dtype)
     images = tuple(rank_images(config, shard, formats, dtype, codec) for shard in layout.shards)
+    check_codec(options.codec, images[0].stored, formats)
     return _Job(
         checkpoint=checkpoint,
         options=options,

@@ -48,7 +48,7 @@ def run(config: ServeConfig, out: Path, *, weight_codec: str = "none", force: bo
         progress.close()
         progress.say(_summary(out, manifest, time.monotonic() - start))
 
-    return _run(work, out)
+    return _run(work, out, f"interrupted; nothing of {out} was kept")
 
 
 def check(folder: Path) -> int:
@@ -68,10 +68,10 @@ def check(folder: Path) -> int:
             raise PrepareError("\n  ".join([f"{folder}: {len(damage)} of its parts are damaged:", *damage]))
         progress.say(f"{folder}: all is as it was written ({_rate(prepared.manifest.num_bytes, seconds)})")
 
-    return _run(work, folder)
+    return _run(work, folder, f"interrupted; not all of {folder} was compared")
 
 
-def _run(work: Callable[[Progress], None], folder: Path) -> int:
+def _run(work: Callable[[Progress], None], folder: Path, interrupted: str) -> int:
     progress = make_progress(1, sys.stderr)
     try:
         with _terminated():
@@ -80,10 +80,10 @@ def _run(work: Callable[[Progress], None], folder: Path) -> int:
         progress.close()
         progress.say(f"tightwire prepare: {error}")
         return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:
-        return 130
-    except _TerminatedError:
-        return 143
+    except (KeyboardInterrupt, _TerminatedError) as signalled:
+        progress.close()
+        progress.say(f"tightwire prepare: {interrupted}")
+        return 143 if isinstance(signalled, _TerminatedError) else 130
     finally:
         progress.close()
     sys.stdout.write(f"{folder}\n")

@@ -129,6 +129,7 @@ class Leader:
                 self._add_first_request(engine, name, prompt, temperature, arm, replica)
         self._answer_all(engine)
         if self._meter is not None:  # once more, and nothing else: what is compiled is, so what takes time is the work
+            self._meter.forecast_from_here()
             longer = [token % self._vocab_size for token in range(100, 100 + min(_METERED_PROMPT_TOKENS, room))]
             self._add_first_request(engine, "warm-up-metered", longer, 0.0, self._arms[0])
             self._answer_all(engine)

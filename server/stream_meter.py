@@ -24,8 +24,14 @@ class StreamMeter:
             other_waits_s: how long steps have stood still so far for anything but layers.
         """
         self._weights, self._step_size, self._other_waits_s = weights, step_size, other_waits_s
+        self._since = weights.flow()
         self._computing_s = {True: 0.0, False: 0.0}  # without waiting for layers; by whether all rows are generated
         self._num_rows = {True: 1, False: 1}
+
+    def forecast_from_here(self) -> None:
+        """Of what has come so far nothing is to count: while kernels are compiled and files read for the first time, layers
+        come slower than they ever will again."""
+        self._since = self._weights.flow()
 
     def run(self, execute: Callable[[], _T], plan: StepPlan) -> _T:
         before, others_before_s, start_s = self._weights.flow(), self._other_waits_s(), time.perf_counter()
@@ -49,8 +55,9 @@ class StreamMeter:
 
     def forecast(self) -> StreamForecast:
         """Of one sequence alone. A prompt's tokens are taken to cost what those of the short one here did."""
-        flow, weights = self._weights.flow(), self._weights
-        bytes_per_s = flow.num_bytes / flow.fetch_s if flow.fetch_s else 0.0
+        flow, since, weights = self._weights.flow(), self._since, self._weights
+        fetch_s = flow.fetch_s - since.fetch_s
+        bytes_per_s = (flow.num_bytes - since.num_bytes) / fetch_s if fetch_s else 0.0
         per_row_s = self._computing_s[False] / self._num_rows[False]
         pass_s = weights.pass_bytes / bytes_per_s if bytes_per_s else 0.0
         return StreamForecast(

@@ -12,7 +12,15 @@ from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import Layout
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.prepared import Prepared
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT, LEAST_STREAMED, WeightPlan, WeightSizes, spread
+from tightwire.model.weights.residency import (
+    EVERYTHING_RESIDENT,
+    LEAST_STREAMED,
+    WeightPlan,
+    WeightSizes,
+    check_codec,
+    layer_images,
+    spread,
+)
 from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
 from tightwire.server.config import ServeConfig
 from tightwire.server.memory_budget import LEAST_CONTEXT, MemoryBudget, NotEnoughMemoryError
@@ -122,6 +130,9 @@ def decide_weights(
         raise refusal or ValueError(
             f"--weights {options.weights}: this model has {num_layers} layers, which two buffers hold"
         )
+    if prepared is None:
+        stored = layer_images(model, layout.shards[0], formats, getattr(torch, dtype), options.weight_codec)
+        check_codec(options.weight_codec, stored, formats)
     sizes = [WeightSizes(model, shard, formats, getattr(torch, dtype), options.weight_codec) for shard in layout.shards]
 
     def decide_moving(shared: bool) -> WeightDecision:
@@ -141,7 +152,17 @@ def decide_weights(
         whole = num_replicas * sum(size.per_pass(plan(num_layers, "host")) for size in sizes)
         origin = options.partition_load if shared else _origin(options, device, whole, host_bytes, files)
         share = _CACHE_SHARE[options.stream_policy]
-        every = make_budget(plan(num_layers, origin), share)
+        try:
+            every = make_budget(plan(num_layers, origin), share)
+        except NotEnoughMemoryError as error:
+            if files.exist or device != "cpu" or origin != "host":
+                raise
+            # Random weights are made, not read: those that stream wait in the memory that is too small for them.
+            raise NotEnoughMemoryError(
+                f"{error}\nrandom weights are in no file; `tightwire prepare` with this model writes a folder, which serves from the "
+                "disk"
+                + ("" if options.weight_codec == "int4" else ", and --weight-codec int4 lets layers wait encoded")
+            ) from None
         num_streamed = options.stream_layers or num_layers
         if num_streamed > num_layers or num_streamed < LEAST_STREAMED:
             raise ValueError(

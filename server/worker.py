@@ -19,9 +19,13 @@ import msgspec
 
 from tightwire.comm.errors import CommError
 from tightwire.comm.link.wire import LinkTooFastError
+from tightwire.model.errors import ModelError, WeightsError
 from tightwire.server.messages import Failed
 from tightwire.server.rank_setup import RankIdentity, RankWork
 from tightwire.server.reporter import Reporter
+
+# Whose message says what is wrong and what to do about it: a file, a disk, an option. The rest are for who reads code.
+_TOLD_IN_FULL = (LinkTooFastError, ModelError, WeightsError)
 
 _T = TypeVar("_T")
 
@@ -47,7 +51,7 @@ def main(body: str = "tightwire.server.rank:run") -> int:
                 rank=identity.rank,
                 doing=reporter.doing,
                 message=_describe(error),
-                traceback="" if isinstance(error, LinkTooFastError) else traceback.format_exc(),
+                traceback="" if isinstance(error, _TOLD_IN_FULL) else traceback.format_exc(),
                 symptom=isinstance(error, CommError),
             )
         )

@@ -3,6 +3,8 @@
 Pure sums over sizes, made before anything is loaded; all ranks get the same plan.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 import torch
 
@@ -59,6 +61,21 @@ def layer_images(
     return [
         make_image(layer_tensors(config, shard, index), formats, dtype, chosen) for index in range(config.num_layers)
     ]
+
+
+def check_codec(codec: str, stored: Iterable[Image], formats: WeightFormats) -> None:
+    """Whether a codec has anything to do in ``stored``, images of layers as they travel.
+
+    Args:
+        codec: its name, or ``none``.
+    Raises:
+        ValueError: it has not.
+    """
+    if codec != "none" and all(image.is_plain for image in stored):
+        raise ValueError(
+            f"{codec} has nothing to encode: the layers' matrices are packed ({formats.name}) and travel as they are; leave "
+            "--weight-codec out, or have them unpacked first with --quantization none"
+        )
 
 
 class WeightSizes:

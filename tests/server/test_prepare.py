@@ -91,6 +91,10 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
         (["/no/such/model", "{tmp}/out"], "no such model"),
         (["{tmp}/tiny", "{tmp}/out", "--tp", "9"], "cannot split 4 query heads over 9 ranks; use --tp 4 or less"),
         (["{tmp}/tiny", "{tmp}/out", "--dtype", "float16"], "--dtype float16: the checkpoint is in bfloat16"),
+        (
+            ["{tmp}/tiny", "{tmp}/out", "--quantization", "int8", "--weight-codec", "int8"],
+            "int8-g64 has nothing to encode: the layers' matrices are packed (Q8_0)",
+        ),
         (["{tmp}/tiny", "{tmp}/tiny"], "is there already, and no prepared folder"),
         (["{tmp}/tiny", "{tmp}/tiny", "--force"], "is there already, and no prepared folder"),
         (["{tmp}/tiny", "{tmp}/none/out"], "make it first"),
@@ -147,6 +151,7 @@ def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Si
         out, err = process.communicate(timeout=240)
     assert process.returncode == code
     assert out == "" and "Traceback" not in err
+    assert f"tightwire prepare: interrupted; nothing of {tmp_path / 'out'} was kept" in err
     assert [path.name for path in tmp_path.iterdir()] == ["large.json"]
 
 

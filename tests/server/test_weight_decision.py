@@ -13,8 +13,8 @@ from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import make_layout
 from tightwire.model.prepare import PrepareOptions, prepare
-from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.random import RANDOM_SHAPES
+from tightwire.model.weights.formats import WeightFormats, choose_formats
+from tightwire.model.weights.random import RANDOM_SHAPES, RandomReader
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan, WeightSizes
 from tightwire.server.config import ServeConfig
 from tightwire.server.kv_offload import make_offloaded_budget
@@ -42,13 +42,14 @@ def decide(
     dp: int = 1,
     nodes: int = 1,
     model: LlamaConfig = MODEL,
+    formats: WeightFormats = PLAIN,
 ) -> WeightDecision:
     layout = make_layout(model, tp)
     options_of_engine = engine or EngineOptions(max_num_seqs=8)
     pools = [Pool(name="memory", available_bytes=int(gib * GIB), ranks=range(tp * dp))]
 
     def budget_under(plan: WeightPlan, share: float | None) -> MemoryBudget:
-        given = {"dtype": "bfloat16", "formats": PLAIN, "device": device, "pools": pools}
+        given = {"dtype": "bfloat16", "formats": formats, "device": device, "pools": pools}
         given |= {"plan": plan, "cache_share": share, "num_replicas": dp}
         if options_of_engine.kv_offload:
             return make_offloaded_budget(model, layout, options_of_engine, host_bytes=int(host_gib * GIB), **given)
@@ -58,7 +59,7 @@ def decide(
         options,
         model,
         layout,
-        PLAIN,
+        formats,
         dtype="bfloat16",
         device=device,
         num_replicas=dp,
@@ -94,6 +95,14 @@ def test_auto_shares_layers_between_replicas_where_one_copy_fits_and_one_each_do
     assert decide(WeightOptions(), 3.4, dp=2).plan.source == "stream"  # not one copy
     assert decide(WeightOptions(stream_from="disk"), 5, dp=2).plan.source == "stream"
     assert decide(WeightOptions(), 5, dp=2, nodes=2).plan.source == "stream"
+
+
+def test_a_codec_that_would_encode_nothing_is_refused_where_layers_stream() -> None:
+    formats = choose_formats(RandomReader(MODEL, 0), MODEL, "int8")
+    options = WeightOptions(weight_codec="int4")
+    with pytest.raises(ValueError, match=r"int4 has nothing to encode: .* packed \(Q8_0\) .* --quantization none"):
+        decide(replace(options, weights="stream"), 16, formats=formats)
+    assert decide(options, 16, formats=formats).plan == EVERYTHING_RESIDENT
 
 
 @pytest.mark.parametrize("option", [{"weight_io": "direct"}, {"verify_weights": True}])
@@ -201,6 +210,13 @@ def test_where_layers_wait() -> None:
             64,
             False,
             "random weights are in no file to stream from; `tightwire prep",
+        ),
+        (
+            WeightOptions(),
+            1.5,
+            64,
+            False,
+            "(?s)the weights do not fit.*random weights are in no file; `tightwire prepare` .* --weight-codec int4 lets",
         ),
         (
             WeightOptions(stream_from="disk", weight_codec="int8"),

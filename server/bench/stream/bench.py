@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from tightwire.comm.local_ranks import LocalRankError
 from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.errors import PrepareError
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import check_split, choose_formats
-from tightwire.model.weights.residency import LEAST_STREAMED
+from tightwire.model.weights.residency import LEAST_STREAMED, check_codec, layer_images
 from tightwire.report.console import make_console
 from tightwire.report.environment import describe_environment
 from tightwire.report.progress import paused, progress_bar
@@ -176,6 +178,9 @@ def _facts(options: StreamBenchOptions, checkpoint: Checkpoint) -> dict[str, Any
     formats = choose_formats(checkpoint.reader(), config, options.quantization)
     for num_ranks in options.tp:
         check_split(make_layout(config, num_ranks), config, formats)
+    whole, dtype = make_layout(config, 1).shards[0], getattr(torch, options.dtype)
+    for codec in options.codecs:
+        check_codec(codec, layer_images(config, whole, formats, dtype, codec), formats)
     if checkpoint.path is None and (in_files := [name for name in options.sources if SOURCES[name].in_files]):
         raise ValueError(f"random weights are in no file to stream from; leave {', '.join(in_files)} out of --sources")
     if not LEAST_STREAMED <= (options.stream_layers or config.num_layers) <= config.num_layers:
