@@ -31,6 +31,7 @@ from tightwire.server.bench.stream.rank import Rank
 from tightwire.server.bench.stream.raw_source import RawPass, raw_copies, raw_gathers, raw_reads
 from tightwire.server.bench.stream.steps import greedy_tokens
 from tightwire.server.bench.stream.turns import Turns
+from tightwire.server.cores import bind_to_cores
 
 _PROBES = 3
 _PROMPT, _GREEDY_TOKENS = range(3, 15), 12
@@ -40,7 +41,7 @@ def measure(
     group: Group, options: StreamBenchOptions, location: str, folders: Mapping[str, str]
 ) -> Iterator[Probed | Answered | Timed]:
     """All arms whose ranks need no others. ``folders``: prepared ones by codec, for the sources that are such."""
-    torch.set_num_threads(options.threads)
+    settle(group, options)
     rank = Rank(group, options, open_checkpoint(location, options.seed))
     beside = _Resident(rank)
     yield beside.probe()
@@ -55,12 +56,20 @@ def measure_shared(
     world: Group, replicas: ReplicaPlan, options: StreamBenchOptions, location: str, arm: Arm
 ) -> Iterator[Probed | Answered | Timed]:
     """An arm whose layers come from the other replicas, on all of their ranks."""
-    torch.set_num_threads(options.threads)
+    settle(world, options)
     with join_replica(replicas, world) as (group, peers):
         rank = Rank(group, options, open_checkpoint(location, options.seed), world)
         beside = _Resident(rank)
         yield beside.probe()
         yield from _measure_arm(rank, arm, beside, None, peers)
+
+
+def settle(world: Group, options: StreamBenchOptions) -> tuple[int, ...]:
+    """Compute on as many threads as asked for, on the CPU on cores of this rank's own where a server's ranks have such: a
+    thread that gives up its core while it holds the interpreter's lock gives it to another of the same rank, and not to one
+    that keeps all of the rank's threads waiting. Returns the cores; none: wherever the kernel puts it."""
+    torch.set_num_threads(options.threads)
+    return bind_to_cores(world.rank, world.world_size, options.threads) if options.device == "cpu" else ()
 
 
 class _Resident:
