@@ -8,9 +8,10 @@ import msgspec
 import torch
 
 from tightwire.comm.sizes import format_bytes
+from tightwire.kernels.packed_format import GROUP_ELEMS
 from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import Layout
-from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.formats import MADE, WeightFormats
 from tightwire.model.weights.prepared import Prepared
 from tightwire.model.weights.residency import (
     EVERYTHING_RESIDENT,
@@ -31,6 +32,8 @@ from tightwire.server.options.weights import WeightOptions
 _CACHE_SHARE = {"latency": 0.2, "throughput": 0.6}
 # Parts that share a layer's way. Beyond, steps of thousands of tokens keep generated ones waiting too long.
 _MAX_PARTS = {"latency": 1, "throughput": 16}
+# What numbers take that ``--quantization`` has packed; in the codecs of these names 8.5 and 4.5.
+_PACKED_BITS = {packed_as: f"{8 * packed.row_bytes(GROUP_ELEMS) / GROUP_ELEMS:g}" for packed_as, packed in MADE.items()}
 # Of the host's free memory, what may wait there: other programs want some, and so does the page cache.
 _HOST_SHARE = 0.8
 
@@ -285,4 +288,9 @@ def _describe(plan: WeightPlan, num_layers: int, sizes: Sequence[WeightSizes], d
     if device == "cuda" and plan.source == "stream" and plan.origin == "host":
         on_host = sum(size.on_host(plan) for size in sizes)
         lines.append(f"host memory holds {format_bytes(on_host)} of layers over {len(sizes)} ranks")
+    if device == "cpu" and plan.codec != "none":
+        lines.append(
+            f"note: on a CPU what decodes layers takes its time from computing; packed by --quantization {plan.codec} in place of "
+            f"--weight-codec {plan.codec} they come in {_PACKED_BITS[plan.codec]} bits a number, and products read them as they are"
+        )
     return tuple(lines)

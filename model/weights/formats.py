@@ -18,7 +18,7 @@ from tightwire.model.weights.source import CheckpointReader
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "random")
 # What floats become. The tables of the vocabulary get 8 bits always, as in llama.cpp's files of 4: they stand at either end.
-_MADE = {"int8": Q8_0, "int4": Q4_1}
+MADE = {"int8": Q8_0, "int4": Q4_1}
 _OF_TABLES = Q8_0
 
 
@@ -75,7 +75,7 @@ def _choose(fused: Fused, stored: Sequence[str], quantization: str) -> PackedFor
     kept = PACKED_FORMATS.get(stored[0]) if len(stored) == 1 else None
     if quantization == "auto":
         return kept  # None also where parts are unlike: one product reads one format
-    asked = _MADE[quantization]
+    asked = MADE[quantization]
     made = _OF_TABLES if fused.names[0] in (EMBEDDING, HEAD) else asked
     if kept is not None and kept.bits in (made.bits, asked.bits):
         return kept

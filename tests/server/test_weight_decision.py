@@ -181,6 +181,14 @@ def test_asked_to_stream_what_fits_it_streams_all_and_warns() -> None:
     assert decide(WeightOptions(weights="stream", stream_layers=4), 16).plan.streamed == (2, 6, 10, 14)
 
 
+def test_a_codec_on_a_cpu_is_said_to_cost_computing_and_what_does_not() -> None:
+    options = WeightOptions(weights="stream", weight_codec="int4")
+    words = "--quantization int4 in place of --weight-codec int4 they come in 5 bits a number"
+    assert words in decide(options, 16).notes[1]
+    for quiet in (decide(options, 16, device="cuda"), decide(WeightOptions(weights="stream"), 16)):
+        assert not any("--quantization" in note for note in quiet.notes)
+
+
 def test_where_layers_wait() -> None:
     cuda = decide(WeightOptions(), 3, device="cuda")
     assert cuda.plan.origin == "host"
