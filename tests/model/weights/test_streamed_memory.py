@@ -1,0 +1,109 @@
+"""What streamed weights take of a process's memory is what the plan says, and passes take no more."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import make_tiny
+
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.prepare import PrepareOptions, prepare
+from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
+
+_MEASURE = """
+import json, sys, time, torch
+from pathlib import Path
+from tightwire.comm.codec import parse_codec
+from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.layout import make_layout
+from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.load_streamed import load_prepared, load_streamed
+from tightwire.model.weights.residency import WeightPlan, WeightSizes, spread
+from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+def peak_from_here():
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+torch.set_num_threads(1)
+model, origin, codec, io = sys.argv[1:]
+checkpoint = open_checkpoint(model)
+config, prepared = checkpoint.config, checkpoint.prepared
+shard = make_layout(config, 1).shards[0]
+plan = WeightPlan(source="stream", origin=origin, codec=codec, io=io, streamed=spread(config.num_layers, 10))
+sizes = WeightSizes(config, shard, WeightFormats(), torch.bfloat16, codec)
+coder = parse_codec(WEIGHT_CODECS[codec])  # what is compiled once, and threads, are no weights
+coder.decode(coder.encode(torch.ones(4096).bfloat16()), 4096, torch.bfloat16)
+
+before = peak_from_here()
+fetching = {"device": torch.device("cpu"), "timeout_s": 60.0}
+if prepared is None:
+    weights = load_streamed(
+        checkpoint.reader(), config, shard, plan, dtype=torch.bfloat16, formats=WeightFormats(), **fetching
+    )
+else:
+    weights = load_prepared(prepared, 0, plan, **fetching)
+
+def run_passes(count):
+    for _ in range(count):
+        for layer in range(config.num_layers):
+            weights.layer(layer)
+            weights.release(layer)
+
+run_passes(2)
+peak = status("VmHWM") - before
+while not weights.is_full:  # nothing is under way then
+    time.sleep(0.001)
+before = peak_from_here()
+run_passes(4)
+passes = status("VmHWM") - before
+layer_bytes = weights.pool.slots[0].buffer.nbytes
+weights.close()
+print(json.dumps([sizes.in_pool(plan, "cpu"), peak, passes, layer_bytes]))
+"""
+
+_BIG = {"hidden_size": 512, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 8192}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("kind", "origin", "codec", "io"),
+    [
+        ("checkpoint", "host", "none", "buffered"),
+        ("checkpoint", "host", "int4", "buffered"),
+        ("prepared", "disk", "none", "buffered"),
+        ("prepared", "disk", "none", "direct"),
+        ("prepared", "disk", "int8", "buffered"),
+    ],
+)
+def test_the_peak_is_the_plans_and_passes_add_nothing(
+    tmp_path: Path, kind: str, origin: str, codec: str, io: str
+) -> None:
+    model = make_tiny(tmp_path / "m", dtype="bfloat16", **_BIG)
+    if kind == "prepared":
+        options = PrepareOptions(dtype="bfloat16", codec=WEIGHT_CODECS[codec])
+        prepare(open_checkpoint(str(model)), tmp_path / "out", options)
+        model = tmp_path / "out"
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(model), origin, codec, io],
+        # What is freed goes back at once, so that what is allocated anew shows.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    plan, peak, passes, layer = json.loads(done.stdout)
+    assert layer > 10e6 and plan > 40e6
+    # Beside the plan: the piece in hand while loading, which where layers wait encoded is a plain one, and its file's pages.
+    assert 0.95 * plan <= peak <= 1.1 * plan + (24 << 20), f"{peak / 1e6:.0f} MB, and {plan / 1e6:.0f} MB planned"
+    assert passes < layer / 8, f"{passes / 1e6:.1f} MB more in passes; a layer has {layer / 1e6:.1f} MB"
