@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import make_tiny
@@ -69,7 +70,7 @@ weights.close()
 print(json.dumps([sizes.in_pool(plan, "cpu"), peak, passes, layer_bytes]))
 """
 
-_BIG = {"hidden_size": 512, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 8192}
+_BIG: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 8192}
 
 
 @pytest.mark.slow
