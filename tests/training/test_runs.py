@@ -14,6 +14,7 @@ from tightwire.model.weights.random import RandomReader
 from tightwire.training.checkpoint.folders import checkpoints_in, read_about
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.log.run_log import LOG
+from tightwire.training.run import run
 
 _ZERO3 = "parallel.sharding=zero3"
 
@@ -144,6 +145,16 @@ def test_the_log_has_what_each_step_took(tmp_path: Path) -> None:
     assert line["tokens"] == 8 * 16 and line["wire_bytes"] > 0 and line["memory_bytes"] > 0 and 0 < line["mfu"] < 1
     assert json.dumps(line)  # no number that JSON does not have
     assert (Path(config.run) / "loss.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("told", [None, 1e-9])
+def test_a_step_reaches_no_more_than_all_unless_it_was_told_how_much_that_is(
+    told: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "peak_flops", lambda device, dtype: 1.0)  # beside a program that took all the cores
+    config = make_config(tmp_path, f"log.peak_tflops={'null' if told is None else told}", "schedule.steps=2")
+    train(config)
+    assert all((line["mfu"] <= 1) == (told is None) for line in log_lines(config))
 
 
 def test_as_many_blocks_as_buffers_are_trained(tmp_path: Path) -> None:

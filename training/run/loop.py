@@ -144,7 +144,10 @@ class Loop:
         losses, signals, written, memory, broken = zip(*ranks, strict=True)
         seconds = perf_counter() - begun
         tokens = self.config.batch.sequences * self.config.data.sequence_tokens
-        rank_flops = self.flops_per_token * tokens / self.control.world_size
+        reached = self.flops_per_token * tokens / self.control.world_size / seconds
+        if self.peak_flops is not None and self.config.log.peak_tflops is None:
+            # What a step reaches, the device can do: the product that was to show how much it can had company then.
+            self.peak_flops = max(self.peak_flops, reached)
         self._tell(
             StepRecord(
                 step=self.step,
@@ -153,7 +156,7 @@ class Loop:
                 grad_norm=norm,
                 tokens=tokens,
                 seconds=seconds,
-                mfu=None if self.peak_flops is None else rank_flops / seconds / self.peak_flops,
+                mfu=None if self.peak_flops is None else reached / self.peak_flops,
                 memory_bytes=int(max(memory)),
                 wire_bytes=self.engine.bytes_sent - sent,
                 exposed_ms=1e3 * (self.engine.waited_s - waited),
