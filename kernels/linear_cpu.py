@@ -10,7 +10,6 @@ or once for all rows when there are many. Packed weights are unpacked on the way
 bits are those that the same numbers would give in float32, or in bfloat16 where bfloat16 is multiplied in pairs.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -123,28 +122,6 @@ def _check(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
         raise ValueError(f"linear wants contiguous rows; got strides {x.stride()} and {strides}")
 
 
-@cache
-def _make_row(rows: int, columns: int, kind: int, *, tiles_ahead: int = 0, cache_level: int = 1) -> Any:
-    """A routine that multiplies the rows of a tile with columns, tile after tile."""
-    tile = simd.make_tile_dot(rows, columns, kind, tiles_ahead=tiles_ahead, cache_level=cache_level)
-    # Of the columns left over; the same code is not compiled twice.
-    rest = _make_row(rows, 1, kind) if columns > 1 else None
-
-    @routine
-    def multiply(
-        sums: int, x: int, x_stride: int, weights: int, weight_stride: int, num_columns: int, depth: int
-    ) -> None:
-        """sums (rows, num_columns of PANEL) = x (rows, depth) @ weights (num_columns, depth)^T"""
-        whole = num_columns // columns * columns
-        for at in range(0, whole, columns):
-            tile(sums + 4 * at, 4 * PANEL, x, x_stride, weights + weight_stride * at, weight_stride, depth)
-        if rest is not None and whole < num_columns:
-            left = weights + weight_stride * whole
-            rest(sums + 4 * whole, x, x_stride, left, weight_stride, num_columns - whole, depth)
-
-    return multiply
-
-
 def _make_tiles(kind: int) -> Any:
     """A routine that multiplies rows with a block of columns, whose weights are of ``kind`` and read as they lie.
 
@@ -153,16 +130,17 @@ def _make_tiles(kind: int) -> Any:
     two cores 25 and 18 (27 and 20 with four rows). With more rows memory would be idle behind the first ones, so these ask for
     the block that follows, and the second ones for what then was too much at once: a Zen 4 core takes 0.7 of the time for
     12 to 32 rows.
+
+    Each tile stands once: they are most of what is compiled.
     """
-    fresh_columns = (1, 1, 1) if _WIDE else (_COLUMNS, _COLUMNS, _SINGLE_COLUMNS)
-    fresh_tall, fresh_pair, fresh_single = (
-        _make_row(rows, columns, kind, tiles_ahead=0 if _WIDE else TILES_AHEAD)
-        for rows, columns in zip((_TALL, 2, 1), fresh_columns, strict=True)
+    near = 0 if _WIDE else TILES_AHEAD
+    tall = simd.make_tile_dot(_TALL, _COLUMNS, kind)
+    asking = simd.make_tile_dot(
+        _TALL, _COLUMNS, kind, tiles_ahead=near or _BLOCK // _COLUMNS, cache_level=2 if _WIDE else 1
     )
-    tall, pair, single = (
-        _make_row(rows, columns, kind) for rows, columns in ((_TALL, _COLUMNS), (2, _COLUMNS), (1, _SINGLE_COLUMNS))
-    )
-    asking = _make_row(_TALL, _COLUMNS, kind, tiles_ahead=_BLOCK // _COLUMNS, cache_level=2) if _WIDE else tall
+    pair = simd.make_tile_dot(2, _COLUMNS, kind, tiles_ahead=near)
+    single = simd.make_tile_dot(1, _SINGLE_COLUMNS, kind, tiles_ahead=near)
+    tall_1, pair_1, single_1 = (simd.make_tile_dot(rows, 1, kind) for rows in (_TALL, 2, 1))
 
     @routine
     def multiply(
@@ -177,26 +155,31 @@ def _make_tiles(kind: int) -> Any:
         fresh: bool,
         asks: bool,
     ) -> None:
+        stride = 4 * PANEL
         row = 0
         while row < rows:
             step = _tile_rows(rows - row)
-            c, a = sums + 4 * PANEL * row, x + x_stride * row
-            if fresh and row == 0:
-                if step == _TALL:
-                    fresh_tall(c, a, x_stride, weights, weight_stride, columns, depth)
+            c, a = sums + stride * row, x + x_stride * row
+            width = _COLUMNS if step > 1 else _SINGLE_COLUMNS
+            whole = 0 if _WIDE and fresh and row == 0 else columns // width * width
+            for at in range(0, whole, width):
+                b = weights + weight_stride * at
+                if step == 1:
+                    single(c + 4 * at, stride, a, x_stride, b, weight_stride, depth)
                 elif step == 2:
-                    fresh_pair(c, a, x_stride, weights, weight_stride, columns, depth)
+                    pair(c + 4 * at, stride, a, x_stride, b, weight_stride, depth)
+                elif asks and row <= _TALL:
+                    asking(c + 4 * at, stride, a, x_stride, b, weight_stride, depth)
                 else:
-                    fresh_single(c, a, x_stride, weights, weight_stride, columns, depth)
-            elif step == _TALL:
-                if asks and row <= _TALL:
-                    asking(c, a, x_stride, weights, weight_stride, columns, depth)
+                    tall(c + 4 * at, stride, a, x_stride, b, weight_stride, depth)
+            for at in range(whole, columns):
+                b = weights + weight_stride * at
+                if step == 1:
+                    single_1(c + 4 * at, stride, a, x_stride, b, weight_stride, depth)
+                elif step == 2:
+                    pair_1(c + 4 * at, stride, a, x_stride, b, weight_stride, depth)
                 else:
-                    tall(c, a, x_stride, weights, weight_stride, columns, depth)
-            elif step == 2:
-                pair(c, a, x_stride, weights, weight_stride, columns, depth)
-            else:
-                single(c, a, x_stride, weights, weight_stride, columns, depth)
+                    tall_1(c + 4 * at, stride, a, x_stride, b, weight_stride, depth)
             row += step
 
     return multiply
@@ -327,7 +310,7 @@ def _dot(
             unpacked_kind = BFLOAT16 if in_pairs else FLOAT32
             _tiles(sums + 4 * column, x, x_stride, rows, widened, stride, some, depth, unpacked_kind, False, False)
         return
-    fresh, asks = first or not _WIDE or rows <= _TALL, True
+    fresh, asks = first or rows <= _TALL, True
     if not _WIDE and kind != FLOAT32 and rows >= _WIDENED_FROM_ROWS and columns <= fitting:
         _widen(widened, stride, weights, weight_stride, columns, depth, kind)
         weights, weight_stride, kind, fresh, asks = widened, stride, FLOAT32, False, False
