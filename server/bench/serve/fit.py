@@ -4,6 +4,7 @@ Peers differ. Some refuse fields that they do not know (``ignore_eos``, ``stream
 server's own says how long a prompt is.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,10 +45,11 @@ async def fit_prompt_length(client: BenchClient, workload: SyntheticWorkload, in
     """Set ``workload.num_words`` so that the server counts ``input_len`` prompt tokens, chat template included.
 
     Raises:
-        RemoteError: the server refuses the prompt, or no number of words comes within 2 % of the length.
+        RemoteError: the server refuses the prompt, or no number of words comes as near as words can.
     """
-    counted, tokens_per_word = 0, 1.0
+    tokens_per_word = 1.0
     tried: tuple[int, int] | None = None
+    trials: list[tuple[int, int]] = []
     for attempt in range(_FIT_ATTEMPTS):
         sample = await client.measure(workload.probe(attempt))
         if sample.error:
@@ -67,8 +69,13 @@ async def fit_prompt_length(client: BenchClient, workload: SyntheticWorkload, in
         elif abs(words - tried[0]) > 2:
             tokens_per_word = (counted - tried[1]) / (words - tried[0])
         tried = words, counted
+        trials.append(tried)
         workload.num_words = max(1, words + round((input_len - counted) / max(1.0, tokens_per_word)))
-    if abs(counted - input_len) > max(2, 0.02 * input_len):
+    workload.num_words, counted = min(trials, key=lambda trial: abs(trial[1] - input_len), default=(1, 0))
+    # Random words are of different lengths, and as many others are longer or shorter by about this; it is more than 2 %
+    # where a word is many tokens (bytes, say).
+    spread = tokens_per_word * math.sqrt(workload.num_words)
+    if abs(counted - input_len) > max(2, 0.02 * input_len, spread):
         raise RemoteError(f"cannot make prompts of {input_len} tokens for this server; the nearest had {counted}")
 
 
