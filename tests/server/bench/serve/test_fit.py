@@ -3,6 +3,7 @@
 from typing import cast
 
 import pytest
+
 from tightwire.server.bench.client import BenchClient, Sample
 from tightwire.server.bench.serve.fit import fit_prompt_length
 from tightwire.server.bench.serve.workload import Prompt, SyntheticWorkload
