@@ -82,20 +82,18 @@ class StreamBenchOptions:
             for source in self.sources
             for rate in self.rates
             for codec in self.codecs
-            if codec in SOURCES[source].codecs and not (rate and SOURCES[source].is_shared)
+            if codec in SOURCES[source].codecs
         )
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Which of the sources are not measured with which codecs, and why."""
-        unread = [
+        return tuple(
             f"{source} {codec} is left out: {SOURCES[source].why_no_other}"
             for source in self.sources
             for codec in self.codecs
             if codec not in SOURCES[source].codecs
-        ]
-        slowed = [source for source in self.sources if SOURCES[source].is_shared and any(self.rates)]
-        return (*unread, *(f"{source} at a rate is left out: memory has its own" for source in slowed))
+        )
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -160,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rates",
         default="none",
         metavar="BYTES,BYTES",
-        help="bytes/s that each rank's source is slowed down to, such as none,100MB,1GB; none: as fast as it is (%(default)s)",
+        help="bytes/s of layers that each rank's source is slowed down to, such as none,100MB,1GB; none: as fast as it is (%(default)s)",
     )
     add("--tp", default="1,2", metavar="N,N", help="ranks (%(default)s)")
     add("--dp", type=int, default=plain.dp, metavar="N", help="replicas that share layers as peers (%(default)s)")

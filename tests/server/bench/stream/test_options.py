@@ -55,6 +55,7 @@ def test_an_arm_spreads_the_layers_that_it_streams() -> None:
     assert (plan.streamed, plan.origin, plan.codec, plan.bytes_per_s) == ((1, 3, 5), "host", "int4", 5_000_000)
     assert Arm("disk", "none", 0).plan(6, 6).bytes_per_s is None
     assert Arm("peers", "none", 0).plan(6, 6, num_replicas=3).ranks_per_node == 3
+    assert Arm("peers", "none", 5_000_000).plan(6, 6, num_replicas=3).bytes_per_s == 5_000_000
 
 
 def test_defaults_are_the_whole_table() -> None:
