@@ -154,9 +154,8 @@ class ThrottledStore:
         return self._store.device
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
-        self._free_at_s = (
-            max(self._free_at_s, time.perf_counter() - _BURST_S) + self._store.image(layer).num_bytes / self._bytes_per_s
-        )
+        begin_s = max(self._free_at_s, time.perf_counter() - _BURST_S)
+        self._free_at_s = begin_s + self._store.image(layer).num_bytes / self._bytes_per_s
         result = self._store.read(layer, into, moved)
         while (left_s := self._free_at_s - time.perf_counter()) > 0:
             time.sleep(min(left_s, 0.1))
