@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tightwire.kernels import simd
 from tightwire.kernels.jit import kernel
-from tightwire.kernels.numbers import load_numbers, rounded, size_of, store_numbers
+from tightwire.kernels.numbers import load_numbers, rounded, size_of, store_rounded
 from tightwire.kernels.simd import LANES, NUMBER_KIND
 from tightwire.kernels.threads import run_on_rows
 
@@ -118,7 +118,7 @@ def rms_norm_rows(
             for at in range(0, size, LANES):
                 a = load_numbers(source + number_bytes * at, kind, size - at)
                 b = load_numbers(added + number_bytes * at, kind, size - at)
-                store_numbers(target + number_bytes * at, simd.add(a, b), kind, size - at)
+                store_rounded(target + number_bytes * at, simd.add(a, b), kind, size - at)
             source = target
         squares = simd.splat(0.0)
         for at in range(0, size, LANES):
@@ -129,4 +129,4 @@ def rms_norm_rows(
             value = load_numbers(source + number_bytes * at, kind, size - at)
             normed = rounded(simd.mul(value, scale), kind)
             factor = load_numbers(weight + number_bytes * at, kind, size - at)
-            store_numbers(out + number_bytes * (row * size + at), simd.mul(normed, factor), kind, size - at)
+            store_rounded(out + number_bytes * (row * size + at), simd.mul(normed, factor), kind, size - at)

@@ -4,6 +4,11 @@ from tightwire.kernels import simd
 from tightwire.kernels.jit import helper
 from tightwire.kernels.simd import BFLOAT16, FLOAT32, LANES
 
+# One instruction in place of seven, where the CPU has it.
+_HAS_BF16 = simd.bf16_products_usable()
+_round_bf16 = simd.bf16_narrowed if _HAS_BF16 else simd.bf16_rounded
+_store_bf16 = simd.store_rounded if _HAS_BF16 else simd.store_bf16
+
 
 @helper
 def size_of(kind: int) -> int:
@@ -41,9 +46,21 @@ def store_numbers(address: int, value: simd.Vector, kind: int, count: int) -> No
 
 @helper
 def rounded(value: simd.Vector, kind: int) -> simd.Vector:
-    """What storing and loading would give: torch rounds after every operation on a 16-bit tensor."""
+    """What storing and loading would give: torch rounds after every operation on a 16-bit tensor.
+
+    For activations: of bfloat16, numbers below the least normal one (1e-38) may become zero.
+    """
     if kind == BFLOAT16:
-        return simd.bf16_rounded(value)
+        return _round_bf16(value)
     if kind == FLOAT32:
         return value
     return simd.f16_rounded(value)
+
+
+@helper
+def store_rounded(address: int, value: simd.Vector, kind: int, count: int) -> None:
+    """``store_numbers`` of what ``rounded`` gives, at once."""
+    if kind == BFLOAT16 and count >= LANES:
+        _store_bf16(address, value)
+    else:
+        store_numbers(address, rounded(value, kind), kind, count)

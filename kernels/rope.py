@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tightwire.kernels import simd
 from tightwire.kernels.jit import kernel
-from tightwire.kernels.numbers import load_numbers, rounded, size_of, store_numbers
+from tightwire.kernels.numbers import load_numbers, rounded, size_of, store_rounded
 from tightwire.kernels.simd import LANES, NUMBER_KIND
 from tightwire.kernels.threads import run_on_rows
 
@@ -97,6 +97,6 @@ def rope_rows(
                 first = load_numbers(source, kind, count)
                 second = load_numbers(source + number_bytes * half, kind, count)
                 turned = simd.sub(rounded(simd.mul(first, cos_part), kind), rounded(simd.mul(second, sin_part), kind))
-                store_numbers(target, turned, kind, count)
+                store_rounded(target, turned, kind, count)
                 turned = simd.add(rounded(simd.mul(second, cos_part), kind), rounded(simd.mul(first, sin_part), kind))
-                store_numbers(target + number_bytes * half, turned, kind, count)
+                store_rounded(target + number_bytes * half, turned, kind, count)

@@ -110,6 +110,7 @@ max_lanes: Any = operation(emit.fold(emit.maximum), types.float32, _V)
 exp2: Any = operation(emit.exp2, _V, _V)
 exp: Any = operation(emit.exp, _V, _V)
 bf16_rounded: Any = operation(emit.bf16_rounded, _V, _V)
+bf16_narrowed: Any = operation(emit.bf16_narrowed, _V, _V)  # the same by AVX512-BF16; subnormal numbers become zero
 f16_rounded: Any = operation(emit.f16_rounded, _V, _V)
 
 

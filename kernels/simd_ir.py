@@ -90,8 +90,11 @@ def store_bf16(builder: Builder, address: Value, value: Value) -> None:
 
 
 def bf16_rounded(builder: Builder, value: Value) -> Value:
-    bits = builder.zext(round_to_bf16(builder, value), V_I32)
-    return builder.bitcast(builder.shl(bits, constant(16, V_I32)), V_F32)
+    return _widened(builder, round_to_bf16(builder, value))
+
+
+def _widened(builder: Builder, upper_bits: Value) -> Value:
+    return builder.bitcast(builder.shl(builder.zext(upper_bits, V_I32), constant(16, V_I32)), V_F32)
 
 
 def store_f16(builder: Builder, address: Value, value: Value) -> None:
@@ -295,6 +298,10 @@ def narrowed(builder: Builder, value: Value) -> Value:
     kind = ir.FunctionType(ir.VectorType(_BFloat(), LANES), [V_F32])
     narrow = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
     return builder.bitcast(builder.call(narrow, [value]), V_I16)
+
+
+def bf16_narrowed(builder: Builder, value: Value) -> Value:
+    return _widened(builder, narrowed(builder, value))
 
 
 def narrowed_pairs(builder: Builder, first: Value, second: Value) -> Value:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tightwire.kernels import simd
 from tightwire.kernels.jit import kernel
-from tightwire.kernels.numbers import load_numbers, rounded, size_of, store_numbers
+from tightwire.kernels.numbers import load_numbers, rounded, size_of, store_rounded
 from tightwire.kernels.simd import LANES, NUMBER_KIND
 from tightwire.kernels.threads import run_on_rows
 
@@ -58,4 +58,4 @@ def swiglu_rows(out: int, gate_up: int, row_stride: int, width: int, kind: int, 
             gate = load_numbers(gates + number_bytes * at, kind, width - at)
             up = load_numbers(gates + number_bytes * (width + at), kind, width - at)
             silu = simd.div(gate, simd.add(one, simd.exp(simd.sub(zero, gate))))
-            store_numbers(target + number_bytes * at, simd.mul(rounded(silu, kind), up), kind, width - at)
+            store_rounded(target + number_bytes * at, simd.mul(rounded(silu, kind), up), kind, width - at)

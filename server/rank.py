@@ -20,6 +20,7 @@ from tightwire.comm.partition_groups import PartitionPeers, PartitionPlace, join
 from tightwire.comm.policy.routes import Routes
 from tightwire.comm.topology import Topology
 from tightwire.comm.transport.throttled import held_rate, throttle_group
+from tightwire.kernels.allocator import keep_freed_memory
 from tightwire.model.build import build_runner
 from tightwire.model.checkpoint import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.layout import Layout, Shard, make_layout
@@ -74,6 +75,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         if (meeting := runner.meeting) is not None:
             reporter.num_meetings = lambda: meeting.num_begun
         _await_others(store, identity, reporter, "load")
+        keep_freed_memory()  # a step's activations come and go; thousands of page faults a prompt would go with them
         with _take_place(identity, work, checkpoint, group, runner, reporter, peers) as place:
             with reporter.stage("warm-up"):
                 place.warm_up()
