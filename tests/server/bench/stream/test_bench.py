@@ -28,7 +28,7 @@ def fixture_model(tmp_path: Path) -> str:
 @pytest.mark.slow
 def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, result, text = bench(
-        *(model, *QUICK, "--sources", "host,disk,files", "--codecs", "none,int4", "--rates", "10MB,20MB"),
+        *(model, *QUICK, "--sources", "host,disk,files", "--codecs", "none,int4", "--rates", "4MB,8MB"),
         *("--prompt-rows", "16", "--dtype", "float32", "--stream-layers", "4"),
         *("--output", str(tmp_path / "out"), "--label", "x"),
         capsys=capsys,
@@ -36,16 +36,16 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
 
     assert status == 0 and result["error"] is None
     assert "files int4 is left out" in text and "4 of 5 layers streamed" in text and "Of 40 cells" in text
-    arms = [(source, codec, rate) for source in ("host", "disk") for rate in (10e6, 20e6) for codec in ("none", "int4")]
-    arms += [("files", "none", rate) for rate in (10e6, 20e6)]
+    arms = [(source, codec, rate) for source in ("host", "disk") for rate in (4e6, 8e6) for codec in ("none", "int4")]
+    arms += [("files", "none", rate) for rate in (4e6, 8e6)]
     steps = [("decode", 3), ("prompt", 16)]
     assert [
         (cell["tp"], cell["source"], cell["codec"], cell["rate_bytes_per_s"], cell["step_kind"], cell["rows"])
         for cell in result["cells"]
     ] == [(tp, *arm, *step) for tp in (1, 2) for arm in arms for step in steps]
     for cell in result["cells"]:
-        # The source is as slow as it was made, whatever else happens here, but for what it may catch up after a pause.
-        assert cell["fetch_s"] >= 0.9 * cell["bytes_per_step"] / cell["rate_bytes_per_s"]
+        # The source is as slow as it was made, whatever else happens here, but for what its bucket holds after a pause.
+        assert cell["fetch_s"] >= 0.97 * cell["bytes_per_step"] / cell["rate_bytes_per_s"] - 0.004
         assert cell["bound_s"] == max(cell["fetch_s"], cell["compute_s"])
         assert cell["over_bound"] == pytest.approx(cell["seconds"]["p50"] / cell["bound_s"])
         assert 0 <= cell["overlap"] <= 1
@@ -69,11 +69,13 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
 @pytest.mark.alone
 @pytest.mark.slow
 def test_replicas_that_share_layers_make_the_same_steps(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arms = ("--sources", "peers", "--codecs", "none", "--tp", "1", "--dp", "2", "--dtype", "float32")
+    arms = ("--sources", "peers", "--codecs", "none", "--rates", "none,8MB", "--tp", "1", "--dp", "2", "--dtype", "float32")
     status, result, _ = bench(model, *QUICK, *arms, capsys=capsys)
 
     assert status == 0 and result["error"] is None  # either replica's answer is that of resident weights
-    [cell] = result["cells"]
+    [cell, slow] = result["cells"]
+    assert (slow["rate_bytes_per_s"], slow["same_tokens"], slow["raw_s"]) == (8e6, 1, None)
+    assert slow["fetch_s"] >= 0.97 * slow["bytes_per_step"] / 8e6 - 0.004
     assert (cell["tp"], cell["dp"], cell["same_tokens"]) == (1, 2, 1)
     # Each of the two has the whole layer come.
     assert cell["bytes_per_step_all_ranks"] == 2 * cell["bytes_per_step"]
