@@ -129,7 +129,9 @@ class BufferPool:
                     raise TimeoutError(f"slot {slot.number} was not free after {timeout_s:g} s: {self._describe()}")
                 self._changed.wait(None if timeout_s == math.inf else max(0.0, deadline - time.monotonic()))
             self._check_open()
-            self._begin_to_fill(slot, owner)
+            self._next = (slot.number + 1) % len(self.slots)
+            slot.owner, slot.state = owner, "filling"
+            self._note("fill", owner, slot.number)
         slot.await_released()
         return slot
 
@@ -137,25 +139,14 @@ class BufferPool:
         """Some more bytes have come; whoever waits for them has reason to wait on."""
         self.num_moves += 1
 
-    def filled(self, owner: int, then: int | None = None) -> Slot | None:
-        """``owner`` has come whole (on CUDA: what brings it is in the caller's queue).
-
-        ``then``: who comes next. Its slot, as ``fill`` gives it, if that is free: at once, before the thread that waited for
-        ``owner`` goes on and has this one wait for the interpreter. None: not free yet, or nobody comes.
-        """
+    def filled(self, owner: int) -> None:
+        """``owner`` has come whole (on CUDA: what brings it is in the caller's queue)."""
         with self._changed:
             slot = self._slot_of(owner, "filling")
             slot.mark_filled()
             slot.state = "filled"
             self._note("filled", owner, slot.number)
-            following: Slot | None = None
-            if then is not None and self.slots[self._next].state == "free" and self._closed is None:
-                following = self.slots[self._next]
-                self._begin_to_fill(following, then)
             self._changed.notify_all()
-        if following is not None:
-            following.await_released()
-        return following
 
     def use(self, owner: int, timeout_s: float) -> Slot:
         """The slot with ``owner``, once it has come.
@@ -222,13 +213,6 @@ class BufferPool:
         with self._changed:
             self._closed = self._closed or reason
             self._changed.notify_all()
-
-    def _begin_to_fill(self, slot: Slot, owner: int) -> None:
-        if any(other.owner == owner for other in self.slots):
-            raise BufferConflictError(f"{owner} has a slot already: {self._describe()}")
-        self._next = (slot.number + 1) % len(self.slots)
-        slot.owner, slot.state = owner, "filling"
-        self._note("fill", owner, slot.number)
 
     def _check_open(self) -> None:
         if self._closed is not None:

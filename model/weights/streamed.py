@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import cycle, pairwise
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -169,12 +169,11 @@ class StreamedWeights:
     def _fetch(self) -> None:
         try:
             with torch.inference_mode(), self._stages.queue():
-                slot: Slot | None = None
-                for layer, following in pairwise(cycle(self._order)):
-                    slot = slot or self.pool.fill(layer)
+                for layer in cycle(self._order):
+                    slot = self.pool.fill(layer)
                     start_s = time.perf_counter()
                     self._stages.bring(layer, slot)
-                    slot = self.pool.filled(layer, then=following)
+                    self.pool.filled(layer)
                     self._fetch_s += time.perf_counter() - start_s - self._late_since(layer, start_s)
                     self._num_fetched += 1
                     self._num_bytes += self._store.image(layer).num_bytes

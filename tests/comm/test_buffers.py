@@ -66,26 +66,6 @@ def test_a_piece_that_does_not_come_ends_in_an_error_and_one_that_moves_is_waite
     thread.join()
 
 
-def test_who_has_filled_a_slot_goes_on_with_the_next_if_it_is_free() -> None:
-    pool = pool_of(2)
-    pool.fill(0)
-
-    assert pool.filled(0, then=1) is pool.slots[1]
-    assert (pool.slots[1].owner, pool.slots[1].state) == (1, "filling")
-    assert pool.filled(1, then=2) is None  # 0 is still there
-    pool.use(0, timeout_s=1)
-    pool.release(0)
-    assert pool.fill(2).number == 0
-    with pytest.raises(BufferConflictError, match="1 has a slot already"):
-        pool_with_free_slot = pool_of(3)
-        pool_with_free_slot.fill(1)
-        pool_with_free_slot.filled(1, then=1)
-    pool.close(ValueError("the end"))
-    pool.use(1, timeout_s=1)
-    pool.release(1)
-    assert pool.filled(2, then=3) is None
-
-
 def test_both_ends_get_what_closed_the_pool() -> None:
     pool = pool_of(1)
     pool.fill(0)

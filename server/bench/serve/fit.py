@@ -45,35 +45,37 @@ async def fit_prompt_length(client: BenchClient, workload: SyntheticWorkload, in
     """Set ``workload.num_words`` so that the server counts ``input_len`` prompt tokens, chat template included.
 
     Raises:
-        RemoteError: the server refuses the prompt, or no number of words comes as near as words can.
+        RemoteError: the server refuses the prompt, or no number of words comes within 2 % of the length (where a word is many
+            tokens, within what prompts of equally many words differ by).
     """
     tokens_per_word = 1.0
-    tried: tuple[int, int] | None = None
+    error: str | None = None
     trials: list[tuple[int, int]] = []
     for attempt in range(_FIT_ATTEMPTS):
         sample = await client.measure(workload.probe(attempt))
-        if sample.error:
-            if sample.error.startswith(_REFUSED) and tried is None and workload.num_words >= _SHRINK:
+        if error := sample.error:
+            if error.startswith(_REFUSED) and not trials and workload.num_words >= _SHRINK:
                 # A word may be many tokens here, and so many words more than the context, where input_len tokens are not.
                 workload.num_words //= _SHRINK
                 continue
-            raise RemoteError(f"a trial request failed: {sample.error}")
+            raise RemoteError(f"a trial request failed: {error}")
         words, counted = workload.num_words, sample.num_prompt
         if not sample.usage or counted == input_len:
             return
         if words == 1 and counted > input_len:
             raise RemoteError(f"one word is already {counted} prompt tokens here, more than --input-len {input_len}")
         # The slope between two trials leaves out the template's own tokens; near ones would only give noise.
-        if tried is None:
+        if not trials:
             tokens_per_word = counted / words
-        elif abs(words - tried[0]) > 2:
-            tokens_per_word = (counted - tried[1]) / (words - tried[0])
-        tried = words, counted
-        trials.append(tried)
+        elif abs(words - trials[-1][0]) > 2 and (slope := (counted - trials[-1][1]) / (words - trials[-1][0])) > 0:
+            tokens_per_word = slope
+        trials.append((words, counted))
         workload.num_words = max(1, words + round((input_len - counted) / max(1.0, tokens_per_word)))
-    workload.num_words, counted = min(trials, key=lambda trial: abs(trial[1] - input_len), default=(1, 0))
-    # Random words are of different lengths, and as many others are longer or shorter by about this; it is more than 2 %
-    # where a word is many tokens (bytes, say).
+    if not trials:
+        raise RemoteError(f"a trial request failed: {error}")
+    workload.num_words, counted = min(trials, key=lambda trial: abs(trial[1] - input_len))
+    # Random words have different lengths, and another prompt of as many is longer or shorter by a fraction of this; it is
+    # more than 2 % where a word is many tokens (bytes, say).
     spread = tokens_per_word * math.sqrt(workload.num_words)
     if abs(counted - input_len) > max(2, 0.02 * input_len, spread):
         raise RemoteError(f"cannot make prompts of {input_len} tokens for this server; the nearest had {counted}")

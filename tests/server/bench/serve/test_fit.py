@@ -28,9 +28,22 @@ async def _fitted(seed: int, input_len: int, overhead: int = 0) -> SyntheticWork
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_words_of_many_tokens_come_as_near_as_words_can(seed: int) -> None:
-    short, long = await _fitted(seed, 30), await _fitted(seed, 600)
+    short, long, templated = await _fitted(seed, 30), await _fitted(seed, 600), await _fitted(seed, 660, overhead=60)
+    # A word and its blank are 6.1 bytes on average.
     assert 3 <= short.num_words <= 8
-    assert 80 <= long.num_words <= 130
+    assert 89 <= long.num_words <= 109
+    assert 89 <= templated.num_words <= 109
+
+
+async def test_a_server_that_takes_no_prompt_is_quoted() -> None:
+    class Full(_ByteServer):
+        async def measure(self, prompt: Prompt) -> Sample:
+            return Sample(error="HTTP 400: too long")
+
+    with pytest.raises(RemoteError, match="a trial request failed: HTTP 400: too long"):
+        await fit_prompt_length(
+            cast(BenchClient, Full()), SyntheticWorkload(num_words=1 << 17, output_len=8, seed=0), 30
+        )
 
 
 async def test_a_count_that_does_not_follow_the_words_is_refused() -> None:
