@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-_CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
 _ERROR_CHARS = 500  # of a body that is no OpenAI error: enough to recognise a proxy's page
 
 
@@ -39,7 +39,7 @@ class Remote:
         return not is_loopback(self.base)
 
     def timeout(self, seconds: float) -> httpx.Timeout:
-        return httpx.Timeout(seconds, connect=_CONNECT_TIMEOUT_S)
+        return httpx.Timeout(seconds, connect=CONNECT_TIMEOUT_S)
 
 
 class SseDecoder:
@@ -95,7 +95,7 @@ def connect(url: str, *, model: str | None = None, api_key: str | None = None) -
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         response = httpx.get(
-            f"{base}/models", headers=headers, timeout=_CONNECT_TIMEOUT_S, trust_env=not is_loopback(base)
+            f"{base}/models", headers=headers, timeout=CONNECT_TIMEOUT_S, trust_env=not is_loopback(base)
         )
     except httpx.HTTPError as error:
         raise RemoteError(
@@ -147,10 +147,15 @@ def _choose_model(response: httpx.Response, wanted: str | None, base: str) -> st
 
 def error_text(response: httpx.Response) -> str:
     """What an error answer says; its body must have been read."""
+    return body_text(response.text, response.reason_phrase)
+
+
+def body_text(body: str, reason_phrase: str) -> str:
+    """What the body of an error answer says, or its reason phrase where that is nothing."""
     try:
-        return error_message(response.json())
+        return error_message(json.loads(body))
     except ValueError:
-        return response.text.strip()[:_ERROR_CHARS] or response.reason_phrase
+        return body.strip()[:_ERROR_CHARS] or reason_phrase
 
 
 def error_message(body: Any) -> str:
