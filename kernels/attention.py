@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tightwire.kernels.attention_check import HeadGroups, even_groups
 from tightwire.kernels.attention_cpu import paged_attention_cpu
 from tightwire.kernels.kv_cache_cpu import write_kv_cpu
 
@@ -36,17 +37,18 @@ def paged_attention_reference(
     scale: float,
     *,
     num_decode_rows: int = 0,
+    groups: HeadGroups | None = None,
 ) -> Tensor:
     """``softmax(q k^T * scale) v`` per sequence, in plain torch, whatever a row is.
 
-    Gathers every sequence's keys and values into one packed (S, K, E), and attends once under a block-diagonal causal
-    mask, with the query heads of a KV head folded into the rows.
+    Gathers every sequence's keys and values into one packed (S, H, E), KV heads repeated for their query heads, and
+    attends once under a block-diagonal causal mask.
 
-    Cost: T * heads_per_kv_head * S scores per KV head, S the sum of all context lengths: right, not fast.
+    Cost: T * H * S scores, S the sum of all context lengths: right, not fast.
     """
-    num_tokens, num_heads, head_dim = q_THE.shape
-    _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
-    per_kv_head = num_heads // num_kv_heads
+    per_kv_head, skipped_heads = groups or even_groups(q_THE, k_cache_NKPE)
+    kv_head_H = (torch.arange(q_THE.shape[1], device=q_THE.device) + skipped_heads) // per_kv_head
+    tokens_per_block = k_cache_NKPE.shape[2]
     key_seq_S, key_pos_S = _sequence_and_position(context_lens_B)
     query_lens_B = query_start_B1.diff()
     query_seq_T, query_pos_T = _sequence_and_position(query_lens_B)
@@ -54,16 +56,13 @@ def paged_attention_reference(
 
     block_S = block_table_BM[key_seq_S, key_pos_S // tokens_per_block].long()
     offset_S = key_pos_S % tokens_per_block
-    k_KSE = k_cache_NKPE[block_S, :, offset_S].transpose(0, 1)
-    v_KSE = v_cache_NKPE[block_S, :, offset_S].transpose(0, 1)
+    k_HSE = k_cache_NKPE[block_S, :, offset_S].transpose(0, 1)[kv_head_H]
+    v_HSE = v_cache_NKPE[block_S, :, offset_S].transpose(0, 1)[kv_head_H]
     visible_TS = (query_seq_T[:, None] == key_seq_S) & (query_pos_T[:, None] >= key_pos_S)
 
-    q_KRE = q_THE.reshape(num_tokens, num_kv_heads, per_kv_head, head_dim).permute(1, 0, 2, 3).flatten(1, 2)
-    visible_RS = visible_TS.repeat_interleave(per_kv_head, dim=0)
-    out_KRE = F.scaled_dot_product_attention(q_KRE[None], k_KSE[None], v_KSE[None], attn_mask=visible_RS, scale=scale)[
-        0
-    ]
-    return out_KRE.unflatten(1, (num_tokens, per_kv_head)).permute(1, 0, 2, 3).reshape(q_THE.shape)
+    q_HTE = q_THE.transpose(0, 1)
+    out_1HTE = F.scaled_dot_product_attention(q_HTE[None], k_HSE[None], v_HSE[None], attn_mask=visible_TS, scale=scale)
+    return out_1HTE[0].transpose(0, 1).contiguous()
 
 
 def _sequence_and_position(lens_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,6 +99,7 @@ def paged_attention(
     scale: float,
     *,
     num_decode_rows: int = 0,
+    groups: HeadGroups | None = None,
 ) -> Tensor:
     """Causal attention of this step's packed queries over each sequence's cached tokens, this step's included.
 
@@ -109,11 +109,12 @@ def paged_attention(
 
     Args:
         q_THE: (T, H, E); may be a view into a wider matrix as long as E is contiguous.
-        k_cache_NKPE, v_cache_NKPE: (N, K, P, E), H a multiple of K.
+        k_cache_NKPE, v_cache_NKPE: (N, K, P, E).
         query_start_B1: (B + 1,) int32, from 0 to T.
         context_lens_B: (B,) int32, tokens in the cache, at least the sequence's queries.
         block_table_BM: (B, M) int32; entries past a sequence's last block are not read.
         num_decode_rows: the first so many rows are generated tokens; no sequence has rows of both kinds.
+        groups: which query heads share a KV head; None: H is a multiple of K, and groups are equal.
     Returns:
         (T, H, E), contiguous, in q's dtype.
     Raises:
@@ -122,5 +123,5 @@ def paged_attention(
     arguments = (q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, scale)
     if q_THE.is_cuda:  # imported when a GPU asks for it: a CPU host need not have Triton
         triton = import_module("tightwire.kernels.attention_triton")
-        return triton.paged_attention(*arguments, num_decode_rows=num_decode_rows)
-    return paged_attention_cpu(*arguments, num_decode_rows=num_decode_rows)
+        return triton.paged_attention(*arguments, num_decode_rows=num_decode_rows, groups=groups)
+    return paged_attention_cpu(*arguments, num_decode_rows=num_decode_rows, groups=groups)

@@ -1,19 +1,39 @@
 """What ``attention.paged_attention`` refuses before a kernel walks tensors by address, on a CPU or a GPU."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, lens: Tensor, table: Tensor) -> None:
+class HeadGroups(NamedTuple):
+    """Which query heads share a KV head: neighbours, ``heads_per_kv_head`` each, but of the first group ``skipped_heads`` are
+    not there (0: all are), and of the last one maybe some: a rank's heads may begin and end inside a group."""
+
+    heads_per_kv_head: int
+    skipped_heads: int
+
+
+def even_groups(q_THE: Tensor, k_cache_NKPE: Tensor) -> HeadGroups:
+    """All groups whole, and so alike."""
+    return HeadGroups(q_THE.shape[1] // k_cache_NKPE.shape[1], 0)
+
+
+def check_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, lens: Tensor, table: Tensor, groups: HeadGroups
+) -> None:
     """Raise ValueError unless shapes, dtypes, strides and devices are what the kernels count on."""
     shape, strides = k_cache.shape, k_cache.stride()
     _, num_kv_heads, tokens_per_block, head_dim = shape
-    if q.shape[1] % num_kv_heads or q.shape[2] != head_dim or v_cache.shape != shape:
+    per_kv_head, skipped = groups
+    in_groups = 0 <= skipped < per_kv_head and -(-(skipped + q.shape[1]) // per_kv_head) == num_kv_heads
+    if not in_groups or q.shape[2] != head_dim or v_cache.shape != shape:
         raise ValueError(
-            "attention wants q (T, H, E), caches (N, K, P, E) and H a multiple of K; "
-            f"got q {tuple(q.shape)}, caches {tuple(shape)} and {tuple(v_cache.shape)}"
+            "attention wants q (T, H, E), caches (N, K, P, E) and as many groups of query heads as KV heads; got q "
+            f"{tuple(q.shape)} in groups of {per_kv_head} without the first {skipped}, caches {tuple(shape)} and "
+            f"{tuple(v_cache.shape)}"
         )
     if q.dtype not in NUMBERS or k_cache.dtype not in NUMBERS or v_cache.dtype != k_cache.dtype:
         raise ValueError(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightwire.kernels.attention_check import check_attention
+from tightwire.kernels.attention_check import HeadGroups, check_attention, even_groups
 from tightwire.kernels.attention_cpu_kernels import ROWS, attend, scratch_floats
 from tightwire.kernels.attention_cpu_plan import BUCKETS, plan_tiles, work_numbers
 from tightwire.kernels.simd import NUMBER_KIND
@@ -28,21 +28,22 @@ def paged_attention_cpu(
     scale: float,
     *,
     num_decode_rows: int = 0,
+    groups: HeadGroups | None = None,
 ) -> Tensor:
     """``attention.paged_attention`` for CPU tensors; see there. Generated rows and prompts go through the same kernel.
 
     Cost: about 12 us of Python per call, then the kernels.
     """
-    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM)
+    groups = groups or even_groups(q_THE, k_cache_NKPE)
+    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, groups)
     num_tokens, num_heads, head_dim = q_THE.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
-    per_kv_head = num_heads // num_kv_heads
-    tile_tokens = max(1, ROWS // per_kv_head)
+    tile_tokens = max(1, ROWS // groups.heads_per_kv_head)
     tiles = cut_into_tiles(
         query_start_B1, context_lens_B, block_table_BM, num_tokens, tile_tokens, num_blocks, tokens_per_block
     )
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype)
-    rows = min(tile_tokens, num_tokens) * per_kv_head
+    rows = min(tile_tokens, num_tokens) * groups.heads_per_kv_head
     multiplications = tiles.num_keys * num_kv_heads * head_dim * (8 + rows)
     max_threads = min(tiles.num_tiles * num_kv_heads, 1 + multiplications // _WORK_PER_THREAD, torch.get_num_threads())
     scratch = torch.empty(max_threads, scratch_floats(rows, head_dim), dtype=torch.float32)
@@ -63,8 +64,10 @@ def paged_attention_cpu(
         block_table_BM.data_ptr(),
         block_table_BM.stride(0) * 4,
         tokens_per_block,
+        num_heads,
         num_kv_heads,
-        per_kv_head,
+        groups.heads_per_kv_head,
+        groups.skipped_heads,
         head_dim,
         scale * LOG2_E,
         tiles.address,

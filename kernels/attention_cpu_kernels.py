@@ -107,8 +107,10 @@ def attend(
     block_table: int,
     table_stride: int,
     tokens_per_block: int,
+    num_heads: int,
     num_kv_heads: int,
     heads_per_kv_head: int,
+    skipped_heads: int,
     head_dim: int,
     scale_log2: float,
     tiles: int,
@@ -121,6 +123,7 @@ def attend(
     """Attend tile after tile until ``counter``, which other threads draw from too, has passed the last.
 
     Strides are bytes; ``out`` is contiguous, of q's kind; one KV head's tokens are contiguous inside a cache block.
+    ``skipped_heads``: of the first KV head's query heads so many are not in q; of the last one's all behind q's end.
     ``scratch``: ``scratch_floats`` float32 numbers for each thread.
     """
     scratch += thread * scratch_stride
@@ -139,8 +142,9 @@ def attend(
         tokens = simd.load_i64(tile + 16)
         seq_end = simd.load_i32(query_start + 4 * seq + 4)
         first_position = simd.load_i32(context_lens + 4 * seq) - (seq_end - first_row)
-        rows = tokens * heads_per_kv_head
-        first_head = kv_head * heads_per_kv_head
+        first_head = max(kv_head * heads_per_kv_head - skipped_heads, 0)
+        heads = min((kv_head + 1) * heads_per_kv_head - skipped_heads, num_heads) - first_head
+        rows = tokens * heads
 
         # One thread's scratch, in this order; rows are rounded up to whole tiles.
         row_room = rows + _TALL
@@ -156,8 +160,8 @@ def attend(
         for row in range(row_room):
             target = queries + 4 * padded * row
             if row < rows:
-                token = first_row + row // heads_per_kv_head
-                head = first_head + row % heads_per_kv_head
+                token = first_row + row // heads
+                head = first_head + row % heads
                 source = q + token * q_token_stride + head * q_head_stride
                 if in_pairs:
                     _copy(source, head_dim, padded, target)
@@ -208,7 +212,7 @@ def attend(
             else:
                 _scores(scores, _ROW_BYTES, queries, 4 * padded, keys_t, _ROW_BYTES, rows, head_dim)
             for row in range(rows):
-                visible = first_position + row // heads_per_kv_head + 1 - first_key
+                visible = first_position + row // heads + 1 - first_key
                 _soften(
                     scores + _ROW_BYTES * row,
                     sums + 4 * padded * row,
@@ -222,9 +226,9 @@ def attend(
             _mix(sums, scores, values, rows, padded, in_pairs)
 
         for row in range(rows):
-            token = first_row + row // heads_per_kv_head
-            head = first_head + row % heads_per_kv_head
-            target = out + (token * num_kv_heads * heads_per_kv_head + head) * head_dim * q_size
+            token = first_row + row // heads
+            head = first_head + row % heads
+            target = out + (token * num_heads + head) * head_dim * q_size
             total = simd.splat(simd.sum_lanes(simd.load(lane_sums + _VECTOR_BYTES * row)))
             _narrow_quotient(sums + 4 * padded * row, total, q_kind, head_dim, target)
 

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from tightwire.kernels.attention_check import check_attention
+from tightwire.kernels.attention_check import HeadGroups, check_attention, even_groups
 from tightwire.kernels.attention_triton_decode import attend_generated_rows
 from tightwire.kernels.attention_triton_prefill import attend_prompt_rows
 
@@ -35,6 +35,7 @@ def paged_attention(
     scale: float,
     *,
     num_decode_rows: int = 0,
+    groups: HeadGroups | None = None,
 ) -> Tensor:
     """``attention.paged_attention`` for CUDA tensors; see there. Nothing waits for the device or reads its numbers.
 
@@ -47,21 +48,21 @@ def paged_attention(
     Raises:
         ValueError: shapes, dtypes or strides that do not fit together, or heads that the kernels have no room for.
     """
-    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM)
+    groups = groups or even_groups(q_THE, k_cache_NKPE)
+    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, groups)
     num_tokens, num_heads, head_dim = q_THE.shape
-    _check(q_THE, k_cache_NKPE, scale, num_decode_rows)
+    _check(q_THE, k_cache_NKPE, scale, num_decode_rows, groups.heads_per_kv_head)
     out_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=q_THE.dtype, device=q_THE.device)
     arguments = q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, scale * _LOG2_E
     if num_decode_rows:
-        attend_generated_rows(*arguments, num_decode_rows, out_THE)
+        attend_generated_rows(*arguments, num_decode_rows, groups, out_THE)
     if num_decode_rows < num_tokens:
-        attend_prompt_rows(*arguments, num_decode_rows, out_THE)
+        attend_prompt_rows(*arguments, num_decode_rows, groups, out_THE)
     return out_THE
 
 
-def _check(q_THE: Tensor, k_cache_NKPE: Tensor, scale: float, num_decode_rows: int) -> None:
-    num_tokens, num_heads, head_dim = q_THE.shape
-    per_kv_head = num_heads // k_cache_NKPE.shape[1]
+def _check(q_THE: Tensor, k_cache_NKPE: Tensor, scale: float, num_decode_rows: int, per_kv_head: int) -> None:
+    num_tokens, _, head_dim = q_THE.shape
     if k_cache_NKPE.dtype != q_THE.dtype:
         raise ValueError(f"attention on a GPU wants q in the caches' {k_cache_NKPE.dtype}, got {q_THE.dtype}")
     if head_dim > _MAX_HEAD_DIM or per_kv_head > _MAX_HEADS_PER_KV_HEAD:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tightwire.kernels.attention_check import HeadGroups
 from tightwire.kernels.attention_triton_tiles import LOWEST, attend_keys, load_operand, no_keys, sequence_of
 from tightwire.kernels.triton_launch import launch, padded
 from tightwire.kernels.triton_numbers import narrowed, raw
@@ -46,6 +47,7 @@ def attend_generated_rows(
     block_table_BM: Tensor,
     scale_log2: float,
     num_rows: int,
+    groups: HeadGroups,
     out_THE: Tensor,
     *,
     scratch_bytes: int = _SCRATCH_BYTES,
@@ -59,7 +61,7 @@ def attend_generated_rows(
     """
     _, num_heads, head_dim = q_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
-    per_kv_head = num_heads // num_kv_heads
+    per_kv_head = groups.heads_per_kv_head
     width = padded(head_dim, 16)
     max_chunks = -(-block_table_BM.shape[1] * tokens_per_block // CHUNK_KEYS)
     row_bytes = 4 * num_heads * max_chunks * (head_dim + 2)
@@ -89,8 +91,10 @@ def attend_generated_rows(
             *q_THE.stride()[:2],
             k_cache_NKPE.stride(0),
             scale_log2,
+            num_heads,
             num_kv_heads,
             per_kv_head,
+            groups.skipped_heads,
             head_dim,
             tokens_per_block,
             padded(per_kv_head, 16),
@@ -154,8 +158,10 @@ def _attend_chunks(
     q_head_stride,
     block_stride,
     scale_log2,
+    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PER_KV_HEAD: tl.constexpr,
+    SKIPPED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -165,7 +171,6 @@ def _attend_chunks(
     PARTIAL: tl.constexpr,
 ):
     """Chunks ``share``, ``share + sharing``, ... of one row and KV head, to the scratch; or the only one, to ``out``."""
-    HEADS: tl.constexpr = KV_HEADS * PER_KV_HEAD
     share = tl.program_id(0) % sharing
     kv_head = tl.program_id(0) // sharing % KV_HEADS
     place = tl.program_id(0) // sharing // KV_HEADS
@@ -173,10 +178,10 @@ def _attend_chunks(
     seq, num_keys = _keys_of_row(row, query_start, context_lens, num_seqs)
 
     row_R = tl.arange(0, ROWS)
-    head_R = kv_head * PER_KV_HEAD + row_R
+    head_R = kv_head * PER_KV_HEAD - SKIPPED + row_R
     position_R = num_keys - 1 + tl.zeros((ROWS,), tl.int32)
     dim_E = tl.arange(0, WIDTH)
-    kept_R = row_R < PER_KV_HEAD
+    kept_R = (row_R < PER_KV_HEAD) & (head_R >= 0) & (head_R < HEADS)
     kept_RE = kept_R[:, None] & (dim_E < HEAD_DIM)[None, :]
     q_place_R = row.to(tl.int64) * q_token_stride + head_R * q_head_stride
     q_RE = load_operand(q, q_place_R[:, None] + dim_E[None, :], kept_RE)

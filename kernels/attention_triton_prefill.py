@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tightwire.kernels.attention_check import HeadGroups
 from tightwire.kernels.attention_triton_tiles import attend_keys, load_operand, no_keys, sequence_of
 from tightwire.kernels.triton_launch import launch, padded
 from tightwire.kernels.triton_numbers import narrowed, raw
@@ -43,6 +44,7 @@ def attend_prompt_rows(
     block_table_BM: Tensor,
     scale_log2: float,
     first_row: int,
+    groups: HeadGroups,
     out_THE: Tensor,
 ) -> None:
     """``attention.paged_attention`` for the sequences that begin at ``first_row`` or after it, into ``out_THE``.
@@ -51,7 +53,7 @@ def attend_prompt_rows(
     """
     num_tokens, num_heads, head_dim = q_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
-    num_seqs, per_kv_head = len(context_lens_B), num_heads // num_kv_heads
+    num_seqs, per_kv_head = len(context_lens_B), groups.heads_per_kv_head
     width = padded(head_dim, 16)
     rows, keys, num_warps = tile_sizes(width, per_kv_head, q_THE.dtype)
     num_tiles = (num_tokens - first_row) // (rows // per_kv_head) + num_seqs
@@ -73,8 +75,10 @@ def attend_prompt_rows(
         *q_THE.stride()[:2],
         k_cache_NKPE.stride(0),
         scale_log2,
+        num_heads,
         num_kv_heads,
         per_kv_head,
+        groups.skipped_heads,
         head_dim,
         tokens_per_block,
         rows,
@@ -101,8 +105,10 @@ def _attend_tile(
     q_head_stride,
     block_stride,
     scale_log2,
+    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PER_KV_HEAD: tl.constexpr,
+    SKIPPED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -123,10 +129,11 @@ def _attend_tile(
 
     row_R = tl.arange(0, ROWS)
     token_R = token + row_R // PER_KV_HEAD
-    head_R = kv_head * PER_KV_HEAD + row_R % PER_KV_HEAD
+    head_R = kv_head * PER_KV_HEAD - SKIPPED + row_R % PER_KV_HEAD
     position_R = position + row_R // PER_KV_HEAD
     dim_E = tl.arange(0, WIDTH)
-    kept_RE = ((row_R < QUERIES * PER_KV_HEAD) & (token_R < seq_end))[:, None] & (dim_E < HEAD_DIM)[None, :]
+    kept_R = (row_R < QUERIES * PER_KV_HEAD) & (token_R < seq_end) & (head_R >= 0) & (head_R < HEADS)
+    kept_RE = kept_R[:, None] & (dim_E < HEAD_DIM)[None, :]
     q_place_R = token_R.to(tl.int64) * q_token_stride + head_R * q_head_stride
     q_RE = load_operand(q, q_place_R[:, None] + dim_E[None, :], kept_RE)
 
@@ -145,6 +152,6 @@ def _attend_tile(
             HEAD_DIM, WIDTH, KEYS, PAGE, False,
         )  # fmt: skip
     _, total_R, sum_RE = state
-    out_place_R = (token_R.to(tl.int64) * (KV_HEADS * PER_KV_HEAD) + head_R) * HEAD_DIM
+    out_place_R = (token_R.to(tl.int64) * HEADS + head_R) * HEAD_DIM
     mixed_RE = narrowed(sum_RE / total_R[:, None], out.dtype.element_ty)
     tl.store(raw(out) + out_place_R[:, None] + dim_E[None, :], mixed_RE, mask=kept_RE)

@@ -35,6 +35,8 @@ from tightwire.kernels.swiglu import swiglu_rows
     HIDDEN_SIZE,
     NUM_HEADS,
     NUM_KV_HEADS,
+    HEADS_PER_KV_HEAD,
+    SKIPPED_HEADS,  # of the first KV head's, which another rank has
     HEAD_DIM,
     MLP_SIZE,
     KIND,
@@ -62,7 +64,7 @@ from tightwire.kernels.swiglu import swiglu_rows
     NUM_TILES,
     PHASES,  # of every part, _PHASE_BYTES each, all zero at the start
     PROGRAM_INTS,
-) = range(31)
+) = range(33)
 
 # Integers of a layer. A matrix has an address, the stride of its rows, its kind, and the address of its bias or 0.
 MATRIX_INTS = 4
@@ -162,8 +164,10 @@ def _attention(program: int, layer: int, phase: int, update: int, eps: float, sc
         load_i64(program + 8 * BLOCK_TABLE),
         load_i64(program + 8 * TABLE_STRIDE),
         load_i64(program + 8 * TOKENS_PER_BLOCK),
+        num_heads,
         num_kv_heads,
-        num_heads // num_kv_heads,
+        load_i64(program + 8 * HEADS_PER_KV_HEAD),
+        load_i64(program + 8 * SKIPPED_HEADS),
         head_dim,
         scale_log2,
         load_i64(program + 8 * TILES),

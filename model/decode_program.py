@@ -55,6 +55,8 @@ class DecodeProgram:
                 place.HIDDEN_SIZE: config.hidden_size,
                 place.NUM_HEADS: shard.local_heads,
                 place.NUM_KV_HEADS: shard.local_kv_heads,
+                place.HEADS_PER_KV_HEAD: config.heads_per_kv_head,
+                place.SKIPPED_HEADS: shard.skipped_heads(config.heads_per_kv_head),
                 place.HEAD_DIM: config.head_dim,
                 place.MLP_SIZE: len(shard.mlp_columns),
                 place.KIND: NUMBER_KIND[cache.dtype],
@@ -200,7 +202,7 @@ class DecodeProgram:
         self._set({field: buffer.data_ptr() for field, buffer in self._buffers.items()})
         self._total_TD = torch.empty_like(self._buffers[place.PARTIAL])
         widest = max(config.hidden_size, num_heads * head_dim, mlp_size)
-        self._scratch_floats = max(num_rows * widest, scratch_floats(num_heads // num_kv_heads, head_dim))
+        self._scratch_floats = max(num_rows * widest, scratch_floats(config.heads_per_kv_head, head_dim))
 
     def _set(self, values: dict[int, int]) -> None:
         program = self._program.numpy()

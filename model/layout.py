@@ -1,16 +1,19 @@
 """Which part of the model each rank holds: every half of a layer split as evenly as it can be.
 
-Attention can only be cut between key/value heads (a query head must sit with its KV head), so SmolLM2's three KV heads
-cannot be shared evenly by two ranks. The MLP can be cut at any column and is cut evenly. It does not make up for the
-heads: ranks wait for each other after the attention and again after the MLP, so a layer takes as long as the slowest
+Attention is cut between query heads. A cut inside the group of a KV head has that head kept by both ranks, which costs its
+key and value weights and its place in the cache twice: SmolLM2's nine heads in three groups go to two ranks as
+five and four, with two KV heads each. The MLP can be cut at any column and is cut evenly. It does not make up for
+the heads: ranks wait for each other after the attention and again after the MLP, so a layer takes as long as the slowest
 attention and then the slowest MLP, and fewer columns for the rank with more heads would only make the other's MLP the
-slower. With more ranks than KV heads, each KV head is kept by several ranks, which share its query heads.
+slower.
 
 Knows sizes only: no tensors, no files, no devices.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tightwire.model.config import LlamaConfig
 
@@ -38,6 +41,10 @@ class Shard:
     @property
     def local_kv_heads(self) -> int:
         return len(self.kv_heads)
+
+    def skipped_heads(self, heads_per_kv_head: int) -> int:
+        """Query heads of this rank's first KV head that the rank before it has."""
+        return self.query_heads.start % heads_per_kv_head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,27 +100,62 @@ def _normalized(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
 
 
 def _split_heads(config: LlamaConfig, shares: list[float]) -> list[tuple[range, range]]:
-    """Query heads and KV heads of each rank, both contiguous and in rank order."""
-    per_kv = config.heads_per_kv_head
-    world_size = len(shares)
-    if world_size <= config.num_kv_heads:
-        kv_ranges = _ranges(_apportion(config.num_kv_heads, shares, unit=1, at_least=1))
-        return [(range(kv.start * per_kv, kv.stop * per_kv), kv) for kv in kv_ranges]
-    heads: list[tuple[range, range]] = []
-    for kv_head, ranks in enumerate(_ranges(_apportion_ranks(world_size, config.num_kv_heads, per_kv))):
-        inside = [shares[rank] for rank in ranks]
-        for query in _ranges(_apportion(per_kv, inside, unit=1, at_least=1)):
-            first = kv_head * per_kv
-            heads.append((range(first + query.start, first + query.stop), range(kv_head, kv_head + 1)))
-    return heads
+    """Query heads and KV heads of each rank, both contiguous and in rank order.
+
+    No rank gets more KV heads than its share of them, rounded up, because the cache's size goes by whoever has most. Of such
+    cuts that by which the slowest rank multiplies least, then the one that keeps fewest KV heads twice, then the most
+    even one; ties to lower ranks.
+    """
+    cuts = _HeadCuts(config, shares)
+    limit, end = cuts.least_cost(), len(cuts.places) - 1
+    best: dict[int, tuple[int, float, tuple[int, ...]]] = {end: (0, 0.0, ())}  # of the ranks behind, by first cut
+    for rank in reversed(range(len(shares))):
+        behind, best = best, {}
+        for start in range(rank, end):
+            for stop in range(end, start, -1):
+                if stop in behind and cuts.cost(rank, start, stop) <= limit:
+                    query, kv = cuts.heads(start, stop)
+                    kept, uneven = behind[stop][0] + len(kv), behind[stop][1] + len(query) ** 2 / shares[rank]
+                    if start not in best or (kept, uneven) < best[start][:2]:
+                        best[start] = kept, uneven, (stop, *behind[stop][2])
+    return [cuts.heads(start, stop) for start, stop in pairwise((0, *best[0][2]))]
 
 
-def _apportion_ranks(world_size: int, num_kv_heads: int, per_kv: int) -> list[int]:
-    """How many ranks keep each KV head, as even as possible; never more than it has query heads."""
-    base, extra = divmod(world_size, num_kv_heads)
-    counts = [base + (kv_head < extra) for kv_head in range(num_kv_heads)]
-    assert max(counts) <= per_kv, "world_size <= num_heads was checked"
-    return counts
+class _HeadCuts:
+    """Where query heads may be cut, and what ranks have to do for the heads between two cuts."""
+
+    def __init__(self, config: LlamaConfig, shares: list[float]) -> None:
+        self._per_kv, self._shares = config.heads_per_kv_head, shares
+        self._most_kv = [math.ceil(config.num_kv_heads * share - 1e-9) for share in shares]
+        every = range(config.num_heads + 1)
+        whole = [head for head in every if head % self._per_kv == 0 or head * config.head_dim % _COLUMN_UNIT == 0]
+        self.places = whole if len(whole) > len(shares) else list(every)
+
+    def heads(self, start: int, stop: int) -> tuple[range, range]:
+        """Query heads between two cuts, and the KV heads that they need."""
+        query = range(self.places[start], self.places[stop])
+        return query, range(query.start // self._per_kv, -(-query.stop // self._per_kv))
+
+    def cost(self, rank: int, start: int, stop: int) -> float:
+        """Rows of projections for a share of 1: queries' and outputs', keys' and values'; inf: too many KV heads."""
+        query, kv = self.heads(start, stop)
+        return 2 * (len(query) + len(kv)) / self._shares[rank] if len(kv) <= self._most_kv[rank] else math.inf
+
+    def least_cost(self) -> float:
+        """The smallest that all ranks can keep to."""
+        alike, cuts = {share: rank for rank, share in enumerate(self._shares)}, range(len(self.places))
+        costs = {self.cost(rank, start, stop) for rank in alike.values() for stop in cuts for start in cuts[:stop]}
+        return min(cost for cost in costs if self._fits(cost))
+
+    def _fits(self, limit: float) -> bool:
+        """Whether no rank need cost more: each takes as many heads as it may, and leaves some for each behind it."""
+        start, end, num_ranks = 0, len(self.places) - 1, len(self._shares)
+        for rank in range(num_ranks):
+            last = end - (num_ranks - 1 - rank)
+            fitting = (stop for stop in range(last, start, -1) if self.cost(rank, start, stop) <= limit)
+            if (start := next(fitting, -1)) < 0:
+                return False
+        return start == end
 
 
 def _apportion(total: int, shares: Sequence[float], *, unit: int, at_least: int) -> list[int]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tightwire.kernels.attention_check import HeadGroups
+
 
 @dataclass(kw_only=True)
 class PagedBatch:
@@ -54,6 +56,16 @@ class PagedBatch:
         start = torch.cat([torch.zeros(1, dtype=torch.int32), lens.cumsum(0).int()])
         context = torch.tensor(self.context_lens, dtype=torch.int32)
         return self.queries(), k_cache, v_cache, start, context, table, self.head_dim**-0.5
+
+    def part(
+        self, first: int, stop: int
+    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], HeadGroups]:
+        """``arguments`` of query heads ``first`` to ``stop`` with the KV heads that they need, and their groups."""
+        q, k_cache, v_cache, *rest = self.arguments()
+        per_kv = self.num_heads // self.num_kv_heads
+        kept = slice(first // per_kv, -(-stop // per_kv))
+        caches = k_cache[:, kept].contiguous(), v_cache[:, kept].contiguous()
+        return (q[:, first:stop], *caches, *rest), HeadGroups(per_kv, first % per_kv)  # pyright: ignore[reportReturnType]
 
     def queries(self) -> Tensor:
         return torch.cat([q[len(q) - count :] for q, count in zip(self.q_rows, self.query_lens, strict=True)])

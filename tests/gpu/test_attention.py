@@ -8,6 +8,7 @@ from paged_batch import PagedBatch
 from torch import Tensor
 
 from tightwire.kernels.attention import paged_attention
+from tightwire.kernels.attention_check import HeadGroups
 
 pytestmark = pytest.mark.gpu
 
@@ -18,10 +19,11 @@ NUM_DECODE = 6
 LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
 
-def _attend(arguments: tuple[Any, ...], num_decode_rows: int = 0) -> Tensor:
+def _attend(arguments: tuple[Any, ...], num_decode_rows: int = 0, groups: HeadGroups | None = None) -> Tensor:
     *tensors, scale = arguments
     on_device = [tensor.cuda() for tensor in tensors]
-    return paged_attention(*on_device, scale, num_decode_rows=num_decode_rows).cpu()  # pyright: ignore[reportCallIssue]
+    out = paged_attention(*on_device, scale, num_decode_rows=num_decode_rows, groups=groups)  # pyright: ignore[reportCallIssue]
+    return out.cpu()
 
 
 def _assert_close(batch: PagedBatch, num_decode_rows: int) -> None:
@@ -40,6 +42,15 @@ def _assert_close(batch: PagedBatch, num_decode_rows: int) -> None:
 def test_within_rounding_of_float64(dtype: torch.dtype, head_dim: int) -> None:
     for num_decode_rows in (0, NUM_DECODE, sum(MIXED["query_lens"])):
         _assert_close(PagedBatch(**MIXED, dtype=dtype, head_dim=head_dim), num_decode_rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("first", "stop"), [(0, 5), (5, 9), (4, 7)])
+def test_heads_that_begin_and_end_inside_a_group(first: int, stop: int, dtype: torch.dtype) -> None:
+    batch = PagedBatch(**MIXED, dtype=dtype)
+    arguments, groups = batch.part(first, stop)
+    whole = _attend(batch.arguments(), NUM_DECODE)
+    assert torch.equal(_attend(arguments, NUM_DECODE, groups), whole[:, first:stop])
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (8, 1), (32, 8), (20, 1), (128, 1)])

@@ -13,6 +13,7 @@ from tightwire.kernels.attention import (
     write_kv,
     write_kv_reference,
 )
+from tightwire.kernels.attention_check import HeadGroups
 
 DEVICES = [
     "cpu",
@@ -35,6 +36,19 @@ def test_reference_equals_a_loop_over_sequences(
 
     assert got.shape == want.shape
     assert ((got.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("first", "stop"), [(0, 5), (5, 9), (1, 2), (2, 8)])
+def test_reference_of_heads_that_begin_and_end_inside_a_group(
+    first: int, stop: int, paged_batch: Callable[..., Any]
+) -> None:
+    batch = paged_batch(query_lens=(5, 1, 17), context_lens=(40, 64, 33))
+    arguments, groups = batch.part(first, stop)
+    want, bound = batch.expected()
+
+    got = paged_attention_reference(*arguments, groups=groups)
+
+    assert ((got.double() - want[:, first:stop]).abs() <= bound[:, first:stop]).all()
 
 
 def _reference(q: torch.Tensor, rest: list[torch.Tensor], scale: float) -> torch.Tensor:
@@ -97,8 +111,8 @@ def test_attention_refuses_what_does_not_fit(paged_batch: Callable[..., Any]) ->
     fits = paged_batch(query_lens=(3, 1), context_lens=(20, 9)).arguments()
     q, k_cache, _, start, _lens, table, _ = fits
     wrong = [
-        (0, q[:, :, :32], "H a multiple of K"),
-        (0, q[:, :8], "H a multiple of K"),
+        (0, q[:, :, :32], "as many groups of query heads as KV heads"),
+        (0, q[:, :8], "as many groups of query heads as KV heads"),
         (0, q.double(), "attention knows torch.float32, torch.bfloat16, torch.float16"),
         (1, k_cache.half(), "one for both caches"),
         (1, k_cache.transpose(1, 2).contiguous().transpose(1, 2), "each cache block contiguous"),
@@ -115,6 +129,9 @@ def test_attention_refuses_what_does_not_fit(paged_batch: Callable[..., Any]) ->
     for index, value, message in wrong:
         with pytest.raises(ValueError, match=message):
             paged_attention(*_with(fits, index, value))
+    for groups in (HeadGroups(3, 3), HeadGroups(3, 1), HeadGroups(4, -1), HeadGroups(5, 0)):
+        with pytest.raises(ValueError, match="as many groups of query heads as KV heads"):
+            paged_attention(*fits, groups=groups)
 
 
 def test_attention_of_nothing_is_nothing(paged_batch: Callable[..., Any]) -> None:

@@ -36,6 +36,16 @@ def test_any_grouping_of_heads(num_heads: int, num_kv_heads: int, paged_batch: C
     _assert_close(paged_batch(**MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("first", "stop"), [(0, 5), (5, 9), (1, 2), (2, 8), (7, 9), (4, 7)])
+def test_heads_that_begin_and_end_inside_a_group(
+    first: int, stop: int, dtype: torch.dtype, paged_batch: Callable[..., Any]
+) -> None:
+    batch = paged_batch(**MIXED, dtype=dtype)
+    arguments, groups = batch.part(first, stop)
+    assert torch.equal(paged_attention(*arguments, groups=groups), paged_attention(*batch.arguments())[:, first:stop])
+
+
 @pytest.mark.parametrize("tokens_per_block", [1, 8, 16, 24, 32, 256])
 def test_any_block_size_gives_the_same_bits(tokens_per_block: int, paged_batch: Callable[..., Any]) -> None:
     want = paged_attention(*paged_batch(**MIXED, tokens_per_block=16).arguments())

@@ -13,6 +13,7 @@ from paged_batch import PagedBatch
 from torch import Tensor
 
 from tightwire.comm.group import Group
+from tightwire.kernels.attention_check import HeadGroups, even_groups
 
 pytestmark = needs_triton
 
@@ -23,10 +24,10 @@ NUM_DECODE = 6
 ONE_KV_HEAD: dict[str, Any] = {"num_heads": 3, "num_kv_heads": 1}
 
 
-def _attend(arguments: tuple[Any, ...], num_decode_rows: int = 0) -> Tensor:
+def _attend(arguments: tuple[Any, ...], num_decode_rows: int = 0, groups: HeadGroups | None = None) -> Tensor:
     from tightwire.kernels.attention_triton import paged_attention
 
-    return paged_attention(*arguments, num_decode_rows=num_decode_rows)
+    return paged_attention(*arguments, num_decode_rows=num_decode_rows, groups=groups)
 
 
 def _assert_close(batch: PagedBatch, num_decode_rows: int) -> None:
@@ -44,6 +45,16 @@ def _check_mixed(group: Group) -> None:
     _assert_close(PagedBatch(**MIXED, **ONE_KV_HEAD), NUM_DECODE)
     for dtype in DTYPES[1:]:
         _assert_close(PagedBatch(**MIXED, dtype=dtype), NUM_DECODE)
+
+
+def _check_parts_of_groups(group: Group) -> None:
+    """Heads that begin and end inside a KV head's group: the bits that they have among all heads."""
+    _multiply_rows_alone()
+    batch = PagedBatch(query_lens=(1, 1, 20), context_lens=(300, 64, 70), dtype=torch.bfloat16)
+    whole = _attend(batch.arguments(), 2)
+    for first, stop in ((0, 5), (5, 9), (4, 7)):
+        arguments, groups = batch.part(first, stop)
+        assert torch.equal(_attend(arguments, 2, groups), whole[:, first:stop])
 
 
 def _check_random_batches(group: Group, dtype: torch.dtype) -> None:
@@ -140,7 +151,7 @@ def _check_sharing(group: Group) -> None:
         wider = torch.cat((table, torch.zeros(3, more, dtype=torch.int32)), dim=1)
         outs.append(torch.empty(q.shape))
         given = q, k_cache, v_cache, start, lens, wider, scale
-        decode.attend_generated_rows(*given, 3, outs[-1], scratch_bytes=scratch_bytes)
+        decode.attend_generated_rows(*given, 3, even_groups(given[0], given[1]), outs[-1], scratch_bytes=scratch_bytes)
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
 
@@ -189,7 +200,7 @@ def _check_refusals(group: Group) -> None:
     wide = torch.zeros(1, 1, 1, 300)
     one = torch.ones(1, dtype=torch.int32)
     for arguments, num_decode_rows, message in (
-        ((q[:, :, :32], *fits[1:]), 0, "H a multiple of K"),
+        ((q[:, :, :32], *fits[1:]), 0, "as many groups of query heads as KV heads"),
         ((q.half(), *fits[1:]), 0, "wants q in the caches' torch.float32, got torch.float16"),
         ((q, k_cache, v_cache, start, lens, table.long(), scale), 0, "int32"),
         (fits, 5, "0 to 4 generated rows"),
@@ -212,6 +223,7 @@ def _check_refusals(group: Group) -> None:
         _check_padding,
         _check_far_scores,
         _check_refusals,
+        _check_parts_of_groups,
     ],
 )
 def test_in_the_interpreter(check: Any) -> None:
