@@ -49,7 +49,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; with special tokens, what the model wants around a plain prompt (often a BOS)."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's ways the one that does not note where in the text each token was: a third less time.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; incomplete UTF-8 becomes U+FFFD, ids without a token nothing."""
