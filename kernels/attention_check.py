@@ -1,6 +1,6 @@
 """What ``attention.paged_attention`` refuses before a kernel walks tensors by address, on a CPU or a GPU."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,6 +14,11 @@ class HeadGroups(NamedTuple):
 
     heads_per_kv_head: int
     skipped_heads: int
+
+    @classmethod
+    def of_part(cls, num_heads: int, num_kv_heads: int, heads_per_kv_head: int, skipped_heads: int) -> Self:
+        """Of a rank's heads. Of a single group what is missing needs no room in a kernel's tiles."""
+        return cls(num_heads, 0) if num_kv_heads == 1 else cls(heads_per_kv_head, skipped_heads)
 
 
 def even_groups(q_THE: Tensor, k_cache_NKPE: Tensor) -> HeadGroups:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tightwire.kernels import simd
 from tightwire.kernels.jit import helper, routine
-from tightwire.kernels.numbers import STORE_BF16, load_numbers, size_of, store_numbers
+from tightwire.kernels.numbers import load_numbers, size_of, store_narrow, store_numbers
 from tightwire.kernels.simd import LANES
 
 KEYS = 64  # keys per block: four vectors of scores per row
@@ -175,10 +175,10 @@ def soften(
     p2 = simd.exp2(simd.sub(s2, new))
     p3 = simd.exp2(simd.sub(s3, new))
     if in_pairs:
-        STORE_BF16(scores, p0)
-        STORE_BF16(scores + VECTOR_BYTES // 2, p1)
-        STORE_BF16(scores + VECTOR_BYTES, p2)
-        STORE_BF16(scores + 3 * VECTOR_BYTES // 2, p3)
+        store_narrow(scores, p0)
+        store_narrow(scores + VECTOR_BYTES // 2, p1)
+        store_narrow(scores + VECTOR_BYTES, p2)
+        store_narrow(scores + 3 * VECTOR_BYTES // 2, p3)
     else:
         simd.store(scores, p0)
         simd.store(scores + VECTOR_BYTES, p1)

@@ -7,7 +7,7 @@ from tightwire.kernels.simd import BFLOAT16, FLOAT32, LANES
 # One instruction in place of seven, where the CPU has it.
 _HAS_BF16 = simd.bf16_products_usable()
 _round_bf16 = simd.bf16_narrowed if _HAS_BF16 else simd.bf16_rounded
-STORE_BF16 = simd.store_rounded if _HAS_BF16 else simd.store_bf16
+store_narrow = simd.store_rounded if _HAS_BF16 else simd.store_bf16
 
 
 @helper
@@ -61,6 +61,6 @@ def rounded(value: simd.Vector, kind: int) -> simd.Vector:
 def store_rounded(address: int, value: simd.Vector, kind: int, count: int) -> None:
     """``store_numbers`` of what ``rounded`` gives, at once."""
     if kind == BFLOAT16 and count >= LANES:
-        STORE_BF16(address, value)
+        store_narrow(address, value)
     else:
         store_numbers(address, rounded(value, kind), kind, count)

@@ -50,13 +50,14 @@ class DecodeProgram:
         self._buffers: dict[int, Tensor] = {}
         self._step: tuple[Tensor | Tiles, ...] = ()  # what the program of the step that runs has addresses of
         self._program = torch.zeros(place.PROGRAM_INTS, dtype=torch.int64)
+        groups = shard.head_groups(config.heads_per_kv_head)
         self._set(
             {
                 place.HIDDEN_SIZE: config.hidden_size,
                 place.NUM_HEADS: shard.local_heads,
                 place.NUM_KV_HEADS: shard.local_kv_heads,
-                place.HEADS_PER_KV_HEAD: config.heads_per_kv_head,
-                place.SKIPPED_HEADS: shard.skipped_heads(config.heads_per_kv_head),
+                place.HEADS_PER_KV_HEAD: groups.heads_per_kv_head,
+                place.SKIPPED_HEADS: groups.skipped_heads,
                 place.HEAD_DIM: config.head_dim,
                 place.MLP_SIZE: len(shard.mlp_columns),
                 place.KIND: NUMBER_KIND[cache.dtype],

@@ -11,10 +11,11 @@ Knows sizes only: no tensors, no files, no devices.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from tightwire.kernels.attention_check import HeadGroups
 from tightwire.model.config import LlamaConfig
 
 # MLP columns are dealt in units of this many: numbers of packed weights that share a scale, and a cache line of 16 bits.
@@ -42,9 +43,10 @@ class Shard:
     def local_kv_heads(self) -> int:
         return len(self.kv_heads)
 
-    def skipped_heads(self, heads_per_kv_head: int) -> int:
-        """Query heads of this rank's first KV head that the rank before it has."""
-        return self.query_heads.start % heads_per_kv_head
+    def head_groups(self, heads_per_kv_head: int) -> HeadGroups:
+        """Which of this rank's query heads share a KV head: those of the model's that it has."""
+        skipped = self.query_heads.start % heads_per_kv_head
+        return HeadGroups.of_part(self.local_heads, self.local_kv_heads, heads_per_kv_head, skipped)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,60 +104,73 @@ def _normalized(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
 def _split_heads(config: LlamaConfig, shares: list[float]) -> list[tuple[range, range]]:
     """Query heads and KV heads of each rank, both contiguous and in rank order.
 
-    No rank gets more KV heads than its share of them, rounded up, because the cache's size goes by whoever has most. Of such
-    cuts that by which the slowest rank multiplies least, then the one that keeps fewest KV heads twice, then the most
-    even one; ties to lower ranks.
+    No rank gets more KV heads than one would if they were dealt whole, as a cache is as long as the rank with most has
+    memory for. Of such cuts that by which the slowest rank multiplies least, then the one that keeps fewest KV heads twice,
+    then the most even one; ties to lower ranks.
     """
-    cuts = _HeadCuts(config, shares)
-    limit, end = cuts.least_cost(), len(cuts.places) - 1
-    best: dict[int, tuple[int, float, tuple[int, ...]]] = {end: (0, 0.0, ())}  # of the ranks behind, by first cut
-    for rank in reversed(range(len(shares))):
-        behind, best = best, {}
-        for start in range(rank, end):
-            for stop in range(end, start, -1):
-                if stop in behind and cuts.cost(rank, start, stop) <= limit:
-                    query, kv = cuts.heads(start, stop)
-                    kept, uneven = behind[stop][0] + len(kv), behind[stop][1] + len(query) ** 2 / shares[rank]
-                    if start not in best or (kept, uneven) < best[start][:2]:
-                        best[start] = kept, uneven, (stop, *behind[stop][2])
-    return [cuts.heads(start, stop) for start, stop in pairwise((0, *best[0][2]))]
+    heads = range(config.num_heads + 1)
+    whole = [head for head in heads if head % config.heads_per_kv_head == 0]
+    # Where packed columns allow it, and weights that are not packed are cut alike.
+    aligned = [head for head in heads if head * config.head_dim % _COLUMN_UNIT == 0 or head in (0, config.num_heads)]
+    for places in (aligned, sorted({*aligned, *whole}), heads):
+        if cuts := _HeadCuts(config, shares, places).best():
+            return cuts
+    raise AssertionError("dealt whole, or each among some ranks, heads can always be cut")
 
 
 class _HeadCuts:
-    """Where query heads may be cut, and what ranks have to do for the heads between two cuts."""
+    """The ways to cut query heads at some of ``places``, the first and the last of them included, for each rank to have some."""
 
-    def __init__(self, config: LlamaConfig, shares: list[float]) -> None:
-        self._per_kv, self._shares = config.heads_per_kv_head, shares
-        self._most_kv = [math.ceil(config.num_kv_heads * share - 1e-9) for share in shares]
-        every = range(config.num_heads + 1)
-        whole = [head for head in every if head % self._per_kv == 0 or head * config.head_dim % _COLUMN_UNIT == 0]
-        self.places = whole if len(whole) > len(shares) else list(every)
+    def __init__(self, config: LlamaConfig, shares: list[float], places: Sequence[int]) -> None:
+        self._per_kv, self._shares, self._places = config.heads_per_kv_head, shares, places
+        self._end, num_kv = len(places) - 1, config.num_kv_heads
+        self._most_kv = 1 if len(shares) > num_kv else max(_apportion(num_kv, shares, unit=1, at_least=1))
 
-    def heads(self, start: int, stop: int) -> tuple[range, range]:
+    def best(self) -> list[tuple[range, range]] | None:
+        """None: no cut keeps to the number of KV heads."""
+        limit = self._least_cost()
+        if limit == math.inf:
+            return None
+        # Of the ranks behind, by the cut before them: KV heads kept, unevenness, the cuts themselves.
+        found: dict[int, tuple[int, float, tuple[int, ...]]] = {self._end: (0, 0.0, ())}
+        for rank in reversed(range(len(self._shares))):
+            behind, found = found, {}
+            for start, stop in self._parts(rank, limit):
+                if stop in behind:
+                    query, kv = self._heads(start, stop)
+                    kept, uneven, cuts = behind[stop]
+                    kept, uneven = kept + len(kv), uneven + len(query) ** 2 / self._shares[rank]
+                    if start not in found or (kept, uneven) <= found[start][:2]:
+                        found[start] = kept, uneven, (stop, *cuts)
+        return [self._heads(start, stop) for start, stop in pairwise((0, *found[0][2]))]
+
+    def _least_cost(self) -> float:
+        """The smallest that all ranks can keep to; inf: there is no cut."""
+        least = {self._end: 0.0}
+        for rank in reversed(range(len(self._shares))):
+            behind, least = least, {}
+            for start, stop in self._parts(rank, math.inf):
+                if stop in behind:
+                    cost = max(self._cost(rank, start, stop), behind[stop])
+                    least[start] = min(cost, least.get(start, math.inf))
+        return least.get(0, math.inf)
+
+    def _parts(self, rank: int, limit: float) -> Iterator[tuple[int, int]]:
+        """What ``rank`` may have at no more than this cost, the smaller parts behind one cut first."""
+        for start in range(rank, self._end):
+            for stop in range(start + 1, self._end + 1):
+                if len(self._heads(start, stop)[1]) > self._most_kv or self._cost(rank, start, stop) > limit:
+                    break
+                yield start, stop
+
+    def _heads(self, start: int, stop: int) -> tuple[range, range]:
         """Query heads between two cuts, and the KV heads that they need."""
-        query = range(self.places[start], self.places[stop])
+        query = range(self._places[start], self._places[stop])
         return query, range(query.start // self._per_kv, -(-query.stop // self._per_kv))
 
-    def cost(self, rank: int, start: int, stop: int) -> float:
-        """Rows of projections for a share of 1: queries' and outputs', keys' and values'; inf: too many KV heads."""
-        query, kv = self.heads(start, stop)
-        return 2 * (len(query) + len(kv)) / self._shares[rank] if len(kv) <= self._most_kv[rank] else math.inf
-
-    def least_cost(self) -> float:
-        """The smallest that all ranks can keep to."""
-        alike, cuts = {share: rank for rank, share in enumerate(self._shares)}, range(len(self.places))
-        costs = {self.cost(rank, start, stop) for rank in alike.values() for stop in cuts for start in cuts[:stop]}
-        return min(cost for cost in costs if self._fits(cost))
-
-    def _fits(self, limit: float) -> bool:
-        """Whether no rank need cost more: each takes as many heads as it may, and leaves some for each behind it."""
-        start, end, num_ranks = 0, len(self.places) - 1, len(self._shares)
-        for rank in range(num_ranks):
-            last = end - (num_ranks - 1 - rank)
-            fitting = (stop for stop in range(last, start, -1) if self.cost(rank, start, stop) <= limit)
-            if (start := next(fitting, -1)) < 0:
-                return False
-        return start == end
+    def _cost(self, rank: int, start: int, stop: int) -> float:
+        """Rows of projections for a share of 1: queries' and outputs', keys' and values'."""
+        return 2 * sum(map(len, self._heads(start, stop))) / self._shares[rank]
 
 
 def _apportion(total: int, shares: Sequence[float], *, unit: int, at_least: int) -> list[int]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tightwire.comm.lane import CommLane
 from tightwire.kernels.attention import paged_attention
-from tightwire.kernels.attention_check import HeadGroups
 from tightwire.kernels.linear import linear, linear_to_float
 from tightwire.kernels.norm import add_rms_norm, rms_norm
 from tightwire.kernels.qkv import rotate_and_cache
@@ -69,8 +68,7 @@ class Llama:
             ]
             for arm in range(parallel.num_arms)
         ]
-        per_kv_head = config.heads_per_kv_head
-        self._head_groups = HeadGroups(per_kv_head, parallel.shard.skipped_heads(per_kv_head))
+        self._head_groups = parallel.shard.head_groups(config.heads_per_kv_head)
         self._spans = weights.spans
         if cache.layers_at_a_time is not None:
             self._spans = [range(layer, layer + 1) for layer in range(config.num_layers)]

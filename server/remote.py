@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -83,6 +84,13 @@ def is_loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def environment_proxy(url: str) -> str | None:
+    """The proxy that the environment names for ``url``, as httpx finds it."""
+    parsed = httpx.URL(url)
+    proxies = getproxies()
+    return None if proxy_bypass(parsed.host) else proxies.get(parsed.scheme, proxies.get("all"))
 
 
 def connect(url: str, *, model: str | None = None, api_key: str | None = None) -> Remote:

@@ -7,6 +7,7 @@ What this client computes it takes from a server on the same cores. aiohttp spen
 """
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import aiohttp
+import httpx
 
 from tightwire.server.bench.serve.workload import Prompt
 from tightwire.server.remote import (
@@ -24,6 +26,7 @@ from tightwire.server.remote import (
     body_text,
     choice_text,
     describe,
+    environment_proxy,
     first_choice,
     parse_event,
 )
@@ -71,14 +74,14 @@ class BenchClient:
         self.send_fields(extra_body)
         is_new = aiohttp.TraceConfig()
         is_new.on_connection_create_start.append(_note_new)
+        self._proxy = environment_proxy(remote.base) if remote.trust_env else None
         self._http = aiohttp.ClientSession(
             headers=dict(remote.headers),
             # The request's deadline is in ``measure``.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             # No limit on connections: waiting for one would count as the server's time.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=httpx.create_ssl_context()),
             trace_configs=[is_new],
-            trust_env=remote.trust_env,
         )
 
     def send_fields(self, extra_body: Mapping[str, Any], *, asks_usage: bool = True) -> None:
@@ -106,12 +109,12 @@ class BenchClient:
             watch: called with each event once it has been timed, for what only one bench wants of it.
         """
         url = f"{self._remote.base}/{'chat/completions' if prompt.is_chat else 'completions'}"
-        body = {**self._body(prompt), **(extra_body or {})}
+        body = json.dumps({**self._body(prompt), **(extra_body or {})}).encode()
         sample = Sample()
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._read(url, body, sample, watch)
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, ValueError) as error:  # the latter: a URL or headers that cannot be sent
             sample.error = f"connection: {describe(error)}"
         except TimeoutError:
             sample.error = f"no end of the answer within {self._timeout_s:g} s"
@@ -126,7 +129,7 @@ class BenchClient:
         }
 
     async def _read(
-        self, url: str, body: Mapping[str, Any], sample: Sample, watch: Callable[[dict[str, Any]], None] | None
+        self, url: str, body: bytes, sample: Sample, watch: Callable[[dict[str, Any]], None] | None
     ) -> None:
         began = time.perf_counter()
         async with await self._send(url, body) as response:
@@ -138,19 +141,31 @@ class BenchClient:
             decoder = SseDecoder()
             async for chunk in response.content.iter_any():
                 for data in decoder.feed(chunk):
-                    reader.event(data, time.perf_counter())  # of each: ratios of gaps need gaps above 0
+                    # Events that came at once are as far apart as it takes to read one: a gap of 0 has no ratio.
+                    reader.event(data, time.perf_counter())
             reader.end()
 
-    async def _send(self, url: str, body: Mapping[str, Any]) -> aiohttp.ClientResponse:
+    async def _send(self, url: str, body: bytes) -> aiohttp.ClientResponse:
         """A server may close a kept connection just when the next request comes (llama.cpp's does, RFC 9112 section 9.3.1);
         that request goes out again, once, and its time runs on. A new connection that ends unanswered is an error."""
         connection = SimpleNamespace(is_new=False)
         try:
-            return await self._http.post(url, json=body, trace_request_ctx=connection)
+            return await self._post(url, body, connection)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
             if connection.is_new:
                 raise
-            return await self._http.post(url, json=body, trace_request_ctx=connection)
+            return await self._post(url, body, connection)
+
+    async def _post(self, url: str, body: bytes, connection: SimpleNamespace) -> aiohttp.ClientResponse:
+        headers = {"Content-Type": "application/json"}
+        return await self._http.post(
+            url,
+            data=body,
+            headers=headers,
+            proxy=self._proxy,
+            allow_redirects=False,
+            trace_request_ctx=connection,
+        )
 
 
 async def _note_new(session: aiohttp.ClientSession, context: SimpleNamespace, event: object) -> None:

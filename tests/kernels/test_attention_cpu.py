@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tightwire.kernels.attention import paged_attention
+from tightwire.kernels.attention_cpu_kernels import ROWS
 from tightwire.kernels.simd import bf16_products_usable
 
 MIXED = {"query_lens": (5, 1, 17, 1, 130), "context_lens": (40, 64, 33, 1, 130)}
@@ -31,7 +32,9 @@ def test_within_rounding_of_float64(dtype: torch.dtype, head_dim: int, paged_bat
     _assert_close(paged_batch(**MIXED, dtype=dtype, head_dim=head_dim))
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (4, 2), (7, 1), (32, 8), (71, 1), (130, 2)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (4, 2), (7, 1), (32, 8), (ROWS + 7, 1), (2 * ROWS + 2, 2)]
+)
 def test_any_grouping_of_heads(num_heads: int, num_kv_heads: int, paged_batch: Callable[..., Any]) -> None:
     _assert_close(paged_batch(**MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=32))
 

@@ -50,11 +50,12 @@ def _check_mixed(group: Group) -> None:
 def _check_parts_of_groups(group: Group) -> None:
     """Heads that begin and end inside a KV head's group: the bits that they have among all heads."""
     _multiply_rows_alone()
-    batch = PagedBatch(query_lens=(1, 1, 20), context_lens=(300, 64, 70), dtype=torch.bfloat16)
-    whole = _attend(batch.arguments(), 2)
-    for first, stop in ((0, 5), (5, 9), (4, 7)):
-        arguments, groups = batch.part(first, stop)
-        assert torch.equal(_attend(arguments, 2, groups), whole[:, first:stop])
+    for longest in (300, 100):  # chunks that are merged, and one alone
+        batch = PagedBatch(query_lens=(1, 1, 20), context_lens=(longest, 64, 70), dtype=torch.bfloat16)
+        whole = _attend(batch.arguments(), 2)
+        for first, stop in ((0, 5), (5, 9), (4, 7)):
+            arguments, groups = batch.part(first, stop)
+            assert torch.equal(_attend(arguments, 2, groups), whole[:, first:stop])
 
 
 def _check_random_batches(group: Group, dtype: torch.dtype) -> None:

@@ -1,6 +1,8 @@
 """The split: every head, column and row is held once (KV heads at least once), and as evenly as heads allow."""
 
 import math
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import assume, given
@@ -10,13 +12,15 @@ from tightwire.model.config import LlamaConfig
 from tightwire.model.layout import make_layout
 
 
-def _config(*, heads: int = 9, kv_heads: int = 3, mlp: int = 1536, vocab: int = 49152) -> LlamaConfig:
+def _config(
+    *, heads: int = 9, kv_heads: int = 3, mlp: int = 1536, vocab: int = 49152, head_dim: int = 64
+) -> LlamaConfig:
     return LlamaConfig(
         num_layers=30,
         hidden_size=576,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=64,
+        head_dim=head_dim,
         mlp_size=mlp,
         vocab_size=vocab,
         max_positions=8192,
@@ -38,7 +42,7 @@ def _heads(heads: int, kv_heads: int, world_size: int) -> list[tuple[int, int]]:
 
 def test_smollm2_on_two_ranks_keeps_the_middle_kv_head_twice() -> None:
     assert _heads(9, 3, 2) == [(5, 2), (4, 2)]
-    assert [shard.skipped_heads(3) for shard in make_layout(_config(), 2).shards] == [0, 2]
+    assert [shard.head_groups(3) for shard in make_layout(_config(), 2).shards] == [(3, 0), (3, 2)]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +69,41 @@ def test_shares_are_followed() -> None:
 
 
 @given(
+    kv_heads=st.integers(1, 4),
+    per_kv=st.integers(1, 3),
+    head_dim=st.sampled_from([16, 48, 64, 80, 100]),
+    shares=st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.0]), min_size=1, max_size=4),
+)
+def test_no_cut_that_is_as_good_for_caches_and_packed_weights_is_faster(
+    kv_heads: int, per_kv: int, head_dim: int, shares: list[float]
+) -> None:
+    num_heads, world_size = kv_heads * per_kv, len(shares)
+    assume(world_size <= num_heads)
+    config = _config(heads=num_heads, kv_heads=kv_heads, head_dim=head_dim)
+    shards = make_layout(config, world_size, shares).shards
+
+    def kept(start: int, stop: int) -> int:
+        return -(-stop // per_kv) - start // per_kv
+
+    def cost(cuts: Sequence[int]) -> float:
+        parts = zip(pairwise(cuts), shares, strict=True)
+        return max((stop - start + kept(start, stop)) / share for (start, stop), share in parts)
+
+    chosen = [0, *(shard.query_heads.stop for shard in shards)]
+    most_kv = max(shard.local_kv_heads for shard in shards)
+    aligned = all(cut * head_dim % 32 == 0 for cut in chosen[1:-1])
+    for inner in combinations(range(1, num_heads), world_size - 1):
+        cuts = [0, *inner, num_heads]
+        if max(kept(*part) for part in pairwise(cuts)) > most_kv or (
+            aligned and any(cut * head_dim % 32 for cut in inner)
+        ):
+            continue
+        if not aligned and any(cut * head_dim % 32 and cut % per_kv for cut in inner):
+            continue
+        assert cost(chosen) <= cost(cuts) + 1e-9
+
+
+@given(
     kv_heads=st.integers(1, 8),
     per_kv=st.integers(1, 8),
     mlp=st.integers(16, 4000),
@@ -85,10 +124,10 @@ def test_everything_is_held(
     assert [v for shard in shards for v in shard.vocab_rows] == list(range(vocab))
     assert {k for shard in shards for k in shard.kv_heads} == set(range(kv_heads))
     for shard in shards:
-        # Each query head sits with its own KV head, of which no rank has more than its share.
+        # Each query head sits with its own KV head; no rank has more of those than if they were dealt whole.
         assert {h // per_kv for h in shard.query_heads} == set(shard.kv_heads)
-        share = shares[shard.rank] / sum(shares[:world_size])
-        assert shard.local_kv_heads <= max(1, math.ceil(kv_heads * share - 1e-9))
+        largest = max(shares[:world_size]) / sum(shares[:world_size])
+        assert shard.local_kv_heads <= (1 if world_size > kv_heads else max(1, math.ceil(kv_heads * largest)))
         assert len(shard.mlp_columns) > 0 and len(shard.vocab_rows) > 0
 
 

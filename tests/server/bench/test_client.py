@@ -106,6 +106,20 @@ async def test_a_server_that_is_gone_is_an_error_too() -> None:
     assert (sample.error or "").startswith("connection: ")
 
 
+async def test_what_cannot_be_sent_is_an_error_too() -> None:
+    remote = Remote(base="http://user:word@127.0.0.1:9/v1", model="m", headers={"Authorization": "Bearer key"})
+    async with BenchClient(remote, timeout_s=5.0, extra_body={}) as client:
+        sample = await client.measure(PROMPT)
+
+    assert "credentials" in (sample.error or "")
+
+
+async def test_a_redirect_is_not_followed() -> None:
+    sample = await measure(FakeServer(refuses=(307, "elsewhere")))
+
+    assert sample.error == "HTTP 307: elsewhere"
+
+
 @asynccontextmanager
 async def _close_after(num_answers: int) -> AsyncIterator[tuple[str, list[int]]]:
     """A server that keeps each connection for ``num_answers``, then closes it on the next request; and how many it took."""
