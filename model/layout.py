@@ -110,11 +110,13 @@ def _split_heads(config: LlamaConfig, shares: list[float]) -> list[tuple[range, 
     """
     heads = range(config.num_heads + 1)
     whole = [head for head in heads if head % config.heads_per_kv_head == 0]
-    # Where packed columns allow it, and weights that are not packed are cut alike.
+    # Where packed columns allow it, and weights that are not packed are cut alike; if that is no slower than whole KV heads.
     aligned = [head for head in heads if head * config.head_dim % _COLUMN_UNIT == 0 or head in (0, config.num_heads)]
+    least_whole = _HeadCuts(config, shares, whole).least_cost
     for places in (aligned, sorted({*aligned, *whole}), heads):
-        if cuts := _HeadCuts(config, shares, places).best():
-            return cuts
+        cuts = _HeadCuts(config, shares, places)
+        if cuts.least_cost < math.inf and cuts.least_cost <= least_whole:
+            return cuts.best()
     raise AssertionError("dealt whole, or each among some ranks, heads can always be cut")
 
 
@@ -125,17 +127,14 @@ class _HeadCuts:
         self._per_kv, self._shares, self._places = config.heads_per_kv_head, shares, places
         self._end, num_kv = len(places) - 1, config.num_kv_heads
         self._most_kv = 1 if len(shares) > num_kv else max(_apportion(num_kv, shares, unit=1, at_least=1))
+        self.least_cost = self._least_cost()  # that all ranks can keep to; inf: there is no cut
 
-    def best(self) -> list[tuple[range, range]] | None:
-        """None: no cut keeps to the number of KV heads."""
-        limit = self._least_cost()
-        if limit == math.inf:
-            return None
+    def best(self) -> list[tuple[range, range]]:
         # Of the ranks behind, by the cut before them: KV heads kept, unevenness, the cuts themselves.
         found: dict[int, tuple[int, float, tuple[int, ...]]] = {self._end: (0, 0.0, ())}
         for rank in reversed(range(len(self._shares))):
             behind, found = found, {}
-            for start, stop in self._parts(rank, limit):
+            for start, stop in self._parts(rank, self.least_cost):
                 if stop in behind:
                     query, kv = self._heads(start, stop)
                     kept, uneven, cuts = behind[stop]
@@ -145,7 +144,6 @@ class _HeadCuts:
         return [self._heads(start, stop) for start, stop in pairwise((0, *found[0][2]))]
 
     def _least_cost(self) -> float:
-        """The smallest that all ranks can keep to; inf: there is no cut."""
         least = {self._end: 0.0}
         for rank in reversed(range(len(self._shares))):
             behind, least = least, {}

@@ -91,6 +91,7 @@ def test_no_cut_that_is_as_good_for_caches_and_packed_weights_is_faster(
 
     chosen = [0, *(shard.query_heads.stop for shard in shards)]
     most_kv = max(shard.local_kv_heads for shard in shards)
+    # An aligned cut is preferred to a faster one, if it is no slower than whole KV heads.
     aligned = all(cut * head_dim % 32 == 0 for cut in chosen[1:-1])
     for inner in combinations(range(1, num_heads), world_size - 1):
         cuts = [0, *inner, num_heads]
@@ -101,6 +102,9 @@ def test_no_cut_that_is_as_good_for_caches_and_packed_weights_is_faster(
         if not aligned and any(cut * head_dim % 32 and cut % per_kv for cut in inner):
             continue
         assert cost(chosen) <= cost(cuts) + 1e-9
+    for inner in combinations(range(per_kv, num_heads, per_kv), world_size - 1):
+        cuts = [0, *inner, num_heads]
+        assert cost(chosen) <= cost(cuts) + 1e-9 or max(kept(*part) for part in pairwise(cuts)) > most_kv
 
 
 @given(
