@@ -3,7 +3,8 @@
 The clock starts when the request is handed to the connection. Time spent waiting for a client slot belongs to the
 load generator (``load``), not to the server, and is never in a sample.
 
-What this client computes it takes from a server on the same cores. aiohttp spends a third of httpx's time on an event.
+What this client computes it takes from a server on the same cores; aiohttp spends a third of httpx's time on an event
+(``benchmarks/client_events.py``).
 """
 
 import asyncio

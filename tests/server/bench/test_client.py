@@ -9,7 +9,7 @@ from fake_openai import FakeServer, running
 
 from tightwire.server.bench.client import BenchClient, Sample
 from tightwire.server.bench.serve.workload import Prompt
-from tightwire.server.remote import Remote
+from tightwire.server.remote import Remote, environment_proxy
 
 PROMPT = Prompt(content="four words of prompt", max_tokens=6)
 
@@ -112,6 +112,27 @@ async def test_what_cannot_be_sent_is_an_error_too() -> None:
         sample = await client.measure(PROMPT)
 
     assert "credentials" in (sample.error or "")
+
+
+@pytest.mark.parametrize(
+    ("environment", "url", "proxy"),
+    [
+        ({}, "http://far.example/v1", None),
+        ({"http_proxy": "http://p:1"}, "http://far.example/v1", "http://p:1"),
+        ({"http_proxy": "http://p:1"}, "https://far.example/v1", None),
+        ({"all_proxy": "http://p:2"}, "https://far.example/v1", "http://p:2"),
+        ({"http_proxy": "http://p:1", "no_proxy": "far.example"}, "http://far.example/v1", None),
+    ],
+)
+def test_the_environments_proxy(
+    environment: dict[str, str], url: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert environment_proxy(url) == proxy
 
 
 async def test_a_redirect_is_not_followed() -> None:
