@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from tightwire.comm.ledger import Ledger
+from tightwire.comm.ledger.ledger import Ledger
 
 
 class InFlight:

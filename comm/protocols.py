@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tightwire.comm.codec import Codec
+from tightwire.comm.codec.codec import Codec
 
 Moved = Callable[[int], None]  # told of bytes that have come, so that whoever waits knows that something moves
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.kernels.attention_check import HeadGroups, even_groups
-from tightwire.kernels.attention_cpu import paged_attention_cpu
-from tightwire.kernels.kv_cache_cpu import write_kv_cpu
+from tightwire.kernels.cpu.attention import paged_attention_cpu
+from tightwire.kernels.cpu.kv_cache import write_kv_cpu
 
 
 def write_kv_reference(
@@ -122,6 +122,6 @@ def paged_attention(
     """
     arguments = (q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, scale)
     if q_THE.is_cuda:  # imported when a GPU asks for it: a CPU host need not have Triton
-        triton = import_module("tightwire.kernels.attention_triton")
+        triton = import_module("tightwire.kernels.cuda.attention")
         return triton.paged_attention(*arguments, num_decode_rows=num_decode_rows, groups=groups)
     return paged_attention_cpu(*arguments, num_decode_rows=num_decode_rows, groups=groups)

@@ -30,7 +30,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tightwire.kernels.block_format import FLOAT8_MAX, MIN_SCALE, BlockFormat
+from tightwire.kernels.spec.block_format import FLOAT8_MAX, MIN_SCALE, BlockFormat
 
 _NAN_BF16 = 0x7FC0
 _INF_BITS = 0x7F800000

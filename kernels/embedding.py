@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.kernels.packed import Matrix, PackedMatrix
-from tightwire.kernels.unpack import dequantize
+from tightwire.kernels.spec.unpack import dequantize
 
 
 def embedding(token_ids_T: Tensor, table_VD: Matrix, dtype: torch.dtype) -> Tensor:

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightwire.kernels.linear_cpu import linear_cpu, linear_to_float_cpu
-from tightwire.kernels.linear_widened import linear_widened, rows_are_independent, torch_has_bfloat16_products
+from tightwire.kernels.cpu.linear import linear_cpu, linear_to_float_cpu
+from tightwire.kernels.cpu.linear_widened import linear_widened, rows_are_independent, torch_has_bfloat16_products
 from tightwire.kernels.packed import Matrix, PackedMatrix
-from tightwire.kernels.unpack import dequantize
+from tightwire.kernels.spec.unpack import dequantize
 
 # Packed weights are unpacked so many numbers at a time where another product takes them then: little beside a model.
 _UNPACKED_ELEMS = 1 << 22
@@ -113,4 +113,4 @@ def _unpacked_product(x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | No
 
 def _triton() -> Any:
     """Imported when a GPU asks for it: a CPU host need not have Triton."""
-    return import_module("tightwire.kernels.linear_packed_triton")
+    return import_module("tightwire.kernels.cuda.linear_packed")

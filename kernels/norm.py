@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightwire.kernels import simd
-from tightwire.kernels.jit import kernel
-from tightwire.kernels.numbers import load_numbers, rounded, size_of, store_rounded
-from tightwire.kernels.simd import LANES, NUMBER_KIND
-from tightwire.kernels.threads import run_on_rows
+from tightwire.kernels.cpu.vector import simd
+from tightwire.kernels.cpu.vector.jit import kernel
+from tightwire.kernels.cpu.vector.numbers import load_numbers, rounded, size_of, store_rounded
+from tightwire.kernels.cpu.vector.simd import LANES, NUMBER_KIND
+from tightwire.kernels.cpu.vector.threads import run_on_rows
 
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -59,7 +59,7 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 
 def _triton() -> Any:
     """Imported when a GPU asks for it: a CPU host need not have Triton."""
-    return import_module("tightwire.kernels.norm_triton")
+    return import_module("tightwire.kernels.cuda.norm")
 
 
 def _check(x: Tensor, residual: Tensor, weight: Tensor) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightwire.kernels.packed_format import GROUP_ELEMS, PackedFormat
+from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PackedFormat
 
 
 @dataclass(frozen=True, slots=True, eq=False)

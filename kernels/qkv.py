@@ -39,7 +39,7 @@ def rotate_and_cache(
         ValueError: shapes or dtypes that do not fit together, or (on CPU) a slot outside the cache.
     """
     if qkv_THE.is_cuda:
-        triton = import_module("tightwire.kernels.qkv_triton")  # a CPU host need not have Triton
+        triton = import_module("tightwire.kernels.cuda.qkv")  # a CPU host need not have Triton
         return triton.rotate_and_cache(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
     num_kv_heads = k_cache_NKPE.shape[1]
     # Queries and keys stand side by side and turn by the same angles: one call serves both.

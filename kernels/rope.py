@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from tightwire.kernels import simd
-from tightwire.kernels.jit import kernel
-from tightwire.kernels.numbers import load_numbers, rounded, size_of, store_rounded
-from tightwire.kernels.simd import LANES, NUMBER_KIND
-from tightwire.kernels.threads import run_on_rows
+from tightwire.kernels.cpu.vector import simd
+from tightwire.kernels.cpu.vector.jit import kernel
+from tightwire.kernels.cpu.vector.numbers import load_numbers, rounded, size_of, store_rounded
+from tightwire.kernels.cpu.vector.simd import LANES, NUMBER_KIND
+from tightwire.kernels.cpu.vector.threads import run_on_rows
 
 
 def apply_rope_reference(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightwire.kernels import simd
-from tightwire.kernels.jit import kernel
-from tightwire.kernels.numbers import load_numbers, rounded, size_of, store_rounded
-from tightwire.kernels.simd import LANES, NUMBER_KIND
-from tightwire.kernels.threads import run_on_rows
+from tightwire.kernels.cpu.vector import simd
+from tightwire.kernels.cpu.vector.jit import kernel
+from tightwire.kernels.cpu.vector.numbers import load_numbers, rounded, size_of, store_rounded
+from tightwire.kernels.cpu.vector.simd import LANES, NUMBER_KIND
+from tightwire.kernels.cpu.vector.threads import run_on_rows
 
 
 def swiglu_reference(gate_up_T2F: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
         ValueError: an odd number of columns, or a dtype without a kernel.
     """
     if gate_up_T2F.is_cuda:
-        return import_module("tightwire.kernels.swiglu_triton").swiglu(gate_up_T2F)  # a CPU host need not have Triton
+        return import_module("tightwire.kernels.cuda.swiglu").swiglu(gate_up_T2F)  # a CPU host need not have Triton
     num_tokens, columns = gate_up_T2F.shape
     if columns % 2 or gate_up_T2F.dtype not in NUMBER_KIND or gate_up_T2F.stride(1) != 1:
         raise ValueError(

@@ -5,24 +5,24 @@ from typing import Any
 
 import torch
 
-from tightwire.comm.group import Group
+from tightwire.comm.group.group import Group
+from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.comm.lane import CommLane
-from tightwire.comm.partition_groups import PartitionPeers
 from tightwire.comm.policy.routes import Routes
-from tightwire.model.config import LlamaConfig
+from tightwire.model.cache.kv_cache import CacheSource, make_kv_cache
+from tightwire.model.cache.offloaded_cache import OffloadedCache
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.decode_graphs import DecodeGraphs, cuda_capture, graph_sizes
-from tightwire.model.kv_cache import CacheSource, make_kv_cache
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.llama import Llama
-from tightwire.model.logits_meeting import LogitsMeeting
-from tightwire.model.offloaded_cache import OffloadedCache
+from tightwire.model.logits_gather import LogitsMeeting
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.image_reader import CheckpointImages, ImageReader, PreparedImages
 from tightwire.model.weights.load_partitioned import load_partitioned
 from tightwire.model.weights.load_streamed import load_prepared, load_streamed
-from tightwire.model.weights.prepared import Prepared
+from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, FILES, FIRST_TOUCH, WeightPlan
 from tightwire.model.weights.resident import load_resident
 from tightwire.model.weights.source import CheckpointReader, WeightSource

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tightwire.comm.ledger import Ledger
+from tightwire.comm.ledger.ledger import Ledger
+from tightwire.model.deferred_tokens import resolve
 from tightwire.model.llama import Batch
-from tightwire.model.references import resolve
 from tightwire.model.step_arrays import StepArrays
 from tightwire.model.transfer import overwrite
 

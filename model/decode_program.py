@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.protocols import KernelSums
-from tightwire.kernels import decode_kernel as place
-from tightwire.kernels.attention_cpu import LOG2_E, Tiles, cut_into_tiles
-from tightwire.kernels.attention_cpu_kernels import scratch_floats
-from tightwire.kernels.linear_cpu import matrix_integers, useful_threads
-from tightwire.kernels.simd import NUMBER_KIND
-from tightwire.kernels.threads import run_on_threads
-from tightwire.model.config import LlamaConfig
-from tightwire.model.kv_cache import CacheSource
+from tightwire.kernels.cpu import decode_kernel as place
+from tightwire.kernels.cpu.attention import LOG2_E, Tiles, cut_into_tiles
+from tightwire.kernels.cpu.attention_kernels import scratch_floats
+from tightwire.kernels.cpu.linear import matrix_integers, useful_threads
+from tightwire.kernels.cpu.vector.simd import NUMBER_KIND
+from tightwire.kernels.cpu.vector.threads import run_on_threads
+from tightwire.model.cache.kv_cache import CacheSource
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
 from tightwire.model.weights.source import LayerWeights
 

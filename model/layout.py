@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tightwire.kernels.attention_check import HeadGroups
-from tightwire.model.config import LlamaConfig
+from tightwire.model.checkpoint.config import LlamaConfig
 
 # MLP columns are dealt in units of this many: numbers of packed weights that share a scale, and a cache line of 16 bits.
 # The same for plain weights, so that a model is cut alike however it is kept.

@@ -19,9 +19,9 @@ from tightwire.kernels.linear import linear, linear_to_float
 from tightwire.kernels.norm import add_rms_norm, rms_norm
 from tightwire.kernels.qkv import rotate_and_cache
 from tightwire.kernels.swiglu import swiglu
-from tightwire.model.config import LlamaConfig
+from tightwire.model.cache.kv_cache import CacheSource
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.decode_program import DecodeProgram
-from tightwire.model.kv_cache import CacheSource
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.rope_table import rope_table
 from tightwire.model.weights.source import LayerWeights, WeightSource

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.comm.all_reduce.in_kernel import kernel_sums
-from tightwire.comm.collectives import all_gather, broadcast
-from tightwire.comm.group import Group
+from tightwire.comm.collectives.collectives import all_gather, broadcast
+from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes
 from tightwire.comm.protocols import AllReduce, KernelSums
 from tightwire.kernels.embedding import embedding
 from tightwire.kernels.linear import linear_to_float
 from tightwire.kernels.packed import Matrix
-from tightwire.model.candidates import best_candidates, candidates_pay, scatter_candidates
 from tightwire.model.layout import Layout
+from tightwire.model.sampling.candidates import best_candidates, candidates_pay, scatter_candidates
 
 
 @dataclass(frozen=True, slots=True)

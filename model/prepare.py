@@ -19,17 +19,19 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import page_aligned
-from tightwire.comm.codec import Codec, parse_codec
-from tightwire.model.checkpoint import Checkpoint
-from tightwire.model.errors import ModelError, PrepareError
-from tightwire.model.export import config_to_hf
+from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.model.checkpoint.errors import ModelError, PrepareError
+from tightwire.model.checkpoint.export import config_to_hf
+from tightwire.model.checkpoint.whole_folder import whole_folder
 from tightwire.model.layout import Layout, make_layout
-from tightwire.model.weights.blob_writer import BlobWriter
+from tightwire.model.open import Checkpoint
 from tightwire.model.weights.fill import fill
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
 from tightwire.model.weights.fused import layer_tensors, outer_tensors
 from tightwire.model.weights.layer_store import Moved
-from tightwire.model.weights.manifest import (
+from tightwire.model.weights.prepared.blob_writer import BlobWriter
+from tightwire.model.weights.prepared.folder import RankImages, find_damage, rank_images
+from tightwire.model.weights.prepared.manifest import (
     MANIFEST,
     Manifest,
     RankFile,
@@ -37,10 +39,8 @@ from tightwire.model.weights.manifest import (
     rank_file_name,
     write_manifest,
 )
-from tightwire.model.weights.prepared import RankImages, find_damage, rank_images
 from tightwire.model.weights.residency import check_codec
 from tightwire.model.weights.source import CheckpointReader
-from tightwire.model.whole_folder import whole_folder
 
 _CPU = torch.device("cpu")
 _GENERATION = "generation_config.json"

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tightwire.model.config import LlamaConfig, RopeScaling
+from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 
 
 def rope_table(config: LlamaConfig, max_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.lane import CommLane
-from tightwire.comm.ledger import Ledger
+from tightwire.comm.ledger.ledger import Ledger
+from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.decode_graphs import DecodeGraphs
-from tightwire.model.kv_cache import CacheSource
+from tightwire.model.deferred_tokens import num_referred, resolve
 from tightwire.model.llama import Batch, Llama
-from tightwire.model.logits_meeting import LogitsMeeting
-from tightwire.model.references import num_referred, resolve
+from tightwire.model.logits_gather import LogitsMeeting
 from tightwire.model.step import StepPlan, ints
 from tightwire.model.step_arrays import StepArrays, cut, cut_row, cut_up
 from tightwire.model.transfer import upload

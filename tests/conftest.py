@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tightwire.model.catalog import pull
+from tightwire.model.checkpoint.catalog import pull
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -29,10 +29,10 @@ import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.errors import CommError
-from tightwire.comm.group import Group, open_process_group
+from tightwire.comm.group.group import Group, open_process_group
+from tightwire.comm.group.nodes import in_process_node_groups, join_nodes
+from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import parse_link
-from tightwire.comm.nodes import in_process_node_groups, join_nodes
-from tightwire.comm.topology import Topology
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport
 from tightwire.comm.transport.segment import CHUNK_BYTES, make_segment
 from tightwire.comm.transport.throttled import ThrottledTransport
@@ -145,7 +145,7 @@ class Ranks:
         # The whole group's segment, then each node's.
         self._segment_fds = [make_segment(size, chunk_bytes or CHUNK_BYTES) for size in sizes if shared_memory]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "tightwire.comm.nodes", "tightwire.comm.registry"])
+        context.set_forkserver_preload(["torch", "tightwire.comm.group.nodes", "tightwire.comm.all_reduce.registry"])
         self._folder = tempfile.TemporaryDirectory(prefix="tightwire-ranks-")
         self._pipes: list[Connection] = []
         self.processes = []

@@ -8,9 +8,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tightwire.model.byte_tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN, END_OF_TURN_ID, EOS, byte_backend
-from tightwire.model.config import config_from_hf
-from tightwire.model.weights.names import expected_tensors
+from tightwire.model.checkpoint.config import config_from_hf
+from tightwire.model.checkpoint.names import expected_tensors
+from tightwire.model.text.byte_tokenizer import (
+    BOS,
+    BOS_ID,
+    CHAT_TEMPLATE,
+    END_OF_TURN,
+    END_OF_TURN_ID,
+    EOS,
+    byte_backend,
+)
 
 _BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

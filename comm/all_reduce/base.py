@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.group import Group
+from tightwire.comm.group.group import Group
 from tightwire.comm.summing import SUMMABLE
 
 

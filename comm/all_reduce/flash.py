@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.two_shot import two_shot_bytes
-from tightwire.comm.codec import Codec
-from tightwire.comm.error_bounds import quantized_sum_bound, quantized_total_bound
-from tightwire.comm.group import Group
-from tightwire.comm.legs import exchange_encoded, gather_decoded, prepare, sum_and_encode
+from tightwire.comm.codec.codec import Codec
+from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound
+from tightwire.comm.codec.legs import exchange_encoded, gather_decoded, prepare, sum_and_encode
+from tightwire.comm.group.group import Group
 from tightwire.comm.slices import slice_lengths
 
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
-from tightwire.comm.codec import Codec, parse_codec
-from tightwire.comm.error_bounds import (
+from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.codec.error_bounds import (
     adding_bound,
     quantized_sum_bound,
     quantized_total_bound,
     rank_order_bound,
     rounded_parts_bound,
 )
-from tightwire.comm.group import Group
-from tightwire.comm.legs import exchange_encoded, gather_decoded, prepare, sum_and_encode, sum_encoded
-from tightwire.comm.nodes import run_leg
+from tightwire.comm.codec.legs import exchange_encoded, gather_decoded, prepare, sum_and_encode, sum_encoded
+from tightwire.comm.group.group import Group
+from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.slices import as_bytes, slice_lengths
 from tightwire.comm.summing import sum_in_rank_order
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
-from tightwire.comm.error_bounds import rounded_hops_bound
+from tightwire.comm.codec.error_bounds import rounded_hops_bound
 
 
 class NativeAllReduce(BaseAllReduce):

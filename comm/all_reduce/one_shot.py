@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
-from tightwire.comm.error_bounds import rank_order_bound
-from tightwire.comm.group import Group
+from tightwire.comm.codec.error_bounds import rank_order_bound
+from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import KernelSums
 from tightwire.comm.slices import as_bytes
 from tightwire.comm.summing import sum_in_rank_order

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
-from tightwire.comm.error_bounds import rounded_hops_bound
+from tightwire.comm.codec.error_bounds import rounded_hops_bound
 from tightwire.comm.slices import as_bytes, slice_lengths
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
-from tightwire.comm.error_bounds import rank_order_bound
-from tightwire.comm.group import Group
+from tightwire.comm.codec.error_bounds import rank_order_bound
+from tightwire.comm.group.group import Group
 from tightwire.comm.slices import as_bytes, slice_lengths
 from tightwire.comm.summing import sum_in_rank_order
 

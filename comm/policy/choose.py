@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.policy.codec_error import relative_rms_error
 from tightwire.comm.policy.cost import CostModel, size_grid
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile, apply, world_size_warning
 from tightwire.comm.policy.rules import PHASES, SITES, Choice, Policy, QuarantinedError, Rule
-from tightwire.comm.registry import parse_all_reduce
 
 RANK_ORDER = "in rank order"
 _NODE_ORDER = "node by node"

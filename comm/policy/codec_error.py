@@ -2,7 +2,7 @@
 
 import torch
 
-from tightwire.comm.codec import Codec
+from tightwire.comm.codec.codec import Codec
 
 _ROWS, _ROW_ELEMS, _SEED = 8, 4096, 7
 _OUTLIER_SHARE, _OUTLIER_SCALE = 0.008, 20.0

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.policy.rules import Choice, Policy, Rule
-from tightwire.comm.registry import parse_all_reduce
 
 SCHEMA = "tightwire.comm-policy/1"
 _CHECKED_FACTS = ("num_layers", "hidden_size", "world_size")

@@ -8,10 +8,10 @@ travel together.
 from collections.abc import Iterable, Mapping, Sequence
 
 from tightwire.comm.all_reduce.by_size import by_size
-from tightwire.comm.group import Group
+from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.group.group import Group
 from tightwire.comm.policy.rules import Choice, Policy
 from tightwire.comm.protocols import AllReduce
-from tightwire.comm.registry import make_all_reduce
 
 
 def make_candidates(policies: Iterable[Policy], group: Group) -> dict[str, AllReduce]:

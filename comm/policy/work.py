@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from tightwire.comm.codec import Codec
+from tightwire.comm.all_reduce.registry import AllReduceName
+from tightwire.comm.codec.codec import Codec
 from tightwire.comm.policy.setting import Setting
-from tightwire.comm.registry import AllReduceName
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def coded_elem_bytes(codec: Codec, setting: Setting) -> float:
 
 
 def _effort(codec: Codec) -> float:
-    """How many times as long ``codec`` takes as int8, by benchmarks/codec.py; 0: it is exact, and takes nothing."""
+    """How many times as long ``codec`` takes as int8, by bench/scripts/codec.py; 0: it is exact, and takes nothing."""
     fmt = codec.format
     if fmt is None:
         return 0.0

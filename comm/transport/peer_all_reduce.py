@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec import Codec
+from tightwire.comm.codec.codec import Codec
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.protocols import KernelSums
 from tightwire.comm.slices import slice_lengths
-from tightwire.kernels.all_reduce_triton import Part, PeerBuffers, max_part_elems, one_shot, two_shot
-from tightwire.kernels.block_format import BlockFormat
+from tightwire.kernels.cuda.all_reduce import Part, PeerBuffers, max_part_elems, one_shot, two_shot
+from tightwire.kernels.spec.block_format import BlockFormat
 
 # Polls of a word in own memory: about a microsecond each on a GPU, a thousand times that in the interpreter.
 _DEVICE_POLLS_PER_S, _INTERPRETED_POLLS_PER_S = 1_000_000, 1_000

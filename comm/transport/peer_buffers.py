@@ -12,8 +12,8 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.reductions import reduce_tensor
 
 from tightwire.comm.errors import CommError, name_ranks
-from tightwire.comm.transport.peer_access import Council
-from tightwire.kernels.all_reduce_triton import PeerBuffers, buffer_bytes
+from tightwire.comm.group.peer_access import Council
+from tightwire.kernels.cuda.all_reduce import PeerBuffers, buffer_bytes
 
 # Twice this for each rank: what one launch moves. Longer messages take several launches, each some ten microseconds.
 SEND_BYTES = 16 << 20

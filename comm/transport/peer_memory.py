@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 from tightwire.comm.transport.peer_all_reduce import PeerAllReduce
-from tightwire.kernels.all_reduce_triton import PeerBuffers
+from tightwire.kernels.cuda.all_reduce import PeerBuffers
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")

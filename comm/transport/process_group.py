@@ -22,9 +22,9 @@ from tightwire.comm.errors import (
     name_ranks,
     unlike_most,
 )
-from tightwire.comm.failure_notes import FailureNotes, Note, ranks_at_fault
-from tightwire.comm.ledger import Begun, Ledger
+from tightwire.comm.ledger.ledger import Begun, Ledger
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
+from tightwire.comm.transport.failure_notes import FailureNotes, Note, ranks_at_fault
 
 # How long a failed rank listens for what the others say of the failure: the time for a broken connection to run
 # around the group, kept below the deadline itself when that is short.

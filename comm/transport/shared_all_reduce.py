@@ -11,15 +11,15 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec import Codec
-from tightwire.comm.legs import sum_and_encode
+from tightwire.comm.codec.codec import Codec
+from tightwire.comm.codec.legs import sum_and_encode
 from tightwire.comm.protocols import KernelSums
 from tightwire.comm.slices import slice_lengths
 from tightwire.comm.transport.shared_board import FLASH
 from tightwire.comm.transport.shared_sums import SharedSums
 from tightwire.comm.transport.shared_turns import SharedTurns
-from tightwire.kernels.shared_all_reduce import DONE, call_word, one_shot, two_shot
-from tightwire.kernels.simd import NUMBER_KIND
+from tightwire.kernels.cpu.shared_all_reduce import DONE, call_word, one_shot, two_shot
+from tightwire.kernels.cpu.vector.simd import NUMBER_KIND
 
 _FLASH_CHUNK_ELEMS = 1 << 19  # as much per turn as amortizes the calls of a codec, and no more than the caches hold
 

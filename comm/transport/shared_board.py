@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.errors import unlike_most
-from tightwire.comm.ledger import Ledger
+from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.transport.segment import RANK_BYTES, header_bytes
-from tightwire.kernels import shared_all_reduce
-from tightwire.kernels.atomics import wake_on_time
-from tightwire.kernels.shared_all_reduce import CALLS, ONE_SHOT, TURN, TWO_SHOT, BoardPlace, call_of
-from tightwire.kernels.simd import NUMBER_KIND
+from tightwire.kernels.cpu import shared_all_reduce
+from tightwire.kernels.cpu.shared_all_reduce import CALLS, ONE_SHOT, TURN, TWO_SHOT, BoardPlace, call_of
+from tightwire.kernels.cpu.vector.atomics import wake_on_time
+from tightwire.kernels.cpu.vector.simd import NUMBER_KIND
 
 # Why a rank takes part no more: it left, it failed for want of another, or the ranks called unlike collectives.
 LEFT, FAILED, MISMATCHED = 1, 2, 3

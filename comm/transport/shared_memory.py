@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tightwire.comm.errors import CommError
-from tightwire.comm.ledger import Ledger
+from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 from tightwire.comm.transport.shared_all_reduce import SharedAllReduce
 from tightwire.comm.transport.shared_board import BARRIER, EXCHANGE, GATHER, SHIFT
 from tightwire.comm.transport.shared_turns import SharedTurns
-from tightwire.kernels.shared_all_reduce import call_word
+from tightwire.kernels.cpu.shared_all_reduce import call_word
 
 
 class SharedMemoryTransport(SharedTurns):

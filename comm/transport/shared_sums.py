@@ -11,11 +11,11 @@ from time import perf_counter_ns
 import numpy as np
 from torch import Tensor
 
-from tightwire.comm.series import Series
+from tightwire.comm.ledger.series import Series
 from tightwire.comm.transport.shared_turns import SharedTurns
-from tightwire.kernels import shared_sums as place
-from tightwire.kernels.shared_all_reduce import DONE, one_shot
-from tightwire.kernels.simd import NUMBER_KIND
+from tightwire.kernels.cpu import shared_sums as place
+from tightwire.kernels.cpu.shared_all_reduce import DONE, one_shot
+from tightwire.kernels.cpu.vector.simd import NUMBER_KIND
 
 _OP, _ALGORITHM = "all_reduce", "one-shot"  # as the ledger knows them
 

@@ -15,9 +15,9 @@ from tightwire.comm.errors import (
     PeerLostError,
     name_ranks,
 )
-from tightwire.comm.ledger import Ledger
+from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.transport.shared_board import FAILED, LEFT, MISMATCHED, SharedBoard
-from tightwire.kernels.shared_all_reduce import DONE, MISMATCH, publish, wait_for, wait_for_all
+from tightwire.kernels.cpu.shared_all_reduce import DONE, MISMATCH, publish, wait_for, wait_for_all
 
 # How long a rank that saw an unlike call waits for the rest, to tell who is alone in what it called.
 _GRACE_S = 1.0

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tightwire.comm.group import Group
+from tightwire.comm.group.group import Group
 from tightwire.comm.link.link import Link
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 

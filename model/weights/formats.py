@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tightwire.kernels.packed_format import GROUP_ELEMS, PACKED_FORMATS, Q4_1, Q8_0, PackedFormat
-from tightwire.model.config import LlamaConfig
+from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS, Q4_1, Q8_0, PackedFormat
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.names import EMBEDDING, HEAD
 from tightwire.model.layout import Layout, Shard, make_layout
 from tightwire.model.weights.fused import Fused, all_tensors
-from tightwire.model.weights.names import EMBEDDING, HEAD
 from tightwire.model.weights.source import CheckpointReader
 
 QUANTIZATIONS = ("auto", "none", "int8", "int4")

@@ -6,9 +6,9 @@ Rows of several matrices that are multiplied with the same inputs lie below each
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tightwire.model.config import LlamaConfig
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.names import EMBEDDING, FINAL_NORM, HEAD
 from tightwire.model.layout import Shard
-from tightwire.model.weights.names import EMBEDDING, FINAL_NORM, HEAD
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import PAGE_BYTES, page_aligned
-from tightwire.comm.codec import Codec, parse_codec
+from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.kernels.packed import Matrix, PackedMatrix
-from tightwire.kernels.packed_format import PackedFormat
+from tightwire.kernels.spec.packed_format import PackedFormat
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.fused import Fused
 from tightwire.model.weights.source import LayerWeights

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import page_aligned
-from tightwire.model.config import LlamaConfig
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
 from tightwire.model.weights.fill import fill
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.fused import layer_tensors, outer_tensors
 from tightwire.model.weights.image import Image, make_image
 from tightwire.model.weights.layer_store import Moved
-from tightwire.model.weights.prepared import Prepared
+from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import WeightPlan, layer_images
 from tightwire.model.weights.source import CheckpointReader
 

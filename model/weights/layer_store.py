@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.protocols import Moved
-from tightwire.model.errors import ModelError, WeightsError
+from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.weights.fill import fill
 from tightwire.model.weights.fused import Fused
 from tightwire.model.weights.image import Image

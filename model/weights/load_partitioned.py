@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import page_aligned
-from tightwire.comm.codec import parse_codec
-from tightwire.comm.collectives import all_gather_into, prepare_codecs
-from tightwire.comm.ledger import GATHERING, LOADING
-from tightwire.comm.partition_groups import PartitionPeers
+from tightwire.comm.codec.codec import parse_codec
+from tightwire.comm.collectives.collectives import all_gather_into, prepare_codecs
+from tightwire.comm.group.partition_groups import PartitionPeers
+from tightwire.comm.ledger.ledger import GATHERING, LOADING
 from tightwire.model.weights.image import Image, layer_on_device
 from tightwire.model.weights.image_reader import ImageReader
 from tightwire.model.weights.load_streamed import start_streaming

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import page_aligned
-from tightwire.model.config import LlamaConfig
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
 from tightwire.model.weights.fill import empty_matrix, fill
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors
 from tightwire.model.weights.image import Image
 from tightwire.model.weights.layer_store import CheckpointStore, HostStore, LayerStore, Moved, ThrottledStore
-from tightwire.model.weights.prepared import Prepared, load_layer
+from tightwire.model.weights.prepared.folder import Prepared, load_layer
 from tightwire.model.weights.residency import WeightPlan, layer_images
 from tightwire.model.weights.resident import ResidentWeights
 from tightwire.model.weights.source import CheckpointReader, LayerWeights, OuterWeights, WeightSource

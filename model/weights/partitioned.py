@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec import Codec
-from tightwire.comm.collectives import all_gather_into
-from tightwire.comm.partition_groups import PartitionPeers
+from tightwire.comm.codec.codec import Codec
+from tightwire.comm.collectives.collectives import all_gather_into
+from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.model.weights.image import Image
 from tightwire.model.weights.layer_store import NEVER, Moved
 from tightwire.model.weights.partition_cut import Cut

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import msgspec
 import torch
 
-from tightwire.comm.codec import parse_codec
-from tightwire.model.config import LlamaConfig
+from tightwire.comm.codec.codec import parse_codec
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.fused import layer_tensors

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tightwire.model.config import LlamaConfig
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
 from tightwire.model.weights.fill import empty_matrix, fill
 from tightwire.model.weights.formats import WeightFormats, weight_bytes

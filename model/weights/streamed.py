@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import BufferPool, Slot
-from tightwire.model.errors import WeightsError
+from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights.image import Image
 from tightwire.model.weights.layer_store import LayerStore, Moved
 from tightwire.model.weights.source import LayerWeights, OuterWeights

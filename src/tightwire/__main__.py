@@ -8,16 +8,19 @@ import tightwire
 
 # Verb -> ("module:function", one line of help). The function takes the remaining arguments and returns an exit code.
 VERBS = {
-    "serve": ("tightwire.server.cli:serve", "serve a model over the OpenAI HTTP API, split over ranks"),
-    "generate": ("tightwire.server.cli:generate", "continue one prompt on the terminal, without a server"),
-    "chat": ("tightwire.server.terminal_chat:main", "chat on the terminal with a running server"),
-    "bench": ("tightwire.server.bench.cli:main", "measure; `tightwire bench --help` lists what"),
-    "tune": ("tightwire.server.comm_cli:tune", "measure every AllReduce on this host, for `serve` to choose by"),
-    "explain": ("tightwire.server.comm_cli:explain", "say which AllReduce sums which message of a model, and why"),
-    "doctor": ("tightwire.server.doctor.cli:main", "look at this machine: devices, links, what works, what to use"),
-    "pull": ("tightwire.server.cli:pull", "fetch a model of the catalog into the cache"),
+    "serve": ("tightwire.server.cli.verbs:serve", "serve a model over the OpenAI HTTP API, split over ranks"),
+    "generate": ("tightwire.server.cli.verbs:generate", "continue one prompt on the terminal, without a server"),
+    "chat": ("tightwire.server.cli.chat:main", "chat on the terminal with a running server"),
+    "bench": ("tightwire.bench.cli:main", "measure; `tightwire bench --help` lists what"),
+    "tune": ("tightwire.server.cli.comm_cli:tune", "measure every AllReduce on this host, for `serve` to choose by"),
+    "explain": ("tightwire.server.cli.comm_cli:explain", "say which AllReduce sums which message of a model, and why"),
+    "doctor": ("tightwire.bench.doctor.cli:main", "look at this machine: devices, links, what works, what to use"),
+    "pull": ("tightwire.server.cli.verbs:pull", "fetch a model of the catalog into the cache"),
     "train": ("tightwire.training.cli:train", "pre-train or fine-tune a model, alone or under torchrun"),
-    "prepare": ("tightwire.server.prepare_cli:prepare", "repack a model for streaming, with checksums; or check one"),
+    "prepare": (
+        "tightwire.server.cli.prepare_cli:prepare",
+        "repack a model for streaming, with checksums; or check one",
+    ),
 }
 
 

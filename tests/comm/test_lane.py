@@ -8,10 +8,10 @@ import torch
 from harness import run_in_process
 from torch import Tensor
 
-from tightwire.comm.group import Group
+from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.group.group import Group
 from tightwire.comm.lane import CommLane
-from tightwire.comm.ledger import Ledger
-from tightwire.comm.registry import make_all_reduce
+from tightwire.comm.ledger.ledger import Ledger
 
 
 def _sums(group: Group) -> list[Tensor]:

@@ -19,8 +19,8 @@ import torch
 from harness import Over, Runner
 from torch import Tensor
 
-from tightwire.comm.group import Group
-from tightwire.comm.registry import FLASH_PRESETS, all_reduce_names, make_all_reduce, parse_all_reduce
+from tightwire.comm.all_reduce.registry import FLASH_PRESETS, all_reduce_names, make_all_reduce, parse_all_reduce
+from tightwire.comm.group.group import Group
 
 NAMES = [*all_reduce_names(), "flash:none,int4-g32", "flash:int8-g64-had,none"]
 SIZES = (0, 1, 7, 127, 128, 4096)

@@ -10,7 +10,7 @@ from harness import run_in_process, run_nccl_calls, run_ranks, with_throttle
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightwire.comm.group import Group
+from tightwire.comm.group.group import Group
 
 OVER = {
     "gloo": run_ranks,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_batch import PagedBatch
+from helpers.model.paged_batch import PagedBatch
 from torch import Tensor
 
 from tightwire.kernels.attention import paged_attention

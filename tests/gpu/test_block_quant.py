@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tightwire.comm.codec import parse_codec
+from tightwire.comm.codec.codec import parse_codec
 from tightwire.kernels import block_quant
-from tightwire.kernels.block_format import BlockFormat
+from tightwire.kernels.spec.block_format import BlockFormat
 
 pytestmark = pytest.mark.gpu
 

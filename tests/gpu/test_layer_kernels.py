@@ -6,8 +6,8 @@ import torch
 from tightwire.kernels.linear import linear
 from tightwire.kernels.norm import add_rms_norm, add_rms_norm_reference
 from tightwire.kernels.packed import PackedMatrix, dequantize_reference, quantize
-from tightwire.kernels.packed_format import PACKED_FORMATS
 from tightwire.kernels.qkv import rotate_and_cache, rotate_and_cache_reference
+from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 from tightwire.kernels.swiglu import swiglu, swiglu_reference
 
 pytestmark = pytest.mark.gpu

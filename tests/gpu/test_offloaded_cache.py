@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.buffers import check_order
-from tightwire.comm.group import open_process_group
-from tightwire.comm.topology import Topology
+from tightwire.comm.group.group import open_process_group
+from tightwire.comm.group.topology import Topology
 from tightwire.model.build import build_runner
-from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.cache.offloaded_cache import OffloadedCache
 from tightwire.model.layout import make_layout
-from tightwire.model.offloaded_cache import OffloadedCache
+from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan, make_plan
 

@@ -15,10 +15,10 @@ from harness import run_ranks
 from torch import Tensor
 from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.group import Group, open_process_group
-from tightwire.comm.registry import make_all_reduce
-from tightwire.comm.topology import Topology
-from tightwire.comm.transport.peer_access import Council, why_unusable
+from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.group.group import Group, open_process_group
+from tightwire.comm.group.peer_access import Council, why_unusable
+from tightwire.comm.group.topology import Topology
 
 pytestmark = pytest.mark.gpu
 
@@ -110,8 +110,8 @@ def test_processes_that_share_a_gpu(world_size: int, check: Callable[..., None],
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_ranks_played_by_one_process(world_size: int, device: torch.device) -> None:
-    from tightwire.server.bench.kernels.ranks import ALGORITHMS as PLAYED
-    from tightwire.server.bench.kernels.ranks import PlayedRanks
+    from tightwire.bench.kernels.ranks import ALGORITHMS as PLAYED
+    from tightwire.bench.kernels.ranks import PlayedRanks
 
     ranks = PlayedRanks(world_size, device)
     for algorithm in PLAYED:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from training_runs import losses, make_config
+from helpers.training.training_runs import losses, make_config
 
 from tightwire.training.run.run import run_training
 

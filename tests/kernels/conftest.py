@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from paged_batch import PagedBatch
+from helpers.model.paged_batch import PagedBatch
 
 
 @pytest.fixture

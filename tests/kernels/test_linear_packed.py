@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tightwire.kernels import linear as linear_module
+from tightwire.kernels.cpu.vector.simd import bf16_products_usable
 from tightwire.kernels.linear import linear, linear_reference
 from tightwire.kernels.packed import PackedMatrix, quantize
-from tightwire.kernels.packed_format import PACKED_FORMATS, Q4_1, PackedFormat
-from tightwire.kernels.simd import bf16_products_usable
-from tightwire.kernels.unpack import dequantize
+from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, PackedFormat
+from tightwire.kernels.spec.unpack import dequantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

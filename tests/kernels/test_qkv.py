@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from interpreted import needs_triton, run_interpreted
+from helpers.kernels.interpreted import needs_triton, run_interpreted
 from torch import Tensor
 
-from tightwire.comm.group import Group
+from tightwire.comm.group.group import Group
 from tightwire.kernels.qkv import rotate_and_cache, rotate_and_cache_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,7 +44,7 @@ def test_on_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def _check_interpreted(group: Group) -> None:
-    from tightwire.kernels import qkv_triton
+    from tightwire.kernels.cuda import qkv as qkv_triton
 
     for shape in SHAPES:
         for dtype in DTYPES:
@@ -53,7 +53,7 @@ def _check_interpreted(group: Group) -> None:
 
 def _check_padding(group: Group) -> None:
     """A padding row's slot is negative: nothing is stored for it, and the others are what they would be without it."""
-    from tightwire.kernels import qkv_triton
+    from tightwire.kernels.cuda import qkv as qkv_triton
 
     qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
     got_caches, want_caches = caches(), caches()
@@ -64,7 +64,7 @@ def _check_padding(group: Group) -> None:
 
 
 def _check_refusals(group: Group) -> None:
-    from tightwire.kernels import qkv_triton
+    from tightwire.kernels.cuda import qkv as qkv_triton
 
     qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
     k_cache, v_cache = caches()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.model.catalog import pull
+from tightwire.model.checkpoint.catalog import pull
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from fixed_policy import fixed_policy
-from local_engine import continue_prompts, local_engine, run_to_end
+from helpers.comm.fixed_policy import fixed_policy
+from helpers.server.local_engine import continue_prompts, local_engine, run_to_end
 from tiny import make_tiny
 
-from tightwire.model.checkpoint import open_checkpoint
-from tightwire.model.sampling_params import SamplingParams
-from tightwire.server.messages import AddRequest
+from tightwire.model.open import open_checkpoint
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.server.ipc.messages import AddRequest
 
 _ARMS = {name: fixed_policy(name) for name in ("one-shot", "flash:int4-g64,int4-g64", "ring")}
 _PROMPTS = [[5], [72, 101, 108, 108, 111], list(range(40, 100))]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tightwire.comm.ledger import Ledger
+from tightwire.comm.ledger.ledger import Ledger
 from tightwire.model.decode_graphs import DecodeGraphs, Replay, graph_sizes
 from tightwire.model.llama import Batch
 from tightwire.model.step_arrays import StepArrays

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import VARIANTS, make_tiny
-from tiny_gguf import make_tiny_gguf
 from torch import Tensor
 
-from tightwire.comm.group import in_process_groups
-from tightwire.kernels.simd import bf16_products_usable
+from tightwire.comm.group.group import in_process_groups
+from tightwire.kernels.cpu.vector.simd import bf16_products_usable
 from tightwire.model import decode_program
 from tightwire.model.build import build_runner
-from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.layout import make_layout
+from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import make_plan
 from tightwire.model.weights.formats import choose_formats

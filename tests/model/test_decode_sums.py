@@ -12,20 +12,20 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from fixed_policy import fixed_policy, make_arms
 from harness import Ranks, run_ranks
+from helpers.comm.fixed_policy import fixed_policy, make_arms
 from tiny import make_tiny
 
+from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.errors import CollectiveMismatchError, CollectiveTimeoutError, CommError, PeerLostError
-from tightwire.comm.group import Group
-from tightwire.comm.ledger import Event
-from tightwire.comm.registry import make_all_reduce
+from tightwire.comm.group.group import Group
+from tightwire.comm.ledger.ledger import Event
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 from tightwire.model import decode_program
 from tightwire.model.build import build_runner
-from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.decode_program import DecodeProgram
 from tightwire.model.layout import make_layout
+from tightwire.model.open import open_checkpoint
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan, make_plan

@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from fixed_policy import make_routes
 from harness import run_in_process
-from local_engine import continue_prompts, local_engine
+from helpers.comm.fixed_policy import make_routes
+from helpers.server.local_engine import continue_prompts, local_engine
 from tiny import make_tiny, tiny_config
 from torch import Tensor
 
-from tightwire.comm.group import Group
+from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.group.group import Group
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.rules import Policy
 from tightwire.comm.policy.setting import Setting
-from tightwire.comm.registry import make_all_reduce
 from tightwire.kernels.linear import linear
-from tightwire.model.checkpoint import open_checkpoint
-from tightwire.model.config import config_from_hf
+from tightwire.model.checkpoint.config import config_from_hf
 from tightwire.model.layout import make_layout
+from tightwire.model.open import open_checkpoint
 from tightwire.model.parallel import TensorParallel
 
 _ROWS = 5

@@ -12,25 +12,25 @@ from typing import Any
 
 import pytest
 import torch
-from local_engine import prompt_logits
+from helpers.model.tiny_gguf import make_tiny_gguf
+from helpers.server.local_engine import prompt_logits
 from tiny import VARIANTS, make_tiny
-from tiny_gguf import make_tiny_gguf
 
-from tightwire.comm.codec import parse_codec
-from tightwire.comm.group import in_process_groups
+from tightwire.comm.codec.codec import parse_codec
+from tightwire.comm.group.group import in_process_groups
 from tightwire.kernels.packed import Matrix, PackedMatrix
 from tightwire.model.build import build_runner
-from tightwire.model.checkpoint import Checkpoint, open_checkpoint
-from tightwire.model.errors import ModelError, PrepareError
-from tightwire.model.kv_cache import make_kv_cache
+from tightwire.model.cache.kv_cache import make_kv_cache
+from tightwire.model.checkpoint.errors import ModelError, PrepareError
 from tightwire.model.layout import make_layout
 from tightwire.model.llama import Llama
+from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import choose_formats
-from tightwire.model.weights.manifest import MANIFEST
-from tightwire.model.weights.prepared import Prepared, load_layer
+from tightwire.model.weights.prepared.folder import Prepared, load_layer
+from tightwire.model.weights.prepared.manifest import MANIFEST
 from tightwire.model.weights.resident import load_resident
 from tightwire.model.weights.source import LayerWeights, OuterWeights
 from tightwire.model.weights.streamed import StreamedWeights

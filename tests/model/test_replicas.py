@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from fixed_policy import fixed_policy
-from local_engine import local_engine, run_to_end
+from helpers.comm.fixed_policy import fixed_policy
+from helpers.server.local_engine import local_engine, run_to_end
 from tiny import VARIANTS, make_tiny
 
 from tightwire.comm.policy.rules import Policy
-from tightwire.model.checkpoint import Checkpoint, open_checkpoint
-from tightwire.model.sampling_params import SamplingParams
+from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.weights.residency import WeightPlan
-from tightwire.server.drafts import NgramDrafter
-from tightwire.server.messages import AddRequest, EngineStats
+from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.ipc.messages import AddRequest, EngineStats
 
 _STEM = [72, 101, 108, 108, 111] * 5
 _REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {

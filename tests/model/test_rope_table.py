@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tightwire.model.config import LlamaConfig, RopeScaling
+from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.rope_table import rope_table
 
 _LLAMA3 = RopeScaling(

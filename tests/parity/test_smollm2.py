@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from local_engine import continue_prompts, local_engine, prompt_logits, run_to_end
-from parity_prompts import SHORT, long_text
+from helpers.model.transformers_reference import logits, save_as_folder
+from helpers.server.local_engine import continue_prompts, local_engine, prompt_logits, run_to_end
+from helpers.server.parity_prompts import SHORT, long_text
 from transformers import LlamaForCausalLM
-from transformers_reference import logits, save_as_folder
 
-from tightwire.comm.registry import ALL_REDUCE
-from tightwire.model.checkpoint import Checkpoint, open_checkpoint
-from tightwire.model.sampling_params import SamplingParams
-from tightwire.server.messages import AddRequest
+from tightwire.comm.all_reduce.registry import ALL_REDUCE
+from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.server.ipc.messages import AddRequest
 
 _NUM_TOKENS = 64
 _NUM_SPLIT_TOKENS = 16

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from local_engine import continue_prompts, local_engine, prompt_logits
+from helpers.model.tiny_gguf import make_tiny_gguf
+from helpers.model.transformers_reference import greedy, logits, save_as_folder
+from helpers.server.local_engine import continue_prompts, local_engine, prompt_logits
 from tiny import VARIANTS, make_tiny
-from tiny_gguf import make_tiny_gguf
 from transformers import LlamaForCausalLM
-from transformers_reference import greedy, logits, save_as_folder
 
-from tightwire.comm.registry import ALL_REDUCE
-from tightwire.model.checkpoint import open_checkpoint
+from tightwire.comm.all_reduce.registry import ALL_REDUCE
 from tightwire.model.layout import make_layout
-from tightwire.server.drafts import NgramDrafter
+from tightwire.model.open import open_checkpoint
+from tightwire.server.engine.drafts import NgramDrafter
 
 _PROMPTS = [[5], [72, 101, 108, 108, 111], list(range(40, 140)), [200, 3, 17] * 11]
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for
 
 
 @pytest.fixture

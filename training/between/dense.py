@@ -7,7 +7,7 @@ from torch import Tensor
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce, two_shot_bytes
-from tightwire.comm.group import Group
+from tightwire.comm.group.group import Group
 from tightwire.training.between.replicas import Replicas
 from tightwire.training.config.between import DenseOptions
 

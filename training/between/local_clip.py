@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.collectives import all_gather
-from tightwire.comm.group import Group
+from tightwire.comm.collectives.collectives import all_gather
+from tightwire.comm.group.group import Group
 
 _NORM_BYTES = 8
 _TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it

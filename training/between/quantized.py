@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from tightwire.comm.all_reduce.flash import FlashAllReduce, flash_bytes
-from tightwire.comm.codec import Codec, parse_codec
+from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.training.between.dense import FLOAT32_BYTES
 from tightwire.training.between.replicas import Replicas
 from tightwire.training.config.between import QuantizedOptions

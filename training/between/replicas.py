@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tightwire.comm.group import Group
+from tightwire.comm.group.group import Group
 from tightwire.training.engine.units import UnitShard
 
 

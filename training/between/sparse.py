@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.collectives import sparse_all_gather, sparse_all_gather_bytes
+from tightwire.comm.collectives.collectives import sparse_all_gather, sparse_all_gather_bytes
 from tightwire.training.between.dense import dense_bytes, exact_all_reduce
 from tightwire.training.between.local_clip import clip_pieces, local_norm
 from tightwire.training.between.replicas import Replicas

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from threading import Event
 
-from tightwire.model.tokenizer import Tokenizer
+from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.blocks import Block, pack_blocks
 from tightwire.training.data.documents import DataError, Documents, find_files, is_held_out, training_documents

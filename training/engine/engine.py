@@ -22,8 +22,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from tightwire.comm.collectives import all_gather, prepare_codecs
-from tightwire.comm.nodes import run_leg
+from tightwire.comm.collectives.collectives import all_gather, prepare_codecs
+from tightwire.comm.group.nodes import run_leg
 from tightwire.training.engine.between import Between
 from tightwire.training.engine.gradients import Gradients
 from tightwire.training.engine.hooks import Hooks

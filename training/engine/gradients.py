@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import BufferPool
-from tightwire.comm.codec import Codec, parse_codec
-from tightwire.comm.collectives import NONE, reduce_scatter
-from tightwire.comm.group import Group
-from tightwire.comm.node_collectives import hierarchical_reduce_scatter
-from tightwire.comm.nodes import run_leg
+from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.collectives.collectives import NONE, reduce_scatter
+from tightwire.comm.collectives.node_wise import hierarchical_reduce_scatter
+from tightwire.comm.group.group import Group
+from tightwire.comm.group.nodes import run_leg
 from tightwire.training.engine.between import Between
 from tightwire.training.engine.lane import Lane
 from tightwire.training.engine.options import EngineOptions

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tightwire.comm.codec import Codec
+from tightwire.comm.codec.codec import Codec
 from tightwire.training.engine.units import Flat
 
 

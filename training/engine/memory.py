@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from tightwire.comm.codec import parse_codec
+from tightwire.comm.codec.codec import parse_codec
 from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gradients, weights
 from tightwire.training.engine.main_shard import shard_wire_bytes

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from tightwire.comm.codec import Codec, parse_codec
+from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.training.config.sharding import SHARDINGS, Sharding
 
 Path = Literal["flat", "hierarchical"]

@@ -8,9 +8,9 @@ step, a load, or whatever else changes weights, the next gather goes across node
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec import Codec, parse_codec
-from tightwire.comm.group import Group
-from tightwire.comm.shard_gather import gather_across, gather_inside, gather_node_copy, gather_over_nodes
+from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.collectives.shard_gather import gather_across, gather_inside, gather_node_copy, gather_over_nodes
+from tightwire.comm.group.group import Group
 from tightwire.training.engine.main_shard import MainShard
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.units import Flat, Unit

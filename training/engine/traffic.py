@@ -15,10 +15,10 @@ What the slot between replicas sends is its own to say (``wire_bytes``).
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tightwire.comm.codec import parse_codec
-from tightwire.comm.collectives import reduce_scatter_bytes
-from tightwire.comm.node_collectives import hierarchical_bytes
-from tightwire.comm.shard_gather import gather_across_bytes, gather_inside_bytes, gather_shards_bytes
+from tightwire.comm.codec.codec import parse_codec
+from tightwire.comm.collectives.collectives import reduce_scatter_bytes
+from tightwire.comm.collectives.node_wise import hierarchical_bytes
+from tightwire.comm.collectives.shard_gather import gather_across_bytes, gather_inside_bytes, gather_shards_bytes
 from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gradients, weights
 from tightwire.training.engine.main_shard import shard_wire_bytes

@@ -13,7 +13,7 @@ Weights take nothing: they are received where they stay. Where ranks are threads
 
 from typing import NamedTuple
 
-from tightwire.comm.codec import Codec
+from tightwire.comm.codec.codec import Codec
 from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gradients
 from tightwire.training.engine.options import EngineOptions

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import BufferPool
-from tightwire.comm.codec import Codec, parse_codec
-from tightwire.comm.collectives import NONE
-from tightwire.comm.group import Group
-from tightwire.comm.nodes import run_leg
-from tightwire.comm.shard_gather import gather_over_nodes, gather_shards
+from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.collectives.collectives import NONE
+from tightwire.comm.collectives.shard_gather import gather_over_nodes, gather_shards
+from tightwire.comm.group.group import Group
+from tightwire.comm.group.nodes import run_leg
 from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine.lane import Lane
 from tightwire.training.engine.main_shard import MainShard, shard_wire_bytes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from tightwire.model.config import LlamaConfig
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.training.engine.hooks import Hooks
 from tightwire.training.engine.micro_batch import MicroBatch
 from tightwire.training.engine.options import EngineOptions

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from tightwire.model.config import LlamaConfig
+from tightwire.model.checkpoint.config import LlamaConfig
 
 _BFLOAT16_TFLOPS = {  # dense, as the vendor states them; by a part of the device's name, the longest that fits
     "A100": 312.0,

@@ -11,8 +11,8 @@ keeps of what is freed.
 
 from typing import NamedTuple
 
-from tightwire.comm.topology import Topology
-from tightwire.model.config import LlamaConfig
+from tightwire.comm.group.topology import Topology
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.training.between.make import kept_bytes
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.engine.memory import engine_memory

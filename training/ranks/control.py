@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tightwire.comm.collectives import all_gather
-from tightwire.comm.group import Group
+from tightwire.comm.collectives.collectives import all_gather
+from tightwire.comm.group.group import Group
 
 
 class Control:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.group import Group, in_process_groups, open_process_group
-from tightwire.comm.nodes import in_process_node_groups, join_nodes
-from tightwire.comm.topology import Topology
+from tightwire.comm.group.group import Group, in_process_groups, open_process_group
+from tightwire.comm.group.nodes import in_process_node_groups, join_nodes
+from tightwire.comm.group.topology import Topology
 from tightwire.training.config.sharding import Sharding
 
 _LANES = ("gather", "reduce", "main")

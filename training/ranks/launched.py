@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.topology import Topology
+from tightwire.comm.group.topology import Topology
 
 
 def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology:

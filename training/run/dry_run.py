@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.sizes import format_bytes
-from tightwire.comm.topology import Topology
-from tightwire.model.config import LlamaConfig
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.training.between.make import between_bytes, inside_bytes
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError

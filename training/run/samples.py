@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tightwire.model.tokenizer import Tokenizer
+from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.training.engine.engine import Engine
 
 

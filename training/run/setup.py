@@ -6,9 +6,9 @@ from typing import Any, Self
 import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.group import open_process_group
-from tightwire.comm.topology import Topology
-from tightwire.model.config import LlamaConfig
+from tightwire.comm.group.group import open_process_group
+from tightwire.comm.group.topology import Topology
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.training.between.make import check_options, make_between
 from tightwire.training.between.replicas import Replicas
 from tightwire.training.checkpoint.pieces import flat_shards

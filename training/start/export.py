@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tightwire.model.config import LlamaConfig
-from tightwire.model.export import config_to_hf
-from tightwire.model.tokenizer import Tokenizer
-from tightwire.model.whole_folder import check_place, whole_folder
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.export import config_to_hf
+from tightwire.model.checkpoint.whole_folder import check_place, whole_folder
+from tightwire.model.text.tokenizer import Tokenizer
 
 _FILE_BYTES = 4_000_000_000
 _INDEX = "model.safetensors.index.json"

@@ -6,8 +6,8 @@ from pathlib import Path
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from tightwire.model.byte_tokenizer import BOS, CHAT_TEMPLATE, END_OF_TURN, EOS, START_OF_TURN, byte_characters
-from tightwire.model.tokenizer import Tokenizer, tokenizer_from_folder
+from tightwire.model.text.byte_tokenizer import BOS, CHAT_TEMPLATE, END_OF_TURN, EOS, START_OF_TURN, byte_characters
+from tightwire.model.text.tokenizer import Tokenizer, tokenizer_from_folder
 
 _SPECIAL = (BOS, EOS, START_OF_TURN, END_OF_TURN)
 _MOST_CHARACTERS = 1 << 26  # of text to learn from; more changes little and takes minutes

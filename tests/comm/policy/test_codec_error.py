@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tightwire.comm.codec import parse_codec
+from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.policy.codec_error import relative_rms_error
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixed_policy import fixed_policy
+from helpers.comm.fixed_policy import fixed_policy
 
 from tightwire.comm.policy.policy_file import (
     FileRule,

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from fixed_policy import fixed_policy, make_arms, make_routes
 from harness import run_in_process
+from helpers.comm.fixed_policy import fixed_policy, make_arms, make_routes
 
 from tightwire.comm.all_reduce.by_size import SizedAllReduce, by_size
-from tightwire.comm.group import Group, in_process_groups
+from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.policy.rules import Choice, Policy, Rule
-from tightwire.comm.registry import make_all_reduce
 
 
 def rule(site: str, phase: str, *table: tuple[int | None, str], reason: str = "") -> Rule:

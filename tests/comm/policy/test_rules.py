@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from fixed_policy import fixed_policy
+from helpers.comm.fixed_policy import fixed_policy
 
 from tightwire.comm.policy.rules import Choice, Policy, QuarantinedError, Rule
 

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import make_tiny
-from tiny_gguf import make_tiny_gguf
 
 from tightwire.kernels.packed import Matrix, PackedMatrix
-from tightwire.kernels.packed_format import PACKED_FORMATS, Q4_1, Q8_0
-from tightwire.kernels.unpack import dequantize
-from tightwire.model.checkpoint import Checkpoint, open_checkpoint
-from tightwire.model.config import LlamaConfig
-from tightwire.model.errors import ModelError
+from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, Q8_0
+from tightwire.kernels.spec.unpack import dequantize
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.names import EMBEDDING, HEAD, expected_tensors
 from tightwire.model.layout import make_layout
+from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats, weight_bytes
-from tightwire.model.weights.names import EMBEDDING, HEAD, expected_tensors
 from tightwire.model.weights.resident import ResidentWeights, load_resident
 
 CPU = torch.device("cpu")

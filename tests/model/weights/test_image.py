@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import VARIANTS, make_tiny
-from tiny_gguf import make_tiny_gguf
 
 from tightwire.comm.buffers import page_aligned
-from tightwire.comm.codec import parse_codec
+from tightwire.comm.codec.codec import parse_codec
 from tightwire.kernels.packed import Matrix, PackedMatrix
-from tightwire.model.checkpoint import Checkpoint, open_checkpoint
 from tightwire.model.layout import make_layout
+from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights.fill import fill
 from tightwire.model.weights.formats import choose_formats
 from tightwire.model.weights.fused import layer_tensors

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import pytest
 from harness import Ranks
-from partition_bodies import Work, World, build, open_peers, open_replica, settle, walk
-from partition_checks import NUM_LAYERS, PROMPTS, first_touch_bytes, open_images, plan_for
+from helpers.comm.partition_bodies import Work, World, build, open_peers, open_replica, settle, walk
+from helpers.comm.partition_checks import NUM_LAYERS, PROMPTS, first_touch_bytes, open_images, plan_for
 from tiny import make_tiny
 
-from tightwire.comm.group import Group
+from tightwire.comm.group.group import Group
 from tightwire.comm.link.emulated_network import EmulatedNetwork, EmulatedNode, NoEmulatedNetworkError
 from tightwire.comm.link.link import parse_link
-from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights.residency import FILES, FIRST_TOUCH
 from tightwire.model.weights.streamed import StreamedWeights

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import pytest
 from harness import Ranks
-from partition_bodies import Work, World, build, compute_as_process, open_peers, open_replica, walk
-from partition_checks import NUM_LAYERS, PROMPTS, check_bytes, check_logits, plan_for
+from helpers.comm.partition_bodies import Work, World, build, compute_as_process, open_peers, open_replica, walk
+from helpers.comm.partition_checks import NUM_LAYERS, PROMPTS, check_bytes, check_logits, plan_for
 from tiny import make_tiny
 
 from tightwire.comm.buffers import check_order
 from tightwire.comm.errors import CommError
-from tightwire.comm.group import Group
+from tightwire.comm.group.group import Group
 from tightwire.comm.transport.segment import make_segment
 from tightwire.model.weights.residency import FILES, FIRST_TOUCH
 from tightwire.model.weights.streamed import StreamedWeights

@@ -12,20 +12,20 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from partition_bodies import Work, World, build, settle
-from partition_checks import NUM_LAYERS, PROMPTS, check_bytes, check_logits, plan_for, run_threads
+from helpers.comm.partition_bodies import Work, World, build, settle
+from helpers.comm.partition_checks import NUM_LAYERS, PROMPTS, check_bytes, check_logits, plan_for, run_threads
+from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import make_tiny
-from tiny_gguf import make_tiny_gguf
 from torch import Tensor
 
 from tightwire.comm.errors import PeerLostError
-from tightwire.comm.group import in_process_groups
-from tightwire.comm.ledger import GATHERING
-from tightwire.comm.partition_groups import in_process_partition
+from tightwire.comm.group.group import in_process_groups
+from tightwire.comm.group.partition_groups import in_process_partition
+from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.comm.transport.in_process import InProcessTransport
-from tightwire.model.checkpoint import open_checkpoint
-from tightwire.model.errors import WeightsError
+from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.layout import make_layout
+from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.image_reader import CheckpointImages

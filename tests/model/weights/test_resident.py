@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import VARIANTS, make_tiny, tiny_config, tiny_tensors
-from tiny_gguf import make_tiny_gguf
 
-from tightwire.model.checkpoint import open_checkpoint
 from tightwire.model.layout import Shard, make_layout
+from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.resident import ResidentWeights, load_resident
 
@@ -110,7 +110,7 @@ def test_each_rank_gets_its_slices(tmp_path: Path, variant: str, world_size: int
 _MEASURE = """
 import json, sys, torch
 from pathlib import Path
-from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.open import open_checkpoint
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import choose_formats, weight_bytes
 from tightwire.model.weights.resident import load_resident

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from local_engine import LocalEngine, continue_prompts, local_engine
+from helpers.model.tiny_gguf import make_tiny_gguf
+from helpers.server.local_engine import LocalEngine, continue_prompts, local_engine
 from tiny import make_tiny
-from tiny_gguf import make_tiny_gguf
 from torch import Tensor
 
 from tightwire.comm import buffers
 from tightwire.comm.buffers import check_order
-from tightwire.model.checkpoint import Checkpoint, open_checkpoint
-from tightwire.model.errors import WeightsError
+from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.layout import make_layout
+from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights import layer_store
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.image import Image

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from tiny import make_tiny
 
-from tightwire.model.checkpoint import open_checkpoint
+from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
 
 _MEASURE = """
 import json, sys, time, torch
 from pathlib import Path
-from tightwire.comm.codec import parse_codec
-from tightwire.model.checkpoint import open_checkpoint
+from tightwire.comm.codec.codec import parse_codec
+from tightwire.model.open import open_checkpoint
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.load_streamed import load_prepared, load_streamed

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from flats import fill, make_flat
 from harness import run_in_process, run_ranks
+from helpers.training.flats import fill, make_flat
 from torch import Tensor
 
-from tightwire.comm.group import Group
+from tightwire.comm.group.group import Group
 from tightwire.training.between.make import between_bytes, kept_bytes, make_between
 from tightwire.training.between.replicas import Replicas
 from tightwire.training.config.between import (

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from flats import fill, make_flat
 from harness import run_in_process
+from helpers.training.flats import fill, make_flat
 from torch import Tensor
 
-from tightwire.comm.collectives import sparse_all_gather_bytes
-from tightwire.comm.group import Group
+from tightwire.comm.collectives.collectives import sparse_all_gather_bytes
+from tightwire.comm.group.group import Group
 from tightwire.training.between.dense import dense_bytes
 from tightwire.training.between.local_clip import clip_bytes, clip_pieces
 from tightwire.training.between.make import make_between

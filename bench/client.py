@@ -1,0 +1,233 @@
+"""One streamed request, measured at the client.
+
+The clock starts when the request is handed to the connection. Time spent waiting for a client slot belongs to the
+load generator (``load``), not to the server, and is never in a sample.
+
+What this client computes it takes from a server on the same cores; aiohttp spends a third of httpx's time on an event
+(``bench/scripts/client_events.py``).
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Self
+
+import aiohttp
+import httpx
+
+from tightwire.bench.serve.workload import Prompt
+from tightwire.server.cli.remote import (
+    CONNECT_TIMEOUT_S,
+    Remote,
+    RemoteError,
+    SseDecoder,
+    body_text,
+    choice_text,
+    describe,
+    environment_proxy,
+    first_choice,
+    parse_event,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Sample:
+    """What one request brought; times in seconds from when it was sent.
+
+    ``ttft_s`` is the first event with text. ``itl_s`` are the gaps between events with text: a server that puts several
+    tokens into one event has fewer and longer ones. ``num_generated`` is the server's own count (usage); where it sends
+    none, events with text are counted and ``usage`` is False.
+    """
+
+    index: int = 0
+    sent_s: float = 0.0  # since the arm began
+    late_s: float = 0.0  # how much later than planned it was sent (request-rate load only)
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    itl_s: list[float] = field(default_factory=list)
+    num_prompt: int = 0
+    num_cached: int = 0  # prompt tokens that a prefix cache supplied
+    num_generated: int = 0
+    usage: bool = False
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per token after the first."""
+        if self.error or self.ttft_s is None or self.e2e_s is None or self.num_generated < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.num_generated - 1)
+
+
+_KEEP_ALIVE_S = 4.0  # shorter than servers keep an idle connection
+
+
+class BenchClient:
+    """Sends prompts to one server over connections that are kept open. Made inside a running event loop."""
+
+    def __init__(self, remote: Remote, *, timeout_s: float, extra_body: Mapping[str, Any]) -> None:
+        self._remote = remote
+        self._timeout_s = timeout_s
+        self.send_fields(extra_body)
+        is_new = aiohttp.TraceConfig()
+        is_new.on_connection_create_start.append(_note_new)
+        self._proxy = environment_proxy(remote.base) if remote.trust_env else None
+        self._http = aiohttp.ClientSession(
+            headers=dict(remote.headers),
+            # The request's deadline is in ``measure``.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            # No limit on connections: waiting for one would count as the server's time.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=httpx.create_ssl_context()),
+            trace_configs=[is_new],
+        )
+
+    def send_fields(self, extra_body: Mapping[str, Any], *, asks_usage: bool = True) -> None:
+        """From now on, every request has these; ``asks_usage``: False for a server that refuses ``stream_options``."""
+        usage = {"stream_options": {"include_usage": True}} if asks_usage else {}
+        self._extra_body = {**usage, **extra_body}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.close()
+
+    async def measure(
+        self,
+        prompt: Prompt,
+        *,
+        extra_body: Mapping[str, Any] | None = None,
+        watch: Callable[[dict[str, Any]], None] | None = None,
+    ) -> Sample:
+        """Send one prompt and read its stream to the end; a failure is a sample with ``error``, never an exception.
+
+        Args:
+            extra_body: fields of this request alone.
+            watch: called with each event once it has been timed, for what only one bench wants of it.
+        """
+        url = f"{self._remote.base}/{'chat/completions' if prompt.is_chat else 'completions'}"
+        body = json.dumps({**self._body(prompt), **(extra_body or {})}).encode()
+        sample = Sample()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._read(url, body, sample, watch)
+        except (aiohttp.ClientError, ValueError) as error:  # the latter: a URL or headers that cannot be sent
+            sample.error = f"connection: {describe(error)}"
+        except TimeoutError:
+            sample.error = f"no end of the answer within {self._timeout_s:g} s"
+        return sample
+
+    def _body(self, prompt: Prompt) -> dict[str, Any]:
+        return {
+            "model": self._remote.model,
+            "stream": True,
+            **prompt.body(),
+            **self._extra_body,
+        }
+
+    async def _read(
+        self, url: str, body: bytes, sample: Sample, watch: Callable[[dict[str, Any]], None] | None
+    ) -> None:
+        began = time.perf_counter()
+        async with await self._send(url, body) as response:
+            if response.status != 200:
+                text = body_text(await response.text(errors="replace"), response.reason or "")
+                sample.error = f"HTTP {response.status}: {text}"
+                return
+            reader = _StreamReader(sample, began, watch)
+            decoder = SseDecoder()
+            async for chunk in response.content.iter_any():
+                for data in decoder.feed(chunk):
+                    # Events that came at once are as far apart as it takes to read one: a gap of 0 has no ratio.
+                    reader.event(data, time.perf_counter())
+            reader.end()
+
+    async def _send(self, url: str, body: bytes) -> aiohttp.ClientResponse:
+        """A server may close a kept connection just when the next request comes (llama.cpp's does, RFC 9112 section 9.3.1);
+        that request goes out again, once, and its time runs on. A new connection that ends unanswered is an error."""
+        connection = SimpleNamespace(is_new=False)
+        try:
+            return await self._post(url, body, connection)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            if connection.is_new:
+                raise
+            return await self._post(url, body, connection)
+
+    async def _post(self, url: str, body: bytes, connection: SimpleNamespace) -> aiohttp.ClientResponse:
+        headers = {"Content-Type": "application/json"}
+        return await self._http.post(
+            url,
+            data=body,
+            headers=headers,
+            proxy=self._proxy,
+            allow_redirects=False,
+            trace_request_ctx=connection,
+        )
+
+
+async def _note_new(session: aiohttp.ClientSession, context: SimpleNamespace, event: object) -> None:
+    context.trace_request_ctx.is_new = True
+
+
+class _StreamReader:
+    """Fills a sample from the events of its stream."""
+
+    def __init__(self, sample: Sample, began: float, watch: Callable[[dict[str, Any]], None] | None) -> None:
+        self._sample = sample
+        self._began = began
+        self._watch = watch
+        self._last_text: float | None = None
+        self._num_texts = 0
+        self._num_events = 0
+
+    def event(self, data: str, now: float) -> None:
+        sample = self._sample
+        if data == "[DONE]" or sample.error:
+            return
+        try:
+            event = parse_event(data)
+        except RemoteError as error:
+            sample.error = f"stream: {error}"
+            return
+        self._num_events += 1
+        choice = first_choice(event)
+        if choice is not None:
+            if choice_text(choice):
+                self._text(now)
+            sample.e2e_s = now - self._began
+            sample.finish_reason = choice.get("finish_reason") or sample.finish_reason
+        if isinstance(event.get("usage"), dict):
+            self._usage(event["usage"])
+        if self._watch is not None:
+            self._watch(event)
+
+    def _text(self, now: float) -> None:
+        self._num_texts += 1
+        if self._last_text is None:
+            self._sample.ttft_s = now - self._began
+        else:
+            self._sample.itl_s.append(now - self._last_text)
+        self._last_text = now
+
+    def _usage(self, usage: dict[str, Any]) -> None:
+        self._sample.usage = True
+        self._sample.num_prompt = _count(usage, "prompt_tokens")
+        self._sample.num_generated = _count(usage, "completion_tokens")
+        self._sample.num_cached = _count(usage.get("prompt_tokens_details"), "cached_tokens")
+
+    def end(self) -> None:
+        sample = self._sample
+        if not sample.usage:
+            sample.num_generated = self._num_texts
+        if sample.error is None and sample.finish_reason is None:
+            sample.error = f"the stream broke off after {self._num_events} events, without a finish_reason"
+
+
+def _count(counts: Any, name: str) -> int:
+    """0 for what a peer leaves out or has in another shape."""
+    number = counts.get(name) if isinstance(counts, dict) else None
+    return number if isinstance(number, int) else 0

@@ -1,0 +1,179 @@
+"""What a rank of ``bench comm`` does: make numbers, check every algorithm's answer, then time them in random turns.
+
+Every call is checked. The first of an algorithm at a size is compared with the exact sum, elementwise against the bound
+that the algorithm states, by one rank; all ranks tell a digest of their bits, which must be the same; and each later
+call must give the first one's bits. So must the counted bytes be those of the algorithm's formula.
+"""
+
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.group.group import Group
+from tightwire.comm.protocols import AllReduce
+
+_WARM_UP_ROUNDS = 2
+_MIN_ROUNDS = 3
+_REPORT_S = 0.25  # between two reports, so that a progress bar moves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasurePlan:
+    algorithms: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+    repeats: int
+    seconds_per_size: float
+    seed: int
+    make: Callable[[str, Group], AllReduce] = make_all_reduce
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """The first answer of an algorithm at a size. Errors are None on ranks that leave the sum to another."""
+
+    size: int
+    algorithm: str
+    digest: str
+    wire_bytes: int
+    formula_bytes: int
+    relative_error: float | None = None  # root of the squared error's sum over that of the exact sum's squares
+    share_of_bound: float | None = None  # the largest error of an element over its bound; above 1 is wrong
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """Some rounds of calls, one call of each algorithm in a round; ``done`` of ``rounds`` are over."""
+
+    size: int
+    seconds: dict[str, list[float]]
+    changed: tuple[str, ...]  # algorithms that gave other bits than before
+    done: int
+    rounds: int
+
+
+def measure(group: Group, plan: MeasurePlan) -> Iterator[Checked | Timed]:
+    arms = {name: plan.make(name, group) for name in plan.algorithms}
+    for size in plan.sizes:
+        bench = _Size(group, plan, size, arms)
+        for name in arms:
+            yield bench.check(name)
+        yield from bench.time(bench.agree_on_rounds())
+
+
+class _Size:
+    """All algorithms at one size of message."""
+
+    def __init__(self, group: Group, plan: MeasurePlan, size: int, arms: dict[str, AllReduce]) -> None:
+        self._group, self._plan, self._size, self._arms = group, plan, size, arms
+        inputs = [_numbers(plan, size, rank).to(group.device) for rank in range(group.world_size)]
+        self._x = inputs[group.rank]
+        self._inputs = inputs if group.rank == 0 else []
+        self._exact = _exact_sum(inputs) if group.rank == 0 else None
+        self._first: dict[str, Tensor] = {}
+        # The same on all ranks: they must call the same algorithm at the same time.
+        self._order = random.Random(f"{plan.seed}/{size}/order")
+
+    def check(self, name: str) -> Checked:
+        all_reduce, group = self._arms[name], self._group
+        sent_before = group.bytes_sent
+        result = all_reduce(self._x)
+        wire_bytes = group.bytes_sent - sent_before
+        self._first[name] = result.clone()
+        relative_error = share_of_bound = None
+        if self._exact is not None:
+            error = (result.double() - self._exact).abs()
+            bound = all_reduce.max_error(self._inputs)
+            relative_error = float(error.norm() / self._exact.norm())
+            share_of_bound = _share(error, bound)
+        return Checked(
+            size=self._size,
+            algorithm=name,
+            digest=_digest(result),
+            wire_bytes=wire_bytes,
+            formula_bytes=all_reduce.wire_bytes(self._x.numel(), self._x.element_size()),
+            relative_error=relative_error,
+            share_of_bound=share_of_bound,
+        )
+
+    def agree_on_rounds(self) -> int:
+        """Warm up, and let rank 0 decide how many rounds fit into the time."""
+        start = time.perf_counter()
+        for _ in range(_WARM_UP_ROUNDS):
+            self._round()
+        per_round_s = (time.perf_counter() - start) / _WARM_UP_ROUNDS
+        fitting = int(self._plan.seconds_per_size / per_round_s)
+        wanted = torch.tensor([max(_MIN_ROUNDS, min(self._plan.repeats, fitting))], device=self._group.device)
+        told = self._group.transport.gather(wanted.view(torch.uint8))
+        return int(told[0].view(torch.int64))
+
+    def time(self, rounds: int) -> Iterator[Timed]:
+        seconds: dict[str, list[float]] = {name: [] for name in self._arms}
+        changed: set[str] = set()
+        last_report = time.monotonic()
+        for number in range(1, rounds + 1):
+            taken, other = self._round()
+            changed |= other
+            for name, value in taken.items():
+                seconds[name].append(value)
+            if number == rounds or time.monotonic() - last_report > _REPORT_S:
+                yield Timed(
+                    size=self._size, seconds=seconds, changed=tuple(sorted(changed)), done=number, rounds=rounds
+                )
+                seconds = {name: [] for name in self._arms}
+                last_report = time.monotonic()
+
+    def _round(self) -> tuple[dict[str, float], set[str]]:
+        """One call of each algorithm, in random order: seconds, and which gave other bits than at first."""
+        names = list(self._arms)
+        self._order.shuffle(names)
+        taken: dict[str, float] = {}
+        changed: set[str] = set()
+        for name in names:
+            self._group.transport.barrier()
+            self._synchronize()
+            start = time.perf_counter()
+            result = self._arms[name](self._x)
+            self._synchronize()
+            taken[name] = time.perf_counter() - start
+            if not torch.equal(_bits(result), _bits(self._first[name])):
+                changed.add(name)
+        return taken, changed
+
+    def _synchronize(self) -> None:
+        if self._group.device.type == "cuda":
+            torch.cuda.synchronize(self._group.device)
+
+
+def _numbers(plan: MeasurePlan, size: int, rank: int) -> Tensor:
+    """Normal numbers of unit variance, which every rank can make for every other."""
+    dtype: torch.dtype = getattr(torch, plan.dtype)
+    source = torch.Generator().manual_seed((plan.seed * 1_000_003 + size) * 64 + rank)
+    return torch.randn(size // dtype.itemsize, generator=source).to(dtype)
+
+
+def _exact_sum(inputs: Sequence[Tensor]) -> Tensor:
+    total = inputs[0].double()
+    for x in inputs[1:]:
+        total += x  # a wider sum rounds at 2**-53 of it, far below any algorithm's bound
+    return total
+
+
+def _share(error: Tensor, bound: Tensor) -> float:
+    """The largest error over its bound; no error where none is allowed is 0, and NaN is wrong."""
+    shares = torch.where(error == 0, 0.0, error / bound)
+    return float("inf") if bool(shares.isnan().any()) else float(shares.max())
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)
+
+
+def _digest(x: Tensor) -> str:
+    return hashlib.blake2b(_bits(x).cpu().numpy().data, digest_size=16).hexdigest()

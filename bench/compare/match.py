@@ -1,0 +1,169 @@
+"""Two results side by side: cells of the same name, the ratio of each metric with its interval, and the verdict."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from tightwire.bench.compare.cells import Cell, Samples
+from tightwire.bench.compare.results import KINDS, Metric, Result
+from tightwire.bench.report.statistics import Comparison, compare
+
+# What makes two results unlike, and so their ratio one of machines or settings, not of the program.
+_FACTS = (
+    *("environment.cpu", "environment.usable_cores", "environment.os", "environment.python", "environment.packages"),
+    *("environment.tightwire", "environment.git_revision", "server.model", "server.refused", "workload", "request"),
+    *("model", "dtype", "device", "device_name", "tp", "ranks", "nodes", "transport", "link.name", "link.emulation"),
+    *("link.how", "comm.link.name", "comm.link.emulation", "options", "text", "window"),
+    *("num_layers", "hidden_size", "weights"),
+)
+_FREE = ("seed", "num_words", "tokens_per_word")  # may differ from run to run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One metric of one cell in both results; ``a`` and ``b`` are medians of batches, in the samples' own unit."""
+
+    cell: str
+    metric: Metric
+    a: float
+    b: float
+    paired: bool
+    comparison: Comparison
+
+    def regressed(self, tolerance: float) -> bool:
+        """Worse, and the whole interval is beyond the tolerance."""
+        if self.comparison.verdict != "slower":
+            return False
+        if self.metric.worse_is_higher:
+            return self.comparison.low > 1 + tolerance
+        return self.comparison.high < 1 - tolerance
+
+
+def check_alike(a: Result, b: Result) -> None:
+    """
+    Raises:
+        ValueError: unlike schemas, cells none of which are in both, or baselines that differ.
+    """
+    if (a.kind, a.version) != (b.kind, b.version):
+        raise ValueError(
+            f"{a.path} is of schema {a.kind}/{a.version} and {b.path} of {b.kind}/{b.version}; compare results of one bench"
+        )
+    if not {cell.name for cell in a.cells} & {cell.name for cell in b.cells}:
+        raise ValueError(
+            f"the results have no cell in common: {a.path} has {_names(a.cells)}, and {b.path} has {_names(b.cells)}"
+        )
+    if a.kind == "ttft" and (mine := a.raw["options"]["baseline"]) != (other := b.raw["options"]["baseline"]):
+        raise ValueError(f"ratios are to the baseline, which is {mine} in {a.path} and {other} in {b.path}")
+
+
+def rows(a: Result, b: Result, metrics: Sequence[Metric]) -> list[Row]:
+    """Every metric of every cell that is in both, in the order of ``a``."""
+    others = {cell.name: cell for cell in b.cells}
+    same = a.same is not None and a.same == b.same
+    found = []
+    for cell in a.cells:
+        if cell.name not in others:
+            continue
+        other = others[cell.name]
+        batch = max(cell.batch, other.batch)
+        for metric in metrics:
+            mine, its = cell.metrics.get(metric.name), other.metrics.get(metric.name)
+            if mine and its:
+                row = _row(cell.name, metric, _batched(mine, batch), _batched(its, batch), same=same)
+                found.append(row)
+    return found
+
+
+def _batched(samples: Samples, batch: int) -> Samples:
+    """The median of each batch, by its number."""
+    batches: dict[int, list[float]] = defaultdict(list)
+    for number, value in samples.items():
+        batches[number // batch].append(value)
+    return {number: median(values) for number, values in batches.items()}
+
+
+def _row(name: str, metric: Metric, mine: Samples, its: Samples, *, same: bool) -> Row:
+    shared = sorted(mine.keys() & its.keys())
+    paired = same and bool(shared)
+    before = [mine[i] for i in shared] if paired else list(mine.values())
+    after = [its[i] for i in shared] if paired else list(its.values())
+    return Row(
+        cell=name,
+        metric=metric,
+        a=median(before),
+        b=median(after),
+        paired=paired,
+        comparison=compare(before, after, paired=paired, worse_is_higher=metric.worse_is_higher),
+    )
+
+
+def faults(a: Result, b: Result, tolerance: float) -> list[str]:
+    """Where B did not get so far as A, in words: times of what succeeded say nothing of that."""
+    found = [f"B is not complete, and A is: {b.error}"] if b.error and not a.error else []
+    others = {cell.name: cell for cell in b.cells}
+    for cell in a.cells:
+        other = others.get(cell.name)
+        if other is None or not (cell.requested and other.requested):
+            continue
+        if other.failed / other.requested > cell.failed / cell.requested + tolerance:
+            found.append(
+                f"{cell.name}: {other.failed} of {other.requested} requests failed in B, and {cell.failed} of "
+                f"{cell.requested} in A"
+            )
+    return found
+
+
+def chosen_metrics(kind: str, names: Sequence[str]) -> list[Metric]:
+    """Those that are named, which then decide; or all, of which the kind's own decide.
+
+    Raises:
+        ValueError: the kind has no such metric.
+    """
+    all_of = {metric.name: metric for metric in KINDS[kind].metrics}
+    for name in names:
+        if name not in all_of:
+            raise ValueError(f"bench {kind} has no metric {name!r} to compare; it has {', '.join(all_of)}")
+    return [replace(all_of[name], decides=True) for name in names] or list(all_of.values())
+
+
+def differences(a: Result, b: Result) -> list[str]:
+    """What is unlike about the results besides their figures, in words."""
+    facts, others = _facts(a.raw), _facts(b.raw)
+    found = [
+        f"{name} differs: {facts.get(name)} in A, {others.get(name)} in B"
+        for name in {**facts, **others}
+        if facts.get(name) != others.get(name)
+    ]
+    found += [f"{result.path} is not complete: {result.error}" for result in (a, b) if result.error]
+    found += [*a.notes, *b.notes]
+    mine, other = {cell.name for cell in a.cells}, {cell.name for cell in b.cells}
+    for path, only in ((a.path, mine - other), (b.path, other - mine)):
+        if only:
+            found.append(f"only {path} has {', '.join(sorted(only))}")
+    return found
+
+
+def _facts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """``_FACTS`` by name, those inside of tables one by one."""
+    facts: dict[str, Any] = {}
+    for path in _FACTS:
+        value = _at(raw, path)
+        if isinstance(value, Mapping):
+            facts |= {f"{path}.{name}": inner for name, inner in value.items() if name not in _FREE}
+        elif value is not None:
+            facts[path] = value
+    return facts
+
+
+def _at(raw: Mapping[str, Any], path: str) -> Any:
+    value: Any = raw
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _names(cells: Sequence[Cell]) -> str:
+    names = [cell.name for cell in cells]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

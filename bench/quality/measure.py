@@ -1,0 +1,126 @@
+"""One world size of ``bench quality``: every arm over every window beside the exact model, then noise and greedy texts."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tightwire.bench.quality.arms import LOSSY_SITES, Arm, exact_arm
+from tightwire.bench.quality.greedy import NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS, first_differences, generate
+from tightwire.bench.quality.noise import NoiseRecord, Power
+from tightwire.bench.quality.ranks import PlayedRanks
+from tightwire.bench.quality.score import Floats, Scorer, Scores
+from tightwire.bench.quality.windows import Windows
+
+
+@dataclass(kw_only=True, slots=True)
+class Measured:
+    """What is known so far; lists hold one entry for each batch of windows. ``scores`` is by arm, the exact one among them."""
+
+    world_size: int
+    scores: dict[str, list[Scores]] = field(default_factory=dict)
+    same_tokens: dict[str, list[int]] = field(default_factory=dict)  # until each greedy text differs
+    noise: dict[tuple[str, str, int], Power] = field(default_factory=dict)  # by (algorithm, site, layer)
+
+    def joined(self, name: str, what: Callable[[Scores], Floats]) -> Floats:
+        return np.concatenate([what(scores) for scores in self.scores[name]])
+
+
+class NotFiniteError(ValueError):
+    """A model's states have overflowed: there is nothing to compare."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """``told`` is called before each forward pass or so, with what is being done and how many passes are through."""
+
+    ranks: PlayedRanks
+    windows: Windows
+    arms: Sequence[Arm]
+    scorer: Scorer
+    batch: int
+    told: Callable[[str], None]
+
+    def run(self, measured: Measured) -> Iterator[None]:
+        """Fill ``measured``; yields whenever there is something new worth keeping."""
+        self._noise(measured)
+        self.ranks.give_arms([exact_arm(), *self.arms])
+        yield
+        for numbers in batches(self.windows.judged, self.batch):
+            self._windows(measured, numbers)
+            yield
+        self._greedy(measured)
+        yield
+
+    @property
+    def num_steps(self) -> int:
+        """How often ``told`` will be called."""
+        num_batches = -(-len(self.windows.judged) // self.batch)
+        return 1 + num_batches * (len(self.arms) + 2) + len(self.arms) + 1
+
+    def seconds_left(self) -> float:
+        """About how long all batches will take, from one pass that is made for it; ask after the first yield."""
+        numbers = self.windows.judged[: self.batch]
+        began = time.monotonic()
+        states_TD = self.windows.scored(self.ranks.prefill(self.windows.token_ids_NL[list(numbers)], 0))
+        self.scorer.score(states_TD, {}, self.windows.next_ids(numbers))
+        per_pass_s = time.monotonic() - began
+        return per_pass_s * (len(self.arms) + 1) * -(-len(self.windows.judged) // self.batch)
+
+    def _noise(self, measured: Measured) -> None:
+        self.told("noise of each layer")
+        numbers = self.windows.judged[: self.batch]
+        measured.noise = noise_of_arms(self.ranks, self.windows, numbers, self.arms)
+
+    def _windows(self, measured: Measured, numbers: Sequence[int]) -> None:
+        token_ids_BL = self.windows.token_ids_NL[list(numbers)]
+        states = {}
+        for number, name in enumerate([exact_arm().name, *(arm.name for arm in self.arms)]):
+            self.told(name)
+            states[name] = self.windows.scored(self.ranks.prefill(token_ids_BL, number))
+            if not states[name].isfinite().all():
+                raise NotFiniteError(f"{name} with {self.ranks.world_size} ranks: hidden states are not finite")
+        self.told("comparing")
+        exact, others = self.scorer.score(states.pop(exact_arm().name), states, self.windows.next_ids(numbers))
+        for name, scores in {exact_arm().name: exact, **others}.items():
+            measured.scores.setdefault(name, []).append(scores)
+
+    def _greedy(self, measured: Measured) -> None:
+        length = min(PROMPT_TOKENS, self.windows.token_ids_NL.shape[1])
+        prompts_BL = self.windows.token_ids_NL[spread(self.windows.judged, NUM_PROMPTS), :length]
+        self.told("greedy texts")
+        exact_BT = generate(self.ranks, prompts_BL, 0, NEW_TOKENS)
+        for number, arm in enumerate(self.arms, start=1):
+            self.told(f"greedy texts: {arm.name}")
+            other_BT = generate(self.ranks, prompts_BL, number, NEW_TOKENS)
+            measured.same_tokens[arm.name] = first_differences(exact_BT, other_BT)
+
+
+def batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for start in range(0, len(numbers), size):
+        yield numbers[start : start + size]
+
+
+def spread(numbers: Sequence[int], most: int) -> list[int]:
+    """``most`` of them, evenly from the whole, or all where there are fewer."""
+    count = min(most, len(numbers))
+    return [numbers[i * len(numbers) // count] for i in range(count)]
+
+
+def noise_of_arms(
+    ranks: PlayedRanks, windows: Windows, numbers: Sequence[int], arms: Sequence[Arm]
+) -> dict[tuple[str, str, int], Power]:
+    """Of every algorithm that one of ``arms`` uses for prompt rows, at every place, on the windows ``numbers``."""
+    places = [(site, layer) for site in LOSSY_SITES for layer in range(ranks.num_layers)]
+    names = dict.fromkeys(arm.algorithm(*place) for arm in arms for place in places)
+    record = NoiseRecord(ranks.world_size, list(names))
+    ranks.give_arms([exact_arm()], record.routes)
+    ranks.prefill(windows.token_ids_NL[list(numbers)], 0)
+    return record.powers
+
+
+def make_pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, "score", initializer=torch.set_num_threads, initargs=(1,))

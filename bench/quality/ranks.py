@@ -1,0 +1,186 @@
+"""A model split over ranks that are threads of this process: every world size can be had, whatever machine this is.
+
+Layers, shards, kernels and AllReduces are those that serve: what is added up, in which order and in which dtype, is the
+same.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from tightwire.bench.quality.arms import Arm
+from tightwire.comm.errors import CommError
+from tightwire.comm.group.group import Group, in_process_groups
+from tightwire.comm.policy.routes import Routes, make_candidates
+from tightwire.kernels.norm import rms_norm
+from tightwire.kernels.spec.unpack import dequantize
+from tightwire.model.cache.kv_cache import make_kv_cache
+from tightwire.model.layout import make_layout
+from tightwire.model.llama import Batch, Llama
+from tightwire.model.open import Checkpoint
+from tightwire.model.parallel import TensorParallel
+from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.load_streamed import load_streamed
+from tightwire.model.weights.residency import LEAST_STREAMED, WeightPlan
+from tightwire.model.weights.resident import load_resident
+from tightwire.model.weights.source import WeightSource
+
+MakeRoutes = Callable[[Sequence[Arm], Group], Routes]
+_Result = TypeVar("_Result")
+_BLOCK_SIZE = 16
+_TIMEOUT_S = 600.0
+
+
+def plain_routes(arms: Sequence[Arm], group: Group) -> Routes:
+    """Arms by their place, as ``serve`` would make them."""
+    policies = [(arm.name, arm.policy) for arm in arms]
+    return Routes(policies, make_candidates([policy for _, policy in policies], group))
+
+
+class PlayedRanks:
+    """``world_size`` ranks of ``checkpoint``. ``give_arms`` before the first pass."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        world_size: int,
+        *,
+        dtype: torch.dtype,
+        num_sequences: int,
+        max_tokens: int,
+        formats: WeightFormats | None = None,
+    ) -> None:
+        """``num_sequences`` of up to ``max_tokens`` find room in the cache; ``formats`` as for ``load_resident``.
+
+        Raises:
+            ValueError: the model cannot be split so.
+            ModelError: the checkpoint cannot be read.
+        """
+        self.world_size, self.num_layers = world_size, checkpoint.config.num_layers
+        self._config, self._max_tokens = checkpoint.config, max_tokens
+        self._layout = make_layout(checkpoint.config, world_size)
+        self._blocks_each = -(-max_tokens // _BLOCK_SIZE)
+        self._groups = in_process_groups(world_size, timeout_s=_TIMEOUT_S)
+        # One thread for each rank, and each rank one thread.
+        self._pool = ThreadPoolExecutor(world_size, "rank", initializer=torch.set_num_threads, initargs=(1,))
+        self._stack = ExitStack()
+        self._stack.callback(self._pool.shutdown)
+        for group in self._groups:
+            self._stack.callback(group.close)
+        shards, device = self._layout.shards, torch.device("cpu")
+        self._reading = {"dtype": dtype, "device": device, "formats": formats or WeightFormats()}
+        self._checkpoint = checkpoint
+        self._caches = [
+            make_kv_cache(
+                self._config,
+                shard,
+                num_blocks=num_sequences * self._blocks_each,
+                block_size=_BLOCK_SIZE,
+                dtype=dtype,
+                device=device,
+            )
+            for shard in shards
+        ]
+        self._weights: dict[str, list[WeightSource]] = {}  # by codec, in rank order
+        outers = [weights.outer for weights in self._weights_of("none")]
+        self._final_norm_D = outers[0].final_norm
+        self.head_VD = torch.cat([dequantize(outer.head, torch.float32) for outer in outers])
+        self._models: list[list[Llama]] = []  # by arm, in rank order
+
+    def give_arms(self, arms: Sequence[Arm], make_routes: MakeRoutes = plain_routes) -> None:
+        """The AllReduces and weights that the passes to come may go by, by their number here.
+
+        Raises:
+            ValueError: weights cannot go through an arm's codec.
+        """
+        by_codec = {codec: self._make_models(arms, codec, make_routes) for codec in {arm.weight_codec for arm in arms}}
+        self._models = [by_codec[arm.weight_codec] for arm in arms]
+
+    def _make_models(self, arms: Sequence[Arm], codec: str, make_routes: MakeRoutes) -> list[Llama]:
+        weights = self._weights_of(codec)
+        return self._on_ranks(
+            lambda rank: Llama(
+                self._config,
+                TensorParallel(self._groups[rank], self._layout, make_routes(arms, self._groups[rank])),
+                weights[rank],
+                self._caches[rank],
+                self._max_tokens,
+            )
+        )
+
+    def _weights_of(self, codec: str) -> list[WeightSource]:
+        """Of every rank: resident ones, or as they come when they stream in that codec."""
+        if codec not in self._weights:
+            self._weights[codec] = self._on_ranks(lambda rank: self._load(codec, rank))
+            for weights in self._weights[codec]:
+                self._stack.callback(weights.close)
+        return self._weights[codec]
+
+    def _load(self, codec: str, rank: int) -> WeightSource:
+        reader, shard = self._checkpoint.reader(), self._layout.shards[rank]
+        if codec == "none":
+            return load_resident(reader, self._config, shard, **self._reading)
+        if self.num_layers < LEAST_STREAMED:
+            raise ValueError(
+                f"weights:{codec}: this model has {self.num_layers} layers; {LEAST_STREAMED} or more stream"
+            )
+        plan = WeightPlan(source="stream", origin="host", codec=codec, streamed=tuple(range(self.num_layers)))
+        return load_streamed(reader, self._config, shard, plan, timeout_s=_TIMEOUT_S, **self._reading)
+
+    def prefill(self, token_ids_BL: Tensor, arm: int) -> Tensor:
+        """(B, L, D) hidden states after the final norm, of B prompts of L tokens."""
+        num_sequences, length = token_ids_BL.shape
+        return self._pass(token_ids_BL, torch.arange(length).expand(num_sequences, -1), arm, is_decode=False)
+
+    def decode(self, token_ids_B: Tensor, position: int, arm: int) -> Tensor:
+        """(B, D) hidden states of one generated token in each sequence, all of them at ``position``."""
+        positions_B1 = torch.full((len(token_ids_B), 1), position)
+        return self._pass(token_ids_B.unsqueeze(1), positions_B1, arm, is_decode=True).squeeze(1)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """(R, V) float32, not rounded to the model's dtype."""
+        return hidden_RD.float() @ self.head_VD.T
+
+    def _pass(self, token_ids_BL: Tensor, positions_BL: Tensor, arm: int, *, is_decode: bool) -> Tensor:
+        num_sequences, length = token_ids_BL.shape
+        tables_BM = torch.arange(num_sequences * self._blocks_each).view(num_sequences, -1)
+        blocks_BL = tables_BM.gather(1, positions_BL // _BLOCK_SIZE)
+        batch = Batch(
+            token_ids_T=token_ids_BL.flatten().int(),
+            positions_T=positions_BL.flatten().int(),
+            slots_T=(blocks_BL * _BLOCK_SIZE + positions_BL % _BLOCK_SIZE).flatten().int(),
+            query_start_B1=torch.arange(0, num_sequences * length + 1, length).int(),
+            context_lens_B=(positions_BL[:, -1] + 1).int(),
+            block_tables_BM=tables_BM.int(),
+            num_decode_rows=num_sequences if is_decode else 0,
+            arm=arm,
+        )
+        hidden_TD = self._on_ranks(lambda rank: self._models[arm][rank].forward(batch))[0]
+        normed_TD = rms_norm(hidden_TD, self._final_norm_D, self._config.norm_eps)
+        return normed_TD.view(num_sequences, length, -1)
+
+    def _on_ranks(self, call: Callable[[int], _Result]) -> list[_Result]:
+        """``call`` of every rank at once; the first exception that is not another's consequence."""
+
+        def guarded(rank: int) -> _Result:
+            try:
+                return call(rank)
+            except BaseException:
+                self._groups[rank].close()  # the others, who wait for this one, are freed at once
+                raise
+
+        futures = [self._pool.submit(guarded, rank) for rank in range(self.world_size)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, CommError))
+        return [future.result() for future in futures]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()

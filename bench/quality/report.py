@@ -1,0 +1,100 @@
+"""How a result of ``bench quality`` is shown and kept: a table for each world size, JSON, CSV, an HTML page."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from tightwire.bench.quality.arms import EXACT
+from tightwire.bench.quality.words import (
+    COLUMNS,
+    LEGEND,
+    cell_texts,
+    describe_choice,
+    describe_setting,
+    exact_texts,
+)
+from tightwire.bench.report.result_files import ResultFiles
+
+SCHEMA = "tightwire.bench.quality/1"
+_CSV_COLUMNS = [
+    *("world_size", "algorithm", "bytes_per_token", "bytes_share", "tokens", "perplexity", "perplexity_delta"),
+    *("perplexity_delta_low", "perplexity_delta_high", "kl_mean", "kl_p50", "kl_p99", "kl_max", "top1_agreement"),
+    *("greedy_median_same_tokens", "greedy_never_differs"),
+    *(f"{site}_sqnr_{leg}_db" for site in ("o_proj", "down_proj") for leg in ("total", "reduce", "gather")),
+]
+
+
+def show_head(console: Console, result: Mapping[str, Any]) -> None:
+    console.print(describe_setting(result), soft_wrap=True)
+    console.print(LEGEND + "\n", soft_wrap=True)
+
+
+def show_estimate(console: Console, seconds: float, num_cores: int) -> None:
+    """How long the whole run will take, from its first pass."""
+    words = f"about {max(1, round(seconds / 60))} min on {num_cores} cores; fewer --tokens take less"
+    console.print(words + "\n", soft_wrap=True)
+
+
+def show_world_size(console: Console, result: Mapping[str, Any], world_size: int) -> None:
+    """The table of one world size."""
+    table = Table(
+        title=f"{world_size} ranks", title_justify="left", title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
+    table.add_column("algorithm", no_wrap=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in result["exact"]:
+        if row["world_size"] == world_size:
+            table.add_row(EXACT, *exact_texts(row))
+    for row in result["cells"]:
+        if row["world_size"] == world_size:
+            table.add_row(row["algorithm"], *cell_texts(row))
+    console.print(table)
+    console.print()
+
+
+def show_findings(console: Console, result: Mapping[str, Any]) -> None:
+    """What was chosen, and what the search came to."""
+    for words in finding_words(result):
+        console.print(words, style="bold", soft_wrap=True)
+
+
+def finding_words(result: Mapping[str, Any]) -> list[str]:
+    words = [describe_choice(result["choice"])] if result["choice"] else []
+    if (search := result["search"]) is not None:
+        words.append(
+            f"mix of at most {search['bytes_of']}'s bytes, found with {search['tokens']:,} other tokens at "
+            f"{search['world_size']} ranks: KL {search['predicted_kl']:.2e} predicted"
+        )
+        words += [
+            f"at {found['world_size']} ranks the mix's KL is {found['kl_ratio']:.3f} ({found['kl_ratio_low']:.3f} to "
+            f"{found['kl_ratio_high']:.3f}) of {found['algorithm']}'s, with {found['bytes_ratio']:.3f} of its bytes"
+            for found in result["mix_against"]
+        ]
+    if result["policy_file"]:
+        words.append(f"written: serve --comm-policy {result['policy_file']}")
+    return words
+
+
+def keep(files: ResultFiles, result: Mapping[str, Any], *, page: bool) -> None:
+    """``result`` with its samples; the page takes a second, so it is made at the end."""
+    files.write_json(result)
+    files.write_csv(_CSV_COLUMNS, map(_csv_row, result["cells"]))
+    if page:
+        # Matplotlib takes half a second to import, belongs to an extra, and is of use only here.
+        from tightwire.bench.quality.page import make_page
+
+        files.write_html(make_page(result))
+
+
+def _csv_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    flat = dict(row)
+    if row["greedy"] is not None:
+        flat["greedy_median_same_tokens"] = row["greedy"]["median_same_tokens"]
+        flat["greedy_never_differs"] = row["greedy"]["never_differs"]
+    for site, legs in row["sqnr_db"].items():
+        flat |= {f"{site}_sqnr_{leg}_db": legs[leg] for leg in ("total", "reduce", "gather")}
+    return flat

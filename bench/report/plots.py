@@ -1,0 +1,220 @@
+"""The kinds of plots on a result's page: lines and points, stacked bars, shares of samples (ECDF), heat maps.
+
+Each is a frozen value; ``draw`` makes an ``<svg>`` of any of them. Needs the ``bench`` extra.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter, StrMethodFormatter
+
+from tightwire.bench.report.heat_map import HeatMap, draw_heat_map
+from tightwire.bench.report.svg import INK, NUM_COLOURS, canvas, colour, short_name
+
+_MARKERS = "osD^vPX<>*"
+_MOST_STEPS = 400  # of an ECDF: more cannot be seen, and make the page heavy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One line, or one set of points. ``number`` picks colour and marker, the same in every plot of a page.
+
+    There are ten colours; from the eleventh on they come again, with another marker. ``low`` and ``high`` are the ends of
+    an interval around each point; ``labels`` stand beside the points.
+    """
+
+    name: str
+    number: int
+    x: Sequence[float]
+    y: Sequence[float]
+    dashed: bool = False
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    labels: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plot:
+    """``ticks``: places and labels on the x axis; None: matplotlib's own. ``line_y``: a level to compare with.
+
+    ``from_zero``: a linear y axis begins at 0, so that what is twice as high is twice as much.
+    """
+
+    name: str  # tells the plots of a page apart; letters and dashes
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    ticks: tuple[Sequence[float], Sequence[str]] | None = None
+    log_x: bool = True
+    log_y: bool = True
+    joined: bool = True  # lines between the points
+    line_y: float | None = None
+    from_zero: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One part of every bar, in the order of the bars; ``number`` picks its colour."""
+
+    name: str
+    number: int
+    values: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackedBars:
+    """Lying bars, the first on top, each made of the same parts."""
+
+    name: str
+    title: str
+    x_label: str
+    bars: Sequence[str]  # their labels
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    name: str
+    number: int
+    values: Sequence[float]
+    dashed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ecdf:
+    """The share of each set of samples that is at most x."""
+
+    name: str
+    title: str
+    x_label: str
+    samples: Sequence[Samples]
+    log_x: bool = False
+    line_x: float | None = None  # a limit to compare with
+
+
+@singledispatch
+def draw(plot: object) -> str:
+    """The plot as an ``<svg>`` element as wide as its place."""
+    raise TypeError(f"no plot: {type(plot).__name__}")
+
+
+@draw.register
+def _draw_plot(plot: Plot) -> str:
+    with canvas(plot.name, plot.title) as board:
+        axes = board.figure.add_subplot()
+        for series in plot.series:
+            _draw_series(axes, series, joined=plot.joined)
+        if plot.log_x:
+            axes.set_xscale("log")
+            _number_log_axis(axes.xaxis)
+        if plot.log_y:
+            axes.set_yscale("log")
+            _number_log_axis(axes.yaxis)
+        elif plot.from_zero:
+            axes.set_ylim(bottom=0)
+        if plot.ticks is not None:
+            axes.set_xticks(list(plot.ticks[0]), list(plot.ticks[1]))
+            axes.minorticks_off()
+        if plot.line_y is not None:
+            axes.axhline(plot.line_y, color=INK, linewidth=1, linestyle=":")
+        axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
+        _draw_legend(board.figure)
+        return board.svg()
+
+
+def _draw_series(axes: Axes, series: Series, *, joined: bool) -> None:
+    axes.plot(
+        series.x,
+        series.y,
+        label=series.name,
+        color=colour(series.number),
+        marker=_MARKERS[(series.number + series.number // NUM_COLOURS) % len(_MARKERS)],
+        markersize=5 if joined else 8,
+        linestyle=("--" if series.dashed else "-") if joined else "none",
+        linewidth=1.7,
+    )
+    if series.low:
+        axes.vlines(series.x, series.low, series.high, color=colour(series.number), linewidth=1.5)
+        axes.plot(
+            series.x, series.low, series.x, series.high, color=colour(series.number), marker="_", linestyle="none"
+        )
+    for x, y, label in zip(series.x, series.y, series.labels, strict=False):
+        axes.annotate(label, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=9.5)
+
+
+@draw.register
+def _draw_bars(plot: StackedBars) -> str:
+    with canvas(plot.name, plot.title, height=1.6 + 0.34 * len(plot.bars)) as board:
+        axes = board.figure.add_subplot()
+        places = range(len(plot.bars))
+        ends = [0.0] * len(plot.bars)
+        for part in plot.parts:
+            axes.barh(places, part.values, left=ends, height=0.72, label=part.name, color=colour(part.number))
+            ends = [end + value for end, value in zip(ends, part.values, strict=True)]
+        axes.set_yticks(places, plot.bars)
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set(xlabel=plot.x_label)
+        _draw_legend(board.figure)
+        return board.svg()
+
+
+@draw.register
+def _draw_ecdf(plot: Ecdf) -> str:
+    with canvas(plot.name, plot.title) as board:
+        axes = board.figure.add_subplot()
+        for samples in plot.samples:
+            x, share = _steps(samples.values)
+            style = "--" if samples.dashed else "-"
+            line = {"color": colour(samples.number), "linestyle": style, "linewidth": 1.7}
+            axes.plot(x, share, drawstyle="steps-post", label=samples.name, **line)
+        if plot.log_x:
+            axes.set_xscale("log")
+            _number_log_axis(axes.xaxis)
+        else:
+            axes.set_xlim(left=0)
+        if plot.line_x is not None:
+            axes.axvline(plot.line_x, color=INK, linewidth=1, linestyle=":")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set(xlabel=plot.x_label, ylabel="share at most this", ylim=(0, 1.02))
+        _draw_legend(board.figure)
+        return board.svg()
+
+
+def _steps(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Places where the share rises and the share from there on, thinned out evenly where there are very many."""
+    ordered = sorted(values)
+    n = len(ordered)
+    count = min(n, _MOST_STEPS)
+    indices = sorted({round(i * (n - 1) / max(1, count - 1)) for i in range(count)})
+    return [ordered[0], *(ordered[i] for i in indices)], [0.0, *((i + 1) / n for i in indices)]
+
+
+_LEGEND_ROOM = ((3, 18), (2, 32))  # columns, and letters that each then has room for
+
+
+def _draw_legend(figure: Figure) -> None:
+    if not any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
+        return  # nothing was measured; matplotlib warns of an empty legend
+    names = [short_name(name) for axes in figure.axes for name in axes.get_legend_handles_labels()[1]]
+    handles = [handle for axes in figure.axes for handle in axes.get_legend_handles_labels()[0]]
+    longest = max(map(len, names))
+    columns = next((columns for columns, room in _LEGEND_ROOM if longest <= room), 1)
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=columns, fontsize=9.5, handlelength=2.2, columnspacing=1.2
+    )
+
+
+def _number_log_axis(axis: Axis) -> None:
+    """1, 2, 5, 10, ... written out, as far as they find room."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+draw.register(HeatMap, draw_heat_map)

@@ -1,0 +1,295 @@
+"""What compression does to the loss of a language model that `tightwire train` trains: ZeRO++, and DGC with pieces left out.
+
+    python bench/scripts/training_quality.py [--arms NAME,...] [--seeds 0,1,2] [--jobs 1] [--output DIR] [key=value ...]
+    python bench/scripts/training_quality.py --report-only --output DIR
+
+Each arm is a run of the product: ``training_quality.yaml`` with the arm's values over it, then those given, on four ranks
+of two nodes, which are threads. A seed's arms have the same first weights and the same batches. SGD's rate is dense's best with seed 7. AdamW, ZeRO-3:
+
+    zero3           nothing compressed
+    zero++          qwZ, hpZ and qgZ: weights in int8, a copy on each node, gradients in int4 on both hops
+
+Momentum SGD on four replicas, of which DGC and top-k send 0.1 % after a warm-up of sparsity in the first fifth:
+
+    sgd             nothing compressed
+    dgc             momentum correction, momentum factor masking, local clipping
+    dense-start     the same, warmed up as in the article's example: dense steps, then 98.4 and 99.6 %
+    no-correction   top-k beneath the optimizer's momentum, the article's equation 5
+    no-masking      momentum goes on where it was sent
+    no-warm-up      0.1 % from the first step on
+
+The last three run after all seeds of the others. A run goes on from its last checkpoint when it was interrupted, and
+finished ones are kept; with other values than theirs the folder is refused. Writes training-quality.json (all curves)
+and training-quality.svg to DIR, and prints a Markdown table; with --report-only of what there is.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tightwire.bench.report.environment import describe_environment
+from tightwire.comm.group.group import in_process_groups
+from tightwire.comm.group.topology import Topology
+from tightwire.training.config.read import read_config, to_values
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.run_data import RunData
+from tightwire.training.log.run_log import LOG, read_log
+from tightwire.training.ranks.control import Control
+from tightwire.training.ranks.groups import in_process_train_groups
+from tightwire.training.run.run import Run
+from tightwire.training.run.setup import Ranks, check_ranks, engine_options
+
+_CONFIG = Path(__file__).resolve().with_suffix(".yaml")
+_ROOT = _CONFIG.parent.parent  # where its patterns begin
+_RANKS, _NODES = 4, 2
+_TIMEOUT_S = 86400.0  # for another rank: the threads of a process that may be stopped for hours
+_LAST_STEPS = 100  # over which training losses and bytes are averaged
+
+_ZERO = (
+    "optimizer={name: adamw, lr: 1.0e-3, weight_decay: 0.1, options: {betas: [0.9, 0.95]}}",
+    "parallel.sharding=zero3",
+)
+_ZERO_PP = (
+    "parallel.gather_codec=int8",
+    "parallel.secondary=true",
+    "parallel.reduce_path=hierarchical",
+    "parallel.reduce_codec=int4",
+    "parallel.reduce_across_codec=int4",
+)
+_SGD = ("optimizer={name: sgd, lr: 0.05, weight_decay: 0, options: {momentum: 0.9}}", "parallel.sharding=none")
+# Eight matrices of norm 0.35 together have about the norm 1 that is the default of optimizer.clip_norm.
+_CLIPPED_LOCALLY = ("optimizer.clip_norm=null", "parallel.between.clip_norm=0.35")
+_SPARSE = ("parallel.between.sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999]", *_CLIPPED_LOCALLY)
+_DGC = (*_SGD, "optimizer.options={}", "parallel.between.kind=dgc", "parallel.between.momentum=0.9", *_SPARSE)
+ARMS = {
+    "zero3": _ZERO,
+    "zero++": (*_ZERO, *_ZERO_PP),
+    "sgd": _SGD,
+    "dgc": _DGC,
+    "dense-start": (*_DGC, "parallel.between.sparsity=[0.984375, 0.996, 0.999]"),
+    "no-correction": (*_SGD, "parallel.between.kind=top-k", *_SPARSE),
+    "no-masking": (*_DGC, "parallel.between.mask_momentum=false"),
+    "no-warm-up": (*_DGC, "parallel.between.sparsity=[0.999]"),
+}
+_DENSE = {"zero3": "zero3", "zero++": "zero3"}  # what an arm is measured against; the others: sgd
+_TITLES = {"zero3": "AdamW", "sgd": "momentum SGD"}
+_ABLATIONS = ("no-correction", "no-masking", "no-warm-up")
+# Shares of the steps that are dense, and over which the sparsities are gone through, in equal spans.
+_WARM_UP = (0.0, 0.25)
+_OTHER_WARM_UP = {"dense-start": (0.1, 0.15)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """What the log of one arm with one seed says."""
+
+    arm: str
+    seed: int
+    finished: bool
+    steps: list[int]
+    losses: list[float]  # of each step's batch
+    evaluated_steps: list[int]
+    held_out: list[float]
+    wire_bytes: float  # that rank 0 sent in one of the last steps
+
+
+def order_runs(arms: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
+    """(arm, seed) of each run: seed by seed, what is asked of compression first, and then what becomes of it in pieces."""
+    ablations = [arm for arm in arms if arm in _ABLATIONS]
+    others = [arm for arm in arms if arm not in _ABLATIONS]
+    return [(arm, seed) for group in (others, ablations) for seed in seeds for arm in group]
+
+
+def make_config(arm: str, seed: int, output: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The run of ``arm`` with ``seed``."""
+    values = [*ARMS[arm], f"seed={seed}", f"run={output / f'{arm}-{seed}'}", *overrides]
+    if any(value.startswith("parallel.between.sparsity") for value in values):
+        steps = read_config(_CONFIG, values).schedule.steps
+        dense, rampup = _OTHER_WARM_UP.get(arm, _WARM_UP)
+        values.append(f"parallel.between.rampup_begin_step={round(dense * steps)}")
+        values.append(f"parallel.between.rampup_step={max(1, round(rampup * steps))}")
+    return read_config(_CONFIG, values)
+
+
+def train(config: TrainConfig) -> None:
+    """To the end, from the last checkpoint if there is one.
+
+    Raises:
+        ValueError: the folder has a run with other values.
+    """
+    folder = Path(config.run)
+    if (folder / "config.yaml").exists():
+        before = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        if before != to_values(config):
+            raise ValueError(f"{folder} holds a run with other values, see its config.yaml; give another --output")
+        if is_finished(read_log(folder / LOG), config.schedule.steps):
+            return
+    torch.set_num_threads(1)
+    options, data = engine_options(config), RunData.find(config)
+    check_ranks(config, options, Topology(0, _RANKS, num_nodes=_NODES))
+    groups = in_process_train_groups(_RANKS, _NODES, _TIMEOUT_S)
+    controls = [Control(group) for group in in_process_groups(_RANKS, _TIMEOUT_S)]
+
+    def one(rank: int) -> None:
+        with Ranks(groups=groups[rank], control=controls[rank]) as ranks:
+            run = Run(config, options, data, ranks)
+            try:
+                run.train(lambda: 0)
+            finally:
+                run.close()
+
+    with ThreadPoolExecutor(_RANKS) as pool:
+        for future in [pool.submit(one, rank) for rank in range(_RANKS)]:
+            future.result()
+
+
+def is_finished(lines: Iterable[dict[str, Any]], steps: int) -> bool:
+    return any(line["step"] == steps and "held_out_loss" in line for line in lines)
+
+
+def read_curve(folder: Path) -> Curve:
+    """Of a run's folder, ARM-SEED."""
+    arm, _, seed = folder.name.rpartition("-")
+    lines = read_log(folder / LOG)
+    steps, evaluations = ([line for line in lines if key in line] for key in ("loss", "held_out_loss"))
+    wanted = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["schedule"]["steps"]
+    return Curve(
+        arm=arm,
+        seed=int(seed),
+        finished=is_finished(lines, wanted),
+        steps=[line["step"] for line in steps],
+        losses=[line["loss"] for line in steps],
+        evaluated_steps=[line["step"] for line in evaluations],
+        held_out=[line["held_out_loss"] for line in evaluations],
+        wire_bytes=statistics.fmean(line["wire_bytes"] for line in steps[-_LAST_STEPS:]),
+    )
+
+
+def summarize(curves: Sequence[Curve]) -> list[dict[str, Any]]:
+    """A row for each arm, of its finished runs; ``behind``: its final held-out loss over that of dense with its seed, - 1."""
+    finished = {(curve.arm, curve.seed): curve for curve in curves if curve.finished}
+    rows = []
+    for arm in ARMS:
+        own = [finished[key] for key in sorted(finished) if key[0] == arm]
+        if not own:
+            continue
+        dense = _DENSE.get(arm, "sgd")
+        pairs = [(curve, finished[dense, curve.seed]) for curve in own if (dense, curve.seed) in finished]
+        rows.append(
+            {
+                "arm": arm,
+                "dense": dense,
+                "seeds": [curve.seed for curve in own],
+                "held_out": [curve.held_out[-1] for curve in own],
+                "training": [statistics.fmean(curve.losses[-_LAST_STEPS:]) for curve in own],
+                "behind": [curve.held_out[-1] / other.held_out[-1] - 1 for curve, other in pairs],
+                "wire_bytes": statistics.fmean(curve.wire_bytes for curve in own),
+            }
+        )
+    return rows
+
+
+def to_table(rows: Iterable[dict[str, Any]]) -> str:
+    lines = [
+        "| arm | seeds | held-out loss: mean, lowest to highest | training loss | beside dense: mean, lowest to highest | bytes a step |",
+        "|---|--:|---|--:|---|--:|",
+    ]
+    for row in rows:
+        behind = "-" if row["arm"] == row["dense"] or not row["behind"] else _spread(row["behind"], "{:+.2%}")
+        lines.append(
+            f"| {row['arm']} | {len(row['seeds'])} | {_spread(row['held_out'], '{:.4f}')} | "
+            f"{statistics.fmean(row['training']):.4f} | {behind} | {row['wire_bytes']:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    return f"{form.format(statistics.fmean(values))}, {form.format(min(values))} to {form.format(max(values))}"
+
+
+def draw(curves: Sequence[Curve], path: Path) -> None:
+    """Held-out losses, AdamW's arms beside SGD's: the mean over the finished seeds, from the lowest to the highest."""
+    finished = [curve for curve in curves if curve.finished]
+    shown = [dense for dense in _TITLES if any(_DENSE.get(curve.arm, "sgd") == dense for curve in finished)]
+    figure = Figure(figsize=(5.5 * max(1, len(shown)), 4.8), layout="constrained")
+    for number, dense in enumerate(shown, start=1):
+        axes: Axes = figure.add_subplot(1, len(shown), number)
+        for arm in (arm for arm in ARMS if _DENSE.get(arm, "sgd") == dense):
+            own = [curve for curve in finished if curve.arm == arm]
+            if not own:
+                continue
+            by_step = list(zip(*(curve.held_out for curve in own), strict=True))
+            steps = own[0].evaluated_steps
+            (line,) = axes.plot(steps, [statistics.fmean(losses) for losses in by_step], label=arm, linewidth=1.5)
+            low, high = [min(losses) for losses in by_step], [max(losses) for losses in by_step]
+            axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        axes.set(xlabel="step", ylabel="held-out loss, nats a token", title=_TITLES[dense])
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def report(output: Path) -> str:
+    """Write the JSON and the plot of all runs in ``output``; the table."""
+    curves = [read_curve(log.parent) for log in sorted(output.glob(f"*/{LOG}")) if read_log(log)]
+    rows = summarize(curves)
+    result = {
+        "environment": describe_environment(),
+        "config": to_values(read_config(_CONFIG)),
+        "arms": ARMS,
+        "rows": rows,
+        "runs": [asdict(curve) for curve in curves],
+    }
+    (output / "training-quality.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+    draw(curves, output / "training-quality.svg")
+    return to_table(rows)
+
+
+def main() -> None:
+    given = _parser().parse_args()
+    os.chdir(_ROOT)
+    given.output.mkdir(parents=True, exist_ok=True)
+    if not given.report_only:
+        runs = order_runs(given.arms, given.seeds)
+        configs = [make_config(arm, seed, given.output, given.overrides) for arm, seed in runs]
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(given.jobs, mp_context=spawn, initializer=os.chdir, initargs=(_ROOT,)) as pool:
+            for future in as_completed(list(map(partial(pool.submit, train), configs))):
+                future.result()
+                report(given.output)
+    sys.stdout.write(f"{report(given.output)}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over all arms' values")
+    parser.add_argument("--arms", type=_arms, default=list(ARMS))
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, about a core each (%(default)s)")
+    parser.add_argument("--output", type=lambda text: Path(text).resolve(), default=Path("training-quality").resolve())
+    parser.add_argument("--report-only", action="store_true", help="train nothing")
+    return parser
+
+
+def _arms(text: str) -> list[str]:
+    if unknown := set(text.split(",")) - set(ARMS):
+        raise argparse.ArgumentTypeError(f"no arms {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
+    return text.split(",")
+
+
+if __name__ == "__main__":
+    main()

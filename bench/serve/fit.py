@@ -1,0 +1,104 @@
+"""Before anything is measured: what the server understands, and how it counts tokens.
+
+Peers differ. Some refuse fields that they do not know (``ignore_eos``, ``stream_options``), and no tokenizer but the
+server's own says how long a prompt is.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tightwire.bench.client import BenchClient
+from tightwire.bench.serve.mixed_workload import MixedWorkload, WordScale
+from tightwire.bench.serve.workload import Prompt, SyntheticWorkload
+from tightwire.server.cli.remote import RemoteError
+
+_FIT_ATTEMPTS = 8
+_SHRINK = 4
+_FEW_WORDS, _MANY_WORDS = 24, 280
+_REFUSED = ("HTTP 400", "HTTP 422")
+
+
+async def send_what_is_understood(
+    client: BenchClient, body: Mapping[str, Any], probe: Prompt
+) -> tuple[dict[str, Any], list[str]]:
+    """Make ``client`` send those fields of ``body`` that the server takes; returns them, and the names it refused.
+
+    Raises:
+        RemoteError: it refuses the request in every form; says what it answered to the full one.
+    """
+    without = {name: value for name, value in body.items() if name != "ignore_eos"}
+    first_error: str | None = None
+    for fields, asks_usage in [(dict(body), True), (dict(body), False), (without, True), (without, False)]:
+        client.send_fields(fields, asks_usage=asks_usage)
+        sample = await client.measure(probe)
+        if sample.error is None:
+            lost = [name for name in body if name not in fields]
+            return fields, [*lost, *([] if asks_usage else ["stream_options"])]
+        first_error = first_error or sample.error
+        if not sample.error.startswith(_REFUSED):
+            break
+    raise RemoteError(f"a trial request failed: {first_error}")
+
+
+async def fit_prompt_length(client: BenchClient, workload: SyntheticWorkload, input_len: int) -> None:
+    """Set ``workload.num_words`` so that the server counts ``input_len`` prompt tokens, chat template included.
+
+    Raises:
+        RemoteError: the server refuses the prompt, or no number of words comes within 2 % of the length (where a word is many
+            tokens, within what prompts of equally many words differ by).
+    """
+    tokens_per_word = 1.0
+    error: str | None = None
+    trials: list[tuple[int, int]] = []
+    for attempt in range(_FIT_ATTEMPTS):
+        sample = await client.measure(workload.probe(attempt))
+        if error := sample.error:
+            if error.startswith(_REFUSED) and not trials and workload.num_words >= _SHRINK:
+                # A word may be many tokens here, and so many words more than the context, where input_len tokens are not.
+                workload.num_words //= _SHRINK
+                continue
+            raise RemoteError(f"a trial request failed: {error}")
+        words, counted = workload.num_words, sample.num_prompt
+        if not sample.usage or counted == input_len:
+            return
+        if words == 1 and counted > input_len:
+            raise RemoteError(f"one word is already {counted} prompt tokens here, more than --input-len {input_len}")
+        # The slope between two trials leaves out the template's own tokens; near ones would only give noise.
+        if not trials:
+            tokens_per_word = counted / words
+        elif abs(words - trials[-1][0]) > 2 and (slope := (counted - trials[-1][1]) / (words - trials[-1][0])) > 0:
+            tokens_per_word = slope
+        trials.append((words, counted))
+        workload.num_words = max(1, words + round((input_len - counted) / max(1.0, tokens_per_word)))
+    if not trials:
+        raise RemoteError(f"a trial request failed: {error}")
+    workload.num_words, counted = min(trials, key=lambda trial: abs(trial[1] - input_len))
+    # Random words have different lengths, and another prompt of as many is longer or shorter by a fraction of this; it is
+    # more than 2 % where a word is many tokens (bytes, say).
+    spread = tokens_per_word * math.sqrt(workload.num_words)
+    if abs(counted - input_len) > max(2, 0.02 * input_len, spread):
+        raise RemoteError(f"cannot make prompts of {input_len} tokens for this server; the nearest had {counted}")
+
+
+async def fit_scale(client: BenchClient, workload: MixedWorkload) -> None:
+    """Set ``workload.scale`` by the server's count of a short and a long prompt; as it is, where it does not count.
+
+    Raises:
+        RemoteError: the server refuses a prompt, or counts no more tokens in the long one.
+    """
+    counts: list[int] = []
+    for num_words in (_FEW_WORDS, _MANY_WORDS):
+        sample = await client.measure(workload.probe(num_words))
+        if sample.error:
+            raise RemoteError(f"a trial request failed: {sample.error}")
+        if not sample.usage:
+            return
+        counts.append(sample.num_prompt)
+    slope = (counts[1] - counts[0]) / (_MANY_WORDS - _FEW_WORDS)
+    if slope <= 0:
+        raise RemoteError(
+            f"this server counts {counts[0]} prompt tokens in {_FEW_WORDS} words and {counts[1]} in {_MANY_WORDS}; "
+            "prompts of a wanted length cannot be made by that"
+        )
+    workload.scale = WordScale(tokens_per_word=slope, overhead=max(0.0, counts[0] - slope * _FEW_WORDS))

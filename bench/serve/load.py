@@ -1,0 +1,113 @@
+"""How prompts are sent: so many at a time (closed loop), or so many a second (open loop, Poisson arrivals or burstier).
+
+A closed loop shows what n patient clients get; an open loop shows what happens when clients do not wait for each
+other, and its queue grows without bound when the server is too slow.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from tightwire.bench.client import Sample
+from tightwire.bench.serve.workload import Prompt
+
+Send = Callable[[Prompt], Awaitable[Sample]]
+
+# So many failures in a row mean that the server is gone. Refusing what is too much (429) is no sign of that.
+MAX_FAILURES_IN_A_ROW = 10
+_TOO_MUCH = "HTTP 429"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """Exactly one of ``concurrency`` and ``request_rate`` is set."""
+
+    concurrency: int | None = None
+    request_rate: float | None = None  # requests per second
+    burstiness: float = 1.0  # shape of the gaps' gamma distribution: 1 is Poisson, less comes in bursts, more is even
+
+    @property
+    def name(self) -> str:
+        if self.concurrency is not None:
+            return f"concurrency {self.concurrency}"
+        bursts = "" if self.burstiness == 1 else f", burstiness {self.burstiness:g}"
+        return f"rate {self.request_rate:g}/s{bursts}"
+
+
+@dataclass(kw_only=True, slots=True)
+class Arm:
+    """One load and what came of it; filled while it runs, so that an interrupted arm keeps what it has."""
+
+    load: Load
+    num_requests: int
+    samples: list[Sample] = field(default_factory=list)
+    duration_s: float = 0.0  # from the first send to the last end
+    stopped: str | None = None  # why it ended before all requests were sent
+
+    _failures: int = 0
+
+    def add(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        if not (sample.error and sample.error.startswith(_TOO_MUCH)):
+            self._failures = self._failures + 1 if sample.error else 0
+        if self._failures >= MAX_FAILURES_IN_A_ROW and self.stopped is None:
+            self.stopped = f"{self._failures} requests in a row failed; the last: {sample.error}"
+
+
+async def run_arm(arm: Arm, prompts: Sequence[Prompt], send: Send, *, seed: int, done: Callable[[], None]) -> None:
+    """Send all prompts under the arm's load and collect the samples in it; ``done`` is called after each."""
+    began = time.perf_counter()
+
+    async def one(index: int, planned: float | None = None) -> None:
+        sent_s = time.perf_counter() - began
+        sample = await send(prompts[index])
+        sample.index, sample.sent_s = index, sent_s
+        sample.late_s = sent_s - planned if planned is not None else 0.0
+        arm.duration_s = time.perf_counter() - began
+        arm.add(sample)
+        done()
+
+    if arm.load.concurrency is not None:
+        await _closed_loop(arm, arm.load.concurrency, len(prompts), one)
+    else:
+        assert arm.load.request_rate is not None
+        await _open_loop(arm, arrivals(len(prompts), arm.load.request_rate, seed, arm.load.burstiness), began, one)
+
+
+def arrivals(count: int, rate: float, seed: int, burstiness: float = 1.0) -> list[float]:
+    """Seconds at which requests arrive; the first at 0, the gaps gamma-distributed with mean 1 / rate.
+
+    Their standard deviation is the mean over the root of ``burstiness``; at 1 they are exponential: Poisson arrivals.
+    """
+    source = random.Random(f"{seed}/arrivals")
+    gaps = (source.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count - 1))
+    return list(accumulate(gaps, initial=0.0))
+
+
+async def _closed_loop(arm: Arm, concurrency: int, count: int, one: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+    waiting = iter(range(count))
+
+    async def client() -> None:
+        for index in waiting:
+            if arm.stopped:
+                return
+            await one(index)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(min(concurrency, count)):
+            tasks.create_task(client())
+
+
+async def _open_loop(
+    arm: Arm, planned: Sequence[float], began: float, one: Callable[[int, float], Coroutine[Any, Any, None]]
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for index, arrival in enumerate(planned):
+            await asyncio.sleep(began + arrival - time.perf_counter())
+            if arm.stopped:
+                return
+            tasks.create_task(one(index, arrival))

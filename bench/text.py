@@ -1,0 +1,62 @@
+"""Real text for the benches: English prose that comes with the project, or a file of the user's.
+
+``texts/ORIGIN.md`` says what the prose is and under which licence. Knows no tokenizer: whoever measures brings token ids.
+"""
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+ENGLISH_NAME = "English prose of the project (Austen, Twain, Newton, the Jargon File)"
+_PIECES = ("emma", "jargon", "opticks", "tom_sawyer")
+
+
+@cache
+def english_text() -> str:
+    """Some 330 000 characters, about 77 000 tokens of SmolLM2's tokenizer; the same in every run of this version."""
+    folder = files("tightwire.bench") / "texts"
+    return "\n".join((folder / f"{piece}.txt").read_text(encoding="utf-8") for piece in _PIECES)
+
+
+def read_text(path: Path) -> str:
+    """A text of the user's.
+
+    Raises:
+        ValueError: there is no such file, it cannot be read, or it is not UTF-8; says which.
+    """
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: is not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x}); "
+            "convert it, for example with `iconv -t UTF-8`"
+        ) from None
+
+
+class Passages:
+    """Pieces of one tokenized text, no two of which begin at the same token: none is a prefix of another by origin."""
+
+    def __init__(self, token_ids: Sequence[int], *, seed: int = 0) -> None:
+        self._token_ids = list(token_ids)
+        self._starts = list(range(len(self._token_ids)))
+        random.Random(seed).shuffle(self._starts)
+
+    def take(self, num_tokens: int) -> list[int]:
+        """The next ``num_tokens`` consecutive ids, from a place that was not taken before, whatever the length then.
+
+        Raises:
+            ValueError: the text has no such place left; says how long it is.
+        """
+        last_start = len(self._token_ids) - num_tokens
+        for index, start in enumerate(self._starts):
+            if start <= last_start:
+                del self._starts[index]
+                return self._token_ids[start : start + num_tokens]
+        raise ValueError(
+            f"the text has {len(self._token_ids)} tokens and no untaken place left for a passage of {num_tokens}; "
+            "give a longer text"
+        )

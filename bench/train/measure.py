@@ -1,0 +1,179 @@
+"""What the ranks of ``bench train`` do: steps that are checked, and steps that are timed in turns."""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from tightwire.bench.train.arms import ARMS, Arm
+from tightwire.bench.train.detached import Switch
+from tightwire.bench.train.interface import sent_by_node
+from tightwire.bench.train.models import TINY, open_model
+from tightwire.bench.train.options import TrainBenchOptions
+from tightwire.bench.train.peak import grown_by, reset_peak
+from tightwire.bench.train.peers import PeerTrainee
+from tightwire.bench.train.probe import Probed, probe
+from tightwire.bench.train.ranks import RankPlan, open_shared_groups, torch_group
+from tightwire.bench.train.trainee import EngineTrainee, StepTimes, Trainee, draw_tokens
+from tightwire.comm.group.group import Group
+from tightwire.kernels.cpu.vector.allocator import keep_freed_memory, return_freed_memory
+from tightwire.training.ranks.groups import TrainGroups
+from tightwire.training.start.model import StartingModel
+
+CHECKED_STEPS = 3
+_KEEPING_STEPS = 2  # until the allocator has all that it will keep
+_SETTLE_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """One arm on one rank. ``bytes_sent``: by the ledgers in the last of the steps; None of a peer.
+
+    ``peak_bytes``: in use at the most, beyond what the process had before the arm: resident memory while all that is freed
+    goes back to the system. ``resident_bytes``: where the allocator keeps what is freed, as while steps are timed. None: not
+    known on this system.
+    """
+
+    arm: str
+    losses: tuple[float, ...]
+    bytes_sent: int | None
+    peak_bytes: int | None
+    resident_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wired:
+    """What this rank's node sent in one step, payload and with headers."""
+
+    arm: str
+    payload_bytes: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """A step over the wire or, ``detached``, without it. ``number``: the same on all ranks that made it together."""
+
+    arm: str
+    detached: bool
+    number: int
+    times: StepTimes
+
+
+def check_arm(world: Group, plan: RankPlan, options: TrainBenchOptions, name: str) -> Iterator[Checked]:
+    """Losses of the first steps, bytes and memory of one arm, in a process that has had no other."""
+    start = open_model(options.model, options.seed)
+    with ExitStack() as stack:
+        arm, groups = ARMS[name], None
+        if arm.peer:
+            stack.enter_context(torch_group(plan, world.rank))
+        else:
+            groups, _ = stack.enter_context(open_shared_groups(plan, world.rank))
+        _warm_up(arm, options, groups)
+        before = reset_peak() if return_freed_memory() else None
+        trainee = stack.enter_context(_closing(_make(arm, options, start, groups)))
+        losses, sent = [], 0
+        for step in range(CHECKED_STEPS):
+            sent = trainee.bytes_sent if isinstance(trainee, EngineTrainee) else 0
+            losses.append(trainee.step(draw_tokens(options, start.config.vocab_size, world.rank, step)).loss)
+        sent = trainee.bytes_sent - sent if isinstance(trainee, EngineTrainee) else None
+        peak = grown_by(before)
+        keep_freed_memory()
+        for step in range(_KEEPING_STEPS):
+            trainee.step(draw_tokens(options, start.config.vocab_size, world.rank, CHECKED_STEPS + step))
+        yield Checked(arm=name, losses=tuple(losses), bytes_sent=sent, peak_bytes=peak, resident_bytes=grown_by(before))
+
+
+def measure_link(world: Group, plan: RankPlan, options: TrainBenchOptions) -> Iterator[Probed | Wired | Timed]:
+    """Steps of all arms in turns, in random order."""
+    start = open_model(options.model, options.seed)
+    arms = [ARMS[name] for name in options.arms]
+    with ExitStack() as stack:
+        if any(arm.peer for arm in arms):
+            stack.enter_context(torch_group(plan, world.rank))
+        groups, switch = stack.enter_context(open_shared_groups(plan, world.rank))
+        trainees: dict[str, Trainee] = {}
+        for arm in arms:
+            trainees[arm.name] = stack.enter_context(_closing(_make(arm, options, start, groups)))
+        run = _Turns(world, options, start, trainees, switch)
+        for name in trainees:
+            yield run.wired(name)
+        yield from probe(world, groups)
+        order = random.Random(options.seed)  # the same on all ranks
+        for _ in range(options.repeats):
+            names = list(trainees)
+            order.shuffle(names)
+            for name in names:
+                yield from run.turn(name)
+
+
+class _Turns:
+    def __init__(
+        self,
+        world: Group,
+        options: TrainBenchOptions,
+        start: StartingModel,
+        trainees: dict[str, Trainee],
+        switch: Switch,
+    ) -> None:
+        self._world, self._options, self._start, self._switch = world, options, start, switch
+        self._trainees = trainees
+        self._number = 0
+
+    def wired(self, name: str) -> Wired:
+        """One step, which also warms everything up."""
+        self._world.transport.barrier()
+        time.sleep(_SETTLE_S)  # for the barrier's own last packets
+        before = sent_by_node()
+        self._step(name)
+        self._world.transport.barrier()  # a few small packets, of which only the headers are not subtracted
+        time.sleep(_SETTLE_S)
+        sent = sent_by_node().since(before)
+        return Wired(arm=name, payload_bytes=sent.payload_bytes, wire_bytes=sent.num_bytes)
+
+    def turn(self, name: str) -> Iterator[Timed]:
+        for _ in range(self._options.steps):
+            yield self._timed(name, detached=False)
+        if isinstance(self._trainees[name], EngineTrainee):
+            for _ in range(self._options.steps):
+                with self._switch.detached():
+                    yield self._timed(name, detached=True)
+
+    def _timed(self, name: str, *, detached: bool) -> Timed:
+        self._world.transport.barrier()
+        times = self._step(name)
+        return Timed(arm=name, detached=detached, number=self._number, times=times)
+
+    def _step(self, name: str) -> StepTimes:
+        self._number += 1
+        tokens_BS = draw_tokens(self._options, self._start.config.vocab_size, self._world.rank, self._number)
+        return self._trainees[name].step(tokens_BS)
+
+
+def _make(arm: Arm, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups | None) -> Trainee:
+    if arm.peer:
+        return PeerTrainee(arm, options, start)
+    assert groups is not None
+    return EngineTrainee(arm, options, start, groups)
+
+
+def _warm_up(arm: Arm, options: TrainBenchOptions, groups: TrainGroups | None) -> None:
+    """A step of a tiny model: what libraries take for themselves, and kernels that are compiled, belong to no arm."""
+    tiny = replace(options, model=TINY, sequences=1, sequence_tokens=16)
+    start = open_model(TINY, options.seed)
+    with _closing(_make(arm, tiny, start, groups)) as trainee:
+        trainee.step(draw_tokens(tiny, start.config.vocab_size, 0, 0))
+
+
+class _closing:
+    """``contextlib.closing`` for what is a Protocol."""
+
+    def __init__(self, trainee: Trainee) -> None:
+        self._trainee = trainee
+
+    def __enter__(self) -> Trainee:
+        return self._trainee
+
+    def __exit__(self, *_: object) -> None:
+        self._trainee.close()

@@ -1,0 +1,150 @@
+"""The time of a step, from what its computing takes alone, what a wire carries, and the engine's rules of who waits for whom.
+
+Bytes are the engine's formulas, computing is measured without any wire, and a wire's rate and round are measured as its
+collectives see them: nothing is fitted to steps over the wire. The rules: two lanes of collectives beside computing;
+blocks alternate over weight buffers, and over two gradient buffers; with explicit prefetch a block's weights are asked for
+as soon as a buffer is free. What it does not know: cores that packets take from computing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from tightwire.bench.train.simulate import Task, simulate
+from tightwire.training.engine import gradients, weights
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.traffic import Flow
+from tightwire.training.engine.units import EMBEDDING, Unit, UnitPlan
+
+_COMPUTE, _GATHER, _REDUCE = "compute", "gather", "reduce"
+
+
+class Computing(NamedTuple):
+    """Seconds of a rank's step without messages, all ranks at once."""
+
+    forward_s: float
+    backward_s: float
+    rest_s: float
+
+
+class Rates(NamedTuple):
+    """Of each rank while all of its node's send. A round is a collective of next to nothing."""
+
+    across_bytes_per_s: float
+    across_round_s: float
+    inside_bytes_per_s: float
+    inside_round_s: float
+
+
+class SlotBytes(NamedTuple):
+    """What the slot between replicas sends for a unit, in how many rounds."""
+
+    inside: int
+    between_nodes: int
+    rounds: int
+
+
+def predict_step(
+    plan: UnitPlan,
+    options: EngineOptions,
+    flows: Sequence[Flow],
+    slots: Mapping[str, SlotBytes],
+    computing: Computing,
+    rates: Rates,
+) -> float:
+    """Seconds of a step of one micro-batch. ``slots``: by unit, {} where there is no slot."""
+    return max(simulate(list(step_tasks(plan, options, flows, slots, computing, rates))).values())
+
+
+def step_tasks(
+    plan: UnitPlan,
+    options: EngineOptions,
+    flows: Sequence[Flow],
+    slots: Mapping[str, SlotBytes],
+    computing: Computing,
+    rates: Rates,
+) -> Iterator[Task]:
+    """Of one rank; all are alike."""
+    yield from _gathers(plan, options, flows, rates)
+    yield from _computing(plan, options, computing)
+    names = []
+    for task in _reduces(plan, flows, slots, rates):
+        names.append(task.name)
+        yield task
+    yield Task("rest", _COMPUTE, tuple(names), computing.rest_s + rates.across_round_s)  # clipping asks all ranks once
+
+
+def _gathers(plan: UnitPlan, options: EngineOptions, flows: Sequence[Flow], rates: Rates) -> Iterator[Task]:
+    num_blocks, ahead = len(plan.blocks), options.num_buffers
+    is_explicit = options.prefetch == "explicit"
+    calls = {unit.number: _calls(unit, flows, rates) for unit in plan.units}
+    for unit in plan.units:
+        if unit.block is None and calls[unit.number]:
+            yield Task(f"gather {unit.name}", _GATHER, (), *calls[unit.number][0])
+    for unit in plan.blocks:
+        if not calls[unit.number]:
+            continue
+        assert unit.block is not None
+        # A buffer is free once the block before in it is done; buffers that are nobody else's wait to be asked for.
+        before = unit.block - ahead - (not weights.alternates(options, unit))
+        after = f"forward {before if is_explicit else unit.block - 1}"
+        yield Task(f"gather {unit.block}", _GATHER, (after,), *calls[unit.number][0])
+    for unit in reversed(plan.blocks):
+        if len(calls[unit.number]) > 1:
+            assert unit.block is not None and unit.block < num_blocks - ahead
+            after = f"backward {unit.block + (ahead if is_explicit else 1)}"
+            yield Task(f"gather again {unit.block}", _GATHER, (after,), *calls[unit.number][1])
+
+
+def _computing(plan: UnitPlan, options: EngineOptions, computing: Computing) -> Iterator[Task]:
+    elems = [sum(flat.num_parameters for flat in unit.flats) for unit in plan.blocks]
+    # The head, tied or not, has as many as the embedding; looking an embedding up is no arithmetic.
+    head = sum(flat.num_parameters for unit in plan.units if unit.name == EMBEDDING for flat in unit.flats)
+    total = sum(elems) + head
+    first = tuple(f"gather {unit.name}" for unit in plan.units if unit.block is None)
+    for block, count in enumerate(elems):
+        after = (f"gather {block}", *(first if block == 0 else ()))
+        yield Task(f"forward {block}", _COMPUTE, after, computing.forward_s * count / total)
+    yield Task("forward head", _COMPUTE, (), computing.forward_s * head / total)
+    yield Task("backward head", _COMPUTE, (), computing.backward_s * head / total)
+    for block, count in reversed(list(enumerate(elems))):
+        after = [f"gather again {block}"]
+        before = block + gradients.NUM_BUFFERS  # had the same gradient buffer
+        if before < len(elems) and gradients.alternates(options, plan.blocks[block]):
+            after.append(f"reduce {plan.blocks[before].name}")
+        yield Task(f"backward {block}", _COMPUTE, tuple(after), computing.backward_s * count / total)
+
+
+def _reduces(plan: UnitPlan, flows: Sequence[Flow], slots: Mapping[str, SlotBytes], rates: Rates) -> Iterator[Task]:
+    others = [unit for unit in reversed(plan.units) if unit.block is None]  # norms are complete before the embedding
+    for unit in (*reversed(plan.blocks), *others):
+        after = f"backward {unit.block or 0}"
+        for flow in flows:
+            if flow.lane == _REDUCE and flow.calls and any(flow.flat == flat.name for flat in unit.flats):
+                yield Task(f"reduce {unit.name}", _REDUCE, (after,), *_seconds([flow], rates))
+        if unit.name in slots:
+            slot = slots[unit.name]
+            fixed_s = slot.rounds * rates.across_round_s + slot.inside / rates.inside_bytes_per_s
+            yield Task(f"slot {unit.name}", _REDUCE, (after,), fixed_s, slot.between_nodes / rates.across_bytes_per_s)
+
+
+def _calls(unit: Unit, flows: Sequence[Flow], rates: Rates) -> list[tuple[float, float]]:
+    """For each gather of a unit in a step, fixed and wire seconds: what goes across nodes once is in the first only."""
+    by_op: dict[tuple[str, str], list[Flow]] = {}
+    for flow in flows:
+        if flow.lane == _GATHER and any(flow.flat == flat.name for flat in unit.flats):
+            by_op.setdefault((flow.flat, flow.op), []).extend([flow] * flow.calls)
+    num_calls = max(map(len, by_op.values()), default=0)
+    return [
+        _seconds([called[number] for called in by_op.values() if number < len(called)], rates)
+        for number in range(num_calls)
+    ]
+
+
+def _seconds(flows: Sequence[Flow], rates: Rates) -> tuple[float, float]:
+    """Before the wire, and on it."""
+    fixed_s = wire_s = 0.0
+    for flow in flows:
+        fixed_s += rates.across_round_s if flow.bytes_between_nodes else rates.inside_round_s
+        fixed_s += (flow.bytes_sent - flow.bytes_between_nodes) / rates.inside_bytes_per_s
+        wire_s += flow.bytes_between_nodes / rates.across_bytes_per_s
+    return fixed_s, wire_s

@@ -1,0 +1,136 @@
+"""The ranks of ``bench train``: processes on emulated nodes, and their connections, which all arms share.
+
+Opening an arm's own connections each time would take longer than its steps; arms take turns, so nobody else uses them.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.bench.train.detached import Switch, detachable
+from tightwire.comm.group.group import Group, open_process_group
+from tightwire.comm.group.local_ranks import LocalRanks
+from tightwire.comm.group.topology import Topology
+from tightwire.comm.link.emulated_network import EmulatedNode
+from tightwire.comm.link.link import parse_link
+from tightwire.comm.link.wire import NAMESPACES, open_wire
+from tightwire.comm.transport.gloo_threads import make_loop_threads_batch
+from tightwire.training.ranks.groups import TrainGroups, open_train_groups
+
+_LOOPBACK = "lo"
+_MEASURE = "tightwire.bench.train.measure"  # takes a while to import, and every arm has processes of its own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlan:
+    """All that a rank process needs to join."""
+
+    world_size: int
+    num_nodes: int
+    timeout_s: float
+    store_paths: tuple[str, ...]  # of the bench's own group, of training's, of torch's
+    network: tuple[EmulatedNode, ...] = ()  # where each node's ranks live; (): on the machine's own network
+
+    def topology(self, rank: int) -> Topology:
+        return Topology(rank, self.world_size, num_nodes=self.num_nodes)
+
+    def interface(self, rank: int) -> str | None:
+        return self.network[self.topology(rank).node].interface if self.network else None
+
+
+@contextmanager
+def open_bench_ranks(
+    *, nodes: int, ranks_per_node: int, link: str | None, timeout_s: float
+) -> Iterator[tuple[LocalRanks, RankPlan, dict[str, Any] | None]]:
+    """The running ranks, how they join, and facts about the link; ``link`` None: nothing between nodes is slow.
+
+    Raises:
+        ValueError: such a link cannot be had on this machine; says why.
+        LocalRankError: the ranks could not join.
+    """
+    world_size = nodes * ranks_per_node
+    with ExitStack() as stack:
+        wire = None
+        if link is not None:
+            asked = parse_link(link)
+            wire = stack.enter_context(
+                open_wire(asked, num_nodes=nodes, ranks_per_node=ranks_per_node, emulation=NAMESPACES)
+            )
+        plan = RankPlan(
+            world_size=world_size,
+            num_nodes=nodes,
+            timeout_s=timeout_s,
+            store_paths=tuple(_anonymous_file(stack) for _ in range(3)),
+            network=wire.nodes if wire else (),
+        )
+        # A step says nothing until it is over, and all of an arm's collectives may take their time.
+        ranks = stack.enter_context(
+            LocalRanks(world_size, partial(_open_world, plan), silence_s=10 * timeout_s, preload=[_MEASURE])
+        )
+        facts = None if wire is None else {**asdict(wire.facts.link), "how": wire.facts.how}
+        yield ranks, plan, facts
+
+
+@contextmanager
+def open_shared_groups(plan: RankPlan, rank: int) -> Iterator[tuple[TrainGroups, Switch]]:
+    """Training's connections, which engines leave open, and what takes the ranks apart for a while."""
+    switch = Switch()
+    groups = open_train_groups(
+        plan.topology(rank),
+        store=FileStore(plan.store_paths[1], plan.world_size),
+        device=torch.device("cpu"),
+        timeout_s=plan.timeout_s,
+        interface=plan.interface(rank),
+    )
+    try:
+        lanes = {lane: detachable(getattr(groups, lane), switch) for lane in ("gather", "reduce", "main")}
+        yield _Shared(**lanes), switch
+    finally:
+        groups.close()
+
+
+@contextmanager
+def torch_group(plan: RankPlan, rank: int) -> Iterator[None]:
+    """torch.distributed's default group of all ranks, on gloo over the same wire."""
+    os.environ["GLOO_SOCKET_IFNAME"] = plan.interface(rank) or _LOOPBACK
+    store = FileStore(plan.store_paths[2], plan.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.world_size)
+    make_loop_threads_batch()  # as for our own connections
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Shared(TrainGroups):
+    """Outlives the engines that use it."""
+
+    def close(self) -> None:
+        pass
+
+
+def _open_world(plan: RankPlan, rank: int) -> Group:
+    """The bench's own group, for all ranks to begin together; runs in the rank's process."""
+    topology = plan.topology(rank)
+    if plan.network:
+        plan.network[topology.node].enter()
+    return open_process_group(
+        topology,
+        store=FileStore(plan.store_paths[0], plan.world_size),
+        device=torch.device("cpu"),
+        timeout_s=plan.timeout_s,
+        interface=plan.interface(rank),
+    )
+
+
+def _anonymous_file(stack: ExitStack) -> str:
+    fd = os.memfd_create("tightwire-store")
+    stack.callback(os.close, fd)
+    return f"/proc/{os.getpid()}/fd/{fd}"

@@ -1,0 +1,119 @@
+"""A model that one arm trains, on this rank: the engine as a training run makes it."""
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tightwire.bench.train.arms import Arm
+from tightwire.bench.train.models import arm_config
+from tightwire.bench.train.options import TrainBenchOptions
+from tightwire.comm.group.topology import Topology
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.ranks.groups import TrainGroups
+from tightwire.training.run.setup import check_ranks, engine_options, make_trained
+from tightwire.training.start.model import StartingModel
+
+MAX_NORM = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """Of the thread that computes. ``rest_s``: from the end of backward on, waiting for the last gradients included."""
+
+    loss: float
+    forward_s: float
+    backward_s: float
+    rest_s: float
+    waited_s: float | None  # for lanes; None: it has none
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s + self.rest_s
+
+
+class Trainee(Protocol):
+    def step(self, tokens_BS: Tensor) -> StepTimes:
+        """One optimizer step, with all ranks together. ``tokens_BS``: one more than is predicted from."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def config_of_arm(options: TrainBenchOptions, arm: Arm) -> tuple[TrainConfig, EngineOptions]:
+    """
+    Raises:
+        ValueError: the arm is not for these ranks.
+    """
+    config = arm_config(
+        arm,
+        model=options.model,
+        dtype=options.dtype,
+        world_size=options.world_size,
+        sequences=options.sequences,
+        sequence_tokens=options.sequence_tokens,
+        timeout_s=options.timeout_s,
+    )
+    how = engine_options(config)
+    try:
+        check_ranks(config, how, Topology(0, options.world_size, num_nodes=options.nodes))
+    except ValueError as error:
+        raise ValueError(f"{arm.name}: {error}") from None
+    return config, how
+
+
+class EngineTrainee:
+    """The steps of ``training.run.loop``, without what lies between them."""
+
+    def __init__(self, arm: Arm, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups) -> None:
+        config, how = config_of_arm(options, arm)
+        self.trained = make_trained(config, how, start, groups)
+        self.trained.engine.load_full(start.read)
+        self.trained.model.train()
+        self._optimizer = self.trained.state.optimizer
+        # What DGC sums is none to clip again; its norm is computed all the same, as in a run.
+        self._max_norm = math.inf if config.optimizer.clip_norm is None else MAX_NORM
+        self._ledgers = [group.ledger for group in (groups.gather, groups.reduce, groups.main)]
+
+    def step(self, tokens_BS: Tensor) -> StepTimes:
+        engine = self.trained.engine
+        waited_s, begun = engine.waited_s, time.perf_counter()
+        with engine.micro_batch(last=True):
+            loss = loss_of(self.trained.model, tokens_BS)
+            forward = time.perf_counter()
+            loss.backward()
+        backward = time.perf_counter()
+        engine.finish_gradients()
+        engine.clip_gradients(self._max_norm)
+        self._optimizer.step()
+        engine.weights_changed()
+        return StepTimes(
+            loss=float(loss.detach()),
+            forward_s=forward - begun,
+            backward_s=backward - forward,
+            rest_s=time.perf_counter() - backward,
+            waited_s=engine.waited_s - waited_s,
+        )
+
+    @property
+    def bytes_sent(self) -> int:
+        """By the ledgers."""
+        return sum(count.bytes_sent for ledger in self._ledgers for count in ledger.counts())
+
+    def close(self) -> None:
+        self.trained.engine.close()
+
+
+def loss_of(model: Any, tokens_BS: Tensor) -> Tensor:
+    inputs_BS, targets_BS = tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].contiguous()
+    return model(input_ids=inputs_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False).loss
+
+
+def draw_tokens(options: TrainBenchOptions, vocab_size: int, rank: int, step: int) -> Tensor:
+    """What ``rank`` is given in ``step``, in every arm; a few of the vocabulary, so that there is something to learn."""
+    source = torch.Generator().manual_seed((options.seed * 1_000_003 + step) * 1_009 + rank)
+    return torch.randint(0, min(256, vocab_size), (options.sequences, options.sequence_tokens + 1), generator=source)

@@ -1,0 +1,97 @@
+"""What a tensor looks like on the wire, by name: ``none``, ``int8``, ``int4-g64-had``, ... One codec for every use.
+
+Two primitives carry all that quantizes in this project, and both take a codec: reduce-scatter (encode, exchange slices,
+decode and sum) and all-gather (encode, gather, decode). The bytes themselves are ``kernels.block_quant``'s.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels import block_quant
+from tightwire.kernels.spec import block_bound
+from tightwire.kernels.spec.block_format import BlockFormat
+
+_NAME = re.compile(r"(?:(fp8)|int([234568]))(?:-g(32|64|128))?(-sym)?(-had)?(-sr)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """``format`` None is ``none``: the numbers as they are, in their own dtype."""
+
+    name: str
+    format: BlockFormat | None = None
+
+    @property
+    def exact(self) -> bool:
+        return self.format is None
+
+    @property
+    def group_elems(self) -> int:
+        """Elements that are encoded together: where a message may be cut without a difference."""
+        return 1 if self.format is None else self.format.group_elems
+
+    def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
+        """Bytes of ``num_elems`` encoded elements that have ``elem_bytes`` each before."""
+        return num_elems * elem_bytes if self.format is None else self.format.encoded_bytes(num_elems)
+
+    def encode(self, x_N: Tensor, out: Tensor | None = None) -> Tensor:
+        """(N,) contiguous to uint8 bytes; into ``out`` when given. With ``none`` and no ``out``, a view of ``x_N``."""
+        if self.format is not None:
+            return block_quant.encode(x_N, self.format, out)
+        bytes_of_x = x_N.view(torch.uint8)
+        return bytes_of_x if out is None else out.copy_(bytes_of_x)
+
+    def decode(self, buf: Tensor, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """The ``num_elems`` numbers of ``buf``, which were of ``dtype``. With ``none`` and no ``out``, a view of ``buf``."""
+        if self.format is not None:
+            return block_quant.decode(buf, self.format, num_elems, dtype, out)
+        return buf.view(dtype) if out is None else out.copy_(buf.view(dtype))
+
+    def decode_add(self, buf: Tensor, sum_N: Tensor, dtype: torch.dtype) -> None:
+        """Add the numbers of ``buf``, which were of ``dtype``, to the float32 ``sum_N``."""
+        if self.format is not None:
+            block_quant.decode_add(buf, self.format, sum_N)
+        else:
+            sum_N.add_(buf.view(dtype))
+
+    def max_error(self, x_N: Tensor) -> Tensor:
+        """(N,) float64: bounds on |decode(encode(x)) - x| before rounding to ``x_N``'s dtype (``kernels.block_bound``).
+
+        Infinite where a group may come back as NaN: it has an inf or NaN in it, or comes close to float32's end.
+        """
+        if self.format is None:
+            return torch.zeros(x_N.shape, dtype=torch.float64, device=x_N.device)
+        return block_bound.max_error(x_N, self.format)
+
+
+def parse_codec(name: str) -> Codec:
+    """``none``, ``fp8`` or ``intB`` with B in 8, 6, 5, 4, 3, 2, then any of ``-g32 -g64 -sym -had -sr`` in this order.
+
+    Raises:
+        ValueError: no such codec.
+    """
+    if name == "none":
+        return Codec(name)
+    match = _NAME.fullmatch(name)
+    try:
+        if match is None:
+            raise ValueError("no such name")
+        float8, bits, group, symmetric, hadamard, spikes = match.groups()
+        fmt = BlockFormat(
+            bits=8 if float8 else int(bits),
+            group_elems=int(group or 128),
+            symmetric=symmetric is not None,
+            hadamard=hadamard is not None,
+            spikes=spikes is not None,
+            float8=float8 is not None,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"unknown codec {name!r} ({error}); a codec is none, fp8, or int8, int6, int5, int4, int3 or int2, and then "
+            "as wanted, in this order, -g32 or -g64 (numbers in a group, default 128), -sym (symmetric), -had (rotated), "
+            "-sr (spikes reserved), such as int4-g64-sr"
+        ) from None
+    return Codec(name, fmt)

@@ -1,0 +1,135 @@
+"""How far a sum over ranks can be from the exact one: elementwise bounds that follow from the steps, not from trials.
+
+Each is float64 with the shape of one input, and infinite where the sum may leave the dtype's range. u is 2^-24, half of
+float32's eps; v is that of the dtype (2^-8 bfloat16, 2^-11 float16).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.codec.codec import Codec
+from tightwire.comm.codec.legs import sum_encoded
+
+_FP32_UNIT = 2.0**-24
+
+
+def rank_order_bound(inputs: Sequence[Tensor]) -> Tensor:
+    """Elementwise bound on the error of ``sum_in_rank_order``, (elements of one input) float64.
+
+    With u = 2^-24, N parts and S = sum |x_i|: N - 1 fp32 additions err by at most e = ((1 + u)^(N-1) - 1) S. Rounding
+    the total t to a type with unit v (2^-8 bf16, 2^-11 fp16) adds at most v (|t| + e). Infinite where S leaves the
+    type's range. Source: Higham, Accuracy and Stability of Numerical Algorithms, chapters 2 and 4.
+    """
+    exact, error = _exact(inputs), adding_bound(inputs)
+    largest = _magnitude(inputs) + error
+    if inputs[0].dtype != torch.float32:
+        error = error + _unit(inputs[0].dtype) * (exact.abs() + error)
+    return _infinite_on_overflow(error, largest, inputs[0].dtype)
+
+
+def adding_bound(inputs: Sequence[Tensor]) -> Tensor:
+    """Bound on the error of the float32 sum of ``inputs`` in any order, before it is rounded: e of the above."""
+    return _adding_factor(len(inputs)) * _magnitude(inputs)
+
+
+def rounded_parts_bound(parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Bound for sums in rank order of each of ``parts``, rounded to the inputs' dtype, then added and rounded alike.
+
+    With e_k the bound of part k and S = sum |x_i|: E = sum e_k + (K - 1 additions of numbers up to S + sum e_k), and
+    then v (|t| + E) with the symbols of ``rank_order_bound``.
+    """
+    inputs = [x for part in parts for x in part]
+    magnitude, dtype = _magnitude(inputs), inputs[0].dtype
+    error = torch.stack([rank_order_bound(part) for part in parts]).sum(0)
+    error = error + _adding_factor(len(parts)) * (magnitude + error)
+    largest = magnitude + error
+    if dtype != torch.float32:
+        error = error + _unit(dtype) * (_exact(inputs).abs() + error)
+    return _infinite_on_overflow(error, largest, dtype)
+
+
+def rounded_hops_bound(inputs: Sequence[Tensor]) -> Tensor:
+    """Elementwise bound on the error of a sum whose every partial sum is rounded to the wire's dtype, in any order.
+
+    Each of the N - 1 additions is done in fp32 and rounded to the type: a factor of at most (1 + u)(1 + v), so
+    (((1 + u)(1 + v))^(N-1) - 1) S with the symbols of ``rank_order_bound`` (for fp32 the factor is 1 + u alone).
+    """
+    dtype = inputs[0].dtype
+    factor = 1 + _FP32_UNIT
+    if dtype != torch.float32:
+        factor *= 1 + _unit(dtype)
+    magnitude = _magnitude(inputs)
+    error = (factor ** (len(inputs) - 1) - 1) * magnitude
+    return _infinite_on_overflow(error, magnitude + error, dtype)
+
+
+def quantized_sum_bound(inputs: Sequence[Tensor], codec: Codec) -> tuple[Tensor, Tensor]:
+    """The float32 sum of the (N,) ``inputs`` after a pass through ``codec`` each, and a bound on its error, float64.
+
+    With b_i the codec's own bound for input i: sum b_i, and W - 1 float32 additions of numbers up to |x_i| + b_i.
+    Rotated formats may add rotated numbers, each of which is at most the sum of its group's magnitudes.
+    """
+    sum_N = sum_encoded([codec.encode(x_N) for x_N in inputs], inputs[0].numel(), codec, inputs[0].dtype)
+    magnitude_N = _magnitude(inputs)
+    error_N = torch.zeros_like(magnitude_N)
+    if not codec.exact:
+        error_N = torch.stack([codec.max_error(x_N) for x_N in inputs]).sum(0)
+        magnitude_N = magnitude_N + error_N
+        if _rotates(codec):
+            magnitude_N = _group_sums(magnitude_N, codec.group_elems)
+    return sum_N, error_N + _adding_factor(len(inputs)) * magnitude_N
+
+
+def quantized_total_bound(inputs: Sequence[Tensor], sum_N: Tensor, error_N: Tensor, codec: Codec) -> Tensor:
+    """Bound on the error of a sum that goes through ``codec`` and is then rounded to the inputs' dtype, float64.
+
+    ``sum_N`` is within ``error_N`` of the exact sum t, or else is taken to be: what the codec may do to it depends on
+    its size, and a wrong sum must not widen its own bound. Rounding adds v (|t| + e) or half the smallest number.
+    """
+    dtype, exact_N = inputs[0].dtype, _exact(inputs)
+    if not codec.exact:
+        reached_N = torch.clamp(sum_N.double(), exact_N - error_N, exact_N + error_N)
+        codec_error_N = codec.max_error(reached_N.float())
+        # Rotated numbers may have been added rotated, to other last bits than these; those may move the group's
+        # scale, a bfloat16, to its neighbour.
+        error_N = error_N + codec_error_N * (1 + 2.0**-7 * _rotates(codec))
+    largest_N = _magnitude(inputs) + error_N
+    if dtype != torch.float32:
+        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        error_N = error_N + _unit(dtype) * (exact_N.abs() + error_N) + smallest / 2
+    return _infinite_on_overflow(error_N, largest_N, dtype)
+
+
+def _rotates(codec: Codec) -> bool:
+    return codec.format is not None and codec.format.hadamard
+
+
+def _group_sums(x_N: Tensor, group_elems: int) -> Tensor:
+    """For each element, the sum over its group of ``group_elems``; the last is filled as the codec fills it."""
+    filling = x_N[-1:].expand(-x_N.numel() % group_elems)
+    padded = torch.cat([x_N, filling]).view(-1, group_elems)
+    return padded.sum(1, keepdim=True).expand_as(padded).reshape(-1)[: x_N.numel()]
+
+
+def _adding_factor(num_parts: int) -> float:
+    return (1 + _FP32_UNIT) ** (num_parts - 1) - 1
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def _exact(inputs: Sequence[Tensor]) -> Tensor:
+    return torch.stack([x.double() for x in inputs]).sum(0)
+
+
+def _magnitude(inputs: Sequence[Tensor]) -> Tensor:
+    return torch.stack([x.double().abs() for x in inputs]).sum(0)
+
+
+def _infinite_on_overflow(error: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """``largest``: what a sum on the way may come to, its roundings so far included."""
+    # Written so that NaN, the sum of an infinite and an opposite one, is beyond any bound too.
+    return torch.where(largest <= torch.finfo(dtype).max, error, torch.inf)

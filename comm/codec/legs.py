@@ -1,0 +1,105 @@
+"""The two legs that everything quantized is made of: sum one slice per rank (reduce-scatter), share slices (all-gather).
+
+Each leg rounds a number at most once, on its way through the codec. These functions move and add, over a transport's
+messages; who records the call and what it is called is for the callers (``all_reduce``, ``collectives``). What moves
+also tells the ``ledger`` how long coding took; what only adds (``sum_encoded``, ``sum_and_encode``) is called inside
+``with ledger.coding`` by those who quantize.
+
+Sums are float32 in rank order, from rank 0, of what the bytes stand for: the own slice goes through the codec like the
+others'. So whoever adds the same slices gets the same bits, and an element's sum depends only on the ranks' numbers in
+its own codec group.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.codec.codec import Codec
+from tightwire.comm.ledger.ledger import Ledger
+from tightwire.comm.protocols import Transport
+from tightwire.comm.slices import as_bytes
+from tightwire.comm.summing import SUMMABLE, sum_in_rank_order
+from tightwire.kernels import block_quant
+
+
+def prepare(device: torch.device, codec: Codec, out_codec: Codec) -> None:
+    """Have the codecs' kernels compiled now: in a rank's first collective all others would wait for its compiler."""
+    for dtype in SUMMABLE:
+        encoded = codec.encode(torch.zeros(1, dtype=dtype, device=device))
+        summed = sum_and_encode([encoded], 1, codec, out_codec, dtype)
+        decode_slices([summed], [1], out_codec, dtype)
+
+
+def exchange_encoded(
+    transport: Transport, x_N: Tensor, lengths: Sequence[int], codec: Codec, ledger: Ledger
+) -> list[Tensor]:
+    """Encode each slice of ``x_N`` for its owner; return this rank's own slice as every rank encoded it."""
+    if codec.exact:
+        return transport.exchange(encode_slices(x_N, lengths, codec))
+    with ledger.coding:
+        encoded = encode_slices(x_N, lengths, codec)
+    return transport.exchange(encoded)
+
+
+def gather_decoded(
+    transport: Transport, own: Tensor, lengths: Sequence[int], codec: Codec, dtype: torch.dtype, ledger: Ledger
+) -> Tensor:
+    """Share ``own``, this rank's encoded slice; return all slices, decoded, one after the other: (sum(lengths),)."""
+    received = transport.gather(own, [codec.wire_bytes(length, dtype.itemsize) for length in lengths])
+    if codec.exact:
+        return decode_slices(received, lengths, codec, dtype)
+    with ledger.coding:
+        return decode_slices(received, lengths, codec, dtype)
+
+
+def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec) -> list[Tensor]:
+    """Slices of the contiguous ``x_N`` as bytes, lying one after the other in memory."""
+    elem_bytes = x_N.element_size()
+    sizes = [codec.wire_bytes(length, elem_bytes) for length in lengths]
+    if codec.exact:
+        return list(codec.encode(x_N).split(sizes))
+    slices = list(x_N.new_empty(sum(sizes), dtype=torch.uint8).split(sizes))
+    for part, out in zip(x_N.split(list(lengths)), slices, strict=True):
+        if out.numel():
+            codec.encode(part, out)
+    return slices
+
+
+def decode_slices(bufs: Sequence[Tensor], lengths: Sequence[int], codec: Codec, dtype: torch.dtype) -> Tensor:
+    """The numbers of the encoded ``bufs`` in one new tensor."""
+    if codec.exact:
+        return torch.cat(list(bufs)).view(dtype)
+    x_N = bufs[0].new_empty(sum(lengths), dtype=dtype)
+    for buf, part in zip(bufs, x_N.split(list(lengths)), strict=True):
+        if part.numel():
+            codec.decode(buf, part.numel(), dtype, part)
+    return x_N
+
+
+def sum_encoded(bufs: Sequence[Tensor], num_elems: int, codec: Codec, dtype: torch.dtype) -> Tensor:
+    """The float32 sum of slices of ``num_elems`` numbers that were of ``dtype`` before they were encoded."""
+    if num_elems == 0:
+        return bufs[0].new_empty(0, dtype=torch.float32)
+    sum_N = bufs[0].new_empty(num_elems, dtype=torch.float32)
+    if codec.exact:
+        sum_N.copy_(bufs[0].view(dtype))
+    else:
+        codec.decode(bufs[0], num_elems, torch.float32, sum_N)
+    for buf in bufs[1:]:
+        codec.decode_add(buf, sum_N, dtype)
+    return sum_N
+
+
+def sum_and_encode(
+    bufs: Sequence[Tensor], num_elems: int, codec: Codec, out_codec: Codec, dtype: torch.dtype
+) -> Tensor:
+    """``sum_encoded``, encoded with ``out_codec`` (``none``: rounded to ``dtype``), in one pass where there is one."""
+    if num_elems == 0:
+        return bufs[0].new_empty(0)
+    if codec.exact and out_codec.exact:
+        return as_bytes(sum_in_rank_order([buf.view(dtype) for buf in bufs]))
+    if codec.format is not None and out_codec.format is not None:
+        return block_quant.decode_reduce_encode(list(bufs), codec.format, out_codec.format, num_elems)
+    sum_N = sum_encoded(bufs, num_elems, codec, dtype)
+    return out_codec.encode(sum_N.to(dtype) if out_codec.exact else sum_N)

@@ -1,0 +1,1 @@
+"""Collectives other than AllReduce. Start with `collectives`."""

@@ -1,0 +1,269 @@
+"""Collectives that are not an AllReduce: all-gather, reduce-scatter, broadcast, gather to one rank, pairs of unlike counts.
+
+Two of them carry all that is quantized outside the AllReduce: weights travel by ``all_gather`` with a codec (qwZ of
+ZeRO++, arXiv 2306.10209), gradients by ``reduce_scatter`` (qgZ; between nodes see ``node_collectives``), sparse gradients
+by ``sparse_all_gather`` (DGC, 1712.01887). All are recorded in the group's ledger, with the bytes that the same call
+without a codec would send. Each has its exact cost as a function of its own beside it.
+
+Like an AllReduce, a call is made by all ranks with the same shapes and dtypes in the same order; its input is only read;
+a rank that does not come is a ``CollectiveTimeoutError`` or a ``PeerLostError``, after which the group is of no use.
+With a single rank nothing travels, and so nothing is quantized.
+
+A codec's kernels are compiled when first used, while the other ranks wait in the collective: whoever sets ranks up
+calls ``prepare_codecs`` before they meet, with all codecs to come, those of ``node_collectives`` too.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.codec.legs import exchange_encoded, sum_encoded
+from tightwire.comm.group.group import Group
+from tightwire.comm.protocols import Moved, nothing_told
+from tightwire.comm.slices import as_bytes, slice_lengths
+from tightwire.comm.summing import SUMMABLE
+
+NONE = parse_codec("none")
+_INDEX_TYPES = (torch.int32, torch.int64)
+_COUNT_BYTES = 8
+# Triton compiles anew for whole blocks, for whole groups, and for lengths that are neither.
+_PREPARED_LENGTHS = (1 << 16, 128, 17)
+
+
+def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
+    """Have compiled now what collectives with these codecs run on ``device``, for every dtype that can be summed.
+
+    Not collective. Cost: the compiler's time when a machine does it first; reading its cache after that.
+    """
+    for codec, dtype, length in product(codecs, SUMMABLE, _PREPARED_LENGTHS):
+        encoded = codec.encode(torch.zeros(length, dtype=dtype, device=device))
+        codec.decode(encoded, length, dtype)
+        sum_encoded([encoded, encoded], length, codec, dtype)
+
+
+def all_gather(group: Group, x: Tensor, codec: Codec = NONE) -> list[Tensor]:
+    """The ranks' tensors in rank order; all have the shape and dtype of ``x``.
+
+    Without a codec any dtype travels as it is, and the own entry may share memory with ``x``. With one, every entry has
+    been through it, the own one too: all ranks hold the same bits.
+
+    Cost: ``all_gather_bytes``, one round.
+
+    Raises:
+        TypeError: a dtype that the codec cannot encode.
+    """
+    _check_encodable(x, codec)
+    if group.world_size == 1 or x.numel() == 0:
+        return [x.contiguous() for _ in range(group.world_size)]
+    transport, ledger = group.transport, group.ledger
+    sent_before = transport.bytes_sent
+    ledger.begin("all_gather", _label(codec), x.nbytes)
+    flat_N = x.contiguous().view(-1)
+    coding = nullcontext() if codec.exact else ledger.coding
+    with coding:
+        encoded = codec.encode(flat_N)
+    received = transport.gather(encoded)
+    with coding:
+        gathered = [codec.decode(buf, flat_N.numel(), x.dtype).view(x.shape) for buf in received]
+    exact_bytes = all_gather_bytes(group.world_size, x.numel(), x.element_size())
+    ledger.end(transport.bytes_sent - sent_before, None if codec.exact else exact_bytes)
+    return gathered
+
+
+def all_gather_bytes(world_size: int, num_elems: int, elem_bytes: int, codec: Codec = NONE) -> int:
+    """(W-1) c(n), where c is ``codec.wire_bytes``."""
+    return (world_size - 1) * codec.wire_bytes(num_elems, elem_bytes)
+
+
+def all_gather_into(
+    group: Group,
+    part_N: Tensor,
+    out_WN: Tensor,
+    codec: Codec = NONE,
+    exact_bytes: int = 0,
+    moved: Moved = nothing_told,
+) -> None:
+    """The ranks' parts one after the other in ``out_WN``, as they are: for bytes that were encoded once and travel often.
+
+    Cost: (W-1) N bytes, one round; nothing is allocated.
+
+    Args:
+        part_N: (N,) uint8, of one length on all ranks; may be this rank's own part of ``out_WN``.
+        out_WN: (W N,) uint8.
+        codec: what the bytes were encoded with, for the ledger.
+        exact_bytes: that this rank would send of the same tensors not encoded; only looked at with a codec.
+        moved: told of bytes of ``out_WN`` as they come, where the host sees them.
+    """
+    if part_N.numel() == 0 or group.world_size == 1:
+        out_WN.copy_(part_N)
+        return
+    transport, ledger = group.transport, group.ledger
+    sent_before = transport.bytes_sent
+    ledger.begin("all_gather", _label(codec), part_N.nbytes)
+    transport.gather_into(part_N, out_WN, moved)
+    ledger.end(transport.bytes_sent - sent_before, None if codec.exact else exact_bytes)
+
+
+def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dtype | None = None) -> Tensor:
+    """This rank's slice, (``reduce_scatter_slices(...)[rank]``,), of the sum of the ranks' flattened tensors.
+
+    Every rank sends every other that one's slice, encoded, in one round; a slice is summed once, by its owner, in
+    float32 in rank order, and rounded once, to ``dtype`` (default: that of ``x``; float32 keeps the sum as it is).
+
+    Cost: ``reduce_scatter_bytes``. Error: the ranks' codec bounds, the additions and the last rounding
+    (``comm.error_bounds.quantized_sum_bound``).
+
+    Raises:
+        TypeError: a dtype that cannot be summed.
+    """
+    _check_summable(x)
+    dtype = dtype or x.dtype
+    if group.world_size == 1 or x.numel() == 0:
+        return x.contiguous().view(-1).to(dtype, copy=True)
+    transport, ledger = group.transport, group.ledger
+    sent_before = transport.bytes_sent
+    ledger.begin("reduce_scatter", _label(codec), x.nbytes)
+    lengths = reduce_scatter_slices(x.numel(), group.world_size, codec)
+    received = exchange_encoded(transport, x.contiguous().view(-1), lengths, codec, ledger)
+    with nullcontext() if codec.exact else ledger.coding:
+        sum_N = sum_encoded(received, lengths[group.rank], codec, x.dtype).to(dtype)
+    exact_bytes = None
+    if not codec.exact:
+        exact_bytes = (x.numel() - lengths[group.rank]) * x.element_size()
+    ledger.end(transport.bytes_sent - sent_before, exact_bytes)
+    return sum_N
+
+
+def reduce_scatter_slices(num_elems: int, world_size: int, codec: Codec = NONE) -> list[int]:
+    """Elements of each rank's slice: ceil(n / W) rounded up to whole groups; the last ones may be short or empty."""
+    return slice_lengths(num_elems, world_size, codec.group_elems)
+
+
+def reduce_scatter_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int, codec: Codec = NONE) -> int:
+    """What the other ranks' slices take, encoded: about (W-1)/W c(n)."""
+    lengths = reduce_scatter_slices(num_elems, world_size, codec)
+    return sum(codec.wire_bytes(length, elem_bytes) for owner, length in enumerate(lengths) if owner != rank)
+
+
+def broadcast(group: Group, x: Tensor, root: int = 0) -> Tensor:
+    """``root``'s tensor, on every rank; the others give one of the same shape and dtype, whose numbers do not matter.
+
+    On ``root`` the result may share memory with ``x``. Any dtype. Cost: root sends (W-1) M, the others nothing; one
+    round.
+
+    Raises:
+        ValueError: no such rank.
+    """
+    if not 0 <= root < group.world_size:
+        raise ValueError(f"root must be 0 to {group.world_size - 1}, got {root}")
+    if group.world_size == 1 or x.numel() == 0:
+        return x.contiguous()
+    transport, ledger = group.transport, group.ledger
+    sent_before = transport.bytes_sent
+    ledger.begin("broadcast", "direct", x.nbytes)
+    own = x.contiguous() if group.rank == root else x.new_empty(0)
+    sizes = [x.nbytes if rank == root else 0 for rank in range(group.world_size)]
+    received = transport.gather(as_bytes(own.view(-1)), sizes)[root]
+    ledger.end(transport.bytes_sent - sent_before)
+    return received.view(x.dtype).view(x.shape)
+
+
+def broadcast_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int, root: int = 0) -> int:
+    """(W-1) M from the root, nothing from the others."""
+    return (world_size - 1) * num_elems * elem_bytes if rank == root else 0
+
+
+def gather_to_root(group: Group, x: Tensor, sizes: Sequence[int], root: int = 0) -> list[Tensor] | None:
+    """All ranks' bytes in rank order, on ``root``; None on the others.
+
+    Args:
+        x: (sizes[rank],) uint8.
+        sizes: of each rank's bytes, the same list on all ranks; zeros are fine, but not for all.
+    Cost: ``gather_to_root_bytes``, one round. Messages travel as long as the longest, as a transport's exchange cuts alike.
+    """
+    if group.world_size == 1:
+        return [x.contiguous()]
+    transport, ledger = group.transport, group.ledger
+    sent_before = transport.bytes_sent
+    length = _padded(sizes)
+    ledger.begin("gather_to_root", "direct", length)
+    padded = x.contiguous() if x.numel() == length else F.pad(x, (0, length - x.numel()))
+    received = transport.exchange([padded if rank == root else x[:0] for rank in range(group.world_size)])
+    ledger.end(transport.bytes_sent - sent_before)
+    if group.rank != root:
+        return None
+    return [message[:size] for message, size in zip(received, sizes, strict=True)]
+
+
+def gather_to_root_bytes(rank: int, sizes: Sequence[int], root: int = 0) -> int:
+    """The longest, rounded up to a multiple of 8, from each rank but ``root``."""
+    return 0 if rank == root else _padded(sizes)
+
+
+def _padded(sizes: Sequence[int]) -> int:
+    """So that each message may be read as numbers of any type where one lies behind the other."""
+    return -(-max(sizes) // 8) * 8
+
+
+def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The ranks' (indices, values), in rank order; each rank may have another number K of them, or none.
+
+    The own pair may share memory with the arguments. Cost: ``sparse_all_gather_bytes``; two rounds, the first for the
+    numbers of pairs.
+
+    Args:
+        indices_K: (K,) int32 or int64.
+        values_K: (K,) float32, bfloat16 or float16.
+    Raises:
+        TypeError: other dtypes.
+        ValueError: unlike or other shapes.
+    """
+    if indices_K.dtype not in _INDEX_TYPES:
+        raise TypeError(f"indices are {' or '.join(map(str, _INDEX_TYPES))}, got {indices_K.dtype}")
+    _check_summable(values_K)
+    if indices_K.dim() != 1 or indices_K.shape != values_K.shape:
+        raise ValueError(
+            f"indices and values are lists of one length, got {tuple(indices_K.shape)} and {tuple(values_K.shape)}"
+        )
+    if group.world_size == 1:
+        return [(indices_K, values_K)]
+    transport, ledger = group.transport, group.ledger
+    sent_before = transport.bytes_sent
+    ledger.begin("sparse_all_gather", "direct", indices_K.nbytes + values_K.nbytes)
+    own_count = torch.tensor([indices_K.numel()], device=indices_K.device)
+    counts = [int(buf.view(torch.int64)) for buf in transport.gather(as_bytes(own_count))]
+    index_bytes, pair_bytes = indices_K.element_size(), indices_K.element_size() + values_K.element_size()
+    own = torch.cat([as_bytes(indices_K.contiguous()), as_bytes(values_K.contiguous())])
+    received = transport.gather(own, [count * pair_bytes for count in counts]) if any(counts) else [own] * len(counts)
+    pairs = []
+    for count, buf in zip(counts, received, strict=True):
+        # Cloned because a message may lie at an address that its types refuse.
+        indices, values = buf[: count * index_bytes].clone(), buf[count * index_bytes :].clone()
+        pairs.append((indices.view(indices_K.dtype), values.view(values_K.dtype)))
+    ledger.end(transport.bytes_sent - sent_before)
+    return pairs
+
+
+def sparse_all_gather_bytes(world_size: int, num_pairs: int, index_bytes: int, value_bytes: int) -> int:
+    """(W-1) (8 + K (index and value)), with this rank's K."""
+    return (world_size - 1) * (_COUNT_BYTES + num_pairs * (index_bytes + value_bytes))
+
+
+def _label(codec: Codec) -> str:
+    """The algorithm, as the ledger has it."""
+    return "direct" if codec.exact else codec.name
+
+
+def _check_encodable(x: Tensor, codec: Codec) -> None:
+    if not codec.exact:
+        _check_summable(x)
+
+
+def _check_summable(x: Tensor) -> None:
+    if x.dtype not in SUMMABLE:
+        raise TypeError(f"this takes {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert it first")

@@ -1,0 +1,132 @@
+"""Reduce-scatter over nodes: inside each node first, so that the wire between nodes carries one tensor per node.
+
+That is qgZ of ZeRO++ (arXiv 2306.10209, section 3.3): of N ranks on K nodes of L, a plain all-to-all sends L (K-1)/K of
+a tensor out of every node, this sends (K-1)/K. Each number is quantized twice, once a leg, each leg with its own codec.
+
+Any shape and count of elements: slices are those of ``collectives.reduce_scatter``, short or empty ones included.
+Codecs are prepared as there, with ``collectives.prepare_codecs``.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.codec.codec import Codec
+from tightwire.comm.codec.legs import encode_slices, exchange_encoded, sum_encoded
+from tightwire.comm.collectives.collectives import NONE
+from tightwire.comm.group.group import Group, NodeGroups
+from tightwire.comm.group.nodes import run_leg
+from tightwire.comm.slices import slice_lengths
+from tightwire.comm.summing import SUMMABLE
+
+
+def hierarchical_reduce_scatter(
+    group: Group,
+    x: Tensor,
+    inside_codec: Codec = NONE,
+    across_codec: Codec = NONE,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """This rank's slice, (``hierarchical_slices(...)[rank]``,), of the sum of the ranks' flattened tensors.
+
+    1. Inside its node a rank sends each other the slices of all ranks that have that one's place on their node.
+    2. Each adds what it got, in float32 in rank order: its node's part of K slices. A ``none`` leg between nodes
+       carries them in the dtype of ``x``, so rounded once more; a codec encodes the float32 sums.
+    3. Between nodes it sends each part to its owner, who adds them in the order of the nodes and rounds once to
+       ``dtype`` (default: that of ``x``).
+
+    Cost: ``hierarchical_reduce_scatter_bytes``, two rounds.
+
+    Raises:
+        TypeError: a dtype that cannot be summed.
+        ValueError: the group was opened without nodes; ``collectives.reduce_scatter`` is for those.
+    """
+    if x.dtype not in SUMMABLE:
+        raise TypeError(f"reduce-scatter sums {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert it first")
+    nodes = _nodes_of(group)
+    dtype = dtype or x.dtype
+    if x.numel() == 0:
+        return x.new_empty(0, dtype=dtype)
+    sent_before = group.bytes_sent
+    group.ledger.begin("reduce_scatter", f"hierarchical:{inside_codec.name},{across_codec.name}", x.nbytes)
+    lengths = hierarchical_slices(x.numel(), group.world_size, inside_codec, across_codec)
+    by_place = _lengths_by_place(nodes.inside.world_size, lengths)
+    own = by_place[nodes.inside.rank]
+    sum_N = run_leg(group, nodes.inside, _sum_inside, nodes.inside, x.contiguous().view(-1), lengths, inside_codec)
+    if across_codec.exact:
+        sum_N = sum_N.to(x.dtype)
+    ledger, across = group.ledger, nodes.across
+    received = run_leg(group, across, exchange_encoded, across.transport, sum_N, own, across_codec, ledger)
+    with nullcontext() if across_codec.exact else ledger.coding:
+        total_N = sum_encoded(received, lengths[group.rank], across_codec, x.dtype).to(dtype)
+    exact = inside_codec.exact and across_codec.exact
+    exact_bytes = None if exact else (x.numel() - lengths[group.rank]) * x.element_size()
+    group.ledger.end(group.bytes_sent - sent_before, exact_bytes)
+    return total_N
+
+
+def hierarchical_slices(num_elems: int, world_size: int, inside_codec: Codec, across_codec: Codec) -> list[int]:
+    """Elements of each rank's slice, by rank: ceil(n / W) rounded up to whole groups of both codecs."""
+    return slice_lengths(num_elems, world_size, max(inside_codec.group_elems, across_codec.group_elems))
+
+
+def hierarchical_reduce_scatter_bytes(
+    group: Group, num_elems: int, elem_bytes: int, inside_codec: Codec = NONE, across_codec: Codec = NONE
+) -> int:
+    """Bytes this rank sends: the other places' slices inside, the other nodes' own-place slices between nodes.
+
+    About (L-1)/L a(n) + (K-1)/K b(n/L) with a, b the codecs' ``wire_bytes``.
+    """
+    nodes = _nodes_of(group)
+    shape = nodes.across.world_size, nodes.inside.world_size
+    return sum(hierarchical_bytes(group.rank, *shape, num_elems, elem_bytes, inside_codec, across_codec))
+
+
+def hierarchical_bytes(
+    rank: int,
+    num_nodes: int,
+    ranks_per_node: int,
+    num_elems: int,
+    elem_bytes: int,
+    inside_codec: Codec = NONE,
+    across_codec: Codec = NONE,
+) -> tuple[int, int]:
+    """The same of ``rank`` on any nodes, without them: (inside, between) nodes."""
+    lengths = hierarchical_slices(num_elems, num_nodes * ranks_per_node, inside_codec, across_codec)
+    by_place = _lengths_by_place(ranks_per_node, lengths)
+    node, place = divmod(rank, ranks_per_node)
+    own = by_place.pop(place)
+    inside = sum(inside_codec.wire_bytes(sum(slices), elem_bytes) for slices in by_place)
+    del own[node]
+    return inside, sum(across_codec.wire_bytes(length, elem_bytes) for length in own)
+
+
+def _sum_inside(inside: Group, x_N: Tensor, lengths: list[int], codec: Codec) -> Tensor:
+    """The node's float32 sum of the slices of this place on every node, one after the other."""
+    if inside.world_size == 1:
+        return x_N.float()  # nothing travels, so nothing is quantized
+    # All but one slice are whole groups and the short one comes last, so slices joined are encoded as slices alone.
+    parts, per_node = x_N.split(lengths), inside.world_size
+    coding = nullcontext() if codec.exact else inside.ledger.coding
+    encoded = []
+    with coding:
+        for place in range(per_node):
+            joined_N = torch.cat(parts[place::per_node])
+            encoded += encode_slices(joined_N, [joined_N.numel()], codec)
+    received = inside.transport.exchange(encoded)
+    with coding:
+        return sum_encoded(received, sum(lengths[inside.rank :: per_node]), codec, x_N.dtype)
+
+
+def _lengths_by_place(per_node: int, lengths: list[int]) -> list[list[int]]:
+    """For each place on a node, the slices of the ranks that have it, by node."""
+    return [lengths[place::per_node] for place in range(per_node)]
+
+
+def _nodes_of(group: Group) -> NodeGroups:
+    if group.nodes is None:
+        raise ValueError(
+            "this group knows of no nodes: open it with comm.nodes.join_nodes, or use collectives.reduce_scatter"
+        )
+    return group.nodes

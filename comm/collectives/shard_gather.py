@@ -1,0 +1,113 @@
+"""All-gather of shards that were encoded once and are gathered often, into memory that stays: weights while training.
+
+A plain all-gather (``gather_shards``) is one round. Over nodes it has two legs: ``gather_across`` brings the shards of this
+rank's place on every node, ``gather_inside`` shares them inside the node. What the first brings is 1/L of the tensor, so a
+node that keeps it has a copy of its own, and gathers again without the wire between nodes (hpZ of ZeRO++, arXiv
+2306.10209). Slices are equal: (N,) is W shards of N / W. Every rank gets the same bits, by either way.
+
+Nothing is allocated: what is encoded comes to ``room``, (W c(N/W),) uint8 or more, and in two legs what is exact does too.
+
+Bytes out of a node of L ranks, of M encoded in all, on K nodes: M (K-1)/K over the legs. Plain, each of L ranks sends its
+own shard to W - L others: L times that.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.codec.codec import Codec
+from tightwire.comm.group.group import Group
+from tightwire.comm.group.nodes import run_leg
+
+
+def gather_shards(group: Group, wire: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
+    """Decode the shards of all ranks of ``group`` into ``out_N``, in rank order. ``wire``: this rank's, encoded.
+
+    Exact ones come to their places without another copy. Cost: (W-1) c(N/W).
+    """
+    if codec.exact:
+        _share(group, wire, codec, out_N, out_N.view(torch.uint8), [], "all_gather")
+    else:
+        _share(group, wire, codec, out_N, room, _slices(out_N, group.world_size), "all_gather")
+
+
+def gather_over_nodes(group: Group, wire: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
+    """The same in two legs: ``gather_across`` and ``gather_inside``."""
+    assert group.nodes is not None
+    inside = group.nodes.inside
+    brought = room[: group.world_size * wire.numel()].chunk(inside.world_size)[inside.rank]
+    gather_across(group, wire, brought)
+    gather_inside(group, brought, codec, out_N, room)
+
+
+def gather_across(group: Group, wire: Tensor, out: Tensor) -> None:
+    """Bring the encoded shards of this rank's place on each of K nodes into ``out``, in the order of nodes.
+
+    Cost: (K-1) c(N/W).
+    """
+    assert group.nodes is not None
+    across, ledger = group.nodes.across, group.ledger
+    before = across.bytes_sent
+    ledger.begin("gather_across", "direct", wire.nbytes)
+    run_leg(group, across, across.transport.gather_into, wire, out)
+    ledger.end(across.bytes_sent - before)
+
+
+def gather_inside(group: Group, wires: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
+    """Share inside the node what ``gather_across`` brought each rank, and decode all of it into ``out_N``.
+
+    ``wires`` may be this rank's part of ``room``. Cost: (L-1) K c(N/W).
+    """
+    assert group.nodes is not None
+    inside = group.nodes.inside
+    slices = _slices(out_N, group.world_size)
+    # Rank r is at place r % L of node r // L: a place's message holds its shards on all nodes.
+    by_place = [part for place in range(inside.world_size) for part in slices[place :: inside.world_size]]
+    run_leg(group, inside, _share, inside, wires, codec, out_N, room, by_place, "gather_inside")
+
+
+def gather_node_copy(group: Group, wire: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
+    """Decode into ``out_N`` what the ranks of the node have of it between them, one equal slice each, in their order.
+
+    Cost: (L-1) c(N/L).
+    """
+    assert group.nodes is not None
+    inside = group.nodes.inside
+    slices = _slices(out_N, inside.world_size)
+    run_leg(group, inside, _share, inside, wire, codec, out_N, room, slices, "gather_inside")
+
+
+def gather_shards_bytes(world_size: int, wire_bytes: int) -> int:
+    return (world_size - 1) * wire_bytes
+
+
+def gather_across_bytes(num_nodes: int, wire_bytes: int) -> int:
+    return (num_nodes - 1) * wire_bytes
+
+
+def gather_inside_bytes(num_nodes: int, ranks_per_node: int, wire_bytes: int) -> int:
+    return (ranks_per_node - 1) * num_nodes * wire_bytes
+
+
+def _share(
+    group: Group, wires: Tensor, codec: Codec, out_N: Tensor, room: Tensor, slices: Sequence[Tensor], op: str
+) -> None:
+    """Gather each rank's ``wires`` into ``room``, and decode that into ``slices`` of ``out_N``, as many of each rank."""
+    transport, ledger = group.transport, group.ledger
+    before, received = transport.bytes_sent, room[: group.world_size * wires.numel()]
+    ledger.begin(op, "direct" if codec.exact else codec.name, out_N.nbytes)
+    if group.world_size > 1:
+        transport.gather_into(wires, received)
+    else:
+        received.copy_(wires)
+    with nullcontext() if codec.exact else ledger.coding:
+        for part, encoded in zip(slices, received.chunk(len(slices)) if slices else (), strict=True):
+            codec.decode(encoded, part.numel(), part.dtype, part)
+    exact_bytes = out_N.nbytes // group.world_size * (group.world_size - 1)
+    ledger.end(transport.bytes_sent - before, None if codec.exact else exact_bytes)
+
+
+def _slices(out_N: Tensor, num_slices: int) -> list[Tensor]:
+    return list(out_N.split(out_N.numel() // num_slices))

@@ -1,0 +1,1 @@
+"""Ranks, nodes and how they find each other. Start with `group`."""

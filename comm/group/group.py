@@ -1,0 +1,175 @@
+"""A group of ranks: one transport, one ledger, one deadline. What the floors above hold and pass on.
+
+``open_process_group`` joins processes over torch.distributed; ``in_process_groups`` makes ranks of threads, for tests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.group.peer_access import with_peer_memory
+from tightwire.comm.group.rendezvous import join
+from tightwire.comm.group.topology import Topology
+from tightwire.comm.ledger.ledger import Ledger
+from tightwire.comm.protocols import Transport
+from tightwire.comm.transport.failure_notes import FailureNotes
+from tightwire.comm.transport.in_process import InProcessTransport, Meeting
+from tightwire.comm.transport.shared_memory import SharedMemoryTransport
+from tightwire.kernels.cpu.shared_all_reduce import compile_all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeGroups:
+    """The two smaller groups that a rank of a group on several nodes is in; ``comm.nodes`` opens them.
+
+    Ranks are numbered node by node, equally many on each: rank r is on node r // L, where L = ``inside.world_size``.
+    Both record in the whole group's ledger, and both number their ranks from 0.
+    """
+
+    inside: "Group"  # the ranks of this rank's node, in order
+    across: "Group"  # the ranks that have this rank's place on every node, in order of the nodes
+    notes: FailureNotes | None = None  # of the whole group, where ranks are processes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """This rank's membership in a group. One thread runs its collectives; any thread may read ``ledger``.
+
+    ``nodes`` is None when the ranks are on one node, or are treated as if they were.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    timeout_s: float
+    transport: Transport
+    ledger: Ledger = field(default_factory=Ledger)
+    nodes: NodeGroups | None = None
+    no_peer_memory: str = ""  # why GPUs that were to sum through it do not
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has sent to others, within and between nodes too."""
+        smaller = () if self.nodes is None else (self.nodes.inside, self.nodes.across)
+        return self.transport.bytes_sent + sum(group.bytes_sent for group in smaller)
+
+    def close(self) -> None:
+        """Drop the connections, without waiting for other ranks. May be called twice."""
+        self.transport.close()
+        if self.nodes is not None:
+            self.nodes.inside.close()
+            self.nodes.across.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_process_group(
+    topology: Topology,
+    *,
+    store: Store,
+    device: torch.device,
+    timeout_s: float = 60.0,
+    join_timeout_s: float | None = None,
+    name: str = "ranks",
+    interface: str | None = None,
+    segment_fd: int | None = None,
+    peer_memory: bool = False,
+    ledger: Ledger | None = None,
+) -> Group:
+    """Join the ``topology.world_size`` processes that open the same ``name`` on the same ``store``.
+
+    CPU tensors travel over gloo (over the loopback interface when all ranks are on one host), CUDA tensors over NCCL.
+    Host names are never resolved.
+
+    Args:
+        store: any torch.distributed store that all ranks reach, such as a TCPStore. It is used to join and, after a
+            failure, to find out who is missing; keep it alive as long as the group.
+        device: this rank's ``cpu`` or ``cuda:N``.
+        timeout_s: the longest wait in each collective.
+        join_timeout_s: the longest wait for all ranks to be there; default: ``timeout_s``.
+        name: tells several groups on one store apart.
+        interface: gloo's network interface, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one that leads to
+            the store. (NCCL reads NCCL_SOCKET_IFNAME.)
+        segment_fd: memory that all ranks share (``comm.transport.segment``): CPU tensors travel through it, and over gloo only
+            for the library's own all-reduce.
+        peer_memory: sum CUDA tensors through each other's memory, in kernels of this project, where the ranks can
+            reach it (``comm.transport.peer_access``); where not, the log says why NCCL sums.
+        ledger: where the group's collectives are recorded; default: a new one.
+    Raises:
+        CollectiveTimeoutError: some ranks did not join in time; names them.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device}")
+    if segment_fd is not None and device.type != "cpu":
+        raise ValueError(f"shared memory carries CPU tensors, got device {device}")
+    if peer_memory and device.type != "cuda":
+        raise ValueError(f"peer memory is between GPUs, got device {device}")
+    ledger = ledger or Ledger()
+    no_peer_memory = ""
+    if topology.world_size == 1:
+        transport: Transport = InProcessTransport(Meeting(1), 0, timeout_s=timeout_s)
+    else:
+        if segment_fd is not None:
+            compile_all()  # while there is no deadline but the others' patience to join
+        transport = join(
+            topology,
+            store=store,
+            device=device,
+            timeout_s=timeout_s,
+            join_timeout_s=timeout_s if join_timeout_s is None else join_timeout_s,
+            name=name,
+            interface=interface,
+            ledger=ledger,
+        )
+        if segment_fd is not None:
+            transport = SharedMemoryTransport(
+                segment_fd,
+                rank=topology.rank,
+                world_size=topology.world_size,
+                library=transport,
+                timeout_s=timeout_s,
+                ledger=ledger,
+            )
+        if peer_memory:
+            transport, no_peer_memory = with_peer_memory(
+                transport,
+                PrefixStore(f"tightwire/{name}/peer-memory", store),
+                device=device,
+                timeout_s=timeout_s,
+                describe=ledger.current,
+            )
+    return Group(
+        rank=topology.rank,
+        world_size=topology.world_size,
+        device=device,
+        timeout_s=timeout_s,
+        transport=transport,
+        ledger=ledger,
+        no_peer_memory=no_peer_memory,
+    )
+
+
+def in_process_groups(world_size: int, timeout_s: float = 30.0, ledgers: Sequence[Ledger] | None = None) -> list[Group]:
+    """One group per rank, all in this process; give each to a thread of its own. ``ledgers``: by rank, default new ones."""
+    meeting = Meeting(world_size)
+    groups = []
+    for rank, ledger in enumerate(ledgers or [Ledger() for _ in range(world_size)]):
+        transport = InProcessTransport(meeting, rank, timeout_s=timeout_s, describe=ledger.current)
+        groups.append(
+            Group(
+                rank=rank,
+                world_size=world_size,
+                device=torch.device("cpu"),
+                timeout_s=timeout_s,
+                transport=transport,
+                ledger=ledger,
+            )
+        )
+    return groups

@@ -1,0 +1,216 @@
+"""Ranks as child processes of this one, for whoever measures: start, run a function on all of them, collect, end.
+
+    with LocalRanks(2, partial(open_my_group, plan)) as ranks:
+        for rank, event in ranks.stream(measure, plan):       # measure(group, plan) is a generator on every rank
+            ...
+
+What a server's ranks need is not here (a shard of a model, messages, heartbeats: ``server.ranks``). Functions and their
+arguments are pickled, so they stand at the top of a module. Each rank computes on one thread; a rank ends with its parent,
+however that ends.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
+
+import torch
+
+from tightwire.comm.group.group import Group
+from tightwire.kernels.cpu.vector.allocator import keep_freed_memory
+
+_END_S = 5.0  # for a rank to end by itself once nobody listens
+
+
+class LocalRankError(RuntimeError):
+    """A rank raised, died or fell silent. ``rank`` is the first that did."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def fd_path(fd: int) -> str:
+    """Where the ranks, which inherit nothing from this process, open its anonymous file; nothing is left by a crash."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def silence_after(timeout_s: float) -> float:
+    """What ``silence_s`` may be of ranks whose collectives end after ``timeout_s``: two that fail in turn, and some room."""
+    return 2 * timeout_s + 30
+
+
+class LocalRanks:
+    """``world_size`` processes, each with the group that ``open_group(rank)`` makes there.
+
+    ``preload``: modules that the first to start ranks in this process has imported once for all of them.
+
+    Raises:
+        LocalRankError: a rank could not open its group within ``silence_s``.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        open_group: Callable[[int], Group],
+        *,
+        silence_s: float = 60.0,
+        preload: Sequence[str] = (),
+    ) -> None:
+        self.world_size = world_size
+        self._silence_s = silence_s
+        context = multiprocessing.get_context("forkserver")  # imports torch once, and forks no threads
+        context.set_forkserver_preload(["tightwire.comm.group.group", "tightwire.comm.all_reduce.registry", *preload])
+        self._pipes: list[Connection] = []
+        self._processes = []
+        try:
+            _start_fork_server()
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_rank_main, args=(rank, open_group, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+            for _ in self._events(""):
+                pass  # joined
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
+
+    def stream(self, fn: Callable[..., Iterator[Any]], *args: Any) -> Iterator[tuple[int, Any]]:
+        """What ``fn(group, *args)`` yields on each rank, as (rank, value), as it comes; in order for each rank.
+
+        Raises:
+            LocalRankError: a rank raised or died, or none said a word for ``silence_s``; all have been killed.
+        """
+        call = pickle.dumps((fn, args))
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it has died: seen when its answer is read
+                pipe.send_bytes(call)
+        return self._events(getattr(fn, "__name__", str(fn)))
+
+    def kill(self) -> None:
+        """End all of them at once, stopped ones too."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(_END_S)
+
+    def close(self) -> None:
+        """Let them end by themselves, and kill those that do not."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + _END_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.kill()
+
+    def _events(self, doing: str) -> Iterator[tuple[int, Any]]:
+        ranks = dict(zip(self._pipes, range(self.world_size), strict=True))
+        while ranks:
+            ready = wait(list(ranks), timeout=self._silence_s)
+            if not ready:
+                self.kill()
+                silent = sorted(ranks.values())
+                raise LocalRankError(silent[0], f"ranks {silent} said nothing for {self._silence_s:g} s in {doing}")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                kind, value = self._receive(pipe, ranks[pipe])
+                if kind == "event":
+                    yield ranks[pipe], value
+                elif kind == "done":
+                    del ranks[pipe]
+                else:
+                    raise self._failed(ranks[pipe], value)
+
+    def _receive(self, pipe: Connection, rank: int) -> tuple[str, Any]:
+        try:
+            return pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            process = self._processes[rank]
+            process.join(_END_S)
+            return "failed", f"died with exit code {process.exitcode}"
+
+    def _failed(self, rank: int, reason: str) -> LocalRankError:
+        self.kill()
+        return LocalRankError(rank, f"rank {rank} of {self.world_size} {reason}")
+
+
+def _start_fork_server() -> None:
+    """Start what forks the ranks with Ctrl-C held back for good: in the midst of its imports it would print a traceback.
+
+    A held back signal is inherited, and not lost in this process: it comes when it is let through again.
+    """
+    resource_tracker.ensure_running()  # before, because starting it lets Ctrl-C through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _rank_main(rank: int, open_group: Callable[[int], Group], pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to act upon
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)  # as many ranks as cores, or more
+    keep_freed_memory()  # or large messages would time page faults
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            group = open_group(rank)
+        except Exception:  # noqa: BLE001, whatever it is goes to the parent
+            _send(pipe, "failed", f"could not join:\n{traceback.format_exc()}")
+            return
+        with group:
+            _send(pipe, "done", None)
+            _serve(group, pipe)
+
+
+def _end_with_parent() -> None:
+    # Not by a signal from the kernel: this process is a child of the fork server, which ends only after its children.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _serve(group: Group, pipe: Connection) -> None:
+    while True:
+        try:
+            fn, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            for value in fn(group, *args):
+                _send(pipe, "event", value)
+        except BrokenPipeError:
+            raise
+        except Exception:  # noqa: BLE001, whatever it is goes to the parent
+            _send(pipe, "failed", f"raised:\n{traceback.format_exc()}")
+            return
+        _send(pipe, "done", None)
+
+
+def _send(pipe: Connection, kind: str, value: Any) -> None:
+    pipe.send_bytes(pickle.dumps((kind, value)))

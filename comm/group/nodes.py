@@ -1,0 +1,178 @@
+"""Ranks on several nodes: the smaller groups inside a node and across nodes, and what it means when one of them fails.
+
+The ranks of a node are better joined to each other than to the rest: hosts on a network, or sockets of one host. One
+host's ranks may also be treated as several nodes, to try what hierarchical algorithms do.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
+from tightwire.comm.group.group import Group, NodeGroups, in_process_groups, open_process_group
+from tightwire.comm.group.topology import Topology
+from tightwire.comm.ledger.ledger import Ledger
+from tightwire.comm.transport.failure_notes import FailureNotes, Note, ranks_at_fault
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+# How long a rank listens for what the others say of a failure, which reaches some of them through two groups.
+_GRACE_S = 2.0
+_GRACE_SHARE = 0.2
+
+
+def join_nodes(
+    group: Group,
+    topology: Topology,
+    *,
+    store: Store,
+    join_timeout_s: float | None = None,
+    name: str = "ranks",
+    interface: str | None = None,
+    segment_fd: int | None = None,
+) -> Group:
+    """``group`` with this rank's groups inside its node and across the nodes; ``group`` itself when there is one node.
+
+    All ranks of ``group`` call this. Closing the result closes ``group`` and both smaller ones.
+
+    Args:
+        topology: the one that ``group`` was opened with.
+        store, join_timeout_s, name, interface: as for ``comm.group.open_process_group``.
+        segment_fd: memory that the ranks of this node share (``comm.transport.segment``, made for ``topology.ranks_per_node``).
+    Raises:
+        ValueError: the ranks were told of unlike numbers of nodes.
+        CollectiveTimeoutError: some ranks did not join in time; names them.
+    """
+    own = torch.tensor([topology.num_nodes], device=group.device).view(torch.uint8)
+    told = [int(buf.view(torch.int64)) for buf in group.transport.gather(own)]
+    if len(set(told)) > 1:
+        raise ValueError(f"ranks 0 to {group.world_size - 1} were told of {told} nodes; it must be the same number")
+    if topology.num_nodes == 1:
+        return group
+
+    inside, across = join_legs(
+        topology,
+        store=store,
+        device=group.device,
+        timeout_s=group.timeout_s,
+        join_timeout_s=join_timeout_s,
+        name=name,
+        interface=interface,
+        segment_fd=segment_fd,
+        ledger=group.ledger,
+    )
+    notes = FailureNotes(PrefixStore(f"tightwire/{name}/nodes", store), group.rank, group.world_size)
+    return replace(group, nodes=NodeGroups(inside=inside, across=across, notes=notes))
+
+
+def join_legs(
+    at: Topology,
+    *,
+    store: Store,
+    device: torch.device,
+    timeout_s: float,
+    join_timeout_s: float | None,
+    name: str,
+    interface: str | None,
+    segment_fd: int | None,
+    ledger: Ledger | None = None,
+) -> tuple[Group, Group]:
+    """The groups of those on this rank's node and of those with its place on the nodes; arguments as for ``join_nodes``.
+
+    Raises:
+        CommError: one of them cannot be joined; neither is open.
+    """
+
+    def join(rank: int, world_size: int, name: str, segment_fd: int | None) -> Group:
+        return open_process_group(
+            Topology(rank, world_size),
+            store=store,
+            device=device,
+            timeout_s=timeout_s,
+            join_timeout_s=join_timeout_s,
+            name=name,
+            interface=interface,
+            segment_fd=segment_fd if world_size > 1 else None,
+            ledger=ledger,
+        )
+
+    inside = join(at.node_rank, at.ranks_per_node, f"{name}/node-{at.node}", segment_fd)
+    try:
+        return inside, join(at.node, at.num_nodes, f"{name}/across-{at.node_rank}", None)
+    except CommError:
+        inside.close()
+        raise
+
+
+def renumbered(
+    error: CommError, ranks: Sequence[int], where: str, rank: int, world_size: int, culprits: Collection[int]
+) -> CommError:
+    """``error`` of a smaller group that has these ``ranks``, with ``culprits`` as the whole world numbers them."""
+    return type(error)(
+        f"rank {rank} is without {name_ranks(culprits)} of {world_size}, {where}, where ranks "
+        f"{', '.join(map(str, ranks))} are numbered from 0: {error}",
+        culprits,
+    )
+
+
+def in_process_node_groups(world_size: int, num_nodes: int, timeout_s: float = 30.0) -> list[Group]:
+    """``in_process_groups`` on ``num_nodes`` nodes."""
+    places = [Topology(rank, world_size, num_nodes=num_nodes) for rank in range(world_size)]
+    groups, per_node = in_process_groups(world_size, timeout_s), world_size // num_nodes
+    if num_nodes == 1:
+        return groups
+    ledgers = [group.ledger for group in groups]
+    insides = [
+        in_process_groups(per_node, timeout_s, ledgers[start : start + per_node])
+        for start in range(0, world_size, per_node)
+    ]
+    acrosses = [in_process_groups(num_nodes, timeout_s, ledgers[place::per_node]) for place in range(per_node)]
+    return [
+        replace(group, nodes=NodeGroups(inside=insides[at.node][at.node_rank], across=acrosses[at.node_rank][at.node]))
+        for group, at in zip(groups, places, strict=True)
+    ]
+
+
+def run_leg(
+    group: Group, leg: Group, fn: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
+) -> _Result:
+    """``fn(...)``, which talks over ``leg``, one of the groups of ``group.nodes``, or ``group`` itself.
+
+    Raises:
+        CommError: as the leg's transport says, but with ranks numbered as in ``group``, and blaming those that all of
+            the group's ranks wait for: who fails for want of another is not at fault, though its own leg misses it.
+    """
+    try:
+        return fn(*args, **kwargs)
+    except CommError as error:
+        if group.nodes is None or leg is group:
+            raise
+        raise _explain(group, group.nodes, leg, error) from error
+
+
+def ranks_of(nodes: NodeGroups, leg: Group) -> list[int]:
+    """The ranks of ``leg``, one of ``nodes``, as the whole group numbers them."""
+    node, per_node = nodes.across.rank, nodes.inside.world_size
+    if leg is nodes.inside:
+        return [node * per_node + place for place in range(per_node)]
+    return [other * per_node + nodes.inside.rank for other in range(nodes.across.world_size)]
+
+
+def _explain(group: Group, nodes: NodeGroups, leg: Group, error: CommError) -> CommError:
+    ranks = ranks_of(nodes, leg)
+    culprits = {ranks[rank] for rank in error.ranks}
+    # The others may be waiting for this rank in another group than the one that failed: let them fail now.
+    nodes.inside.close()
+    nodes.across.close()
+    if nodes.notes is not None:
+        doing = f"rank {group.rank} in {group.ledger.current() or 'a leg between nodes'}"
+        own = Note(timed_out=isinstance(error, CollectiveTimeoutError), missed=tuple(sorted(culprits)), doing=doing)
+        notes = nodes.notes.exchange(own, grace_s=min(_GRACE_S, _GRACE_SHARE * group.timeout_s))
+        others = [rank for rank in range(group.world_size) if rank != group.rank]
+        culprits = ranks_at_fault(own, notes, others)
+    where = f"seen {'inside' if leg is nodes.inside else 'across'} nodes"
+    return renumbered(error, ranks, where, group.rank, group.world_size, culprits)

@@ -1,0 +1,138 @@
+"""How processes find each other: who is there, over which address, then a gloo or NCCL group among them."""
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
+from tightwire.comm.group.topology import Topology
+from tightwire.comm.ledger.ledger import Ledger
+from tightwire.comm.transport.failure_notes import FailureNotes
+from tightwire.comm.transport.gloo_threads import make_loop_threads_batch
+from tightwire.comm.transport.process_group import GlooTransport, NcclTransport, ProcessGroupTransport
+
+_LOOPBACK = "127.0.0.1"
+# An address of a documentation network (RFC 5737): asking the kernel for the way there sends nothing.
+_ELSEWHERE = "192.0.2.1"
+
+
+def join(
+    topology: Topology,
+    *,
+    store: Store,
+    device: torch.device,
+    timeout_s: float,
+    join_timeout_s: float,
+    name: str,
+    interface: str | None,
+    ledger: Ledger,
+) -> ProcessGroupTransport:
+    """Connect this process to the other ranks; see ``comm.group.open_process_group``."""
+    store = PrefixStore(f"tightwire/{name}", store)
+    one_host = _meet(topology, store, join_timeout_s)
+    notes = FailureNotes(PrefixStore("notes", store), topology.rank, topology.world_size)
+    pair_store = PrefixStore("rendezvous", store)
+    try:
+        if device.type == "cuda":
+            process_group = _make_nccl(topology, pair_store, timeout_s)
+        else:
+            process_group = _make_gloo(topology, pair_store, timeout_s, _gloo_address(store, one_host, interface))
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {topology.rank} of {topology.world_size} could not connect to the others on {device}: {error}"
+        ) from error
+    transport_class = NcclTransport if device.type == "cuda" else GlooTransport
+    transport = transport_class(
+        process_group,
+        notes,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        device=device,
+        timeout_s=timeout_s,
+        ledger=ledger,
+    )
+    transport.barrier()
+    return transport
+
+
+def _meet(topology: Topology, store: Store, timeout_s: float) -> bool:
+    """Wait until all ranks have signed in; tell whether they share one host."""
+    store.set(f"host/{topology.rank}", host_identity())
+    keys = [f"host/{rank}" for rank in range(topology.world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        absent = _absent(store, keys)
+        raise CollectiveTimeoutError(
+            f"rank {topology.rank} waited {timeout_s:g} s for all ranks to join; {name_ranks(absent)} of "
+            f"{topology.world_size} did not. Were they started, with the same store and world size?",
+            absent,
+        ) from error
+    return len({bytes(store.get(key)) for key in keys}) == 1
+
+
+def _absent(store: Store, keys: list[str]) -> set[int]:
+    try:
+        return {rank for rank, key in enumerate(keys) if not store.check([key])}
+    except RuntimeError:
+        return set()  # the store itself is gone
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly when the loopback interface of one is that of the other."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _gloo_address(store: Store, one_host: bool, interface: str | None) -> dict[str, str]:
+    """Where gloo listens. Its own default resolves the host's name, which a container or a laptop may not be able to."""
+    interface = interface or os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return {"interface": interface}
+    return {"hostname": _LOOPBACK if one_host else _own_address(store)}
+
+
+def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict[str, str]) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 1  # one collective at a time
+    options._devices = [gloo.create_device(**address)]
+    group = gloo(store, topology.rank, topology.world_size, options)
+    make_loop_threads_batch()  # only now: a thread gives itself its name when it first runs, as it has to connect
+    return group
+
+
+def _make_nccl(topology: Topology, store: Store, timeout_s: float) -> Any:
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None:
+        raise CommError("this torch has no NCCL, which CUDA ranks talk over; install a CUDA build of torch")
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return nccl(store, topology.rank, topology.world_size, options)
+
+
+def _own_address(store: Store) -> str:
+    """The address under which other hosts reach this one: that of the interface towards the store's host."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    towards = getattr(store, "host", _ELSEWHERE)
+    address = _source_address(towards)
+    if address.startswith("127."):
+        # Rank 0 may hold the store itself and know it as localhost.
+        address = _source_address(_ELSEWHERE)
+    return address
+
+
+def _source_address(towards: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))
+        return probe.getsockname()[0]

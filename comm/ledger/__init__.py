@@ -1,0 +1,1 @@
+"""Counts, bytes and times of every collective. Start with `ledger`."""

@@ -1,0 +1,44 @@
+"""The lossless choice by size, from the cost model's seeds: what ``auto`` is for whoever has no policy.
+
+A server's ``auto`` is a policy (``comm.policy.choose``): it knows the model's messages and what was measured on the host.
+"""
+
+from tightwire.comm.all_reduce.by_size import SizedAllReduce
+from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
+from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce
+from tightwire.comm.group.group import Group
+from tightwire.comm.policy.cost import CostModel, size_grid
+from tightwire.comm.policy.setting import Setting
+
+_SMALLEST_BYTES, _LARGEST_BYTES = 1 << 10, 64 << 20
+_FUSED = {"cpu": "shared-memory", "cuda": "peer-memory"}  # the transports that sum in kernels of their own
+
+
+class AutoAllReduce(SizedAllReduce):
+    """``one-shot`` up to some size, ``two-shot`` beyond; with two ranks in shared memory always one-shot, which sends no more.
+
+    Both are exact and add in rank order with one rounding, so the switch changes no bit of the result: a row's sum does
+    not depend on how many rows travel with it. The ledger records the algorithm that ran, not this name.
+    """
+
+    def __init__(self, group: Group) -> None:
+        one_shot, two_shot = OneShotAllReduce(group), TwoShotAllReduce(group)
+        limit = _last_one_shot_bytes(group)
+        super().__init__([(None, one_shot)] if limit is None else [(limit, one_shot), (None, two_shot)], "auto")
+
+
+def _last_one_shot_bytes(group: Group) -> int | None:
+    """The largest message that one-shot is not slower for; None: any."""
+    setting = Setting(
+        transport="process-group" if group.transport.fused is None else _FUSED[group.device.type],
+        device=group.device.type,
+        world_size=group.world_size,
+        num_nodes=1,
+        dtype="bfloat16",  # of no matter to algorithms that encode nothing
+    )
+    costs, best = CostModel(setting), 0
+    for size in size_grid(_SMALLEST_BYTES, _LARGEST_BYTES):
+        if costs.predict("one-shot", size).us > costs.predict("two-shot", size).us:
+            return best
+        best = size
+    return None

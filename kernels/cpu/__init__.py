@@ -1,0 +1,1 @@
+"""CPU kernels, compiled with numba. Start with `linear`."""

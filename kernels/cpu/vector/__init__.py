@@ -1,0 +1,1 @@
+"""Vectors, threads and compiling for the CPU kernels. Start with `simd`."""

@@ -1,0 +1,1 @@
+"""Triton kernels. Each file has the kernels of one host function in `kernels/`."""

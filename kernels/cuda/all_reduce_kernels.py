@@ -1,0 +1,243 @@
+"""The kernels of ``all_reduce_triton``, which says how they work and what must hold of their arguments."""
+
+# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+
+import triton
+import triton.language as tl
+
+from tightwire.kernels.cuda.barrier import begin_call, end_call, meet
+from tightwire.kernels.cuda.block_tiles import decode_row, encode_row, stays_rotated
+from tightwire.kernels.cuda.numbers import add_tiles, load_tiles, store_tiles
+
+
+@triton.constexpr_function
+def _stays_rotated(fmt, out_fmt):
+    return fmt is not None and out_fmt is not None and stays_rotated(fmt, out_fmt)
+
+
+# One kernel for every rank: a rank of 1 compiled by itself would keep the others waiting.
+@triton.jit(do_not_specialize=["rank", "max_polls"])
+def one_shot_kernel(
+    x,
+    out,
+    headers,
+    failure,
+    num_elems,
+    rank,
+    header_bytes,
+    send_bytes,
+    max_polls,
+    WORLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    ELEMS: tl.constexpr,
+    TILES: tl.constexpr,
+    BEYOND: tl.constexpr,
+):
+    number, dead = begin_call(headers, rank)
+    max_polls = tl.where(dead == 0, max_polls, 0)
+    send = header_bytes + (number & 1) * send_bytes
+    first = tl.program_id(0) * ROWS
+    step = tl.num_programs(0) * ROWS
+    num_rows = tl.cdiv(num_elems, ELEMS)
+    row = first  # no range(): NumPy 2.4 and the interpreter of Triton 3.6 do not agree on what can count
+    while row < num_rows:
+        _share(x, headers, rank, send, row, num_elems, None, ROWS, ELEMS, TILES, BEYOND)
+        row += step
+    late = meet(headers, rank, max_polls, WORLD)
+    valid = (late == 0) & (dead == 0)
+    row = first
+    while row < num_rows:
+        _add(x, out, headers, send, row, num_elems, valid, None, None, WORLD, ROWS, ELEMS, TILES, BEYOND)
+        row += step
+    end_call(headers, rank, number, dead, late, failure)
+
+
+@triton.jit(do_not_specialize=["rank", "max_polls"])
+def two_shot_kernel(
+    x,
+    out,
+    headers,
+    failure,
+    num_elems,
+    slice_elems,
+    part_start,
+    part_elems,
+    rank,
+    header_bytes,
+    send_bytes,
+    slot_bytes,
+    max_polls,
+    fmt: tl.constexpr,
+    out_fmt: tl.constexpr,
+    WORLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    ELEMS: tl.constexpr,
+    TILES: tl.constexpr,
+    BEYOND: tl.constexpr,
+):
+    number, dead = begin_call(headers, rank)
+    max_polls = tl.where(dead == 0, max_polls, 0)
+    send = header_bytes + (number & 1) * send_bytes
+    sums = header_bytes + 2 * send_bytes
+    first = tl.program_id(0) * ROWS
+    step = tl.num_programs(0) * ROWS
+
+    for owner in range(WORLD):
+        slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
+        slot = send + owner * slot_bytes
+        num_rows = tl.cdiv(slot_elems, ELEMS)
+        row = first
+        while row < num_rows:
+            _share(x + slot_start, headers, rank, slot, row, slot_elems, fmt, ROWS, ELEMS, TILES, BEYOND)
+            row += step
+    late = meet(headers, rank, max_polls, WORLD)
+
+    slot_start, slot_elems = _slot(rank, num_elems, slice_elems, part_start, part_elems)
+    slot = send + rank * slot_bytes
+    own_sums = _at(headers, rank, sums)
+    num_rows = tl.cdiv(slot_elems, ELEMS)
+    row = first
+    while row < num_rows:
+        _add(x, own_sums, headers, slot, row, slot_elems, True, fmt, out_fmt, WORLD, ROWS, ELEMS, TILES, BEYOND)
+        row += step
+    # Who missed the first meeting is to blame; the others may still be waiting there.
+    late_again = meet(headers, rank, tl.where(late == 0, max_polls, 0), WORLD)
+    late = tl.where(late == 0, late_again, late)
+
+    valid = (late == 0) & (dead == 0)
+    for owner in range(WORLD):
+        slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
+        num_rows = tl.cdiv(slot_elems, ELEMS)
+        row = first
+        while row < num_rows:
+            source = _at(headers, owner, sums)
+            _collect(source, out + slot_start, row, slot_elems, valid, out_fmt, ROWS, ELEMS, TILES, BEYOND)
+            row += step
+    end_call(headers, rank, number, dead, late, failure)
+
+
+# --- what a block does with some of its rows -----------------------------------------------------------------------------
+
+
+@triton.jit
+def _share(
+    x,
+    headers,
+    rank,
+    at,
+    row,
+    num_elems,
+    fmt: tl.constexpr,
+    ROWS: tl.constexpr,
+    ELEMS: tl.constexpr,
+    TILES: tl.constexpr,
+    BEYOND: tl.constexpr,
+):
+    """Own numbers to the own buffer."""
+    row_B = row + tl.arange(0, ROWS).to(tl.int64)
+    tiles = load_tiles(x, row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND)
+    _put(_at(headers, rank, at), x, row_B, num_elems, tiles, fmt, False, ELEMS, BEYOND)
+
+
+@triton.jit
+def _add(
+    like,
+    target,
+    headers,
+    at,
+    row,
+    num_elems,
+    valid,
+    fmt: tl.constexpr,
+    out_fmt: tl.constexpr,
+    WORLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    ELEMS: tl.constexpr,
+    TILES: tl.constexpr,
+    BEYOND: tl.constexpr,
+):
+    """The sum of what all processes have ``at`` one place of their buffers to ``target``; NaN unless ``valid``."""
+    row_B = row + tl.arange(0, ROWS).to(tl.int64)
+    rotated: tl.constexpr = _stays_rotated(fmt, out_fmt)
+    total = _take(_at(headers, 0, at), like, row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
+    for process in tl.static_range(1, WORLD):
+        part = _take(_at(headers, process, at), like, row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
+        total = add_tiles(total, part)
+    _put(target, like, row_B, num_elems, _only_if(valid, total), out_fmt, rotated, ELEMS, BEYOND)
+
+
+@triton.jit
+def _collect(
+    source,
+    out,
+    row,
+    num_elems,
+    valid,
+    fmt: tl.constexpr,
+    ROWS: tl.constexpr,
+    ELEMS: tl.constexpr,
+    TILES: tl.constexpr,
+    BEYOND: tl.constexpr,
+):
+    """One owner's sums to the result; NaN unless ``valid``."""
+    row_B = row + tl.arange(0, ROWS).to(tl.int64)
+    tiles = _take(source, out, row_B, num_elems, fmt, False, ELEMS, TILES, BEYOND)
+    store_tiles(out, row_B * ELEMS, num_elems, _only_if(valid, tiles), BEYOND)
+
+
+@triton.jit
+def _slot(owner, num_elems, slice_elems, part_start, part_elems):
+    """Where this launch's part of an owner's slice begins in the message, and how long it is, maybe 0."""
+    start = tl.cast(owner, tl.int64) * slice_elems + part_start
+    left = tl.minimum(slice_elems - part_start, num_elems - start)
+    return start, tl.maximum(tl.minimum(left, part_elems), 0).to(tl.int32)
+
+
+@triton.jit
+def _put(
+    target,
+    like,
+    row_B,
+    num_elems,
+    tiles,
+    fmt: tl.constexpr,
+    rotated: tl.constexpr,
+    ELEMS: tl.constexpr,
+    BEYOND: tl.constexpr,
+):
+    if fmt is None:
+        store_tiles(target.to(like.dtype), row_B * ELEMS, num_elems, tiles, BEYOND)
+    else:
+        encode_row(target.to(tl.pointer_type(tl.uint8)), row_B, num_elems, tiles, fmt, rotated, ELEMS, BEYOND)
+
+
+@triton.jit
+def _take(
+    source,
+    like,
+    row_B,
+    num_elems,
+    fmt: tl.constexpr,
+    rotated: tl.constexpr,
+    ELEMS: tl.constexpr,
+    TILES: tl.constexpr,
+    BEYOND: tl.constexpr,
+):
+    if fmt is None:
+        return load_tiles(source.to(like.dtype), row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND)
+    else:
+        return decode_row(source, row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
+
+
+@triton.jit
+def _only_if(valid, tiles):
+    kept = ()
+    for r in tl.static_range(len(tiles)):
+        kept = kept + (tl.where(valid, tiles[r], float("nan")),)
+    return kept
+
+
+@triton.jit
+def _at(headers, process, offset):
+    return tl.multiple_of((tl.load(headers + process) + offset).to(tl.pointer_type(tl.uint8)), 16)

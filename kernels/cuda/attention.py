@@ -1,0 +1,77 @@
+"""Paged causal attention on a GPU. ``attention`` has the reference and says more.
+
+Rows of prompts and generated rows have a kernel each (``attention_triton_prefill``, ``attention_triton_decode``): tiles of
+queries fill the matrix units for the first, chunks of keys fill the device for the second. Which of them a row goes
+through changes its last bits, and is decided by what the row is, as in ``linear``.
+
+Which bits a row gets depends on its own sequence alone: key tiles and chunks begin at position 0 and have one size
+whatever the batch, a row of a matrix product does not know of the tile's other rows, and a tile of keys that a row does not
+see changes nothing. The other sequences, how a prompt was cut into chunks, and how many programs share a row's keys
+change no bit. The one exception: an inf or NaN among the values of a prompt's later tokens reaches the earlier rows of their
+tile, because 0 times either is NaN.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels.attention_check import HeadGroups, check_attention, even_groups
+from tightwire.kernels.cuda.attention_decode import attend_generated_rows
+from tightwire.kernels.cuda.attention_prefill import attend_prompt_rows
+
+_LOG2_E = 1 / math.log(2)
+_MAX_HEAD_DIM = 256
+_MAX_HEADS_PER_KV_HEAD = 128
+
+
+def paged_attention(
+    q_THE: Tensor,
+    k_cache_NKPE: Tensor,
+    v_cache_NKPE: Tensor,
+    query_start_B1: Tensor,
+    context_lens_B: Tensor,
+    block_table_BM: Tensor,
+    scale: float,
+    *,
+    num_decode_rows: int = 0,
+    groups: HeadGroups | None = None,
+) -> Tensor:
+    """``attention.paged_attention`` for CUDA tensors; see there. Nothing waits for the device or reads its numbers.
+
+    Lengths and blocks that cannot be right are not seen. A generated row whose context length is 0 is padding and comes out
+    as zeros.
+
+    Args:
+        scale: above 0.
+        num_decode_rows: of the first sequences; a sequence that begins before this row ends there or earlier.
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit together, or heads that the kernels have no room for.
+    """
+    groups = groups or even_groups(q_THE, k_cache_NKPE)
+    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, groups)
+    num_tokens, num_heads, head_dim = q_THE.shape
+    _check(q_THE, k_cache_NKPE, scale, num_decode_rows, groups.heads_per_kv_head)
+    out_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=q_THE.dtype, device=q_THE.device)
+    arguments = q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, scale * _LOG2_E
+    if num_decode_rows:
+        attend_generated_rows(*arguments, num_decode_rows, groups, out_THE)
+    if num_decode_rows < num_tokens:
+        attend_prompt_rows(*arguments, num_decode_rows, groups, out_THE)
+    return out_THE
+
+
+def _check(q_THE: Tensor, k_cache_NKPE: Tensor, scale: float, num_decode_rows: int, per_kv_head: int) -> None:
+    num_tokens, _, head_dim = q_THE.shape
+    if k_cache_NKPE.dtype != q_THE.dtype:
+        raise ValueError(f"attention on a GPU wants q in the caches' {k_cache_NKPE.dtype}, got {q_THE.dtype}")
+    if head_dim > _MAX_HEAD_DIM or per_kv_head > _MAX_HEADS_PER_KV_HEAD:
+        raise ValueError(
+            f"attention on a GPU takes heads of at most {_MAX_HEAD_DIM} numbers and {_MAX_HEADS_PER_KV_HEAD} query heads "
+            f"a KV head, got {head_dim} and {per_kv_head}"
+        )
+    if not scale > 0 or not 0 <= num_decode_rows <= num_tokens:
+        raise ValueError(
+            f"attention on a GPU wants a scale above 0 and 0 to {num_tokens} generated rows; "
+            f"got {scale} and {num_decode_rows}"
+        )

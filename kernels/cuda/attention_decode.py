@@ -1,0 +1,259 @@
+"""Attention of generated rows on a GPU: each row's keys in chunks of CHUNK_KEYS, spread over programs, then merged.
+
+A generated row reads all its keys and values for a handful of query heads, so memory is what takes time, and one program a
+row would leave most of the device idle. Chunks are cut at multiples of CHUNK_KEYS, whatever the batch, and merged in
+order, each into its own place of a scratch tensor; how many programs share a row's chunks is free, and chosen to fill the
+device. So a row's bits depend on its own keys alone, as those of a split chosen by the batch would not.
+
+Source: Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
+"""
+
+# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tightwire.kernels.attention_check import HeadGroups
+from tightwire.kernels.cuda.attention_tiles import LOWEST, attend_keys, load_operand, no_keys, sequence_of
+from tightwire.kernels.cuda.launch import launch, padded
+from tightwire.kernels.cuda.numbers import narrowed, raw
+
+# A chunk's partial sums cost 8 E bytes a query head to write and read, against 4 E CHUNK_KEYS of keys and values in 16
+# bits: 3 percent with four heads a KV head. Eight KV heads fill an H200 once over with 4096 tokens of one sequence.
+CHUNK_KEYS = 256
+_MERGED_AT_ONCE = 16  # chunks
+
+# Triton spends them on the block table's entries, the keys and values that depend on those, and the arithmetic: of 5, two
+# key tiles are under way at once, in 38 KiB of shared memory; of 3 and 4 it is one.
+NUM_STAGES = 5
+
+# A program without work costs about a nanosecond of the device, one too few an idle processor: several for each of them.
+_PROGRAMS_PER_PROCESSOR = 16
+_INTERPRETED_PROCESSORS = 1
+
+# Rows whose partial sums would take more scratch memory than this go in several rounds, each enough to fill the device.
+_SCRATCH_BYTES = 64 << 20
+
+
+def attend_generated_rows(
+    q_THE: Tensor,
+    k_cache_NKPE: Tensor,
+    v_cache_NKPE: Tensor,
+    query_start_B1: Tensor,
+    context_lens_B: Tensor,
+    block_table_BM: Tensor,
+    scale_log2: float,
+    num_rows: int,
+    groups: HeadGroups,
+    out_THE: Tensor,
+    *,
+    scratch_bytes: int = _SCRATCH_BYTES,
+) -> None:
+    """``attention.paged_attention`` for the first ``num_rows`` rows, into ``out_THE``.
+
+    A row of a sequence whose context length is shorter than its rows may have no keys at all: it comes out as zeros.
+
+    Cost: one launch where the block table has room for one chunk, otherwise two for each round of rows; scratch memory of
+    4 (E + 2) bytes a head and chunk of the table.
+    """
+    _, num_heads, head_dim = q_THE.shape
+    _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
+    per_kv_head = groups.heads_per_kv_head
+    width = padded(head_dim, 16)
+    max_chunks = -(-block_table_BM.shape[1] * tokens_per_block // CHUNK_KEYS)
+    row_bytes = 4 * num_heads * max_chunks * (head_dim + 2)
+    rows_at_once = num_rows if max_chunks == 1 else min(num_rows, max(1, scratch_bytes // row_bytes))
+    wanted = _PROGRAMS_PER_PROCESSOR * _num_processors(q_THE.device)
+    sharing = min(max_chunks, -(-wanted // (rows_at_once * num_kv_heads)))
+    sum_TSHE, stat_TSH2 = _scratch(q_THE, rows_at_once, max_chunks)
+    lengths = query_start_B1, context_lens_B, len(context_lens_B)
+    for first_row in range(0, num_rows, rows_at_once):
+        rows = min(rows_at_once, num_rows - first_row)
+        launch(
+            _attend_chunks,
+            rows * num_kv_heads * sharing,
+            q_THE.device,
+            q_THE,
+            k_cache_NKPE,
+            v_cache_NKPE,
+            block_table_BM,
+            out_THE,
+            sum_TSHE,
+            stat_TSH2,
+            *lengths,
+            first_row,
+            sharing,
+            max_chunks,
+            block_table_BM.stride(0),
+            *q_THE.stride()[:2],
+            k_cache_NKPE.stride(0),
+            scale_log2,
+            num_heads,
+            num_kv_heads,
+            per_kv_head,
+            groups.skipped_heads,
+            head_dim,
+            tokens_per_block,
+            padded(per_kv_head, 16),
+            width,
+            keys_at_once(width, q_THE.dtype),
+            CHUNK_KEYS,
+            max_chunks > 1,
+            num_stages=NUM_STAGES,
+        )
+        if max_chunks > 1:
+            places = num_heads, head_dim, width, CHUNK_KEYS, _MERGED_AT_ONCE
+            given = sum_TSHE, stat_TSH2, out_THE, *lengths, first_row, max_chunks
+            launch(_merge_chunks, rows * num_heads, q_THE.device, *given, *places)
+
+
+def keys_at_once(width: int, dtype: torch.dtype) -> int:
+    """Keys of a key tile: 16 KiB of keys and values for heads padded to ``width`` numbers."""
+    return min(64, max(16, 8192 // (width * dtype.itemsize)))
+
+
+def _scratch(q_THE: Tensor, num_rows: int, max_chunks: int) -> tuple[Tensor, Tensor]:
+    """Room for the chunks' weighted sums of values, and for their maxima and sums of weights; unused for one chunk."""
+    _, num_heads, head_dim = q_THE.shape
+    shape = (num_rows, max_chunks, num_heads) if max_chunks > 1 else (0, 0, 0)
+    sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THE.device)
+    return sums, torch.empty((*shape, 2), dtype=torch.float32, device=q_THE.device)
+
+
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def _keys_of_row(row, query_start, context_lens, num_seqs):
+    """A packed row's sequence, and how many keys it sees: its own is the last."""
+    seq = sequence_of(row, query_start, num_seqs, 0, 1, 0)
+    return seq, tl.load(context_lens + seq) - (tl.load(query_start + seq + 1) - row) + 1
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "first_row", "sharing", "max_chunks", "table_stride", "scale_log2"],
+)
+def _attend_chunks(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    out,
+    sums,
+    stats,
+    query_start,
+    context_lens,
+    num_seqs,
+    first_row,
+    sharing,
+    max_chunks,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    block_stride,
+    scale_log2,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PER_KV_HEAD: tl.constexpr,
+    SKIPPED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Chunks ``share``, ``share + sharing``, ... of one row and KV head, to the scratch; or the only one, to ``out``."""
+    share = tl.program_id(0) % sharing
+    kv_head = tl.program_id(0) // sharing % KV_HEADS
+    place = tl.program_id(0) // sharing // KV_HEADS
+    row = first_row + place
+    seq, num_keys = _keys_of_row(row, query_start, context_lens, num_seqs)
+
+    row_R = tl.arange(0, ROWS)
+    head_R = kv_head * PER_KV_HEAD - SKIPPED + row_R
+    position_R = num_keys - 1 + tl.zeros((ROWS,), tl.int32)
+    dim_E = tl.arange(0, WIDTH)
+    kept_R = (row_R < PER_KV_HEAD) & (head_R >= 0) & (head_R < HEADS)
+    kept_RE = kept_R[:, None] & (dim_E < HEAD_DIM)[None, :]
+    q_place_R = row.to(tl.int64) * q_token_stride + head_R * q_head_stride
+    q_RE = load_operand(q, q_place_R[:, None] + dim_E[None, :], kept_RE)
+
+    blocks = block_table + seq.to(tl.int64) * table_stride
+    head_place = kv_head * (PAGE * HEAD_DIM)
+    for chunk in range(share, tl.maximum(tl.cdiv(num_keys, CHUNK), 1), sharing):
+        state = no_keys(ROWS, WIDTH)
+        end = tl.minimum(chunk * CHUNK + CHUNK, num_keys)
+        for first in range(chunk * CHUNK, end, KEYS):
+            state = attend_keys(
+                q_RE, state, k_cache, v_cache, blocks, head_place, block_stride, scale_log2, first, end, position_R,
+                HEAD_DIM, WIDTH, KEYS, PAGE, False,
+            )  # fmt: skip
+        maximum_R, total_R, sum_RE = state
+        if PARTIAL:
+            scratch_R = (place.to(tl.int64) * max_chunks + chunk) * HEADS + head_R
+            tl.store(sums + scratch_R[:, None] * HEAD_DIM + dim_E[None, :], sum_RE, mask=kept_RE)
+            tl.store(stats + scratch_R * 2, maximum_R, mask=kept_R)
+            tl.store(stats + scratch_R * 2 + 1, total_R, mask=kept_R)
+        else:
+            mixed_RE = narrowed(sum_RE / _divisor(total_R)[:, None], out.dtype.element_ty)
+            out_place_R = (row.to(tl.int64) * HEADS + head_R) * HEAD_DIM
+            tl.store(raw(out) + out_place_R[:, None] + dim_E[None, :], mixed_RE, mask=kept_RE)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "first_row", "max_chunks"])
+def _merge_chunks(
+    sums,
+    stats,
+    out,
+    query_start,
+    context_lens,
+    num_seqs,
+    first_row,
+    max_chunks,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """The chunks of one row and query head, rescaled to their largest maximum and added in order, AT_ONCE at a time."""
+    head = tl.program_id(0) % HEADS
+    place = tl.program_id(0) // HEADS
+    row = first_row + place
+    _, num_keys = _keys_of_row(row, query_start, context_lens, num_seqs)
+    num_chunks = tl.maximum(tl.cdiv(num_keys, CHUNK), 1)
+
+    dim_E = tl.arange(0, WIDTH)
+    maximum_1, total_1 = tl.full((1,), LOWEST, tl.float32), tl.zeros((1,), tl.float32)
+    sum_E = tl.zeros((WIDTH,), tl.float32)
+    for first in range(0, num_chunks, AT_ONCE):
+        chunk_S = first + tl.arange(0, AT_ONCE)
+        there_S = chunk_S < num_chunks
+        scratch_S = (place.to(tl.int64) * max_chunks + chunk_S) * HEADS + head
+        maximum_S = tl.load(stats + scratch_S * 2, mask=there_S, other=LOWEST)
+        total_S = tl.load(stats + scratch_S * 2 + 1, mask=there_S, other=0.0)
+        kept_SE = there_S[:, None] & (dim_E < HEAD_DIM)[None, :]
+        sum_SE = tl.load(sums + scratch_S[:, None] * HEAD_DIM + dim_E[None, :], mask=kept_SE, other=0.0)
+        risen_1 = tl.maximum(maximum_1, tl.max(maximum_S, 0, keep_dims=True))
+        shrink_1 = tl.exp2(maximum_1 - risen_1)
+        weight_S = tl.exp2(maximum_S - risen_1)
+        total_1 = total_1 * shrink_1 + tl.sum(total_S * weight_S, 0, keep_dims=True)
+        sum_E = sum_E * shrink_1 + tl.sum(sum_SE * weight_S[:, None], 0)
+        maximum_1 = risen_1
+    mixed_E = narrowed(sum_E / _divisor(total_1), out.dtype.element_ty)
+    out_place = (row.to(tl.int64) * HEADS + head) * HEAD_DIM
+    tl.store(raw(out) + out_place + dim_E, mixed_E, mask=dim_E < HEAD_DIM)
+
+
+@triton.jit
+def _divisor(total):
+    """A row without keys has weights of 0 in all, and is 0 / 1."""
+    return tl.where(total == 0, 1.0, total)

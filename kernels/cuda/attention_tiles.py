@@ -1,0 +1,120 @@
+"""What the GPU's two attention kernels share: finding a sequence in the packed batch, and attending one tile of keys.
+
+A tile of R rows belongs to one sequence and one KV head: some tokens times the query heads of that KV head, so keys and
+values are read once for all of them. Its state is each row's largest score (in powers of two), the sum of its weights
+under that maximum, and the weighted sum of the values.
+
+Keys come in tiles that begin at multiples of their size from position 0. A tile of which a row sees nothing leaves the
+row's state as it is, to the bit: weights of 0, a rescaling by 1.
+"""
+
+# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+
+import triton
+import triton.language as tl
+
+from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
+
+LOWEST = tl.constexpr(-3.0e38)  # the maximum before any score: finite, because inf - inf is not 0
+_HIDDEN = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def sequence_of(item, query_start, num_seqs, first_row, TILE: tl.constexpr, GAP: tl.constexpr):
+    """The sequence that ``item`` belongs to, by binary search: the last one whose first item is not after it.
+
+    Rows (TILE 1, GAP 0) are packed. Tiles of TILE rows are numbered with a gap of up to one before each sequence (GAP 1),
+    so that a sequence's first number follows from ``query_start`` alone, without a sum over those before. Rows before
+    ``first_row`` have no tiles.
+    """
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.maximum(tl.load(query_start + middle) - first_row, 0) // TILE + middle * GAP <= item:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def load_operand(source, places, mask):
+    """Numbers as ``tl.dot`` takes them; ``mask`` may be None. The interpreter's dot knows no bfloat16."""
+    pointers = raw(source) + places if INTERPRETED else source + places
+    stored = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
+    if INTERPRETED:
+        return widened(stored)
+    else:
+        return stored
+
+
+@triton.jit
+def _rounded_operand(x, dtype: tl.constexpr):
+    """Float32 rounded to ``dtype``, as ``tl.dot`` takes it."""
+    if INTERPRETED:
+        return widened(narrowed(x, dtype))
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def attend_keys(
+    q_RE,
+    state,
+    k_cache,
+    v_cache,
+    blocks,
+    head_place,
+    block_stride,
+    scale_log2,
+    first,
+    end,
+    position_R,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The state of a tile after the keys at ``first`` to ``first + KEYS``, of which a row sees those up to its position.
+
+    ``blocks`` is the sequence's row of the block table, ``head_place`` where the KV head begins in a block, PAGE the
+    tokens in one. WHOLE: every row sees every key. Otherwise what lies at ``end`` or after is not read, be it NaN.
+    """
+    maximum_R, total_R, sum_RE = state
+    dtype: tl.constexpr = k_cache.dtype.element_ty
+    key_N = first + tl.arange(0, KEYS)
+    dim_E = tl.arange(0, WIDTH)
+    index_N = blocks + key_N // PAGE
+    block_N = tl.load(index_N) if WHOLE else tl.load(index_N, mask=key_N < end, other=0)
+    place_N = block_N.to(tl.int64) * block_stride + head_place + key_N % PAGE * HEAD_DIM
+    if not WHOLE:
+        mask_NE = (key_N < end)[:, None] & (dim_E < HEAD_DIM)[None, :]
+    elif HEAD_DIM < WIDTH:
+        mask_NE = (dim_E < HEAD_DIM)[None, :]
+    else:
+        mask_NE = None
+    place_NE = place_N[:, None] + dim_E[None, :]
+    k_NE = load_operand(k_cache, place_NE, mask_NE)
+    score_RN = tl.dot(q_RE, tl.trans(k_NE), input_precision="ieee")
+    if not WHOLE:
+        score_RN = tl.where(key_N[None, :] <= position_R[:, None], score_RN, _HIDDEN)
+    risen_R = tl.maximum(maximum_R, tl.max(score_RN, 1) * scale_log2)
+    weight_RN = tl.exp2(tl.fma(score_RN, scale_log2, -risen_R[:, None]))
+    shrink_R = tl.exp2(maximum_R - risen_R)
+    total_R = total_R * shrink_R + tl.sum(weight_RN, 1)
+    v_NE = load_operand(v_cache, place_NE, mask_NE)
+    sum_RE = tl.dot(_rounded_operand(weight_RN, dtype), v_NE, sum_RE * shrink_R[:, None], input_precision="ieee")
+    return risen_R, total_R, sum_RE
+
+
+@triton.jit
+def no_keys(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The state of a tile that has attended nothing."""
+    return (
+        tl.full((ROWS,), LOWEST, tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        tl.zeros((ROWS, WIDTH), tl.float32),
+    )

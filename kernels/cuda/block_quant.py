@@ -1,0 +1,199 @@
+"""Block quantization on a GPU: what ``block_quant`` specifies, to the byte, in one pass over memory each.
+
+``block_quant`` sends CUDA tensors here. In Triton's interpreter (TRITON_INTERPRET=1 before the first import of triton)
+the same kernels take CPU tensors, which is how they are tested where there is no GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tightwire.kernels.cuda.block_tiles import decode_row, encode_row, stays_rotated
+from tightwire.kernels.cuda.launch import launch
+from tightwire.kernels.cuda.numbers import add_tiles, ends, load_tiles, store_tiles
+from tightwire.kernels.spec.block_format import BlockFormat
+
+# Numbers of one program: with 4 warps each thread has 32, enough loads in flight to fill the memory bus, and each tile
+# has at least 8 for every thread, which is one vector load of 16-bit numbers.
+_PROGRAM_ELEMS = 4096
+_TILE_ELEMS = 1024
+_PLAIN_ELEMS = 128  # of a row without a format
+NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
+    """``block_quant.encode_reference``, into ``out`` when given.
+
+    Raises:
+        ValueError: ``x_N`` is not a contiguous vector of float32, bfloat16 or float16, or ``out`` does not fit.
+    """
+    _check_numbers(x_N)
+    num_elems = x_N.numel()
+    out = _bytes_for(fmt.encoded_bytes(num_elems), x_N, out)
+    plan = TilePlan(fmt)
+    if num_elems:
+        launch(_encode, plan.num_blocks(num_elems), x_N.device, x_N, out, num_elems, fmt, *plan.sizes(num_elems))
+    return out
+
+
+def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """``block_quant.decode_reference``, into ``out`` when given.
+
+    Raises:
+        ValueError: ``buf`` or ``out`` is not what ``num_elems`` need.
+    """
+    _check_bytes(buf, fmt, num_elems)
+    if out is None:
+        out = torch.empty(num_elems, dtype=dtype, device=buf.device)
+    _check_numbers(out)
+    if out.dtype != dtype or out.numel() != num_elems:
+        raise ValueError(f"out must be {num_elems} numbers of {dtype}, got {out.numel()} of {out.dtype}")
+    plan = TilePlan(fmt)
+    if num_elems:
+        launch(_decode, plan.num_blocks(num_elems), buf.device, buf, out, num_elems, fmt, False, *plan.sizes(num_elems))
+    return out
+
+
+def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
+    """``block_quant.decode_add_reference``.
+
+    Raises:
+        ValueError: ``buf`` is not what ``sum_N`` needs, or that is not a contiguous float32 vector.
+    """
+    num_elems = sum_N.numel()
+    _check_bytes(buf, fmt, num_elems)
+    _check_numbers(sum_N)
+    if sum_N.dtype != torch.float32:
+        raise ValueError(f"a sum is float32, got {sum_N.dtype}")
+    plan = TilePlan(fmt)
+    if num_elems:
+        launch(
+            _decode, plan.num_blocks(num_elems), buf.device, buf, sum_N, num_elems, fmt, True, *plan.sizes(num_elems)
+        )
+
+
+def decode_reduce_encode(
+    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor | None = None
+) -> Tensor:
+    """``block_quant.decode_reduce_encode_reference``, into ``out`` when given; the sum never leaves the registers.
+
+    Raises:
+        ValueError: no ``bufs``, or one of them or ``out`` is not what ``num_elems`` need.
+    """
+    if not bufs:
+        raise ValueError("decode_reduce_encode wants at least one buffer to add")
+    for buf in bufs:
+        _check_bytes(buf, fmt, num_elems)
+    out = _bytes_for(out_fmt.encoded_bytes(num_elems), bufs[0], out)
+    plan = TilePlan(fmt, out_fmt)
+    if num_elems:
+        given = tuple(bufs), out, num_elems, fmt, out_fmt
+        launch(_decode_reduce_encode, plan.num_blocks(num_elems), out.device, *given, *plan.sizes(num_elems))
+    return out
+
+
+class TilePlan:
+    """How kernels that handle these formats together cut a message: into blocks of ``rows`` times ``elems`` numbers.
+
+    ``program_elems``: numbers in a block; default: what suits long messages.
+    """
+
+    def __init__(self, *formats: BlockFormat, program_elems: int | None = None) -> None:
+        self.elems = max((fmt.group_elems for fmt in formats), default=_PLAIN_ELEMS)
+        # Narrow enough for the narrowest plane and the smallest group of any of the formats.
+        width = min((min(fmt.plane_bytes) for fmt in formats), default=_PLAIN_ELEMS)
+        self.num_tiles = self.elems // width
+        elems = max(_PROGRAM_ELEMS, _TILE_ELEMS * self.num_tiles) if program_elems is None else program_elems
+        self.rows = elems // self.elems
+
+    def num_blocks(self, num_elems: int) -> int:
+        return -(-num_elems // (self.rows * self.elems))
+
+    def sizes(self, num_elems: int) -> tuple[int, int, int, int]:
+        """ROWS, ELEMS, TILES and BEYOND of kernels that take blocks of a message of ``num_elems``."""
+        return self.rows, self.elems, self.num_tiles, ends(num_elems, self.elems, self.rows)
+
+
+def _check_numbers(x_N: Tensor) -> None:
+    if x_N.dim() != 1 or not x_N.is_contiguous() or x_N.dtype not in NUMBERS:
+        raise ValueError(
+            f"block quantization wants a contiguous vector of one of {', '.join(map(str, NUMBERS))}; "
+            f"got {tuple(x_N.shape)} of {x_N.dtype} with strides {x_N.stride()}"
+        )
+
+
+def _check_bytes(buf: Tensor, fmt: BlockFormat, num_elems: int) -> None:
+    if buf.dtype != torch.uint8 or not buf.is_contiguous() or buf.numel() != fmt.encoded_bytes(num_elems):
+        raise ValueError(
+            f"{num_elems} numbers are {fmt.encoded_bytes(num_elems)} contiguous bytes of uint8 in this format; "
+            f"got {buf.numel()} of {buf.dtype}"
+        )
+
+
+def _bytes_for(num_bytes: int, like: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+    if out.dtype != torch.uint8 or not out.is_contiguous() or out.numel() != num_bytes or out.device != like.device:
+        raise ValueError(
+            f"out must be {num_bytes} contiguous bytes of uint8 on {like.device}, got {out.numel()} of {out.dtype} on "
+            f"{out.device}"
+        )
+    return out
+
+
+@triton.jit
+def _encode(
+    x,
+    out,
+    num_elems,
+    fmt: tl.constexpr,
+    ROWS: tl.constexpr,
+    ELEMS: tl.constexpr,
+    TILES: tl.constexpr,
+    BEYOND: tl.constexpr,
+):
+    row_B = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tiles = load_tiles(x, row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND)
+    encode_row(out, row_B, num_elems, tiles, fmt, False, ELEMS, BEYOND)
+
+
+@triton.jit
+def _decode(
+    buf,
+    out,
+    num_elems,
+    fmt: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    ELEMS: tl.constexpr,
+    TILES: tl.constexpr,
+    BEYOND: tl.constexpr,
+):
+    """To ``out``, or with ADD added to it."""
+    row_B = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tiles = decode_row(buf, row_B, num_elems, fmt, False, ELEMS, TILES, BEYOND)
+    if ADD:
+        tiles = add_tiles(load_tiles(out, row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND), tiles)
+    store_tiles(out, row_B * ELEMS, num_elems, tiles, BEYOND)
+
+
+@triton.jit
+def _decode_reduce_encode(
+    bufs,
+    out,
+    num_elems,
+    fmt: tl.constexpr,
+    out_fmt: tl.constexpr,
+    ROWS: tl.constexpr,
+    ELEMS: tl.constexpr,
+    TILES: tl.constexpr,
+    BEYOND: tl.constexpr,
+):
+    """``bufs``: a tuple of pointers, added in its order."""
+    row_B = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rotated: tl.constexpr = stays_rotated(fmt, out_fmt)
+    total = decode_row(bufs[0], row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
+    for i in tl.static_range(1, len(bufs)):
+        total = add_tiles(total, decode_row(bufs[i], row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND))
+    encode_row(out, row_B, num_elems, total, out_fmt, rotated, ELEMS, BEYOND)

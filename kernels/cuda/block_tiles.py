@@ -1,0 +1,333 @@
+"""Block quantization inside a Triton kernel: numbers in registers to bytes in memory, and back. Launches nothing.
+
+``block_quant_triton`` and ``all_reduce_kernels`` build their kernels from these functions; ``block_quant`` is the specification
+and ``block_format`` the layout, kept to the byte.
+
+A kernel holds B groups of g numbers as R tiles of shape (B, W), W = g / R: number e of a group is in column e % W of tile
+e // W. With R = 8 / (the narrowest plane's bits), or a multiple, the numbers that share a byte stand at one place of
+different tiles, so a plane is packed and unpacked by shifts within each thread and no lane is moved.
+
+The same source runs compiled, and in Triton's interpreter on CPU memory. So there is no inline assembly; a division is
+``div_rn``; kernels that encode must be launched with ``enable_fp_fusion=False``, as a fused multiply-add rounds otherwise.
+"""
+
+# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
+
+import triton
+import triton.language as tl
+
+from tightwire.kernels.cuda.block_sections import load_bf16, load_codes, store_bits, store_plane
+from tightwire.kernels.cuda.numbers import (
+    ANY,
+    NOTHING,
+    bf16_above,
+    bf16_below,
+    bf16_bits,
+    bf16_is_finite,
+    from_bf16,
+)
+from tightwire.kernels.spec import block_format
+
+MIN_SCALE = tl.constexpr(block_format.MIN_SCALE)
+FLOAT8_MAX = tl.constexpr(block_format.FLOAT8_MAX)
+_NAN_BF16 = tl.constexpr(0x7FC0)
+_INF_KEY = tl.constexpr(0x7F800000)
+_NEGATIVE_INF_KEY = tl.constexpr(-0x7F800001)
+# 1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold.
+_TO_WHOLE = tl.constexpr(12582912.0)
+
+
+@triton.constexpr_function
+def stays_rotated(fmt, out_fmt):
+    """Whether a sum of messages in ``fmt`` that is encoded as ``out_fmt`` is taken of the rotated numbers."""
+    return fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
+
+
+# --- rows: one or more whole groups of a format side by side -----------------------------------------------------------
+
+
+@triton.jit
+def decode_row(
+    source,
+    row_B,
+    num_elems,
+    fmt: tl.constexpr,
+    rotated: tl.constexpr,
+    elems: tl.constexpr,
+    num_tiles: tl.constexpr,
+    beyond: tl.constexpr,
+):
+    """The numbers ``row_B * elems`` to ``(row_B + 1) * elems`` of a message of ``num_elems`` at ``source``, as tiles.
+
+    ``rotated``: leave them rotated. What is ``beyond`` the end is anything.
+    """
+    num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
+    per_row: tl.constexpr = elems // fmt.group_elems
+    tiles = ()
+    for i in tl.static_range(per_row):
+        group = _decode(source, row_B * per_row + i, num_groups, fmt, num_tiles // per_row, beyond)
+        if fmt.hadamard and not rotated:
+            group = _unrotated(group, fmt.group_elems)
+        tiles = tiles + group
+    return tiles
+
+
+@triton.jit
+def encode_row(
+    target,
+    row_B,
+    num_elems,
+    tiles,
+    fmt: tl.constexpr,
+    rotated: tl.constexpr,
+    elems: tl.constexpr,
+    beyond: tl.constexpr,
+):
+    """The inverse of ``decode_row``; the last group is filled up as the format wants it. ``rotated``: they are already."""
+    num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
+    per_row: tl.constexpr = elems // fmt.group_elems
+    per_group: tl.constexpr = len(tiles) // per_row
+    if beyond == ANY and not rotated:
+        tiles = _filled(tiles, row_B * elems, num_elems)
+    for i in tl.static_range(per_row):
+        group = ()
+        for r in tl.static_range(per_group):
+            group = group + (tiles[i * per_group + r],)
+        if fmt.hadamard and not rotated:
+            group = _rotated(group)
+        _encode(target, row_B * per_row + i, num_groups, group, fmt, beyond)
+
+
+@triton.jit
+def _filled(tiles, first_B, num_elems):
+    """Put number ``num_elems - 1`` in all places beyond it."""
+    width: tl.constexpr = tiles[0].shape[1]
+    last_B = tl.zeros(first_B.shape, tl.float32)
+    for r in tl.static_range(len(tiles)):
+        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
+        last_B += tl.sum(tl.where(places_BW == num_elems - 1, tiles[r], 0.0), 1)
+    filled = ()
+    for r in tl.static_range(len(tiles)):
+        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
+        filled = filled + (tl.where(places_BW < num_elems, tiles[r], last_B[:, None]),)
+    return filled
+
+
+# --- groups to bytes and back -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, beyond: tl.constexpr):
+    """Write groups ``group_B`` of a message of ``num_groups`` at ``target`` (bytes). Rotated formats: rotate first.
+
+    Groups from ``num_groups`` on are left out.
+    """
+    top: tl.constexpr = FLOAT8_MAX if fmt.float8 else (fmt.max_code if fmt.has_zeros else fmt.max_level)
+    own: tl.constexpr = len(fmt.plane_bits)  # where the sections of the groups' own numbers begin: the scales
+    kept_B = None if beyond == NOTHING else group_B < num_groups
+
+    low_B, high_B, finite_B = _extremes(tiles)
+    if fmt.spikes:
+        spike_bits = (bf16_bits(low_B + 0.0), bf16_bits(high_B + 0.0))  # + 0.0 makes 0 of -0
+        places = (_first_place(tiles, low_B), _first_place(tiles, high_B))
+        finite_B = finite_B & bf16_is_finite(spike_bits[0]) & bf16_is_finite(spike_bits[1])
+        low_B, high_B = _extremes_without(tiles, places[0], places[1])
+    if fmt.has_zeros:
+        zero_bits_B = bf16_below(low_B + 0.0)
+        zero_B = from_bf16(zero_bits_B)
+        span_B = high_B - zero_B
+    else:
+        zero_B = tl.zeros_like(low_B)
+        span_B = tl.maximum(tl.abs(low_B), tl.abs(high_B))
+    quotient_B = tl.div_rn(span_B, tl.full(span_B.shape, top, tl.float32))
+    scale_bits_B = bf16_above(tl.maximum(quotient_B, MIN_SCALE))
+    scale_B = from_bf16(scale_bits_B)
+    finite_B = finite_B & (top * scale_B + zero_B < float("inf"))
+
+    inverse_B = tl.div_rn(tl.full(scale_B.shape, 1.0, tl.float32), scale_B)
+    codes = _codes(tiles, zero_B[:, None], inverse_B[:, None], tl.where(finite_B, 0xFF, 0)[:, None], fmt)
+    for p in tl.static_range(len(fmt.plane_bits)):
+        store_plane(target, p, group_B, num_groups, codes, kept_B, fmt)
+    store_bits(target, own, group_B, num_groups, tl.where(finite_B, scale_bits_B, _NAN_BF16), kept_B, fmt)
+    if fmt.has_zeros:
+        store_bits(target, own + 1, group_B, num_groups, tl.where(finite_B, zero_bits_B, 0), kept_B, fmt)
+    if fmt.spikes:
+        for i in tl.static_range(2):
+            bits_B = tl.where(finite_B, spike_bits[i], _NAN_BF16)
+            store_bits(target, own + 2 + i, group_B, num_groups, bits_B, kept_B, fmt)
+            section = target + num_groups * fmt.section_offsets[own + 4 + i]
+            tl.store(section + group_B, tl.where(finite_B, places[i], 0).to(tl.uint8), mask=kept_B)
+
+
+@triton.jit
+def _decode(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.constexpr, beyond: tl.constexpr):
+    """Groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles, still rotated where the format rotates."""
+    own: tl.constexpr = len(fmt.plane_bits)
+    width: tl.constexpr = fmt.group_elems // num_tiles
+    kept_B = None if beyond == NOTHING else group_B < num_groups
+    codes = load_codes(source, group_B, num_groups, kept_B, fmt, num_tiles)
+    scale_B1 = load_bf16(source, own, group_B, num_groups, kept_B, fmt)[:, None]
+    tiles = ()
+    if fmt.has_zeros:
+        zero_B1 = load_bf16(source, own + 1, group_B, num_groups, kept_B, fmt)[:, None]
+        for r in tl.static_range(num_tiles):
+            tiles = tiles + (codes[r].to(tl.float32) * scale_B1 + zero_B1,)
+    elif fmt.float8:
+        for r in tl.static_range(num_tiles):
+            tiles = tiles + (_from_float8(codes[r]) * scale_B1,)
+    else:
+        for r in tl.static_range(num_tiles):
+            tiles = tiles + ((codes[r] - fmt.max_level).to(tl.float32) * scale_B1,)
+    if fmt.spikes:
+        for i in tl.static_range(2):  # the maximum last: it stands where both are one number
+            spike_B1 = load_bf16(source, own + 2 + i, group_B, num_groups, kept_B, fmt)[:, None]
+            section = source + num_groups * fmt.section_offsets[own + 4 + i]
+            place_B1 = tl.load(section + group_B, mask=kept_B).to(tl.int32)[:, None]
+            restored = ()
+            for r in tl.static_range(num_tiles):
+                place_1W = (tl.arange(0, width) + r * width)[None, :]
+                restored = restored + (tl.where(place_1W == place_B1, spike_B1, tiles[r]),)
+            tiles = restored
+    return tiles
+
+
+@triton.constexpr_function
+def _log2(power_of_two):
+    return power_of_two.bit_length() - 1
+
+
+@triton.jit
+def _rotated(tiles):
+    """Each group times the Hadamard matrix of its size: rounds of a + b, a - b over strides 1, 2, 4, ... in this order."""
+    rows: tl.constexpr = tiles[0].shape[0]
+    width: tl.constexpr = tiles[0].shape[1]
+    mixed = ()
+    for r in tl.static_range(len(tiles)):
+        x_BW = tiles[r]
+        for half in tl.static_range(_log2(width)):
+            pairs = tl.reshape(x_BW, (rows, width // (2 << half), 2, 1 << half))
+            a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+            x_BW = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (rows, width))
+        mixed = mixed + (x_BW,)
+    for level in tl.static_range(_log2(len(tiles))):
+        before = mixed
+        mixed = ()
+        for r in tl.static_range(len(tiles)):
+            if r & (1 << level):
+                mixed = mixed + (before[r - (1 << level)] - before[r],)
+            else:
+                mixed = mixed + (before[r] + before[r + (1 << level)],)
+    return mixed
+
+
+@triton.jit
+def _unrotated(tiles, elems: tl.constexpr):
+    """The matrix is its own inverse but for the factor ``elems``, a power of two."""
+    result = ()
+    rotated = _rotated(tiles)
+    for r in tl.static_range(len(tiles)):
+        result = result + (rotated[r] * (1.0 / elems),)
+    return result
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _extremes(tiles):
+    """(B,) the smallest and the largest number of each group, and whether all of its numbers are finite.
+
+    Compared as integers that order as the numbers do, -0 just below 0 and NaNs beyond both infinities: one minimum and
+    one maximum see everything.
+    """
+    lowest_BW = _key(tiles[0])
+    highest_BW = lowest_BW
+    for r in tl.static_range(1, len(tiles)):
+        key_BW = _key(tiles[r])
+        lowest_BW = tl.minimum(lowest_BW, key_BW)
+        highest_BW = tl.maximum(highest_BW, key_BW)
+    lowest_B = tl.min(lowest_BW, 1)
+    highest_B = tl.max(highest_BW, 1)
+    return _from_key(lowest_B), _from_key(highest_B), (lowest_B > _NEGATIVE_INF_KEY) & (highest_B < _INF_KEY)
+
+
+@triton.jit
+def _key(x):
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _from_key(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first_place(tiles, value_B):
+    """(B,) the first place of ``value_B`` in each group; g where it is nowhere (a group with a NaN)."""
+    width: tl.constexpr = tiles[0].shape[1]
+    elems: tl.constexpr = width * len(tiles)
+    place_B = tl.full(value_B.shape, elems, tl.int32)
+    for r in tl.static_range(len(tiles)):
+        place_1W = (tl.arange(0, width) + r * width)[None, :]
+        place_B = tl.minimum(place_B, tl.min(tl.where(tiles[r] == value_B[:, None], place_1W, elems), 1))
+    return place_B
+
+
+@triton.jit
+def _extremes_without(tiles, low_place_B, high_place_B):
+    """(B,) the smallest and the largest of each group's numbers but for those in two places."""
+    width: tl.constexpr = tiles[0].shape[1]
+    low_B = tl.full(low_place_B.shape, float("inf"), tl.float32)
+    high_B = tl.full(low_place_B.shape, float("-inf"), tl.float32)
+    for r in tl.static_range(len(tiles)):
+        place_1W = (tl.arange(0, width) + r * width)[None, :]
+        kept_BW = (place_1W != low_place_B[:, None]) & (place_1W != high_place_B[:, None])
+        low_B = tl.minimum(low_B, tl.min(tl.where(kept_BW, tiles[r], float("inf")), 1))
+        high_B = tl.maximum(high_B, tl.max(tl.where(kept_BW, tiles[r], float("-inf")), 1))
+    return low_B, high_B
+
+
+@triton.jit
+def _codes(tiles, zero_B1, inverse_B1, mask_B1, fmt: tl.constexpr):
+    """Numbers in units of the scale, counted from the zero, rounded to codes; ``mask_B1`` 0 makes a group's codes 0.
+
+    The scale and the zero are rounded outwards, so no number leaves the codes' range by more than float32's rounding,
+    and clamping would change nothing. Reserved spikes do leave it.
+    """
+    codes = ()
+    for r in tl.static_range(len(tiles)):
+        if fmt.float8:
+            code = _float8_bits(tiles[r] * inverse_B1)
+        elif fmt.symmetric:
+            code = (tiles[r] * inverse_B1 + _TO_WHOLE).to(tl.int32, bitcast=True) + fmt.max_level
+        else:
+            scaled = (tiles[r] - zero_B1) * inverse_B1
+            if fmt.spikes:
+                scaled = tl.minimum(tl.maximum(scaled, 0.0), fmt.max_code)
+            code = (scaled + _TO_WHOLE).to(tl.int32, bitcast=True)
+        codes = codes + (code & mask_B1,)
+    return codes
+
+
+@triton.jit
+def _float8_bits(x):
+    """e4m3 bits of a number of at most 448, rounded to nearest even, by integers: any device, and the interpreter."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude_bits = bits & 0x7FFFFFFF
+    normal = ((magnitude_bits + 0x7FFFF + ((magnitude_bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 codes are multiples of 2^-9, the unit of float32 numbers from 2^14 on.
+    magnitude = magnitude_bits.to(tl.float32, bitcast=True)
+    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return tl.where(magnitude < 2.0**-6, small, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _from_float8(code):
+    """e4m3 bits as float32; 0x7F and 0xFF are NaN."""
+    # The exponent counts from 7 instead of 127: a factor of 2^120, which makes normal numbers of subnormal ones too.
+    magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+    value = (magnitude.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)

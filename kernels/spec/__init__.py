@@ -1,0 +1,1 @@
+"""What every kernel must compute, in torch. Start with `block_format`."""

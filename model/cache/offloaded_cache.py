@@ -1,0 +1,195 @@
+"""A KV cache on the host, of which the device has only what the layer in hand and the next one need.
+
+Two slots on the device each have room for one layer's blocks of one step. A thread of its own brings the blocks of
+layer i + 1 while layer i is computed, and takes those of layer i that got new tokens back to the host, before the slot is
+filled for layer i + 2. Only blocks of the step's sequences travel, each once however many sequences share it. For the time
+of the step they are numbered by their place in the slot.
+
+What a step reads was written by steps before it, whose blocks have all been taken back by then: one thread does both, in
+order. ``comm.buffers`` has the conditions, and a trace that proves them. Source: FlexGen, arXiv 2303.06865.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.buffers import BufferPool, page_aligned
+from tightwire.kernels.cpu.row_runs import copy_runs
+from tightwire.model.cache.step_blocks import gather_blocks, runs_of
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import CacheError
+from tightwire.model.layout import Shard
+from tightwire.model.step_arrays import StepArrays
+
+NUM_SLOTS = 2
+
+
+class CacheFlow(NamedTuple):
+    """What has travelled since the start, and how long passes waited for it."""
+
+    num_bytes: int  # both ways
+    waited_s: float  # until the layer a pass asked for was there; beside CUDA the host alone
+
+
+class _Moves(NamedTuple):
+    """What one step moves in every layer: runs of blocks, (R, 3) int64 each."""
+
+    fetch: Tensor  # first block, first place, count
+    save: Tensor  # first place, first block, count
+
+
+class OffloadedCache:
+    """``CacheSource`` whose layers lie on the host: pinned beside CUDA; where the device is the CPU, in the same memory.
+
+    Layout on both sides (N, 2, K, P, E) a layer, so a block's keys and values travel as one piece.
+
+    Cost: the cache on the host, ``NUM_SLOTS`` layers of ``slot_blocks`` blocks on the device; on every step the way of the
+    first layer, which nothing is computed beside, and what of the others' takes longer than computing.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        shard: Shard,
+        *,
+        num_blocks: int,
+        slot_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            slot_blocks: most blocks that a step may need.
+            timeout_s: longest that nothing may come, while a pass waits for a layer.
+        """
+        block_shape = (2, shard.local_kv_heads, block_size, config.head_dim)
+        block_bytes = dtype.itemsize * torch.Size(block_shape).numel()
+        self.num_blocks, self.block_size, self.dtype, self.device = slot_blocks, block_size, dtype, device
+        self.block_stride = block_bytes // dtype.itemsize
+        self._block_bytes, self._timeout_s, self._num_layers = block_bytes, timeout_s, config.num_layers
+        memory = page_aligned(config.num_layers * num_blocks * block_bytes, torch.device("cpu"))
+        self._pinned = _Pinned(memory) if device.type == "cuda" else None
+        self._host = memory.view(dtype).view(config.num_layers, num_blocks, *block_shape)
+        self.pool = BufferPool(NUM_SLOTS, slot_blocks * block_bytes, device, saves=True, traced=True)
+        self._slots = [slot.buffer.view(dtype).view(slot_blocks, *block_shape) for slot in self.pool.slots]
+        self._keys_and_values = [(blocks[:, 0], blocks[:, 1]) for blocks in self._slots]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._users: dict[int, tuple[int, int]] = {}  # by layer in use: how many passes, and in which slot
+        self._num_bytes, self._waited_s = 0, 0.0
+        self._steps: queue.SimpleQueue[_Moves | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._move, name="tightwire-kv-cache", daemon=True)
+        self._thread.start()
+
+    @property
+    def layers_at_a_time(self) -> int:
+        return 1
+
+    def begin(self, step: StepArrays) -> StepArrays:
+        """The step with places for blocks; its first layers are on their way from now on.
+
+        Raises:
+            ValueError: it needs more blocks than a slot has room for.
+        """
+        renamed, blocks = gather_blocks(step, self.block_size)
+        blocks_N, read_I, written_J = blocks.blocks_N, blocks.read_I, blocks.written_J
+        if len(blocks_N) > self.num_blocks:
+            raise ValueError(f"a step needs {len(blocks_N)} cache blocks; there is room for {self.num_blocks}")
+        fetch, save = runs_of(blocks_N[read_I], read_I), runs_of(written_J, blocks_N[written_J])
+        self._steps.put(_Moves(torch.from_numpy(fetch), torch.from_numpy(save)))
+        return renamed
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        count, number = self._users.get(index) or (0, self._take(index))
+        self._users[index] = count + 1, number
+        return self._keys_and_values[number]
+
+    def release(self, index: int) -> None:
+        count, number = self._users[index]
+        if count > 1:
+            self._users[index] = count - 1, number
+        else:
+            del self._users[index]
+            self.pool.release(index)
+
+    def flow(self) -> CacheFlow:
+        return CacheFlow(self._num_bytes, self._waited_s)
+
+    def close(self) -> None:
+        """End the thread. May be called twice."""
+        self.pool.close(CacheError("this cache is closed"))
+        self._steps.put(None)
+        self._thread.join()
+        if self._pinned is not None:
+            self._pinned.free()
+
+    def _take(self, index: int) -> int:
+        start_s = time.perf_counter()
+        try:
+            slot = self.pool.use(index, self._timeout_s)
+        except TimeoutError as error:
+            raise CacheError(f"keys and values of layer {index} do not come from the host: {error}") from None
+        self._waited_s += time.perf_counter() - start_s
+        return slot.number
+
+    def _move(self) -> None:
+        try:
+            with torch.inference_mode(), self._queue():
+                for moves in self._each_step():
+                    for layer in range(self._num_layers):
+                        if layer >= NUM_SLOTS:
+                            self._save(layer - NUM_SLOTS, moves.save)
+                        self._fetch(layer, moves.fetch)
+                    for layer in range(max(0, self._num_layers - NUM_SLOTS), self._num_layers):
+                        self._save(layer, moves.save)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for a layer raises it
+            self.pool.close(error)
+
+    def _each_step(self) -> Iterator[_Moves]:
+        while (moves := self._steps.get()) is not None:
+            yield moves
+
+    def _fetch(self, layer: int, runs_R3: Tensor) -> None:
+        slot = self.pool.fill(layer)
+        copy_runs(self._slots[slot.number], self._host[layer], runs_R3)
+        self._count(runs_R3)
+        self.pool.filled(layer)
+
+    def _save(self, layer: int, runs_R3: Tensor) -> None:
+        slot = self.pool.save(layer)
+        copy_runs(self._host[layer], self._slots[slot.number], runs_R3)
+        self._count(runs_R3)
+        self.pool.saved(layer)
+
+    def _count(self, runs_R3: Tensor) -> None:
+        self._num_bytes += int(runs_R3[:, 2].sum()) * self._block_bytes
+        self.pool.moved()
+
+    def _queue(self) -> AbstractContextManager[object]:
+        """What a GPU is told to do in here it does beside computing."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class _Pinned:
+    """Host memory that a GPU may copy to and from by itself, until it is freed.
+
+    Registered where it lies: torch's own pinned memory comes in powers of two, up to twice of what was asked for.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory: Tensor | None = memory
+        self._runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(self._runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+    def free(self) -> None:
+        if self._memory is not None:
+            torch.cuda.synchronize()  # copies that were queued
+            torch.cuda.check_error(self._runtime.cudaHostUnregister(self._memory.data_ptr()))
+            self._memory = None

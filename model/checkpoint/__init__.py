@@ -1,0 +1,1 @@
+"""Reads checkpoints: safetensors, GGUF, random weights. Start with `config`."""

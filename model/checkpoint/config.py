@@ -1,0 +1,193 @@
+"""What shape of Llama this is: one frozen value, read from a Hugging Face config.json or from GGUF metadata."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tightwire.model.checkpoint.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context.
+
+    ``kind``: ``none``, ``linear`` (positions divided by ``factor``) or ``llama3`` (long wavelengths divided, short
+    ones kept, a smooth ramp between; Llama 3.1 report).
+    """
+
+    kind: str = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("none", "linear", "llama3"):
+            raise ValueError(f"unsupported rope scaling {self.kind!r}; choose one of none, linear, llama3")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaConfig:
+    """Sizes and constants of one model, before any split over ranks."""
+
+    num_layers: int
+    hidden_size: int  # D
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_dim: int  # E
+    mlp_size: int  # F
+    vocab_size: int  # V
+    max_positions: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    tied_embeddings: bool = False
+    attention_bias: bool = False  # on q, k, v and o
+    mlp_bias: bool = False  # on gate, up and down
+    dtype: str = "bfloat16"  # the checkpoint's own
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
+                "grouped-query attention needs equal groups"
+            )
+
+    @property
+    def heads_per_kv_head(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def layer_matrix_elems(self) -> int:
+        """Numbers in the matrices of one layer."""
+        attention = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return self.hidden_size * (attention + 3 * self.mlp_size)
+
+
+_ARCHITECTURE = "LlamaForCausalLM"
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def config_from_hf(
+    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, default_dtype: str = "bfloat16"
+) -> LlamaConfig:
+    """Read a config.json, and generation_config.json beside it where there is one.
+
+    A key left out means what it means to transformers. End tokens are those of both files, generation's first:
+    instruct models often name the end of a turn only there.
+
+    Raises:
+        ModelError: another architecture, rope kind, activation or a quantized checkpoint, or a size that is missing
+            or makes no sense; names what was found and what is supported.
+    """
+    try:
+        return _config_from_hf(config, generation or {}, default_dtype)
+    except ModelError:
+        raise
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ModelError(f"config.json: a value has the wrong type or makes no sense: {error}") from None
+
+
+def _config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any], default_dtype: str) -> LlamaConfig:
+    _refuse_unsupported(config)
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    kv_heads = _size(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    if config.get("head_dim") is None and hidden % heads:
+        raise ModelError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    head_dim = _size(config, "head_dim", hidden // heads)
+    if head_dim % 2:
+        raise ModelError(f"config.json: head_dim={head_dim} is odd; rotary embeddings turn pairs")
+    theta, scaling = _rope_from_hf(config)
+    dtype = config.get("dtype") or config.get("torch_dtype") or default_dtype
+    if dtype not in _DTYPES:
+        raise ModelError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(_DTYPES)}")
+    return LlamaConfig(
+        num_layers=_size(config, "num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_size=_size(config, "intermediate_size"),
+        vocab_size=_size(config, "vocab_size"),
+        max_positions=_size(config, "max_position_embeddings", 2048),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        dtype=dtype,
+        bos_token_id=next(iter(_ids("bos_token_id", config.get("bos_token_id"))), None),
+        eos_token_ids=_ids("eos_token_id", generation.get("eos_token_id"), config.get("eos_token_id")),
+    )
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    architectures = config.get("architectures") or []
+    if not architectures and config.get("model_type") == "llama":
+        architectures = [_ARCHITECTURE]
+    if _ARCHITECTURE not in architectures:
+        found = ", ".join(map(str, architectures)) or f"model_type {config.get('model_type')!r}"
+        raise ModelError(f"config.json: architecture {found} is not supported; supported: {_ARCHITECTURE}")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(
+            f"config.json: the checkpoint is quantized ({method}); supported: unquantized safetensors, or GGUF"
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ModelError(f"config.json: activation {activation!r} is not supported; supported: silu")
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ModelError(f"config.json: {key} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json: {key} must be a whole number above 0, got {value!r}")
+    return value
+
+
+def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
+    """Theta and scaling; both spellings: ``rope_theta`` + ``rope_scaling``, and transformers 5's ``rope_parameters``."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ModelError(f"config.json: partial_rotary_factor {partial} is not supported; supported: 1.0")
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    try:
+        if kind == "default":
+            return theta, RopeScaling()
+        if kind == "linear":
+            return theta, RopeScaling(kind="linear", factor=float(rope["factor"]))
+        if kind == "llama3":
+            return theta, RopeScaling(
+                kind="llama3",
+                factor=float(rope["factor"]),
+                low_freq_factor=float(rope["low_freq_factor"]),
+                high_freq_factor=float(rope["high_freq_factor"]),
+                original_max_positions=int(
+                    rope.get("original_max_position_embeddings") or _size(config, "max_position_embeddings", 2048)
+                ),
+            )
+    except KeyError as error:
+        raise ModelError(f"config.json: rope scaling {kind!r} lacks {error.args[0]!r}") from None
+    raise ModelError(f"config.json: rope scaling {kind!r} is not supported; supported: default, linear, llama3")
+
+
+def _ids(key: str, *values: int | Sequence[int] | None) -> tuple[int, ...]:
+    """All ids named, in order, each once."""
+    ids: list[int] = []
+    for value in values:
+        ids += [value] if isinstance(value, int) else list(value or ())
+    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
+        raise ModelError(f"config.json: {key} must be a token id or a list of them, got {ids}")
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,152 @@
+"""A GGUF's metadata as a ``LlamaConfig``."""
+
+import math
+from typing import Any
+
+import torch
+
+from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.gguf_file import GgufFile
+
+_DTYPE_OF_TYPE_ID = {0: "float32", 1: "float16"}  # anything else, bf16 and quantized, is served as bfloat16
+# Tokens that end a turn in known chat formats; older files name only the one that ends a document.
+_END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>")
+_ROPE_FREQS = "rope_freqs.weight"
+
+
+def config_from_gguf(file: GgufFile) -> LlamaConfig:
+    """Read sizes, rope and token ids.
+
+    Raises:
+        ModelError: another architecture or rope kind, experts, layers of unlike sizes, or a size that is missing.
+    """
+    try:
+        return _config_from_gguf(file)
+    except ModelError:
+        raise
+    except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise ModelError(f"{file.path}: its metadata is damaged: {error}") from None
+
+
+def _config_from_gguf(file: GgufFile) -> LlamaConfig:
+    arch = file.get("general.architecture")
+    if arch != "llama":
+        raise ModelError(f"{file.path}: architecture {arch!r} is not supported; supported: llama")
+    if int(file.get("llama.expert_count", 0)):
+        raise ModelError(f"{file.path}: mixture-of-experts models are not supported; supported: dense llama")
+    heads, hidden = _size(file, "attention.head_count"), _size(file, "embedding_length")
+    head_dim = _size(file, "attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if _size(file, key, head_dim) != head_dim:
+            raise ModelError(f"{file.path}: llama.{key}={file.get('llama.' + key)} differs from head size {head_dim}")
+    return LlamaConfig(
+        num_layers=_size(file, "block_count"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=_size(file, "attention.head_count_kv", heads),
+        head_dim=head_dim,
+        mlp_size=_size(file, "feed_forward_length"),
+        vocab_size=_vocab_size(file),
+        max_positions=_size(file, "context_length"),
+        norm_eps=_shortest_float(file.get("llama.attention.layer_norm_rms_epsilon", 1e-5)),
+        rope_theta=float(file.get("llama.rope.freq_base", 10000.0)),
+        rope_scaling=_rope_scaling(file, head_dim),
+        tied_embeddings="output.weight" not in file.tensors,
+        attention_bias=_has_bias(file, "attn_q", "attn_k", "attn_v", "attn_output"),
+        mlp_bias=_has_bias(file, "ffn_gate", "ffn_up", "ffn_down"),
+        dtype=_dtype(file),
+        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=_eos_token_ids(file),
+    )
+
+
+def _size(file: GgufFile, key: str, default: int | None = None) -> int:
+    value: Any = file.get(f"llama.{key}", default)
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise ModelError(f"{file.path}: llama.{key} differs between layers, which is not supported: {value}")
+        value = value[0]
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"{file.path}: llama.{key} is {'missing' if value is None else f'{value!r}'}")
+    return value
+
+
+def _vocab_size(file: GgufFile) -> int:
+    """The embedding's rows: some files' own count leaves out the padding."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
+    return embedding.shape[0]
+
+
+def _dtype(file: GgufFile) -> str:
+    tensor = file.tensors.get("blk.0.attn_q.weight")
+    return _DTYPE_OF_TYPE_ID.get(tensor.type_id if tensor else -1, "bfloat16")
+
+
+def _shortest_float(value: float) -> float:
+    """The decimal that was meant: a float32 1e-5 reads as 9.999999747378752e-06."""
+    return float(f"{value:.6g}")
+
+
+def _has_bias(file: GgufFile, *names: str) -> bool:
+    present = [name for name in names if f"blk.0.{name}.bias" in file.tensors]
+    if present and len(present) != len(names):
+        raise ModelError(f"{file.path}: only {', '.join(present)} have a bias; supported: all of {', '.join(names)}")
+    return bool(present)
+
+
+def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [file.get(f"tokenizer.ggml.{key}") for key in keys]
+    tokens = file.get("tokenizer.ggml.tokens", [])
+    ids += [tokens.index(token) for token in _END_OF_TURN if token in tokens]
+    return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+
+
+def _rope_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
+    """From the keys, or from the per-frequency divisors that llama.cpp's converter stores for Llama 3.1 and later."""
+    kind = file.get("llama.rope.scaling.type")
+    factor = float(file.get("llama.rope.scaling.factor", 0) or file.get("llama.rope.scale_linear", 0) or 1)
+    if kind not in (None, "none", "linear"):
+        raise ModelError(f"{file.path}: rope scaling {kind!r} is not supported; supported: none, linear, llama3")
+    if _ROPE_FREQS in file.tensors:
+        if factor != 1.0:
+            raise ModelError(f"{file.path}: {_ROPE_FREQS} together with a scaling factor of {factor} is not supported")
+        return _llama3_scaling(file, head_dim)
+    if kind == "none" or factor == 1.0:
+        return RopeScaling()
+    return RopeScaling(kind="linear", factor=factor)
+
+
+def _llama3_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
+    """Recover Llama 3's scaling: its largest divisor is the factor; the rest must follow from the released values."""
+    tensor = file.tensors[_ROPE_FREQS]
+    if tensor.type_id != 0 or tensor.shape != (head_dim // 2,):
+        raise ModelError(f"{file.path}: {_ROPE_FREQS} has an unexpected type or shape {tensor.shape}")
+    divisors = file.file.numbers(tensor.offset, tensor.shape, torch.float32).tolist()
+    if all(divisor == 1.0 for divisor in divisors):
+        return RopeScaling()
+    theta = float(file.get("llama.rope.freq_base", 10000.0))
+    scaling = RopeScaling(kind="llama3", factor=_shortest_float(max(divisors)))
+    want = [llama3_divisor(scaling, 2 * math.pi * theta ** (2 * i / head_dim)) for i in range(head_dim // 2)]
+    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(divisors, want, strict=True)):
+        raise ModelError(
+            f"{file.path}: the rope divisors in {_ROPE_FREQS} are not those of Llama 3 "
+            f"(low_freq_factor {scaling.low_freq_factor}, high_freq_factor {scaling.high_freq_factor}, trained context "
+            f"{scaling.original_max_positions}); other long-context scalings are not supported"
+        )
+    return scaling
+
+
+def llama3_divisor(scaling: RopeScaling, wavelength: float) -> float:
+    """By how much Llama 3's scaling divides the frequency with this wavelength, in positions."""
+    if wavelength < scaling.original_max_positions / scaling.high_freq_factor:
+        return 1.0
+    if wavelength > scaling.original_max_positions / scaling.low_freq_factor:
+        return scaling.factor
+    smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    return 1 / ((1 - smooth) / scaling.factor + smooth)

@@ -1,0 +1,90 @@
+"""Names and shapes of a Llama's tensors: Hugging Face's, which the whole program uses, and llama.cpp's in a GGUF."""
+
+from collections.abc import Iterator
+
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.weights.source import CheckpointReader
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+_GGUF_OUTER = {EMBEDDING: "token_embd.weight", FINAL_NORM: "output_norm.weight", HEAD: "output.weight"}
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_HF_OUTER = {gguf: hf for hf, gguf in _GGUF_OUTER.items()}
+_HF_LAYER = {gguf: hf for hf, gguf in _GGUF_LAYER.items()}
+
+
+def gguf_name(hf_name: str) -> str | None:
+    """``model.layers.3.mlp.up_proj.weight`` -> ``blk.3.ffn_up.weight``; None for a name llama.cpp does not know."""
+    if hf_name in _GGUF_OUTER:
+        return _GGUF_OUTER[hf_name]
+    head, _, kind = hf_name.rpartition(".")
+    parts = head.removeprefix("model.layers.").split(".", 1)
+    if not head.startswith("model.layers.") or len(parts) != 2 or parts[1] not in _GGUF_LAYER:
+        return None
+    return f"blk.{parts[0]}.{_GGUF_LAYER[parts[1]]}.{kind}"
+
+
+def hf_name(gguf_name: str) -> str | None:
+    """``blk.3.ffn_up.weight`` -> ``model.layers.3.mlp.up_proj.weight``; None for what a Llama does not have."""
+    if gguf_name in _HF_OUTER:
+        return _HF_OUTER[gguf_name]
+    parts = gguf_name.split(".")
+    if len(parts) != 4 or parts[0] != "blk" or parts[2] not in _HF_LAYER:
+        return None
+    return f"model.layers.{parts[1]}.{_HF_LAYER[parts[2]]}.{parts[3]}"
+
+
+def expected_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor the model needs, with its shape before any split."""
+    hidden = config.hidden_size
+    yield EMBEDDING, (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        for name, shape in _layer_tensors(config):
+            yield f"model.layers.{index}.{name}", shape
+    yield FINAL_NORM, (hidden,)
+    if not config.tied_embeddings:
+        yield HEAD, (config.vocab_size, hidden)
+
+
+def _layer_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, mlp = config.hidden_size, config.mlp_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    for name, rows, columns, bias in (
+        ("self_attn.q_proj", query, hidden, config.attention_bias),
+        ("self_attn.k_proj", kv, hidden, config.attention_bias),
+        ("self_attn.v_proj", kv, hidden, config.attention_bias),
+        ("self_attn.o_proj", hidden, query, config.attention_bias),
+        ("mlp.gate_proj", mlp, hidden, config.mlp_bias),
+        ("mlp.up_proj", mlp, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, mlp, config.mlp_bias),
+    ):
+        yield f"{name}.weight", (rows, columns)
+        if bias:
+            yield f"{name}.bias", (rows,)
+
+
+def check_tensors(reader: CheckpointReader, config: LlamaConfig) -> None:
+    """Compare what the files hold with what the configuration asks for; reads headers only.
+
+    Raises:
+        ModelError: a tensor is missing, has another shape, or is stored in numbers that cannot be read.
+    """
+    for name, want in expected_tensors(config):
+        found = reader.shape(name)
+        if found != want:
+            raise ModelError(f"tensor {name} has shape {found}, but the model's configuration asks for {want}")

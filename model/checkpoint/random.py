@@ -1,0 +1,117 @@
+"""Random weights that need no file: each number is a hash of (seed, tensor name, row, column).
+
+Any slice can be made alone, on the device it is for, and comes out the same bits whatever the split: ranks of a
+benchmark hold parts of one and the same model, and TP 1 equals TP N.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels.packed import Matrix
+from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.names import expected_tensors
+from tightwire.model.checkpoint.store import growth_of, store_rows
+from tightwire.model.checkpoint.weight_file import row_chunks
+
+# As Llama's own initialisation: keeps activations of any depth in range.
+_STD = 0.02
+_INT32 = 2**32
+
+_LLAMA3 = {"vocab_size": 128256, "rope_theta": 500000.0, "norm_eps": 1e-5}
+_LONG = {
+    "max_positions": 131072,
+    "tied_embeddings": True,
+    "rope_scaling": RopeScaling(kind="llama3", factor=32.0),
+}
+# The released models' shapes; the token ids are those of the byte tokenizer that goes with random weights.
+RANDOM_SHAPES: dict[str, LlamaConfig] = {
+    "llama-3.2-1b": LlamaConfig(
+        num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, head_dim=64, mlp_size=8192, **_LLAMA3, **_LONG
+    ),
+    "llama-3.2-3b": LlamaConfig(
+        num_layers=28, hidden_size=3072, num_heads=24, num_kv_heads=8, head_dim=128, mlp_size=8192, **_LLAMA3, **_LONG
+    ),
+    "llama-3-8b": LlamaConfig(
+        num_layers=32,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_size=14336,
+        max_positions=8192,
+        **_LLAMA3,
+    ),
+    "llama-3-70b": LlamaConfig(
+        num_layers=80,
+        hidden_size=8192,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_size=28672,
+        max_positions=8192,
+        **_LLAMA3,
+    ),
+}
+
+
+class RandomReader:
+    """``CheckpointReader`` that computes what it is asked for: norms 1, everything else uniform with std 0.02."""
+
+    def __init__(self, config: LlamaConfig, seed: int) -> None:
+        self._shapes = dict(expected_tensors(config))
+        self._seed = seed
+
+    def names(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._shapes:
+            raise ModelError(f"tensor {name} is not part of this model")
+        return self._shapes[name]
+
+    def stored_as(self, name: str) -> str:
+        return "random"
+
+    def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
+        shape = self.shape(name)
+        if isinstance(out, Tensor) and name.endswith("norm.weight"):
+            out.fill_(1.0)
+            return
+        key = zlib.crc32(name.encode()) ^ (self._seed * 0x9E3779B1 % _INT32)
+        is_bias = len(shape) == 1  # the first column of a matrix of the same height
+        columns = columns or range(1 if is_bias else shape[-1])
+        # 8-byte rows in the estimate: the hash and its float copy live beside each other.
+        for chunk in row_chunks(rows, 8 * len(columns) * max(growth_of(out), 1 if out.device.type == "cuda" else 4)):
+            piece = _uniform(key, chunk, columns, out.device)
+            store_rows(out, chunk.start - rows.start, piece.squeeze(1) if is_bias else piece, name)
+
+
+def _uniform(key: int, rows: range, columns: range, device: torch.device) -> Tensor:
+    """(rows, columns) float32 in +-sqrt(3) std. All steps but the last two are exact integers on every device."""
+    row_R = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device)
+    # Rows start far apart: 64-bit products, folded to the 32 bits that the mixing below works on.
+    row_R1 = _mix(_as_int32(row_R * 0x85EBCA6B + key)).unsqueeze(1)
+    column_C = _as_int32(torch.arange(columns.start, columns.stop, dtype=torch.int64, device=device) * 0x9E3779B1)
+    bits_RC = _mix(row_R1 + column_C)
+    # 24 bits: what a float32 holds exactly, so that rounding cannot differ between devices.
+    return bits_RC.bitwise_right_shift_(8).float().mul_(_STD * math.sqrt(3) / 2**23)
+
+
+def _as_int32(x: Tensor) -> Tensor:
+    """The low 32 bits, as a signed number."""
+    return ((x + 2**31) % _INT32 - 2**31).to(torch.int32)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Bijective 32-bit mixing, in place. Source: "lowbias32" of Chris Wellons' hash-prospector."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - _INT32), (16, 1)):
+        # torch shifts signed numbers with their sign; the mask makes it the logical shift of the original.
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1))
+        if factor != 1:
+            x.mul_(factor)
+    return x

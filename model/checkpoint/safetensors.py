@@ -1,0 +1,157 @@
+"""Reads slices of tensors out of one or several .safetensors files.
+
+The header is parsed here rather than by the safetensors library: every size is checked against the file before
+anything is read, so a truncated download is named in the first second instead of failing in the middle of a load.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels.packed import Matrix
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.store import growth_of, store_rows
+from tightwire.model.checkpoint.weight_file import WeightFile, row_chunks
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    file: WeightFile
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SafetensorsReader:
+    """``CheckpointReader`` over a Hugging Face folder; opens every file of the index and checks its size."""
+
+    def __init__(self, folder: Path) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._folder = folder
+        for path in _files(folder):
+            self._entries.update(_read_header(path))
+
+    def names(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name).shape
+
+    def dtype_name(self, name: str) -> str:
+        """``float32``, ``bfloat16``, ``float16``: how the file stores it."""
+        return str(_DTYPES[self._entry(name).dtype]).removeprefix("torch.")
+
+    def stored_as(self, name: str) -> str:
+        return self._entry(name).dtype
+
+    def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
+        entry = self._entry(name)
+        dtype, row_shape = _DTYPES[entry.dtype], entry.shape[1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        if _takes_as_stored(out, dtype, (len(rows), *row_shape), columns):
+            out_B = out.view(-1).view(torch.uint8).numpy()
+            entry.file.read_into(out_B, entry.offset + rows.start * row_bytes)
+            return
+        for chunk in row_chunks(rows, row_bytes * growth_of(out)):
+            part = entry.file.numbers(entry.offset + chunk.start * row_bytes, (len(chunk), *row_shape), dtype)
+            if columns is not None:
+                part = part[:, columns.start : columns.stop]
+            store_rows(out, chunk.start - rows.start, part, name)
+
+    def _entry(self, name: str) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ModelError(f"tensor {name} is missing from the safetensors files in {self._folder}")
+        if entry.dtype not in _DTYPES:
+            raise ModelError(
+                f"{entry.file.path}: tensor {name} is stored as {entry.dtype}; supported: {', '.join(_DTYPES)}"
+            )
+        return entry
+
+
+def _takes_as_stored(
+    out: Matrix, dtype: torch.dtype, shape: tuple[int, ...], columns: range | None
+) -> TypeGuard[Tensor]:
+    """Whether whole rows go into host memory as the file holds them: read there, and copied nowhere."""
+    return (
+        isinstance(out, Tensor)
+        and out.dtype == dtype
+        and out.shape == shape
+        and out.device.type == "cpu"
+        and out.is_contiguous()
+        and (columns is None or (columns.start, columns.stop) == (0, shape[1]))
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    """The shards the index names, or the single file."""
+    if (index := folder / _INDEX).is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index}: no weight_map in it")
+        paths = [folder / shard for shard in sorted(set(weight_map.values()))]
+        missing = [path.name for path in paths if not path.is_file()]
+        if missing:
+            raise ModelError(f"{folder}: {len(missing)} of {len(paths)} shards are missing: {', '.join(missing)}")
+        return paths
+    if (single := folder / _SINGLE).is_file():
+        return [single]
+    other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    found = f"it has {', '.join(other[:3])}, which must be converted to safetensors" if other else "found neither"
+    raise ModelError(f"{folder}: needs {_SINGLE} or {_INDEX}; {found}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; a ModelError that names the file otherwise."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: holds no JSON object")
+    return value
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    try:
+        file = WeightFile(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be opened: {error.strerror}") from None
+    header_bytes = int.from_bytes(file.data[:8], "little")
+    if bytes(file.data[:7]) == b"version":
+        raise ModelError(f"{path}: is a git-lfs pointer, not the weights; fetch them with 'git lfs pull'")
+    if file.size < 8 or 8 + header_bytes > file.size or header_bytes > _MAX_HEADER_BYTES:
+        raise ModelError(f"{path}: truncated or not a safetensors file: {file.size} bytes, header incomplete")
+    try:
+        header = json.loads(bytes(file.data[8 : 8 + header_bytes]))
+        infos = {name: info for name, info in header.items() if name != "__metadata__"}
+        entries = {name: _entry(path, file, 8 + header_bytes, name, info) for name, info in infos.items()}
+        ends = [info["data_offsets"][1] for info in infos.values()]
+    except ModelError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ModelError(f"{path}: its safetensors header is damaged: {error!r}") from None
+    want = 8 + header_bytes + max(ends, default=0)
+    if want > file.size:
+        raise ModelError(f"{path}: truncated: {file.size} of {want} bytes; fetch it again")
+    return entries
+
+
+def _entry(path: Path, file: WeightFile, data_start: int, name: str, info: dict[str, Any]) -> _Entry:
+    """One line of the header, its size checked against its shape."""
+    begin, end = info["data_offsets"]
+    entry = _Entry(file, info["dtype"], tuple(info["shape"]), data_start + begin)
+    if entry.dtype in _DTYPES and (begin < 0 or end - begin != math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize):
+        raise ModelError(f"{path}: tensor {name} says {entry.shape} {entry.dtype}, but its place is {begin}..{end}")
+    return entry

@@ -1,0 +1,141 @@
+"""A folder that appears whole or not at all: it is filled under another name beside its place, and renamed at the end.
+
+The other name is ``NAME.partial-PID``; who fills it holds a lock on it, which ends with the process however that ends. So
+what a killed process left is known by its name and by its lock being free, and the next one removes it.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import glob
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tightwire.model.checkpoint.errors import ModelError
+
+_PARTIAL = ".partial-"
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+
+
+def is_partial(folder: Path) -> bool:
+    """Whether the name is one of a folder that is being filled, or was left so."""
+    return re.search(re.escape(_PARTIAL) + r"\d+(-old)?$", folder.name) is not None
+
+
+@contextlib.contextmanager
+def whole_folder(
+    out: Path, *, check_replaced: Callable[[Path], object], say: Callable[[str], object] = lambda line: None
+) -> Iterator[Path]:
+    """A new folder to be filled. When the block ends it is on the disk under the name ``out``; when it raises, gone.
+
+    Args:
+        check_replaced: given ``out`` where there is such a folder with something in it; raises if that is to stay.
+        say: told what others left and was removed.
+    Raises:
+        ModelError: ``out`` cannot be made here, or another process is making it.
+        OSError: of the disk.
+    """
+    out = Path(os.path.realpath(out))
+    check_place(out, check_replaced)
+    _remove_leftovers(out, say)
+    partial, lock = _make_locked(out.with_name(f"{out.name}{_PARTIAL}{os.getpid()}"))
+    try:
+        yield partial
+        for path in [*partial.iterdir(), partial]:
+            _sync(path)
+        check_place(out, check_replaced)  # it has been a while
+        _put(partial, out)
+        _sync(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+def check_place(out: Path, check_replaced: Callable[[Path], object]) -> None:
+    """
+    Raises:
+        ModelError: ``whole_folder`` could not make ``out`` here.
+    """
+    if not out.parent.is_dir():
+        raise ModelError(f"{out}: there is no folder {out.parent}; make it first")
+    if out.is_dir():
+        if os.path.ismount(out):
+            raise ModelError(
+                f"{out}: is where a file system is mounted; give a folder inside it, such as {out / 'model'}"
+            )
+        if any(out.iterdir()):
+            check_replaced(out)
+    elif os.path.lexists(out):
+        raise ModelError(f"{out}: is there already and no folder; give another name")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise ModelError(f"{out.parent}: may not be written to; give another place")
+
+
+def _remove_leftovers(out: Path, say: Callable[[str], object]) -> None:
+    for path in out.parent.glob(f"{glob.escape(out.name)}{_PARTIAL}*"):
+        if not is_partial(path):
+            continue
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue  # gone meanwhile, or none of ours
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ModelError(
+                f"{out}: is being made by another process, in {path.name}; wait for it, or give another name"
+            ) from None
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+            say(f"removed {path}, which was left unfinished")
+        finally:
+            os.close(lock)
+
+
+def _make_locked(partial: Path) -> tuple[Path, int]:
+    """The folder and its lock; another process may take a new folder for a leftover before it is locked."""
+    while True:
+        partial.mkdir()
+        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(partial), os.fstat(lock)):
+                return partial, lock
+        os.close(lock)
+
+
+def _put(partial: Path, out: Path) -> None:
+    """Rename; where ``out`` holds something it is what ``partial`` names afterwards, or gone."""
+    try:
+        partial.rename(out)
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(partial), _AT_FDCWD, os.fsencode(out), _RENAME_EXCHANGE) == 0:
+        return
+    if (code := ctypes.get_errno()) not in _NO_EXCHANGE:
+        raise OSError(code, os.strerror(code), str(out))
+    old = partial.with_name(partial.name + "-old")  # a file system that cannot do both at once
+    out.rename(old)
+    try:
+        partial.rename(out)
+    except OSError:
+        old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

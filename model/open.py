@@ -1,0 +1,217 @@
+"""Opens whatever the user named as a model: a known name, a folder, a repo id, a .gguf, or random weights.
+
+Everything that can be refused is refused here, from headers alone, before a rank starts to read weights.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tightwire.model.checkpoint.catalog import CATALOG, Progress, pull
+from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.gguf import GgufReader
+from tightwire.model.checkpoint.gguf_config import config_from_gguf
+from tightwire.model.checkpoint.gguf_file import GgufFile
+from tightwire.model.checkpoint.names import EMBEDDING, check_tensors
+from tightwire.model.checkpoint.random import RANDOM_SHAPES, RandomReader
+from tightwire.model.checkpoint.safetensors import SafetensorsReader, read_json
+from tightwire.model.checkpoint.whole_folder import is_partial
+from tightwire.model.text.byte_tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, EOS, EOS_ID, byte_backend
+from tightwire.model.text.gguf_tokenizer import tokenizer_from_gguf
+from tightwire.model.text.tokenizer import Tokenizer, tokenizer_from_folder
+from tightwire.model.weights.formats import WeightFormats, choose_formats
+from tightwire.model.weights.prepared.folder import Prepared, open_prepared
+from tightwire.model.weights.prepared.manifest import MANIFEST
+from tightwire.model.weights.source import CheckpointReader
+
+_RANDOM = "random:"
+_REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_SMALL_FILES = ["*.json", "tokenizer*", "*.jinja"]
+_HUB_WEIGHTS = ["model.safetensors", "model-*.safetensors"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A model that exists and can be served; nothing but headers has been read.
+
+    ``location`` opens the same model in another process without a network: pass it to ``open_checkpoint``.
+    """
+
+    name: str
+    location: str
+    config: LlamaConfig
+    reader: Callable[[], CheckpointReader]
+    tokenizer: Callable[[], Tokenizer]
+    prepared: Prepared | None = None  # the folder that ``tightwire prepare`` made; then ``reader`` raises ModelError
+
+    @property
+    def path(self) -> Path | None:
+        """The folder or file; None for random weights."""
+        return None if self.location.startswith(_RANDOM) else Path(self.location)
+
+
+def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fraction: None) -> Checkpoint:
+    """Find the model and check it.
+
+    Args:
+        model: ``smollm2-135m``, a folder with config.json and safetensors, one that ``tightwire prepare`` made, a .gguf
+            file (or a folder with one), a Hugging Face repo id, or ``random:SHAPE`` with a known shape or the path of a config.json.
+        seed: of random weights.
+        progress: of a download of a known name, 0 to 1.
+    Raises:
+        ModelError: not found, damaged or not supported; says what was found and what works.
+    """
+    if model in CATALOG:
+        return replace(_open_gguf(pull(model, progress=progress)), name=model)
+    if model.startswith(_RANDOM):
+        return _open_random(model, seed)
+    path = Path(model).expanduser()
+    if path.is_file():
+        return _open_file(path)
+    if path.is_dir():
+        return _open_folder(path)
+    if _REPO_ID.fullmatch(model) and not model.endswith(".gguf"):
+        return replace(_open_folder(_fetch_repo(model)), name=model)
+    raise ModelError(
+        f"no such model: {model!r} is neither a file nor a folder; known names: {', '.join(sorted(CATALOG))}; "
+        f"a Hugging Face repo id looks like owner/name; random weights: {_RANDOM}{{{','.join(RANDOM_SHAPES)}}}"
+    )
+
+
+def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:
+    """How its matrices are kept: as they were prepared, or as ``choose_formats`` settles it.
+
+    Raises:
+        ValueError: a matrix that cannot be packed so.
+    """
+    if checkpoint.prepared is not None:
+        return checkpoint.prepared.formats
+    return choose_formats(checkpoint.reader(), checkpoint.config, quantization)
+
+
+def _open_file(path: Path) -> Checkpoint:
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    raise ModelError(f"{path}: is not a .gguf file; for safetensors name the folder that also holds config.json")
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = GgufFile(path)
+    config = config_from_gguf(file)
+    reader = GgufReader(file, config)
+    check_tensors(reader, config)
+    return Checkpoint(
+        name=path.stem,
+        location=str(path.absolute()),
+        config=config,
+        reader=lambda: reader,
+        tokenizer=lambda: tokenizer_from_gguf(file, config),
+    )
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    if is_partial(folder) or (not (folder / MANIFEST).is_file() and any(folder.glob("rank-*-of-*.weights"))):
+        raise ModelError(f"{folder}: was not finished by `tightwire prepare`; run that again, and remove this folder")
+    if (folder / MANIFEST).is_file():
+        return _open_prepared(folder)
+    if not (folder / "config.json").is_file():
+        ggufs = sorted(folder.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return _open_gguf(ggufs[0])
+        found = f"several .gguf files, name one: {', '.join(p.name for p in ggufs[:5])}" if ggufs else "no .gguf either"
+        raise ModelError(f"{folder}: has no config.json ({found})")
+    config = _folder_config(folder)
+    reader = SafetensorsReader(folder)
+    check_tensors(reader, config)
+    if not _states_dtype(folder):
+        config = replace(config, dtype=reader.dtype_name(EMBEDDING))
+    return Checkpoint(
+        name=folder.absolute().name,
+        location=str(folder.absolute()),
+        config=config,
+        reader=lambda: reader,
+        tokenizer=lambda: _folder_tokenizer(folder, config),
+    )
+
+
+def _open_prepared(folder: Path) -> Checkpoint:
+    """The files that make the folder a model of its own are a Hugging Face folder's; the weights are cut for their ranks."""
+    config = _folder_config(folder)
+    prepared = open_prepared(folder, config)
+
+    def no_reader() -> CheckpointReader:
+        raise ModelError(
+            f"{folder}: is prepared for streaming, cut for its ranks; it serves with `tightwire serve {folder} --tp "
+            f"{prepared.tp}`, and everything else wants the model that it was made from ({prepared.manifest.model})"
+        )
+
+    return Checkpoint(
+        name=prepared.manifest.model,
+        location=str(folder.absolute()),
+        config=config,
+        reader=no_reader,
+        tokenizer=lambda: _folder_tokenizer(folder, config),
+        prepared=prepared,
+    )
+
+
+def _folder_tokenizer(folder: Path, config: LlamaConfig) -> Tokenizer:
+    return tokenizer_from_folder(folder, bos_token_id=config.bos_token_id, eos_token_ids=config.eos_token_ids)
+
+
+def _folder_config(folder: Path) -> LlamaConfig:
+    generation = folder / "generation_config.json"
+    return config_from_hf(read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None)
+
+
+def _states_dtype(folder: Path) -> bool:
+    config = read_json(folder / "config.json")
+    return bool(config.get("dtype") or config.get("torch_dtype"))
+
+
+def _open_random(model: str, seed: int) -> Checkpoint:
+    """Real sizes, random numbers, and a tokenizer of bytes, whose end tokens the configuration then names."""
+    shape = model.removeprefix(_RANDOM)
+    location = model
+    if shape in RANDOM_SHAPES:
+        config = RANDOM_SHAPES[shape]
+    elif (path := Path(shape).expanduser()).is_file():
+        config = config_from_hf(read_json(path))
+        location = _RANDOM + str(path.absolute())
+    else:
+        raise ModelError(
+            f"unknown shape {shape!r}; choose one of {', '.join(RANDOM_SHAPES)}, or the path of a config.json"
+        )
+    config = replace(config, bos_token_id=BOS_ID, eos_token_ids=(EOS_ID, END_OF_TURN_ID))
+    return Checkpoint(
+        name=model,
+        location=location,
+        config=config,
+        reader=lambda: RandomReader(config, seed),
+        tokenizer=lambda: Tokenizer(
+            byte_backend(config.vocab_size),
+            chat_template=CHAT_TEMPLATE,
+            special_tokens={"bos_token": BOS, "eos_token": EOS},
+            bos_token_id=config.bos_token_id,
+            eos_token_ids=config.eos_token_ids,
+        ),
+    )
+
+
+def _fetch_repo(repo_id: str) -> Path:
+    """The repo's files in the hub's own cache: small ones first, so that an unsupported model costs no download."""
+    from huggingface_hub import snapshot_download  # 0.3 s to import, and most models are local
+
+    try:
+        folder = Path(snapshot_download(repo_id, allow_patterns=_HUB_SMALL_FILES))
+        _folder_config(folder)
+        return Path(snapshot_download(repo_id, allow_patterns=[*_HUB_SMALL_FILES, *_HUB_WEIGHTS]))
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001 - network, hub and disk each raise their own
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
+        raise ModelError(
+            f"no such folder: {repo_id!r}, and the repo of that name could not be fetched: {reason}"
+        ) from None

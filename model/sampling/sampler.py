@@ -1,0 +1,252 @@
+"""Chooses the next token of every sequence in the batch, in batched tensor operations on the logits' device.
+
+Order, as in vLLM: logit_bias, then stop tokens banned below min_tokens; repetition, frequency and presence penalties;
+temperature; min_p; top_k; top_p; one draw. Temperature 0 takes the largest logit after penalties, the lowest id among
+equals. Logprobs are of the distribution before all of this.
+
+A row's outcome depends on that row alone: see ``draw`` for how, and the tests for bit-identity over batch compositions.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tightwire.model.sampling.draw import MAX_VOCAB_SIZE, UNSETTLED, Filters, draw, mix_seed, uniforms
+from tightwire.model.sampling.logprobs import Scoring, TokenScore, score_tokens
+from tightwire.model.sampling.parameters import SamplingParams, is_greedy
+from tightwire.model.sampling.penalties import PenaltyTables, has_penalties
+from tightwire.model.transfer import Download, upload
+
+
+class SamplingRow(Protocol):
+    """What the sampler reads of a sequence. Compared by identity; the object lives as long as the sequence."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]  # banned while fewer than min_tokens tokens are out
+    token_ids: list[int]  # prompt, then output
+    num_prompt_tokens: int
+
+
+class Sampled(NamedTuple):
+    """One entry per row. ``token_ids`` is -1 where no logit was finite enough to choose by (NaN, inf, all banned)."""
+
+    token_ids: list[int]
+    scores: list[TokenScore | None]  # None where params.logprobs is None
+    late: Sequence[int] = ()  # rows whose token the device did not know (``Choice.ids_R``)
+
+
+class Choice:
+    """Tokens being chosen on the device. ``ids_R``, (R,) int32, are there for what the device does next.
+
+    A row whose top_p reaches beyond the best 1024 tokens has a negative number there, because only the host can have it
+    sorted whole: ``wait`` does, and says which rows were ``late``.
+    """
+
+    def __init__(self, ids_R: Tensor, scoring: "_Scored | None", choose_late: "Callable[[], Choice] | None") -> None:
+        """``choose_late``: keeps the logits; None where nothing can be late."""
+        self.ids_R = ids_R
+        self._scoring, self._choose_late = scoring, choose_late
+        self._download = Download([ids_R])
+
+    def wait(self) -> Sampled:
+        """What was chosen, once the device has come so far."""
+        token_ids = self._download.wait()[0].tolist()
+        if self._choose_late is not None and UNSETTLED in token_ids:
+            late = [row for row, token_id in enumerate(token_ids) if token_id == UNSETTLED]
+            return self._choose_late().wait()._replace(late=late)
+        scores: list[TokenScore | None] = [None] * len(token_ids)
+        if self._scoring is not None:
+            for row, score in zip(self._scoring.rows, self._scoring.scoring.wait(), strict=True):
+                scores[row] = score
+        return Sampled(token_ids, scores)
+
+
+class Sampler:
+    """Holds the penalty tables of live sequences and the parameter tensors of the current batch."""
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError(f"the sampler handles vocabularies of 1 to {MAX_VOCAB_SIZE} tokens, got {vocab_size}")
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._penalties = PenaltyTables(vocab_size, self._device)
+        self._batch: _Batch | None = None
+
+    @property
+    def num_penalty_slots(self) -> int:
+        """Sequences the penalty tables have room for; 0 while no live sequence has penalties."""
+        return self._penalties.num_slots
+
+    def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+        """Next token of each row, waited for; arguments as for ``start``."""
+        return self.start(logits_RV, rows, waits=True).wait()
+
+    @torch.inference_mode()
+    def start(self, logits_RV: Tensor, rows: Sequence[SamplingRow], *, waits: bool) -> Choice:
+        """Have the next token of each row chosen.
+
+        Args:
+            logits_RV: (R, V) float32, left as it is.
+            rows: the R sequences the logits belong to; ``token_ids`` ends with the token the logits follow. Unless a row
+                has penalties it is of no account which token that is.
+            waits: whether the host may wait for the device; if not, it does nowhere unless there are penalties.
+        """
+        if logits_RV.shape != (len(rows), self._vocab_size):
+            raise ValueError(f"expected logits ({len(rows)}, {self._vocab_size}), got {tuple(logits_RV.shape)}")
+        batch = self._prepared(rows)
+        positions_R = np.array([len(row.token_ids) - row.num_prompt_tokens for row in rows], np.uint64)
+        processed_RV = self._processed(logits_RV, batch, positions_R)
+        best_R, greedy_R = processed_RV.max(-1)  # the first of equal ones, hence the lowest id
+
+        @torch.inference_mode()
+        def choose(*, waits: bool) -> Choice:
+            ids_R = greedy_R
+            for group in batch.groups:
+                ids_R = group.draw_into(ids_R, processed_RV, best_R, positions_R, waits=waits)
+            scored = None
+            if batch.scored is not None:
+                target = ids_R[batch.scored].clamp(min=0)
+                scored = _Scored(batch.scored_rows, Scoring(logits_RV[batch.scored], target, batch.top_n))
+            ids_R = torch.where(best_R.isfinite(), ids_R, -1).int()
+            may_be_late = not waits and any(group.filters.top_k_R1 is not None for group in batch.groups)
+            return Choice(ids_R, scored, (lambda: choose(waits=True)) if may_be_late else None)
+
+        return choose(waits=waits)
+
+    @torch.inference_mode()
+    def score(self, logits_RV: Tensor, targets: Sequence[int], top_n: int) -> list[TokenScore]:
+        """Logprob of ``targets[r]`` under row r, for prompts; memory beside the logits is bounded."""
+        target_R = torch.tensor(targets, dtype=torch.int64, device=logits_RV.device)
+        return score_tokens(logits_RV, target_R, [top_n] * len(targets))
+
+    def release(self, row: SamplingRow) -> None:
+        """Forget a sequence that has ended."""
+        self._penalties.release(row)
+        if self._batch is not None and any(row is held for held in self._batch.rows):
+            self._batch = None
+
+    def _prepared(self, rows: Sequence[SamplingRow]) -> "_Batch":
+        batch = self._batch
+        if (
+            batch is None
+            or len(batch.rows) != len(rows)
+            or any(a is not b for a, b in zip(batch.rows, rows, strict=True))
+        ):
+            batch = self._batch = _Batch(list(rows), self._vocab_size, self._device)
+        return batch
+
+    def _processed(self, logits_RV: Tensor, batch: "_Batch", positions_R: np.ndarray) -> Tensor:
+        """Logits after bias, bans and penalties; the very same tensor when there are none."""
+        banned = batch.banned_at(positions_R)
+        if batch.bias is None and not banned and not batch.penalized:
+            return logits_RV
+        logits_RV = logits_RV.clone()
+        if batch.bias is not None:
+            logits_RV.index_put_((batch.bias.row, batch.bias.token_id), batch.bias.value, accumulate=True)
+        if banned:
+            row, token_id = upload(banned, torch.int64, self._device).unbind(1)
+            logits_RV.index_put_((row, token_id), torch.full((), -torch.inf, device=self._device))
+        if batch.penalized:
+            rows = [batch.rows[r] for r in batch.penalized]
+            self._penalties.apply_(logits_RV, batch.penalized, rows)
+        return logits_RV
+
+
+class _Scored(NamedTuple):
+    rows: list[int]
+    scoring: Scoring
+
+
+class _Bias(NamedTuple):
+    row: Tensor
+    token_id: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _DrawGroup:
+    """Rows drawn alike, with their parameters as tensors; ``index`` is None when they are the whole batch."""
+
+    rows: list[int]
+    index: Tensor | None
+    filters: Filters
+    mixed_seeds: np.ndarray
+
+    def draw_into(
+        self, ids_R: Tensor, logits_RV: Tensor, best_R: Tensor, positions_R: np.ndarray, *, waits: bool
+    ) -> Tensor:
+        """``ids_R`` with this group's entries drawn."""
+        numbers = uniforms(self.mixed_seeds, positions_R[self.rows])
+        uniform = upload(numbers, torch.float64, logits_RV.device)
+        if self.index is None:
+            return draw(logits_RV, best_R, self.filters, uniform, waits=waits)
+        drawn = draw(logits_RV[self.index], best_R[self.index], self.filters, uniform, waits=waits)
+        return ids_R.index_copy(0, self.index, drawn)
+
+
+class _Batch:
+    """Everything about a batch that does not change from step to step."""
+
+    def __init__(self, rows: list[SamplingRow], vocab_size: int, device: torch.device) -> None:
+        self.rows = rows
+        self._vocab_size = vocab_size
+        params = [row.params for row in rows]
+        self.bias = _bias_tensors(params, device)
+        self._short = [r for r, row in enumerate(rows) if row.params.min_tokens > 0 and row.stop_ids]
+        self.penalized = [r for r, p in enumerate(params) if has_penalties(p)]
+        self.scored_rows = [r for r, p in enumerate(params) if p.logprobs is not None]
+        self.scored = upload(self.scored_rows, torch.int64, device) if self.scored_rows else None
+        self.top_n = [params[r].logprobs or 0 for r in self.scored_rows]
+        drawn = [r for r, p in enumerate(params) if not is_greedy(p)]
+        in_order = [r for r in drawn if not self._needs_sort(params[r])]
+        ranked = [r for r in drawn if self._needs_sort(params[r])]
+        self.groups = [self._group(chosen, device) for chosen in (in_order, ranked) if chosen]
+
+    def banned_at(self, positions_R: np.ndarray) -> list[tuple[int, int]]:
+        """(row, stop id) of the rows that may not end yet, with so many tokens out."""
+        return [
+            (r, token_id)
+            for r in self._short
+            if positions_R[r] < self.rows[r].params.min_tokens
+            for token_id in self.rows[r].stop_ids
+        ]
+
+    def _needs_sort(self, params: SamplingParams) -> bool:
+        return params.top_p < 1.0 or 0 < params.top_k < self._vocab_size
+
+    def _group(self, chosen: list[int], device: torch.device) -> _DrawGroup:
+        params = [self.rows[r].params for r in chosen]
+
+        def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+            return upload(values, dtype, device)[:, None]
+
+        ranked = self._needs_sort(params[0])
+        top_k = [min(p.top_k, self._vocab_size) if p.top_k > 0 else self._vocab_size for p in params]
+        filters = Filters(
+            temperature_R1=column([p.temperature for p in params], torch.float32),
+            min_p_R1=column([p.min_p for p in params], torch.float32) if any(p.min_p > 0 for p in params) else None,
+            top_k_R1=column(top_k, torch.int64) if ranked else None,
+            top_p_R1=column([p.top_p for p in params], torch.float64) if ranked else None,
+        )
+        return _DrawGroup(
+            rows=chosen,
+            index=None if len(chosen) == len(self.rows) else upload(chosen, torch.int64, device),
+            filters=filters,
+            mixed_seeds=np.array([mix_seed(p.seed) for p in params], np.uint64),
+        )
+
+
+def _bias_tensors(params: list[SamplingParams], device: torch.device) -> _Bias | None:
+    entries = [(r, token_id, value) for r, p in enumerate(params) for token_id, value in p.logit_bias.items()]
+    if not entries:
+        return None
+    rows, token_ids, values = zip(*entries, strict=True)
+    return _Bias(
+        upload(rows, torch.int64, device),
+        upload(token_ids, torch.int64, device),
+        upload(values, torch.float32, device),
+    )

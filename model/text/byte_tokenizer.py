@@ -1,0 +1,55 @@
+"""A tokenizer without training data: one token per byte of UTF-8. Goes with random weights and with tiny test models.
+
+Ids 0..255 are the bytes, then four special tokens. Ids beyond, up to the model's vocabulary, are never produced by
+encoding but a random model samples them, so each has a text of its own (`` w300``).
+"""
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from tightwire.model.checkpoint.errors import ModelError
+
+BOS, EOS, START_OF_TURN, END_OF_TURN = "<|bos|>", "<|eos|>", "<|start|>", "<|end|>"
+BOS_ID, EOS_ID, START_OF_TURN_ID, END_OF_TURN_ID = 256, 257, 258, 259
+MIN_VOCAB_SIZE = 260
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+
+
+def byte_backend(vocab_size: int) -> Backend:
+    """A ``tokenizers.Tokenizer`` with exactly ``vocab_size`` tokens.
+
+    Raises:
+        ModelError: fewer than 260, which bytes and special tokens take.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ModelError(f"a byte tokenizer needs a vocab_size of at least {MIN_VOCAB_SIZE}, got {vocab_size}")
+    characters = byte_characters()
+    vocab = {characters[byte]: byte for byte in range(256)}
+    special = (BOS, EOS, START_OF_TURN, END_OF_TURN)
+    vocab.update({token: 256 + i for i, token in enumerate(special)})
+    vocab.update({f"\u0120w{i}": i for i in range(MIN_VOCAB_SIZE, vocab_size)})
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return backend
+
+
+def byte_characters() -> list[str]:
+    """GPT-2's printable stand-in for each byte, by byte; the alphabet of every byte-level vocabulary.
+
+    Source: ``bytes_to_unicode`` of openai/gpt-2: printable Latin-1 stands for itself, the rest follows from U+0100.
+    """
+    own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    characters, next_free = [""] * 256, 256
+    for byte in range(256):
+        if byte in own:
+            characters[byte] = chr(byte)
+        else:
+            characters[byte], next_free = chr(next_free), next_free + 1
+    return characters

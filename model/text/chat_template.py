@@ -1,0 +1,79 @@
+"""Renders messages with a model's own Jinja template, in a sandbox, the way transformers does.
+
+Templates come with checkpoints and are written against transformers' environment: its whitespace settings, its
+``raise_exception``, ``strftime_now`` and ``tojson``, and ``generation`` blocks, which mark what was generated and
+print as if they were not there.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tightwire.model.checkpoint.errors import ChatTemplateError
+
+
+class ChatTemplate:
+    """One compiled template with the special tokens it may name (``bos_token``, ``eos_token``, ...)."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the model's chat template cannot be compiled: {error}") from None
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str:
+        """Raises ChatTemplateError with the template's own words when it refuses these messages."""
+        values = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from None
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+            raise ChatTemplateError(f"the model's chat template fails on these messages: {error!r}") from None
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}...{% endgeneration %}``: prints its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the type jinja2 asks for
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML characters, which would put ``\\u003c`` before the model."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(fmt: str) -> str:
+    return datetime.now().strftime(fmt)

@@ -1,0 +1,169 @@
+"""A tokenizer out of GGUF metadata: byte-level BPE (``gpt2``) or SentencePiece BPE (``llama``)."""
+
+from collections.abc import Callable
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.gguf_file import GgufFile
+from tightwire.model.text.tokenizer import Tokenizer
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_SPACE = "\u2581"
+
+# How Llama 3 cuts text into words before BPE. Source: tokenizer.json of meta-llama/Meta-Llama-3-8B.
+_LLAMA3_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+def _gpt2_words() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _smollm_words() -> pre_tokenizers.PreTokenizer:
+    """GPT-2's words, with every digit a word of its own."""
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_words()])
+
+
+def _llama3_words() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_LLAMA3_REGEX), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+# By ``tokenizer.ggml.pre``, llama.cpp's name for the way of cutting words.
+_WORDS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "default": _gpt2_words,
+    "gpt-2": _gpt2_words,
+    "smollm": _smollm_words,
+    "llama-bpe": _llama3_words,
+    "llama-v3": _llama3_words,
+    "llama3": _llama3_words,
+}
+_LLAMA3_NAMES = ("llama-bpe", "llama-v3", "llama3")
+
+
+def tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
+    """Raises ModelError for a tokenizer model or word cutter that is not supported, by name."""
+    tokens: list[str] = file.get("tokenizer.ggml.tokens", [])
+    if not tokens:
+        raise ModelError(f"{file.path}: has no tokenizer (tokenizer.ggml.tokens is missing)")
+    kind = file.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        backend = _byte_level(file, tokens)
+    elif kind == "llama":
+        backend = _sentencepiece(file, tokens)
+    else:
+        raise ModelError(f"{file.path}: tokenizer model {kind!r} is not supported; supported: gpt2, llama")
+    _add_special(backend, tokens, file.get("tokenizer.ggml.token_type", []))
+    special_tokens = _special_texts(file, tokens)
+    _add_bos_and_eos(backend, file, special_tokens)
+    return Tokenizer(
+        backend,
+        chat_template=file.get("tokenizer.chat_template"),
+        special_tokens=special_tokens,
+        bos_token_id=config.bos_token_id,
+        eos_token_ids=config.eos_token_ids,
+    )
+
+
+def _byte_level(file: GgufFile, tokens: list[str]) -> Backend:
+    cutter = file.get("tokenizer.ggml.pre", "default")
+    if cutter not in _WORDS:
+        raise ModelError(
+            f"{file.path}: pre-tokenizer {cutter!r} is not supported; supported: {', '.join(sorted(_WORDS))}"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", [])]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=cutter in _LLAMA3_NAMES))
+    backend.pre_tokenizer = _WORDS[cutter]()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str]) -> Backend:
+    scores: list[float] = file.get("tokenizer.ggml.scores", [])
+    if len(scores) != len(tokens):
+        raise ModelError(f"{file.path}: {len(tokens)} tokens but {len(scores)} scores in its tokenizer")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    unknown = file.get("tokenizer.ggml.unknown_token_id", 0)
+    backend = Backend(
+        models.BPE(
+            vocab=vocab,
+            merges=_merges_from_scores(vocab, scores),
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix_space = bool(file.get("tokenizer.ggml.add_space_prefix", True))
+    to_spaces = normalizers.Replace(" ", _SPACE)
+    # Before every stretch of text, also after a special token, as Llama 2 was trained and llama.cpp does.
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), to_spaces]) if prefix_space else to_spaces
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix_space else steps)
+    return backend
+
+
+def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece joins the pair whose joined piece scores best; BPE wants that order as a list of pairs.
+
+    Source: ``generate_merges`` of transformers' SentencePiece converter, whose order of ties this keeps.
+    """
+    merges: list[tuple[float, str, str]] = []
+    for piece, index in vocab.items():
+        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        pairs = [(left, right) for left, right in cuts if left in vocab and right in vocab]
+        pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        merges += [(scores[index], left, right) for left, right in pairs]
+    merges.sort(key=lambda merge: merge[0], reverse=True)
+    return [(left, right) for _, left, right in merges]
+
+
+def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:
+    """Control tokens are skipped in decoded text; user-defined ones are text that is never split."""
+    for kind, special in ((_CONTROL, True), (_UNKNOWN, True), (_USER_DEFINED, False)):
+        chosen = [
+            AddedToken(token, special=special, normalized=False)
+            for token, type_id in zip(tokens, types, strict=False)
+            if type_id == kind
+        ]
+        backend.add_special_tokens(chosen) if special else backend.add_tokens(chosen)
+
+
+def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str, str]) -> None:
+    """What ``encode(..., add_special_tokens=True)`` puts around a text; llama.cpp's defaults where no key says."""
+    is_llama2 = file.get("tokenizer.ggml.model") == "llama"
+    is_llama3 = file.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
+    add_bos = file.get("tokenizer.ggml.add_bos_token", is_llama2 or is_llama3)
+    add_eos = file.get("tokenizer.ggml.add_eos_token", False)
+    _set_template(
+        backend,
+        special_tokens.get("bos_token") if add_bos else None,
+        special_tokens.get("eos_token") if add_eos else None,
+    )
+
+
+def _set_template(backend: Backend, bos: str | None, eos: str | None) -> None:
+    """Make ``encode`` with special tokens put these around every text."""
+    used = {text: backend.token_to_id(text) for text in (bos, eos) if text is not None}
+    missing = [text for text, token_id in used.items() if token_id is None]
+    if missing:
+        raise ModelError(f"the tokenizer is to add {', '.join(missing)} to texts, but has no such token")
+    template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(text, token_id) for text, token_id in used.items() if token_id is not None]
+    )
+
+
+def _special_texts(file: GgufFile, tokens: list[str]) -> dict[str, str]:
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}

@@ -1,0 +1,1 @@
+"""Folders made by `tightwire prepare`: layers packed for streaming. Start with `folder`."""

@@ -1,0 +1,116 @@
+"""What a prepared folder says of itself: which model, how it is cut and kept, where each image lies, with its checksum.
+
+The manifest is written last and has a checksum of its own, so a folder that has one was finished, and a manifest that was
+changed is not believed.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.layout import Shard
+
+MANIFEST = "tightwire.json"
+SCHEMA = "tightwire.prepared/1"
+
+_CUTS = ("query_heads", "kv_heads", "mlp_columns", "vocab_rows")
+
+
+class Blob(msgspec.Struct, frozen=True):
+    """One image's place in its file, both numbers whole pages."""
+
+    offset: int
+    num_bytes: int
+    sha256: str
+
+
+class RankFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one rank's file holds: the outer tensors' image, then the layers' in order, without gaps."""
+
+    shard: dict[str, tuple[int, int]]  # first and end of each of the shard's ranges
+    outer: Blob
+    layers: tuple[Blob, ...]
+
+    @property
+    def blobs(self) -> tuple[Blob, ...]:
+        return self.outer, *self.layers
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(blob.num_bytes for blob in self.blobs)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str  # its name before it was prepared
+    dtype: Literal["float32", "bfloat16", "float16"]  # of plain numbers
+    shares: tuple[float, ...] | None  # as of --tp-split
+    codec: str  # of the layers' plain matrices
+    packed: dict[str, str]  # WeightFormats: matrix to format
+    plain: dict[str, str]  # matrix to how the checkpoint held it
+    ranks: tuple[RankFile, ...]
+    files: dict[str, str]  # sha256 of what else belongs to the model, by name
+
+    @property
+    def tp(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all ranks' files."""
+        return sum(rank.num_bytes for rank in self.ranks)
+
+    def rank_path(self, folder: Path, rank: int) -> Path:
+        return folder / rank_file_name(rank, self.tp)
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    schema: str
+    sha256: str  # of what follows, byte for byte
+    prepared: msgspec.Raw
+
+
+def rank_file_name(rank: int, tp: int) -> str:
+    return f"rank-{rank}-of-{tp}.weights"
+
+
+def cuts_of(shard: Shard) -> dict[str, tuple[int, int]]:
+    """A shard as a manifest has it."""
+    ranges: dict[str, range] = {name: getattr(shard, name) for name in _CUTS}
+    return {name: (own.start, own.stop) for name, own in ranges.items()}
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    envelope = _Envelope(SCHEMA, hashlib.sha256(body).hexdigest(), msgspec.Raw(body))
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(envelope) + b"\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, as it was written.
+
+    Raises:
+        ModelError: it cannot be read, is damaged, or is of another version.
+    """
+    path = folder / MANIFEST
+    again = "copy the folder again, or make it anew with `tightwire prepare`"
+    try:
+        envelope = msgspec.json.decode(path.read_bytes(), type=_Envelope)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: is damaged or no manifest of a prepared folder: {error}; {again}") from None
+    if envelope.schema != SCHEMA:
+        raise ModelError(
+            f"{path}: is of {envelope.schema!r}, and this version of Tightwire reads {SCHEMA!r}; make the folder anew "
+            "with this version's `tightwire prepare`, or serve it with the version that made it"
+        )
+    body = bytes(envelope.prepared)
+    if hashlib.sha256(body).hexdigest() != envelope.sha256:
+        raise ModelError(f"{path}: is damaged: its checksum is another; {again}")
+    try:
+        return msgspec.json.decode(body, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{path}: says what this version of Tightwire does not understand: {error}; {again}") from None

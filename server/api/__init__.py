@@ -1,0 +1,1 @@
+"""OpenAI's dialect: schemas, prompts, responses, streams. Start with `schemas`."""

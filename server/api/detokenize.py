@@ -1,0 +1,148 @@
+"""Tokens to text, one token at a time: never half a character, never a lost or repeated one.
+
+Works on the bytes of single tokens, not on decoded windows, so each token costs O(its length) and what was emitted
+never changes. The whole equals ``tokenizer.decode`` of all ids (skipping special tokens) for the two decoders that
+Llama checkpoints have:
+
+    byte level (Llama 3, SmolLM2, GPT-2 style)    every token is some bytes; a character may be split anywhere
+    SentencePiece style (Llama 2, TinyLlama)      tokens are text, with single bytes <0xE4> for what is not in it
+
+Knows nothing of requests. Stop strings are found in ``stop_strings``, on the text this file gives.
+"""
+
+import codecs
+import json
+import re
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from tightwire.model.text.byte_tokenizer import byte_characters
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK = "\u2581"
+_SENTENCEPIECE = [f"Replace({_SPACE_MARK!r}, ' ')", "ByteFallback", "Fuse", "Strip(' ', 1, 0)"]
+
+
+class TokenTable:
+    """The bytes of each token of one tokenizer, and how its decoder joins them.
+
+    Raises:
+        ValueError: the decoder has a step that this file does not know.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
+        steps = _decoder_steps(backend)
+        self.byte_level = steps == ["ByteLevel"]
+        if not self.byte_level and steps[:3] != _SENTENCEPIECE[:3]:
+            raise ValueError(
+                f"this tokenizer's decoder has the steps {steps}; text can be streamed from tokenizers that decode by "
+                f"ByteLevel alone, or by {_SENTENCEPIECE}, the last optional"
+            )
+        self.strips_space = steps[3:] == _SENTENCEPIECE[3:]
+        self._byte_of_char = {char: byte for byte, char in enumerate(byte_characters())}
+        self._bytes: dict[int, bytes] = {}
+
+    def is_silent(self, token_id: int) -> bool:
+        """Special tokens, and ids of a padded vocabulary that stand for no token, have no text."""
+        return token_id in self._special or self._backend.id_to_token(token_id) is None
+
+    def fallback_byte(self, token_id: int) -> int | None:
+        """The byte that ``<0xE4>`` stands for; None for all other tokens."""
+        match = _BYTE_TOKEN.fullmatch(self._piece(token_id)) if not self.byte_level else None
+        return int(match[1], 16) if match else None
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What the token adds to the text, special tokens by their names (a space before a word included)."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._make_bytes(token_id)
+        return known
+
+    def text_of(self, token_id: int) -> str:
+        """The token alone; one that is not whole characters reads ``bytes:\\xe2\\x82``, as OpenAI writes it."""
+        raw = self.bytes_of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _piece(self, token_id: int) -> str:
+        return self._backend.id_to_token(token_id) or ""
+
+    def _make_bytes(self, token_id: int) -> bytes:
+        piece = self._piece(token_id)
+        if self.byte_level:
+            table = self._byte_of_char
+            # Added tokens are kept as written: one with a character outside the alphabet is plain text.
+            return bytes(table[char] for char in piece) if all(char in table for char in piece) else piece.encode()
+        byte = self.fallback_byte(token_id)
+        return piece.replace(_SPACE_MARK, " ").encode() if byte is None else bytes([byte])
+
+
+def _decoder_steps(backend: Backend) -> list[str]:
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())  # the only door to a decoder's settings
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    return [_step_name(step) for step in steps]
+
+
+def _step_name(step: dict[str, Any]) -> str:
+    """The step's type, with its settings where another setting would mean another text."""
+    match step:
+        case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+            return f"Replace({pattern!r}, {content!r})"
+        case {"type": "Strip", "content": content, "start": start, "stop": stop}:
+            return f"Strip({content!r}, {start}, {stop})"
+    return step["type"]
+
+
+class Detokenizer:
+    """The text of one growing sequence. ``push`` each token, then ``flush`` once.
+
+    Args:
+        after_text: the sequence continues a text (a completion's prompt), so a leading space is kept. Otherwise a
+            SentencePiece style tokenizer drops it, as its ``decode`` does.
+    """
+
+    def __init__(self, table: TokenTable, *, after_text: bool = False) -> None:
+        self._table = table
+        self._at_start = table.strips_space and not after_text
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._byte_run = bytearray()
+        self.num_chars = 0  # emitted so far
+
+    def push(self, token_id: int) -> str:
+        """The text that this token made certain; empty while a character is incomplete."""
+        if self._table.is_silent(token_id):
+            return ""
+        if self._table.byte_level:
+            return self._emit(self._utf8.decode(self._table.bytes_of(token_id)))
+        byte = self._table.fallback_byte(token_id)
+        if byte is not None:
+            # A run of byte tokens is text only if all of it is valid UTF-8, so none of it is certain before it ends.
+            self._byte_run.append(byte)
+            return ""
+        return self._emit(self._end_byte_run() + self._table.bytes_of(token_id).decode())
+
+    def flush(self) -> str:
+        """What was held back for a character that will not be completed."""
+        rest = self._utf8.decode(b"", final=True) if self._table.byte_level else self._end_byte_run()
+        return self._emit(rest)
+
+    def _emit(self, text: str) -> str:
+        if self._at_start and text:
+            self._at_start = False
+            text = text.removeprefix(" ")
+        self.num_chars += len(text)
+        return text
+
+    def _end_byte_run(self) -> str:
+        run, self._byte_run = bytes(self._byte_run), bytearray()
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)  # one for each byte, as the tokenizers library writes it

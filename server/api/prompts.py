@@ -1,0 +1,187 @@
+"""From a checked body to sequences the engine can run: tokens, limits that depend on the model, seeds.
+
+What the model's size decides is checked here; what holds for every model is in ``schemas``.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import TypeVar
+
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.server.api.errors import ApiError, invalid
+from tightwire.server.api.generation import Sequence
+from tightwire.server.api.schemas import Body, GenerationBody
+from tightwire.server.api.served_model import ModelInfo, ServedModel
+from tightwire.server.api.stop_strings import StopStrings
+
+T = TypeVar("T")
+
+# Tokenizing takes some 0.3 us a character; below this it is not worth a thread, which is some 0.2 ms late on an idle core.
+_INLINE_CHARS = 4000
+
+
+async def off_loop(work: Callable[[], T], num_chars: int) -> T:
+    """Run ``work`` in a thread when the text is long, so that other requests' tokens are not held up."""
+    return work() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(work)
+
+
+def check_model(body: Body, info: ModelInfo) -> None:
+    """404 unless the body means this model, or none in particular."""
+    if body.model is not None and body.model != info.name:
+        raise unknown_model(body.model, info)
+
+
+def unknown_model(name: str, info: ModelInfo) -> ApiError:
+    message = f"the model {name[:200]!r} does not exist here; this server has {info.name!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def check_count(num_prompts: int, n: int, max_sequences: int) -> None:
+    """400 for more sequences than the server could ever accept; before anything is spent on the prompts."""
+    if num_prompts * n > max_sequences:
+        raise invalid(
+            f"{num_prompts} prompts with n={n} make {num_prompts * n} sequences; this server accepts {max_sequences} "
+            "at once: send fewer",
+            param="n",
+        )
+
+
+def make_sequences(
+    body: GenerationBody,
+    model: ServedModel,
+    prompts: list[list[int]],
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    logprobs: int | None,
+    echoes: list[str | None] | None = None,
+    after_text: bool = False,
+) -> list[Sequence]:
+    """``n`` sequences for each prompt, in OpenAI's order of choices.
+
+    Args:
+        max_tokens: what the client asked for.
+        default_max_tokens: without that, at most so many (None: whatever fits the context).
+        echoes: for each prompt, its text when the answer is to begin with it.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    _check_options(body, model.info)
+    seed = _seed(body, model.info)
+    sequences = []
+    for position, prompt in enumerate(prompts):
+        # Some tokenizers have tokens that were added after training and that the model has no embedding for.
+        check_ids(prompt, model.info, body.text_param)
+        echo = echoes[position] if echoes else None
+        asked = _check_length(body, model.info, prompt, max_tokens, default_max_tokens, echo is not None)
+        for choice in range(body.n):
+            params = _sampling_params(body, max(asked, 1), seed + choice, logprobs, echo is not None)
+            sequence = Sequence(
+                index=position * body.n + choice,
+                prompt_token_ids=prompt,
+                params=params,
+                tokens=model.tokens,
+                stops=StopStrings(body.stop, include=body.include_stop_str_in_output),
+                keep_stop_token=body.include_stop_str_in_output,
+                echo=echo,
+                after_text=after_text,
+                discard_tokens=asked == 0,
+            )
+            sequences.append(sequence)
+    return sequences
+
+
+def _check_options(body: GenerationBody, info: ModelInfo) -> None:
+    arm = body.tightwire.allreduce
+    if arm is not None and arm not in info.arms:
+        why = "one rank sums nothing, so" if info.tp == 1 else "others are made when it starts (--allreduce-extra);"
+        raise invalid(
+            f"tightwire.allreduce: there is no {arm[:200]!r} here; {why} this server has {', '.join(info.arms)}",
+            param="tightwire.allreduce",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is for stream: true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs is not available in a stream; leave out stream", param="prompt_logprobs")
+    for name, ids in (("logit_bias", list(body.logit_bias)), ("stop_token_ids", body.stop_token_ids)):
+        check_ids(ids, info, name)
+
+
+def check_ids(ids: list[int], info: ModelInfo, param: str) -> None:
+    """400 unless every id is in the vocabulary."""
+    bad = next((id_ for id_ in ids if not 0 <= id_ < info.vocab_size), None)
+    if bad is not None:
+        shown = bad if abs(bad) < 10**40 else "a huge id"
+        raise invalid(
+            f"{param} has the token id {shown}; the vocabulary of {info.name!r} is 0 to {info.vocab_size - 1}", param
+        )
+
+
+def _check_length(
+    body: GenerationBody,
+    info: ModelInfo,
+    prompt: list[int],
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    echo: bool,
+) -> int:
+    """How many tokens to make."""
+    room = info.max_model_len - len(prompt)
+    if not prompt:
+        raise invalid(f"{body.text_param} is empty: it has no tokens", param=body.text_param)
+    if room < 1:
+        raise invalid(
+            f"the prompt has {len(prompt)} tokens, and the model's context of {info.max_model_len} is for prompt and "
+            f"answer; shorten it to at most {info.max_model_len - 1}",
+            param=body.text_param,
+            code="context_length_exceeded",
+        )
+    if max_tokens is None:
+        asked = room if default_max_tokens is None else min(default_max_tokens, room)
+    else:
+        asked = max_tokens
+    if asked > room:
+        raise invalid(
+            f"{len(prompt)} prompt tokens and max_tokens={asked} exceed the model's {info.max_model_len}; "
+            f"shorten the prompt or ask for at most {room}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if asked == 0 and not echo:
+        raise invalid("max_tokens must be at least 1; 0 is possible only with echo: true", param="max_tokens")
+    if body.min_tokens > asked:
+        raise invalid(f"min_tokens={body.min_tokens} is above max_tokens={asked}", param="min_tokens")
+    return asked
+
+
+def _seed(body: GenerationBody, info: ModelInfo) -> int:
+    if body.seed is not None:
+        return body.seed
+    return info.default_seed or secrets.randbits(63)
+
+
+def _sampling_params(
+    body: GenerationBody, max_tokens: int, seed: int, logprobs: int | None, echo: bool
+) -> SamplingParams:
+    prompt_logprobs = body.prompt_logprobs
+    if echo and logprobs is not None:
+        prompt_logprobs = max(logprobs, prompt_logprobs or 0)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(body.top_k, 0),
+        min_p=body.min_p,
+        seed=(seed + 2**63) % 2**64 - 2**63,  # n answers to a seed near the end of int64 wrap around
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        stop_token_ids=tuple(body.stop_token_ids),
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
+    )

@@ -1,0 +1,227 @@
+"""``tightwire chat``: a conversation in the terminal with a running server, ours or any other of the OpenAI dialect.
+
+With a terminal: a prompt, line editing, a history over sessions; Ctrl-C ends the current answer, /exit or Ctrl-D the
+program. With piped input each line is one turn, only the answers are written, and the first error ends it.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import httpx
+
+from tightwire.server.cli.remote import (
+    Remote,
+    RemoteError,
+    SseDecoder,
+    choice_text,
+    connect,
+    describe,
+    error_text,
+    first_choice,
+    parse_event,
+)
+
+_READ_TIMEOUT_S = 300.0  # longest silence within an answer
+_HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer\n"
+# What a model writes is text; left in, escape sequences could rewrite the screen or the clipboard.
+_CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], None)
+_PRINTABLE = {code: to for code, to in _CONTROLS.items() if chr(code) not in "\n\t"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Conversation:
+    """The turns so far, and how to ask for the next."""
+
+    remote: Remote
+    system: str | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def reset(self) -> None:
+        self.turns.clear()
+
+    def answer(self, text: str) -> Generator[str, None, None]:
+        """Say ``text``; yields the answer as it comes.
+
+        An answer that is cut short, by closing the iterator or by Ctrl-C, stays in the conversation as far as it
+        came; a question without any answer is taken back, so that roles go on alternating.
+
+        Raises:
+            RemoteError: the server refuses, fails in the middle, or is gone.
+        """
+        self.turns.append({"role": "user", "content": text})
+        parts: list[str] = []
+        try:
+            for part in self._stream():
+                parts.append(part)
+                yield part
+        finally:
+            if parts:
+                self.turns.append({"role": "assistant", "content": "".join(parts)})
+            else:
+                self.turns.pop()
+
+    def _body(self) -> dict[str, Any]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        wishes = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        return {
+            "model": self.remote.model,
+            "messages": [*system, *self.turns],
+            "stream": True,
+            **{name: value for name, value in wishes.items() if value is not None},
+        }
+
+    def _stream(self) -> Iterator[str]:
+        url = f"{self.remote.base}/chat/completions"
+        client = httpx.Client(
+            headers=dict(self.remote.headers),
+            timeout=self.remote.timeout(_READ_TIMEOUT_S),
+            trust_env=self.remote.trust_env,
+        )
+        try:
+            with client, client.stream("POST", url, json=self._body()) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise RemoteError(f"the server answered {response.status_code}: {error_text(response)}")
+                yield from _texts(response)
+        except httpx.ReadTimeout as error:
+            raise RemoteError(f"no more of the answer within {_READ_TIMEOUT_S:g} s") from error
+        except httpx.HTTPError as error:
+            raise RemoteError(f"lost the server at {self.remote.base} ({describe(error)})") from error
+
+
+def _texts(response: httpx.Response) -> Iterator[str]:
+    decoder = SseDecoder()
+    finished = False
+    for chunk in response.iter_bytes():
+        for data in decoder.feed(chunk):
+            if data == "[DONE]":
+                return
+            choice = first_choice(parse_event(data)) or {}
+            finished = finished or bool(choice.get("finish_reason"))
+            if text := choice_text(choice):
+                yield text
+    if not finished:
+        raise RemoteError("the server closed the connection before the answer was complete")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 1 when the server cannot be used, 2 for bad options."""
+    given = _parser().parse_args(argv)
+    try:
+        remote = connect(given.url, model=given.model, api_key=given.api_key)
+        conversation = Conversation(
+            remote=remote, system=given.system, temperature=given.temperature, max_tokens=given.max_tokens
+        )
+        if sys.stdin.isatty():
+            return _talk(conversation)
+        return _answer_lines(conversation, sys.stdin)
+    except RemoteError as error:
+        sys.stderr.write(f"tightwire chat: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tightwire chat", description="Chat in the terminal with a running server.", epilog=_HELP
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="the model to talk to (the first one the server lists)")
+    parser.add_argument("--api-key", metavar="KEY", help="sent as a Bearer token")
+    parser.add_argument("--system", metavar="TEXT", help="a system message that heads the conversation")
+    parser.add_argument("--temperature", type=float, metavar="T", help="(the server's default)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (the server's default)")
+    return parser
+
+
+def _talk(conversation: Conversation) -> int:
+    """The loop with a person at the terminal; errors are shown and the talk goes on."""
+    out = sys.stdout
+    out.write(f"{conversation.remote.model} at {conversation.remote.base}\n{_HELP}\n")
+    with _line_history():
+        while True:
+            try:
+                line = input("> ").strip()
+            except EOFError:
+                out.write("\n")
+                return 0
+            except KeyboardInterrupt:
+                out.write("\n")  # drops the line typed so far, as a shell does
+                continue
+            if line == "/exit":
+                return 0
+            if line == "/reset":
+                conversation.reset()
+                out.write("(a new conversation)\n")
+            elif line.startswith("/"):
+                out.write(_HELP)
+            elif line:
+                _show_answer(conversation, line, out)
+
+
+def _show_answer(conversation: Conversation, line: str, out: TextIO) -> None:
+    # Closed on the way out, so that Ctrl-C also ends the request: the server stops generating.
+    answer = conversation.answer(line)
+    try:
+        for part in answer:
+            out.write(part.translate(_PRINTABLE))
+            out.flush()
+        out.write("\n\n")
+    except KeyboardInterrupt:
+        out.write(" ...\n(stopped)\n\n")
+    except RemoteError as error:
+        out.write(f"\n({error})\n\n")
+    finally:
+        answer.close()
+
+
+def _answer_lines(conversation: Conversation, lines: TextIO) -> int:
+    """One turn per line, answers only: for pipes and scripts."""
+    for line in lines:
+        match line.strip():
+            case "":
+                continue
+            case "/exit":
+                break
+            case "/reset":
+                conversation.reset()
+            case text:
+                for part in conversation.answer(text):
+                    sys.stdout.write(part.translate(_PRINTABLE))
+                    sys.stdout.flush()
+                sys.stdout.write("\n")
+    return 0
+
+
+@contextmanager
+def _line_history() -> Iterator[None]:
+    """Line editing, and a history kept over sessions; where there is no readline module, neither."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    path = _history_path()
+    with suppress(OSError):  # none yet
+        readline.read_history_file(path)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # a read-only home is no reason to end with a traceback
+            path.parent.mkdir(parents=True, exist_ok=True)
+            readline.set_history_length(1000)
+            readline.write_history_file(path)
+
+
+def _history_path() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "tightwire" / "chat-history"

@@ -1,0 +1,166 @@
+"""``tightwire explain``: for the messages a model will send, every AllReduce with its cost, and why it was or was not taken."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
+from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
+from tightwire.comm.sizes import format_bytes
+from tightwire.model.open import open_checkpoint
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.plan.comm_decision import CommDecision, decide_comm
+from tightwire.server.plan.comm_request import check_all_reduce_names, policy_requests
+from tightwire.server.plan.run_plan import asked_link, decide_setting
+
+_SITES = ("o_proj", "down_proj")
+_WHY_FITS = 76  # columns of a terminal; where there are fewer, reasons stand below the table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explained:
+    """One message size of a phase, and every candidate for it, the chosen one first."""
+
+    sites: tuple[str, ...]
+    layers: tuple[int, ...] | None  # None: all, as where no policy file tells layers apart
+    phase: str
+    num_rows: int
+    num_bytes: int
+    verdicts: list[Verdict]
+
+
+def run(config: ServeConfig, as_json: bool) -> int:
+    """Print the explanation; exit code 0, or 2 for options that are refused."""
+    try:
+        request, decision, num_layers = decide_for(config)
+    except ValueError as error:
+        sys.stderr.write(f"tightwire explain: {error}\n")
+        return 2
+    explained = explain(decision.chooser, request, decision.setting.elem_bytes, num_layers)
+    if as_json:
+        sys.stdout.write(json.dumps(_as_data(decision, explained)) + "\n")
+    else:
+        _show(Console(highlight=False), decision, explained)
+    return 0
+
+
+def decide_for(config: ServeConfig) -> tuple[PolicyRequest, CommDecision, int]:
+    """What ``serve`` with the same options would decide, and the model's number of layers.
+
+    Raises:
+        ValueError: the model or an option is refused.
+    """
+    check_all_reduce_names(config.parallel)
+    model = open_checkpoint(config.model.model, config.model.seed).config
+    requests = policy_requests(config, model)
+    link = asked_link(config.parallel)
+    setting, gpus = decide_setting(config, model, link)
+    decision = decide_comm(requests, setting, [gpu.name for gpu in gpus], link)
+    return next(iter(requests.values())), decision, model.num_layers
+
+
+def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layers: int) -> list[Explained]:
+    """Sizes that the model will send: generated rows one by one and in batches, prompt rows in chunks."""
+    explained = []
+    for phase in PHASES[::-1]:
+        for sites, layers in _kinds(chooser, phase, num_layers):
+            for num_rows in phase_rows(request, phase):
+                num_bytes = num_rows * request.row_elems * elem_bytes
+                explained.append(
+                    Explained(
+                        sites=sites,
+                        layers=layers,
+                        phase=phase,
+                        num_rows=num_rows,
+                        num_bytes=num_bytes,
+                        verdicts=chooser.verdicts(sites[0], phase, num_bytes, layers[0] if layers else 0),
+                    )
+                )
+    return explained
+
+
+def _kinds(chooser: Chooser, phase: str, num_layers: int) -> list[tuple[tuple[str, ...], tuple[int, ...] | None]]:
+    """Sites and layers whose messages go the same way, each kind once; None: all layers."""
+    policy, kinds = chooser.policy(), dict[tuple[Choice, ...], dict[str, list[int]]]()
+    for site in _SITES:
+        for layer in range(num_layers):
+            kinds.setdefault(policy.choices(site, layer, phase), {}).setdefault(site, []).append(layer)
+    found: list[tuple[tuple[str, ...], tuple[int, ...] | None]] = []
+    for by_site in kinds.values():
+        alike = {tuple(layers) for layers in by_site.values()}
+        for layers in sorted(alike):
+            sites = tuple(site for site in by_site if tuple(by_site[site]) == layers)
+            found.append((sites, None if len(layers) == num_layers else layers))
+    return found
+
+
+def phase_rows(request: PolicyRequest, phase: str) -> list[int]:
+    """Rows of the messages of a phase, a few from the fewest to the most."""
+    if phase == "decode":
+        return sorted({min(count, request.max_decode_rows) for count in (1, 16, request.max_decode_rows)})
+    return sorted({max(1, request.max_rows // share) for share in (8, 1)})
+
+
+def _show(console: Console, decision: CommDecision, explained: Sequence[Explained]) -> None:
+    if decision.warning:
+        console.print(f"warning: {decision.warning}", style="yellow", markup=False)
+    if decision.chooser.warning:
+        console.print(f"warning: {decision.chooser.warning}", style="yellow", markup=False)
+    measured = decision.measured
+    source = f"measured on this host, {measured.date}" if measured else "not measured yet: `tightwire tune` does"
+    if decision.setting.link:
+        source = "predicted from the link's rate and latency"
+    console.print(f"{decision.setting}; {source}\n", markup=False)
+    for entry in explained:
+        size = format_bytes(entry.num_bytes)
+        where = "" if entry.layers is None else f" of {describe_layers(entry.layers)}"
+        rows = f"{entry.num_rows} {'row' if entry.num_rows == 1 else 'rows'}"
+        table = Table(
+            title=f"{entry.phase}, {' and '.join(entry.sites)}{where}: {rows}, {size} (times in us)",
+            title_justify="left",
+            title_style="bold",
+            box=SIMPLE_HEAD,
+            padding=(0, 0, 0, 1),
+        )
+        narrow = console.width < _WHY_FITS
+        table.add_column("algorithm", no_wrap=not narrow, overflow="fold")
+        for name in ("predicted", "measured", "sent", "error"):
+            table.add_column(name, justify="right", no_wrap=True)
+        if not narrow:
+            table.add_column("why", ratio=1)
+        for verdict in entry.verdicts:
+            cells = _cells(verdict)
+            table.add_row(*(cells[:-1] if narrow else cells), style="bold green" if verdict.chosen else "")
+        console.print(table)
+        for verdict in entry.verdicts if narrow else ():
+            console.print(f"  {verdict.algorithm}: {_cells(verdict)[-1]}", markup=False)
+        if narrow:
+            console.print()
+
+
+def _cells(verdict: Verdict) -> list[str]:
+    return [
+        verdict.algorithm,
+        f"{verdict.predicted_us:.0f}",
+        "-" if verdict.measured_us is None else f"{verdict.measured_us:.0f}",
+        format_bytes(verdict.wire_bytes),
+        "exact" if verdict.error == 0 else f"{verdict.error:.2g}",
+        f"chosen: {verdict.why}" if verdict.chosen else verdict.why,
+    ]
+
+
+def _as_data(decision: CommDecision, explained: Sequence[Explained]) -> dict[str, Any]:
+    setting = decision.setting
+    return {
+        "setting": {name: getattr(setting, name) for name in setting.__struct_fields__},
+        "measured": decision.measured.date if decision.measured else None,
+        "warning": decision.warning,
+        "policy_warning": decision.chooser.warning,
+        "messages": [asdict(entry) for entry in explained],
+    }

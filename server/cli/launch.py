@@ -1,0 +1,202 @@
+"""``serve``: this process becomes the HTTP process. The ranks it is given are importing their libraries meanwhile.
+
+The door opens at once, in the loading state; then the model is looked at, what will run is decided and handed to the
+ranks. Everything that can be refused is refused before weights are read (exit code 2).
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Mapping
+
+from tightwire.comm.sizes import format_bytes
+from tightwire.model.open import Checkpoint
+from tightwire.server.api.served_model import ModelInfo, ModelSlot
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.http.app import make_app
+from tightwire.server.http.listener import url_of
+from tightwire.server.http.uvicorn_server import HttpServer
+from tightwire.server.ipc.engine_client import Phase
+from tightwire.server.ipc.messages import CommSetup, Ready
+from tightwire.server.plan.devices import process_age_s
+from tightwire.server.plan.progress import Progress
+from tightwire.server.plan.rank_names import rank_name
+from tightwire.server.plan.rank_setup import RankWork
+from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, prepare
+from tightwire.server.ranks.background import Background
+from tightwire.server.ranks.processes import Ranks
+from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
+
+# After a rank failed: the time in which /health says why, before this process ends.
+_LAST_WORDS_S = 1.0
+# A wrapper and the terminal may each pass the same signal on; impatience takes longer.
+_SAME_SIGNAL_S = 0.5
+_CANCELLED_S = 2.0  # for cancelled requests to reach their clients
+
+
+def serve(config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: Progress) -> int:
+    """Serve until a signal (exit code 0), a refusal (2) or the loss of a rank (1)."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return asyncio.run(_Server(config, listener, ranks, progress).run())
+
+
+class _StoppedError(Exception):
+    """A signal came before the model was ready."""
+
+
+class _Server:
+    """One life: load, serve, drain or fail."""
+
+    def __init__(self, config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: Progress) -> None:
+        self._config, self._listener, self._ranks, self._progress = config, listener, ranks, progress
+        self._slot = ModelSlot()
+        self._first_signal_s: float | None = None
+        self._preparing: Background[tuple[Checkpoint, Decision]] | None = None
+
+    async def run(self) -> int:
+        self._stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        async with RankedEngine(self._config, self._ranks, self._progress) as engine:
+            app = make_app(engine=engine.client, slot=self._slot, http=self._config.http)
+            async with HttpServer(app, self._listener):
+                return await self._run(engine)
+
+    async def _run(self, engine: RankedEngine) -> int:
+        try:
+            await self._unless_stopped(engine.guard(self._load(engine)))
+            self._progress.close()
+            await engine.guard(self._stop.wait())
+            return await self._drain(engine)
+        except _StoppedError:
+            if self._preparing is not None:
+                self._preparing.join(FETCH_STOPS_S)
+            self._progress.say("stopped before the model was ready")
+            return 0
+        except ValueError as refusal:
+            self._progress.say(f"tightwire serve: {refusal}")
+            return 2
+        except RankFailedError as failure:
+            self._progress.say(f"tightwire serve: {failure}")
+            for rank, traceback in engine.tracebacks():
+                self._progress.say(f"--- rank {rank} ---\n{traceback}")
+            if self._slot.model is not None:
+                await asyncio.sleep(_LAST_WORDS_S)
+            return 1
+        finally:
+            self._progress.close()
+
+    async def _load(self, engine: RankedEngine) -> None:
+        """Until a request would be answered.
+
+        Raises:
+            ValueError: the model or the options are refused.
+        """
+        options = self._config.model
+        self._preparing = Background(
+            lambda: prepare(self._config, self._progress, stopped=self._stop.is_set, link=self._ranks.link)
+        )
+        checkpoint, decision = await self._preparing.result
+        self._progress.say(decision.summary())
+        engine.load(RankWork(location=checkpoint.location, config=self._config, plan=decision.plan))
+        tokenizer = await Background(checkpoint.tokenizer).result
+        info = ModelInfo(
+            name=options.served_model_name or checkpoint.name,
+            max_model_len=decision.plan.max_model_len,
+            vocab_size=checkpoint.config.vocab_size,
+            root=checkpoint.location,
+            tp=self._config.parallel.tp,
+            dp=self._config.parallel.dp,
+            allreduce=decision.plan.allreduce,
+            arms=decision.plan.arms,
+            transport=decision.plan.transport,
+            dtype=decision.plan.dtype,
+            weights=decision.formats.name,
+            default_seed=options.seed,
+        )
+        self._slot.fill(info=info, tokenizer=tokenizer)
+        await engine.wait_ready()
+        self._announce(info, decision, engine.ready)
+
+    def _announce(self, info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> None:
+        self._slot.startup_s = process_age_s()
+        self._progress.say(describe_layout(decision, ready))
+        if (stream := ready[0].stream) is not None:
+            self._progress.say(stream.describe())
+        if (comm := ready[0].comm) is not None and comm.link is not None and comm.link != decision.plan.link:
+            self._progress.say(comm.link.describe(self._config.parallel.wire_nodes))  # measured by now
+        self._progress.say(
+            f"ready in {self._slot.startup_s:.1f} s at {url_of(self._listener)}: {info.name} "
+            f"(tp {info.tp}{f', dp {info.dp}' if info.dp > 1 else ''}, {_numbers(info)} on {decision.plan.device}, "
+            f"{_wire(info, ready[0].comm)}"
+            f"context {info.max_model_len}, {decision.plan.num_blocks} KV blocks of "
+            f"{self._config.engine.block_size} tokens{' each replica' if info.dp > 1 else ''})"
+        )
+
+    async def _unless_stopped(self, loading: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(loading)
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not task.done():
+            task.cancel()
+            raise _StoppedError
+        task.result()
+
+    async def _drain(self, engine: RankedEngine) -> int:
+        """Let what runs finish within the grace time, cancel the rest, end the ranks."""
+        client, grace_s = engine.client, self._config.http.shutdown_grace_s
+        client.set_phase(Phase.DRAINING)
+        self._progress.say(f"shutting down: {client.num_live} sequences may finish within {grace_s:g} s")
+        if not await engine.guard(client.wait_idle(grace_s)):
+            self._progress.say(f"cancelling {client.num_live} sequences that did not finish")
+            client.cancel_all()
+            await engine.guard(client.wait_idle(_CANCELLED_S))
+        await engine.stop()
+        return 0
+
+    def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
+        if self._first_signal_s is None:
+            self._first_signal_s = now
+            self._stop.set()
+        elif now - self._first_signal_s > _SAME_SIGNAL_S:
+            self._ranks.kill()
+            os._exit(128 + number)
+
+
+def _numbers(info: ModelInfo) -> str:
+    return f"{info.weights} weights, {info.dtype}" if info.weights else info.dtype
+
+
+def _wire(info: ModelInfo, comm: CommSetup | None) -> str:
+    """How ranks meet, for the ready line; nothing when there is one."""
+    return f"allreduce {info.allreduce} over {comm.transport if comm else info.transport}, " if info.tp > 1 else ""
+
+
+def describe_layout(decision: Decision, ready: Mapping[int, Ready]) -> str:
+    """What each rank holds, and the most memory its process has had, a line each."""
+    shards, num_replicas = decision.layout.shards, decision.plan.num_replicas
+    mlp_size = sum(len(shard.mlp_columns) for shard in shards)
+    return "\n".join(
+        f"rank {rank_name(rank, len(shards), num_replicas)}: {shard.local_heads} heads, {shard.local_kv_heads} KV heads, "
+        f"{len(shard.mlp_columns)} of {mlp_size} MLP columns, {len(shard.vocab_rows)} vocabulary rows; "
+        f"{format_bytes(ready[rank].weight_bytes)} of weights, at most "
+        f"{format_bytes(ready[rank].peak_host_bytes)} of host memory so far{_handed_out(ready[rank])}{_cores(ready[rank])}"
+        for rank, shard in enumerate(num_replicas * shards)
+    )
+
+
+def _handed_out(ready: Ready) -> str:
+    """What reading together has cost the wire between nodes, if anything."""
+    return f"; {format_bytes(ready.loading_bytes)} sent to other nodes while loading" if ready.loading_bytes else ""
+
+
+def _cores(ready: Ready) -> str:
+    """Which ones it keeps to, if any."""
+    if not ready.cores:
+        return ""
+    return f"; on core{'s' * (len(ready.cores) > 1)} {', '.join(map(str, ready.cores))}"

@@ -1,0 +1,111 @@
+"""``generate``: the ranks without the HTTP process, for one prompt; text goes to standard output as it comes."""
+
+import asyncio
+import secrets
+import sys
+import threading
+from typing import TextIO
+
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.server.api.detokenize import Detokenizer, TokenTable
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.ipc.engine_client import EngineUnavailableError
+from tightwire.server.ipc.messages import AddRequest
+from tightwire.server.plan.progress import Progress
+from tightwire.server.plan.rank_setup import RankWork
+from tightwire.server.plan.run_plan import FETCH_STOPS_S, prepare
+from tightwire.server.ranks.background import Background
+from tightwire.server.ranks.processes import Ranks
+from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
+
+
+def generate(
+    config: ServeConfig,
+    ranks: Ranks,
+    progress: Progress,
+    *,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    out: TextIO = sys.stdout,
+) -> int:
+    """Continue ``prompt``. Exit code 0; 2 when refused, 1 when a rank is lost."""
+    try:
+        return asyncio.run(_generate(config, ranks, progress, prompt, max_tokens, temperature, out))
+    except ValueError as refusal:
+        progress.say(f"tightwire generate: {refusal}")
+        return 2
+    except (RankFailedError, EngineUnavailableError) as failure:
+        progress.say(f"tightwire generate: {failure}")
+        return 1
+    finally:
+        progress.close()
+
+
+async def _generate(
+    config: ServeConfig,
+    ranks: Ranks,
+    progress: Progress,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    out: TextIO,
+) -> int:
+    stopped = threading.Event()
+    async with RankedEngine(config, ranks, progress) as engine:
+        preparing = Background(lambda: prepare(config, progress, stopped=stopped.is_set, link=ranks.link))
+        try:
+            checkpoint, decision = await engine.guard(preparing.result)
+        except asyncio.CancelledError:
+            stopped.set()
+            preparing.join(FETCH_STOPS_S)
+            raise
+        progress.say("\n".join([decision.formats.describe(decision.plan.dtype), *decision.weight_notes]))
+        if decision.comm is not None and decision.comm.warning is not None:
+            progress.say(f"warning: {decision.comm.warning}")
+        engine.load(RankWork(location=checkpoint.location, config=config, plan=decision.plan))
+        tokenizer = await Background(checkpoint.tokenizer).result
+        request = AddRequest(
+            id="generate",
+            prompt_token_ids=_encode(tokenizer, prompt, max_tokens, decision.plan.max_model_len),
+            params=SamplingParams(
+                max_tokens=max_tokens, temperature=temperature, seed=config.model.seed or secrets.randbits(63)
+            ),
+        )
+        await engine.wait_ready()
+        if (stream := engine.ready[0].stream) is not None:
+            progress.say(stream.describe())
+        progress.close()
+        await engine.guard(_print_answer(engine, request, tokenizer, out))
+        await engine.stop()
+    return 0
+
+
+def _encode(tokenizer: Tokenizer, prompt: str, max_tokens: int, max_model_len: int) -> list[int]:
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one word")
+    room = max_model_len - len(ids)
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, and the context of {max_model_len} is for prompt and answer; "
+            f"shorten it to at most {max_model_len - 1}"
+        )
+    if max_tokens > room:
+        raise ValueError(
+            f"{len(ids)} prompt tokens and --max-tokens {max_tokens} exceed the context of {max_model_len}; "
+            f"shorten the prompt or ask for at most {room}"
+        )
+    return ids
+
+
+async def _print_answer(engine: RankedEngine, request: AddRequest, tokenizer: Tokenizer, out: TextIO) -> None:
+    detokenizer = Detokenizer(TokenTable(tokenizer.backend), after_text=True)
+    async for output in engine.client.submit([request]):
+        if output.finish_reason == "error":
+            raise ValueError(output.message)
+        out.writelines(detokenizer.push(token_id) for token_id in output.token_ids)
+        out.flush()
+    out.write(detokenizer.flush() + "\n")
+    out.flush()

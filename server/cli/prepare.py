@@ -1,0 +1,132 @@
+"""``prepare``: the work of the verb, with what people see of it. The folder's path goes to standard output."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from tightwire.comm.sizes import format_bytes
+from tightwire.model.checkpoint.errors import ModelError, PrepareError
+from tightwire.model.open import open_checkpoint
+from tightwire.model.prepare import PrepareOptions, read_back
+from tightwire.model.prepare import prepare as make_folder
+from tightwire.model.weights.prepared.manifest import Manifest
+from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.ipc.messages import Stage
+from tightwire.server.plan.devices import cuda_devices
+from tightwire.server.plan.progress import Progress, make_progress
+from tightwire.server.plan.run_plan import choose_dtype
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM, so that what is half made is removed on the way out, as after Ctrl-C."""
+
+
+def run(config: ServeConfig, out: Path, *, weight_codec: str = "none", force: bool = False) -> int:
+    """Make the folder ``out``. Exit code 0; 2 when refused, 1 when the disk failed, 130 and 143 after a signal."""
+
+    def work(progress: Progress) -> None:
+        name = config.model.model
+        start = time.monotonic()
+        checkpoint = open_checkpoint(
+            name, config.model.seed, progress=lambda fraction: progress.fetching(name, fraction)
+        )
+        device = "cuda" if cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) else "cpu"
+        options = PrepareOptions(
+            tp=config.parallel.tp,
+            shares=config.parallel.tp_split,
+            dtype=choose_dtype(config.model, checkpoint.config, device),
+            quantization=config.model.quantization,
+            codec=WEIGHT_CODECS[weight_codec],
+        )
+        manifest = make_folder(checkpoint, out, options, force=force, progress=_stages(progress), say=progress.say)
+        progress.close()
+        progress.say(_summary(out, manifest, time.monotonic() - start))
+
+    return _run(work, out, f"interrupted; nothing of {out} was kept")
+
+
+def check(folder: Path) -> int:
+    """Compare every checksum of a prepared folder. Exit code 0; 1 when something is damaged, 2 when there is no such folder."""
+
+    def work(progress: Progress) -> None:
+        if not folder.is_dir():
+            raise ModelError(f"{folder}: is no folder")
+        prepared = open_checkpoint(str(folder)).prepared
+        if prepared is None:
+            raise ModelError(f"{folder}: is no prepared folder; `tightwire prepare MODEL OUT` makes one")
+        start = time.monotonic()
+        damage = read_back(folder, prepared.manifest, _stages(progress))
+        seconds = time.monotonic() - start
+        progress.close()
+        if damage:
+            raise PrepareError("\n  ".join([f"{folder}: {len(damage)} of its parts are damaged:", *damage]))
+        progress.say(f"{folder}: all is as it was written ({_rate(prepared.manifest.num_bytes, seconds)})")
+
+    return _run(work, folder, f"interrupted; not all of {folder} was compared")
+
+
+def _run(work: Callable[[Progress], None], folder: Path, interrupted: str) -> int:
+    progress = make_progress(1, sys.stderr)
+    try:
+        with _terminated():
+            work(progress)
+    except (ValueError, RuntimeError) as error:
+        progress.close()
+        progress.say(f"tightwire prepare: {error}")
+        return 2 if isinstance(error, ValueError) else 1
+    except (KeyboardInterrupt, _TerminatedError) as signalled:
+        progress.close()
+        progress.say(f"tightwire prepare: {interrupted}")
+        return 143 if isinstance(signalled, _TerminatedError) else 130
+    finally:
+        progress.close()
+    sys.stdout.write(f"{folder}\n")
+    return 0
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """SIGTERM raises ``_TerminatedError`` in the main thread."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stages(progress: Progress) -> Callable[[str, float], None]:
+    """Tells the progress of named stages, and how long each took."""
+    started: dict[str, float] = {}
+
+    def tell(stage: str, fraction: float) -> None:
+        start = started.setdefault(stage, time.monotonic())
+        seconds = time.monotonic() - start if fraction >= 1 else None
+        progress.stage(Stage(rank=0, name=stage, fraction=fraction, seconds=seconds))
+
+    return tell
+
+
+def _summary(out: Path, manifest: Manifest, seconds: float) -> str:
+    packed = "+".join(dict.fromkeys(manifest.packed.values()))
+    kept = f"{packed} and {manifest.dtype}" if packed else manifest.dtype
+    codec = "" if manifest.codec == "none" else f", layers encoded as {manifest.codec}"
+    ranks = ", ".join(f"rank {rank} {format_bytes(file.num_bytes)}" for rank, file in enumerate(manifest.ranks))
+    split = "" if manifest.shares is None else f" --tp-split {','.join(f'{share:g}' for share in manifest.shares)}"
+    return (
+        f"{manifest.model} in {kept}{codec}: {ranks}; {_rate(manifest.num_bytes, seconds)}\n"
+        f"serve it with: tightwire serve {out} --tp {manifest.tp}{split}"
+    )
+
+
+def _rate(num_bytes: int, seconds: float) -> str:
+    return f"{format_bytes(num_bytes)} in {seconds:.1f} s, {num_bytes / seconds / 1e6:.0f} MB/s"

@@ -1,0 +1,265 @@
+"""Command-line flags and YAML keys, derived from the fields of ``config``: a new option is a field, nothing else.
+
+A flag is the field's name with dashes; a YAML file given by ``--config`` holds the same names (dashes or underscores),
+flat. A flag overrides the file, the file overrides the default. A name nobody knows is an error that suggests the
+nearest one.
+"""
+
+import argparse
+import difflib
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field
+from pathlib import Path
+from typing import Any
+
+from tightwire.comm.all_reduce.names import split_all_reduce_names
+from tightwire.comm.sizes import format_bytes, parse_bytes
+from tightwire.server.config.engine import EngineOptions
+from tightwire.server.config.http import HttpOptions
+from tightwire.server.config.model import ModelOptions
+from tightwire.server.config.parallel import ParallelOptions
+from tightwire.server.config.serve import ServeConfig, option_fields
+from tightwire.server.config.weights import WeightOptions
+
+Fields = Mapping[str, Field[Any]]
+
+_CLASSES = {
+    "model": ModelOptions,
+    "parallel": ParallelOptions,
+    "engine": EngineOptions,
+    "weights": WeightOptions,
+    "http": HttpOptions,
+}
+ALL_GROUPS = tuple(_CLASSES)
+_MODEL_ARGUMENT = "model_argument"  # the model written without its flag: `tightwire serve MODEL`
+
+
+def fields_of(groups: Iterable[str]) -> dict[str, Field[Any]]:
+    """The options of some groups of ``ServeConfig``, by field name."""
+    return {name: field for name, (group, field) in option_fields().items() if group in groups}
+
+
+def make_parser(
+    verb: str, description: str, groups: Sequence[str] = ALL_GROUPS, *, argument: str = "[MODEL]"
+) -> argparse.ArgumentParser:
+    """A parser with every option of ``groups`` and ``--config``.
+
+    ``argument`` is what is written without a flag: ``[MODEL]``, or one that the caller adds, such as ``PROMPT``.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"tightwire {verb}",
+        usage=f"tightwire {verb} {argument} [--FLAG VALUE ...] [--config FILE]",
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    if argument == "[MODEL]":
+        parser.add_argument(_MODEL_ARGUMENT, nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    for group in groups:
+        add_flags(parser.add_argument_group(group, _CLASSES[group].__doc__), fields_of([group]))
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="a YAML file with the same names as the flags, which override it"
+    )
+    return parser
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str], groups: Sequence[str] = ALL_GROUPS
+) -> tuple[ServeConfig, argparse.Namespace]:
+    """The options, and all arguments including those the caller added. Wrong ones end the program with exit code 2."""
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        parser.error(f"unknown argument {unknown[0]!r}{_nearest(unknown[0].split('=')[0], flags)}")
+    if _MODEL_ARGUMENT in args:
+        if "model" in args:
+            parser.error(f"two models given: {args.model_argument} and --model {args.model}")
+        args.model = args.model_argument
+    fields = fields_of(groups)
+    try:
+        values = read_yaml(args.config, fields) if "config" in args else {}
+        values |= {name: value for name, value in vars(args).items() if name in fields}
+        return make_config(values), args
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def refuse_allreduce_extra(parser: argparse.ArgumentParser, config: ServeConfig) -> None:
+    """For verbs that have no requests which could ask for a further AllReduce. Ends the program with exit code 2."""
+    if config.parallel.allreduce_extra:
+        parser.error("--allreduce-extra is for requests to `serve`; leave it out, or name one with --allreduce")
+
+
+def refuse_replicas(parser: argparse.ArgumentParser, config: ServeConfig) -> None:
+    """For verbs that have no requests to share out among replicas. Ends the program with exit code 2."""
+    if config.parallel.dp > 1:
+        parser.error(f"--dp {config.parallel.dp} is for requests to `serve`, which replicas share; leave it out")
+
+
+def make_config(values: Mapping[str, Any]) -> ServeConfig:
+    """The config tree with some options set by field name, and the rest at their defaults.
+
+    Raises:
+        ValueError: a value its option group refuses.
+    """
+    by_group: dict[str, dict[str, Any]] = {group: {} for group in _CLASSES}
+    for name, value in values.items():
+        by_group[option_fields()[name][0]][name] = value
+    return ServeConfig(**{group: cls(**by_group[group]) for group, cls in _CLASSES.items()})
+
+
+def add_flags(parser: argparse._ActionsContainer, fields: Fields) -> None:
+    """One argument per field; one that is not given leaves no trace in the result, so that a file can fill it."""
+    for name, field in fields.items():
+        kind, _ = _kind(field)
+        if kind is bool:
+            parser.add_argument(
+                _flag(name), action=argparse.BooleanOptionalAction, help=_help(field), default=argparse.SUPPRESS
+            )
+        else:
+            choices = field.metadata["choices"]
+            metavar = field.metadata["metavar"] or (None if choices else kind.__name__.upper())
+            parser.add_argument(
+                _flag(name),
+                type=_flag_type(field),
+                choices=choices or None,
+                metavar=metavar,
+                help=_help(field),
+                default=argparse.SUPPRESS,
+            )
+
+
+def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
+    """Options from a flat YAML mapping, by field name.
+
+    Raises:
+        ValueError: no such file, not a mapping, an unknown or doubled name, or a value of the wrong kind.
+    """
+    import yaml  # 20 ms that `--help` need not pay
+
+    try:
+        text = path.read_text()
+        content, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path} is not YAML: {error}") from error
+    if content is not None and not isinstance(content, dict):
+        raise ValueError(f"--config {path}: {_wrong('`name: value` lines', content)}")
+    keys = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+    if doubled := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"--config {path}: {doubled[0]!r} is given twice")
+    values: dict[str, Any] = {}
+    for key, value in (content or {}).items():
+        name = str(key).replace("-", "_")
+        if name not in fields:
+            raise ValueError(f"--config {path}: unknown option {key!r}{_nearest(name, fields)}")
+        if name in values:
+            raise ValueError(f"--config {path}: {name!r} is given twice, with dashes and with underscores")
+        try:
+            values[name] = convert(fields[name], value)
+        except ValueError as error:
+            raise ValueError(f"--config {path}: {key}: {error}") from error
+    return values
+
+
+def convert(field: Field[Any], value: object) -> Any:
+    """A flag's text or a YAML value as the type the field is annotated with.
+
+    Raises:
+        ValueError: it cannot be one.
+    """
+    kind, optional = _kind(field)
+    if value is None and optional:
+        return None
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise ValueError(f"must be one of {', '.join(choices)}, got {value!r}")
+    if kind is int and field.metadata["metavar"] == "BYTES" and isinstance(value, str):
+        return parse_bytes(value)
+    if kind is tuple:
+        return tuple(_item(field, part) for part in _parts(field, value))
+    if kind in (int, float):
+        return _number(kind, value)
+    if not isinstance(value, kind):
+        raise _wrong(_KIND_NAMES[kind], value)
+    return value
+
+
+def _parts(field: Field[Any], value: object) -> Sequence[object]:
+    if isinstance(value, str):
+        return split_all_reduce_names(value) if _holds_text(field) else value.split(",")
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _item(field: Field[Any], part: object) -> Any:
+    if not _holds_text(field):
+        return _number(float, part)
+    if not isinstance(part, str) or not part:
+        raise _wrong("names with commas between", part)
+    return part
+
+
+def _holds_text(field: Field[Any]) -> bool:
+    return str in typing.get_args(field.type)
+
+
+_KIND_NAMES: dict[type, str] = {
+    str: "text (in quotes)",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+}
+
+
+def _number(kind: type[int] | type[float], value: object) -> int | float:
+    """``value`` as an int or a float; a bool, or a fraction where a whole number is wanted, is an error."""
+    if isinstance(value, str) or (isinstance(value, (int, kind)) and not isinstance(value, bool)):
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    raise _wrong(_KIND_NAMES[kind], value)
+
+
+def _wrong(want: str, value: object) -> ValueError:
+    return ValueError(f"must be {want}, got {value!r}")
+
+
+def _kind(field: Field[Any]) -> tuple[type, bool]:
+    """The plain type of a field's annotation (``int`` for ``int | None``), and whether None is allowed."""
+    assert not isinstance(field.type, str), "config modules do not postpone annotations"
+    members = typing.get_args(field.type) if typing.get_origin(field.type) is not tuple else ()
+    optional = type(None) in members
+    kind = next(member for member in members if member is not type(None)) if optional else field.type
+    return typing.get_origin(kind) or kind, optional
+
+
+def _flag_type(field: Field[Any]) -> typing.Callable[[str], Any]:
+    def from_text(text: str) -> Any:
+        try:
+            return convert(field, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return from_text
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _help(field: Field[Any]) -> str:
+    """The field's text with its default; an option whose default is None says itself what happens without it."""
+    text = field.metadata["help"].replace("%", "%%")
+    default: Any = field.default
+    if default in (None, ()):
+        return text
+    return f"{text} (default: {format_bytes(default) if field.metadata['metavar'] == 'BYTES' else default})"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"

@@ -1,0 +1,169 @@
+"""Flags of ranks, replicas, and the wire between them."""
+
+import math
+from dataclasses import dataclass
+
+from tightwire.comm.link.link import parse_link
+from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
+from tightwire.server.config.option import option, require, require_seconds
+
+_MAX_RANKS = 64  # each is a process that imports torch before the model can say how many it is good for
+POLICY_PREFIX = "policy:"  # of a name that stands for a policy file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelOptions:
+    """How the model is split, and how partial sums are added."""
+
+    tp: int = option(1, "ranks the model is split over", metavar="N")
+    dp: int = option(
+        1,
+        "replicas of the model, each split over --tp ranks, for different sequences; --tp times --dp ranks in all. A text "
+        "does not depend on the replica that computes it",
+        metavar="N",
+    )
+    tp_split: tuple[float, ...] | None = option(
+        None, "relative shares of work per rank, for unlike devices, such as 2,1", metavar="A,B"
+    )
+    allreduce: str = option(
+        "auto",
+        "algorithm that sums the ranks' partial results: auto (the fastest lossless one by message size), native, ring, "
+        "one-shot, two-shot, hierarchical, flash-int8, flash-int6, flash-int6-uniform, flash-int5, flash-int4, "
+        "flash:RS,AG with a codec for each leg, or hierarchical:CODEC; `tightwire explain` says what each would do",
+        metavar="NAME",
+    )
+    allreduce_decode: str | None = option(
+        None,
+        "algorithm for rows of generated tokens; default: as --allreduce when that is lossless, auto when it is lossy",
+        metavar="NAME",
+    )
+    allreduce_o_proj: str | None = option(
+        None, "algorithm for prompt rows after attention; default: as --allreduce", metavar="NAME"
+    )
+    allreduce_down_proj: str | None = option(
+        None, "algorithm for prompt rows after the MLP; default: as --allreduce", metavar="NAME"
+    )
+    comm_error_budget: float | None = option(
+        None,
+        "relative RMS error of one AllReduce that auto may spend on prompt rows, such as 0.01; default: none, auto is "
+        "lossless",
+        metavar="E",
+    )
+    comm_policy: str | None = option(
+        None,
+        "a policy file, such as `tightwire bench quality` writes: an AllReduce for each layer, site and phase; instead of "
+        "the five options above",
+        metavar="FILE",
+    )
+    allreduce_extra: tuple[str, ...] = option(
+        (),
+        "further names as for --allreduce, or policy:FILE, that a single request may ask for: "
+        '"tightwire": {"allreduce": "NAME"} in its body',
+        metavar="NAME,NAME",
+    )
+    transport: str = option(
+        "auto",
+        "how ranks reach each other; auto: shared memory between CPU processes, each other's memory between GPUs where "
+        "they can, torch.distributed otherwise",
+        ("auto", "shared-memory", "process-group", "peer-memory"),
+    )
+    nodes: int = option(1, "equal nodes that the ranks are on, in order; for hierarchical", metavar="N")
+    link: str | None = option(
+        None,
+        "a slow wire between the ranks, emulated on this machine: 200mbit, 2.5gbit, 300MB/s, pcie3x4, latency=50us, or "
+        "a rate and a latency with a comma between; each rank is a node of its own unless --nodes says otherwise",
+        metavar="LINK",
+    )
+    link_emulation: str = option(
+        "auto",
+        "how the wire of --link is made: network namespaces with the kernel's own rate limit (as root, with iproute2), or "
+        "a transport slowed down in user space; auto: namespaces where they can be had",
+        EMULATIONS,
+    )
+    bind_cores: bool = option(
+        True, "on CPU, several ranks each keep to cores of their own, where there are enough for all of their threads"
+    )
+    overlap: str = option(
+        "auto",
+        "compute one half of a prompt's step while the other half's sums are on the wire: on, off, or auto, which does it "
+        "beside --link, as what memory carries takes the cores' own time; between CPU ranks",
+        ("auto", "on", "off"),
+    )
+    comm_timeout_s: float = option(60.0, "longest a rank waits in one collective before it gives up", metavar="S")
+
+    def __post_init__(self) -> None:
+        require(1 <= self.tp <= _MAX_RANKS, "tp", self.tp, f"1 to {_MAX_RANKS}")
+        require_seconds("comm_timeout_s", self.comm_timeout_s)
+        require(
+            1 <= self.dp * self.tp <= _MAX_RANKS, "dp", self.dp, f"1 to {_MAX_RANKS // self.tp} with --tp {self.tp}"
+        )
+        self._check_nodes()
+        self._check_link()
+        self._check_arms()
+        budget = self.comm_error_budget
+        require(budget is None or 0 < budget < 1, "comm_error_budget", budget, "above 0 and below 1")
+        if self.tp_split is not None:
+            require(len(self.tp_split) == self.tp, "tp_split", self.tp_split, f"{self.tp} numbers, one per rank")
+            require(
+                all(0 < share < math.inf for share in self.tp_split), "tp_split", self.tp_split, "finite and above 0"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Rank d * tp + t is number t of replica d."""
+        return self.tp * self.dp
+
+    @property
+    def sum_nodes(self) -> int:
+        """The nodes that the ranks which sum together are on: a replica lies inside one."""
+        return self.nodes if self.dp == 1 else 1
+
+    def _check_nodes(self) -> None:
+        if self.dp == 1:
+            want = f"a divisor of --tp ({self.tp})"
+            require(self.nodes >= 1 and self.tp % self.nodes == 0, "nodes", self.nodes, want)
+            return
+        want = f"a divisor of --dp ({self.dp}), as each replica lies inside one node"
+        require(self.nodes >= 1 and self.dp % self.nodes == 0, "nodes", self.nodes, want)
+        require(self.link is None, "link", self.link, f"left out beside --dp {self.dp}; give --dp 1")
+
+    def _check_arms(self) -> None:
+        if doubled := sorted({name for name in self.allreduce_extra if self.allreduce_extra.count(name) > 1}):
+            raise ValueError(f"--allreduce-extra names {', '.join(doubled)} twice")
+        extra = [name for name in self.allreduce_extra if name != self.allreduce]
+        want = "left out with --tp 1, as one rank sums nothing; give --tp 2 or more"
+        require(self.tp > 1 or not extra, "allreduce_extra", ",".join(extra), want)
+        by_file = [name for name in self.allreduce_extra if name.startswith(POLICY_PREFIX)]
+        if self.comm_policy is None and not by_file:
+            return
+        file = by_file[0] if self.comm_policy is None else f"--comm-policy {self.comm_policy}"
+        for name in ("allreduce_o_proj", "allreduce_down_proj", "allreduce_decode", "comm_error_budget"):
+            self._refuse_beside(file, name, getattr(self, name), None)
+        if self.comm_policy is not None:
+            self._refuse_beside(file, "allreduce", self.allreduce, "auto")
+
+    def _refuse_beside(self, file: str, name: str, value: object, absent: object) -> None:
+        if value != absent:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} {value} and {file} both say how to sum; leave out one of them, or put what {flag} says into the "
+                "file's rules"
+            )
+
+    @property
+    def wire_nodes(self) -> int:
+        """The nodes that the wire of ``link`` joins."""
+        return self.nodes if self.nodes > 1 else self.tp
+
+    def _check_link(self) -> None:
+        if self.link is None:
+            require(self.link_emulation == "auto", "link_emulation", self.link_emulation, "beside a --link")
+            return
+        try:
+            parse_link(self.link)
+        except ValueError as error:
+            raise ValueError(f"--link: {error}") from None
+        require(self.tp > 1, "link", self.link, "left out with --tp 1, as one rank sends nothing; give --tp 2 or more")
+        fits = self.transport in ("auto", "process-group") or self.link_emulation == USER_SPACE
+        want = f"auto or process-group beside --link {self.link}, as memory would pass the wire by; or give "
+        require(fits, "transport", self.transport, f"{want}--link-emulation {USER_SPACE}")

@@ -1,0 +1,1 @@
+"""Schedules sequences into steps. Start with `engine`."""

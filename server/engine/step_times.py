@@ -1,0 +1,69 @@
+"""Where rank 0's time goes, as running totals: the difference of two readings says it for the sequence between them.
+
+Times are the host's. On CUDA a forward pass and its collectives are only enqueued, and the host waits for the device
+when it wants to know what was sampled, so there ``sampling`` holds what the device still had to do. Where steps are planned
+ahead, a step is launched in between, and is part of what a sequence waited for.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from tightwire.comm.ledger.ledger import Spent
+from tightwire.server.ipc.messages import FirstToken
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+class Reading(NamedTuple):
+    """Totals since start at the moment ``at_s``; ``forward_s`` includes the collectives of ``comm``."""
+
+    at_s: float
+    forward_s: float
+    sampling_s: float
+    comm: Spent
+
+
+class StepTimes:
+    """``clock``: seconds, the same clock in all processes of the host. ``comm``: what the ledger counted so far."""
+
+    def __init__(self, clock: Callable[[], float], comm: Callable[[], Spent]) -> None:
+        self._clock, self._comm = clock, comm
+        self._forward_s = self._sampling_s = 0.0
+
+    def read(self) -> Reading:
+        return Reading(self._clock(), self._forward_s, self._sampling_s, self._comm())
+
+    def forward(self, work: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        """``work(...)``, which is this rank's part of a forward pass."""
+        start_s = self._clock()
+        result = work(*args, **kwargs)
+        self._forward_s += self._clock() - start_s
+        return result
+
+    def sampling(self, work: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        """``work(...)``, which chooses tokens or scores given ones."""
+        start_s = self._clock()
+        result = work(*args, **kwargs)
+        self._sampling_s += self._clock() - start_s
+        return result
+
+
+def first_token(scheduled: Reading, sampled: Reading) -> FirstToken:
+    """How a sequence that was first scheduled at the one reading came to its first token at the other.
+
+    Other sequences' steps in between, or their share of its own, are in it: they are what it waited for.
+    """
+    comm_s = sampled.comm.seconds - scheduled.comm.seconds
+    codec_s = None
+    if sampled.comm.num_unsplit == scheduled.comm.num_unsplit:
+        codec_s = sampled.comm.codec_seconds - scheduled.comm.codec_seconds
+    return FirstToken(
+        scheduled_s=scheduled.at_s,
+        sampled_s=sampled.at_s,
+        # Differences of large totals may be a rounding below zero.
+        compute_s=max(0.0, sampled.forward_s - scheduled.forward_s - comm_s),
+        allreduce_s=max(0.0, comm_s - (codec_s or 0.0)),
+        codec_s=codec_s,
+        sampling_s=sampled.sampling_s - scheduled.sampling_s,
+    )

@@ -1,0 +1,1 @@
+"""The HTTP application. Start with `app`."""

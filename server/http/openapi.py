@@ -1,0 +1,105 @@
+"""The OpenAPI page, from the same classes that check requests and encode responses.
+
+Bodies are read by ``body`` and encoded by msgspec, where FastAPI does not see their types; ``operation`` tells it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from tightwire.server.api import responses
+from tightwire.server.api.errors import ErrorBody
+from tightwire.server.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+_REF = "#/components/schemas/{model}"
+_BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, DetokenizeBody, TokenizeBody)
+_ANSWERS: tuple[type[msgspec.Struct], ...] = (
+    ErrorBody,
+    responses.ChatCompletion,
+    responses.ChatChunk,
+    responses.Completion,
+    responses.ModelList,
+    responses.ModelCard,
+    responses.Tokenized,
+    responses.Detokenized,
+    responses.Health,
+    responses.CommPolicy,
+    responses.ChromeTrace,
+)
+_ERRORS = {
+    400: "The request cannot be served as it stands; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    404: "No such model, or no such route.",
+    409: "What was asked for is being done for someone else; Retry-After says when to try again.",
+    413: "The body is larger than the server accepts.",
+    415: "The body is not JSON by its Content-Type.",
+    429: "As many requests wait or run as the server accepts; Retry-After says when to try again.",
+    500: "The server made a mistake.",
+    503: "The model is loading, the server is shutting down, or the engine died.",
+    504: "A rank did not answer in time; the message names it.",
+}
+
+
+def operation(
+    answer: type[msgspec.Struct],
+    *,
+    errors: tuple[int, ...],
+    body: type[Body] | None = None,
+    chunk: type[msgspec.Struct] | None = None,
+) -> dict[str, Any]:
+    """``openapi_extra`` of one route. ``chunk``: what each event of its stream holds."""
+    content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
+    if chunk is not None:
+        content["text/event-stream"] = {"schema": _event(chunk)}
+    described: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
+    for status in sorted({401, 500, *errors}):
+        error_content = {"application/json": {"schema": _ref(ErrorBody)}}
+        described[str(status)] = {"description": _ERRORS[status], "content": error_content}
+    extra: dict[str, Any] = {"responses": described}
+    if body is not None:
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(body)}}}
+    return extra
+
+
+def make_openapi(app: FastAPI, *, closed: bool) -> Callable[[], dict[str, Any]]:
+    """The function FastAPI calls for /openapi.json; ``closed``: an API key is wanted."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _page(app, closed)
+        return app.openapi_schema
+
+    return openapi
+
+
+def _page(app: FastAPI, closed: bool) -> dict[str, Any]:
+    page = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    _, requests = models_json_schema([(kind, "validation") for kind in _BODIES], ref_template=_REF)
+    _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF.replace("{model}", "{name}"))
+    components = page.setdefault("components", {})
+    components["schemas"] = {**requests.get("$defs", {}), **answers}
+    for path in page["paths"].values():
+        for method in path.values():
+            method["responses"].pop("422", None)  # FastAPI's own validation, which no route uses
+    if closed:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        page["security"] = [{"key": []}]
+    return page
+
+
+def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
+    """A chunk, the ErrorBody of a stream that broke, or the end, which is no JSON."""
+    body = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorBody)]},
+    }
+    return {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, body]}}, "required": ["data"]}
+
+
+def _ref(kind: type) -> dict[str, str]:
+    return {"$ref": _REF.format(model=kind.__name__)}

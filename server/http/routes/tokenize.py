@@ -1,0 +1,58 @@
+"""POST /tokenize and /detokenize: what the model makes of a text, and back."""
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from tightwire.server.api.chat import chat_token_ids
+from tightwire.server.api.errors import invalid
+from tightwire.server.api.prompts import check_ids, check_model, off_loop
+from tightwire.server.api.responses import Detokenized, Tokenized
+from tightwire.server.api.schemas import DetokenizeBody, TokenizeBody
+from tightwire.server.api.served_model import ServedModel
+from tightwire.server.api.serving import Serving
+from tightwire.server.http.body import read_body
+from tightwire.server.http.openapi import operation
+
+_ERRORS = (400, 404, 413, 415, 503)
+
+
+def tokenize_router(serving: Serving) -> APIRouter:
+    router = APIRouter()
+    max_bytes = serving.http.max_body_bytes
+
+    @router.post(
+        "/tokenize", openapi_extra=operation(Tokenized, body=TokenizeBody, errors=_ERRORS), summary="Text to token ids"
+    )
+    async def tokenize(request: Request) -> Response:
+        model = serving.require_model()
+        body = await read_body(request, TokenizeBody, max_bytes=max_bytes)
+        check_model(body, model.info)
+        ids = await _token_ids(body, model)
+        answer = Tokenized(count=len(ids), max_model_len=model.info.max_model_len, tokens=ids)
+        if body.return_token_strs:
+            answer.token_strs = [model.tokens.text_of(token_id) for token_id in ids]
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    @router.post(
+        "/detokenize",
+        openapi_extra=operation(Detokenized, body=DetokenizeBody, errors=_ERRORS),
+        summary="Token ids to text",
+    )
+    async def detokenize(request: Request) -> Response:
+        model = serving.require_model()
+        body = await read_body(request, DetokenizeBody, max_bytes=max_bytes)
+        check_model(body, model.info)
+        check_ids(body.tokens, model.info, "tokens")
+        text = await off_loop(lambda: model.tokenizer.decode(body.tokens, False), len(body.tokens))
+        return Response(msgspec.json.encode(Detokenized(prompt=text)), media_type="application/json")
+
+    return router
+
+
+async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        return await chat_token_ids(model, body.messages)
+    text = body.prompt or ""
+    return await off_loop(lambda: model.tokenizer.encode(text, body.add_special_tokens), len(text))

@@ -1,0 +1,226 @@
+"""The engine as the HTTP process sees it: submits requests to rank 0 over zmq and routes its outputs to their streams.
+
+Lives on one asyncio loop. Knows nothing of processes: ``launch`` tells it when the engine is ready, draining or dead.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tightwire.comm.ledger.ledger import Latency
+from tightwire.comm.ledger.trace import RankEvents
+from tightwire.server.ipc.channels import bind_receiver, connect_sender
+from tightwire.server.ipc.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
+from tightwire.server.ipc.messages import (
+    AddRequest,
+    CancelRequest,
+    CommSetup,
+    EngineStats,
+    FromRank,
+    Heartbeat,
+    Output,
+    Ready,
+    Record,
+    Recorded,
+    StepResult,
+    Stop,
+    ToEngine,
+)
+from tightwire.server.ipc.recordings import Recordings
+
+_Inbox = asyncio.Queue[Output | None]  # None: the engine is dead, the reason is in ``state``
+
+
+class ZmqEngineClient:
+    """Implements ``EngineClient``.
+
+    Args:
+        to_engine: address of rank 0's inbox.
+        from_ranks: address all ranks report to; bound here.
+        max_queued_requests: sequences waiting or running before new ones are refused.
+        reporters: addresses of all ranks' reporters.
+        on_report: called with everything a rank says that is not a step's result or a recording.
+    """
+
+    def __init__(
+        self,
+        *,
+        to_engine: str,
+        from_ranks: str,
+        max_queued_requests: int,
+        reporters: Sequence[str],
+        on_report: Callable[[FromRank], None] = lambda message: None,
+    ) -> None:
+        self._max_queued_requests = max_queued_requests
+        self._on_report = on_report
+        self._state = EngineState(phase=Phase.LOADING, reason="starting")
+        self._stats: EngineStats | None = None
+        self._comm_setup: CommSetup | None = None
+        self._comm_latencies: Sequence[Latency] = ()
+        self._live: dict[str, _Inbox | None] = {}  # None: cancelled, nobody listens any more
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._context = zmq.asyncio.Context()
+        self._receiver: zmq.asyncio.Socket = bind_receiver(self._context, from_ranks)
+        self._sender = connect_sender(zmq.Context(self._context), to_engine)
+        self._to_reporters = [connect_sender(zmq.Context(self._context), address) for address in reporters]
+        self._recordings = Recordings(len(reporters), self._ask_reporters)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._receiving: asyncio.Task[None] | None = None
+
+    def open(self) -> asyncio.Task[None]:
+        """Start to listen to the ranks; needs a running loop. The task ends with ``close`` alone, or by a fault."""
+        self._receiving = asyncio.create_task(self._receive(), name="engine client")
+        return self._receiving
+
+    def close(self) -> None:
+        """Stop listening and drop the sockets."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+        for socket in (self._receiver, self._sender, *self._to_reporters):
+            socket.close(linger=0)
+        self._context.term()
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def stats(self) -> EngineStats | None:
+        return self._stats
+
+    @property
+    def comm_setup(self) -> CommSetup | None:
+        return self._comm_setup
+
+    @property
+    def comm_latencies(self) -> Sequence[Latency]:
+        return self._comm_latencies
+
+    async def record_collectives(self, seconds: float) -> list[RankEvents]:
+        if self._state.phase in (Phase.LOADING, Phase.DEAD):
+            raise EngineUnavailableError(str(self._state))
+        return await self._recordings.record(seconds)
+
+    @property
+    def num_live(self) -> int:
+        """Sequences the engine has not finished yet."""
+        return len(self._live)
+
+    def set_phase(self, phase: Phase, reason: str = "") -> None:
+        """Say where the engine stands; ``DEAD`` ends every stream with the reason, and nothing comes after it."""
+        if self._state.phase is Phase.DEAD:
+            return
+        self._state = EngineState(phase=phase, reason=reason)
+        if phase is Phase.DEAD:
+            for inbox in filter(None, self._live.values()):
+                inbox.put_nowait(None)
+            self._live.clear()
+            self._empty.set()
+            self._recordings.fail(str(self._state))
+
+    def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
+        """See ``EngineClient.submit``. Refuses at once; what is accepted is sent when the first output is asked for."""
+        self._admit(requests)
+        return self._stream(requests)
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        known = [id for id in ids if id in self._live]
+        if known:
+            self._send(CancelRequest(ids=known))
+
+    def cancel_all(self) -> None:
+        """End everything that runs, as when the time for it is up."""
+        self.cancel(list(self._live))
+
+    def stop_engine(self) -> None:
+        """Ask the ranks to leave their loops and exit."""
+        self._send(Stop())
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Whether every sequence has finished within ``timeout_s``."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _admit(self, requests: Sequence[AddRequest]) -> None:
+        if self._state.phase is not Phase.READY:
+            raise EngineUnavailableError(str(self._state))
+        if len(self._live) + len(requests) > self._max_queued_requests:
+            raise QueueFullError(
+                f"{len(self._live)} sequences wait or run and {len(requests)} more would exceed the limit of "
+                f"{self._max_queued_requests} (--max-queued-requests); try again later"
+            )
+
+    async def _stream(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
+        self._admit(requests)
+        inbox: _Inbox = asyncio.Queue()
+        pending = {request.id for request in requests}
+        assert len(pending) == len(requests) and pending.isdisjoint(self._live), "request ids must be unique"
+        for request in requests:
+            self._live[request.id] = inbox
+            self._send(request)
+        self._empty.clear()
+        try:
+            while pending:
+                output = await inbox.get()
+                if output is None:
+                    pending.clear()
+                    raise EngineUnavailableError(str(self._state))
+                if output.finish_reason is not None:
+                    pending.discard(output.id)
+                yield output
+        finally:
+            self._abandon(pending)
+
+    def _abandon(self, pending: set[str]) -> None:
+        """Cancel what nobody listens to; it counts as live until the engine has let go of it."""
+        gone = [id for id in pending if id in self._live]
+        for id in gone:
+            self._live[id] = None
+        self.cancel(gone)
+
+    def _send(self, message: ToEngine) -> None:
+        if self._sender.closed:
+            return  # a stream that is let go of after the end has nothing left to cancel
+        self._sender.send(self._encoder.encode(message))
+
+    def _ask_reporters(self, message: Record) -> None:
+        encoded = self._encoder.encode(message)
+        for reporter in self._to_reporters:
+            reporter.send(encoded)
+
+    async def _receive(self) -> None:
+        decoder = msgspec.msgpack.Decoder(FromRank)
+        while True:
+            message = decoder.decode(await self._receiver.recv())
+            if isinstance(message, StepResult):
+                self._stats = message.stats
+                for output in message.outputs:
+                    self._route(output)
+            elif isinstance(message, Recorded):
+                self._recordings.heard(message)
+            else:
+                self._note(message)
+                self._on_report(message)
+
+    def _note(self, message: FromRank) -> None:
+        """Keep what rank 0 says about its collectives; the other ranks say nearly the same."""
+        if isinstance(message, Heartbeat) and message.rank == 0:
+            self._comm_latencies = message.latencies
+        elif isinstance(message, Ready) and message.rank == 0:
+            self._comm_setup = message.comm
+
+    def _route(self, output: Output) -> None:
+        inbox = self._live.get(output.id)
+        if inbox is not None:
+            inbox.put_nowait(output)
+        if output.finish_reason is not None:
+            self._live.pop(output.id, None)
+        if not self._live:
+            self._empty.set()

@@ -1,0 +1,1 @@
+"""Decides before start-up what runs where. Start with `run_plan`."""

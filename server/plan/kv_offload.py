@@ -1,0 +1,156 @@
+"""The memory budget of a KV cache on the host, and what it costs, in words: ``--kv-offload``.
+
+Beside CUDA the cache takes host memory and its slots the device's. On a CPU both are one memory, so it saves nothing there,
+and is for trying.
+"""
+
+import math
+from collections.abc import Sequence
+
+from tightwire.comm.sizes import format_bytes
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.layout import Layout
+from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
+from tightwire.server.config.engine import EngineOptions
+from tightwire.server.plan.memory_budget import (
+    MemoryBudget,
+    Pool,
+    fitting_blocks,
+    left_bytes,
+    longest_sequence,
+    refusal,
+    whole_mib,
+    why_nothing_fits,
+)
+from tightwire.server.plan.rank_bytes import RankBytes, ranks_maker
+
+# Of the device's memory that is free, what slots may have at most; and of the host's, the cache.
+_SLOT_SHARE = 0.9
+_CACHE_SHARE = {"cuda": 0.8, "cpu": 0.4}
+
+
+def make_offloaded_budget(
+    config: LlamaConfig,
+    layout: Layout,
+    options: EngineOptions,
+    *,
+    dtype: str,
+    formats: WeightFormats,
+    device: str,
+    pools: Sequence[Pool],
+    host_bytes: int,
+    plan: WeightPlan = EVERYTHING_RESIDENT,
+    cache_share: float | None = None,
+    num_replicas: int = 1,
+) -> MemoryBudget:
+    """``make_budget`` of a cache on the host: its blocks, those of a slot, and the longest sequence.
+
+    Args:
+        host_bytes: free on the host beside streamed weights; on a CPU that is the pool's own.
+        cache_share: of what the rest leaves on the device, the part that slots may have at most; default: nearly all.
+    Raises:
+        NotEnoughMemoryError: weights, cache, slots or the longest sequence do not fit.
+        ValueError: --max-model-len beyond what the model was trained for.
+    """
+    longest, size = longest_sequence(config, options), options.block_size
+    ranks_with = ranks_maker(config, layout, formats, dtype, device, plan, num_replicas)
+    ranks = ranks_with(options)
+    apiece = math.ceil(longest / size)
+    fitting_slot = min(fitting_blocks(ranks, pool) for pool in pools)
+    asked_slot = None if options.kv_slot_tokens is None else math.ceil(options.kv_slot_tokens / size)
+    host = Pool(name="host memory, for the KV cache", available_bytes=host_bytes, ranks=range(len(ranks)))
+    if device == "cpu":
+        fitting, host = _fitting_beside_slots(ranks, pools[0], asked_slot), None
+    else:
+        fitting = host_bytes // sum(rank.block for rank in ranks)
+    if options.kv_cache_memory is not None:
+        num_blocks = options.kv_cache_memory // sum(rank.block for rank in ranks)
+    else:
+        num_blocks = min(options.max_num_seqs * apiece, max(int(fitting * _CACHE_SHARE[device]), min(fitting, apiece)))
+    slot_share = _SLOT_SHARE if cache_share is None else cache_share
+    if device == "cpu":
+        slot_blocks = num_blocks if asked_slot is None else asked_slot
+    else:
+        slot_blocks = (
+            max(int(fitting_slot * slot_share), min(fitting_slot, apiece)) if asked_slot is None else asked_slot
+        )
+    slot_blocks = min(slot_blocks, num_blocks)
+    max_model_len = longest if options.max_model_len else min(longest, slot_blocks * size)
+    budget = MemoryBudget(
+        ranks=ranks,
+        pools=tuple(pools),
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_positions=longest,
+        room_tokens=min(fitting, fitting_slot) * size,
+        num_replicas=num_replicas,
+        slot_blocks=slot_blocks,
+        host=host,
+    )
+    if fitting_slot < 1:
+        raise refusal(budget, why_nothing_fits(budget, options, ranks_with, dtype, formats))
+    _check(budget, options, fitting, fitting_slot)
+    return budget
+
+
+def describe_offload(budget: MemoryBudget, config: LlamaConfig, options: EngineOptions, device: str) -> tuple[str, ...]:
+    """What lies where, and what a step moves; no lines where the cache is on the device."""
+    if budget.slot_blocks is None:
+        return ()
+    size, num_seqs = options.block_size, options.max_num_seqs
+    context = max(1, min(budget.max_model_len, budget.slot_blocks * size // num_seqs))
+    step_bytes = num_seqs * (math.ceil(context / size) + 1) * max(rank.block for rank in budget.ranks)
+    lines = [
+        (
+            f"KV cache: {budget.num_blocks * size} tokens on the host; two slots for {budget.slot_blocks} blocks "
+            f"({budget.slot_blocks * size} tokens) of a layer each"
+        ),
+        (
+            f"a step of {num_seqs} generated tokens, each behind {context}, moves {format_bytes(step_bytes)} a rank "
+            f"({config.num_layers} layers, to the device and, of a sequence's last block, back)"
+        ),
+    ]
+    if device == "cuda" and options.cuda_graphs:
+        lines.append("no CUDA graphs: a layer's keys and values are in another slot from step to step")
+    if device == "cpu":
+        lines.append(
+            "warning: on a CPU host and device are one memory, so --kv-offload saves none and costs time; it is for trying"
+        )
+    return tuple(lines)
+
+
+def _fitting_beside_slots(ranks: Sequence[RankBytes], pool: Pool, slot_blocks: int | None) -> int:
+    """Blocks of a cache that shares its pool with its slots, which never have more, and fewer where that is asked for."""
+    block, slot = sum(ranks[r].block for r in pool.ranks), sum(ranks[r].slot for r in pool.ranks)
+    left = left_bytes(ranks, pool)
+    alike = left // (block + slot)
+    return alike if slot_blocks is None else max(alike, (left - slot_blocks * slot) // block)
+
+
+def _check(budget: MemoryBudget, options: EngineOptions, fitting: int, fitting_slot: int) -> None:
+    """Refuse a budget that does not add up, with a value that would."""
+    size, per_block = options.block_size, sum(rank.block for rank in budget.ranks)
+    needed = math.ceil((options.max_model_len or 2) / size)
+    slot_blocks = budget.step_blocks
+    if fitting < needed:
+        fix = f"--max-model-len {fitting * size} does" if fitting else "free some of it, or give a smaller --block-size"
+        raise refusal(budget, f"one sequence of {needed * size} tokens does not fit in host memory; {fix}")
+    if budget.num_blocks > fitting:
+        fix = f"--kv-cache-memory {whole_mib(fitting * per_block)} does"
+        raise refusal(budget, f"the KV cache does not fit on the host; {fix}")
+    if slot_blocks > fitting_slot:
+        raise refusal(budget, f"the slots do not fit on the device; --kv-slot-tokens {fitting_slot * size} does")
+    if budget.num_blocks < needed:
+        want = f"{(needed * per_block >> 20) + 1}MiB"
+        raise refusal(
+            budget,
+            f"the KV cache holds {budget.num_blocks * size} tokens, less than one sequence of {needed * size}; give at "
+            f"least --kv-cache-memory {want}, or a smaller --max-model-len",
+        )
+    if slot_blocks < needed:
+        fix = f"--kv-slot-tokens {needed * size}" if needed <= fitting_slot else f"--max-model-len {slot_blocks * size}"
+        raise refusal(
+            budget,
+            f"a slot holds {slot_blocks * size} tokens, less than one sequence of {needed * size}; {fix} would do",
+        )

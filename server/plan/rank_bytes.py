@@ -1,0 +1,115 @@
+"""What one rank will hold beside its KV cache, and what the cache takes per block: sums over sizes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tightwire.model.cache.offloaded_cache import NUM_SLOTS
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.layout import Layout, Shard
+from tightwire.model.weights.formats import WeightFormats, weight_bytes
+from tightwire.model.weights.residency import WeightPlan, WeightSizes
+from tightwire.server.config.engine import EngineOptions
+from tightwire.server.config.limits import MAX_SCORED_ROWS
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# What a process holds before it has any tensor: the interpreter, torch, numba; with CUDA its context and cuBLAS.
+_RUNTIME_BYTES = {"cpu": 300 << 20, "cuda": 1 << 30}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBytes:
+    """What one rank needs; the cache and its slots per block."""
+
+    weights: int
+    activations: int
+    runtime: int
+    block: int  # in all layers
+    slot: int = 0  # the same in the slots of a cache on the host
+
+    @property
+    def fixed(self) -> int:
+        return self.weights + self.activations + self.runtime
+
+
+RanksWith = Callable[[EngineOptions], tuple[RankBytes, ...]]
+
+
+def ranks_maker(
+    config: LlamaConfig,
+    layout: Layout,
+    formats: WeightFormats,
+    dtype: str,
+    device: str,
+    plan: WeightPlan,
+    num_replicas: int,
+) -> RanksWith:
+    """What each rank would hold under other options, replica after replica."""
+    weights = [_weight_bytes(config, shard, formats, dtype, device, plan) for shard in layout.shards]
+
+    def ranks_with(options: EngineOptions) -> tuple[RankBytes, ...]:
+        return tuple(
+            _rank_bytes(config, shard, options, num_bytes, dtype, device, plan.max_parts, num_gathered)
+            for replica in range(num_replicas)
+            for shard, num_bytes in zip(layout.shards, weights, strict=True)
+            for num_gathered in [num_replicas if replica == shard.rank == 0 else 0]
+        )
+
+    return ranks_with
+
+
+def _weight_bytes(
+    config: LlamaConfig, shard: Shard, formats: WeightFormats, dtype: str, device: str, plan: WeightPlan
+) -> int:
+    """What a rank's weights take of its pool."""
+    if not plan.streamed:
+        return weight_bytes(config, shard, formats, _DTYPE_BYTES[dtype])
+    sizes = WeightSizes(config, shard, formats, getattr(torch, dtype), plan.codec)
+    return sizes.in_pool(plan, device)
+
+
+def _rank_bytes(
+    config: LlamaConfig,
+    shard: Shard,
+    options: EngineOptions,
+    num_weight_bytes: int,
+    dtype: str,
+    device: str,
+    max_parts: int,
+    num_gathered: int,
+) -> RankBytes:
+    """What the rank with ``shard`` will hold. ``num_gathered``: replicas whose logits come to it."""
+    elem = _DTYPE_BYTES[dtype]
+    layer_block = 2 * shard.local_kv_heads * options.block_size * config.head_dim * elem
+    return RankBytes(
+        weights=num_weight_bytes,
+        activations=_activation_bytes(config, shard, options, elem, device, max_parts, num_gathered),
+        runtime=_RUNTIME_BYTES[device],
+        block=config.num_layers * layer_block,
+        slot=NUM_SLOTS * layer_block if options.kv_offload else 0,
+    )
+
+
+def _activation_bytes(
+    config: LlamaConfig,
+    shard: Shard,
+    options: EngineOptions,
+    elem_bytes: int,
+    device: str,
+    max_parts: int,
+    num_gathered: int,
+) -> int:
+    """The widest moment of a step: the MLP's two halves beside the residual, or the logits.
+
+    Rank 0 gathers the logits of all sequences and of a few hundred scored prompt tokens, of each replica, and samples from a
+    copy. CUDA graphs, where there are any, keep the activations of the largest step of generated tokens beside those. Of
+    further parts of a step that share a layer there are the residual, what is added to it, and the sum that is on its way.
+    """
+    num_tokens, num_rows = options.max_num_batched_tokens, options.max_num_seqs + MAX_SCORED_ROWS
+    if device == "cuda" and options.cuda_graphs and not options.kv_offload:
+        num_tokens += options.max_num_seqs
+    layer = elem_bytes * num_tokens * (4 * config.hidden_size + 3 * len(shard.mlp_columns))
+    layer += elem_bytes * (max_parts - 1) * options.max_num_batched_tokens * 3 * config.hidden_size
+    return layer + 4 * num_rows * (3 * num_gathered * config.vocab_size or 2 * len(shard.vocab_rows))

@@ -1,0 +1,1 @@
+"""Rank processes, their loop and failure detection. Start with `processes`."""

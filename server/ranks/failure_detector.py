@@ -1,0 +1,204 @@
+"""Decides whether a rank is lost, from exits, reports and heartbeats, and words the reason. No sockets, no processes.
+
+One cause has many symptoms: when a rank is killed the others fail in their collective moments later, and their reports
+may arrive first. So whoever drives this waits a moment after the first sign, then asks for the verdict. What can only be a
+symptom is no verdict for some time yet: on a busy machine a process closes its connections long before the kernel tells its
+parent how it ended.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready
+from tightwire.server.plan.rank_names import rank_name
+
+# A rank that imports libraries from a slow disk may hold the interpreter, and with it the heartbeat, for long.
+_LOADING_PATIENCE = 12
+# The watcher's own clock jumped by more than this: it was stopped itself, and knows nothing about the silence.
+_OWN_PAUSE_S = 3.0
+
+# For so long after the first sign a cause may still come; at most half of the time after which a rank is silent.
+_CAUSE_PATIENCE_S = 3.0
+
+
+@dataclass(slots=True)
+class _Rank:
+    pid: int
+    heard: float
+    doing: str = "starting"
+    step: int = -1
+    busy_s: float = 0.0  # in this step
+    moved_s: float = 0.0  # how far into it the newest collective, or piece of a layer, was first heard of
+    num_collectives: int = 0
+    num_meetings: int = 0
+    num_fetched: int = 0
+    exit_code: int | None = None
+    failed: Failed | None = None
+
+    @property
+    def stuck_s(self) -> float:
+        return self.busy_s - self.moved_s
+
+
+class Watch:
+    """What is known of each rank. ``serving`` is set once all are ready: from then on steps have a deadline."""
+
+    def __init__(
+        self,
+        pids: Sequence[int],
+        *,
+        rank_timeout_s: float,
+        step_timeout_s: float,
+        num_replicas: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.serving = False
+        self.reason: str | None = None
+        self._rank_timeout_s = rank_timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._num_replicas = num_replicas
+        self._clock = clock
+        self._last_check = clock()
+        self._first_sign_s: float | None = None  # when something was first seen to be wrong
+        self._ranks = [_Rank(pid=pid, heard=clock()) for pid in pids]
+
+    def heard(self, message: FromRank) -> None:
+        """Any message shows that its rank lives; heartbeats and last words are kept."""
+        if isinstance(message, Heartbeat):
+            rank = self._ranks[message.rank]
+            rank.heard = self._clock()
+            if message.step != rank.step:
+                rank.moved_s = 0.0
+            elif (message.num_collectives, message.num_fetched) != (rank.num_collectives, rank.num_fetched):
+                rank.moved_s = message.busy_s
+            rank.doing, rank.step, rank.busy_s = message.doing, message.step, message.busy_s
+            rank.num_collectives, rank.num_fetched = message.num_collectives, message.num_fetched
+            rank.num_meetings = message.num_meetings
+        elif isinstance(message, Ready):
+            # Until the next heartbeat says more. The last one may be of a long warm-up, to which no limit applies.
+            rank = self._ranks[message.rank]
+            rank.doing, rank.step, rank.busy_s, rank.moved_s = "idle", -1, 0.0, 0.0
+        elif isinstance(message, Failed):
+            rank = self._ranks[message.rank]
+            rank.failed, rank.doing = message, message.doing
+            self._note_sign()
+
+    def exited(self, rank: int, exit_code: int) -> None:
+        self._ranks[rank].exit_code = exit_code
+        self._note_sign()
+
+    def _note_sign(self) -> None:
+        if self._first_sign_s is None:
+            self._first_sign_s = self._clock()
+
+    @property
+    def alarmed(self) -> bool:
+        """An exit or a failure has been seen, whatever its cause."""
+        return self._first_sign_s is not None
+
+    def check(self) -> str | None:
+        """The reason why the ranks cannot go on; None while they can. The first reason stays."""
+        now = self._clock()
+        if now - self._last_check > _OWN_PAUSE_S:
+            for rank in self._ranks:
+                rank.heard = now
+        self._last_check = now
+        if self.reason is None:
+            self.reason = self._verdict(now)
+        return self.reason
+
+    def _verdict(self, now: float) -> str | None:
+        """Causes before symptoms: killed, failed by itself, left, silent, hung; then failed for want of another.
+
+        Who left may be about to be heard of, and who failed for want of another is: those wait.
+        """
+        patience_s = min(_CAUSE_PATIENCE_S, self._rank_timeout_s / 2)
+        waits = self._first_sign_s is not None and now - self._first_sign_s < patience_s
+        for find in (self._killed, self._failed, self._left, self._silent, self._hung, self._symptom):
+            found = find(now)
+            if found is not None:
+                if waits and find in (self._left, self._symptom):
+                    return None
+                number, what = found
+                pid = self._ranks[number].pid
+                return f"rank {self._name(number)} (pid {pid}) {what}{self._others(number)}"
+        return None
+
+    def _killed(self, now: float) -> tuple[int, str] | None:
+        for number, rank in enumerate(self._ranks):
+            if rank.exit_code is not None and rank.exit_code < 0:
+                return number, f"was killed by {_signal_name(-rank.exit_code)} while: {rank.doing}"
+        return None
+
+    def _failed(self, now: float, symptom: bool = False) -> tuple[int, str] | None:
+        for number, rank in enumerate(self._ranks):
+            if rank.failed is not None and rank.failed.symptom == symptom:
+                return number, f"failed while: {rank.failed.doing}: {rank.failed.message}"
+        return None
+
+    def _symptom(self, now: float) -> tuple[int, str] | None:
+        return self._failed(now, symptom=True)
+
+    def _left(self, now: float) -> tuple[int, str] | None:
+        for number, rank in enumerate(self._ranks):
+            if rank.exit_code is not None and rank.failed is None:
+                return number, f"exited with code {rank.exit_code} while: {rank.doing}"
+        return None
+
+    def _silent(self, now: float) -> tuple[int, str] | None:
+        limit = self._rank_timeout_s * (1 if self.serving else _LOADING_PATIENCE)
+        for number, rank in enumerate(self._ranks):
+            silent_s = now - rank.heard
+            if silent_s > self._rank_timeout_s and _is_stopped(rank.pid):
+                return number, f"is stopped (SIGSTOP), silent for {silent_s:.1f} s, last seen at: {rank.doing}"
+            if silent_s > limit:
+                return number, f"has been silent for {silent_s:.1f} s, last seen at: {rank.doing}"
+        return None
+
+    def _hung(self, now: float) -> tuple[int, str] | None:
+        if not self.serving:
+            return None
+        stepping = [(number, rank) for number, rank in enumerate(self._ranks) if rank.step >= 0]
+        # A replica that is through with its step waits for the others, for as long as they get on.
+        fewest = min((rank.num_meetings for _, rank in stepping), default=0)
+        at_a_step = [(rank.num_collectives, number) for number, rank in stepping if rank.num_meetings == fewest]
+        # A step may last: a long prompt over a slow wire moves from collective to collective for minutes.
+        if not any(self._ranks[number].stuck_s > self._step_timeout_s for _, number in at_a_step):
+            return None
+        # Ranks begin a step together and their heartbeats come at different times, so who is over the limit first says
+        # nothing. The others wait for the one that has begun the fewest collectives.
+        _, number = min(at_a_step)
+        rank = self._ranks[number]
+        stuck = f", {rank.stuck_s:.0f} s without a new collective" if rank.moved_s else ""
+        return number, f"has been at one step for {rank.busy_s:.0f} s{stuck}: {rank.doing}"
+
+    def _others(self, number: int) -> str:
+        """What the other ranks last said they were doing, each with its newest collective."""
+        others = [f"rank {self._name(n)}: {rank.doing}" for n, rank in enumerate(self._ranks) if n != number]
+        return f" ({'; '.join(others)})" if others else ""
+
+    def _name(self, number: int) -> str:
+        return rank_name(number, len(self._ranks) // self._num_replicas, self._num_replicas)
+
+    def tracebacks(self) -> list[tuple[int, str]]:
+        """Of the ranks that failed by themselves; those of mere symptoms when there are no others."""
+        failed = [(number, rank.failed) for number, rank in enumerate(self._ranks) if rank.failed]
+        causes = [(number, failure) for number, failure in failed if not failure.symptom]
+        return [(number, failure.traceback) for number, failure in causes or failed if failure.traceback]
+
+
+def _signal_name(number: int) -> str:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return f"{name} (out of memory?)" if number == signal.SIGKILL else name
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether the kernel has the process stopped, by a signal or a debugger."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")

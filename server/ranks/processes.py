@@ -1,0 +1,229 @@
+"""The rank processes as their parent sees them: start, hand over the work, notice the end, kill."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Self
+
+import msgspec
+
+import tightwire
+from tightwire.comm.link.emulated_network import EmulatedNode
+from tightwire.comm.link.wire import Wire
+from tightwire.comm.transport.segment import make_segment, why_unusable
+from tightwire.server.ipc.channels import make_address
+from tightwire.server.plan.devices import num_cores
+from tightwire.server.plan.rank_setup import RankIdentity, RankWork
+
+WORKER = (sys.executable, "-m", "tightwire.server.ranks.worker")
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+# The store looks for the names of those who connect, and warns where there is nobody to ask.
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+class Ranks:
+    """N child processes, which end with the context at the latest.
+
+    Construct on the main thread: the kernel ties a child to the thread that started it.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        command: Sequence[str] = WORKER,
+        *,
+        num_nodes: int = 1,
+        num_replicas: int = 1,
+        shares_weights: bool = False,
+        wire: Wire | None = None,
+    ) -> None:
+        """``num_nodes``: equal nodes that the ranks are taken to be on, in order; each gets memory of its own too.
+
+        ``num_replicas``: the same of the model's replicas; with ``shares_weights`` those of a node may keep parts of layers.
+        ``wire``: what lies between nodes, for as long as the ranks live; each rank is started on its node.
+        """
+        self.link = None if wire is None else wire.facts
+        folder = None if wire is None else wire.folder
+        self.to_parent = make_address("parent", folder)
+        self.inboxes = tuple(make_address(f"rank{rank}", folder) for rank in range(world_size))
+        self.reporters = tuple(make_address(f"reporter{rank}", folder) for rank in range(world_size))
+        self._wire = wire
+        self._processes: list[subprocess.Popen[bytes]] = []
+        # The store's socket listens before any rank runs, so that none can come too early or find the port taken.
+        shared = world_size > 1 and why_unusable() is None
+        segment_fd = make_segment(world_size) if shared else None
+        node_fds = _make_segments(num_nodes, world_size) if shared else []
+        tp, per_node = world_size // num_replicas, num_replicas // num_nodes
+        replica_fds = _make_segments(num_replicas, world_size) if shared and tp > 1 else []
+        shares = shared and shares_weights and per_node > 1
+        peer_fds = [make_segment(per_node) for _ in range(num_nodes * tp)] if shares else []
+        with self._open_store(world_size) as listener:
+            for rank in range(world_size):
+                node = rank * num_nodes // world_size
+                fds = {
+                    "segment_fd": segment_fd,
+                    "node_segment_fd": _share(node_fds, rank, world_size),
+                    "replica_segment_fd": _share(replica_fds, rank, world_size),
+                    "peer_segment_fd": peer_fds[node * tp + rank % tp] if peer_fds else None,
+                }
+                self._processes.append(self._start(rank, world_size, listener, fds, command))
+        for fd in filter(None, [segment_fd, *node_fds, *replica_fds, *peer_fds]):
+            os.close(fd)  # the ranks hold it now, and it goes with the last of them
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def _node(self, rank: int, world_size: int) -> EmulatedNode | None:
+        """Where a rank lives; None: where this process does."""
+        nodes = self._wire.nodes if self._wire else ()
+        return nodes[rank * len(nodes) // world_size] if nodes else None
+
+    def _open_store(self, world_size: int) -> socket.socket:
+        """The store's socket, on rank 0's node."""
+        node, backlog = self._node(0, world_size), max(64, world_size)
+        if node is None:
+            return socket.create_server(("127.0.0.1", 0), backlog=backlog)
+        return node.visit(lambda: socket.create_server((node.address, 0), backlog=backlog))
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def _start(
+        self,
+        rank: int,
+        world_size: int,
+        listener: socket.socket,
+        segment_fds: Mapping[str, int | None],
+        command: Sequence[str],
+    ) -> subprocess.Popen[bytes]:
+        """``segment_fds``: those of the identity, by its names."""
+        node = self._node(rank, world_size)
+        identity = RankIdentity(
+            rank=rank,
+            world_size=world_size,
+            parent_pid=os.getpid(),
+            to_parent=self.to_parent,
+            inboxes=self.inboxes,
+            reporter=self.reporters[rank],
+            store_host=listener.getsockname()[0],
+            store_port=listener.getsockname()[1],
+            store_fd=listener.fileno() if rank == 0 else None,
+            interface=None if node is None else node.interface,
+            throttle=None if self._wire is None else self._wire.throttle,
+            **segment_fds,
+        )
+        inherited = [listener.fileno()] if rank == 0 else []
+        inherited += [fd for fd in segment_fds.values() if fd is not None]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            env=_environment(world_size) | (_QUIET if node else {}),
+            pass_fds=inherited,
+            preexec_fn=partial(_begin, node),  # noqa: PLW1509 - a few system calls, and no other thread runs yet
+        )
+        self._tell(process, identity)
+        return process
+
+    def hand_out(self, work: RankWork) -> None:
+        """Tell every rank what to run. A rank that has died meanwhile is noticed by its exit, not here."""
+        for process in self._processes:
+            self._tell(process, work)
+
+    def _tell(self, process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            _stdin_of(process).write(msgspec.json.encode(message) + b"\n")
+            _stdin_of(process).flush()
+
+    def on_exit(self, loop: asyncio.AbstractEventLoop, callback: Callable[[int, int], None]) -> None:
+        """Call ``callback(rank, exit code)`` on ``loop`` as soon as a process ends; negative codes are signals."""
+
+        def wait(rank: int, process: subprocess.Popen[bytes]) -> None:
+            code = process.wait()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
+                loop.call_soon_threadsafe(callback, rank, code)
+
+        for rank, process in enumerate(self._processes):
+            threading.Thread(target=wait, args=(rank, process), daemon=True).start()
+
+    def kill(self) -> None:
+        """End all of them at once, stopped ones too, and reap them."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+        for process in self._processes:
+            # A process in an uninterruptible read from a dead file server cannot be reaped; the kernel ends it later.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+            with contextlib.suppress(BrokenPipeError):
+                _stdin_of(process).close()
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether all have ended by themselves within ``timeout_s``."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while any(process.poll() is None for process in self._processes):
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+
+def _make_segments(num_parts: int, world_size: int) -> list[int]:
+    """One for each of equal parts of the ranks; none where all are in one."""
+    return [make_segment(world_size // num_parts) for _ in range(num_parts)] if num_parts > 1 else []
+
+
+def _share(segment_fds: Sequence[int], rank: int, world_size: int) -> int | None:
+    """That of the rank's part."""
+    return segment_fds[rank * len(segment_fds) // world_size] if segment_fds else None
+
+
+def _stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert process.stdin is not None, "every rank is started with a pipe"
+    return process.stdin
+
+
+def _begin(node: EmulatedNode | None) -> None:
+    _obey_only_the_parent()
+    if node is not None:
+        node.enter()
+
+
+def _obey_only_the_parent() -> None:
+    """Runs in the child before its program starts: the kernel kills it when its parent ends, however that ends.
+
+    A terminal, a service manager or a batch system signals every process; only the parent knows how to drain, so the
+    child ignores what asks it to end. Both are set here rather than by the child, because one that is stopped or
+    signalled before its first line could not.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _environment(world_size: int) -> dict[str, str]:
+    """The parent's environment with the cores dealt to the ranks, before any of their libraries starts its threads."""
+    threads = str(max(1, num_cores() // world_size))
+    source = str(Path(tightwire.__file__).parent.parent)
+    return {
+        **dict.fromkeys(_THREAD_VARIABLES, threads),
+        **os.environ,
+        # The ranks run the parent's own code, also where it was never installed.
+        "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")])),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order the memory budget was made in
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,116 @@
+"""One rank's AllReduces: made as the policy says, checked, and reported. What summed wrongly is not used."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tightwire.comm.all_reduce.self_test import Verdict, agree, self_test
+from tightwire.comm.group.group import Group
+from tightwire.comm.policy.routes import Routes, make_candidates
+from tightwire.comm.policy.rules import Policy, QuarantinedError
+from tightwire.server.ipc.messages import CommChoice, CommSetup, SelfTestVerdict
+from tightwire.server.plan.rank_setup import RunPlan
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedComm:
+    """``routes``: what the model sums with, None for a single rank; ``setup``: the same in words."""
+
+    routes: Routes | None
+    setup: CommSetup
+
+
+def check_comm(
+    group: Group,
+    plan: RunPlan,
+    *,
+    row_elems: int,
+    max_rows: int,
+    await_others: Callable[[], None] = lambda: None,
+    world: Group | None = None,
+) -> CheckedComm:
+    """Make every AllReduce of the plan's policies, test each in the sizes to come, and quarantine the wrong ones.
+
+    Collective. All ranks come to the same result.
+
+    Args:
+        row_elems, max_rows: a message of one row and one of the most rows are tested.
+        world: the ranks of all replicas, which are to sum alike; None: there is one replica.
+        await_others: called when this rank has compiled what it will run, before it meets the others under a deadline.
+    Raises:
+        QuarantinedError: an algorithm that was asked for by name, or all that ``auto`` could use, sum wrongly.
+        ValueError: peer memory was asked for by name and cannot be had.
+    """
+    if group.world_size == 1:
+        return CheckedComm(None, CommSetup(transport=plan.transport, num_nodes=plan.num_nodes))
+    transport, reason, asked = _what_was_had(group, plan)
+    candidates = make_candidates([policy for _, policy in asked], group)
+    await_others()
+    dtype: torch.dtype = getattr(torch, plan.dtype)
+    group.ledger.phase = "self-test"
+    verdicts = self_test(group, candidates, row_elems=row_elems, max_rows=max_rows, dtype=dtype)
+    if world is not None:
+        verdicts = agree(world, verdicts, group.world_size)
+    wrong = {verdict.algorithm: verdict.detail for verdict in verdicts if not verdict.ok}
+    if group.rank == 0:
+        for name, detail in wrong.items():
+            _log.error("quarantined %s, which failed the self-test: %s", name, detail)
+    arms = [(asked[0][0], asked[0][1].without(wrong)), *(_extra_without(*arm, wrong) for arm in asked[1:])]
+    return CheckedComm(Routes(arms, candidates), _describe(transport, reason, plan, arms, verdicts))
+
+
+def _extra_without(name: str, policy: Policy, wrong: Mapping[str, str]) -> tuple[str, Policy]:
+    try:
+        return name, policy.without(wrong)
+    except QuarantinedError as error:
+        raise QuarantinedError(f"--allreduce-extra {name}: {error}") from None
+
+
+def _what_was_had(group: Group, plan: RunPlan) -> tuple[str, str, list[tuple[str, Policy]]]:
+    """The transport that ``group`` came to have, why it is not a faster one, and the arms for it, the server's own first.
+
+    Whether GPUs reach each other only ranks find out.
+    """
+    if not group.no_peer_memory:
+        arms = [(plan.own_arm, plan.policy), *((arm.name, arm.policy) for arm in plan.extra)]
+        return plan.transport, plan.transport_reason, arms
+    library = [(plan.own_arm, plan.library_policy), *((arm.name, arm.library_policy) for arm in plan.extra)]
+    arms = [(name, policy) for name, policy in library if policy is not None]
+    if len(arms) < len(library):
+        raise ValueError(
+            f"--transport peer-memory cannot be had: {group.no_peer_memory}; use --transport process-group, or auto"
+        )
+    return "process-group", f"no peer memory: {group.no_peer_memory}", arms
+
+
+def _describe(
+    transport: str, reason: str, plan: RunPlan, arms: list[tuple[str, Policy]], verdicts: list[Verdict]
+) -> CommSetup:
+    return CommSetup(
+        transport=transport,
+        transport_reason=reason,
+        num_nodes=plan.num_nodes,
+        overlap=plan.overlap,
+        choices=_choices(arms[0][1]),
+        self_test=[SelfTestVerdict(algorithm=v.algorithm, ok=v.ok, detail=v.detail) for v in verdicts],
+        extra={name: _choices(policy) for name, policy in arms[1:]},
+    )
+
+
+def _choices(policy: Policy) -> list[CommChoice]:
+    return [
+        CommChoice(
+            site=rule.site,
+            phase=rule.phase,
+            up_to_bytes=choice.up_to_bytes,
+            algorithm=choice.algorithms[0],
+            reason=choice.reason,
+            layers=None if rule.layers is None else list(rule.layers),
+        )
+        for rule in policy.rules
+        for choice in rule.choices
+    ]

@@ -1,0 +1,152 @@
+"""The ranks, the client that talks to them, and the watch over both: one engine, as ``serve`` and ``generate`` use it."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable
+from typing import Self, TypeVar
+
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.ipc.engine_client import Phase
+from tightwire.server.ipc.messages import FromRank, Ready, Stage
+from tightwire.server.ipc.zmq_client import ZmqEngineClient
+from tightwire.server.plan.progress import Progress
+from tightwire.server.plan.rank_setup import RankWork
+from tightwire.server.ranks.failure_detector import Watch
+from tightwire.server.ranks.processes import Ranks
+
+_log = logging.getLogger(__name__)
+
+_WATCH_PERIOD_S = 0.25
+# After the first sign of trouble: the other ranks' last words, which tell the cause from its symptoms.
+_COLLECT_S = 0.2
+_STOP_S = 5.0  # for ranks to leave their loops when asked
+
+_T = TypeVar("_T")
+
+
+class RankFailedError(Exception):
+    """A rank cannot go on, so none can (or they are out of this process's sight); the message says which and why."""
+
+
+class RankedEngine:
+    """N rank processes from start to end. Use as an async context: whatever happens, none outlives it."""
+
+    def __init__(self, config: ServeConfig, ranks: Ranks, progress: Progress) -> None:
+        self._ranks, self._progress = ranks, progress
+        self._watch = Watch(
+            self._ranks.pids,
+            rank_timeout_s=config.http.rank_timeout_s,
+            step_timeout_s=config.http.step_timeout_s,
+            num_replicas=config.parallel.dp,
+        )
+        self.client = ZmqEngineClient(
+            to_engine=self._ranks.inboxes[0],
+            from_ranks=self._ranks.to_parent,
+            reporters=self._ranks.reporters,
+            max_queued_requests=config.http.max_queued_requests,
+            on_report=self._hear,
+        )
+        self.ready: dict[int, Ready] = {}
+        self._all_ready = asyncio.Event()
+        self._trouble = asyncio.Event()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._ranks.on_exit(asyncio.get_running_loop(), self._note_exit)
+        self._watching = asyncio.create_task(self._keep_watch(), name="watch over the ranks")
+        for task in (self.client.open(), self._watching):
+            task.add_done_callback(self._note_end)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop_watching()
+        self._ranks.kill()
+        self.client.close()
+        if self._failed.done():
+            self._failed.exception()  # seen: nobody may have been waiting when it came
+
+    def load(self, work: RankWork) -> None:
+        """Tell the ranks what to load and run."""
+        self._ranks.hand_out(work)
+
+    async def wait_ready(self) -> None:
+        """Until every rank has loaded and answered a first request of its own.
+
+        Raises:
+            RankFailedError: one of them could not.
+        """
+        await self.guard(self._all_ready.wait())
+
+    async def guard(self, waiting: Awaitable[_T]) -> _T:
+        """The result of ``waiting``, unless a rank fails first.
+
+        Raises:
+            RankFailedError: it did.
+        """
+        task = asyncio.ensure_future(waiting)
+        try:
+            await asyncio.wait([task, self._failed], return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait([task])  # for its own cleanup, such as cancelling a request
+
+    async def stop(self) -> None:
+        """Ask the ranks to end, and wait a few seconds for it; the context's end kills the rest."""
+        self._stop_watching()
+        self.client.stop_engine()
+        await self._ranks.wait(_STOP_S)
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def tracebacks(self) -> list[tuple[int, str]]:
+        """Where the failed ranks failed, for the log."""
+        return self._watch.tracebacks()
+
+    def _note_exit(self, rank: int, code: int) -> None:
+        self._watch.exited(rank, code)
+        self._trouble.set()
+
+    def _hear(self, message: FromRank) -> None:
+        self._watch.heard(message)
+        if self._watch.alarmed:
+            self._trouble.set()
+        if isinstance(message, Stage):
+            self._progress.stage(message)
+            if not self._watch.serving:
+                done = f" {100 * message.fraction:.0f} %" if message.fraction else ""
+                self.client.set_phase(Phase.LOADING, f"{message.name}{done}")
+        elif isinstance(message, Ready):
+            self.ready[message.rank] = message
+            if len(self.ready) == len(self._ranks.pids):
+                self._watch.serving = True
+                self.client.set_phase(Phase.READY)
+                self._all_ready.set()
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """Of a task without which nobody would notice anything any more."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the %s broke", task.get_name(), exc_info=error)
+            self._fail(f"the {task.get_name()} broke: {error!r}")
+
+    def _fail(self, reason: str) -> None:
+        self.client.set_phase(Phase.DEAD, reason)
+        self._ranks.kill()
+        if not self._failed.done():
+            self._failed.set_exception(RankFailedError(reason))
+
+    async def _keep_watch(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._trouble.wait(), _WATCH_PERIOD_S)
+                await asyncio.sleep(_COLLECT_S)
+            reason = self._watch.check()
+            if reason is not None:
+                self._fail(reason)
+                return

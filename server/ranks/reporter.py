@@ -1,0 +1,132 @@
+"""A rank's voice: messages to the parent, and a heartbeat that goes on while the rank computes or hangs.
+
+The heartbeat has a thread and sockets of its own (zmq sockets belong to one thread). It says what the rank is doing
+and for how long, so that the parent can tell slow from stuck and name the collective that did not come back. The same
+thread answers the parent's wish for a recording of all collectives.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import zmq
+
+from tightwire.comm.ledger.ledger import Ledger
+from tightwire.server.ipc.channels import bind_receiver, connect_sender
+from tightwire.server.ipc.messages import FromRank, Heartbeat, Hush, Recorded, Stage, ToReporter
+from tightwire.server.ranks.recorder import Recorder
+
+HEARTBEAT_PERIOD_S = 0.5
+_LINGER_MS = 2000  # the last words of a failing rank
+_MIN_PROGRESS_STEP = 0.02
+
+
+class Reporter:
+    """Sends to the parent. All methods are for the rank's main thread.
+
+    ``ledger`` is to be the group's once there is a group, ``num_fetched`` what streamed weights and an offloaded cache say,
+    ``num_meetings`` what replicas do. ``inbox``: the address where the parent asks for recordings.
+    """
+
+    def __init__(self, rank: int, address: str, inbox: str) -> None:
+        self.rank = rank
+        self.ledger = Ledger()
+        self.num_fetched: Callable[[], int] = lambda: 0  # pieces of weights and cache that have come in since the start
+        self.num_meetings: Callable[[], int] = lambda: 0  # of all replicas' ranks, begun since the start
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context = zmq.Context()
+        self._socket = connect_sender(self._context, address)
+        self._inbox_address = inbox
+        self._activity: tuple[str, int, float | None] = ("starting", -1, time.monotonic())
+        self._thread = threading.Thread(target=self._beat, args=(address,), name="heartbeat", daemon=True)
+        self._thread.start()
+
+    @property
+    def doing(self) -> str:
+        """What this rank does, in words: a stage, or a step with the collective it is in or the one before."""
+        doing, step, since = self._activity
+        words = doing if step < 0 else f"{doing} {step}"
+        if current := self.ledger.current():
+            return f"{words}: {current}"
+        serving = step >= 0 or since is None
+        return f"{words}, after {last}" if serving and (last := self.ledger.last()) else words
+
+    def begin(self, doing: str, step: int = -1) -> None:
+        """From now on this rank does ``doing``; a step of the engine gives its number."""
+        self._activity = (doing, step, time.monotonic())
+
+    def idle(self) -> None:
+        """Nothing to do: being silent about progress is no sign of a hang."""
+        self._activity = ("idle", -1, None)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[Callable[[float], None]]:
+        """A stage of start-up, reported and timed; yields what takes its fraction done."""
+        self.begin(name)
+        start = time.monotonic()
+        self.send(Stage(rank=self.rank, name=name, fraction=0.0))
+        reported = 0.0
+
+        def progress(fraction: float) -> None:
+            nonlocal reported
+            if fraction - reported >= _MIN_PROGRESS_STEP:
+                reported = fraction
+                self.send(Stage(rank=self.rank, name=name, fraction=fraction))
+
+        yield progress
+        self.begin(f"{name}, done")  # no longer at the steps of a warm-up, whose length has no limit
+        self.send(Stage(rank=self.rank, name=name, fraction=1.0, seconds=time.monotonic() - start))
+
+    def send(self, message: FromRank) -> None:
+        """Queue one message; never blocks, because a parent that does not read is about to end this process."""
+        self._socket.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        """Send what is queued, for at most two seconds."""
+        waker = connect_sender(self._context, self._inbox_address)
+        waker.send(self._encoder.encode(Hush()))
+        self._thread.join(timeout=2 * HEARTBEAT_PERIOD_S)
+        waker.close(linger=0)
+        self._socket.close(linger=_LINGER_MS)
+        if not self._thread.is_alive():
+            self._context.term()
+
+    def _beat(self, address: str) -> None:
+        encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToReporter)
+        with (
+            connect_sender(self._context, address) as socket,
+            bind_receiver(self._context, self._inbox_address) as inbox,
+        ):
+
+            def send(message: Heartbeat | Recorded) -> None:
+                socket.send(encoder.encode(message))
+
+            recorder = Recorder(self.rank, send)
+            next_beat_s = time.monotonic()
+            while True:
+                if time.monotonic() >= next_beat_s:
+                    send(self._heartbeat())
+                    next_beat_s = time.monotonic() + HEARTBEAT_PERIOD_S
+                recorder.pump(time.monotonic())
+                wake_s = min(next_beat_s, recorder.end_s or next_beat_s)
+                if not inbox.poll(max(0, round(1000 * (wake_s - time.monotonic())) + 1)):
+                    continue
+                message = decoder.decode(inbox.recv())
+                if isinstance(message, Hush):
+                    return
+                recorder.start(message, self.ledger, time.monotonic())
+
+    def _heartbeat(self) -> Heartbeat:
+        _, step, since = self._activity
+        return Heartbeat(
+            rank=self.rank,
+            step=step,
+            doing=self.doing,
+            busy_s=0.0 if since is None else time.monotonic() - since,
+            num_collectives=self.ledger.number,
+            num_meetings=self.num_meetings(),
+            num_fetched=self.num_fetched(),
+            latencies=self.ledger.latencies(),
+        )

@@ -1,0 +1,71 @@
+"""What streaming costs, measured while warming up: what a step takes beside what it would take with resident weights."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tightwire.model.step import StepPlan
+from tightwire.model.weights.streamed import StreamedWeights
+from tightwire.server.engine.step_size import StepSize
+from tightwire.server.ipc.messages import StreamCount, StreamForecast
+
+_PROMPT_TOKENS = 512  # of the first token that the forecast is about
+
+_T = TypeVar("_T")
+
+
+class StreamMeter:
+    """Runs steps, and keeps the last one of generated tokens and the last with a prompt."""
+
+    def __init__(self, weights: StreamedWeights, step_size: StepSize, other_waits_s: Callable[[], float]) -> None:
+        """
+        Args:
+            step_size: learns from every step.
+            other_waits_s: how long steps have stood still so far for anything but layers.
+        """
+        self._weights, self._step_size, self._other_waits_s = weights, step_size, other_waits_s
+        self._since = weights.flow()
+        self._computing_s = {True: 0.0, False: 0.0}  # without waiting for layers; by whether all rows are generated
+        self._num_rows = {True: 1, False: 1}
+
+    def forecast_from_here(self) -> None:
+        """Of what has come so far nothing is to count: while kernels are compiled and files read for the first time, layers
+        come slower than they ever will again."""
+        self._since = self._weights.flow()
+
+    def run(self, execute: Callable[[], _T], plan: StepPlan) -> _T:
+        before, others_before_s, start_s = self._weights.flow(), self._other_waits_s(), time.perf_counter()
+        result = execute()
+        step_s, after = time.perf_counter() - start_s, self._weights.flow()
+        waited_s = after.waited_s - before.waited_s
+        # A slower replica is part of what a step takes, however large; only of what this rank computes it is not.
+        others_s = self._other_waits_s() - others_before_s + after.late_s - before.late_s
+        num_rows = len(plan.token_ids) // 4
+        generated = plan.num_decode_rows == num_rows
+        self._step_size.learn(num_rows, step_s, waited_s)
+        self._computing_s[generated], self._num_rows[generated] = (
+            max(0.0, step_s - waited_s - others_s),
+            num_rows,
+        )
+        return result
+
+    def count(self) -> StreamCount:
+        flow = self._weights.flow()
+        return StreamCount(flow.num_bytes, flow.fetch_s, flow.waited_s, self._step_size.tokens)
+
+    def forecast(self) -> StreamForecast:
+        """Of one sequence alone. A prompt's tokens are taken to cost what those of the short one here did."""
+        flow, since, weights = self._weights.flow(), self._since, self._weights
+        fetch_s = flow.fetch_s - since.fetch_s
+        bytes_per_s = (flow.num_bytes - since.num_bytes) / fetch_s if fetch_s else 0.0
+        per_row_s = self._computing_s[False] / self._num_rows[False]
+        pass_s = weights.pass_bytes / bytes_per_s if bytes_per_s else 0.0
+        return StreamForecast(
+            num_layers=weights.layers_per_pass,
+            pass_bytes=weights.pass_bytes,
+            bytes_per_s=bytes_per_s,
+            pass_s=pass_s,
+            decode_s=self._computing_s[True],
+            prompt_s=per_row_s * _PROMPT_TOKENS,
+            break_even_rows=max(1, round(pass_s / per_row_s)) if pass_s and per_row_s else 0,
+        )

@@ -1,0 +1,88 @@
+"""One rank process, from its first line: listens to its parent, reports, and hands over to ``rank``.
+
+Light on purpose: nothing here imports torch, so that heartbeats flow while the heavy modules load. The kernel ends it
+with its parent (``ranks`` asks for that); the end of its standard input says the same a second way. Started by
+``ranks`` as ``python -m tightwire.server.ranks.worker``; not meant for people.
+"""
+
+import importlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from typing import TypeVar
+
+import msgspec
+
+from tightwire.comm.errors import CommError
+from tightwire.comm.link.wire import LinkTooFastError
+from tightwire.model.checkpoint.errors import ModelError, WeightsError
+from tightwire.server.ipc.messages import Failed
+from tightwire.server.plan.rank_setup import RankIdentity, RankWork
+from tightwire.server.ranks.reporter import Reporter
+
+# Whose message says what is wrong and what to do about it: a file, a disk, an option. The rest are for who reads code.
+_TOLD_IN_FULL = (LinkTooFastError, ModelError, WeightsError)
+
+_T = TypeVar("_T")
+
+
+def main(body: str = "tightwire.server.ranks.rank_main:run") -> int:
+    """Run one rank to its end. ``body`` is what it does once it knows its work; tests give their own."""
+    identity = _read_line(RankIdentity)
+    if os.getppid() != identity.parent_pid:
+        return 1  # the parent died before the kernel was asked to watch it
+    logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {identity.rank} %(name)s: %(message)s")
+    work: queue.SimpleQueue[RankWork] = queue.SimpleQueue()
+    threading.Thread(target=_listen_to_parent, args=(work,), daemon=True).start()
+    reporter = Reporter(identity.rank, identity.to_parent, identity.reporter)
+    try:
+        with reporter.stage("import"):
+            module, function = body.split(":")
+            run = getattr(importlib.import_module(module), function)
+        reporter.begin("waiting to be told the model")
+        run(identity, work.get(), reporter)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
+        reporter.send(
+            Failed(
+                rank=identity.rank,
+                doing=reporter.doing,
+                message=_describe(error),
+                traceback="" if isinstance(error, _TOLD_IN_FULL) else traceback.format_exc(),
+                symptom=isinstance(error, CommError),
+            )
+        )
+        return 1
+    finally:
+        reporter.close()
+    return 0
+
+
+def _read_line(kind: type[_T]) -> _T:
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        os._exit(1)  # the pipe ended: the parent is gone
+    return msgspec.json.decode(line, type=kind)
+
+
+def _listen_to_parent(work: queue.SimpleQueue[RankWork]) -> None:
+    """Take the second line, then wait for the end of the pipe, which comes when the parent is gone."""
+    work.put(_read_line(RankWork))
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _describe(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    # Libraries' own threads may not end by themselves; everything of ours is flushed.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

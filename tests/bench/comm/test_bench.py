@@ -1,0 +1,179 @@
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.comm.faulty_all_reduce import make_faulty, make_raising
+
+from tightwire.bench.cli import main
+from tightwire.bench.comm import ranks as comm_ranks
+from tightwire.bench.comm.bench import CommBench
+from tightwire.bench.comm.options import CommBenchOptions
+from tightwire.comm.group.local_ranks import LocalRankError
+from tightwire.comm.link import wire
+from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
+from tightwire.comm.link.link import parse_link
+
+SMALL = ["--algorithms", "native,one-shot,two-shot,flash-int8", "--sizes", "4KiB,1000B", "--repeats", "3"]
+
+
+def bench(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
+    """Run ``bench comm``: exit code, last line, everything before it and stderr."""
+    status = main(["comm", *argv])
+    captured = capsys.readouterr()
+    *text, last = captured.out.splitlines()
+    return status, json.loads(last), "\n".join([*text, captured.err])
+
+
+def test_every_cell_is_measured_and_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, result, text = bench(*SMALL, "--output", str(tmp_path), "--label", "x", capsys=capsys)
+
+    assert status == 0 and result["error"] is None
+    assert [(cell["size"], cell["algorithm"]) for cell in result["cells"]] == [
+        (size, name) for size in (1000, 4096) for name in ("native", "one-shot", "two-shot", "flash-int8")
+    ]
+    for cell in result["cells"]:
+        assert cell["seconds"]["n"] == 3
+        assert 0 < cell["seconds"]["p50"] <= cell["seconds"]["p99"]
+        assert cell["algbw_bytes_per_s"] == pytest.approx(cell["size"] / cell["seconds"]["p50"])
+        assert cell["busbw_bytes_per_s"] == pytest.approx(cell["algbw_bytes_per_s"])  # 2 (N-1)/N with two ranks
+        assert 0 < cell["share_of_bound"] <= 1 and cell["relative_error"] > 0
+        native = next(c for c in result["cells"] if (c["size"], c["algorithm"]) == (cell["size"], "native"))
+        assert cell["speed_up_over_native"] == pytest.approx(native["seconds"]["p50"] / cell["seconds"]["p50"])
+    # 2048 bf16 numbers: a slice of 1024 each, 8 groups of 128 codes with scale and zero, in both legs.
+    assert result["cells"][-1]["wire_bytes"] == 2 * 8 * (128 + 4)
+    assert "4KiB" in text and "flash-int8" in text
+
+    kept, table, page = map(Path, result["files"])
+    cells = json.loads(kept.read_text())["cells"]
+    assert all(len(cell["samples_s"]) == 3 and min(cell["samples_s"]) == cell["seconds"]["min"] for cell in cells)
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert [row["algorithm"] for row in rows] == [cell["algorithm"] for cell in cells]
+    assert float(rows[0]["median_us"]) == pytest.approx(cells[0]["seconds"]["p50"] * 1e6)
+    _check_page(page.read_text())
+
+
+def _check_page(text: str) -> None:
+    """One document that asks no network for anything, with a plot for each crossover and every cell."""
+    ids: list[str] = []
+    tags: list[str] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            tags.append(tag)
+            ids.extend(value or "" for name, value in attrs if name == "id")
+
+    Reader().feed(text)
+    assert tags.count("svg") == 3 and tags.count("tr") == (1 + 2) + (1 + 8)
+    assert "script" not in tags and "link" not in tags and "img" not in tags
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
+    assert used and used <= set(ids)
+    assert not re.findall(r'(?:src|href)="(?!#)', text)
+    assert "#c0ff" not in text  # no stand-in colour is left
+
+
+def test_every_kind_of_wrong_answer_fails_the_run_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("auto", "ring", "two-shot", "one-shot", "native")
+    options = CommBenchOptions(
+        algorithms=names, sizes=(1024,), dtype="float32", transport="process-group", repeats=3, seed=3
+    )
+
+    status = CommBench(options, make_faulty).run()
+
+    captured = capsys.readouterr()
+    result = json.loads(captured.out.splitlines()[-1])
+    assert status == 1
+    for name, words in {
+        "ring": r"an element is [\d.e+]+ times as wrong as the algorithm's bound allows",
+        "two-shot": r"ranks got unlike bits: rank 0 \w{8}, rank 1 \w{8}",
+        "one-shot": r"the same call gave other bits later, on ranks \[0, 1\]",
+        "native": r"rank 0 sent 1024 bytes, and its formula says 1025",
+    }.items():
+        assert re.search(f"wrong answer: {name} at 1024 bytes: .*{words}", captured.err), name
+        assert re.search(words, result["error"])
+    assert {cell["algorithm"]: bool(cell["faults"]) for cell in result["cells"]} == {
+        name: name != "auto" for name in names
+    }
+
+
+def test_a_rank_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    options = CommBenchOptions(
+        algorithms=("one-shot",), sizes=(1024,), transport="process-group", repeats=3, timeout_s=5
+    )
+    run = CommBench(options, make_raising)
+
+    with pytest.raises(LocalRankError, match="ZeroDivisionError: on purpose|lost rank 1") as caught:
+        run.run()
+
+    assert run.fail(str(caught.value)) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"] == str(caught.value)
+
+
+def test_what_cannot_be_had_is_refused_and_leaves_no_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(comm_ranks, "why_unusable", lambda: "this system has none")
+
+    status, result, text = bench(*SMALL, "--transport", "shared-memory", "--output", str(tmp_path), capsys=capsys)
+
+    assert (status, result["cells"], result["files"]) == (1, [], [])
+    assert "--transport shared-memory cannot be had: this system has none" in result["error"]
+    assert result["error"] in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+
+    status, result, text = bench(*SMALL, "--output", str(tmp_path / "file"), capsys=capsys)
+
+    assert status == 1 and result["cells"] == []
+    assert "cannot be written" in text and "KiB" not in text
+
+
+def test_over_a_real_wire_between_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        EmulatedNetwork(parse_link("1gbit")).close()
+    except NoEmulatedNetworkError as error:
+        pytest.skip(f"no emulated network here: {error}")
+
+    status, result, text = bench(
+        *("--algorithms", "two-shot,hierarchical:int8", "--sizes", "64KiB", "--repeats", "3"),
+        *("--ranks", "4", "--nodes", "2", "--link", "40mbit,latency=100us"),
+        capsys=capsys,
+    )
+
+    assert (status, result["error"], result["nodes"]) == (0, None, 2)
+    link = result["link"]
+    assert link["how"] == "tc tbf between network namespaces, latency in user space"
+    assert link["measured_bytes_per_s"] > 0
+    assert "4 ranks on 2 nodes, bfloat16, process-group over 40mbit,latency=100us (tc tbf" in text
+    for cell in result["cells"]:
+        assert cell["seconds"]["min"] >= 2 * 100e-6  # two rounds at least pass the wire
+
+
+def test_without_namespaces_the_link_is_throttled_and_the_result_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> EmulatedNetwork:
+        raise NoEmulatedNetworkError("only root makes network namespaces")
+
+    monkeypatch.setattr(wire, "EmulatedNetwork", refuse)
+
+    status, result, text = bench(
+        *("--algorithms", "two-shot,flash-int8", "--sizes", "64KiB", "--repeats", "3", "--link", "80mbit"),
+        capsys=capsys,
+    )
+
+    assert status == 0
+    assert result["link"]["how"] == "throttled in user space"
+    assert result["link"]["why"] == "only root makes network namespaces"
+    assert "throttled in user space" in text
+    for cell in result["cells"]:
+        assert cell["seconds"]["min"] >= cell["wire_bytes"] / 10e6

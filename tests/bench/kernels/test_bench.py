@@ -1,0 +1,64 @@
+"""``tightwire bench kernels`` on a CPU: what it prints and keeps, and that a wrong answer fails it."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tightwire.bench import cli
+from tightwire.bench.kernels.arms import OPERATIONS
+from tightwire.kernels import block_quant
+from tightwire.kernels.spec.block_format import BlockFormat
+
+ARGS = ["kernels", "--device", "cpu", "--codecs", "int8,int4-had", "--sizes", "4KiB", "--repeats", "3"]
+
+
+def test_prints_and_keeps_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ARGS, "--output", str(tmp_path), "--label", "mine"]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert "4KiB: GB/s" in out and "need a GPU" in out
+    assert result["schema"] == "tightwire.bench.kernels/1" and result["error"] is None
+    assert [(row["codec"], row["operation"]) for row in result["codecs"]] == [
+        (codec, operation) for codec in ("int8", "int4-had") for operation in OPERATIONS
+    ]
+    first = result["codecs"][0]
+    moved = 4096 + 16 * 132  # 2048 numbers are 16 groups of 128 codes, a scale and a zero
+    assert first["bytes_per_s"] == pytest.approx(moved / first["seconds"])
+    assert first["share_of_copy"] == pytest.approx(first["bytes_per_s"] / first["copy_bytes_per_s"])
+    kept = json.loads((tmp_path / Path(result["files"][0]).name).read_text())
+    assert len(kept["codecs"][0]["samples_s"]) == 3 and "samples_s" not in first
+    with (tmp_path / Path(result["files"][1]).name).open() as file:
+        assert [row["name"] for row in csv.DictReader(file)] == [row["name"] for row in result["codecs"]]
+
+
+def test_a_wrong_answer_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    encode = block_quant.encode
+
+    def encode_wrongly(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
+        return torch.bitwise_xor(encode(x_N, fmt, out), 1, out=out)
+
+    monkeypatch.setattr(block_quant, "encode", encode_wrongly)
+    assert cli.main(ARGS) == 1
+    captured = capsys.readouterr()
+    assert "wrong answer: encode int8 4KiB" in captured.err and "WRONG" in captured.out
+    assert "encode int8 4KiB" in json.loads(captured.out.splitlines()[-1])["error"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--codecs", "none"], "does not quantize"),
+        (["--codecs", "int7"], "unknown codec 'int7'"),
+        (["--sizes", "6"], "positive multiple of 4"),
+        (["--ranks", "1"], "at least 2"),
+    ],
+)
+def test_bad_options_are_refused(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["kernels", "--device", "cpu", *args])
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,196 @@
+"""The peers' bench, with fake servers: equal prompts for all, wrong and dead servers left out visibly, nothing left running."""
+
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.server.fake_openai import FakeServer, running
+
+_FOLDER = Path(__file__).resolve().parents[3] / "bench" / "peers"
+_SHORT = ["--rounds", "1", "--concurrency", "1,2", "--num-requests", "1,2", "--input-len", "8", "--output-len", "4"]
+
+
+@pytest.fixture(autouse=True)
+def _scripts_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(_FOLDER))
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with running(FakeServer()) as one, running(FakeServer()) as two, running(FakeServer(answer=["no"])) as wrong:
+        servers = f"one={one.url},two={two.url},wrong={wrong.url},dead=http://127.0.0.1:9"
+        status = _module("run").main(["--servers", servers, *_SHORT, "--output", str(tmp_path)])
+
+    printed = capsys.readouterr().out.splitlines()
+    result = json.loads(printed[-1])
+    faults = {peer["name"]: peer["fault"] for peer in result["peers"]}
+    assert status == 0
+    assert faults["one"] is None and faults["two"] is None
+    assert "greedy answers are not those" in faults["wrong"]
+    assert "does not answer" in faults["dead"]
+    assert [body["prompt"] for body in one.bodies] == [body["prompt"] for body in two.bodies]
+    measured = {(cell["server"], cell["concurrency"], cell["figure"]) for cell in result["cells"]}
+    figures = ("ttft_s", "tpot_s", "output_tokens_per_s")
+    assert measured == {(name, count, figure) for name in ("one", "two") for count in (1, 2) for figure in figures}
+    kept = json.loads(Path(result["files"][0]).read_text())
+    assert kept["peers"][1]["turns"][0]["loads"][0]["ttft_s"]["n"] == 1
+    assert "dead was left out" in Path(result["files"][1]).read_text()
+    assert any(line.startswith("| dead | - | left out: it does not answer") for line in printed)
+
+
+def test_without_any_server_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _module("run").main(["--servers", "dead=http://127.0.0.1:9", *_SHORT]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"] == "no server could be measured"
+
+
+_MEASURED = {
+    "load": "1 in flight",
+    "concurrency": 1,
+    "prompt_tokens": 8,
+    "generated_tokens": 4,
+    "succeeded": 1,
+    "ttft_s": {"p50": 0.1},
+    "tpot_s": {"p50": 0.01},
+    "output_tokens_per_s": 50.0,
+}
+
+
+def test_an_interrupted_run_keeps_its_rounds_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted_in_round_two(*_: Any, seed: int, **__: Any) -> dict[str, Any]:
+        if seed == 1 + 2:  # of the options, plus the round
+            raise KeyboardInterrupt
+        return {"arms": [_MEASURED], "files": []}
+
+    rounds = _module("rounds")
+    monkeypatch.setattr(rounds, "warm_up", lambda *_: None)
+    monkeypatch.setattr(rounds, "bench", interrupted_in_round_two)
+    with running(FakeServer()) as one:
+        options = ["--servers", f"one={one.url}", *_SHORT, "--rounds", "2", "--output", str(tmp_path)]
+        status = _module("run").main(options)
+
+    printed = capsys.readouterr().out.splitlines()
+    result = json.loads(printed[-1])
+    assert (status, result["error"], result["rounds"]) == (130, "interrupted", 1)
+    assert "- interrupted: 1 of 2 rounds" in printed
+    assert len(json.loads(Path(result["files"][0]).read_text())["peers"][0]["turns"]) == 1
+    assert "interrupted: 1 of 2 rounds" in Path(result["files"][1]).read_text()
+
+
+def test_no_round_begins_that_would_end_after_the_time_limit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def half_a_minute(*_: Any, **__: Any) -> dict[str, Any]:
+        nonlocal now_s
+        now_s += 30.0
+        return {"arms": [_MEASURED], "files": []}
+
+    monkeypatch.setattr(_module("rounds"), "warm_up", lambda *_: None)
+    monkeypatch.setattr(_module("rounds"), "bench", half_a_minute)
+    monkeypatch.setattr(_module("run").time, "perf_counter", lambda: now_s)
+    with running(FakeServer()) as one:
+        status = _module("run").main(["--servers", f"one={one.url}", *_SHORT, "--rounds", "9", "--time-limit", "100"])
+
+    printed = capsys.readouterr().out.splitlines()
+    assert (status, json.loads(printed[-1])["rounds"]) == (0, 3)
+    assert "- the time was up: 3 of 9 rounds" in printed
+
+
+def test_a_reason_is_the_error_that_the_log_names() -> None:
+    fault = "ended with status 1:\nTraceback (most recent call last):\n  raise it\nRuntimeError: no such unit\nsee http://a/value_error"
+    assert _module("summary").reason(fault) == "ended with status 1: RuntimeError: no such unit"
+    assert _module("summary").reason("the load did not end") == "the load did not end"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_peers_multiply_in_what_this_cpu_is_fast_at(
+    dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arms = _module("arms")
+    monkeypatch.setattr(arms, "torch_has_bfloat16_products", lambda: dtype == "bfloat16")
+    for program in ("vllm/bin/python", "transformers/bin/transformers"):
+        path = tmp_path / program
+        path.parent.mkdir(parents=True)
+        path.touch(mode=0o755)
+    setup = arms.Setup(model="m", gguf=tmp_path / "m.gguf", weights=tmp_path, peers=tmp_path, num_threads=1)
+
+    for name in ("vllm", "transformers"):
+        arm = arms.make_arm(name, setup)
+        assert arm.numbers == arm.command[arm.command.index("--dtype") + 1] == dtype
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--servers", "vlm"], "unknown server 'vlm'"),
+        (["--servers", "a=http://x,a=http://y"], "every server once"),
+        (["--num-requests", "1,2"], "one number above 0 for each of the 3"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--time-limit", "-1"], "--time-limit must be above 0 s"),
+    ],
+)
+def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        _module("run").main(["--servers", "a=http://127.0.0.1:9", *options])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ratios_pair_the_rounds_that_both_servers_have() -> None:
+    def peer(name: str, by_round: dict[int, float]) -> dict[str, Any]:
+        load = {"concurrency": 1, "tpot_s": None, "output_tokens_per_s": None}
+        turns = [{"round": n, "loads": [{**load, "ttft_s": {"p50": value}}]} for n, value in by_round.items()]
+        return {"name": name, "turns": turns}
+
+    base = peer("ours", {n: 0.1 * n for n in range(1, 7)})
+    other = peer("theirs", {n: 0.2 * n for n in range(1, 6)})
+    cells = _module("summary").summarize([base, other], seed=0)
+
+    comparison = cells[1]["comparison"]
+    assert cells[0]["comparison"] is None
+    assert (comparison["ratio"], comparison["verdict"], comparison["n"]) == (pytest.approx(2.0), "slower", 5)
+
+
+def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
+    module = _module("peer_process")
+    process = module.PeerProcess(
+        [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"], {}, port=1, log=tmp_path / "log"
+    )
+    with pytest.raises(module.StartError, match="(?s)status 3.*no such file"):
+        process.wait_ready("/health", 20.0)
+
+
+def test_stop_ends_the_processes_that_a_server_started(tmp_path: Path) -> None:
+    script = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
+    process = _module("peer_process").PeerProcess([sys.executable, "-c", script], {}, port=1, log=tmp_path / "log")
+    deadline = time.monotonic() + 20.0
+    while len(process.pids()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    pids = process.pids()
+
+    process.stop()
+
+    assert len(pids) == 2
+    assert process.pids() == []
+    assert not any(_runs(pid) for pid in pids)
+
+
+def _runs(pid: int) -> bool:
+    """A killed orphan may stay a zombie until init looks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" and os.getpgid(pid) > 0
+    except (FileNotFoundError, ProcessLookupError):
+        return False

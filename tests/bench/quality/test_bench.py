@@ -1,0 +1,182 @@
+"""The whole bench on a tiny model: results that agree with themselves, files, policy files that `serve` obeys, refusals."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_tiny
+
+from tightwire.bench.cli import main
+from tightwire.bench.quality import bench as quality_bench
+from tightwire.bench.quality import measure, summary
+from tightwire.bench.quality.measure import Measurement
+from tightwire.comm.policy.policy_file import read_policy_file
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture(autouse=True)
+def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of a greedy text is a pass through all ranks: a few are enough."""
+    for module in (measure, summary):
+        monkeypatch.setattr(module, "NEW_TOKENS", 6)
+
+
+def bench(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
+    """Exit code, last line, everything before it and stderr."""
+    status = main(["quality", *argv])
+    captured = capsys.readouterr()
+    *text, last = captured.out.splitlines()
+    return status, json.loads(last), "\n".join([*text, captured.err])
+
+
+SMALL = ["--tokens", "120", "--window", "40"]
+
+
+def test_weights_that_have_been_through_a_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(make_tiny(tmp_path / "tiny", num_hidden_layers=3))
+    names = "one-shot,weights:int8,weights:int4"
+    argv = [model, *SMALL, "--world-sizes", "2", "--dtype", "float32", "--algorithms", names, "--budget", "kl=10"]
+
+    status, result, _ = bench(*argv, capsys=capsys)
+
+    assert status == 0 and result["error"] is None
+    exact, int8, int4 = result["cells"]
+    assert (exact["algorithm"], exact["kl_max"]) == ("one-shot", 0)
+    assert (int8["algorithm"], int4["algorithm"]) == ("weights:int8", "weights:int4")
+    assert 0 < 10 * int8["kl_mean"] < int4["kl_mean"]
+    # Their sums are the exact ones, of as many bytes and without noise; a budget chooses among sums.
+    assert int4["bytes_share"] == 1 and int4["sqnr_db"]["o_proj"]["total"] is None
+    assert result["choice"]["algorithm"] == "one-shot"
+
+
+def test_a_run_with_a_mix(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = tmp_path / "mix.json"
+    names = "one-shot,flash-int8,flash-int6,flash:int4-had,int4-had"
+    argv = [model, *SMALL, "--world-sizes", "2,3", "--algorithms", names, "--search", "--budget", "kl=0.001"]
+
+    status, result, text = bench(*argv, "--write-policy", str(policy), "--output", str(tmp_path), capsys=capsys)
+
+    assert status == 0 and result["error"] is None
+    arms = ["one-shot", "flash-int8", "flash-int6", "flash:int4-had,int4-had", "mix"]
+    assert [(row["world_size"], row["algorithm"]) for row in result["cells"]] == [
+        (w, name) for w in (2, 3) for name in arms
+    ]
+    for row in result["cells"]:
+        if row["algorithm"] == "one-shot":
+            assert (row["kl_max"], row["perplexity_delta"], row["top1_agreement"]) == (0, 0, 1)
+            assert row["greedy"]["never_differs"] == 1
+            assert row["sqnr_db"]["o_proj"]["layers"]["total"] == [None, None]
+        else:
+            assert 0 < row["kl_mean"] <= row["kl_max"] and row["kl_p50"] <= row["kl_p99"]
+            assert len(row["sqnr_db"]["down_proj"]["layers"]["gather"]) == 2
+    by_name = {row["algorithm"]: row for row in result["cells"] if row["world_size"] == 2}
+    assert by_name["flash-int8"]["kl_mean"] < by_name["flash-int6"]["kl_mean"] / 10
+    assert by_name["mix"]["bytes_per_token"] <= by_name["flash-int6"]["bytes_per_token"]
+    assert by_name["mix"]["kl_mean"] < by_name["flash-int6"]["kl_mean"] / 3
+    # The sum over places foretells what all of them do together.
+    assert result["search"]["predicted_kl"] == pytest.approx(by_name["mix"]["kl_mean"], rel=0.5)
+    assert [found["algorithm"] for found in result["mix_against"]] == ["flash-int6", "flash-int6"]
+    assert all(found["kl_ratio_high"] < 1 for found in result["mix_against"])
+    assert result["choice"]["algorithm"] == "mix" and "the cheapest is the mix" in text
+
+    kept, table, page = map(Path, result["files"])
+    means = json.loads(kept.read_text())["window_means"]
+    assert len(means) == 2 * 6 and all(len(own["kl"]) == 3 for own in means)
+    assert [row["algorithm"] for row in csv.DictReader(table.read_text().splitlines())] == 2 * arms
+    assert page.read_text().count("<svg") == 2 + 1 + 2
+    file = read_policy_file(policy)
+    assert file.made_for["num_layers"] == 2 and "world_size" not in file.made_for
+    assert all(rule.phase == "prefill" for rule in file.rules)
+
+    # The file is an arm like the mix that it came from, to the bit.
+    _, again, _ = bench(
+        model, *SMALL, "--world-sizes", "2", "--algorithms", f"policy:{policy}", "--search", capsys=capsys
+    )
+    assert [row["kl_mean"] for row in again["cells"]] == [by_name["mix"]["kl_mean"]] * 2
+
+
+def test_the_budgets_choice_is_written(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = tmp_path / "policy.json"
+    argv = [model, *SMALL, "--world-sizes", "2", "--algorithms", "flash-int8,flash-int4,flash-int6"]
+
+    status, result, text = bench(*argv, "--budget", "kl=0.001", "--write-policy", str(policy), capsys=capsys)
+
+    assert status == 0 and result["choice"]["algorithm"] == "flash-int8"
+    assert "within kl=0.001 at 2 ranks, the cheapest is --allreduce flash-int8" in text
+    file = read_policy_file(policy)
+    assert [(rule.site, rule.algorithm, rule.layers) for rule in file.rules] == [
+        ("o_proj", "flash-int8", None),
+        ("down_proj", "flash-int8", None),
+    ]
+    assert file.made_for["world_size"] == 2
+
+    status, result, _ = bench(*argv, "--budget", "kl=1e-9", "--write-policy", str(tmp_path / "none"), capsys=capsys)
+    assert status == 1 and "nothing is inside" in result["error"] and result["choice"]["algorithm"] is None
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_is_finished_is_kept_when_cut_short(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Measurement, "_greedy", interrupted)
+
+    status, result, text = bench(
+        *(model, *SMALL, "--world-sizes", "2", "--algorithms", "flash-int8", "--output", str(tmp_path)), capsys=capsys
+    )
+
+    assert (status, result["error"]) == (130, "interrupted") and "interrupted" in text
+    assert len(result["cells"]) == 1 and result["cells"][0]["greedy"] is None
+    assert json.loads(Path(result["files"][0]).read_text())["cells"] == result["cells"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--algorithms", "flash-int9"], "unknown all-reduce 'flash-int9'"),
+        (["--algorithms", "hierarchical:int8"], "ranks are on one"),
+        (["--algorithms", "weights:int3"], "weights come through int8 or int4, such as weights:int8"),
+        (["--search", "weights:int8"], "a mix is of AllReduces"),
+        (["--algorithms", "flash-int8,flash-int8"], "names flash-int8 twice"),
+        (["--world-sizes", "1,2"], "from 2 to 64, got 1, 2"),
+        (["--world-sizes", "two"], "got 'two'"),
+        (["--budget", "kl=1%"], "is no budget; write kl=0.01"),
+        (["--budget", "ppl=-1%"], "is no budget"),
+        (["--write-policy", "x.json"], "give one of them"),
+        (["--budget", "kl=1", "--write-policy", "no/where/x.json"], "cannot be written"),
+        (["--search-tokens", "512"], "give --search too"),
+        (["--tokens", "0"], "--tokens must be at least 1"),
+    ],
+)
+def test_nonsense_is_refused_at_once(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["quality", *argv])
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_model_and_text_do_not_allow_is_refused_before_weights_are_read(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality_bench, "PlayedRanks", None)
+    (tmp_path / "short").write_text("too short a text")
+    (tmp_path / "file").touch()
+    for argv, message in (
+        (["--text", str(tmp_path / "short")], "the text has 16 tokens"),
+        (["--text", str(tmp_path / "missing")], "cannot be read"),
+        (["--world-sizes", "5"], "the model has 4 query heads"),
+        (["--window", "1024"], "512 positions"),
+        (["--algorithms", "weights:int8", "--quantization", "int8"], "only plain matrices go through a codec"),
+        (["--output", str(tmp_path / "file")], "cannot be written"),
+    ):
+        status, result, text = bench(model, "--world-sizes", "2", *argv, capsys=capsys)
+        assert status == 2 and message in result["error"] and message in text, argv
+        assert result["cells"] == []

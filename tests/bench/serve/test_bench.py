@@ -1,0 +1,303 @@
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.server.fake_openai import FakeServer, running
+
+from tightwire.bench.cli import main
+
+SMALL = ["--input-len", "12", "--output-len", "4", "--num-requests", "6"]
+
+
+def bench(
+    fake: FakeServer, *argv: str, small: list[str] = SMALL, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, dict[str, Any], str]:
+    """Run ``bench serve`` against ``fake``: exit code, last line, everything before it and stderr."""
+    with running(fake):
+        status = main(["serve", "--url", fake.url, *small, *argv])
+    captured = capsys.readouterr()
+    *text, last = captured.out.splitlines()
+    return status, json.loads(last), "\n".join([*text, captured.err])
+
+
+def test_several_concurrencies_in_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(token_s=0.005, metrics="# HELP x\ntightwire_startup_seconds 3.25\n")
+
+    status, result, text = bench(fake, "--concurrency", "1,3", capsys=capsys)
+
+    assert status == 0
+    assert [arm["load"] for arm in result["arms"]] == ["concurrency 1", "concurrency 3"]
+    for arm in result["arms"]:
+        assert (arm["succeeded"], arm["failed"], arm["generated_tokens"], arm["prompt_tokens"]) == (6, 0, 24, 72)
+        assert arm["ttft_s"]["n"] == arm["tpot_s"]["n"] == arm["e2e_s"]["n"] == 6
+        assert arm["itl_s"]["n"] == 18
+        assert 0 < arm["tpot_s"]["p50"] <= arm["tpot_s"]["p99"] < arm["e2e_s"]["p50"]
+    assert fake.peak_in_flight == 3
+    assert result["server"]["startup_s"] == 3.25
+    assert result["environment"]["git_revision"] is not None
+    assert "concurrency 3: 6/6 requests" in text
+    assert "p99 of 6 requests is hardly more than their slowest" in text
+    assert "ready 3.25 s after its start" in text
+
+
+def test_no_prompt_is_sent_twice_and_a_seed_repeats_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, unseeded = FakeServer(), FakeServer(), FakeServer()
+
+    for fake in (first, second):
+        bench(fake, "--concurrency", "1", "--warmups", "2", "--seed", "5", capsys=capsys)
+    bench(unseeded, "--warmups", "2", capsys=capsys)
+
+    prompts = [body["prompt"] for body in first.bodies]
+    assert (
+        len(set(prompts)) == len(prompts) == 1 + 1 + 2 + 6
+    )  # trials for fields and for the length, warm-ups, measured
+    assert prompts == [body["prompt"] for body in second.bodies]
+    assert not set(prompts[1:]) & {body["prompt"] for body in unseeded.bodies[1:]}
+    assert all(body["ignore_eos"] is True and body["temperature"] == 0 for body in first.bodies)
+
+
+@pytest.mark.parametrize("tokens_per_word", [1, 2])
+def test_prompts_are_fitted_to_the_servers_own_count(capsys: pytest.CaptureFixture[str], tokens_per_word: int) -> None:
+    fake = FakeServer(tokens_per_word=tokens_per_word, template_tokens=10)
+
+    _, result, _ = bench(fake, "--endpoint", "chat", "--input-len", "100", capsys=capsys)
+
+    assert result["arms"][0]["prompt_tokens"] == 6 * 100
+    assert result["workload"]["num_words"] == 90 // tokens_per_word
+    assert "messages" in fake.bodies[0]
+
+
+def test_prompts_that_fit_are_found_where_the_first_trial_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(tokens_per_word=5, context=120)
+
+    status, result, _ = bench(fake, "--input-len", "100", capsys=capsys)
+    beyond, failed, _ = bench(FakeServer(context=50), "--input-len", "100", capsys=capsys)
+
+    assert (status, result["arms"][0]["prompt_tokens"]) == (0, 6 * 100)
+    assert (beyond, "longer than the context of 50" in failed["error"]) == (1, True)
+
+
+def test_a_request_rate_is_an_open_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(first_token_s=0.5)
+
+    status, result, _ = bench(fake, "--request-rate", "300", capsys=capsys)
+
+    assert status == 0
+    assert result["arms"][0]["load"] == "rate 300/s"
+    assert fake.peak_in_flight == 6
+
+
+def test_raw_samples_and_a_page_are_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ("--output", str(tmp_path), "--label", "a", "--api-key", "k", "--concurrency", "1,2", "--slo", "ttft=9s")
+    _, result, _ = bench(FakeServer(token_s=0.001), *argv, capsys=capsys)
+
+    json_path, csv_path, page = map(Path, result["files"])
+    kept = json.loads(json_path.read_text())
+    rows = list(csv.DictReader(csv_path.read_text(encoding="utf-8").splitlines()))
+    assert json_path.name.startswith("a-")
+    assert kept["schema"] == result["schema"] == "tightwire.bench.serve/1"
+    assert len(kept["arms"][0]["samples"]) == 6 and len(rows) == 12
+    assert float(rows[3]["ttft_s"]) == kept["arms"][0]["samples"][3]["ttft_s"]
+    assert rows[0]["error"] == ""
+    text = page.read_text()
+    assert text.count("<svg") == 4  # ECDFs of TTFT and ITL, throughput, TTFT over time; all prompts are of one length
+    assert "Measured at the client" in text and "concurrency 2: p99 of 6 requests" in text
+    assert "Rates" in text and "within limits" in text
+    assert text.count("<tr") == 1 + 2 + 1 + 8
+
+
+def test_prompts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"prompt {i}"}) + "\n" for i in range(7)), encoding="utf-8")
+    fake = FakeServer()
+
+    status, _, _ = bench(fake, "--workload", str(path), "--warmups", "1", small=SMALL[2:], capsys=capsys)
+
+    assert status == 0
+    assert [body["prompt"] for body in fake.bodies] == ["Hello", *(f"prompt {i}" for i in range(7))]
+    assert "ignore_eos" not in fake.bodies[0]
+
+    status, result, _ = bench(FakeServer(), "--workload", str(path), "--warmups", "2", small=SMALL[2:], capsys=capsys)
+    assert status == 1
+    assert "has 7 prompts" in result["error"]
+
+
+@pytest.mark.parametrize("unknown", ["ignore_eos", "stream_options"])
+def test_a_peer_that_refuses_a_field_is_measured_without_it(unknown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(refuses_fields=(unknown,))
+
+    status, result, text = bench(fake, capsys=capsys)
+
+    assert status == 0
+    assert result["server"]["refused"] == [unknown]
+    assert result["arms"][0]["succeeded"] == 6
+    assert f"the server refuses {unknown}" in text
+    assert unknown not in fake.bodies[-1]
+
+
+def test_without_usage_what_is_unknown_is_said_to_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, result, text = bench(FakeServer(usage=False), "--output", str(tmp_path), capsys=capsys)
+
+    (arm,) = result["arms"]
+    assert (arm["prompt_tokens"], arm["cached_tokens"], arm["total_tokens_per_s"]) == (None, None, None)
+    assert arm["generated_tokens"] == 24
+    assert "sends no usage" in text and "tokens/s in all" not in text
+    page = Path(result["files"][2]).read_text()
+    assert "sends no usage" in page and "<td>unknown</td>" in page
+
+
+def test_goodput_counts_the_requests_within_all_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(token_s=0.02)
+
+    _, loose, text = bench(fake, "--slo", "ttft=9s,tpot=5s", capsys=capsys)
+    _, tight, _ = bench(FakeServer(token_s=0.02), "--slo", "ttft=9s,tpot=1ms", capsys=capsys)
+
+    goodput = loose["arms"][0]["goodput"]
+    assert (goodput["slo"], goodput["met"], goodput["share"]) == ({"ttft_s": 9.0, "tpot_s": 5.0}, 6, 1.0)
+    assert goodput["requests_per_s"] == pytest.approx(loose["arms"][0]["requests_per_s"])
+    assert "100.0% of the requests" in text and "met ttft 9000 ms, tpot 5000 ms" in text
+    assert tight["arms"][0]["goodput"]["met"] == 0
+
+
+def test_prompts_that_begin_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(tokens_per_word=2)
+
+    argv = ("--workload", "shared-prefix", "--prefix-len", "40", "--prefix-groups", "2", "--num-requests", "12")
+    _, result, _ = bench(fake, *argv, capsys=capsys)
+
+    begins = {" ".join(body["prompt"].split()[:20]) for body in fake.bodies[3:]}
+    assert len(begins) == 2
+    assert len({body["prompt"] for body in fake.bodies}) == len(fake.bodies)
+    assert result["arms"][0]["prompt_tokens"] == 12 * (40 + 12)
+    assert result["workload"]["tokens_per_word"] == 2
+
+
+def test_lengths_as_in_sharegpt(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(template_tokens=3)
+
+    status, result, _ = bench(fake, "--workload", "sharegpt", "--num-requests", "40", capsys=capsys)
+
+    assert status == 0
+    assert result["workload"]["name"] == "sharegpt" and "log-normal" in result["workload"]["lengths"]
+    # Forty draws alike would be one chance in many billions; fewer draws' sum may well equal that of fixed lengths.
+    asked = [body["max_tokens"] for body in fake.bodies[-40:]]
+    assert len(set(asked)) > 1
+    assert result["arms"][0]["generated_tokens"] == sum(asked)
+
+
+def test_figures_that_may_mislead_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, text = bench(FakeServer(ends_after=2, cached_tokens=5), capsys=capsys)
+
+    assert "6 of 6 answers ended before their length" in text
+    assert "a prefix cache supplied 30 prompt tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "argv", "says"),
+    [
+        ({}, ["--model", "other"], "has no model 'other'; it has fake-model"),
+        ({"api_key": "right"}, ["--api-key", "wrong"], "refuses the API key (bad key)"),
+        ({"refuses": (400, "too long for the context")}, [], "a trial request failed: HTTP 400: too long"),
+        ({"refuses": (503, "draining"), "refuses_from": 2}, [], "every warm-up request failed; the last: HTTP 503"),
+        ({"refuses": (503, "draining"), "refuses_from": 3}, ["--warmups", "1"], "models answered 503: draining"),
+        ({"template_tokens": 50}, [], "one word is already 51 prompt tokens here, more than --input-len 12"),
+    ],
+)
+def test_nothing_usable_is_a_clear_failure(
+    behaviour: dict[str, Any], argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, result, text = bench(FakeServer(**behaviour), *argv, capsys=capsys)
+
+    assert status == 1
+    assert says in result["error"]
+    assert says in text
+
+
+def test_a_server_that_dies_in_the_middle_leaves_what_was_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fake = FakeServer(refuses=(503, "rank 1 died"), refuses_from=2 + 1 + 5)
+
+    status, result, _ = bench(
+        fake, "--num-requests", "40", "--warmups", "1", "--output", str(tmp_path), "--concurrency", "1,2", capsys=capsys
+    )
+
+    assert status == 1
+    assert "10 requests in a row failed; the last: HTTP 503: rank 1 died" in result["error"]
+    assert [(arm["succeeded"], arm["failed"]) for arm in result["arms"]] == [(5, 10)]
+    assert len(json.loads(Path(result["files"][0]).read_text())["arms"][0]["samples"]) == 15
+
+
+def test_a_server_that_dies_near_the_end_is_a_failure_too(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeServer(refuses=(503, "rank 1 died"), refuses_from=2 + 1 + 4)
+
+    status, result, text = bench(fake, "--warmups", "1", capsys=capsys)
+
+    assert status == 1
+    assert "stopped early" in result["error"] and "503: rank 1 died" in result["error"] and "stopped early" in text
+    assert [(arm["succeeded"], arm["failed"]) for arm in result["arms"]] == [(4, 2)]
+
+
+def test_no_server_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--url", "http://127.0.0.1:9"]) == 1
+
+    captured = capsys.readouterr()
+    assert "no server answers at http://127.0.0.1:9/v1" in captured.err
+    assert "tightwire serve" in json.loads(captured.out.splitlines()[-1])["error"]
+
+
+def test_an_output_that_cannot_be_written_is_found_before_measuring(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    fake = FakeServer()
+
+    status, result, _ = bench(fake, "--output", str(tmp_path / "file"), capsys=capsys)
+
+    assert status == 1
+    assert "cannot be written" in result["error"]
+    assert fake.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--concurrency", "0"], "above 0, got 0"),
+        (["--concurrency", "1.5"], "whole numbers"),
+        (["--request-rate", "a"], "numbers with commas between"),
+        (["--request-rate", "nan"], "numbers with commas between"),
+        (["--concurrency", "1,2", "--num-requests", "1,2,3"], "one for each of the 2 loads"),
+        (["--concurrency", "1", "--request-rate", "1"], "not allowed with"),
+        (["--input-len", "0"], "--input-len must be at least 1"),
+        (["--extra-body", "[]"], "expected a JSON object"),
+        (["--temperature", "nan"], "--temperature must be at least 0"),
+        (["--timeout", "0"], "--timeout must be above 0"),
+        (
+            ["--workload", "none.jsonl"],
+            "random, sharegpt, shared-prefix or a JSONL file, and there is no file none.jsonl",
+        ),
+        (["--workload", __file__, "--input-len", "3"], "--input-len is for workloads that are made"),
+        (["--reuse-prompts"], "the workload random never runs out"),
+        (["--burstiness", "2"], "needs --request-rate"),
+        (["--request-rate", "1", "--burstiness", "0"], "--burstiness must be above 0"),
+        (["--prefix-groups", "0"], "--prefix-groups must be at least 1"),
+        (["--slo", "ttft=fast"], "--slo takes limits for ttft, tpot, e2e"),
+        (["--slo", "itl=5ms"], "--slo takes limits"),
+        (["--slo", "ttft=1s,ttft=2s"], "--slo takes limits"),
+    ],
+)
+def test_bad_options_are_refused(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["serve", *argv])
+
+    assert exit_.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_an_unknown_bench_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["swim"]) == 2
+    assert "unknown bench 'swim'; choose one of comm, compare, kernels" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+    assert "serve" in capsys.readouterr().out

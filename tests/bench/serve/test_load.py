@@ -1,0 +1,103 @@
+import asyncio
+import statistics
+import time
+from itertools import pairwise
+
+import pytest
+
+from tightwire.bench.client import Sample
+from tightwire.bench.serve.load import Arm, Load, arrivals, run_arm
+from tightwire.bench.serve.workload import Prompt
+
+PROMPTS = [Prompt(content=str(i), max_tokens=1) for i in range(12)]
+
+
+class Server:
+    """Answers after a while, and sees how many are in flight."""
+
+    def __init__(self, seconds: float = 0.01, error: str | None = None) -> None:
+        self.seconds, self.error = seconds, error
+        self.in_flight = self.peak = 0
+        self.asked: list[str] = []
+
+    async def send(self, prompt: Prompt) -> Sample:
+        self.asked.append(str(prompt.content))
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight)
+        await asyncio.sleep(self.seconds)
+        self.in_flight -= 1
+        return Sample(e2e_s=self.seconds, error=self.error)
+
+
+async def run(load: Load, server: Server) -> Arm:
+    arm = Arm(load=load, num_requests=len(PROMPTS))
+    await asyncio.wait_for(run_arm(arm, PROMPTS, server.send, seed=1, done=lambda: None), 10.0)
+    return arm
+
+
+@pytest.mark.parametrize("concurrency", [1, 5, 12, 40])
+async def test_a_closed_loop_keeps_exactly_so_many_in_flight(concurrency: int) -> None:
+    server = Server()
+
+    arm = await run(Load(concurrency=concurrency), server)
+
+    assert server.peak == min(concurrency, len(PROMPTS))
+    assert server.asked == [str(i) for i in range(12)]
+    assert sorted(sample.index for sample in arm.samples) == list(range(12))
+
+
+async def test_waiting_for_a_slot_is_before_the_sending() -> None:
+    arm = await run(Load(concurrency=1), Server(0.02))
+
+    sent = [sample.sent_s for sample in arm.samples]
+    assert all(later - earlier >= 0.02 for earlier, later in pairwise(sent))
+    assert arm.duration_s >= 12 * 0.02
+    assert all(sample.e2e_s == 0.02 for sample in arm.samples)
+
+
+async def test_an_open_loop_does_not_wait_for_answers() -> None:
+    server = Server(0.5)
+    began = time.perf_counter()
+
+    arm = await run(Load(request_rate=200.0), server)
+
+    assert server.peak == len(PROMPTS)
+    assert time.perf_counter() - began < 12 * 0.5
+    assert [sample.sent_s - sample.late_s for sample in arm.samples] == pytest.approx(arrivals(12, 200.0, 1))
+
+
+async def test_a_server_that_is_gone_is_asked_no_more() -> None:
+    server = Server(0.0, error="connection: refused")
+
+    closed = await run(Load(concurrency=2), server)
+
+    assert closed.stopped is not None
+    assert 10 <= len(closed.samples) < len(PROMPTS)
+
+
+def test_arrivals_are_poisson_and_follow_the_seed() -> None:
+    times = arrivals(4001, 50.0, seed=7)
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+
+    assert times[0] == 0.0
+    assert times == arrivals(4001, 50.0, seed=7) != arrivals(4001, 50.0, seed=8)
+    # Exponential gaps have a standard deviation equal to their mean; five standard errors of 4000 draws.
+    assert statistics.fmean(gaps) == pytest.approx(0.02, rel=5 / 4000**0.5)
+    assert statistics.stdev(gaps) == pytest.approx(0.02, rel=5 * (2 / 4000) ** 0.5)
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 4.0])
+def test_bursts_keep_the_rate_and_spread_the_gaps(burstiness: float) -> None:
+    gaps = [later - earlier for earlier, later in pairwise(arrivals(8001, 50.0, seed=7, burstiness=burstiness))]
+
+    spread = 0.02 / burstiness**0.5
+    assert statistics.fmean(gaps) == pytest.approx(0.02, abs=5 * spread / 8000**0.5)
+    assert statistics.stdev(gaps) == pytest.approx(spread, rel=0.1)
+
+
+async def test_refusing_what_is_too_much_is_not_being_gone() -> None:
+    full, gone = Server(error="HTTP 429: queue full"), Server(error="HTTP 503: rank 1 died")
+
+    assert (await run(Load(concurrency=1), full)).stopped is None
+    assert "10 requests in a row failed" in ((await run(Load(concurrency=1), gone)).stopped or "")
+    assert len(full.asked) == 12

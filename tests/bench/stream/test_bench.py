@@ -1,0 +1,112 @@
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_tiny
+
+from tightwire.bench.cli import main
+
+QUICK = ("--batches", "3", "--repeats", "3", "--context", "20")
+
+
+def bench(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
+    """Run ``bench stream``: exit code, last line, everything before it and stderr."""
+    status = main(["stream", *argv])
+    captured = capsys.readouterr()
+    *text, last = captured.out.splitlines()
+    return status, json.loads(last), "\n".join([*text, captured.err])
+
+
+@pytest.fixture(name="model")
+def fixture_model(tmp_path: Path) -> str:
+    return str(make_tiny(tmp_path / "m", num_hidden_layers=5, max_position_embeddings=1024))
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, result, text = bench(
+        *(model, *QUICK, "--sources", "host,disk,files", "--codecs", "none,int4", "--rates", "4MB,8MB"),
+        *("--prompt-rows", "16", "--dtype", "float32", "--stream-layers", "4"),
+        *("--output", str(tmp_path / "out"), "--label", "x"),
+        capsys=capsys,
+    )
+
+    assert status == 0 and result["error"] is None
+    assert "files int4 is left out" in text and "4 of 5 layers streamed" in text and "Of 40 cells" in text
+    arms = [(source, codec, rate) for source in ("host", "disk") for rate in (4e6, 8e6) for codec in ("none", "int4")]
+    arms += [("files", "none", rate) for rate in (4e6, 8e6)]
+    steps = [("decode", 3), ("prompt", 16)]
+    assert [
+        (cell["tp"], cell["source"], cell["codec"], cell["rate_bytes_per_s"], cell["step_kind"], cell["rows"])
+        for cell in result["cells"]
+    ] == [(tp, *arm, *step) for tp in (1, 2) for arm in arms for step in steps]
+    for cell in result["cells"]:
+        # The source is as slow as it was made, whatever else happens here, but for what its bucket holds after a pause.
+        assert cell["fetch_s"] >= 0.97 * cell["bytes_per_step"] / cell["rate_bytes_per_s"] - 0.004
+        assert cell["bound_s"] == max(cell["fetch_s"], cell["compute_s"])
+        assert cell["over_bound"] == pytest.approx(cell["seconds"]["p50"] / cell["bound_s"])
+        assert 0 <= cell["overlap"] <= 1
+        assert cell["seconds"]["n"] == 3
+        assert (cell["raw_s"], cell["over_source_bound"]) == (None, None)  # there is the rate to be held against
+        assert (cell["io"] in ("direct", "dropped")) == (cell["source"] == "disk")
+        assert cell["same_tokens"] == 1 or cell["codec"] == "int4"
+    assert result["cells"][0]["bytes_per_step"] > 3 * result["cells"][2]["bytes_per_step"]  # int4
+
+    kept, table, page = map(Path, result["files"])
+    cells = json.loads(kept.read_text())["cells"]
+    assert not [folder for folder in kept.parent.iterdir() if folder.is_dir()]  # what was prepared is gone
+    assert all(len(cell["samples_s"]["step"]) == 3 for cell in cells)
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert len(rows) == len(cells)
+    assert float(rows[0]["step_s"]) == cells[0]["seconds"]["p50"]
+    html = page.read_text()
+    assert html.count("<svg") == 3 and "By the source&#39;s rate" in html and "files int4 is left out" in html
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_replicas_that_share_layers_make_the_same_steps(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arms = ("--sources", "peers", "--codecs", "none", "--rates", "none,8MB", "--tp", "1", "--dp", "2")
+    status, result, _ = bench(model, *QUICK, *arms, "--dtype", "float32", capsys=capsys)
+
+    assert status == 0 and result["error"] is None  # either replica's answer is that of resident weights
+    [cell, slow] = result["cells"]
+    assert (slow["rate_bytes_per_s"], slow["same_tokens"], slow["raw_s"]) == (8e6, 1, None)
+    assert slow["fetch_s"] >= 0.97 * slow["bytes_per_step"] / 8e6 - 0.004
+    assert (cell["tp"], cell["dp"], cell["same_tokens"]) == (1, 2, 1)
+    # Each of the two has the whole layer come.
+    assert cell["bytes_per_step_all_ranks"] == 2 * cell["bytes_per_step"]
+    assert cell["over_source_bound"] == pytest.approx(cell["seconds"]["p50"] / max(cell["raw_s"], cell["compute_s"]))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            ("random:llama-3.2-1b", "--sources", "host,files"),
+            "random weights are in no file to stream from; leave files out of --sources",
+        ),
+        (("--stream-layers", "6"), "--stream-layers must be 3 to 5, all layers of this model, got 6"),
+        (("--tp", "65"), "--tp times --dp goes up to 64"),
+        (("--context", "1025"), "--context: 1025 tokens, and the model was trained for 1024"),
+        (("--prompt-rows", "1025"), "--prompt-rows: 1025 tokens, and the model was trained for 1024"),
+        (("no-such-model",), "no such model: 'no-such-model'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_and_leaves_no_file(
+    argv: tuple[str, ...], words: str, model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    given = argv if not argv[0].startswith("--") else (model, *argv)
+    try:
+        status, result, text = bench(*given, "--output", str(out), capsys=capsys)
+    except SystemExit as ended:
+        assert ended.code == 2 and words in capsys.readouterr().err
+        return
+
+    assert (status, result["cells"], result["files"]) == (2, [], [])
+    assert words in result["error"] and result["error"] in text
+    assert not out.exists() or list(out.iterdir()) == []

@@ -1,0 +1,64 @@
+import pytest
+
+from tightwire.bench.stream.cells import Arm, Load
+from tightwire.bench.stream.options import StreamBenchOptions, parse_options
+
+
+def test_arms_are_what_each_source_can_give(capsys: pytest.CaptureFixture[str]) -> None:
+    options = parse_options(
+        ["m", "--codecs", "none,int4", "--rates", "none,100MB", "--batches", "1,8", "--prompt-rows", "64"]
+        + ["--sources", "host,files"]
+    )
+
+    assert [arm.name for arm in options.arms] == [
+        *("host none", "host int4", "host none 100MB/s", "host int4 100MB/s"),
+        *("files none", "files none 100MB/s"),
+    ]
+    assert options.left_out == ("files int4 is left out: the checkpoint's own files are not encoded",)
+    assert options.loads == (Load(True, 1), Load(True, 8), Load(False, 64))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--sources", "tape"], "--sources takes host, disk, peers, files, got tape"),
+        (["--codecs", "int5"], "--codecs takes none, int8, int4, got int5"),
+        (["--sources", "files", "--codecs", "int4"], "nothing can be measured: files int4 is left out"),
+        (["--rates", "0MB"], "--rates are above 0"),
+        (["--rates", "fast"], "'fast' is not a size"),
+        (["--tp", "0"], "--tp must be at least 1"),
+        (["--tp", "65", "--sources", "peers"], "--tp times --dp goes up to 64, got 65 times 2"),
+        (["--tp", "65", "--sources", "host"], "--tp goes up to 64, got 65"),
+        (["--tp", "2", "--dp", "33"], "--tp times --dp goes up to 64, got 2 times 33"),
+        (["--tp", "1,x"], "--tp takes whole numbers with commas between, got 'x'"),
+        (["--batches", "few"], "--batches takes whole numbers with commas between, got 'few'"),
+        (["--dp", "1"], "--dp must be at least 2"),
+        (["--batches", "0,8"], "--batches must be at least 1, got 0,8"),
+        (["--repeats", "2"], "--repeats must be at least 3"),
+        (["--stream-layers", "2"], "--stream-layers must be at least 3"),
+        (["--prompt-rows", "1"], "--prompt-rows must be at least 2"),
+        (["--timeout", "0"], "--timeout must be above 0"),
+        (["--all-reduce", "loud"], "loud"),
+        (["--label", "a/b"], "--label"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(argv)
+
+    assert words in capsys.readouterr().err
+
+
+def test_an_arm_spreads_the_layers_that_it_streams() -> None:
+    plan = Arm("host", "int4", 5_000_000).plan(num_layers=6, num_streamed=3)
+
+    assert (plan.streamed, plan.origin, plan.codec, plan.bytes_per_s) == ((1, 3, 5), "host", "int4", 5_000_000)
+    assert Arm("disk", "none", 0).plan(6, 6).bytes_per_s is None
+    assert Arm("peers", "none", 0).plan(6, 6, num_replicas=3).ranks_per_node == 3
+    assert Arm("peers", "none", 5_000_000).plan(6, 6, num_replicas=3).bytes_per_s == 5_000_000
+
+
+def test_defaults_are_the_whole_table() -> None:
+    options = StreamBenchOptions()
+
+    assert {arm.source for arm in options.arms} == {"host", "disk", "peers"} and options.tp == (1, 2)

@@ -1,0 +1,121 @@
+from typing import Any
+
+import pytest
+
+from tightwire.bench.stream.cells import Arm, Load
+from tightwire.bench.stream.events import PROBE, Answered, Probed, Timed
+from tightwire.bench.stream.summary import Cells, fault_texts
+from tightwire.bench.stream.trace import PassTrace
+
+PLAIN, PACKED = Arm("host", "none", 1000), Arm("host", "int4", 1000)
+BATCH = Load(True, 8)
+
+
+def _timed(arm: Arm, kind: str, seconds: list[float], *, stall_s: float | None = None, **more: Any) -> Timed:
+    load = None if kind == "fetch" else BATCH
+    traces = [] if stall_s is None else [PassTrace(pass_s=s, fetch_s=s, stall_s=stall_s) for s in seconds]
+    values = {"core_s": [0.5] * len(seconds), "disorder": None, **more}
+    return Timed(arm=arm, kind=kind, load=load, seconds=seconds, traces=traces, **values)
+
+
+def _answered(arm: Arm, step_bytes: int, tokens: list[int]) -> Answered:
+    return Answered(arm=arm, step_bytes=step_bytes, tokens=tokens, resident_tokens=[1, 2, 3, 4])
+
+
+def _group() -> Cells:
+    """Two ranks; the second is slower at everything."""
+    group = Cells(tp=2, world_size=2, cores=2)
+    for rank, slower in ((0, 1.0), (1, 2.0)):
+        group.add(rank, Probed(seconds=[3.0 * slower, 4.0 * slower, 5.0 * slower]))
+        for arm, step_bytes, fetch_s in ((PLAIN, 3600, 2.0), (PACKED, 900, 0.5)):
+            group.add(rank, _answered(arm, step_bytes, [1, 2, 3, 4] if arm == PLAIN else [1, 2, 9, 4]))
+            group.add(rank, _timed(arm, "compute", [0.3 * slower, 0.4 * slower, 0.5 * slower]))
+            group.add(rank, _timed(arm, "fetch", [fetch_s * slower] * 3))
+            group.add(rank, _timed(arm, "step", [1.1 * fetch_s * slower] * 3, stall_s=0.5 * slower * fetch_s))
+    return group
+
+
+def test_a_step_is_held_against_the_longer_of_fetch_and_compute() -> None:
+    plain, packed = _group().rows()
+
+    assert (plain["fetch_s"], plain["compute_s"], plain["bound_s"], plain["bound_by"]) == (4.0, 0.8, 4.0, "source")
+    assert plain["over_bound"] == pytest.approx(1.1)
+    assert plain["bytes_per_s"] == pytest.approx(900)
+    assert plain["wire_s"] == pytest.approx(3.6) and plain["over_wire_bound"] == pytest.approx(4.4 / 3.6)
+    assert plain["tokens_per_s"] == pytest.approx(8 / 4.4)
+    assert plain["overlap"] == pytest.approx((4.4 - 2.0) / (4.4 - 2.0))
+    assert packed["bound_s"] == pytest.approx(1.0) and packed["speed_up_over_none"] == pytest.approx(4.0)
+
+
+def test_cores_that_both_need_lengthen_the_second_bound() -> None:
+    packed = _group().rows()[1]
+
+    # Half a second of fetching and half of computing on each of two ranks, over two cores.
+    assert packed["cores_s"] == pytest.approx(1.0)
+    assert packed["over_cores_bound"] == pytest.approx(1.1)
+
+
+def test_forecasts_follow_from_the_fetch_and_the_prompt_that_was_timed() -> None:
+    plain, packed = _group().rows()
+
+    assert plain["ttft_s"] == packed["ttft_s"] == pytest.approx(8.0)  # the prompt computes longer than either fetch
+    assert plain["break_even_rows"] == pytest.approx(4.0 / 8.0 * PROBE.rows)
+
+
+def test_other_tokens_are_a_fault_only_where_nothing_is_encoded() -> None:
+    group = _group()
+    assert [row["faults"] for row in group.rows()] == [[], []]
+    assert group.rows()[1]["same_tokens"] == 0.5  # as long as they go together
+
+    group.add(0, _answered(PLAIN, 3600, [1, 2, 9, 4]))
+
+    assert fault_texts(group.rows()) == [
+        "host none at tp 2: rank 0: it answers [1, 2, 9, 4], and resident weights [1, 2, 3, 4]"
+    ]
+
+
+def test_the_tokens_of_every_rank_are_held_against_resident_weights() -> None:
+    group = _group()
+
+    group.add(1, _answered(PLAIN, 3600, [1, 9, 9, 9]))
+
+    row = group.rows(PLAIN)[0]
+    assert row["same_tokens"] == 0.25
+    assert row["faults"] == ["rank 1: it answers [1, 9, 9, 9], and resident weights [1, 2, 3, 4]"]
+
+
+def test_a_source_as_fast_as_it_is_is_held_against_itself_alone() -> None:
+    group, arm = Cells(tp=1, world_size=2, cores=2), Arm("peers", "none", 0)
+    for rank in range(2):
+        group.add(rank, Probed(seconds=[1.0]))
+        group.add(rank, _answered(arm, 100, [1, 2, 3, 4]))
+        for kind, seconds in (("compute", 1.0), ("fetch", 4.0), ("step", 5.0)):
+            group.add(rank, _timed(arm, kind, [seconds], stall_s=0.1 if kind == "step" else None))
+    assert group.rows() == []  # not before its raw passes are known
+    for rank in range(2):
+        group.add(rank, Timed(arm=arm, kind="raw", load=None, seconds=[2.0], core_s=[0.1], traces=[], disorder=None))
+
+    [row] = group.rows()
+
+    assert (row["dp"], row["raw_s"], row["over_source_bound"], row["over_bound"]) == (2, 2.0, 2.5, 1.25)
+
+
+def test_buffers_out_of_turn_are_a_fault() -> None:
+    group = _group()
+
+    group.add(1, _timed(PACKED, "step", [1.0], stall_s=0.1, disorder="C2: too early"))
+
+    assert fault_texts(group.rows()) == ["host int4 at tp 2: rank 1: C2: too early"]
+
+
+def test_a_run_cut_short_keeps_the_cells_that_all_ranks_finished() -> None:
+    group = _group()
+    other = Arm("host", "int8", 1000)
+    for rank in range(2):
+        group.add(rank, _answered(other, 1800, [1, 2, 3, 4]))
+        group.add(rank, _timed(other, "fetch", [1.0]))
+        group.add(rank, _timed(other, "compute", [1.0]))
+    group.add(0, _timed(other, "step", [1.0], stall_s=0.1))
+
+    assert [row["codec"] for row in group.rows()] == ["none", "int4"]
+    assert len(group.rows(PLAIN)) == 1 and group.rows(other) == []

@@ -1,0 +1,44 @@
+"""The text of the benches: long enough, clean, and never served twice."""
+
+from pathlib import Path
+
+import pytest
+
+from tightwire.bench.text import Passages, english_text, read_text
+
+
+def test_the_projects_text_is_long_clean_prose():
+    text = english_text()
+    # SmolLM2's tokenizer makes 77 000 tokens of it; prose has four to five characters a token in any such vocabulary.
+    assert len(text) > 300_000
+    assert text == text.replace("\r", "").replace("\t", "")
+    letters = sum(character.isalpha() or character == " " for character in text)
+    assert letters / len(text) > 0.9
+    assert "Gutenberg" not in text
+
+
+def test_passages_begin_at_different_places_whatever_their_length():
+    passages = Passages(range(100), seed=1)
+    taken = [passages.take(length) for length in (10, 50, 10, 1, 30) * 3]
+    assert all(ids == list(range(ids[0], ids[0] + len(ids))) for ids in taken)
+    assert len({ids[0] for ids in taken}) == len(taken)
+    assert [len(ids) for ids in taken[:5]] == [10, 50, 10, 1, 30]
+
+
+def test_passages_are_the_same_for_the_same_seed():
+    assert Passages(range(50), seed=3).take(8) == Passages(range(50), seed=3).take(8)
+
+
+def test_a_text_without_a_place_left_says_how_long_it_is():
+    passages = Passages(range(10))
+    passages.take(10)
+    with pytest.raises(ValueError, match="10 tokens and no untaken place left for a passage of 10"):
+        passages.take(10)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path):
+    (tmp_path / "latin").write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin: is not UTF-8 text \(byte 3 is 0xe9\)"):
+        read_text(tmp_path / "latin")
+    with pytest.raises(ValueError, match="missing: cannot be read: No such file"):
+        read_text(tmp_path / "missing")

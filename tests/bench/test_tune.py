@@ -1,0 +1,242 @@
+"""``tune`` and ``explain`` end to end on a tiny model: measure, keep, read, choose."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+from tiny import make_tiny
+
+from tightwire.__main__ import main
+from tightwire.bench import tune as tune_module
+from tightwire.bench import tune_measure
+from tightwire.bench.comm.measure import Checked, Timed
+from tightwire.bench.comm.summary import Cells
+from tightwire.bench.report.quiet import OthersWatch
+from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file
+from tightwire.comm.policy.setting import Setting
+from tightwire.comm.policy.tune_file import read_tuned, this_host, tune_path
+from tightwire.server.config.flags import make_config
+from tightwire.server.plan.devices import num_cores
+
+_SOURCE = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Of its own, on a machine that passes for quiet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(OthersWatch, "share", lambda self: 0.0)
+    yield tmp_path / "tightwire"
+
+
+def flags(model: Path, *more: str) -> list[str]:
+    sizes = ["--max-num-seqs", "4", "--max-num-batched-tokens", "16"]
+    return [str(model), "--tp", "2", "--device", "cpu", *sizes, *more]
+
+
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    capsys.readouterr()
+    assert main(["explain", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_was_tuned_is_what_explain_and_serve_go_by(
+    model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = explained(capsys, *flags(model))
+    assert before["measured"] is None
+
+    assert main(["tune", *flags(model, "--seconds", "30", "--transport", "shared-memory")]) == 0
+    shown = capsys.readouterr().out
+    assert "one-shot" in shown and "over shared-memory" in shown and "kept in" in shown
+
+    host = this_host([], num_cores())
+    records = read_tuned(tune_path(cache, host), host)
+    setting = Setting(transport="shared-memory", device="cpu", world_size=2, num_nodes=1, dtype="bfloat16")
+    measured = records.of(setting)
+    assert records.warning is None and measured is not None and measured.wrong == {}
+    rows = measured.rows()
+    assert {"one-shot", "two-shot", "ring", "native"} < set(rows)
+    assert "flash:int8-g64,int8-g64" in rows, "groups that fill rows of 64"
+    assert [size for size, _ in rows["one-shot"]] == [128, 512, 2048]
+    computing = records.computing_of(structs.replace(setting, transport="process-group", link="1gbit"))
+    assert {"one-shot", "two-shot", "ring", "flash:int8-g64,int8-g64"} <= set(computing) and "native" not in computing
+    assert all(len(row) == 3 and all(us > 0 for _, us in row) for row in computing.values())
+
+    after = explained(capsys, *flags(model))
+    assert after["measured"] is not None and after["warning"] is None
+    messages = after["messages"]
+    assert isinstance(messages, list)
+    assert {(m["phase"], m["num_rows"]) for m in messages} == {
+        ("decode", 1),
+        ("decode", 4),
+        ("prefill", 2),
+        ("prefill", 16),
+    }
+    for message in messages:
+        chosen = [verdict for verdict in message["verdicts"] if verdict["chosen"]]
+        assert len(chosen) == 1 and chosen[0]["error"] == 0
+        assert all(verdict["measured_us"] > 0 for verdict in message["verdicts"])
+
+
+def test_times_of_a_crowded_machine_are_not_kept(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(OthersWatch, "share", lambda self: 0.4)
+    assert main(["tune", *flags(model, "--seconds", "1", "--transport", "shared-memory")]) == 1
+    assert "others used 40% of this machine's cores while shared-memory was measured" in capsys.readouterr().err
+    assert list(cache.rglob("*.json")) == []
+
+
+def test_without_a_named_transport_every_one_that_can_be_had_is_measured(model: Path, cache: Path) -> None:
+    for named, wanted in (("auto", {"shared-memory", "process-group"}), ("process-group", {"process-group"})):
+        config = make_config({"model": str(model), "tp": 2, "device": "cpu", "transport": named})
+        assert {setting.transport for setting in tune_module.make_plan(config, 60.0).settings} == wanted
+
+
+def test_explain_shows_a_table_for_each_message_and_follows_the_flags(
+    model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *flags(model, "--allreduce-down-proj", "flash-int4")]) == 0
+    shown = capsys.readouterr().out
+    assert "not measured yet" in shown
+    assert "decode, o_proj and down_proj: 1 row" in shown
+    assert "prefill, o_proj: 16 rows" in shown and "prefill, down_proj: 16 rows" in shown
+    data = explained(capsys, *flags(model, "--error-budget", "0.5", "--transport", "process-group"))
+    messages = data["messages"]
+    assert isinstance(messages, list)
+    refused = [v["why"] for m in messages if m["phase"] == "prefill" for v in m["verdicts"] if not v["chosen"]]
+    assert not any("no error budget" in why for why in refused)
+
+
+def test_explain_shows_layers_apart_where_a_policy_file_does(
+    model: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = FileRule(site="o_proj", phase="prefill", algorithm="flash:int4-g64,int4-g64", layers=(1,), reason="KL 0.001")
+    path = tmp_path / "mix.json"
+    write_policy_file(path, PolicyFile(made_for={"world_size": 8}, rules=(rule,)))
+    data = explained(capsys, *flags(model, "--comm-policy", str(path)))
+    assert "made for 8 ranks" in str(data["policy_warning"])
+    messages = data["messages"]
+    assert isinstance(messages, list)
+    kinds = [(m["phase"], m["sites"], m["layers"], m["verdicts"][0]["algorithm"]) for m in messages]
+    assert ("prefill", ["o_proj"], [1], rule.algorithm) in kinds
+    assert ("prefill", ["o_proj"], [0], rule.algorithm) not in kinds
+    assert {layers is None for phase, sites, layers, _ in kinds if phase == "decode" or sites == ["down_proj"]} == {
+        True
+    }
+    (chosen,) = [m["verdicts"][0] for m in messages if m["layers"] == [1] and m["num_rows"] == 2]
+    assert chosen["why"] == "policy file mix.json: KL 0.001"
+    assert main(["explain", *flags(model, "--comm-policy", str(path))]) == 0
+    assert "prefill, o_proj of layer 1: 2 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "message"),
+    [
+        ("explain", ["--allreduce", "magic"], "--allreduce: unknown all-reduce 'magic'"),
+        ("explain", ["--allreduce-decode="], "--allreduce-decode: unknown all-reduce ''"),
+        ("tune", ["--tp", "9"], "cannot split"),
+        ("explain", ["--tp", "9"], "cannot split"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(
+    verb: str, arguments: list[str], message: str, model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, str(model), "--device", "cpu", *arguments]) == 2
+    assert f"tightwire {verb}: " in (err := capsys.readouterr().err) and message in err
+
+
+def test_a_cache_that_cannot_be_written_is_found_out_before_measuring(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune_module, "measure_all", lambda plan: pytest.fail("measured all the same"))
+    assert main(["tune", *flags(model)]) == 1
+    assert "cannot be written (Not a directory)" in (err := capsys.readouterr().err) and "XDG_CACHE_HOME" in err
+
+
+def test_in_a_narrow_terminal_every_reason_can_still_be_read(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["explain", *flags(model)]) == 0
+    shown = capsys.readouterr().out
+    assert "\u2026" not in shown and "one-shot: chosen: fastest lossless" in shown
+
+
+def test_seconds_must_be_sensible(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["tune", "--seconds", "0"])
+    assert exit.value.code == 2
+    assert "must be 1 to 3600 seconds" in capsys.readouterr().err
+
+
+def test_an_algorithm_with_a_wrong_answer_is_recorded_as_wrong() -> None:
+    cells = Cells(1)
+    for name, digest_share in (("ring", 0.5), ("one-shot", 7.0)):
+        cells.add(
+            0,
+            Checked(
+                size=64,
+                algorithm=name,
+                digest="d",
+                wire_bytes=64,
+                formula_bytes=64,
+                relative_error=0.0,
+                share_of_bound=digest_share,
+            ),
+        )
+        cells.add(0, Timed(size=64, seconds={name: [1e-6] * 3}, changed=(), done=3, rounds=3))
+    setting = Setting(transport="process-group", device="cpu", world_size=1, num_nodes=1, dtype="float32")
+    measured = tune_measure.judge(setting, cells, [])
+    assert set(measured.wrong) == {"one-shot"} and "7 times as wrong" in measured.wrong["one-shot"]
+    assert set(measured.rows()) == {"ring"}
+
+
+def test_ctrl_c_leaves_no_file_and_no_process(model: Path, tmp_path: Path) -> None:
+    tuning = subprocess.Popen(
+        [sys.executable, "-m", "tightwire", "tune", *flags(model, "--seconds", "600")],
+        env={**os.environ, "PYTHONPATH": str(_SOURCE), "XDG_CACHE_HOME": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(_session(tuning.pid)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)  # itself, the fork server and two ranks
+    assert len(_session(tuning.pid)) >= 4
+    tuning.send_signal(signal.SIGINT)
+    _, err = tuning.communicate(timeout=120)
+    assert tuning.returncode == 130 and "interrupted" in err and "Traceback" not in err, err
+    assert list(tmp_path.rglob("*.json")) == []
+    while _session(tuning.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _session(tuning.pid) == []
+
+
+def _session(leader: int) -> list[int]:
+    """Processes of the session that ``leader`` began, zombies left out."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(session) == leader and state != "Z":
+            found.append(int(stat.parent.name))
+    return found

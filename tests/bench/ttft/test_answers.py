@@ -1,0 +1,29 @@
+import pytest
+
+from tightwire.bench.ttft.answers import Agreement
+from tightwire.bench.ttft.plan import Arm, Cell
+
+CELL = Cell(prompt_len=16, concurrency=1)
+LOSSLESS = Arm(name="ring", algorithm="ring", own=False, lossless=True, error=0.0)
+LOSSY = Arm(name="flash-int4", algorithm="flash-int4", own=False, lossless=False, error=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arm", "gap", "in_top", "dtype", "wrong"),
+    [
+        (LOSSLESS, None, True, "bfloat16", None),
+        (LOSSLESS, 0.2, True, "bfloat16", None),
+        (LOSSLESS, 0.2, True, "float32", "a lossless one may be 0.001"),
+        (LOSSLESS, 0.3, True, "bfloat16", "a lossless one may be 0.25"),
+        (LOSSY, 0.3, True, "bfloat16", None),
+        (LOSSY, 3.9, True, "bfloat16", None),
+        (LOSSY, 4.1, True, "bfloat16", "absurd"),
+        (LOSSY, 1.1, False, "bfloat16", "absurd"),
+        (LOSSY, 0.5, False, "bfloat16", None),
+    ],
+)
+def test_where_an_answer_may_part_from_the_lossless_one(
+    arm: Arm, gap: float | None, in_top: bool, dtype: str, wrong: str | None
+) -> None:
+    fault = Agreement(cell=CELL, arm=arm, matched=3, num_tokens=8, gap=gap, in_top=in_top).fault(dtype)
+    assert (fault is None) if wrong is None else fault is not None and wrong in fault and "token 4 of 8" in fault

@@ -1,0 +1,187 @@
+"""The whole bench: against a fake server that can lie, and once against a real one."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self, cast
+
+import pytest
+from helpers.server.fake_openai import running
+from helpers.server.fake_ttft_server import FakeTtftServer
+from tiny import make_tiny
+
+from tightwire.bench.ttft import page
+from tightwire.bench.ttft.bench import TtftBench, main
+from tightwire.bench.ttft.child import ServerChild, ServerDiedError
+from tightwire.bench.ttft.facts import find_facts
+from tightwire.bench.ttft.options import TtftOptions, parse_options
+
+LINK = {"name": "1mbit", "asked_bytes_per_s": 125e3, "measured_bytes_per_s": 120e3, "latency_s": 0.0} | {
+    "emulation": "user-space",
+    "reason": "not root",
+}
+
+
+class FakeChild:
+    """In place of a server's process: what ``wait_ready`` and ``check`` say of it."""
+
+    log = ("loading",)
+
+    def __init__(self, url: str, death: str | None = None) -> None:
+        self._url, self._death = url, death
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_ready(self, timeout_s: float) -> str:
+        return self._url
+
+    def check(self) -> None:
+        if self._death is not None:
+            raise ServerDiedError(self._death)
+
+
+Bench = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("ttft") / "tiny")
+
+
+def options_of(model: Path, *flags: str) -> TtftOptions:
+    small = f"{model} --device cpu --kv-cache-memory 8MiB --prompt-lens 12 --concurrency 1 --repeats 2 --output-len 3"
+    return parse_options([*small.split(), "--algorithms", "two-shot,flash-int8", *flags])
+
+
+@pytest.fixture
+def bench(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Runs it against a fake that behaves as told: exit status, what the JSON file holds, stderr."""
+
+    def run(
+        *flags: str, death: str | None = None, plots: bool = False, **behaviour: Any
+    ) -> tuple[int, dict[str, Any], str]:
+        if not plots:  # which take seconds
+            monkeypatch.setattr(page, "make_page", lambda result: "<html></html>")
+        options = options_of(model, "--output", str(tmp_path), *flags)
+        with running(FakeTtftServer(proof=find_facts(options).proof, **behaviour)) as fake:
+            started: list[Sequence[str]] = []
+
+            def start(argv: Sequence[str]) -> ServerChild:
+                started.append(argv)
+                return cast(ServerChild, FakeChild(cast(FakeTtftServer, fake).url, death))
+
+            status = TtftBench(options, start=start).run()
+        assert "--allreduce" in started[0] and "two-shot" in started[0]
+        assert started[0][started[0].index("--allreduce-extra") + 1] == "flash-int8"
+        written = list(tmp_path.glob("*.json"))
+        shown = capsys.readouterr()
+        last = json.loads(shown.out.splitlines()[-1])
+        assert len(shown.err.splitlines()) == bool(last["error"])
+        return status, json.loads(written[0].read_text()) if written else last, shown.err
+
+    return run
+
+
+def test_an_honest_server_is_measured_and_what_to_take_is_said(bench: Bench, tmp_path: Path) -> None:
+    status, result, _ = bench(
+        *("--concurrency", "1,2", "--repeats", "3"),
+        plots=True,
+        link=LINK,
+        other_tokens={"flash-int8": 9},
+    )
+    assert (status, result["error"], result["schema"]) == (0, None, "tightwire.bench.ttft/1")
+    rows = {(row["arm"], row["concurrency"]): row for row in result["cells"]}
+    assert {key: row["ttft_s"]["n"] for key, row in rows.items()} == {
+        ("two-shot", 1): 3,
+        ("flash-int8", 1): 3,
+        ("two-shot", 2): 6,
+        ("flash-int8", 2): 6,
+    }
+    assert rows["two-shot", 1]["ratio"] is None and rows["flash-int8", 1]["ratio"]["n"] == 3
+    assert rows["flash-int8", 1]["bound"]["wire_bytes"] < rows["two-shot", 1]["bound"]["wire_bytes"]
+    assert rows["flash-int8", 2]["bound"] is None, "whose bytes are whose is not known"
+    assert rows["flash-int8", 1]["agreement"]["largest_gap_nats"] == pytest.approx(0.1)
+    assert result["recommended"][0]["arm"] == "two-shot", "the only lossless one; which is faster is chance here"
+    assert len(result["samples"]) == 18 and result["comm"]["transport"] == "fake"
+    assert (next(tmp_path.glob("*.csv")).read_text().count("\n"), len(list(tmp_path.glob("*.html")))) == (19, 1)
+
+
+@pytest.mark.parametrize("beside", ["1", "2"])
+def test_an_arm_that_runs_another_algorithm_fails_the_run(bench: Bench, beside: str) -> None:
+    status, result, said = bench("--concurrency", beside, runs_instead="flash-int4")
+    assert status == 1 and "wrong answer" in result["error"] and "flash-int4" in said
+
+
+def test_an_arm_that_does_so_later_fails_it_too_and_keeps_what_was_measured(bench: Bench) -> None:
+    # Two arms, two warm-ups each: the fifth request is the first one that is timed, and blocks have two.
+    status, result, _ = bench(runs_instead="ring", runs_instead_from=6)
+    assert status == 1 and "wrong answer" in result["error"] and "ring" in result["error"]
+    assert len(result["samples"]) == 2 and result["recommended"] == []
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        ({"ends_after": 2}, "the answer has 2 tokens"),
+        ({"refuses": (500, "out of luck")}, "out of luck"),
+        ({"other_tokens": {"flash-int8": 9}, "gap": 5.0}, "absurd"),
+        (
+            {"refuses": (500, "x"), "refuses_from": 6, "death": "the server ended by signal SIGKILL"},
+            "by signal SIGKILL",
+        ),
+    ],
+)
+def test_failures_end_the_run_with_a_reason(bench: Bench, behaviour: dict[str, Any], words: str) -> None:
+    status, result, said = bench(**behaviour)
+    assert status == 1 and words in result["error"] and words in said
+
+
+def test_ctrl_c_keeps_what_was_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tightwire.bench.ttft.run as under_test
+
+    async def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(under_test.AnswerCheck, "check", interrupted)
+    status, result, _ = bench()
+    assert (status, result["error"]) == (130, "interrupted")
+    assert len(result["samples"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--prompt-lens 511", "the model's context here is 512"),
+        ("--prompt-lens 400 --concurrency 64 --kv-cache-memory 1MiB", "raise --kv-cache-memory"),
+        ("--tp 64", "64"),
+        ("--output /proc/nowhere", "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_server_is_started(
+    model: Path, capsys: pytest.CaptureFixture[str], flags: str, words: str
+) -> None:
+    def start(argv: Sequence[str]) -> ServerChild:
+        raise AssertionError("nothing is to be started")
+
+    assert TtftBench(options_of(model, *flags.split()), start=start).run() == 2
+    shown = capsys.readouterr()
+    assert words in shown.err and words in json.loads(shown.out)["error"]
+
+
+def test_a_real_server_passes_every_proof(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        f"{model} --device cpu --kv-cache-memory 8MiB --max-num-batched-tokens 64 --prompt-lens 100 --concurrency 1,3"
+    )
+    assert main([*flags.split(), "--algorithms", "auto,flash-int4", "--repeats", "2", "--output-len", "3"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["arm"], row["concurrency"]) for row in result["cells"]] == [
+        *(("auto", 1), ("flash-int4", 1), ("auto", 3), ("flash-int4", 3))
+    ]
+    for row in result["cells"]:
+        assert sum(part or 0.0 for part in row["parts_s"].values()) > 0
+        assert row["agreement"]["checked"] == 1
+    assert result["cells"][1]["sent_bytes"] < result["cells"][0]["sent_bytes"]

@@ -1,0 +1,73 @@
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tightwire.bench.ttft.argv import to_argv
+from tightwire.bench.ttft.options import GROUPS, TtftOptions, parse_options
+from tightwire.server.config.flags import make_parser, parse
+
+
+def test_two_ranks_unless_said_otherwise(tmp_path: Path) -> None:
+    assert parse_options([]).config.parallel.tp == 2
+    assert parse_options(["--tp", "4"]).config.parallel.tp == 4
+    file = tmp_path / "options.yaml"
+    file.write_text("tp: 3\nnodes: 1\n")
+    assert parse_options(["--config", str(file)]).config.parallel.tp == 3
+
+
+def test_flags_of_the_bench_and_of_serve_stand_side_by_side() -> None:
+    options = parse_options(
+        shlex.split(
+            "random:llama-3.2-1b --algorithms ring,flash:int4,int8,two-shot --prompt-lens 16,64 --concurrency 2 --repeats 3"
+            " --link 1gbit --max-model-len 256 --seed 7 --baseline two-shot"
+        )
+    )
+    assert options.algorithms == ("ring", "flash:int4,int8", "two-shot")
+    assert (options.prompt_lens, options.concurrency, options.repeats) == ((16, 64), (2,), 3)
+    assert options.baseline_name == "two-shot"
+    assert options.config.model.model == "random:llama-3.2-1b"
+    assert options.config.parallel.link == "1gbit"
+    assert options.config.engine.max_model_len == 256
+
+
+def test_baseline_is_the_first_lossless_one() -> None:
+    assert TtftOptions(algorithms=("flash-int8", "ring", "two-shot")).baseline_name == "ring"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tp 1", "a single rank sums nothing"),
+        ("--algorithms ring", "at least two"),
+        ("--algorithms ring,fast", "unknown all-reduce 'fast'; choose one of"),
+        ("--algorithms ring,hierarchical", "on one node, where it is two-shot; give --nodes"),
+        ("--algorithms ring,policy:/no/such.json", "no such file"),
+        ("--algorithms flash-int8,flash-int4", "names no lossless one"),
+        ("--baseline native --algorithms ring,two-shot", "must be one of --algorithms"),
+        ("--repeats 1", "one value has no interval"),
+        ("--prompt-lens 0", "of at least 1"),
+        ("--prompt-lens 16,16", "unlike"),
+        ("--concurrency two", "whole numbers"),
+        ("--concurrency 65", "raise --max-num-seqs"),
+        ("--output-len 1", "at least 2"),
+        ("--error-budget 2", "above 0 and below 1"),
+        ("--allreduce ring", "--algorithms says what is compared"),
+        ("--link 1parsec", "--link"),
+    ],
+)
+def test_bad_options_are_refused_in_words(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_options(flags.split())
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_flags_written_out_are_read_back_alike() -> None:
+    line = "tiny --tp 3 --tp-split 2,1,0.5 --allreduce-extra flash:int4,int8,ring --kv-cache-memory 64MiB --link 1gbit"
+    config, _ = parse(make_parser("serve", ""), line.split())
+    again, _ = parse(make_parser("serve", ""), to_argv(config, GROUPS))
+    assert again == config
+    assert to_argv(config, GROUPS, leave_out=("link", "tp_split", "allreduce_extra", "model")) == [
+        *("--tp", "3", "--kv-cache-memory", str(64 << 20))
+    ]

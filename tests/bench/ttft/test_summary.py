@@ -1,0 +1,111 @@
+from typing import Any
+
+import pytest
+
+from tightwire.bench.ttft.answers import Agreement
+from tightwire.bench.ttft.meter import Entry, Request
+from tightwire.bench.ttft.options import TtftOptions
+from tightwire.bench.ttft.plan import Arm, Cell
+from tightwire.bench.ttft.prompts import TextPrompt
+from tightwire.bench.ttft.recommend import excluded, recommend
+from tightwire.bench.ttft.summary import Measured, rows, whole_blocks
+from tightwire.comm.ledger.ledger import Count
+
+CELLS = [Cell(prompt_len=16, concurrency=2), Cell(prompt_len=64, concurrency=2)]
+BASE = Arm(name="native", algorithm="native", own=True, lossless=True, error=0.0)
+RING = Arm(name="ring", algorithm="ring", own=False, lossless=True, error=0.0)
+FLASH = Arm(name="flash-int8", algorithm="flash-int8", own=False, lossless=False, error=0.02)
+OPTIONS = TtftOptions(algorithms=("native", "ring", "flash-int8"))
+BUSY = (1.0, 1.3, 0.9, 2.0, 1.1, 1.0)  # what the machine does to all arms of a block alike
+
+
+def entry(cell: Cell, arm: Arm, number: int, ttft_s: float, tpot_s: float = 0.01) -> Entry:
+    requests = [
+        Request(
+            prompt=TextPrompt(text="a b", token_ids=(1, 2)),
+            ttft_s=BUSY[number] * ttft_s * share,
+            tpot_s=BUSY[number] * tpot_s,
+            e2e_s=ttft_s + tpot_s,
+            itl_s=[tpot_s],
+            parts={"ttft_s": ttft_s, "compute_s": 0.02, "allreduce_s": ttft_s / 2, "codec_s": None},
+            decode_share=0.25,
+            token_ids=[5, 6],
+        )
+        for share in (0.9, 1.1)
+    ]
+    counts = [Count("all_reduce", arm.algorithm, "prefill", 2, 600, 600, 0.1, 1200)]
+    return Entry(cell=cell, arm=arm, round=number, place=0, wall_s=2.0, requests=requests, counts=counts)
+
+
+def measured(rounds: int = 6, *, arms: dict[Arm, dict[str, float]] | None = None) -> Measured:
+    times = arms or {BASE: {"ttft_s": 0.10}, RING: {"ttft_s": 0.08}, FLASH: {"ttft_s": 0.05}}
+    entries = [entry(c, arm, i, **how) for i in range(rounds) for c in CELLS for arm, how in times.items()]
+    checked = [Agreement(cell=CELLS[0], arm=FLASH, matched=1, num_tokens=2, gap=0.5)]
+    return Measured(cells=CELLS, arms=list(times), baseline=BASE, entries=entries, agreements=checked)
+
+
+def row(found: Measured, arm: Arm) -> dict[str, Any]:
+    return next(row for row in rows(found) if row["arm"] == arm.name and row["prompt_len"] == 16)
+
+
+def test_ratios_are_block_by_block_so_that_a_busy_machine_cancels() -> None:
+    found = row(measured(), FLASH)
+    assert found["ttft_s"]["n"] == 12 and found["blocks"] == 6
+    for ratio, value in (("ratio", 0.5), ("ratio_to_best_lossless", 0.625)):
+        assert found[ratio]["ratio"] == pytest.approx(value)
+        assert found[ratio]["low"] <= value + 1e-9 <= found[ratio]["high"] + 2e-9
+        assert found[ratio]["verdict"] == "faster"
+    assert found["best_lossless"] == "ring"
+    assert found["tpot_ratio"]["verdict"] == found["tokens_per_s_ratio"]["verdict"] == "no difference"
+    assert row(measured(), BASE)["ratio"] is None
+
+
+def test_parts_bytes_rates_and_agreement_of_a_row() -> None:
+    found = row(measured(), FLASH)
+    assert found["parts_s"]["codec_s"] is None, "inside a fused kernel"
+    assert found["allreduce_share"] == pytest.approx(0.5)
+    assert found["sent_bytes"] == 300, "of one prompt"
+    assert found["tokens_per_s"]["p50"] == 2.0
+    assert found["agreement"] == {"checked": 1, "same": 0, "first_difference": 1, "largest_gap_nats": 0.5}
+    assert found["bound"] is None, "no wire of a known rate"
+
+
+def test_the_same_one_again_is_no_difference_and_no_better_choice() -> None:
+    again = Arm(name="native#2", algorithm="native", own=True, lossless=True, error=0.0)
+    found = measured(arms={BASE: {"ttft_s": 0.1}, again: {"ttft_s": 0.0999}})
+    assert row(found, again)["ratio"]["verdict"] == "no difference"
+    assert row(found, BASE)["best_lossless"] == "native"
+    (only,) = recommend(found, OPTIONS)
+    assert only.arm == BASE
+
+
+def test_a_block_cut_short_is_left_out() -> None:
+    entries = list(measured(rounds=2).entries)
+    assert len(whole_blocks(entries, 3)) == 12
+    assert {(e.round, e.cell.prompt_len) for e in whole_blocks(entries[:-1], 3)} == {(0, 16), (0, 64), (1, 16)}
+
+
+def test_the_fastest_of_each_kind_is_recommended_with_its_error() -> None:
+    exact, lossy = recommend(measured(), OPTIONS)
+    assert exact.command == "tightwire serve smollm2-135m --tp 2 --allreduce ring"
+    assert exact.ratio is not None and exact.ratio.ratio == pytest.approx(0.8)
+    assert lossy.command.endswith("--allreduce flash-int8")
+    assert "0.625 [0.625, 0.625] of ring's" in lossy.reason and "error of 0.02" in lossy.reason
+
+
+def test_a_budget_keeps_the_lossy_one_out() -> None:
+    tight = TtftOptions(algorithms=OPTIONS.algorithms, error_budget=0.01)
+    assert [r.arm for r in recommend(measured(), tight)] == [RING]
+    assert excluded(measured().arms, 0.01) == [FLASH]
+    assert excluded(measured().arms, 0.05) == excluded(measured().arms, None) == []
+
+
+def test_what_is_not_certain_is_not_recommended() -> None:
+    times = {BASE: {"ttft_s": 0.1}, RING: {"ttft_s": 0.0995}, FLASH: {"ttft_s": 0.0999}}
+    (only,) = recommend(measured(arms=times), OPTIONS)
+    assert only.arm == BASE and "not certain" in only.reason
+
+
+def test_a_gain_that_is_paid_for_in_decoding_says_so() -> None:
+    times = {BASE: {"ttft_s": 0.1}, RING: {"ttft_s": 0.05, "tpot_s": 0.02}, FLASH: {"ttft_s": 0.06}}
+    assert "time per generated token is longer (2.00 at 16" in recommend(measured(arms=times), OPTIONS)[0].reason

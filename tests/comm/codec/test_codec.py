@@ -1,0 +1,160 @@
+import math
+import re
+from functools import cache
+
+import pytest
+import torch
+from helpers.kernels.block_data import all_formats, format_id
+from torch import Tensor
+
+from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.kernels.spec.block_format import BlockFormat
+
+# --- names ----------------------------------------------------------------------------------------------------------------
+
+
+def _name(fmt: BlockFormat) -> str:
+    base = "fp8" if fmt.float8 else f"int{fmt.bits}"
+    group = "" if fmt.group_elems == 128 else f"-g{fmt.group_elems}"
+    return base + group + "-sym" * fmt.symmetric + "-had" * fmt.hadamard + "-sr" * fmt.spikes
+
+
+@pytest.mark.parametrize("fmt", all_formats(), ids=format_id)
+def test_every_format_has_a_name(fmt: BlockFormat) -> None:
+    assert parse_codec(_name(fmt)) == Codec(_name(fmt), fmt)
+
+
+def test_the_usual_group_may_be_named() -> None:
+    assert parse_codec("int8-g128").format == parse_codec("int8").format
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "int7",
+        "INT8",
+        "int8-g16",
+        "int8-sr",
+        "fp8-sym",
+        "int4-had-sym",
+        "none-g32",
+        "int4-g64-had-sr",
+        "int4 ",
+        "fp4",
+    ],
+)
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"unknown codec {name!r}") + ".*a codec is none, fp8, or int8"):
+        parse_codec(name)
+
+
+# --- use ------------------------------------------------------------------------------------------------------------------
+
+
+def test_none_moves_numbers_as_they_are() -> None:
+    codec, x = parse_codec("none"), torch.randn(7).bfloat16()
+    buf = codec.encode(x)
+    assert buf.data_ptr() == x.data_ptr()
+    assert codec.exact
+    assert codec.group_elems == 1
+    assert codec.wire_bytes(7, 2) == len(buf) == 14
+    assert torch.equal(codec.decode(buf, 7, torch.bfloat16), x)
+    kept = torch.empty(14, dtype=torch.uint8)
+    assert codec.encode(x, kept) is kept
+    assert torch.equal(codec.decode(kept, 7, torch.bfloat16, torch.empty_like(x)), x)
+    sums = torch.ones(7)
+    codec.decode_add(buf, sums, torch.bfloat16)
+    assert torch.equal(sums, 1 + x.float())
+    assert (codec.max_error(x) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["int8", "int5-g32-sym", "int3-sr", "fp8-g64", "int4-had"])
+def test_quantized_numbers_come_back_within_the_bound(name: str) -> None:
+    codec, x = parse_codec(name), torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    buf = codec.encode(x)
+    assert not codec.exact
+    assert len(buf) == codec.wire_bytes(1000, 2)
+    got, bound = codec.decode(buf, 1000, torch.float32), codec.max_error(x)
+    assert ((got.double() - x.double()).abs() <= bound).all()
+    rounded = codec.decode(buf, 1000, torch.bfloat16)
+    assert torch.equal(rounded, got.bfloat16())
+    sums = torch.zeros(1000)
+    codec.decode_add(buf, sums, torch.bfloat16)
+    assert torch.equal(sums, got)
+
+
+# --- noise ----------------------------------------------------------------------------------------------------------------
+
+_ROWS, _ROW_ELEMS, _RANKS = 256, 4096, 4
+
+# Signal to noise by torch operations in float32, with scales and zeros rounded to the nearest bfloat16 (ours are rounded
+# outwards): one pass over Gaussian, Laplace and outlier numbers, then sums of four ranks, encoded twice, of Gaussian and
+# of outlier numbers. More noise than half a decibel above it would be a flaw of the codec; so would less.
+_SQNR_DB = {
+    "int8": (44.5, 42.2, 37.5, 41.5, 34.5),
+    "int8-g32": (46.4, 45.0, 43.6, 43.3, 40.5),
+    "int8-sym": (43.8, 41.0, 33.2, 40.8, 30.2),
+    "fp8": (31.8, 32.1, 37.0, 28.8, 34.0),
+    "int6": (32.5, 30.2, 25.4, 29.5, 22.4),
+    "int5": (26.3, 24.0, 19.3, 23.3, 16.2),
+    "int4": (20.0, 17.7, 12.7, 17.0, 9.7),
+    "int4-g32": (22.1, 20.8, 18.9, 19.1, 15.7),
+    "int4-g64-sr": (22.7, 21.7, 27.3, 19.6, 24.1),
+    "int3-g64-sr": (16.0, 15.1, 20.4, 12.9, 17.1),
+    "int2-g64-sr": (8.6, 7.6, 13.4, 5.1, 9.5),
+    "int2": (6.0, 3.5, -0.6, 2.3, -4.1),
+    "int4-had": (20.0, 20.1, 23.2, 17.0, 20.0),
+    "int3-had": (13.4, 13.5, 16.5, 10.3, 13.2),
+}
+
+
+@cache
+def _data() -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Gaussian of each rank, Laplace, and Gaussian of each rank with 0.8 % of the channels some 20 times as large."""
+    generator = torch.Generator().manual_seed(0)
+    outliers = torch.randperm(_ROW_ELEMS, generator=generator)[: _ROW_ELEMS // 128]
+    scales = torch.ones(_ROW_ELEMS)
+    scales[outliers] = torch.exp(0.5 * torch.randn(len(outliers), generator=generator) + math.log(20))
+    shape = (_ROWS, _ROW_ELEMS)
+    gauss = [torch.randn(shape, generator=generator).view(-1) for _ in range(_RANKS)]
+    outlier = [(torch.randn(shape, generator=generator) * scales).view(-1) for _ in range(_RANKS)]
+    uniform = torch.rand(_ROWS * _ROW_ELEMS, generator=generator) - 0.5
+    return gauss, -uniform.sign() * torch.log1p(-2 * uniform.abs()), outlier
+
+
+def _through(codec: Codec, x_N: Tensor) -> Tensor:
+    return codec.decode(codec.encode(x_N), x_N.numel(), x_N.dtype)
+
+
+def _one_pass_db(codec: Codec, x_N: Tensor) -> float:
+    return _decibels(x_N, _through(codec, x_N))
+
+
+def _two_step_db(reduce_codec: Codec, gather_codec: Codec, parts: list[Tensor]) -> float:
+    """Every rank's part encoded, their sum encoded again."""
+    return _decibels(sum_of(parts), _through(gather_codec, sum_of([_through(reduce_codec, part) for part in parts])))
+
+
+def sum_of(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0)
+
+
+def _decibels(exact: Tensor, got: Tensor) -> float:
+    return 10 * math.log10(exact.square().mean().item() / (exact - got).square().mean().item())
+
+
+@pytest.mark.parametrize("name", list(_SQNR_DB))
+def test_noise(name: str) -> None:
+    codec = parse_codec(name)
+    gauss, laplace, outlier = _data()
+    got = [_one_pass_db(codec, x) for x in (gauss[0], laplace, outlier[0])]
+    got += [_two_step_db(codec, codec, parts) for parts in (gauss, outlier)]
+    assert got == pytest.approx(_SQNR_DB[name], abs=0.5)
+
+
+@pytest.mark.parametrize(("names", "want"), [(("int4", "int8"), (20.0, 12.7)), (("int8", "int4"), (20.0, 12.6))])
+def test_noise_of_four_and_eight_bits_on_the_two_legs(names: tuple[str, str], want: tuple[float, float]) -> None:
+    first, second = (parse_codec(name) for name in names)
+    gauss, _, outlier = _data()
+    assert [_two_step_db(first, second, parts) for parts in (gauss, outlier)] == pytest.approx(want, abs=0.5)

@@ -1,0 +1,328 @@
+"""all_gather, reduce_scatter, over nodes too, broadcast, gather_to_root and sparse_all_gather: results, bytes, refusals."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from harness import Over, Runner, run_in_process, run_ranks
+from torch import Tensor
+
+from tightwire.comm.codec.codec import parse_codec
+from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound
+from tightwire.comm.collectives.collectives import (
+    all_gather,
+    all_gather_bytes,
+    broadcast,
+    broadcast_bytes,
+    gather_to_root,
+    gather_to_root_bytes,
+    prepare_codecs,
+    reduce_scatter,
+    reduce_scatter_bytes,
+    reduce_scatter_slices,
+    sparse_all_gather,
+    sparse_all_gather_bytes,
+)
+from tightwire.comm.collectives.node_wise import (
+    hierarchical_reduce_scatter,
+    hierarchical_reduce_scatter_bytes,
+    hierarchical_slices,
+)
+from tightwire.comm.group.group import Group, in_process_groups
+from tightwire.comm.summing import SUMMABLE
+from tightwire.kernels.cpu import block_quant as block_quant_cpu
+
+CODECS = ("none", "int8", "int6-g64", "int4-g32-had")
+OVER = [Over(transport, 3) for transport in ("gloo", "in-process", "shared-memory", "nccl-calls")]
+
+
+@pytest.fixture(scope="module", params=OVER, ids=str)
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    runner = Runner(request.param)
+    yield runner
+    runner.close()
+
+
+def _inputs(world_size: int, num_elems: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(num_elems)
+    return list(torch.randn(world_size, num_elems, generator=generator).to(dtype))
+
+
+def _gather_each_kind(group: Group) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
+        for shape in ((), (1,), (3, 5), (0, 4)):
+            whole = torch.randint(0, 2, (group.world_size, *shape), generator=torch.Generator().manual_seed(1)).to(
+                dtype
+            )
+            received = all_gather(group, whole[group.rank])
+            assert len(received) == group.world_size
+            assert all(torch.equal(got, want) for got, want in zip(received, whole, strict=True)), (dtype, shape)
+
+
+def _gather_transposed(group: Group) -> None:
+    x = torch.arange(6.0).view(2, 3).t() + group.rank
+    received = all_gather(group, x)
+    assert all(torch.equal(got, x - group.rank + rank) for rank, got in enumerate(received))
+
+
+def _gather_encoded(group: Group) -> list[Tensor]:
+    results = []
+    for name, num_elems, dtype in product(CODECS, (1, 127, 1029), SUMMABLE):
+        codec, inputs = parse_codec(name), _inputs(group.world_size, num_elems, dtype)
+        sent_before = group.bytes_sent
+        received = all_gather(group, inputs[group.rank], codec)
+        assert group.bytes_sent - sent_before == all_gather_bytes(
+            group.world_size, num_elems, inputs[0].element_size(), codec
+        )
+        for got, x_N in zip(received, inputs, strict=True):
+            assert got.dtype == dtype
+            bound = quantized_total_bound([x_N], x_N.float(), torch.zeros_like(x_N, dtype=torch.float64), codec)
+            assert ((got.double() - x_N.double()).abs() <= bound).all(), (name, num_elems, dtype)
+        results += received
+    return results
+
+
+def _scatter(group: Group) -> list[Tensor]:
+    """Each rank's slice fits in the whole sum, within the codec's bound; the slices of all ranks cover it."""
+    results = []
+    for name, num_elems, dtype in product(CODECS, (1, 3, 127, 1029), SUMMABLE):
+        codec, inputs = parse_codec(name), _inputs(group.world_size, num_elems, dtype)
+        lengths = reduce_scatter_slices(num_elems, group.world_size, codec)
+        own = slice(sum(lengths[: group.rank]), sum(lengths[: group.rank + 1]))
+        for out_dtype in (None, torch.float32):
+            sent_before, x_N = group.bytes_sent, inputs[group.rank].clone()
+            got = reduce_scatter(group, x_N, codec, out_dtype)
+            assert group.bytes_sent - sent_before == reduce_scatter_bytes(
+                group.rank, group.world_size, num_elems, x_N.element_size(), codec
+            )
+            assert torch.equal(x_N, inputs[group.rank])
+            assert got.dtype == (out_dtype or dtype) and got.shape == (lengths[group.rank],)
+            sum_N, error_N = quantized_sum_bound(inputs, codec)
+            if out_dtype is None:
+                error_N = quantized_total_bound(inputs, sum_N, error_N, parse_codec("none"))
+            assert (_error(got, inputs, own) <= error_N[own]).all(), (name, num_elems, dtype)
+            results.append(got)
+    return results
+
+
+def _scatter_over_nodes(group: Group) -> None:
+    for (inside, across), num_elems, dtype in product(
+        (("none", "none"), ("int8", "none"), ("none", "int5"), ("int4", "int8-g32")), (1, 5, 127, 1029, 4096), SUMMABLE
+    ):
+        codecs, inputs = (parse_codec(inside), parse_codec(across)), _inputs(group.world_size, num_elems, dtype)
+        lengths = hierarchical_slices(num_elems, group.world_size, *codecs)
+        own = slice(sum(lengths[: group.rank]), sum(lengths[: group.rank + 1]))
+        sent_before = group.bytes_sent
+        got = hierarchical_reduce_scatter(group, inputs[group.rank], *codecs, dtype=torch.float32)
+        assert group.bytes_sent - sent_before == hierarchical_reduce_scatter_bytes(
+            group, num_elems, inputs[0].element_size(), *codecs
+        )
+        assert got.shape == (lengths[group.rank],)
+        bound_N = _over_nodes_bound(group, inputs, *codecs)
+        assert (_error(got, inputs, own) <= bound_N[own]).all(), (inside, across, num_elems, dtype)
+
+
+def _over_nodes_bound(group: Group, inputs: list[Tensor], inside, across) -> Tensor:
+    """Each node's bound for its float32 sums, then what the leg between nodes does to those sums."""
+    assert group.nodes is not None
+    size = group.nodes.inside.world_size
+    error_N, sums = torch.zeros(inputs[0].shape, dtype=torch.float64), []
+    for start in range(0, group.world_size, size):
+        sum_N, node_error_N = quantized_sum_bound(inputs[start : start + size], inside)
+        if across.exact:
+            # Rounded to the inputs' dtype on the way: at most half an eps of the largest it may be.
+            largest_N = sum_N.double().abs() + node_error_N
+            node_error_N = node_error_N + torch.finfo(inputs[0].dtype).eps / 2 * largest_N
+        error_N, sums = error_N + node_error_N, [*sums, sum_N]
+    return error_N + quantized_sum_bound(sums, across)[1] * (1 + torch.finfo(inputs[0].dtype).eps)
+
+
+def _error(got: Tensor, inputs: list[Tensor], own: slice) -> Tensor:
+    return (got.double() - torch.stack([x.double() for x in inputs]).sum(0)[own]).abs()
+
+
+def _gather_to_root(group: Group) -> None:
+    last = group.world_size - 1
+    for sizes, root in (
+        ([(5 * rank + 3) % 7 for rank in range(group.world_size)], 0),
+        ([8] * group.world_size, last),
+        ([17 * (rank == last) for rank in range(group.world_size)], 0),
+    ):
+        messages = [torch.arange(size, dtype=torch.uint8) + 10 * rank for rank, size in enumerate(sizes)]
+        sent_before = group.bytes_sent
+        received = gather_to_root(group, messages[group.rank], sizes, root)
+        assert group.bytes_sent - sent_before == gather_to_root_bytes(group.rank, sizes, root)
+        if group.rank != root:
+            assert received is None
+        else:
+            assert received is not None
+            assert all(torch.equal(got, want) for got, want in zip(received, messages, strict=True)), (sizes, root)
+
+
+def _broadcast(group: Group) -> None:
+    for dtype, shape in product(
+        (torch.float32, torch.bfloat16, torch.int64, torch.bool), ((), (3, 5), (0,), (100_003,))
+    ):
+        for root in range(group.world_size):
+            want = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(root)).to(dtype)
+            sent_before = group.bytes_sent
+            got = broadcast(group, want if group.rank == root else torch.zeros_like(want), root)
+            assert torch.equal(got, want) and got.shape == want.shape and got.dtype == dtype
+            assert group.bytes_sent - sent_before == broadcast_bytes(
+                group.rank, group.world_size, want.numel(), want.element_size(), root
+            )
+
+
+def _sparse(group: Group) -> None:
+    for counts in ([0] * 8, [0, 5, 1000, 1, 0, 7, 3, 2], [3] * 8):
+        for index_dtype, dtype in product((torch.int32, torch.int64), SUMMABLE):
+            pairs = [
+                (torch.arange(count, dtype=index_dtype) * 3 + rank, torch.full((count,), rank + 0.5, dtype=dtype))
+                for rank, count in enumerate(counts[: group.world_size])
+            ]
+            indices, values = pairs[group.rank]
+            sent_before = group.bytes_sent
+            received = sparse_all_gather(group, indices, values)
+            assert group.bytes_sent - sent_before == sparse_all_gather_bytes(
+                group.world_size, len(indices), indices.element_size(), values.element_size()
+            )
+            assert len(received) == group.world_size
+            for (got_i, got_v), (want_i, want_v) in zip(received, pairs, strict=True):
+                assert torch.equal(got_i, want_i) and torch.equal(got_v, want_v)
+                assert got_i.dtype == index_dtype and got_v.dtype == dtype
+
+
+def _counts(group: Group) -> None:
+    """Each op is in the ledger, with what it would have sent unquantized."""
+    group.ledger.phase = "counted"
+    x = torch.ones(128 * group.world_size, dtype=torch.bfloat16)
+    int8 = parse_codec("int8")
+    all_gather(group, x)
+    all_gather(group, x, int8)
+    reduce_scatter(group, x)
+    reduce_scatter(group, x, int8)
+    broadcast(group, x, 1)
+    sparse_all_gather(group, torch.arange(3), torch.ones(3))
+    others, mine = group.world_size - 1, {(c.op, c.algorithm): c for c in group.ledger.counts() if c.phase == "counted"}
+    assert list(mine) == [
+        ("all_gather", "direct"),
+        ("all_gather", "int8"),
+        ("reduce_scatter", "direct"),
+        ("reduce_scatter", "int8"),
+        ("broadcast", "direct"),
+        ("sparse_all_gather", "direct"),
+    ]
+    for op, exact_bytes in (("all_gather", others * x.nbytes), ("reduce_scatter", others * 256)):
+        assert mine[op, "direct"].bytes_sent == mine[op, "direct"].exact_bytes == exact_bytes
+        assert mine[op, "int8"].exact_bytes == exact_bytes
+        assert mine[op, "int8"].bytes_sent == exact_bytes * 8.25 / 16
+    assert group.ledger.current() is None
+
+
+@pytest.fixture(scope="module")
+def in_process() -> list[tuple[list[Tensor], list[Tensor]]]:
+    return run_in_process(3, _all)
+
+
+def test_every_collective_keeps_its_word(runner: Runner, in_process: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+    """And sums are the same bits over every transport."""
+    for (gathered, summed), (want_gathered, want_summed) in zip(runner.run(_all), in_process, strict=True):
+        assert all(torch.equal(got, want) for got, want in zip(gathered, want_gathered, strict=True))
+        assert all(torch.equal(got, want) for got, want in zip(summed, want_summed, strict=True))
+
+
+def _all(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+    _gather_each_kind(group)
+    _gather_transposed(group)
+    _broadcast(group)
+    _gather_to_root(group)
+    _sparse(group)
+    return _gather_encoded(group), _scatter(group)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 5])
+def test_any_number_of_ranks(world_size: int) -> None:
+    for gathered, _ in (per_rank := run_in_process(world_size, _all)):
+        assert all(torch.equal(got, want) for got, want in zip(gathered, per_rank[0][0], strict=True))
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (6, 3), (6, 2), (3, 3)])
+def test_reduce_scatter_over_nodes(shape: tuple[int, int]) -> None:
+    run_in_process(shape[0], _scatter_over_nodes, num_nodes=shape[1])
+
+
+def _bytes_between_nodes(group: Group, inside: str, across: str, num_elems: int) -> int:
+    assert group.nodes is not None
+    before = group.nodes.across.bytes_sent
+    hierarchical_reduce_scatter(group, torch.ones(num_elems).bfloat16(), parse_codec(inside), parse_codec(across))
+    return group.nodes.across.bytes_sent - before
+
+
+def _counted_over_nodes(group: Group) -> None:
+    x = torch.ones(128 * 6 * 4, dtype=torch.bfloat16)
+    exact, quantized = parse_codec("none"), parse_codec("int4")
+    for inside, across in ((exact, exact), (quantized, exact), (exact, quantized), (quantized, quantized)):
+        hierarchical_reduce_scatter(group, x, inside, across)
+        count = group.ledger.counts()[-1]
+        assert (count.op, count.algorithm) == ("reduce_scatter", f"hierarchical:{inside.name},{across.name}")
+        assert count.bytes_sent == hierarchical_reduce_scatter_bytes(group, x.numel(), 2, inside, across)
+        assert count.exact_bytes == hierarchical_reduce_scatter_bytes(group, x.numel(), 2)
+
+
+def test_reduce_scatter_over_nodes_is_counted_beside_what_it_would_send_unquantized() -> None:
+    run_in_process(4, _counted_over_nodes, num_nodes=2)
+
+
+def test_a_node_sends_its_tensor_once() -> None:
+    """qgZ: all ranks of a node together send (K-1)/K n b/8 to other nodes, where an all-to-all sends L times that."""
+    num_elems = 128 * 6 * 4
+    for world_size, num_nodes in ((4, 2), (6, 2), (6, 3)):
+        sent = run_in_process(world_size, _bytes_between_nodes, "int4", "int4", num_elems, num_nodes=num_nodes)
+        assert sum(sent) / num_nodes == (num_nodes - 1) / num_nodes * num_elems * 4.25 / 8
+
+
+def test_over_processes_with_memory_inside_nodes() -> None:
+    run_ranks(4, _scatter_over_nodes, shared_memory=True, num_nodes=2)
+
+
+def test_counts_what_it_sends(runner: Runner) -> None:
+    runner.run(_counts)
+
+
+def test_refuses_what_it_cannot_do() -> None:
+    [group] = in_process_groups(1)
+    int8 = parse_codec("int8")
+    with pytest.raises(TypeError, match="got torch.int64; convert it first"):
+        all_gather(group, torch.arange(3), int8)
+    with pytest.raises(TypeError, match="got torch.float64; convert it first"):
+        reduce_scatter(group, torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="root must be 0 to 0, got 1"):
+        broadcast(group, torch.zeros(3), 1)
+    with pytest.raises(TypeError, match="indices are torch.int32 or torch.int64, got torch.uint8"):
+        sparse_all_gather(group, torch.zeros(3, dtype=torch.uint8), torch.zeros(3))
+    with pytest.raises(ValueError, match="lists of one length"):
+        sparse_all_gather(group, torch.zeros(3, dtype=torch.int64), torch.zeros(4))
+    with pytest.raises(ValueError, match="this group knows of no nodes"):
+        hierarchical_reduce_scatter(group, torch.zeros(3))
+
+
+def _compiled_before_and_after(group: Group, prepared: bool) -> tuple[list[int], list[int]]:
+    def num_compiled() -> list[int]:
+        return [len(kernel.signatures) for kernel in (block_quant_cpu._encode, block_quant_cpu._decode)]
+
+    codec = parse_codec("int4-g32-had")
+    if prepared:
+        prepare_codecs(group.device, codec, parse_codec("none"))
+    before = num_compiled()
+    for dtype in SUMMABLE:
+        all_gather(group, torch.ones(100, dtype=dtype), codec)
+        reduce_scatter(group, torch.ones(100, dtype=dtype), codec)
+    return before, num_compiled()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_collectives_compile_nothing_that_was_prepared(prepared: bool) -> None:
+    for before, after in run_ranks(2, _compiled_before_and_after, prepared):
+        assert min(after) > 0
+        assert (before == after) == prepared

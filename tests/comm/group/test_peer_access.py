@@ -1,0 +1,92 @@
+"""Whether peer memory can be had: all ranks hear of one rank's objection, and the reasons are said."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tightwire.comm.errors import CollectiveTimeoutError
+from tightwire.comm.group import peer_access
+from tightwire.comm.group.group import open_process_group
+from tightwire.comm.group.peer_access import Council, why_unusable, with_peer_memory
+from tightwire.comm.group.rendezvous import host_identity
+from tightwire.comm.group.topology import Topology
+from tightwire.comm.transport.in_process import InProcessTransport, Meeting
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+
+
+def _council(path: Path, rank: int, world_size: int, timeout_s: float = 30.0) -> Council:
+    return Council(FileStore(str(path / "store"), world_size), rank=rank, world_size=world_size, timeout_s=timeout_s)
+
+
+def test_all_ranks_hear_the_first_objection(tmp_path: Path) -> None:
+    def decide(rank: int) -> tuple[list[bytes], str | None, str | None]:
+        council = _council(tmp_path, rank, 3)
+        facts = council.share("facts", bytes([rank, 0, 10]))
+        objection = council.first_objection("hot", f"it is hot at {rank}" if rank else None)
+        return facts, objection, council.first_objection("cold", None)
+
+    with ThreadPoolExecutor(3) as pool:
+        decided = list(pool.map(decide, range(3)))
+    assert decided == [([b"\0\0\n", b"\1\0\n", b"\2\0\n"], "rank 1: it is hot at 1", None)] * 3
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CollectiveTimeoutError, match="ranks 1 and 2 of 3 did not come") as raised:
+        _council(tmp_path, 0, 3, timeout_s=0.2).share("facts", b"")
+    assert raised.value.ranks == (1, 2)
+
+
+def test_a_cpu_rank_objects(tmp_path: Path) -> None:
+    reason = why_unusable(_council(tmp_path, 0, 1), CPU)
+    assert reason == "rank 0: peer memory is between GPUs, and its device is cpu"
+
+
+def test_missing_triton_and_old_gpus_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_access, "find_spec", lambda name: None)
+    assert "Triton is not installed" in (peer_access._own_objection(2, GPU) or "")
+    monkeypatch.setattr(peer_access, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
+    assert "GTX 1080 is older" in (peer_access._own_objection(2, GPU) or "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert "32 ranks" in (peer_access._own_objection(32, GPU) or "")
+    assert peer_access._own_objection(31, GPU) is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ([(host_identity(), "a"), (host_identity(), "a")], None),  # ranks that share a GPU
+        ([(host_identity(), "a"), (host_identity(), "")], None),  # that rank says itself what is wrong
+        ([(host_identity(), "a"), ("elsewhere", "b")], "rank 1 is on another host"),
+        ([(host_identity(), "a"), (host_identity(), "c")], "rank 1's GPU is hidden from it"),
+        ([(host_identity(), "a"), (host_identity(), "b")], "no access from its GPU to rank 1's"),
+    ],
+)
+def test_what_cuda_tells_of_the_peers(
+    monkeypatch: pytest.MonkeyPatch, facts: list[tuple[str, str]], reason: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="ab"[index]))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
+    found = peer_access._objection_to_peers(GPU, facts)
+    assert found is None if reason is None else reason in (found or "")
+
+
+def test_the_library_is_kept_and_the_log_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    library = InProcessTransport(Meeting(1), 0, timeout_s=1.0)
+    store = FileStore(str(tmp_path / "store"), 1)
+    kept, reason = with_peer_memory(library, store, device=CPU, timeout_s=1.0)
+    assert kept is library
+    assert reason.startswith("rank 0: peer memory is between GPUs")
+    assert "not through peer memory: rank 0: peer memory is between GPUs" in caplog.text
+
+
+def test_peer_memory_of_cpu_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="peer memory is between GPUs, got device cpu"):
+        open_process_group(Topology(0, 1), store=FileStore(str(tmp_path / "store"), 1), device=CPU, peer_memory=True)

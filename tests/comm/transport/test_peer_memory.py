@@ -1,0 +1,154 @@
+"""AllReduces over peer memory: GPU kernels in Triton's interpreter, in processes that map each other's buffers.
+
+Several processes run one kernel each, which meet at their barriers. What they compute and count is held to the generic
+algorithms over gloo, bit for bit.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.kernels.interpreted import needs_triton, run_interpreted
+from torch import Tensor
+
+from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.errors import CollectiveTimeoutError
+from tightwire.comm.group.group import Group
+
+pytestmark = needs_triton
+
+NUM_BLOCKS = 2
+SEND_BYTES = 8192  # so that the longer messages below take several launches
+
+# name, numbers, dtype
+CASES = [
+    ("one-shot", 1, torch.float32),
+    ("one-shot", 5003, torch.bfloat16),
+    ("one-shot", 2048, torch.bfloat16),
+    ("two-shot", 1000, torch.float16),
+    ("two-shot", 5003, torch.bfloat16),
+    ("flash-int8", 1, torch.float32),
+    ("flash-int8", 9001, torch.bfloat16),
+    ("flash-int4", 2049, torch.float32),
+    ("flash:int4-had,int8-g32", 700, torch.bfloat16),
+    ("flash:int3-sr,none", 700, torch.bfloat16),
+    ("flash:none,int8", 700, torch.float16),
+]
+# The interpreter is slow, and where processes outnumber the cores their kernels wait for each other's time slices.
+FEW_CASES = [
+    ("one-shot", 1100, torch.bfloat16),
+    ("two-shot", 1001, torch.bfloat16),
+    ("flash-int8", 1001, torch.bfloat16),
+    ("flash-int4", 700, torch.float32),
+]
+
+
+@contextmanager
+def _shared_file(world_size: int) -> Iterator[str]:
+    """The path of a new file for peer buffers, as other processes find it."""
+    from tightwire.kernels.cuda.barrier import header_bytes
+
+    fd = os.memfd_create("tightwire-peer-buffers")
+    try:
+        os.ftruncate(fd, world_size * (header_bytes(NUM_BLOCKS, world_size) + 3 * SEND_BYTES + (1 << 16)))
+        yield f"/proc/{os.getpid()}/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _over_peer_memory(group: Group, path: str, timeout_s: float = 60.0) -> tuple[Group, Tensor]:
+    """``group`` with its transport over peer memory, and the header of this rank's buffer."""
+    from tightwire.comm.transport.peer_buffers import shared_peer_buffers
+    from tightwire.comm.transport.peer_memory import PeerMemoryTransport
+    from tightwire.kernels.cuda.barrier import header_bytes
+
+    rank, world_size = group.rank, group.world_size
+    buffers = shared_peer_buffers(
+        os.open(path, os.O_RDWR), rank=rank, world_size=world_size, send_bytes=SEND_BYTES, num_blocks=NUM_BLOCKS
+    )
+    transport = PeerMemoryTransport(
+        buffers, library=group.transport, timeout_s=timeout_s, describe=group.ledger.current
+    )
+    assert isinstance(buffers.memory, Tensor)
+    start = int(buffers.addresses[rank]) - buffers.memory.data_ptr()
+    header = buffers.memory[start : start + header_bytes(NUM_BLOCKS, world_size)].view(torch.int32)
+    return replace(group, transport=transport), header
+
+
+def _input(rank: int, num_elems: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * num_elems + rank)
+    return (3 * torch.randn(num_elems, generator=generator)).to(dtype)
+
+
+def _check_sums(group: Group, path: str, cases: list[tuple[str, int, torch.dtype]]) -> None:
+    over_peers, header = _over_peer_memory(group, path)
+    for name, num_elems, dtype in cases:
+        case = f"{name} {num_elems} {dtype}"
+        x = _input(group.rank, num_elems, dtype)
+        all_reduce = make_all_reduce(name, over_peers)
+        sent_before = over_peers.transport.bytes_sent
+        result = all_reduce(x)
+        sent = over_peers.transport.bytes_sent - sent_before
+        assert torch.equal(result, make_all_reduce(name, group)(x)), f"{case}: not the generic algorithm's bits"
+        assert sent == all_reduce.wire_bytes(num_elems, x.element_size()), f"{case}: sent {sent}"
+        assert torch.equal(x, _input(group.rank, num_elems, dtype)), f"{case}: input changed"
+    hidden = {count.algorithm for count in group.ledger.counts() if count.codec_seconds is None}
+    assert hidden == {name for name, *_ in cases if name.startswith("flash")}, "one kernel does not tell coding apart"
+    square = _input(group.rank, 36, torch.float32).view(6, 6).t()
+    for name in ("one-shot", "flash-int8"):
+        result = make_all_reduce(name, over_peers)(square)
+        assert result.is_contiguous() and torch.equal(result, make_all_reduce(name, group)(square)), name
+    dead, calls, meetings = int(header[0]), header[1 : 1 + NUM_BLOCKS], header[1 + NUM_BLOCKS : 1 + 2 * NUM_BLOCKS]
+    arrivals = header[1 + 2 * NUM_BLOCKS :][: NUM_BLOCKS * group.world_size].view(NUM_BLOCKS, -1)
+    assert dead == 0 and bool((calls == calls[0]).all()) and int(calls[0]) >= len(cases)
+    assert bool((arrivals == meetings[:, None]).all()), "a barrier's numbers differ at rest"
+
+
+def _check_messages(group: Group, path: str) -> None:
+    """What is not an AllReduce goes to the library, and is counted once."""
+    transport = _over_peer_memory(group, path)[0].transport
+    mine = torch.full((10,), group.rank, dtype=torch.uint8)
+    assert [int(buf[0]) for buf in transport.gather(mine)] == list(range(group.world_size))
+    assert [int(buf[0]) for buf in transport.exchange([mine] * group.world_size)] == list(range(group.world_size))
+    assert int(transport.shift(mine)[0]) == (group.rank - 1) % group.world_size
+    assert transport.bytes_sent == (2 * (group.world_size - 1) + 1) * 10
+    assert torch.equal(transport.all_reduce(torch.ones(6)), torch.full((6,), float(group.world_size)))
+    transport.barrier()
+
+
+def _miss_one(group: Group, first_path: str, path: str) -> str | None:
+    """Rank 1 stays away from a call, after all have come to one with more patience and know the kernel."""
+    make_all_reduce("two-shot", _over_peer_memory(group, first_path)[0])(torch.ones(100))
+    over_peers, _ = _over_peer_memory(group, path, timeout_s=3.0)
+    all_reduce = make_all_reduce("two-shot", over_peers)
+    over_peers.transport.barrier()
+    if group.rank == 1:
+        return None
+    with pytest.raises(CollectiveTimeoutError, match=r"missed rank 1 of 3 in all_reduce two-shot 400 B") as raised:
+        all_reduce(torch.ones(100))
+    assert raised.value.ranks == (1,)
+    with pytest.raises(CollectiveTimeoutError):
+        over_peers.transport.gather(torch.ones(1, dtype=torch.uint8))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"), [(2, CASES), (3, FEW_CASES), (4, FEW_CASES[1:3])], ids=["2", "3", "4"]
+)
+def test_sums_are_the_generic_algorithms(world_size: int, cases: list[tuple[str, int, torch.dtype]]) -> None:
+    with _shared_file(world_size) as path:
+        run_interpreted(world_size, _check_sums, path, cases)
+
+
+def test_messages_are_the_librarys() -> None:
+    with _shared_file(2) as path:
+        run_interpreted(2, _check_messages, path)
+
+
+def test_a_missing_rank_ends_in_an_error_that_names_it() -> None:
+    with _shared_file(3) as first_path, _shared_file(3) as path:
+        messages = run_interpreted(3, _miss_one, first_path, path)
+    assert messages[1] is None and all("Results since are NaN" in message for message in (messages[0], messages[2]))

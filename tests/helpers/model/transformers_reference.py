@@ -1,0 +1,56 @@
+"""What transformers answers: the judge of the parity tests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tightwire.model.open import Checkpoint
+
+
+def save_as_folder(checkpoint: Checkpoint, folder: Path) -> Path:
+    """The checkpoint's weights, unpacked to float32, as a Hugging Face folder that transformers opens by itself."""
+    config, reader = checkpoint.config, checkpoint.reader()
+    theirs = LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.mlp_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_positions,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=config.tied_embeddings,
+        architectures=["LlamaForCausalLM"],
+    )
+    theirs.save_pretrained(folder)
+    tensors: dict[str, Tensor] = {}
+    for name in reader.names():
+        tensors[name] = torch.empty(reader.shape(name), dtype=torch.float32)
+        reader.read_into(tensors[name], name, rows=range(len(tensors[name])))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@torch.inference_mode()
+def logits(model: LlamaForCausalLM, prompt: Sequence[int]) -> Tensor:
+    """(T, V) float32 at every position."""
+    return model(torch.tensor([list(prompt)])).logits[0].float()
+
+
+@torch.inference_mode()
+def greedy(model: LlamaForCausalLM, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Plain greedy decoding with transformers' own cache; no end token stops it."""
+    tokens, past = [], None
+    inputs = torch.tensor([list(prompt)])
+    for _ in range(num_tokens):
+        output = model(inputs, past_key_values=past, use_cache=True, logits_to_keep=1)
+        past = output.past_key_values
+        tokens.append(int(output.logits[0, -1].argmax()))
+        inputs = torch.tensor([tokens[-1:]])
+    return tokens

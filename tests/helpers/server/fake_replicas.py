@@ -1,0 +1,43 @@
+"""Replicas without weights: a ``FakeRunner`` for each, whose logits come together as ``model.logits_meeting`` has it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from helpers.server.fake_runner import FakeRunner
+from torch import Tensor
+
+from tightwire.model.step import StepPlan, ints
+from tightwire.server.config.limits import Limits
+
+
+class FakeReplicas:
+    """The engine's runner, and what it broadcasts to. Every plan is held against what the others say of it."""
+
+    def __init__(self, limits: Limits, num_replicas: int, vocab_size: int) -> None:
+        self.runners = [FakeRunner(limits, vocab_size, counts_steps=False) for _ in range(num_replicas)]
+        self.steps: list[Sequence[StepPlan]] = []
+
+    def broadcast(self, plans: Sequence[StepPlan]) -> None:
+        assert len(plans) == len(self.runners) and any(plan.token_ids for plan in plans)
+        assert {plan.index for plan in plans} == {len(self.steps) + 1}
+        assert len({plan.meeting for plan in plans}) == 1
+        self.steps.append(plans)
+
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
+        plans = self.steps[-1]
+        assert plan is plans[0]
+        logits = [
+            runner.execute(own) if own.token_ids else None for runner, own in zip(self.runners, plans, strict=True)
+        ]
+        brought = [0 if rows is None else len(rows) for rows in logits]
+        if any(brought[1:]):
+            assert ints(plan.meeting).reshape(-1, 2)[:, 0].tolist() == brought
+        else:
+            assert not plan.meeting
+        rows = [rows for rows in logits if rows is not None]
+        return torch.cat(rows) if rows else None
+
+    def num_rows(self, replica: int) -> list[int]:
+        """Tokens that a replica computed in each step."""
+        return [int(np.sum(ints(plans[replica].query_lens))) for plans in self.steps]

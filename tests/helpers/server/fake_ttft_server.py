@@ -1,0 +1,144 @@
+"""A fake server with all that ``bench ttft`` needs: arms, timing, counters, traces, a tokenizer of words. And its lies."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from helpers.server.fake_openai import FakeServer
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tightwire.bench.ttft.proof import ArmPolicy, ModelShape, Proof
+
+OWN = "two-shot"
+
+
+def lines(prompt: str, decode: str = OWN) -> list[dict[str, Any]]:
+    """The policy that ``--allreduce prompt`` makes, as GET /comm shows it."""
+    sums = {"embed": decode, "o_proj": prompt, "down_proj": prompt}
+    return [
+        {"site": site, "phase": phase, "up_to_bytes": None, "layers": None, "algorithm": algorithm, "reason": ""}
+        for site, sum_by in sums.items()
+        for phase, algorithm in (("prefill", sum_by), ("decode", decode))
+    ]
+
+
+@dataclass(kw_only=True)
+class FakeTtftServer(FakeServer):
+    """Sums nothing, but counts what the honest server of this shape would; the fields below make it lie."""
+
+    proof: Proof
+    extra: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"flash-int8": lines("flash-int8")})
+    runs_instead: str | None = None  # whatever was asked for
+    runs_instead_from: int = 0  # the number of the first streamed request that is so treated
+    other_tokens: dict[str, int] = field(default_factory=dict)  # the first token of an arm's answers
+    gap: float = 0.1  # of a token that was forced
+    link: dict[str, Any] | None = None
+    _counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    _recorded: list[dict[str, Any]] = field(default_factory=list)
+    _words: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.proof.shape
+
+    def app(self) -> Starlette:
+        app = super().app()
+        app.routes.extend(
+            [
+                Route("/comm", self._comm),
+                Route("/comm/trace", self._trace),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/detokenize", self._detokenize, methods=["POST"]),
+            ]
+        )
+        return app
+
+    async def _comm(self, request: Request) -> Response:
+        counters = [
+            {
+                "op": "all_reduce",
+                "algorithm": algorithm,
+                "phase": phase,
+                "calls": calls,
+                "bytes_sent": sent,
+                "exact_bytes": sent,
+                "seconds": 0.0,
+                "message_bytes": size,
+                "codec_seconds": 0.0,
+            }
+            for (algorithm, phase), (calls, size, sent) in self._counts.items()
+        ]
+        return JSONResponse(
+            {
+                "choices": lines(OWN),
+                "extra": self.extra,
+                "counters": counters,
+                "link": self.link,
+                "transport": "fake",
+            }
+        )
+
+    async def _trace(self, request: Request) -> Response:
+        self._recorded.clear()
+        await asyncio.sleep(float(request.query_params["seconds"]))
+        return JSONResponse({"traceEvents": self._recorded})
+
+    async def _tokenize(self, request: Request) -> Response:
+        words = (await request.json())["prompt"].split()
+        return JSONResponse({"tokens": [self._words.setdefault(word, len(self._words)) for word in words]})
+
+    async def _detokenize(self, request: Request) -> Response:
+        known = list(self._words)
+        return JSONResponse({"prompt": " ".join(known[token] for token in (await request.json())["tokens"])})
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        if body.get("stream"):
+            return await super()._generate(request)
+        ids = self._answer(OWN, body["max_tokens"])
+        if "logit_bias" not in body:
+            return JSONResponse({"choices": [{}], "tightwire": {"token_ids": [ids]}})
+        logprobs = {"top_logprobs": [{"best": -0.5, "last": -3.0}], "token_logprobs": [-0.5 - self.gap]}
+        return JSONResponse({"choices": [{"logprobs": logprobs}]})
+
+    async def _tokens(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        arm = body["tightwire"].get("allreduce", OWN)
+        async for event in super()._tokens(body):
+            if event["usage"]:
+                self._run(arm, len(body["prompt"].split()), body["max_tokens"])
+                event["tightwire"] = {
+                    "timing": {"ttft_s": 0.01, "compute_s": 0.004, "allreduce_s": 0.005, "codec_s": 0.001},
+                    "comm": {"decode": {"comm_share": 0.5}},
+                    "token_ids": [self._answer(arm, event["usage"]["completion_tokens"])],
+                }
+            yield event
+
+    def _answer(self, arm: str, num_tokens: int) -> list[int]:
+        return [self.other_tokens.get(arm, 0), *range(1, num_tokens)]
+
+    def _run(self, arm: str, prompt_len: int, output_len: int) -> None:
+        """Count and record one request that has its steps to itself."""
+        policy = ArmPolicy(self.extra.get(arm, lines(OWN)))
+        sites = ["embed", *(f"{site} {i}" for i in range(self.shape.num_layers) for site in ("o_proj", "down_proj"))]
+        for number, message in enumerate(self.proof.messages(policy, prompt_len, output_len)):
+            lies = self.runs_instead is not None and len(self.bodies) > self.runs_instead_from
+            algorithm = self.runs_instead or "" if lies else message.algorithm
+            sent = [self.proof.formulas.sent(algorithm, rank, message.message_bytes) for rank in range(2)]
+            totals = self._counts.setdefault((algorithm, message.phase), [0, 0, 0])
+            for place, amount in enumerate((1, message.message_bytes, sent[0])):
+                totals[place] += amount
+            details = {"message_bytes": message.message_bytes, "phase": message.phase}
+            self._recorded += [
+                {
+                    "ph": "X",
+                    "name": f"all_reduce {algorithm}",
+                    "pid": rank,
+                    "dur": 50.0,
+                    "args": {**details, "bytes_sent": sent[rank], "site": sites[number % len(sites)]},
+                }
+                for rank in range(2)
+            ]

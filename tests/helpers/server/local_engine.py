@@ -1,0 +1,176 @@
+"""A whole engine in this process: ranks are threads, joined by in-process collectives. For tests of model and engine."""
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from helpers.comm.fixed_policy import fixed_policy, make_arms
+from torch import Tensor
+
+from tightwire.comm.group.group import Group, in_process_groups
+from tightwire.comm.ledger.ledger import Ledger
+from tightwire.comm.policy.rules import Policy
+from tightwire.model.build import build_runner
+from tightwire.model.layout import make_layout
+from tightwire.model.open import Checkpoint
+from tightwire.model.runner import ModelRunner
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.sampling.sampler import Sampler
+from tightwire.model.step import StepPlan, make_plan
+from tightwire.model.weights.formats import check_split, choose_formats
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
+from tightwire.server.config.limits import Limits
+from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.engine import Engine
+from tightwire.server.ipc.messages import AddRequest, Output
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    engine: Engine
+    runners: list[ModelRunner]
+    groups: list[Group]
+
+
+@contextmanager
+def local_engine(
+    checkpoint: Checkpoint,
+    *,
+    tp: int = 1,
+    dp: int = 1,
+    shares: Sequence[float] | None = None,
+    all_reduce: str | Policy | Mapping[str, Policy] = "one-shot",
+    dtype: torch.dtype = torch.float32,
+    quantization: str = "auto",
+    max_model_len: int = 2048,
+    num_blocks: int | None = None,
+    block_size: int = 16,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 512,
+    prefix_cache: str = "prompts",
+    drafter: NgramDrafter | None = None,
+    overlap: bool = False,
+    weight_plan: WeightPlan = EVERYTHING_RESIDENT,
+    most_rows: int | None = None,
+    plan_ahead: bool = False,
+    slot_blocks: int | None = None,
+) -> Iterator[LocalEngine]:
+    """An engine over ``dp`` replicas of ``tp`` ranks; followers run in threads until the block ends.
+
+    ``all_reduce``: a name, a policy, or several policies by the names that requests ask for them. ``slot_blocks``: the KV
+    cache is offloaded, and steps have at most so many blocks.
+    """
+    config = checkpoint.config
+    layout = make_layout(config, tp, shares)
+    formats = choose_formats(checkpoint.reader(), config, quantization)
+    check_split(layout, config, formats)
+    num_blocks = num_blocks or 4 * -(-max_model_len // block_size)
+    worlds = in_process_groups(tp * dp) if dp > 1 else []
+    ledgers = [world.ledger for world in worlds] or [Ledger() for _ in range(tp)]
+    groups = [group for d in range(dp) for group in in_process_groups(tp, ledgers=ledgers[d * tp : (d + 1) * tp])]
+    policy = fixed_policy(all_reduce) if isinstance(all_reduce, str) else all_reduce
+    arms = policy if isinstance(policy, Mapping) else {"fixed": policy}
+    runners = [
+        build_runner(
+            config,
+            checkpoint.reader(),
+            group,
+            layout,
+            routes=make_arms(arms, group) if tp > 1 else None,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            slot_blocks=slot_blocks,
+            formats=formats,
+            overlap=overlap,
+            weight_plan=weight_plan,
+            most_rows=most_rows,
+            world=worlds[number] if worlds else None,
+        )
+        for number, group in enumerate(groups)
+    ]
+    inboxes: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in runners[1:]]
+    threads = [
+        threading.Thread(target=_follow, args=pair, daemon=True) for pair in zip(runners[1:], inboxes, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+
+    def broadcast(plans: Sequence[StepPlan]) -> None:
+        for rank, inbox in enumerate(inboxes, start=1):
+            inbox.put(plans[rank // tp])
+
+    try:
+        limits = Limits(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            prefix_cache=prefix_cache,
+            max_step_blocks=slot_blocks,
+        )
+        engine = Engine(
+            runner=runners[0],
+            sampler=Sampler(config.vocab_size, torch.device("cpu")),
+            limits=limits,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            broadcast=broadcast,
+            arms=tuple(arms),
+            drafter=drafter,
+            plan_ahead=plan_ahead,
+            num_replicas=dp,
+        )
+        yield LocalEngine(engine, runners, groups)
+    finally:
+        for inbox in inboxes:
+            inbox.put(None)
+        for thread in threads:
+            thread.join(timeout=120)
+        for runner in runners:
+            runner.close()
+
+
+def _follow(runner: ModelRunner, inbox: "queue.SimpleQueue[StepPlan | None]") -> None:
+    while (plan := inbox.get()) is not None:
+        runner.execute(plan)
+
+
+def run_to_end(engine: Engine) -> dict[str, list[Output]]:
+    """Step until nothing is left; outputs by request."""
+    outputs: dict[str, list[Output]] = {}
+    while engine.has_work():
+        for output in engine.step().outputs:
+            outputs.setdefault(output.id, []).append(output)
+    return outputs
+
+
+def continue_prompts(engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> list[list[int]]:
+    """The tokens each prompt is continued with, all prompts running together; greedy unless ``params`` say else."""
+    settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, "ignore_eos": True, **params})
+    for index, prompt in enumerate(prompts):
+        engine.add(AddRequest(id=str(index), prompt_token_ids=list(prompt), params=settings))
+    outputs = run_to_end(engine)
+    return [[t for output in outputs[str(index)] for t in output.token_ids] for index in range(len(prompts))]
+
+
+def prompt_logits(runner: ModelRunner, prompt: Sequence[int], block_size: int = 16) -> Tensor:
+    """(T, V) logits at every position of one prompt, in one step of a group of one."""
+    num_blocks = -(-len(prompt) // block_size)
+    plan = make_plan(
+        token_ids=prompt,
+        query_lens=[len(prompt)],
+        context_lens=[len(prompt)],
+        block_tables=range(num_blocks),
+        num_decode_rows=0,
+        logit_rows=range(len(prompt)),
+    )
+    logits_TV = runner.execute(plan)
+    assert logits_TV is not None
+    return logits_TV

@@ -1,0 +1,237 @@
+"""The GPU's attention in Triton's interpreter: within rounding of float64, and the same bits whatever runs beside a row.
+
+The interpreter multiplies matrices in float32, in which products of 16-bit numbers are exact, as on a GPU.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers.kernels.interpreted import needs_triton, run_interpreted
+from helpers.model.paged_batch import PagedBatch
+from torch import Tensor
+
+from tightwire.comm.group.group import Group
+from tightwire.kernels.attention_check import HeadGroups, even_groups
+
+pytestmark = needs_triton
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Generated rows of contexts of one to three chunks, a sequence that is computed again, a first token, then prompts.
+MIXED: dict[str, Any] = {"query_lens": (1, 1, 3, 1, 45, 1, 20), "context_lens": (300, 64, 530, 1, 45, 33, 70)}
+NUM_DECODE = 6
+ONE_KV_HEAD: dict[str, Any] = {"num_heads": 3, "num_kv_heads": 1}
+
+
+def _attend(arguments: tuple[Any, ...], num_decode_rows: int = 0, groups: HeadGroups | None = None) -> Tensor:
+    from tightwire.kernels.cuda.attention import paged_attention
+
+    return paged_attention(*arguments, num_decode_rows=num_decode_rows, groups=groups)
+
+
+def _assert_close(batch: PagedBatch, num_decode_rows: int) -> None:
+    want, bound = batch.expected()
+    got = _attend(batch.arguments(), num_decode_rows)
+    assert got.dtype == batch.dtype and got.is_contiguous()
+    if batch.dtype != torch.float32:
+        bound = bound + batch.rounding_of_weights()
+        bound = bound + (want.abs() + bound) * torch.finfo(batch.dtype).eps / 2
+    error = (got.double() - want).abs()
+    assert bool((error <= bound).all()), f"{batch.dtype}: off by {(error / bound).max():.1f} bounds"
+
+
+def _check_mixed(group: Group) -> None:
+    _assert_close(PagedBatch(**MIXED, **ONE_KV_HEAD), NUM_DECODE)
+    for dtype in DTYPES[1:]:
+        _assert_close(PagedBatch(**MIXED, dtype=dtype), NUM_DECODE)
+
+
+def _check_parts_of_groups(group: Group) -> None:
+    """Heads that begin and end inside a KV head's group: the bits that they have among all heads."""
+    _multiply_rows_alone()
+    for longest in (300, 100):  # chunks that are merged, and one alone
+        batch = PagedBatch(query_lens=(1, 1, 20), context_lens=(longest, 64, 70), dtype=torch.bfloat16)
+        whole = _attend(batch.arguments(), 2)
+        for first, stop in ((0, 5), (5, 9), (4, 7)):
+            arguments, groups = batch.part(first, stop)
+            assert torch.equal(_attend(arguments, 2, groups), whole[:, first:stop])
+
+
+def _check_random_batches(group: Group, dtype: torch.dtype) -> None:
+    """Sizes of heads and blocks, lengths and the number of generated rows drawn from a seed."""
+    rng = random.Random(f"{dtype}")
+    for seed in range(3):
+        num_seqs = rng.randint(1, 5)
+        num_generated = rng.randint(0, num_seqs)
+        context_lens = [rng.choice((1, 2, 15, 16, 17, 64, 100, 255, 256, 257, 600)) for _ in range(num_seqs)]
+        query_lens = [
+            1 if seq < num_generated else min(length, rng.choice((1, 7, 43, 64, 130)))
+            for seq, length in enumerate(context_lens)
+        ]
+        num_kv_heads, per_kv_head = rng.choice(((1, 1), (3, 3), (1, 8), (2, 4), (4, 1), (1, 20)))
+        batch = PagedBatch(
+            query_lens=query_lens,
+            context_lens=context_lens,
+            num_heads=num_kv_heads * per_kv_head,
+            num_kv_heads=num_kv_heads,
+            head_dim=rng.choice((8, 64, 80, 96, 128)),
+            tokens_per_block=rng.choice((16, 32, 8, 24)),
+            dtype=dtype,
+            seed=seed,
+        )
+        _assert_close(batch, num_generated)
+
+
+def _multiply_rows_alone() -> None:
+    """The interpreter's product is BLAS's, in which a row's bits depend on where it stands; on a GPU they do not."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(_: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+        result = total.data.copy()
+        for k in range(a.data.shape[1]):
+            result += a.data[:, k : k + 1] * b.data[k : k + 1]
+        return TensorHandle(result, total.dtype.scalar)
+
+    setattr(InterpreterBuilder, "create_dot", create_dot)  # noqa: B010  (a type checker knows another signature)
+
+
+def _check_neighbours(group: Group) -> None:
+    _multiply_rows_alone()
+    for dtype in DTYPES[:2]:
+        together = _attend(PagedBatch(**MIXED, **ONE_KV_HEAD, dtype=dtype).arguments(), NUM_DECODE)
+        first = 0
+        for query_len, context_len in zip(*MIXED.values(), strict=True):
+            alone = PagedBatch(query_lens=(query_len,), context_lens=(context_len,), dtype=dtype, **ONE_KV_HEAD)
+            got = _attend(alone.arguments(), query_len if first < NUM_DECODE else 0)
+            assert torch.equal(got, together[first : first + query_len]), f"{dtype}: sequence from row {first}"
+            first += query_len
+
+
+def _check_chunks(group: Group) -> None:
+    """A prompt in chunks, and generated tokens one by one: the bits that they have when all are computed at once."""
+    _multiply_rows_alone()
+    for dtype in DTYPES[:2]:
+        for length, chunks, generated in (
+            (90, (7, 7, 76), False),
+            (90, (64, 26), False),
+            (90, (1, 89), False),
+            (270, (266, 1, 1, 1, 1), True),
+        ):
+            batch = PagedBatch(query_lens=(length,), context_lens=(length,), dtype=dtype, **ONE_KV_HEAD)
+            q, k_cache, v_cache, _, _, table, scale = batch.arguments()
+            first = chunks[0] if generated else 0
+            whole = _attend_rows(q, first, length, (k_cache, v_cache), table, scale, generated=generated)
+            done = first
+            for chunk in chunks[1:] if generated else chunks:
+                part = _attend_rows(q, done, done + chunk, (k_cache, v_cache), table, scale, generated=generated)
+                assert torch.equal(part, whole[done - first :][:chunk]), f"{dtype}: {chunk} rows from {done}"
+                done += chunk
+            assert done == length
+
+
+def _attend_rows(
+    q: Tensor, first: int, stop: int, caches: tuple[Tensor, Tensor], table: Tensor, scale: float, *, generated: bool
+) -> Tensor:
+    """Rows ``first`` to ``stop`` of the one sequence there is."""
+    start = torch.tensor([0, stop - first], dtype=torch.int32)
+    context = torch.tensor([stop], dtype=torch.int32)
+    return _attend((q[first:stop], *caches, start, context, table, scale), (stop - first) * generated)
+
+
+def _check_sharing(group: Group) -> None:
+    """How many programs share a row, how many rows go at once, and a table with room for more change no bit."""
+    from tightwire.kernels.cuda import attention_decode as decode
+
+    q, k_cache, v_cache, start, lens, table, scale = PagedBatch(
+        query_lens=(1, 1, 1), context_lens=(700, 3, 256), **ONE_KV_HEAD
+    ).arguments()
+    outs: list[Tensor] = []
+    for programs, scratch_bytes, more in ((1, 1 << 20, 0), (16, 1 << 20, 0), (100, 1 << 20, 0), (16, 1, 0), (1, 1, 99)):
+        decode._PROGRAMS_PER_PROCESSOR = programs
+        wider = torch.cat((table, torch.zeros(3, more, dtype=torch.int32)), dim=1)
+        outs.append(torch.empty(q.shape))
+        given = q, k_cache, v_cache, start, lens, wider, scale
+        decode.attend_generated_rows(*given, 3, even_groups(given[0], given[1]), outs[-1], scratch_bytes=scratch_bytes)
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+
+
+def _check_unread(group: Group) -> None:
+    """Slots that nobody wrote hold NaN in all these tests; unused entries of the table name blocks that do not exist."""
+    q, k_cache, v_cache, start, lens, table, scale = PagedBatch(**MIXED, **ONE_KV_HEAD).arguments()
+    want = _attend((q, k_cache, v_cache, start, lens, table, scale), NUM_DECODE)
+    used = torch.arange(table.shape[1]) < (lens[:, None] + 15) // 16
+    table = torch.where(used, table, 1 << 30).int()
+    wide = torch.randn(q.shape[0], q.shape[1] + 6, q.shape[2])
+    wide[:, 2 : 2 + q.shape[1]] = q
+    view = wide[:, 2 : 2 + q.shape[1]]
+    assert torch.equal(_attend((view, k_cache, v_cache, start, lens, table, scale), NUM_DECODE), want)
+
+
+def _check_padding(group: Group) -> None:
+    """Rows without keys, as a captured graph has for sequences that are not there, are zeros, and disturb nobody."""
+    for context in (100, 400):  # with one chunk and with two
+        q, k_cache, v_cache, start, lens, table, scale = PagedBatch(
+            query_lens=(1,), context_lens=(context,)
+        ).arguments()
+        want = _attend((q, k_cache, v_cache, start, lens, table, scale), 1)
+        padded = (
+            torch.cat((q, torch.full_like(q, torch.nan))),
+            k_cache,
+            v_cache,
+            torch.tensor([0, 1, 2], dtype=torch.int32),
+            torch.tensor([context, 0], dtype=torch.int32),
+            torch.cat((table, torch.full_like(table, -1))),
+            scale,
+        )
+        assert torch.equal(_attend(padded, 2), torch.cat((want, torch.zeros_like(want))))
+
+
+def _check_far_scores(group: Group) -> None:
+    batch = PagedBatch(**MIXED, **ONE_KV_HEAD)
+    batch.q_rows = [q * 300 for q in batch.q_rows]  # weights from 1 down to 2^-1000s
+    _assert_close(batch, NUM_DECODE)
+
+
+def _check_refusals(group: Group) -> None:
+    from tightwire.kernels.cuda.attention import paged_attention
+
+    fits = PagedBatch(query_lens=(3, 1), context_lens=(20, 9)).arguments()
+    q, k_cache, v_cache, start, lens, table, scale = fits
+    wide = torch.zeros(1, 1, 1, 300)
+    one = torch.ones(1, dtype=torch.int32)
+    for arguments, num_decode_rows, message in (
+        ((q[:, :, :32], *fits[1:]), 0, "as many groups of query heads as KV heads"),
+        ((q.half(), *fits[1:]), 0, "wants q in the caches' torch.float32, got torch.float16"),
+        ((q, k_cache, v_cache, start, lens, table.long(), scale), 0, "int32"),
+        (fits, 5, "0 to 4 generated rows"),
+        ((*fits[:-1], 0.0), 0, "a scale above 0"),
+        ((wide[0], wide, wide, torch.cat((0 * one, one)), one, one[None], 1.0), 1, "heads of at most 256 numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paged_attention(*arguments, num_decode_rows=num_decode_rows)
+    assert paged_attention(q[:0], k_cache, v_cache, start[:1], lens[:0], table[:0], scale).shape == (0, 9, 64)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        _check_mixed,
+        _check_neighbours,
+        _check_chunks,
+        _check_sharing,
+        _check_unread,
+        _check_padding,
+        _check_far_scores,
+        _check_refusals,
+        _check_parts_of_groups,
+    ],
+)
+def test_in_the_interpreter(check: Any) -> None:
+    run_interpreted(1, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_batches(dtype: torch.dtype) -> None:
+    run_interpreted(1, _check_random_batches, dtype)

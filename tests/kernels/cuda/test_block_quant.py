@@ -1,0 +1,179 @@
+"""The Triton kernels of block quantization, in Triton's interpreter: byte for byte the reference, for every format."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.kernels.interpreted import needs_triton, run_interpreted
+from torch import Tensor
+
+from tightwire.comm.codec.codec import parse_codec
+from tightwire.comm.group.group import Group
+from tightwire.kernels import block_quant
+from tightwire.kernels.spec.block_format import BlockFormat
+
+pytestmark = needs_triton
+
+BITS = (8, 6, 5, 4, 3, 2)
+OPTIONS = ("", "-sym", "-had", "-sym-had", "-sr")
+
+
+def _names(group: str) -> list[str]:
+    """Every format with groups of this size."""
+    integers = [f"int{bits}{group}{option}" for bits in BITS for option in OPTIONS if option != "-sr" or bits < 5]
+    return [*integers, f"fp8{group}"]
+
+
+def _format(name: str) -> BlockFormat:
+    fmt = parse_codec(name).format
+    assert fmt is not None
+    return fmt
+
+
+def _numbers(num_elems: int, seed: int = 0) -> Tensor:
+    """Magnitudes from 2^-8 to 2^8."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.exp2(torch.randint(-8, 9, (num_elems,), generator=generator).float())
+    return torch.randn(num_elems, generator=generator) * scales
+
+
+def _hard_numbers() -> Tensor:
+    """Groups of zeros of both signs, constants, denormals, inf, NaN, and numbers near the end of float32."""
+    x_N = _numbers(4500)
+    x_N[100:140], x_N[140:160] = 0.0, -0.0
+    x_N[300:310], x_N[600], x_N[900:905], x_N[3300] = torch.inf, torch.nan, -torch.inf, -torch.nan
+    x_N[1200:1600] = 3.0
+    x_N[1700:1800], x_N[1800:1810] = 1e-40, -1e-42
+    x_N[2000:2010], x_N[2015], x_N[2300:2310], x_N[2600] = 3.3e38, -3.3e38, 3.39e38, torch.finfo(torch.float32).max
+    x_N[2900:2904] = torch.tensor([7e4, -7e4, 1e30, -1e-30])
+    x_N[3000:3200] *= 1e-38
+    return x_N
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """The same bits, but for which NaN it is."""
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    same_bits = torch.equal(a.nan_to_num(1.0).view(torch.uint8), b.nan_to_num(1.0).view(torch.uint8))
+    return same_bits and torch.equal(a.isnan(), b.isnan())
+
+
+def _differences(name: str, x_N: Tensor) -> Iterator[str]:
+    from tightwire.kernels.cuda import block_quant as block_quant_triton
+
+    fmt, num_elems = _format(name), x_N.numel()
+    want = block_quant.encode_reference(x_N, fmt)
+    if not torch.equal(block_quant_triton.encode(x_N, fmt), want):
+        yield f"{name} encode {num_elems} {x_N.dtype}"
+    at_odd_address = torch.empty(want.numel() + 1, dtype=torch.uint8)[1:].copy_(want)
+    decoded = block_quant_triton.decode(at_odd_address, fmt, num_elems, x_N.dtype)
+    if not _equal(decoded, block_quant.decode_reference(want, fmt, num_elems, x_N.dtype)):
+        yield f"{name} decode {num_elems} {x_N.dtype}"
+
+
+def _check_formats(group: Group, names: list[str]) -> list[str]:
+    return [text for name in names for text in _differences(name, _numbers(3000).bfloat16())]
+
+
+def _check_hard_numbers(group: Group) -> list[str]:
+    names = ("int8", "int6-g32-sym", "int5-had", "int3-g64-sr", "fp8")
+    return [
+        text
+        for name in names
+        for dtype in (torch.float32, torch.bfloat16)
+        for text in _differences(name, _hard_numbers().to(dtype))
+    ]
+
+
+def _check_sizes(group: Group) -> list[str]:
+    """One number, a group and its neighbours, whole programs, and all types."""
+    cases = [
+        (1, torch.float16),
+        (31, torch.float32),
+        (129, torch.bfloat16),
+        (8192, torch.float16),
+        (8192, torch.bfloat16),
+    ]
+    return [
+        text
+        for name in ("int4", "int3-g32")
+        for n, dtype in cases
+        for text in _differences(name, _numbers(n).to(dtype))
+    ]
+
+
+def _check_decode_add(group: Group) -> None:
+    from tightwire.kernels.cuda import block_quant as block_quant_triton
+
+    for name in ("int8", "int5-g32-had"):
+        fmt = _format(name)
+        buf, want, got = (
+            block_quant.encode_reference(_numbers(4500), fmt),
+            _numbers(4500, seed=1),
+            _numbers(4500, seed=1),
+        )
+        block_quant.decode_add_reference(buf, fmt, want)
+        block_quant_triton.decode_add(buf, fmt, got)
+        assert torch.equal(got, want), name
+
+
+def _check_decode_reduce_encode(group: Group, pairs: list[tuple[str, str]]) -> None:
+    from tightwire.kernels.cuda import block_quant as block_quant_triton
+
+    for name, out_name in pairs:
+        fmt, out_fmt = _format(name), _format(out_name)
+        bufs = [block_quant.encode_reference(_numbers(4513, seed), fmt) for seed in range(3)]
+        want = block_quant.decode_reduce_encode_reference(bufs, fmt, out_fmt, 4513)
+        got = block_quant_triton.decode_reduce_encode(bufs, fmt, out_fmt, 4513)
+        assert torch.equal(got, want), f"{name} to {out_name}"
+
+
+def _check_refusals(group: Group) -> None:
+    from tightwire.kernels.cuda import block_quant as block_quant_triton
+
+    fmt = _format("int8")
+    assert block_quant_triton.encode(torch.empty(0), fmt).numel() == 0
+    with pytest.raises(ValueError, match="contiguous vector"):
+        block_quant_triton.encode(torch.ones(4, 4).t()[0], fmt)
+    with pytest.raises(ValueError, match="132 contiguous bytes of uint8"):
+        block_quant_triton.encode(torch.ones(128), fmt, out=torch.empty(131, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="132 contiguous bytes"):
+        block_quant_triton.decode(torch.empty(131, dtype=torch.uint8), fmt, 128, torch.float32)
+    with pytest.raises(ValueError, match="at least one"):
+        block_quant_triton.decode_reduce_encode([], fmt, fmt, 128)
+
+
+@pytest.mark.parametrize("group", ["", "-g64", "-g32"])
+def test_every_format_gives_the_references_bytes(group: str) -> None:
+    assert run_interpreted(1, _check_formats, _names(group)) == [[]]
+
+
+def test_hard_numbers() -> None:
+    assert run_interpreted(1, _check_hard_numbers) == [[]]
+
+
+def test_sizes_and_types() -> None:
+    assert run_interpreted(1, _check_sizes) == [[]]
+
+
+def test_decode_add() -> None:
+    run_interpreted(1, _check_decode_add)
+
+
+def test_decode_reduce_encode_across_formats() -> None:
+    """Groups of unlike size, sums that stay rotated and that do not, a last group that is filled up."""
+    pairs = [
+        ("int8", "int8"),
+        ("int4", "int8"),
+        ("int8", "int4-g32"),
+        ("int4-g32", "int5"),
+        ("int4-had", "int4-had"),
+        ("int4-g32-had", "int6-had"),
+        ("int3-sr", "fp8"),
+        ("int2-g64-sr", "int4-sym-had"),
+    ]
+    run_interpreted(1, _check_decode_reduce_encode, pairs)
+
+
+def test_refuses_what_does_not_fit() -> None:
+    run_interpreted(1, _check_refusals)

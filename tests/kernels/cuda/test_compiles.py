@@ -1,0 +1,197 @@
+"""The Triton kernels compile for GPUs that are not here: what only the interpreter accepts is found out without one.
+
+And what they compile to keeps two promises: nothing flushes denormals or fuses a multiplication with an addition where an
+encoder's bits depend on it, and 16-bit numbers are loaded in whole vectors.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.kernels.interpreted import needs_triton
+
+from tightwire.comm.codec.codec import parse_codec
+
+pytestmark = needs_triton
+
+A100, L40, H100 = 80, 89, 90
+SHARED_BYTES = {A100: 163 << 10, L40: 99 << 10, H100: 227 << 10}  # that one program may have
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def _ptx(kernel: Any, capability: int, types: dict[str, Any], constants: dict[str, Any]) -> str:
+    return _compiled(kernel, capability, types, constants).asm["ptx"]
+
+
+def _compiled(kernel: Any, capability: int, types: dict[str, Any], constants: dict[str, Any], **options: int) -> Any:
+    """What ``kernel`` compiles to, given the types of its other arguments; pointers and sizes are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "i32") if name not in constants else "constexpr" for name in names}
+    aligned = [(i,) for i, name in enumerate(names) if str(signature[name]).startswith(("*", "i"))]
+    aligned += [
+        (i, j) for i, name in enumerate(names) if isinstance(signature[name], tuple) for j in range(len(types[name]))
+    ]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(i,): constants[name] for i, name in enumerate(names) if name in constants},
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": False, **options})
+
+
+def _sizes(plan: Any, num_elems: int) -> dict[str, int]:
+    return dict(zip(("ROWS", "ELEMS", "TILES", "BEYOND"), plan.sizes(num_elems), strict=True))
+
+
+@pytest.mark.parametrize(("name", "capability"), [("int8", H100), ("int5-had", A100), ("int3-sr", H100), ("fp8", A100)])
+def test_encode_and_decode(name: str, capability: int) -> None:
+    from tightwire.kernels.cuda.block_quant import TilePlan, _decode, _encode
+
+    fmt = parse_codec(name).format
+    assert fmt is not None
+    constants = {"fmt": fmt, **_sizes(TilePlan(fmt), 1 << 20)}
+    encoded = _ptx(_encode, capability, {"x": "*bf16", "out": "*u8"}, constants)
+    decoded = _ptx(_decode, capability, {"buf": "*u8", "out": "*bf16"}, {**constants, "ADD": False})
+    for ptx in (encoded, decoded):
+        assert "ftz" not in ptx and "fma" not in ptx and "div.full" not in ptx
+    assert "ld.global.v4" in encoded and "st.global.v4" in decoded
+
+
+def test_decode_reduce_encode() -> None:
+    from tightwire.kernels.cuda.block_quant import TilePlan, _decode_reduce_encode
+
+    fmt, out_fmt = parse_codec("int4-g32").format, parse_codec("int8").format
+    assert fmt is not None and out_fmt is not None
+    constants = {"fmt": fmt, "out_fmt": out_fmt, **_sizes(TilePlan(fmt, out_fmt), 1000)}
+    _ptx(_decode_reduce_encode, H100, {"bufs": ("*u8", "*u8"), "out": "*u8"}, constants)
+
+
+@pytest.mark.parametrize(("codecs", "capability"), [(None, H100), (("none", "none"), A100), (("int4", "int8"), H100)])
+def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
+    """Arrivals are acquired from the whole system, and no atomic operation goes to another GPU."""
+    from tightwire.kernels.cuda.all_reduce_kernels import one_shot_kernel, two_shot_kernel
+    from tightwire.kernels.cuda.block_quant import TilePlan
+
+    types = {"x": "*bf16", "out": "*bf16", "headers": "*i64", "failure": "*i32"}
+    if codecs is None:
+        ptx, num_meetings = _ptx(one_shot_kernel, capability, types, {"WORLD": 2, **_sizes(TilePlan(), 128)}), 1
+    else:
+        fmt, out_fmt = (parse_codec(name).format for name in codecs)
+        plan = TilePlan(*[given for given in (fmt, out_fmt) if given is not None])
+        constants = {"WORLD": 2, "fmt": fmt, "out_fmt": out_fmt, **_sizes(plan, 128)}
+        ptx, num_meetings = _ptx(two_shot_kernel, capability, types, constants), 2
+    atomics = [line for line in ptx.splitlines() if "atom." in line]
+    assert len(atomics) == num_meetings and all("acq_rel" in line and "sys" in line for line in atomics)
+    assert ptx.count("ld.global.sys.acquire") >= 2 * num_meetings
+    assert "ld.global.nc" not in ptx  # what peers write is not constant
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_norm(adds: bool) -> None:
+    from tightwire.kernels.cuda.norm import _rms_norm_row
+
+    types = dict.fromkeys(("x", "residual", "weight", "out", "total"), "*bf16")
+    ptx = _ptx(_rms_norm_row, H100, {**types, "eps": "fp32"}, {"ADDS": adds, "PLACES": 4096})
+    assert "approx" not in ptx and "fma" not in ptx and "sqrt.rn" in ptx
+
+
+ATTENTION_TYPES = {
+    **dict.fromkeys(("query_start", "context_lens", "block_table"), "*i32"),
+    **dict.fromkeys(("sums", "stats"), "*fp32"),
+    "scale_log2": "fp32",
+}
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "per_kv_head"),
+    [
+        (H100, torch.bfloat16, 128, 4),
+        (L40, torch.float16, 128, 8),
+        (A100, torch.bfloat16, 64, 3),
+        (L40, torch.bfloat16, 80, 1),
+        (H100, torch.bfloat16, 256, 8),
+        (H100, torch.float32, 128, 4),
+        (L40, torch.float32, 64, 3),
+    ],
+)
+def test_attention(capability: int, dtype: torch.dtype, head_dim: int, per_kv_head: int) -> None:
+    """Both kernels load keys and values ahead, find room in shared memory, and multiply 16-bit numbers in matrix units."""
+    from tightwire.kernels.cuda import attention_decode as decode
+    from tightwire.kernels.cuda import attention_prefill as prefill
+
+    width = 1 << (head_dim - 1).bit_length()
+    types = {**ATTENTION_TYPES, **dict.fromkeys(("q", "k_cache", "v_cache", "out"), TYPES[dtype])}
+    shape = {"KV_HEADS": 8, "PER_KV_HEAD": per_kv_head, "HEAD_DIM": head_dim, "PAGE": 16, "WIDTH": width}
+    rows, keys, num_warps = prefill.tile_sizes(width, per_kv_head, dtype)
+    tile = _compiled(
+        prefill._attend_tile, capability, types, {**shape, "ROWS": rows, "KEYS": keys}, num_warps=num_warps
+    )
+    sizes = {"ROWS": 16, "KEYS": decode.keys_at_once(width, dtype), "CHUNK": decode.CHUNK_KEYS, "PARTIAL": True}
+    chunks = _compiled(decode._attend_chunks, capability, types, {**shape, **sizes}, num_stages=decode.NUM_STAGES)
+    for kernel, unit in ((tile, "wgmma" if capability == H100 else "mma.sync"), (chunks, "mma.sync")):
+        assert kernel.metadata.shared <= SHARED_BYTES[capability]
+        ptx = kernel.asm["ptx"]
+        assert "cp.async.cg" in ptx
+        assert (unit in ptx) == (dtype != torch.float32) and "tf32" not in ptx
+
+
+def test_attention_of_one_chunk_and_the_merge_of_several() -> None:
+    from tightwire.kernels.cuda.attention_decode import CHUNK_KEYS, _attend_chunks, _merge_chunks
+
+    types = {**ATTENTION_TYPES, **dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")}
+    shape = {"HEAD_DIM": 128, "WIDTH": 128, "CHUNK": CHUNK_KEYS}
+    one = {"KV_HEADS": 8, "PER_KV_HEAD": 4, "PAGE": 16, "ROWS": 16, "KEYS": 32, "PARTIAL": False}
+    assert "st.global.v4" in _ptx(_attend_chunks, A100, types, {**shape, **one})
+    assert "ld.global.v4" in _ptx(_merge_chunks, H100, types, {**shape, "HEADS": 32, "AT_ONCE": 16})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotation_and_cache(dtype: torch.dtype) -> None:
+    """Nothing is fused, or a sum would round once where the reference rounds twice; 16-bit numbers move in vectors."""
+    from tightwire.kernels.cuda.qkv import _rotate_and_cache_heads
+
+    types = {**dict.fromkeys(("qkv", "k_cache", "v_cache", "q_out"), TYPES[dtype]), "slots": "*i32"}
+    types |= dict.fromkeys(("cos", "sin"), "*fp32")
+    constants = {"NUM_HEADS": 32, "KV_HEADS": 8, "HALF": 64, "PAGE": 16, "HEADS": 16, "PAIRS": 64}
+    ptx = _ptx(_rotate_and_cache_heads, H100, types, constants)
+    assert "fma" not in ptx and "ftz" not in ptx
+    assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+
+
+def test_swiglu() -> None:
+    from tightwire.kernels.cuda.swiglu import _swiglu_part
+
+    ptx = _ptx(_swiglu_part, A100, {"gate_up": "*bf16", "out": "*bf16"}, {"PLACES": 1024})
+    assert "div.full" not in ptx and "div.rn" in ptx
+    assert "ld.global.v4" in ptx and "st.global.v4" in ptx
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "capability"),
+    [
+        ("Q8_0", torch.bfloat16, A100),
+        ("Q4_0", torch.float16, L40),
+        ("Q4_1", torch.bfloat16, H100),
+        ("Q4_1", torch.float32, L40),
+    ],
+)
+def test_packed_product(name: str, dtype: torch.dtype, capability: int) -> None:
+    """Sixteen-bit numbers are multiplied in matrix units, float32 not, as they would round it."""
+    from tightwire.kernels.cuda.linear_packed import _packed_product
+    from tightwire.kernels.spec.packed_format import PACKED_FORMATS
+
+    types = {**dict.fromkeys(("x", "bias", "out"), TYPES[dtype]), "blocks": "*u8", "halves": "*fp16"}
+    ptx = _ptx(_packed_product, capability, types, {"PACKED": PACKED_FORMATS[name], "BIASED": True})
+    assert ("mma.sync" in ptx) == (dtype != torch.float32) and "tf32" not in ptx

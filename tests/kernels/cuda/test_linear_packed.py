@@ -1,0 +1,59 @@
+"""Packed products for GPUs in Triton's interpreter, against float64 products of the rounded weights."""
+
+import pytest
+import torch
+from helpers.kernels.interpreted import needs_triton, run_interpreted
+
+from tightwire.comm.group.group import Group
+from tightwire.kernels.packed import dequantize_reference, quantize
+from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, Q8_0
+
+pytestmark = needs_triton
+
+
+def _check(group: Group) -> None:
+    from tightwire.kernels.cuda.linear_packed import linear_packed
+
+    generator = torch.Generator().manual_seed(0)
+    for packed in PACKED_FORMATS.values():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for num_rows, num_outputs, depth in ((1, 33, 64), (17, 5, 32)):
+                x = torch.randn(num_rows, depth + 3, generator=generator).to(dtype)[:, :depth]
+                weight = quantize(torch.randn(num_outputs, depth, generator=generator), packed)
+                bias = torch.randn(num_outputs, generator=generator).to(dtype)
+                for added in (None, bias):
+                    _assert_close(linear_packed(x, weight, added), x, dequantize_reference(weight, dtype), added)
+                unrounded = linear_packed(x, weight, None, torch.float32)
+                assert unrounded.dtype == torch.float32
+                _assert_close(unrounded, x, dequantize_reference(weight, dtype), None)
+
+
+def _assert_close(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """One rounding to the dtype, and D + 1 of float32 on the way, each of no more than all sizes summed."""
+    added = 0.0 if bias is None else bias.double()
+    want = x.double() @ weight.double().T + added
+    sizes = x.double().abs() @ weight.double().abs().T + abs(added)
+    bound = (x.shape[1] + 1) * torch.finfo(torch.float32).eps / 2 * sizes
+    bound = bound + torch.finfo(got.dtype).eps / 2 * (want.abs() + bound) + torch.finfo(got.dtype).tiny
+    assert got.shape == want.shape and bool(((got.double() - want).abs() <= bound).all())
+
+
+def _check_refusals(group: Group) -> None:
+    from tightwire.kernels.cuda.linear_packed import linear_packed
+
+    weight = quantize(torch.zeros(3, 64), Q4_1)
+    assert linear_packed(torch.zeros(0, 64), weight, None).shape == (0, 3)
+    with pytest.raises(ValueError, match=r"got \(2, 32\), \(3, 64\) and None"):
+        linear_packed(torch.zeros(2, 32), weight, None)
+    with pytest.raises(ValueError, match=r"and \(2,\)"):
+        linear_packed(torch.zeros(2, 64), weight, torch.zeros(2))
+    with pytest.raises(ValueError, match=r"got torch.float32 and torch.float16"):
+        linear_packed(torch.zeros(2, 64), quantize(torch.zeros(3, 64), Q8_0), torch.zeros(3).half())
+
+
+def test_products() -> None:
+    run_interpreted(1, _check)
+
+
+def test_refuses_what_does_not_fit() -> None:
+    run_interpreted(1, _check_refusals)

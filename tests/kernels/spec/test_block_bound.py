@@ -1,0 +1,57 @@
+import pytest
+import torch
+from helpers.kernels.block_data import NUMBERS, all_formats, format_id, hard_numbers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightwire.kernels.block_quant import decode, encode
+from tightwire.kernels.spec.block_bound import max_error
+from tightwire.kernels.spec.block_format import BlockFormat
+
+FORMATS = pytest.mark.parametrize("fmt", all_formats(), ids=format_id)
+
+
+def _error(x_N: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+    return (decode(encode(x_N, fmt), fmt, x_N.numel(), torch.float32).double() - x_N.double()).abs()
+
+
+def _holds(error_N: torch.Tensor, bound_N: torch.Tensor) -> bool:
+    return bool(((error_N <= bound_N) | (bound_N == torch.inf)).all())
+
+
+@FORMATS
+def test_holds_for_hard_numbers(fmt: BlockFormat) -> None:
+    for dtype in NUMBERS:
+        x = hard_numbers(dtype)
+        assert _holds(_error(x, fmt), max_error(x, fmt))
+
+
+@FORMATS
+def test_is_no_wider_than_need_be(fmt: BlockFormat) -> None:
+    """Some number of many comes close to it, but where rotation makes that unlikely: there errors nearly cancel."""
+    x = torch.randn(4000, generator=torch.Generator().manual_seed(5))
+    ratio = _error(x, fmt) / max_error(x, fmt)
+    least = 0.1 if fmt.hadamard else 0.9
+    assert least < ratio.max() <= 1
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    fmt=st.sampled_from(all_formats()),
+    numbers=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=140),
+)
+def test_holds_for_any_numbers(fmt: BlockFormat, numbers: list[float]) -> None:
+    x = torch.tensor(numbers)
+    assert _holds(_error(x, fmt), max_error(x, fmt))
+
+
+def test_promises_nothing_for_a_broken_group_and_something_for_its_neighbour() -> None:
+    x = torch.randn(256, generator=torch.Generator().manual_seed(6))
+    x[5] = torch.nan
+    bound = max_error(x, BlockFormat(8))
+    assert (bound[:128] == torch.inf).all()
+    assert (bound[128:] < 0.02).all()
+
+
+def test_nothing_has_no_error() -> None:
+    assert max_error(torch.zeros(0), BlockFormat(8)).shape == (0,)

@@ -1,0 +1,78 @@
+import re
+from typing import Any
+
+import pytest
+import torch
+from helpers.kernels.block_data import all_formats, format_id
+
+from tightwire.kernels.block_quant import encode_reference
+from tightwire.kernels.spec.block_format import BlockFormat
+
+
+@pytest.mark.parametrize(
+    ("fmt", "bits_per_number"),
+    [
+        (BlockFormat(8), 8.25),
+        (BlockFormat(8, symmetric=True), 8.125),
+        (BlockFormat(8, float8=True), 8.125),
+        (BlockFormat(6), 6.25),
+        (BlockFormat(5), 5.25),
+        (BlockFormat(4), 4.25),
+        (BlockFormat(4, hadamard=True), 4.25),
+        (BlockFormat(4, 32), 5.0),
+        (BlockFormat(4, 32, symmetric=True), 4.5),
+        (BlockFormat(3), 3.25),
+        (BlockFormat(2), 2.25),
+        (BlockFormat(2, 32, spikes=True), 4.5),
+    ],
+    ids=str,
+)
+def test_bits_on_the_wire(fmt: BlockFormat, bits_per_number: float) -> None:
+    assert fmt.encoded_bytes(4096) * 8 == bits_per_number * 4096
+
+
+@pytest.mark.parametrize("fmt", all_formats(), ids=format_id)
+def test_sections_fill_the_message(fmt: BlockFormat) -> None:
+    for num_elems in (0, 1, 127, 128, 1000):
+        starts = fmt.section_starts(num_elems)
+        assert starts[0] == 0
+        assert list(starts) == sorted(starts)
+        last_section_bytes = 1 if fmt.spikes else 2
+        assert starts[-1] + last_section_bytes * fmt.num_groups(num_elems) == fmt.encoded_bytes(num_elems)
+        assert all(start % 2 == 0 for start in starts[: len(fmt.plane_bits) + 2])
+
+
+@pytest.mark.parametrize("group_elems", [32, 64, 128])
+@pytest.mark.parametrize("bits", [8, 6, 5, 4, 3, 2])
+def test_codes_lie_where_the_layout_says(bits: int, group_elems: int) -> None:
+    """Whole numbers from 0 to the highest code are their own codes: the scale is 1, the zero 0."""
+    fmt = BlockFormat(bits, group_elems)
+    codes = torch.randint(0, 2**bits, (2, group_elems), generator=torch.Generator().manual_seed(bits))
+    codes[:, 0], codes[:, 5] = 0, 2**bits - 1
+    want = []
+    for plane_bits, shift in zip(fmt.plane_bits, fmt.plane_shifts, strict=True):
+        size = group_elems * plane_bits // 8
+        for group in range(2):
+            plane = [0] * size
+            for e in range(group_elems):
+                field = int(codes[group, e]) >> shift & (1 << plane_bits) - 1
+                plane[e % size] |= field << plane_bits * (e // size)
+            want += plane
+    want += [0x80, 0x3F] * 2 + [0, 0] * 2  # bfloat16 1.0 and 0.0, low byte first
+    assert encode_reference(codes.view(-1).float(), fmt).tolist() == want
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 7}, "bits must be one of [8, 6, 5, 4, 3, 2], got 7"),
+        ({"bits": 4, "group_elems": 16}, "group_elems must be one of [32, 64, 128], got 16"),
+        ({"bits": 8, "spikes": True}, "spikes are for"),
+        ({"bits": 4, "spikes": True, "hadamard": True}, "spikes are for"),
+        ({"bits": 4, "float8": True}, "float8 codes have 8 bits"),
+        ({"bits": 8, "float8": True, "symmetric": True}, "float8 codes have 8 bits"),
+    ],
+)
+def test_refuses_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BlockFormat(**options)

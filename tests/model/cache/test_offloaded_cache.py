@@ -1,0 +1,295 @@
+"""A cache on the host answers as one on the device does, to the bit and in its slots' order; what fails says so."""
+
+import contextlib
+import math
+import random
+import time
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.server.local_engine import LocalEngine, continue_prompts, local_engine, run_to_end
+from tiny import make_tiny
+from torch import Tensor
+
+from tightwire.comm.buffers import BufferConflictError, BufferPool, Slot, SlotEvent, check_order
+from tightwire.model.cache import offloaded_cache
+from tightwire.model.cache.offloaded_cache import OffloadedCache
+from tightwire.model.checkpoint.errors import CacheError
+from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.weights.residency import WeightPlan, spread
+from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.ipc.messages import AddRequest
+
+NUM_LAYERS = 5
+PROMPTS = [list(range(3, 60)), [7, 8, 9], list(range(100, 190))]
+STREAMED = WeightPlan(source="stream", origin="host", streamed=spread(NUM_LAYERS, 4))
+
+
+@pytest.fixture(name="checkpoint", scope="module")
+def fixture_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    shape: dict[str, Any] = {
+        "hidden_size": 72,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": NUM_LAYERS,
+    }
+    return open_checkpoint(str(make_tiny(tmp_path_factory.mktemp("m"), **shape)))
+
+
+def caches_of(local: LocalEngine) -> Iterator[OffloadedCache]:
+    for runner in local.runners:
+        assert isinstance(runner.cache, OffloadedCache)
+        yield runner.cache
+
+
+def events_of(cache: OffloadedCache) -> list[SlotEvent]:
+    """All that happened, once the last layers have been saved."""
+    deadline_s = time.monotonic() + 20
+    while any(slot.state != "free" for slot in cache.pool.slots):
+        assert time.monotonic() < deadline_s, "something is never saved"
+        time.sleep(0.001)
+    return list(cache.pool.events)
+
+
+def answers(local: LocalEngine, *, num_requests: int = 14) -> dict[str, list[Any]]:
+    """Tokens and scores of a mixed load: long and short, drawn and greedy, with common beginnings, some repetitive."""
+    rng = random.Random(5)
+    stem = [rng.randrange(256) for _ in range(40)]
+    for index in range(num_requests):
+        prompt = rng.choice([stem, stem[:19], [], [4, 5, 6, 4, 5] * 6]) + [
+            rng.randrange(256) for _ in range(rng.choice([1, 4, 30, 90]))
+        ]
+        params = SamplingParams(
+            max_tokens=rng.choice([3, 12, 60]),
+            temperature=rng.choice([0.0, 0.0, 0.8]),
+            seed=index,
+            ignore_eos=True,
+            logprobs=2,
+        )
+        local.engine.add(AddRequest(id=str(index), prompt_token_ids=prompt, params=params))
+
+    return {
+        name: [score for output in outputs for score in output.logprobs or []]  # each has its token
+        for name, outputs in run_to_end(local.engine).items()
+    }
+
+
+# What runs beside an offloaded cache, and the most blocks that a step may have (of 8 tokens; 25 are a longest sequence).
+LOADS: dict[str, tuple[int, dict[str, Any]]] = {
+    "preempted": (45, {"num_blocks": 45, "max_num_seqs": 8, "max_num_batched_tokens": 24}),
+    "slots of one sequence": (25, {"max_num_batched_tokens": 64}),
+    "slots of a few": (40, {"max_num_seqs": 8, "max_num_batched_tokens": 33}),
+    "prefix cache all": (100, {"prefix_cache": "all", "max_num_batched_tokens": 64}),
+    "no prefix cache": (100, {"prefix_cache": "none"}),
+    "two ranks": (100, {"tp": 2, "max_num_batched_tokens": 64}),
+    "three ranks, preempted": (38, {"num_blocks": 45, "tp": 3, "max_num_batched_tokens": 64}),
+    "speculation": (100, {"drafter": NgramDrafter(max_tokens=4, longest=3, shortest=1)}),
+    "speculation in little": (26, {"drafter": NgramDrafter(max_tokens=9, longest=3, shortest=1)}),
+    "halves in turns": (100, {"tp": 2, "overlap": True}),
+    "parts": (100, {"tp": 2, "most_rows": 32}),
+    "planned ahead, preempted": (45, {"num_blocks": 45, "plan_ahead": True, "max_num_batched_tokens": 64}),
+    "weights stream too": (100, {"tp": 2, "weight_plan": STREAMED, "most_rows": 48}),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(zip(LOADS, cycle((torch.float32, torch.bfloat16)), strict=False)))
+def test_answers_are_those_of_a_cache_on_the_device(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:
+    slot_blocks, options = LOADS[name]
+    options = {"num_blocks": 100, "block_size": 8, "max_model_len": 200, "dtype": dtype} | options
+    with local_engine(checkpoint, **options) as local:
+        expected = answers(local)
+    with local_engine(checkpoint, **options, slot_blocks=slot_blocks) as local:
+        assert answers(local) == expected
+        stats = local.engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.num_preemptions > 0 or "preempted" not in name
+        assert stats.num_accepted_draft_tokens > 0 or "speculation" not in name
+        assert stats.num_steps_ahead > 0 or "planned ahead" not in name
+        for cache in caches_of(local):
+            events = events_of(cache)
+            check_order(events, saves=True)
+            used = [event.owner for event in events if event.kind == "use"]
+            assert used == list(range(NUM_LAYERS)) * stats.num_steps
+
+
+def test_only_what_a_step_reads_and_writes_travels(checkpoint: Checkpoint) -> None:
+    block_bytes = 2 * 3 * 16 * 8 * 4  # keys and values of 3 heads, 16 tokens, 8 numbers in float32
+    with local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=40) as local:
+        (cache,) = caches_of(local)
+        continue_prompts(local.engine, [list(range(40))], max_tokens=1)
+        events_of(cache)
+        assert cache.flow().num_bytes == NUM_LAYERS * 3 * block_bytes  # written: three blocks; read: none
+        before = cache.flow().num_bytes
+        # Two blocks are found in the prefix cache, and read by four sequences at once; each reads and writes one of its own.
+        continue_prompts(local.engine, [[*range(32), index] for index in range(4)], max_tokens=3)
+        events_of(cache)
+        prompts, decodes = 2 + 4, 2 * (2 + 4 + 4)
+        assert cache.flow().num_bytes - before == NUM_LAYERS * (prompts + decodes) * block_bytes
+
+
+def jittery(delays: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each move take its time, another one each."""
+    copy = offloaded_cache.copy_runs
+
+    def slow(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
+        delays.append(delays.pop(0))
+        time.sleep(delays[-1])
+        copy(target_NX, source_MX, runs_R3)
+
+    monkeypatch.setattr(offloaded_cache, "copy_runs", slow)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_order_and_tokens_hold_whatever_the_delays(
+    checkpoint: Checkpoint, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"tp": 2, "overlap": overlap, "num_blocks": 40, "max_model_len": 256}
+    with local_engine(checkpoint, **options) as local:
+        expected = continue_prompts(local.engine, PROMPTS, max_tokens=8)
+    draw = random.Random(1)
+    jittery([draw.choice([0.0, 0.0, 0.001, 0.004]) for _ in range(97)], monkeypatch)
+    release = OffloadedCache.release
+
+    def late(self: OffloadedCache, index: int) -> None:
+        time.sleep(draw.choice([0.0, 0.0, 0.003]))
+        release(self, index)
+
+    monkeypatch.setattr(OffloadedCache, "release", late)
+    with local_engine(checkpoint, **options, slot_blocks=40) as local:
+        assert continue_prompts(local.engine, PROMPTS, max_tokens=8) == expected
+        for cache in caches_of(local):
+            check_order(events_of(cache), saves=True)
+
+
+class _Hasty(BufferPool):
+    """Does not wait for what ``skipped`` would wait for."""
+
+    skipped = ""
+
+    def use(self, owner: int, timeout_s: float) -> Slot:
+        return self._grab("use", owner, "used") if self.skipped == "use" else super().use(owner, timeout_s)
+
+    def save(self, owner: int) -> Slot:
+        return self._grab("save", owner, "saving") if self.skipped == "save" else super().save(owner)
+
+    def fill(self, owner: int, number: int | None = None, timeout_s: float = math.inf) -> Slot:
+        return (
+            self._grab("fill", owner, "filling") if self.skipped == "fill" else super().fill(owner, number, timeout_s)
+        )
+
+    def _grab(self, kind: str, owner: int, state: str) -> Slot:
+        with self._changed:
+            self._check_open()
+            slot = self.slots[owner % 2]
+            slot.owner, slot.state = owner, state
+            self._note(kind, owner, slot.number)
+            return slot
+
+
+@pytest.mark.parametrize("skipped", ["use", "save", "fill"])
+def test_no_wait_can_be_left_out(checkpoint: Checkpoint, skipped: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them has something to wait for: the mover is slow where it is to be waited for, else the pass is."""
+    monkeypatch.setattr(_Hasty, "skipped", skipped)
+    monkeypatch.setattr(offloaded_cache, "BufferPool", _Hasty)
+    if skipped == "use":
+        jittery([0.005], monkeypatch)
+    else:
+        release = OffloadedCache.release
+
+        def late(self: OffloadedCache, index: int) -> None:
+            time.sleep(0.005)
+            release(self, index)
+
+        monkeypatch.setattr(OffloadedCache, "release", late)
+    if skipped == "fill":  # what has not been saved would else be waited for just before
+        monkeypatch.setattr(OffloadedCache, "_save", lambda self, layer, runs_R3: None)
+    with local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=40) as local:
+        (cache,) = caches_of(local)
+        cache._timeout_s = 0.2
+        with contextlib.suppress(BufferConflictError, CacheError):  # the pool itself sees most of it
+            continue_prompts(local.engine, PROMPTS, max_tokens=1)
+        cache.close()
+        with pytest.raises(BufferConflictError, match="C2" if skipped == "fill" else "C1"):
+            check_order(cache.pool.events, saves=True)
+
+
+def test_a_step_that_began_before_the_last_was_saved_is_found_out(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = OffloadedCache._save
+
+    def forgetful(self: OffloadedCache, layer: int, runs_R3: Tensor) -> None:
+        if layer != NUM_LAYERS - 1:
+            save(self, layer, runs_R3)
+
+    monkeypatch.setattr(OffloadedCache, "_save", forgetful)
+    with local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=40) as local:
+        (cache,) = caches_of(local)
+        cache._timeout_s = 0.2
+        with pytest.raises(CacheError, match="do not come from the host: .* is released for 4"):
+            continue_prompts(local.engine, PROMPTS, max_tokens=4)
+
+
+@pytest.mark.parametrize("number", [0, 1, 6, 9, 10, 23])
+def test_what_fails_while_moving_ends_the_step_with_its_reason(
+    checkpoint: Checkpoint, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it on the way there or back, in the first step or a later one."""
+    copy, moves = offloaded_cache.copy_runs, iter(range(1000))
+
+    def failing(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
+        if next(moves) == number:
+            raise OSError("the host's memory is gone")
+        copy(target_NX, source_MX, runs_R3)
+
+    monkeypatch.setattr(offloaded_cache, "copy_runs", failing)
+    with (
+        local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=40) as local,
+        pytest.raises(OSError, match="the host's memory is gone"),
+    ):
+        continue_prompts(local.engine, PROMPTS, max_tokens=10)
+
+
+def test_a_mover_that_hangs_is_given_up(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    jittery([0.6], monkeypatch)
+    with local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=40) as local:
+        (cache,) = caches_of(local)
+        cache._timeout_s = 0.05
+        with pytest.raises(CacheError, match=r"keys and values of layer 0 do not come .* nothing has come for 0\.05 s"):
+            continue_prompts(local.engine, PROMPTS, max_tokens=2)
+
+
+def test_a_step_that_needs_more_than_a_slot_is_refused(checkpoint: Checkpoint) -> None:
+    with local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=16) as local:
+        (cache,) = caches_of(local)
+        cache.num_blocks = 3
+        with pytest.raises(ValueError, match="a step needs 4 cache blocks; there is room for 3"):
+            continue_prompts(local.engine, PROMPTS[:1], max_tokens=2)
+
+
+def test_closing_ends_the_thread_and_later_steps_say_so(checkpoint: Checkpoint) -> None:
+    with local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=40) as local:
+        (cache,) = caches_of(local)
+        continue_prompts(local.engine, PROMPTS, max_tokens=2)
+        cache.close()
+        cache.close()
+        assert not cache._thread.is_alive()
+        with pytest.raises(CacheError, match="closed"):
+            continue_prompts(local.engine, PROMPTS, max_tokens=2)
+
+
+def test_one_layer_and_two(tmp_path: Path) -> None:
+    """Fewer layers than slots, and as many."""
+    for num_layers in (1, 2):
+        checkpoint = open_checkpoint(str(make_tiny(tmp_path / str(num_layers), num_hidden_layers=num_layers)))
+        with local_engine(checkpoint, max_model_len=256) as local:
+            expected = continue_prompts(local.engine, PROMPTS, max_tokens=6)
+        with local_engine(checkpoint, max_model_len=256, slot_blocks=64) as local:
+            assert continue_prompts(local.engine, PROMPTS, max_tokens=6) == expected
+            for cache in caches_of(local):
+                check_order(events_of(cache), saves=True)

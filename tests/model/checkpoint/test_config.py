@@ -1,0 +1,141 @@
+"""config.json in all its spellings, and what is refused."""
+
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import VARIANTS, tiny_config
+from transformers import LlamaConfig as HfConfig
+
+from tightwire.model.checkpoint.config import RopeScaling, config_from_hf
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.layout import make_layout
+from tightwire.model.weights.fused import layer_tensors
+
+LLAMA3_SCALING = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_reads_what_transformers_reads(variant: str) -> None:
+    raw = tiny_config(**VARIANTS[variant])
+    ours, theirs = config_from_hf(raw), HfConfig(**raw)
+    assert ours.head_dim == theirs.head_dim
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.mlp_size == theirs.intermediate_size
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert (ours.attention_bias, ours.mlp_bias) == (theirs.attention_bias, theirs.mlp_bias)
+    assert ours.rope_theta == (theirs.rope_parameters or {}).get("rope_theta")
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_reads_what_transformers_5_writes(variant: str) -> None:
+    raw = tiny_config(**VARIANTS[variant])
+    rewritten = HfConfig(**raw).to_dict()
+    assert "rope_parameters" in rewritten
+    assert config_from_hf(rewritten) == config_from_hf(raw)
+
+
+def test_keys_left_out_mean_what_they_mean_to_transformers() -> None:
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    raw = {key: tiny_config()[key] for key in (*sizes, "architectures")}
+    ours, theirs = config_from_hf(raw), HfConfig(**raw)
+    assert ours.num_kv_heads == theirs.num_key_value_heads == 4
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.max_positions == theirs.max_position_embeddings
+    assert ours.rope_theta == 10000.0
+    assert not ours.tied_embeddings
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_rope_scaling_old_and_new_spelling(key: str) -> None:
+    scaling = config_from_hf(tiny_config(rope_scaling={key: "llama3", **LLAMA3_SCALING})).rope_scaling
+    assert scaling == RopeScaling(kind="llama3", factor=32.0)
+    assert config_from_hf(tiny_config(rope_scaling={key: "default"})).rope_scaling == RopeScaling()
+
+
+def test_rope_parameters_carry_theta() -> None:
+    raw = tiny_config(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
+    del raw["rope_theta"]
+    config = config_from_hf(raw)
+    assert (config.rope_theta, config.rope_scaling) == (5e5, RopeScaling(kind="linear", factor=2.0))
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "want"),
+    [
+        (2, None, (2,)),
+        ([1, 2], None, (1, 2)),
+        (2, [9, 2], (9, 2)),
+        (None, 9, (9,)),
+        (128001, [128001, 128008, 128009], (128001, 128008, 128009)),
+        (None, None, ()),
+    ],
+)
+def test_end_tokens_of_both_files(in_config: Any, in_generation: Any, want: tuple[int, ...]) -> None:
+    generation = None if in_generation is None else {"eos_token_id": in_generation}
+    assert config_from_hf(tiny_config(eos_token_id=in_config), generation).eos_token_ids == want
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_under_both_names(key: str) -> None:
+    raw = tiny_config()
+    del raw["dtype"]
+    assert config_from_hf({**raw, key: "float16"}).dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM is not supported; supported: LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported; supported: default, linear"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported; supported: silu"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": "many"}, "vocab_size must be a whole number above 0, got 'many'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be"),
+        ({"hidden_size": 66}, "hidden_size=66 is not a multiple of num_attention_heads=4"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be"),
+        ({"rope_scaling": "linear"}, "wrong type"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ],
+)
+def test_refused_by_name(overrides: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        config_from_hf(tiny_config(**overrides))
+    assert named in str(caught.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = [*tiny_config(), "rope_scaling", "rope_parameters", "quantization_config", "head_dim", "partial_rotary_factor"]
+
+
+@given(key=st.sampled_from(KEYS), value=JSON)
+def test_any_value_is_accepted_or_refused_in_words(key: str, value: Any) -> None:
+    try:
+        config_from_hf(tiny_config(**{key: value}))
+    except ModelError as error:
+        assert "config.json: " in str(error)
+
+
+def test_counts_the_numbers_in_a_layers_matrices() -> None:
+    config = config_from_hf(tiny_config())
+    tensors = layer_tensors(config, make_layout(config, 1).shards[0], 0).values()
+    assert config.layer_matrix_elems == sum(prod(each.shape) for each in tensors if each.columns is not None)

@@ -1,0 +1,165 @@
+"""A folder appears whole or not at all; what killed processes leave is removed, what others are making is not."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tightwire.model.checkpoint import whole_folder as module
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.whole_folder import is_partial, whole_folder
+
+
+def refuse(folder: Path) -> None:
+    raise ModelError("not to be replaced")
+
+
+def fill(folder: Path, text: str = "new") -> None:
+    (folder / "file").write_text(text)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_appears_at_the_end(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with whole_folder(out, check_replaced=refuse) as folder:
+        fill(folder)
+        assert folder.parent == tmp_path and is_partial(folder)
+        assert not out.exists()
+    assert names(tmp_path) == ["out"]
+    assert (out / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_what_raises_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), whole_folder(tmp_path / "out", check_replaced=refuse) as folder:
+        fill(folder)
+        raise error
+    assert names(tmp_path) == []
+
+
+def test_an_empty_folder_is_taken_and_a_full_one_is_not(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with whole_folder(out, check_replaced=refuse) as folder:
+        fill(folder)
+    with pytest.raises(ModelError, match="not to be replaced"), whole_folder(out, check_replaced=refuse):
+        pytest.fail("refused before anything is made")
+    assert names(tmp_path) == ["out"]
+
+
+def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ModelError, match="not to be replaced"), whole_folder(out, check_replaced=refuse) as folder:
+        fill(folder)
+        out.mkdir()
+        fill(out, "of another")
+    assert names(tmp_path) == ["out"]
+    assert (out / "file").read_text() == "of another"
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_folder_is_replaced_when_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(module, "_RENAME_EXCHANGE", 1 << 30)  # a flag that no file system knows: EINVAL
+    out = tmp_path / "out"
+    out.mkdir()
+    fill(out, "old")
+    with whole_folder(out, check_replaced=lambda folder: None) as folder:
+        fill(folder)
+        assert (out / "file").read_text() == "old"
+    assert names(tmp_path) == ["out"]
+    assert (out / "file").read_text() == "new"
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "out")
+    with whole_folder(tmp_path / "link", check_replaced=refuse) as folder:
+        fill(folder)
+    assert (tmp_path / "elsewhere" / "out" / "file").is_file()
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from tightwire.model.checkpoint.whole_folder import whole_folder\n"
+        "with whole_folder(Path(sys.argv[1]), check_replaced=print): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "o[u]t")], env=environment, timeout=240, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert is_partial(left)
+    said: list[str] = []
+    with whole_folder(tmp_path / "o[u]t", check_replaced=refuse, say=said.append) as folder:
+        fill(folder)
+    assert names(tmp_path) == ["o[u]t"]
+    assert len(said) == 1 and left.name in said[0]
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with whole_folder(out, check_replaced=refuse) as folder:
+        fill(folder)
+        with pytest.raises(ModelError, match="is being made by another process"):
+            whole_folder(out, check_replaced=refuse).__enter__()
+        with whole_folder(tmp_path / "other", check_replaced=refuse) as other:
+            fill(other)
+    assert names(tmp_path) == ["other", "out"]
+
+
+def test_files_named_alike_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out.partial-mine").mkdir()
+    (tmp_path / "out.partial-7").write_text("a file")
+    with whole_folder(tmp_path / "out", check_replaced=refuse) as folder:
+        fill(folder)
+    assert names(tmp_path) == ["out", "out.partial-7", "out.partial-mine"]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("missing/out", "there is no folder .*missing; make it first"),
+        ("file", "is there already and no folder"),
+        ("/", "is where a file system is mounted"),
+    ],
+)
+def test_places_that_are_refused(tmp_path: Path, place: str, message: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=message):
+        whole_folder(tmp_path / place, check_replaced=refuse).__enter__()
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_folder_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ModelError, match="may not be written to; give another place"):
+        whole_folder(tmp_path / "out", check_replaced=refuse).__enter__()
+
+
+def test_a_failing_rename_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, rename = tmp_path / "out", Path.rename
+    out.mkdir()
+    fill(out, "old")
+
+    def failing(path: Path, target: Path) -> Path:
+        if target == out and is_partial(path) and not path.name.endswith("-old") and not out.exists():
+            raise OSError(errno.EIO, "broken")
+        return rename(path, target)
+
+    monkeypatch.setattr(module, "_RENAME_EXCHANGE", 1 << 30)
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="broken"), whole_folder(out, check_replaced=lambda folder: None) as folder:
+        fill(folder)
+    assert names(tmp_path) == ["out"]
+    assert (out / "file").read_text() == "old"

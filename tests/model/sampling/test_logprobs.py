@@ -1,0 +1,43 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightwire.model.sampling.logprobs import score_tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 20), vocab=st.integers(1, 70), ties=st.booleans())
+def test_against_numpy(seed: int, rows: int, vocab: int, ties: bool) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, (rows, vocab)).astype(np.float32)
+    if ties:
+        logits = np.round(logits)  # has both zeros, too
+    targets = rng.integers(0, vocab, rows)
+    top_n = rng.integers(0, 8, rows).tolist()
+    scores = score_tokens(torch.from_numpy(logits), torch.from_numpy(targets), top_n)
+    for r, score in enumerate(scores):
+        exact = logits[r].astype(np.float64)
+        exact = exact - exact.max() - np.log(np.exp(exact - exact.max()).sum())
+        order = np.argsort(-exact, kind="stable").tolist()
+        assert score.token_id == targets[r]
+        assert score.logprob == pytest.approx(exact[targets[r]], abs=1e-5)
+        assert score.rank == order.index(targets[r]) + 1
+        assert [token_id for token_id, _ in score.top] == order[: top_n[r]]
+        assert [logprob for _, logprob in score.top] == pytest.approx(exact[order[: top_n[r]]].tolist(), abs=1e-5)
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    logits = torch.randn(21, 5001, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(21)
+    together = score_tokens(logits, targets, [4] * 21)
+    alone = [score_tokens(logits[r : r + 1], targets[r : r + 1], [4])[0] for r in range(21)]
+    assert together == alone
+
+
+def test_banned_tokens_and_bfloat16() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 1.0]]).bfloat16()
+    (score,) = score_tokens(logits, torch.tensor([1]), [3])
+    assert (score.logprob, score.rank) == (-np.inf, 3)
+    assert [token_id for token_id, _ in score.top] == [2, 0, 1]

@@ -1,0 +1,257 @@
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tightwire.model.sampling.draw import UNSETTLED
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.sampling.sampler import Sampler
+
+STOP = 2
+
+
+@dataclass(eq=False)
+class Row:
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset({STOP})
+    token_ids: list[int] = field(default_factory=lambda: [4, 5, 6])
+    num_prompt_tokens: int = 3
+
+
+def row(**kw: Any) -> Row:
+    return Row(SamplingParams(**({"max_tokens": 99, "temperature": 0.0} | kw)))
+
+
+def logits_of(seed: int, rows: int, vocab: int, spread: float = 2.0) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device; the CPU twin of this test checks the same")
+    return request.param
+
+
+def test_greedy_takes_the_largest_and_the_lowest_id_among_equals(device: str) -> None:
+    logits = logits_of(0, 3, 5000)
+    logits[1, [4000, 77, 999]] = 50.0
+    logits[2] = 0.0
+    sampled = Sampler(5000, device).sample(logits.to(device), [row(), row(), row()])
+    assert sampled.token_ids == [int(logits[0].argmax()), 77, 0]
+    assert sampled.scores == [None] * 3
+
+
+@pytest.mark.parametrize("kw", [{"temperature": 1e-6}, {"temperature": 1e-30}, {"temperature": 1.0, "top_k": 1}])
+def test_other_ways_to_say_greedy(kw: dict[str, Any]) -> None:
+    logits = logits_of(1, 1, 50)
+    logits[0, [40, 9]] = 20.0
+    assert Sampler(50).sample(logits, [row(**kw)]).token_ids == [9]
+
+
+def test_order_is_bias_then_bans_then_penalties() -> None:
+    """Each step decides here, so any other order gives another token."""
+    logits = torch.tensor([[0.0, 0.0, 9.0, 4.0, 3.0, 1.0]])
+    first = row(logit_bias={STOP: 50.0, 3: -3.5}, min_tokens=1, repetition_penalty=4.0)
+    # 2 banned in spite of its bias; 3: 0.5; 4 in the prompt: 3 / 4 = 0.75; 5 in the prompt: (1 + 0) / 4
+    assert Sampler(6).sample(logits, [Row(first.params, token_ids=[4, 5, 5])]).token_ids == [4]
+    # a bias of 8 on the penalized 5 is scaled with it: (1 + 8) / 4 = 2.25
+    biased = row(logit_bias={5: 8.0, 3: -3.5}, min_tokens=1, repetition_penalty=4.0)
+    assert Sampler(6).sample(logits, [Row(biased.params, token_ids=[4, 5, 5])]).token_ids == [5]
+
+
+def test_min_tokens_ends_after_that_many() -> None:
+    logits, r, sampler = torch.tensor([[0.0, 1.0, 9.0, 2.0]]), row(min_tokens=2), Sampler(4)
+    got = []
+    for _ in range(3):
+        (token_id,) = sampler.sample(logits, [r]).token_ids
+        r.token_ids.append(token_id)
+        got.append(token_id)
+    assert got == [3, 3, STOP]
+
+
+def test_logits_are_left_as_they_are(device: str) -> None:
+    logits = logits_of(2, 2, 100).to(device)
+    before = logits.clone()
+    rows = [
+        row(logit_bias={5: 9.0}, min_tokens=3, presence_penalty=1.0, temperature=1.0),
+        row(top_p=0.5, temperature=1),
+    ]
+    Sampler(100, device).sample(logits, rows)
+    assert torch.equal(logits, before)
+
+
+def random_row(rng: random.Random, vocab: int) -> Row:
+    return Row(
+        SamplingParams(
+            max_tokens=99,
+            temperature=rng.choice([0.0, 0.5, 1.0, 6.0]),
+            top_p=rng.choice([1.0, 0.9, 0.5]),
+            top_k=rng.choice([0, 1, 40, 1500]),
+            min_p=rng.choice([0.0, 0.0, 0.02]),
+            seed=rng.randrange(1 << 62),
+            presence_penalty=rng.choice([0.0, 1.0]),
+            repetition_penalty=rng.choice([1.0, 1.3]),
+            logit_bias=rng.choice([{}, {7: 4.0}]),
+            logprobs=rng.choice([None, 0, 5]),
+            min_tokens=rng.choice([0, 2]),
+        ),
+        token_ids=[rng.randrange(vocab) for _ in range(rng.randint(1, 9))],
+        num_prompt_tokens=1,
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(2, 24))
+def test_outcomes_do_not_depend_on_the_batch(seed: int, num_rows: int) -> None:
+    check_batch_independence(seed, num_rows, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(5))
+def test_outcomes_do_not_depend_on_the_batch_cuda(seed: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; the test above checks the same on the CPU")
+    check_batch_independence(seed, 20, "cuda")
+
+
+def check_batch_independence(seed: int, num_rows: int, device: str) -> None:
+    """Tokens, logprobs and ranks are bit-identical alone, all together, and in random company step after step."""
+    vocab, rng = 4999, random.Random(seed)
+    rows = [random_row(rng, vocab) for _ in range(num_rows)]
+    logits = logits_of(seed % 1000, num_rows, vocab, spread=rng.choice([0.2, 3.0])).to(device)
+    alone = [Sampler(vocab, device).sample(logits[r : r + 1], [rows[r]]) for r in range(num_rows)]
+    sampler = Sampler(vocab, device)
+    for _ in range(4):
+        company = rng.sample(range(num_rows), rng.randint(1, num_rows))
+        got = sampler.sample(logits[company], [rows[r] for r in company])
+        assert got.token_ids == [alone[r].token_ids[0] for r in company]
+        assert got.scores == [alone[r].scores[0] for r in company]
+    everyone = sampler.sample(logits, rows)
+    assert everyone.token_ids == [one.token_ids[0] for one in alone]
+
+
+def test_a_choice_that_nobody_waits_for_is_the_same_and_says_what_came_late(device: str) -> None:
+    """Of rows drawn with top_p some reach beyond the best 1024 of flat logits; the other kinds are known in time."""
+    vocab = 4999
+    logits = logits_of(5, 6, vocab, spread=0.5)
+    logits[4] = float("nan")
+    logits = logits.to(device)
+    rows = [
+        row(),
+        row(temperature=1.0, seed=1),
+        row(temperature=1.0, seed=2, top_k=40, logprobs=2),
+        row(temperature=1.0, seed=3, top_p=0.99, logprobs=2),
+        row(temperature=1.0, seed=4, top_p=0.99),
+        row(temperature=1e-3, seed=5, top_p=0.9),
+    ]
+    choice = Sampler(vocab, device).start(logits, rows, waits=False)
+    for r in rows:
+        r.token_ids.append(-1)  # what stands for it when the next step is planned
+    got = choice.wait()
+    for r in rows:
+        r.token_ids.pop()
+    wanted = Sampler(vocab, device).sample(logits, rows)
+    assert (got.token_ids, got.scores) == (wanted.token_ids, wanted.scores)
+    assert list(got.late) == [3] and not wanted.late
+    assert choice.ids_R.tolist() == [UNSETTLED if r == 3 else token_id for r, token_id in enumerate(wanted.token_ids)]
+
+
+def test_seed_and_position_decide() -> None:
+    logits, sampler = logits_of(3, 1, 500), Sampler(500)
+
+    def draw(seed: int, num_output: int) -> int:
+        r = row(temperature=1.0, seed=seed)
+        r.token_ids += [9] * num_output
+        return sampler.sample(logits, [r]).token_ids[0]
+
+    assert [draw(5, n) for n in range(8)] == [draw(5, n) for n in range(8)]
+    assert len({draw(5, n) for n in range(8)}) > 4 and len({draw(s, 0) for s in range(8)}) > 4
+    assert draw(-1, 0) == draw(2**64 - 1, 0)  # any integer is a seed
+
+
+def test_draws_of_one_seed_agree_with_the_distribution() -> None:
+    """One request of 20000 tokens: chi-square below what 7 degrees of freedom exceed once in a million."""
+    logits, sampler, r = logits_of(4, 1, 8, spread=1.0), Sampler(8), row(temperature=0.8, seed=11)
+    counts = np.zeros(8)
+    for _ in range(20000):
+        (token_id,) = sampler.sample(logits, [r]).token_ids
+        counts[token_id] += 1
+        r.token_ids.append(token_id)
+    expected = (logits[0] / 0.8).softmax(-1).numpy() * 20000
+    assert ((counts - expected) ** 2 / expected).sum() < 40
+
+
+def test_scores_of_the_chosen_token_before_any_processing() -> None:
+    logits = logits_of(5, 3, 200)
+    rows = [row(), row(logprobs=3, logit_bias={50: 99.0}), row(logprobs=0, temperature=1.0, seed=4)]
+    sampled = Sampler(200).sample(logits, rows)
+    first, second, third = sampled.scores
+    assert first is None and second is not None and third is not None
+    exact = logits.log_softmax(-1)
+    assert second.token_id == sampled.token_ids[1] == 50
+    assert second.logprob == pytest.approx(float(exact[1, 50]), abs=1e-6)
+    assert second.rank == int((logits[1] > logits[1, 50]).sum()) + 1
+    assert [token_id for token_id, _ in second.top] == logits[1].topk(3).indices.tolist()
+    assert third.top == [] and third.token_id == sampled.token_ids[2]
+
+
+def test_score_of_given_targets() -> None:
+    logits = logits_of(6, 130, 90)
+    targets = [r % 90 for r in range(130)]
+    scores = Sampler(90).score(logits, targets, top_n=2)
+    exact = logits.log_softmax(-1)
+    assert [s.token_id for s in scores] == targets
+    assert [s.logprob for s in scores] == pytest.approx(exact[range(130), targets].tolist(), abs=1e-6)
+    assert all(len(s.top) == 2 for s in scores)
+
+
+@pytest.mark.parametrize("kw", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}, {"logprobs": 2}])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_rows_that_are_not_numbers_are_told_and_harm_no_one(kw: dict[str, Any], bad: float) -> None:
+    logits = logits_of(7, 2, 300)
+    logits[0, 17] = bad
+    sampled = Sampler(300).sample(logits, [row(**kw), row()])
+    assert sampled.token_ids == [-1, int(logits[1].argmax())]
+
+
+def test_parameters_beyond_the_vocabulary_are_harmless() -> None:
+    logits = logits_of(8, 1, 10)
+    wide = Sampler(10).sample(logits, [row(temperature=1.0, seed=1, top_k=2**70, logprobs=50)])
+    assert wide.token_ids == Sampler(10).sample(logits, [row(temperature=1.0, seed=1)]).token_ids
+    assert wide.scores[0] is not None and len(wide.scores[0].top) == 10
+
+
+def test_release_forgets() -> None:
+    sampler, r = Sampler(20), row(presence_penalty=1.0)
+    sampler.sample(logits_of(9, 1, 20), [r])
+    assert sampler.num_penalty_slots == 1
+    sampler.release(r)
+    sampler.release(r)
+    assert sampler.num_penalty_slots == 0
+
+
+def test_wrong_shapes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"expected logits \(1, 20\), got \(2, 20\)"):
+        Sampler(20).sample(torch.zeros(2, 20), [row()])
+    with pytest.raises(ValueError, match="vocabularies of 1 to 1048576 tokens, got 2000000"):
+        Sampler(2_000_000)
+
+
+def test_costs_little_at_batch_one() -> None:
+    """Greedy under 0.3 ms, seeded top_p under 1.5 ms for 49152 tokens; the limits leave room for a busy machine."""
+    logits = logits_of(10, 1, 49152, spread=3.0)
+    for r, limit_s in [(row(), 1e-3), (row(temperature=0.8, top_p=0.9, seed=3), 5e-3)]:
+        sampler, seconds = Sampler(49152), []
+        for _ in range(20):
+            start = time.perf_counter()
+            r.token_ids.extend(sampler.sample(logits, [r]).token_ids)
+            seconds.append(time.perf_counter() - start)
+        assert min(seconds) < limit_s

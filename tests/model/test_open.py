@@ -1,0 +1,176 @@
+"""Whatever a user may name as a model: opened, or refused with words that help."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from helpers.model.tiny_gguf import make_tiny_gguf
+from tiny import make_tiny, tiny_config
+
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.random import RANDOM_SHAPES
+from tightwire.model.open import open_checkpoint
+from tightwire.model.text.byte_tokenizer import BOS_ID, EOS_ID
+
+
+def test_folder(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "my-llama")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 259]}))
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint.name == "my-llama"
+    assert checkpoint.path == folder
+    assert checkpoint.config.eos_token_ids == (257, 259)
+    assert checkpoint.tokenizer().eos_token_ids == (257, 259)
+    assert checkpoint.config.dtype == "float32"
+
+
+def test_location_opens_the_same_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = open_checkpoint("m")
+    monkeypatch.chdir("/")
+    assert open_checkpoint(checkpoint.location).config == checkpoint.config
+
+
+def test_dtype_left_out_is_that_of_the_weights(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "m", dtype="float16")
+    raw = tiny_config()
+    del raw["dtype"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert open_checkpoint(str(folder)).config.dtype == "float16"
+
+
+def test_gguf_file_and_folder_of_one(tmp_path: Path) -> None:
+    path = make_tiny_gguf(tmp_path / "tiny.gguf")
+    for model in (path, tmp_path):
+        checkpoint = open_checkpoint(str(model))
+        assert (checkpoint.name, checkpoint.path) == ("tiny", path)
+    make_tiny_gguf(tmp_path / "other.gguf")
+    with pytest.raises(ModelError, match=r"several \.gguf files, name one: other\.gguf, tiny\.gguf"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_known_name(smollm2_path: Path) -> None:
+    checkpoint = open_checkpoint("smollm2-135m")
+    assert (checkpoint.name, checkpoint.path) == ("smollm2-135m", smollm2_path)
+    assert open_checkpoint(checkpoint.location).config == checkpoint.config
+
+
+@pytest.mark.parametrize("shape", sorted(RANDOM_SHAPES))
+def test_random_shapes(shape: str) -> None:
+    checkpoint = open_checkpoint(f"random:{shape}")
+    assert checkpoint.path is None
+    assert checkpoint.name == checkpoint.location == f"random:{shape}"
+    assert checkpoint.config.vocab_size == 128256
+    assert (checkpoint.config.bos_token_id, checkpoint.config.eos_token_ids[0]) == (BOS_ID, EOS_ID)
+
+
+def test_random_from_a_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(num_hidden_layers=5)))
+    monkeypatch.chdir(tmp_path)
+    checkpoint = open_checkpoint("random:config.json")
+    monkeypatch.chdir("/")
+    again = open_checkpoint(checkpoint.location)
+    assert again.config.num_layers == 5
+    tokenizer = again.tokenizer()
+    assert tokenizer.vocab_size == 304
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "é"}])
+    assert tokenizer.decode(prompt) == "user\néassistant\n"
+    assert max(prompt) < 304
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ("smolm2", "known names: smollm2-135m"),
+        ("/no/such/folder", "neither a file nor a folder"),
+        ("missing.gguf", "neither a file nor a folder"),
+        ("folder/missing.gguf", "neither a file nor a folder"),
+        ("random:gpt-2", "unknown shape 'gpt-2'; choose one of llama-3.2-1b"),
+    ],
+)
+def test_not_found(model: str, named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        open_checkpoint(model)
+    assert named in str(caught.value)
+
+
+def test_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json \(no \.gguf either\)"):
+        open_checkpoint(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"name the folder that also holds config\.json"):
+        open_checkpoint(str(tmp_path / "model.safetensors"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read as JSON"):
+        open_checkpoint(str(tmp_path))
+
+
+class FakeHub:
+    """Stands for ``snapshot_download``: copies the allowed files of one folder, and remembers what was asked."""
+
+    def __init__(self, source: Path, target: Path) -> None:
+        self.source, self.target = source, target
+        self.patterns: list[list[str]] = []
+
+    def __call__(self, repo_id: str, *, allow_patterns: list[str]) -> str:
+        self.patterns.append(allow_patterns)
+        self.target.mkdir(exist_ok=True)
+        for pattern in allow_patterns:
+            for path in self.source.glob(pattern):
+                shutil.copy(path, self.target / path.name)
+        return str(self.target)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_repo_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
+    hub = FakeHub(make_tiny(tmp_path / "remote", sharded=sharded), tmp_path / "local")
+    (hub.source / "pytorch_model.bin").write_bytes(b"not wanted")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    checkpoint = open_checkpoint("owner/tiny-llama")
+    assert (checkpoint.name, checkpoint.path) == ("owner/tiny-llama", hub.target)
+    assert checkpoint.tokenizer().has_chat_template
+    assert not (hub.target / "pytorch_model.bin").exists()
+
+
+def test_an_unsupported_repo_is_refused_before_its_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = FakeHub(make_tiny(tmp_path / "remote"), tmp_path / "local")
+    (hub.source / "config.json").write_text(json.dumps(tiny_config(architectures=["OtherForCausalLM"])))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    with pytest.raises(ModelError, match="OtherForCausalLM is not supported"):
+        open_checkpoint("owner/other")
+    assert not list(hub.target.glob("*.safetensors"))
+
+
+def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*args: Any, **kwargs: Any) -> str:
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    message = "no such folder: 'owner/tiny', and the repo of that name could not be fetched: Name or service not known"
+    with pytest.raises(ModelError, match=re.escape(message)):
+        open_checkpoint("owner/tiny")
+
+
+def test_transformers_is_not_needed(tmp_path: Path) -> None:
+    """Importing it costs every process seconds and 200 MB."""
+    folder = make_tiny(tmp_path / "m")
+    code = (
+        "import sys; from tightwire.model.open import open_checkpoint; "
+        f"t = open_checkpoint({str(folder)!r}).tokenizer(); t.encode_chat([{{'role': 'user', 'content': 'x'}}]); "
+        "assert not {'transformers', 'huggingface_hub'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,242 @@
+"""Layers out of a file: the same bytes however they are read; a file that is wrong or a disk that fails says where."""
+
+import errno
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tightwire.comm.buffers import PAGE_BYTES, page_aligned
+from tightwire.model.checkpoint.errors import WeightsError
+from tightwire.model.weights.image import Image
+from tightwire.model.weights.prepared import blob_file
+from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, reads_direct
+from tightwire.model.weights.prepared.disk_store import DiskStore, choose_io
+from tightwire.model.weights.prepared.manifest import Blob
+
+SIZES = (2 * PAGE_BYTES, PIECE_BYTES + 3 * PAGE_BYTES, PAGE_BYTES)
+
+
+@pytest.fixture
+def content() -> list[bytes]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).numpy().tobytes() for size in SIZES]
+
+
+@pytest.fixture
+def path(tmp_path: Path, content: list[bytes]) -> Path:
+    path = tmp_path / "rank-0-of-1.weights"
+    path.write_bytes(b"".join(content))
+    return path
+
+
+def open_store(
+    path: Path, content: list[bytes], *, direct: bool = False, verify: bool = False, patience_s: float = 0.0
+) -> DiskStore:
+    offsets = [sum(SIZES[:index]) for index in range(len(SIZES))]
+    blobs = [
+        Blob(offset, len(part), hashlib.sha256(part).hexdigest()) for offset, part in zip(offsets, content, strict=True)
+    ]
+    images = [Image({}, torch.bfloat16, size) for size in SIZES]
+    return DiskStore(path, images, blobs, direct=direct, verify=verify, patience_s=patience_s)
+
+
+def read(store: DiskStore, layer: int) -> tuple[bytes, list[int]]:
+    pieces: list[int] = []
+    into = page_aligned(SIZES[layer], torch.device("cpu"))
+    result = store.read(layer, into, pieces.append)
+    assert isinstance(result, Tensor) and result.data_ptr() == into.data_ptr()
+    return result.numpy().tobytes(), pieces
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
+def test_gives_the_files_bytes_pass_after_pass(path: Path, content: list[bytes], direct: bool, verify: bool) -> None:
+    if direct and not reads_direct(path):
+        pytest.skip(f"the file system of {path} reads nothing around the page cache")
+    store = open_store(path, content, direct=direct, verify=verify)
+    for layer in (0, 1, 2, 0, 1, 2):
+        got, pieces = read(store, layer)
+        assert got == content[layer]
+        assert sum(pieces) == SIZES[layer] and max(pieces) <= PIECE_BYTES
+    assert ("around" if direct else "through") in store.name and str(path) in store.name
+    store.close()
+    store.close()
+
+
+def test_short_reads_are_gone_on_with(path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: max(1, len(views[0]) // 3)]], at))
+    assert read(open_store(path, content, verify=True), 1)[0] == content[1]
+
+
+def test_around_the_cache_each_read_begins_with_a_page(
+    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not reads_direct(path):
+        pytest.skip(f"the file system of {path} reads nothing around the page cache")
+    preadv, offsets = os.preadv, list[int]()
+
+    def short(fd: int, views: list[memoryview], offset: int) -> int:
+        offsets.append(offset)
+        return min(preadv(fd, views, offset), 5000)  # as a file system may that was interrupted
+
+    store = open_store(path, content, direct=True)
+    monkeypatch.setattr(os, "preadv", short)
+    assert read(store, 0)[0] == content[0]
+    assert offsets == [0, PAGE_BYTES]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("missing", [1, PAGE_BYTES])
+def test_a_truncated_file_says_where_and_how_much(path: Path, content: list[bytes], missing: int, direct: bool) -> None:
+    if direct and not reads_direct(path):
+        pytest.skip(f"the file system of {path} reads nothing around the page cache")
+    store = open_store(path, content, direct=direct)
+    os.truncate(path, SIZES[0] - missing)
+    with pytest.raises(WeightsError) as caught:
+        read(store, 0)
+    wanted = f"ends inside layer 0: at byte 0 {SIZES[0]} bytes were wanted, and {SIZES[0] - missing} came"
+    assert str(path) in str(caught.value) and wanted in str(caught.value)
+
+
+@pytest.mark.parametrize("at", [0, PIECE_BYTES, SIZES[1] - 1])
+def test_a_flipped_bit_is_found_when_it_is_looked_for(path: Path, content: list[bytes], at: int) -> None:
+    damaged = bytearray(path.read_bytes())
+    damaged[SIZES[0] + at] ^= 1
+    path.write_bytes(damaged)
+    assert read(open_store(path, content), 1)[0] != content[1]
+    store = open_store(path, content, verify=True)
+    assert read(store, 0)[0] == content[0]
+    for _ in range(2):  # once more: what was found damaged is not taken for verified
+        with pytest.raises(
+            WeightsError, match=r"rank-0-of-1\.weights: layer 1 is damaged: its \d+ bytes from byte 8192"
+        ):
+            read(store, 1)
+
+
+class FailingReads:
+    """``preadv`` that fails so many times before it works."""
+
+    def __init__(self, times: int, code: int) -> None:
+        self.left, self.code, self.calls = times, code, 0
+        self.preadv = os.preadv
+
+    def __call__(self, fd: int, views: list[memoryview], offset: int) -> int:
+        self.calls += 1
+        if self.left:
+            self.left -= 1
+            raise OSError(self.code, os.strerror(self.code))
+        return self.preadv(fd, views, offset)
+
+
+class Clock:
+    """Time that passes in sleep alone. ``then``: done after the first."""
+
+    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
+        self.pauses: list[float] = []
+        self._then = then
+
+    def monotonic(self) -> float:
+        return sum(self.pauses)
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        if len(self.pauses) == 1:
+            self._then()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_passing_error_is_tried_again_and_logged(
+    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(blob_file, "time", clock)
+    monkeypatch.setattr(os, "preadv", FailingReads(8, code))
+    with caplog.at_level(logging.WARNING):
+        assert read(open_store(path, content, patience_s=45.0), 0)[0] == content[0]
+    assert clock.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert len(caplog.records) == 8
+    assert all("layer 0" in text and str(path) in text for text in caplog.messages)
+
+
+def test_a_file_that_is_copied_anew_is_read_when_it_is_there(
+    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = path.read_bytes()
+    os.truncate(path, SIZES[0] - 1)
+    store = open_store(path, content, patience_s=1.0)
+    path.unlink()
+    clock = Clock(then=lambda: path.write_bytes(whole))
+    monkeypatch.setattr(blob_file, "time", clock)
+    assert read(store, 0)[0] == content[0]
+    assert clock.pauses == [0.1]
+
+
+@pytest.mark.parametrize(("code", "calls"), [(errno.EIO, 4), (errno.EBADF, 1)])
+def test_an_error_that_stays_is_told(
+    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch, code: int, calls: int
+) -> None:
+    failing = FailingReads(99, code)
+    monkeypatch.setattr(blob_file, "time", Clock())
+    monkeypatch.setattr(os, "preadv", failing)
+    message = rf"layer 2, {SIZES[2]} bytes at byte {sum(SIZES[:2])}: cannot be read: {os.strerror(code)}"
+    with pytest.raises(WeightsError, match=message):
+        read(open_store(path, content, patience_s=1.0), 2)
+    assert failing.calls == calls
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_parts_at_odd_addresses_share_one_buffer(
+    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    if direct and not reads_direct(path):
+        pytest.skip(f"the file system of {path} reads nothing around the page cache")
+    made, make = list[int](), page_aligned
+    monkeypatch.setattr(blob_file, "page_aligned", lambda *args: made.append(args[0]) or make(*args))
+    store, into = open_store(path, content, direct=direct), torch.empty(5000, dtype=torch.uint8)
+    for start in (64, 4100, 123):
+        store.read_part(1, start, into, lambda num_bytes: None)
+        assert into.numpy().tobytes() == content[1][start : start + 5000]
+    assert len(made) == direct
+
+
+def test_the_next_layers_beginning_is_asked_for_in_the_order_that_was_seen(
+    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, length, advice: asked.append((at, length)))
+    store = open_store(path, content)
+    for layer in (0, 2, 0, 2):  # layer 1 is kept elsewhere
+        read(store, layer)
+    first, third = (0, SIZES[0]), (sum(SIZES[:2]), SIZES[2])
+    assert asked == [(SIZES[0], PIECE_BYTES), first, third, first]
+
+
+def test_a_missing_file(tmp_path: Path, content: list[bytes]) -> None:
+    with pytest.raises(WeightsError, match="none.weights: cannot be opened: No such file"):
+        open_store(tmp_path / "none.weights", content)
+
+
+def test_direct_reads_are_chosen_where_the_cache_is_too_small(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightwire.model.weights.prepared.disk_store.reads_direct", lambda path: True)
+    size = sum(SIZES)
+    assert choose_io("auto", [path], 2 * size) == "buffered"
+    assert choose_io("auto", [path], 2 * size - 2) == "direct"
+    assert choose_io("auto", [path, path], 2 * size) == "direct"
+    assert choose_io("direct", [path], 100 * size) == "direct"
+    assert choose_io("buffered", [path], 0) == "buffered"
+    with pytest.raises(ValueError, match="auto, direct, buffered, got 'mmap'"):
+        choose_io("mmap", [path], 0)
+
+
+def test_direct_reads_that_cannot_be_had(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", FailingReads(99, errno.EINVAL))
+    assert choose_io("auto", [path], 0) == "buffered"
+    with pytest.raises(ValueError, match="direct reads cannot be had; use buffered ones"):
+        choose_io("direct", [path], 0)

@@ -1,0 +1,125 @@
+"""A prepared folder is believed only while it is whole: damage is found, and said where."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import make_tiny
+
+from tightwire.model.checkpoint.errors import ModelError, WeightsError
+from tightwire.model.open import open_checkpoint
+from tightwire.model.prepare import PrepareOptions, prepare, read_back
+from tightwire.model.weights.prepared.folder import load_layer
+from tightwire.model.weights.prepared.manifest import MANIFEST
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m")))
+    prepare(checkpoint, tmp_path / "out", PrepareOptions(tp=2, dtype="float32"))
+    return tmp_path / "out"
+
+
+def test_a_damaged_blob_is_found_by_checksum_only(out: Path) -> None:
+    prepared = open_checkpoint(str(out)).prepared
+    assert prepared is not None
+    blob = prepared.manifest.ranks[1].layers[1]
+    path = out / "rank-1-of-2.weights"
+    content = bytearray(path.read_bytes())
+    content[blob.offset + 100] ^= 4
+    path.write_bytes(content)
+    assert open_checkpoint(str(out)).prepared == prepared
+    (damage,) = read_back(out, prepared.manifest, lambda stage, fraction: None)
+    assert "rank-1-of-2.weights: layer 1 is damaged" in damage
+    plain = prepared.images(1).plain[1]
+    load_layer(prepared.store(1), 1, plain, CPU)
+    with pytest.raises(WeightsError, match="layer 1 is damaged"):
+        load_layer(prepared.store(1, verify=True), 1, plain, CPU)
+
+
+def test_every_damage_is_listed(out: Path) -> None:
+    prepared = open_checkpoint(str(out)).prepared
+    assert prepared is not None
+    (out / "tokenizer.json").write_text("{}")
+    (out / "config.json").unlink()
+    (out / "rank-0-of-2.weights").write_bytes(bytes(prepared.manifest.ranks[0].num_bytes))
+    (out / "rank-1-of-2.weights").unlink()
+    damage = read_back(out, prepared.manifest, lambda stage, fraction: None)
+    found = [
+        next(word for word in ("config", "tokenizer", "rank-0", "rank-1") if f"/{word}" in line) for line in damage
+    ]
+    assert found == ["config", "tokenizer", "rank-0", "rank-0", "rank-0", "rank-1"]
+
+
+def change_manifest(out: Path, old: str, new: str, *, believable: bool = False) -> None:
+    """``believable``: with the checksum put right."""
+    path = out / MANIFEST
+    text = path.read_text()
+    assert old in text
+    text = text.replace(old, new, 1)
+    if believable:
+        body = text[text.index('"prepared":') + len('"prepared":') : -2]
+        text = f'{{"schema":"tightwire.prepared/1","sha256":"{hashlib.sha256(body.encode()).hexdigest()}","prepared":{body}}}\n'
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "believable", "message"),
+    [
+        ("tightwire.prepared/1", "tightwire.prepared/2", False, "is of 'tightwire.prepared/2', and this version"),
+        ('"dtype": "float32"', '"dtype": "bfloat16"', False, "is damaged: its checksum is another"),
+        ('"dtype": "float32"', '"dtype": "bfloat16"', True, "does not go with config.json and this version"),
+        ('"dtype": "float32"', '"dtype": "int3"', True, "does not understand: Invalid enum value 'int3'"),
+        ('"codec": "none"', '"codec": "zip"', True, "does not go with config.json .* unknown codec 'zip'"),
+        ('"plain"', '"planes"', True, "does not understand: Object contains unknown field `planes`"),
+        ('"query_heads": [\n     0', '"query_heads": [\n     1', True, "rank 0's part is cut otherwise"),
+        ('"prepared":{', '"prepared":', False, "is damaged or no manifest"),
+    ],
+)
+def test_a_manifest_that_is_wrong_is_not_believed(
+    out: Path, old: str, new: str, believable: bool, message: str
+) -> None:
+    change_manifest(out, old, new, believable=believable)
+    with pytest.raises(ModelError, match=message) as caught:
+        open_checkpoint(str(out))
+    assert "`tightwire prepare`" in str(caught.value)
+
+
+def test_a_folder_that_is_not_whole_is_not_opened(out: Path) -> None:
+    path = out / "rank-1-of-2.weights"
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    with pytest.raises(ModelError, match=rf"rank-1-of-2\.weights: is {size - 1} bytes long, and {size} were written"):
+        open_checkpoint(str(out))
+    path.unlink()
+    with pytest.raises(ModelError, match=r"rank-1-of-2\.weights: cannot be read: No such file"):
+        open_checkpoint(str(out))
+    (out / MANIFEST).unlink()
+    with pytest.raises(ModelError, match="was not finished by `tightwire prepare`"):
+        open_checkpoint(str(out))
+
+
+def test_a_left_over_folder_is_not_opened(out: Path) -> None:
+    left = out.rename(out.with_name("out.partial-123"))
+    with pytest.raises(ModelError, match="was not finished by `tightwire prepare`"):
+        open_checkpoint(str(left))
+
+
+def test_another_configuration_is_noticed(out: Path) -> None:
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(ModelError, match="does not go with config.json"):
+        open_checkpoint(str(out))
+
+
+def test_reads_are_direct_or_buffered_by_the_time_that_a_store_is_opened(out: Path) -> None:
+    prepared = open_checkpoint(str(out)).prepared
+    assert prepared is not None
+    assert "through the page cache" in prepared.store(0, prepared.choose_io("auto", 1 << 40)).name
+    with pytest.raises(ValueError, match="got 'auto'; `choose_io` settles auto"):
+        prepared.store(0, "auto")

@@ -1,0 +1,111 @@
+"""The metrics page: names and units as documented, values that follow what happened, no registry shared."""
+
+import asyncio
+
+import httpx
+from helpers.server.fake_engine import FakeEngine, app_for
+from prometheus_client.parser import text_string_to_metric_families
+
+from tightwire.bench.serve.bench import STARTUP_METRIC
+from tightwire.server.api.metrics import Metrics
+from tightwire.server.ipc.messages import CommSetup, SelfTestVerdict
+
+BODY = {"prompt": "abc", "max_tokens": 4}
+
+
+async def _values(client: httpx.AsyncClient) -> dict[str, float]:
+    """Samples by name with their labels, without buckets."""
+    page = (await client.get("/metrics")).text
+    families = text_string_to_metric_families(page)
+    samples = [sample for family in families for sample in family.samples if "le" not in sample.labels]
+    return {".".join([sample.name, *sorted(sample.labels.values())]): sample.value for sample in samples}
+
+
+async def test_one_request_is_counted_and_timed(client: httpx.AsyncClient) -> None:
+    await client.post("/v1/completions", json={**BODY, "n": 2})
+    values = await _values(client)
+    assert values["tightwire_requests_total.length"] == 2
+    assert values["tightwire_time_to_first_token_seconds_count"] == 2
+    assert values["tightwire_inter_token_latency_seconds_count"] == 6
+    assert values["tightwire_e2e_request_latency_seconds_count"] == 2
+    assert values["tightwire_queue_seconds_count"] == 2
+    assert values["tightwire_queue_seconds_sum"] == 0.002
+    assert values["tightwire_prompt_tokens_total"] == 6
+    assert values["tightwire_generation_tokens_total"] == 8
+    assert values["tightwire_prefix_cache_queries_total"] == 100
+    assert values["tightwire_prefix_cache_hits_total"] == 40
+    assert values["tightwire_draft_tokens_total"] == 30
+    assert values["tightwire_accepted_draft_tokens_total"] == 20
+    assert values["tightwire_engine_steps_planned_ahead_total"] == 6
+    assert values["tightwire_requests_running"] == 0
+    assert values["tightwire_kv_cache_usage_ratio"] == 0
+    assert values["tightwire_comm_seconds_count.all_reduce.decode.native"] == 32
+    assert values["tightwire_comm_bytes_total.all_reduce.decode.native"] == 8000
+    assert values["tightwire_comm_exact_bytes_total.all_reduce.decode.native"] == 12000
+
+
+async def test_verdicts_of_the_self_test_are_gauges(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    name = "tightwire_comm_selftest_ok"
+    assert not any(key.startswith(name) for key in await _values(client))
+    verdicts = [SelfTestVerdict("ring", True, "2 sizes"), SelfTestVerdict("flash-int8", False, "off by 3")]
+    engine.comm_setup = CommSetup(transport="shared-memory", num_nodes=1, self_test=verdicts)
+    values = await _values(client)
+    assert (values[f"{name}.ring"], values[f"{name}.flash-int8"]) == (1, 0)
+
+
+async def test_outcomes(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    before = await _values(client)
+    outcomes = ("stop", "length", "cancelled", "error", "refused")
+    assert [before[f"tightwire_requests_total.{outcome}"] for outcome in outcomes] == [0] * 5
+    await client.post("/v1/completions", json={"prompt": "a", "stop": "l", "max_tokens": 20})
+    engine.full = True
+    await client.post("/v1/completions", json=BODY)
+    engine.full, engine.gives_up = False, "error"
+    await client.post("/v1/completions", json=BODY)
+    engine.gives_up, engine.dies_after = None, engine.num_outputs + 2
+    await client.post("/v1/completions", json={**BODY, "stream": True})
+    after = await _values(client)
+    assert [after[f"tightwire_requests_total.{outcome}"] for outcome in outcomes] == [1, 0, 0, 2, 1]
+
+
+async def test_cancelled_request_is_counted_and_its_gauge_returns_to_zero(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.hangs_after = 2
+    call = asyncio.create_task(client.post("/v1/completions", json=BODY))
+    await asyncio.wait_for(engine.hanging.wait(), timeout=60)
+    during = await _values(client)
+    assert during["tightwire_requests_running"] == 1
+    assert during["tightwire_kv_cache_usage_ratio"] == 0.1
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    after = await _values(client)
+    assert after["tightwire_requests_running"] == 0
+    assert after["tightwire_requests_total.cancelled"] == 1
+    assert after["tightwire_e2e_request_latency_seconds_count"] == 0
+
+
+async def test_openmetrics_when_asked_for(client: httpx.AsyncClient) -> None:
+    plain = await client.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain")
+    open_metrics = await client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert open_metrics.headers["content-type"].startswith("application/openmetrics-text")
+    assert open_metrics.text.endswith("# EOF\n")
+
+
+def test_two_apps_in_one_process_do_not_meet() -> None:
+    app_for(FakeEngine())
+    app_for(FakeEngine())
+
+
+def test_an_engine_before_its_first_step_is_at_zero() -> None:
+    page, _ = Metrics(lambda: None).render("")
+    assert b"tightwire_requests_waiting 0.0" in page
+    assert b"tightwire_startup_seconds" not in page
+    assert b"tightwire_kv_cache_usage_ratio 0.0" in page
+
+
+def test_the_time_to_ready_is_told_where_the_bench_looks_for_it() -> None:
+    page, _ = Metrics(lambda: None, lambda: 3.25).render("")
+    found = STARTUP_METRIC.search(page.decode())
+    assert found is not None and float(found.group(1)) == 3.25

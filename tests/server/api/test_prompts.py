@@ -1,0 +1,81 @@
+"""From bodies to sequences: seeds, defaults that depend on the model, and work that must not hold up the loop."""
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers.server.fake_engine import INFO, byte_tokenizer
+
+from tightwire.server.api.errors import ApiError
+from tightwire.server.api.prompts import make_sequences, off_loop
+from tightwire.server.api.schemas import CompletionBody
+from tightwire.server.api.served_model import ModelInfo, ModelSlot, ServedModel
+from tightwire.server.http.body import check_fields
+
+
+def _model(info: ModelInfo = INFO) -> ServedModel:
+    slot = ModelSlot()
+    slot.fill(info=info, tokenizer=byte_tokenizer())
+    assert slot.model is not None
+    return slot.model
+
+
+def _body(**fields: Any) -> CompletionBody:
+    return check_fields({"prompt": "a", **fields}, CompletionBody)
+
+
+def _seeds(body: CompletionBody, info: ModelInfo = INFO) -> list[int]:
+    sequences = make_sequences(body, _model(info), [[1]], max_tokens=None, default_max_tokens=16, logprobs=None)
+    return [sequence.params.seed for sequence in sequences]
+
+
+async def test_long_texts_are_tokenized_in_a_thread() -> None:
+    assert await off_loop(threading.get_ident, 100_000) != threading.get_ident()
+    assert await off_loop(threading.get_ident, 10) == threading.get_ident()
+
+
+def test_seeds() -> None:
+    assert _seeds(_body(n=3, seed=5)) == [5, 6, 7]
+    largest = 2**63 - 1
+    assert _seeds(_body(n=2, seed=largest)) == [largest, -(2**63)]
+    fresh = [_seeds(_body())[0] for _ in range(3)]
+    assert len(set(fresh)) == 3
+    info = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, default_seed=9)
+    assert _seeds(_body(n=2), info) == [9, 10]
+
+
+def test_default_max_tokens_shrinks_to_what_fits() -> None:
+    body, model = _body(), _model()
+    for length, expected in ((10, 16), (250, 6), (255, 1)):
+        [sequence] = make_sequences(body, model, [[1] * length], max_tokens=None, default_max_tokens=16, logprobs=None)
+        assert sequence.params.max_tokens == expected
+
+
+def test_an_allreduce_that_the_server_has_not_is_the_requests_fault() -> None:
+    two = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, arms=("auto", "flash-int8"))
+    alone = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, arms=("auto",))
+    for info, wrong, message in (
+        (two, "ring", r"others are made when it starts \(--allreduce-extra\); this server has auto, flash-int8"),
+        (alone, "flash-int8", "one rank sums nothing, so this server has auto"),
+    ):
+        assert len(_seeds(_body(tightwire={"allreduce": "auto"}), info)) == 1
+        with pytest.raises(ApiError, match=message) as raised:
+            _seeds(_body(tightwire={"allreduce": wrong}), info)
+        assert (raised.value.status, raised.value.param) == (400, "tightwire.allreduce")
+
+
+def test_what_is_said_beside_the_allreduce_is_in_every_fingerprint() -> None:
+    asked = {"allreduce": "flash-int8+decode=ring", "arms": ("flash-int8", "two-shot")}
+    info = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, dtype="bfloat16", **asked)
+    assert info.fingerprint() == info.fingerprint("flash-int8") == "tightwire-tp2-flash-int8+decode=ring-bfloat16"
+    assert info.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16"
+    packed = replace(info, weights="Q4_1+Q8_0")
+    assert packed.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16-Q4_1+Q8_0"
+
+
+def test_a_token_that_the_model_does_not_have_is_the_requests_fault() -> None:
+    info = ModelInfo(name="tiny", max_model_len=256, vocab_size=200)
+    with pytest.raises(ApiError, match="prompt has the token id 200; the vocabulary of 'tiny' is 0 to 199") as raised:
+        make_sequences(_body(), _model(info), [[1, 200]], max_tokens=1, default_max_tokens=16, logprobs=None)
+    assert raised.value.status == 400

@@ -1,0 +1,125 @@
+"""A client that hangs up, streaming or not, stops the engine's work; whatever happens, a stream ends in order."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from helpers.server.fake_engine import FakeEngine, app_for
+
+from tightwire.server.api import sse
+
+PROMPT = {"prompt": "a", "max_tokens": 50, "n": 3}
+
+
+class Caller:
+    """Calls an ASGI app as a server does, and can hang up in the middle, which httpx's transport cannot."""
+
+    def __init__(self, app: FastAPI, body: dict[str, Any], *, path: str = "/v1/completions") -> None:
+        self._app = app
+        self._body = json.dumps(body).encode()
+        self._path = path
+        self._gone = asyncio.Event()
+        self._asked = False
+        self.sent: list[dict[str, Any]] = []
+        self.got_data = asyncio.Event()
+
+    def hang_up(self) -> None:
+        self._gone.set()
+
+    async def run(self) -> None:
+        headers = [(b"content-type", b"application/json")]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": self._path,
+            "raw_path": self._path.encode(),
+            "query_string": b"",
+            "headers": headers,
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+        }
+        await asyncio.wait_for(self._app(scope, self._receive, self._send), timeout=60)
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._asked:
+            self._asked = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+        if message.get("body"):
+            self.got_data.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hangs_after", [0, 4])
+async def test_disconnect_cancels_what_runs(engine: FakeEngine, stream: bool, hangs_after: int) -> None:
+    engine.hangs_after = hangs_after
+    caller = Caller(app_for(engine), {**PROMPT, "stream": stream})
+    call = asyncio.create_task(caller.run())
+    await asyncio.wait_for(engine.hanging.wait(), timeout=60)
+    assert len(engine.live) == 3
+    caller.hang_up()
+    await call
+    assert engine.live == set()
+    assert engine.cancelled == {request.id for request in engine.submitted}
+    bodies = b"".join(message.get("body", b"") for message in caller.sent)
+    assert b"[DONE]" not in bodies
+
+
+async def test_disconnect_while_the_client_reads_slowly(engine: FakeEngine) -> None:
+    class Slow(Caller):
+        async def _send(self, message: Any) -> None:
+            await super()._send(message)
+            if message.get("body"):
+                await asyncio.Event().wait()
+
+    caller = Slow(app_for(engine), {**PROMPT, "stream": True})
+    call = asyncio.create_task(caller.run())
+    await asyncio.wait_for(caller.got_data.wait(), timeout=60)
+    caller.hang_up()
+    await call
+    assert engine.live == set() and len(engine.cancelled) == 3
+
+
+async def test_server_that_cancels_the_request_frees_it_too(engine: FakeEngine) -> None:
+    engine.hangs_after = 4
+    call = asyncio.create_task(Caller(app_for(engine), {**PROMPT, "stream": True}).run())
+    await asyncio.wait_for(engine.hanging.wait(), timeout=60)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert engine.live == set() and len(engine.cancelled) == 3
+
+
+async def test_finished_request_cancels_nothing(engine: FakeEngine) -> None:
+    caller = Caller(app_for(engine), {**PROMPT, "stream": True})
+    await caller.run()
+    assert engine.cancelled == set()
+    assert caller.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert caller.sent[-2]["body"] == b"data: [DONE]\n\n"
+    headers = dict(caller.sent[0]["headers"])
+    assert headers[b"content-type"] == b"text/event-stream; charset=utf-8"
+    assert headers[b"cache-control"] == b"no-cache" and headers[b"x-accel-buffering"] == b"no"
+    assert b"content-length" not in headers
+
+
+async def test_unless_gone_gives_the_result_or_the_error() -> None:
+    async def never() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def fails() -> None:
+        raise KeyError("x")
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    assert await sse.unless_gone(never, asyncio.sleep(0, "result")) == "result"
+    with pytest.raises(KeyError):
+        await sse.unless_gone(never, fails())
+    with pytest.raises(sse.ClientGoneError):
+        await sse.unless_gone(gone, never())

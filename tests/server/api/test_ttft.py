@@ -1,0 +1,151 @@
+"""The time to the first token and its parts: by a clock of the test's own, through the app, and of a real server."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers.server.fake_engine import FakeEngine
+from helpers.server.server_process import ServerProcess
+from tiny import make_tiny
+
+from tightwire.server.api.metrics import Metrics
+from tightwire.server.api.ttft import TtftWatch
+from tightwire.server.ipc.messages import FirstToken
+
+PARTS = ("http_s", "tokenize_s", "queue_s", "compute_s", "allreduce_s", "codec_s", "sampling_s", "engine_s", "send_s")
+FIRST = FirstToken(20.0, 30.0, compute_s=4.0, allreduce_s=3.0, codec_s=1.0, sampling_s=0.5)
+ASKED = {"timing": True}
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def make_watch(clock: Clock, *, streamed: bool = True) -> TtftWatch:
+    """A request that came at 10, was tokenized for 2, and went to the engine at 15."""
+    watch = TtftWatch(Metrics(lambda: None), arrived_s=10.0, tokenize_s=2.0, streamed=streamed, clock=clock)
+    clock.now_s = 15.0
+    watch.hand_over()
+    return watch
+
+
+def assert_adds_up(timing: dict[str, Any]) -> None:
+    assert timing.keys() == {"ttft_s", *PARTS}
+    assert all(timing[part] is None or timing[part] >= 0 for part in PARTS)
+    assert sum(timing[part] or 0.0 for part in PARTS) == pytest.approx(timing["ttft_s"], abs=1e-12)
+
+
+def test_parts_of_a_stream(clock: Clock) -> None:
+    watch = make_watch(clock)
+    watch.saw_token(FIRST)
+    assert watch.timing is None  # its text is still held back
+    clock.now_s = 33.0
+    watch.sent()
+    clock.now_s = 99.0
+    watch.saw_token(None)
+    watch.sent()
+
+    timing = watch.timing
+    assert timing is not None and timing.ttft_s == 23.0
+    assert [getattr(timing, part) for part in PARTS] == [3.0, 2.0, 5.0, 4.0, 3.0, 1.0, 0.5, 1.5, 3.0]
+
+
+def test_a_whole_answer_ends_with_its_first_token(clock: Clock) -> None:
+    watch = make_watch(clock, streamed=False)
+    clock.now_s = 31.0
+    watch.saw_token(FIRST)
+    clock.now_s = 60.0
+    watch.saw_token(FirstToken(40.0, 50.0, 0.0, 0.0, 0.0, 0.0))  # of another sequence
+
+    assert watch.timing is not None and (watch.timing.ttft_s, watch.timing.send_s) == (21.0, 1.0)
+
+
+def test_coding_in_a_fused_kernel_is_not_known(clock: Clock) -> None:
+    watch = make_watch(clock, streamed=False)
+    clock.now_s = 31.0
+    watch.saw_token(FirstToken(20.0, 30.0, compute_s=4.0, allreduce_s=4.0, codec_s=None, sampling_s=0.5))
+
+    timing = watch.timing
+    assert timing is not None and timing.codec_s is None and (timing.engine_s, timing.ttft_s) == (1.5, 21.0)
+
+
+async def ask(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+    """The extra of the answer, whole or at the end of a stream."""
+    prompt = {"prompt": "abc"} if path.endswith("/v1/completions") else {"messages": [{"role": "user", "content": "x"}]}
+    response = await client.post(path, json=prompt | body)
+    assert response.status_code == 200, response.text
+    if not body.get("stream"):
+        return response.json().get("tightwire", {})
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    assert not any("tightwire" in event for event in events[:-1])
+    return events[-1].get("tightwire", {})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("how", [{}, {"n": 3}, {"stream": True}, {"stream": True, "n": 3, "max_tokens": 1}], ids=str)
+async def test_an_answer_says_where_the_time_went_when_asked(
+    client: httpx.AsyncClient, path: str, how: dict[str, Any]
+) -> None:
+    start_s = time.monotonic()
+    extra = await ask(client, path, **how, tightwire=ASKED)
+    seconds = time.monotonic() - start_s
+
+    assert extra.keys() == {"timing"}
+    assert_adds_up(extra["timing"])
+    assert 0 < extra["timing"]["ttft_s"] < seconds
+    assert await ask(client, path, **how) == {}
+
+
+async def test_beside_what_ranks_exchanged_and_after_an_echo(client: httpx.AsyncClient) -> None:
+    both = ASKED | {"comm": True}
+    extra = await ask(client, "/v1/completions", stream=True, echo=True, max_tokens=0, tightwire=both)
+
+    assert extra.keys() == {"comm", "timing"}
+    assert_adds_up(extra["timing"])
+
+
+async def test_an_engine_that_says_nothing_of_it(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.tells_times = False
+
+    assert await ask(client, "/v1/completions", tightwire=ASKED) == {"timing": None}
+
+
+async def test_metrics_sum_the_parts_of_every_request(client: httpx.AsyncClient) -> None:
+    for stream in (False, True):
+        await ask(client, "/v1/completions", stream=stream)
+    page = (await client.get("/metrics")).text
+
+    for part in PARTS:
+        assert f'tightwire_time_to_first_token_part_seconds_count{{part="{part[:-2]}"}} 2.0' in page
+
+
+def test_of_a_real_server(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "tiny")
+    options = ("--tp", "2", "--port", "0", "--kv-cache-memory", "16MiB", "--allreduce", "flash-int8")
+    body = {"prompt": "hello " * 20, "max_tokens": 4, "ignore_eos": True, "tightwire": {"timing": True, "comm": True}}
+    with ServerProcess(tmp_path / "run", str(model), *options) as server:
+        url = server.wait_ready()
+        start_s = time.monotonic()
+        extra = httpx.post(f"{url}/v1/completions", json=body, timeout=240, trust_env=False).json()["tightwire"]
+        seconds = time.monotonic() - start_s
+        assert server.end() == 0
+
+    timing = extra["timing"]
+    assert_adds_up(timing)
+    assert timing["ttft_s"] < seconds
+    assert all(timing[part] > 0 for part in PARTS)
+    counters = {(c["algorithm"], c["phase"]): c for c in extra["comm"]["counters"]}
+    flash = counters.pop(("flash-int8", "prefill"))
+    assert timing["codec_s"] == pytest.approx(flash["codec_seconds"]) and flash["codec_seconds"] < flash["seconds"]
+    assert {counter["codec_seconds"] for counter in counters.values()} == {0.0}

@@ -1,0 +1,79 @@
+"""A server whose layers stream: it answers as one that has them all, says what it does, and ends with a reason."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from helpers.server.server_process import ServerProcess, complete, get
+from tiny import make_tiny
+
+from tightwire.model.open import open_checkpoint
+from tightwire.model.prepare import PrepareOptions, prepare
+
+pytestmark = pytest.mark.alone
+
+_SMALL = ("--port", "0", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
+_STREAM = (*_SMALL, "--weights", "stream")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def answer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    with ServerProcess(tmp_path_factory.mktemp("resident") / "run", str(model), *_SMALL) as server:
+        return complete(server.wait_ready(), 20).json()["choices"][0]["text"]
+
+
+def test_answers_as_with_resident_weights_and_says_what_streams(model: Path, answer: str, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path / "run", str(model), *_STREAM, "--tp", "2", "--stream-layers", "4") as server:
+        url = server.wait_ready()
+        assert complete(url, 20).json()["choices"][0]["text"] == answer
+        log, metrics = server.log, get(f"{url}/metrics").text
+        assert server.end() == 0
+    assert "2 of 6 layers stay; 4 stream from disk" in log
+    assert "warning: all weights would fit on the device" in log
+    assert re.search(r"streaming: .* a step came at .* MB/s while warming up; one sequence alone gets about", log)
+    came = re.search(r"^tightwire_weight_stream_bytes_total (\S+)", metrics, re.MULTILINE)
+    assert came and float(came[1]) > 0
+
+
+def test_a_prepared_folder_is_served_whole_or_in_parts(model: Path, answer: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(open_checkpoint(str(model)), out, PrepareOptions(tp=2, dtype="float32"))
+    for options in (("--weights", "resident"), ("--weights", "stream", "--verify-weights", "--weight-io", "direct")):
+        with ServerProcess(tmp_path / options[1], str(out), *_SMALL, "--tp", "2", *options) as server:
+            url = server.wait_ready()
+            assert complete(url, 20).json()["choices"][0]["text"] == answer
+            assert get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
+            assert server.end(signal.SIGTERM) == 0
+
+
+def test_a_damaged_layer_ends_the_server_with_its_name(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(open_checkpoint(str(model)), out, PrepareOptions(dtype="float32"))
+    path = out / "rank-0-of-1.weights"
+    damaged = bytearray(path.read_bytes())
+    damaged[-5000] ^= 1
+    path.write_bytes(damaged)
+    with ServerProcess(tmp_path / "run", str(out), *_STREAM, "--verify-weights") as server:
+        assert server.wait_exit(120) != 0
+        assert re.search(r"rank-0-of-1.weights: layer 5 is damaged", server.log), server.log
+        assert "Traceback" not in server.log
+
+
+def test_a_file_that_is_cut_while_it_is_served_ends_the_server_with_its_name(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(open_checkpoint(str(model)), out, PrepareOptions(dtype="float32"))
+    with ServerProcess(tmp_path / "run", str(out), *_STREAM, "--fetch-timeout-s", "2") as server:
+        url = server.wait_ready()
+        path = out / "rank-0-of-1.weights"
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size // 2)
+        response = complete(url, 200)
+        assert response.status_code >= 500 or "error" in response.json()
+        assert server.wait_exit(60) != 0
+        assert "rank-0-of-1.weights" in server.log and "layer" in server.log

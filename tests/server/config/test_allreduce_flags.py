@@ -1,0 +1,71 @@
+"""A server asked for a lossy AllReduce: prompt rows get it, generated rows do not, and /comm and the metrics say so."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.server import faulty_server
+from helpers.server.server_process import ServerProcess, complete, get
+from tiny import make_tiny
+
+pytestmark = pytest.mark.alone
+
+_CASES = {
+    "flash:int4-g64,int8-g64": ["--tp", "2"],
+    "hierarchical:int8-g64": ["--tp", "4", "--nodes", "2"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(_CASES))
+def test_what_was_asked_for_sums_prompt_rows_and_is_reported(name: str, tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "tiny")
+    flags = [*_CASES[name], "--device", "cpu", "--allreduce", name, "--port", "0"]
+    with ServerProcess(tmp_path / "temp", str(model), *flags) as server:
+        url = server.wait_ready()
+        assert complete(url, max_tokens=8).status_code == 200
+        comm: dict[str, Any] = get(f"{url}/comm").json()
+        metrics = get(f"{url}/metrics").text
+
+    used = {(c["algorithm"], c["phase"]): c for c in comm["counters"] if c["op"] == "all_reduce"}
+    num_layers = 2
+    assert used[name, "prefill"]["calls"] == 2 * num_layers
+    assert used[name, "prefill"]["bytes_sent"] < used[name, "prefill"]["exact_bytes"]
+    assert (name, "decode") not in used
+    exact = [c for (algorithm, phase), c in used.items() if phase == "decode"]
+    assert sum(c["calls"] for c in exact) == 7 * (2 * num_layers + 1)
+    assert all(c["bytes_sent"] == c["exact_bytes"] for c in exact)
+
+    by_kind = {(c["site"], c["phase"]): c["algorithm"] for c in comm["choices"] if c["up_to_bytes"] is None}
+    assert by_kind["o_proj", "prefill"] == by_kind["down_proj", "prefill"] == name
+    assert name not in (by_kind["embed", "prefill"], by_kind["o_proj", "decode"], by_kind["down_proj", "decode"])
+    assert all(verdict["ok"] for verdict in comm["self_test"])
+    assert re.search(rf'tightwire_comm_selftest_ok{{algorithm="{re.escape(name)}"}} 1.0', metrics)
+    assert comm["num_nodes"] == (2 if "--nodes" in flags else 1)
+    assert f"allreduce {name} for prefill o_proj, prefill down_proj: --allreduce {name}" in server.log
+
+
+_ONE_RANK_SUMS_WRONGLY = (sys.executable, faulty_server.__file__, "sum", "1")
+
+
+def test_auto_goes_on_without_an_algorithm_that_sums_wrongly(tmp_path: Path) -> None:
+    flags = [str(make_tiny(tmp_path / "tiny")), "--tp", "2", "--device", "cpu", "--port", "0"]
+    with ServerProcess(tmp_path / "temp", *flags, command=_ONE_RANK_SUMS_WRONGLY) as server:
+        url = server.wait_ready()
+        assert complete(url, max_tokens=4).status_code == 200
+        comm: dict[str, Any] = get(f"{url}/comm").json()
+        metrics = get(f"{url}/metrics").text
+    assert "one-shot" not in {c["algorithm"] for c in [*comm["counters"], *comm["choices"]]}
+    assert [v["algorithm"] for v in comm["self_test"] if not v["ok"]] == ["one-shot"]
+    assert "in place of one-shot, which failed the self-test" in comm["choices"][0]["reason"]
+    assert 'tightwire_comm_selftest_ok{algorithm="one-shot"} 0.0' in metrics
+    assert "quarantined one-shot, which failed the self-test: rank 1: " in server.log
+
+
+def test_a_named_algorithm_that_sums_wrongly_is_refused_by_name(tmp_path: Path) -> None:
+    flags = [str(make_tiny(tmp_path / "tiny")), "--tp", "2", "--device", "cpu", "--port", "0"]
+    named = ["--allreduce", "one-shot"]
+    with ServerProcess(tmp_path / "temp", *flags, *named, command=_ONE_RANK_SUMS_WRONGLY) as server:
+        assert server.wait_exit(120) == 1
+    assert "the self-test found one-shot: rank 1: " in server.log and "Choose another --allreduce" in server.log

@@ -1,0 +1,186 @@
+"""Flags and YAML keys are the config's fields, and what is wrong is said by name."""
+
+import argparse
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightwire.server.config import flags
+from tightwire.server.config.serve import ServeConfig, option_fields
+
+
+def parse(*argv: str) -> ServeConfig:
+    return flags.parse(flags.make_parser("serve", "Serve."), argv)[0]
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "serve.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_without_arguments_every_option_has_its_default() -> None:
+    assert parse() == ServeConfig()
+
+
+@pytest.mark.parametrize(
+    ("argv", "group", "name", "value"),
+    [
+        (["some/folder"], "model", "model", "some/folder"),
+        (["--model", "a.gguf"], "model", "model", "a.gguf"),
+        (["--served-model-name", "m"], "model", "served_model_name", "m"),
+        (["--dtype=float32"], "model", "dtype", "float32"),
+        (["--quantization", "int4"], "model", "quantization", "int4"),
+        (["--seed", "7"], "model", "seed", 7),
+        (["--tp", "2"], "parallel", "tp", 2),
+        (["--tp", "2", "--tp-split", "2,1"], "parallel", "tp_split", (2.0, 1.0)),
+        (["--allreduce", "two-shot"], "parallel", "allreduce", "two-shot"),
+        (["--allreduce", "flash:int4,int8"], "parallel", "allreduce", "flash:int4,int8"),
+        (["--allreduce-decode", "ring"], "parallel", "allreduce_decode", "ring"),
+        (
+            ["--tp", "2", "--allreduce-extra", "ring,flash:int4,int8,policy:a.json"],
+            "parallel",
+            "allreduce_extra",
+            ("ring", "flash:int4,int8", "policy:a.json"),
+        ),
+        (["--tp", "2", "--comm-policy", "a.json"], "parallel", "comm_policy", "a.json"),
+        (["--comm-error-budget", "0.01"], "parallel", "comm_error_budget", 0.01),
+        (["--tp", "4", "--nodes", "2"], "parallel", "nodes", 2),
+        (["--comm-timeout-s", "1.5"], "parallel", "comm_timeout_s", 1.5),
+        (["--kv-cache-memory", "2GiB"], "engine", "kv_cache_memory", 2 << 30),
+        (["--max-body-bytes", "1MB"], "http", "max_body_bytes", 1_000_000),
+        (["--port", "0"], "http", "port", 0),
+    ],
+)
+def test_a_flag_sets_its_field(argv: list[str], group: str, name: str, value: object) -> None:
+    assert getattr(getattr(parse(*argv), group), name) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--max-seqs", "3"], "did you mean '--max-num-seqs'"),
+        (["model", "second"], "unknown argument 'second'"),
+        (["one", "--model", "two"], "two models given: one and --model two"),
+        (["--tp", "two"], "must be a whole number, got 'two'"),
+        (["--tp", "0"], "--tp must be 1 to 64, got 0"),
+        (["--tp", "10000"], "--tp must be 1 to 64, got 10000"),  # before it becomes 10000 processes
+        (["--model", ""], "--model must be a name, a path or random:SHAPE"),
+        (["--served-model-name", ""], "--served-model-name must be left out, or not empty"),
+        (["--seed", str(2**63)], "--seed must be a 64-bit integer"),
+        (["--comm-timeout-s", "inf"], "--comm-timeout-s must be above 0 and at most 1e+06, got inf"),
+        (["--tp", "2", "--tp-split", "1,2,3"], "--tp-split must be 2 numbers, one per rank"),
+        (["--tp-split", "a,b"], "must be a number, got 'a'"),
+        (["--tp", "4", "--nodes", "3"], "--nodes must be a divisor of --tp (4), got 3"),
+        (["--tp", "2", "--allreduce-extra", "ring,ring"], "--allreduce-extra names ring twice"),
+        (["--tp", "2", "--allreduce-extra", "ring,"], "must be names with commas between, got ''"),
+        (["--allreduce-extra", "ring"], "--allreduce-extra must be left out with --tp 1"),
+        (
+            ["--comm-policy", "a.json", "--allreduce", "ring"],
+            "--allreduce ring and --comm-policy a.json both say how to sum",
+        ),
+        (
+            ["--tp", "2", "--allreduce-extra", "policy:b.json", "--comm-error-budget", "0.1"],
+            "--comm-error-budget 0.1 and policy:b.json both say how to sum",
+        ),
+        (["--comm-error-budget", "1.5"], "--comm-error-budget must be above 0 and below 1, got 1.5"),
+        (["--kv-cache-memory", "lots"], "'lots' is not a size"),
+        (["--port", "70000"], "--port must be 0 to 65535"),
+        (["--tp", "2", "--tp-split", "inf,1"], "--tp-split must be finite and above 0"),
+        (["--api-key", ""], "--api-key must be left out, or not empty"),
+        (["--max-queued-requests", "0"], "--max-queued-requests must be at least 1"),
+        (["--max-body-bytes", "0"], "--max-body-bytes must be at least 1"),
+        (["--shutdown-grace-s", "-1"], "--shutdown-grace-s must be 0 to 1e+06"),
+        (["--shutdown-grace-s", "inf"], "--shutdown-grace-s must be 0 to 1e+06"),
+        (["--rank-timeout-s", "nan"], "--rank-timeout-s must be above 0"),
+        (["--step-timeout-s", "0"], "--step-timeout-s must be above 0"),
+        (["--config", "/no/such.yaml"], "/no/such.yaml: No such file or directory"),
+    ],
+)
+def test_a_wrong_flag_ends_with_exit_code_2_and_a_reason(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        parse(*argv)
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_a_file_fills_what_flags_leave_and_flags_override_it(tmp_path: Path, dash: str) -> None:
+    text = f"model: here\ntp: 2\ntp_split: [3, 1]\nmax-num-seqs: 8\nkv{dash}cache{dash}memory: 1GiB\napi_key: 'k'\n"
+    config = parse("--config", write(tmp_path, text), "--max-num-seqs", "4")
+    assert config.model.model == "here"
+    assert config.parallel.tp_split == (3.0, 1.0)
+    assert config.engine.max_num_seqs == 4
+    assert config.engine.kv_cache_memory == 1 << 30
+    assert config.http.api_key == "k"
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert parse("--config", write(tmp_path, "# nothing\n")) == ServeConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_seqs: 3", "unknown option 'max_seqs'; did you mean 'max_num_seqs'?"),
+        ("engine: {max_num_seqs: 3}", "unknown option 'engine'"),
+        ("tp: two", "tp: must be a whole number, got 'two'"),
+        ("tp: 1.5", "tp: must be a whole number, got 1.5"),
+        ("tp: true", "tp: must be a whole number, got True"),
+        ("tp:", "tp: must be a whole number, got None"),
+        ("api_key: 123", "api_key: must be text (in quotes), got 123"),
+        ("dtype: fp8", "dtype: must be one of auto, float32"),
+        ("quantization: q4", "quantization: must be one of auto, none, int8, int4"),
+        ("port: 80\nport-: 1", "unknown option 'port-'"),
+        ("tp_split: 1\ntp-split: 1", "given twice"),
+        ("port: 1\ntp: 2\nport: 2", "'port' is given twice"),
+        ("- tp", "must be `name: value` lines"),
+        ("a: b: c", "is not YAML"),
+        ("tp: 0", "--tp must be 1 to 64"),
+    ],
+)
+def test_a_wrong_file_ends_with_exit_code_2_and_a_reason(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        parse("--config", write(tmp_path, text))
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert exit.value.code == 0
+    for name in option_fields():
+        assert "--" + name.replace("_", "-") in text
+    assert "(default: 4MiB)" in text and "(default: smollm2-135m)" in text
+
+
+@dataclass(frozen=True)
+class Switches:
+    fast: bool = field(default=True, metadata={"help": "100% fast", "choices": (), "metavar": ""})
+
+
+@pytest.mark.parametrize(("argv", "values"), [([], {}), (["--fast"], {"fast": True}), (["--no-fast"], {"fast": False})])
+def test_a_bool_field_is_a_pair_of_flags(argv: list[str], values: dict[str, Any]) -> None:
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, {f.name: f for f in fields(Switches)})
+    assert vars(parser.parse_args(argv)) == values
+    assert "100% fast" in parser.format_help()
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(True, True), (False, False)])
+def test_a_bool_in_a_file(value: object, wanted: bool) -> None:
+    assert flags.convert(fields(Switches)[0], value) is wanted
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_what_is_no_bool_in_a_file(value: object) -> None:
+    with pytest.raises(ValueError, match="must be true or false"):
+        flags.convert(fields(Switches)[0], value)

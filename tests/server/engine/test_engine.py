@@ -1,0 +1,585 @@
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.server.fake_runner import FakeRunner, logits_after
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tightwire.comm.ledger.ledger import Spent
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.sampling.sampler import Sampler
+from tightwire.model.step import StepPlan
+from tightwire.server.config.limits import Limits
+from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.engine import Engine
+from tightwire.server.engine.request import Request
+from tightwire.server.ipc.messages import AddRequest, CommCount, FirstToken, Output, TokenLogprob
+
+VOCAB = 61
+EOS = 2
+ROOMY = Limits(max_model_len=96, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=200, block_size=4)
+
+
+PLANNING: dict[str, Any] = {}
+
+
+@pytest.fixture(params=[False, True], ids=["one-by-one", "ahead"], autouse=True)
+def plan_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Everything here holds whether or not steps are planned ahead."""
+    monkeypatch.setitem(PLANNING, "plan_ahead", request.param)
+    return request.param
+
+
+def make_engine(limits: Limits = ROOMY, **options: Any) -> Engine:
+    parts: dict[str, Any] = {"runner": FakeRunner(limits, VOCAB), "sampler": Sampler(VOCAB)} | PLANNING
+    return Engine(**(parts | options), limits=limits, vocab_size=VOCAB, eos_token_ids=[EOS])
+
+
+class OddGuesses(NgramDrafter):
+    """Rightly guesses as many tokens as the text's length has left when divided by four, and then wrongly."""
+
+    def draft(self, request: Request, room: int) -> list[int]:
+        text = list(request.token_ids)
+        right = greedy_reference(text, len(text) % 4)
+        return [*right, (len(text) * 7) % VOCAB][: max(0, room)]
+
+
+ODD_GUESSES = OddGuesses(max_tokens=4, longest=1, shortest=1)
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | changes))
+
+
+@dataclass
+class Answer:
+    """All outputs of one request, joined."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    message: str | None = None
+    queue_s: float | None = None
+
+    def take(self, output: Output) -> None:
+        assert self.finish_reason is None, "an output after the last"
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "prompt logprobs twice"
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.queue_s is not None:
+            assert self.queue_s is None
+            self.queue_s = output.queue_s
+        self.finish_reason, self.stop_token_id, self.message = (
+            output.finish_reason,
+            output.stop_token_id,
+            output.message,
+        )
+
+
+def drain(engine: Engine, answers: dict[str, Answer], max_steps: int = 3000) -> None:
+    for _ in range(max_steps):
+        if not engine.has_work():
+            return
+        for output in engine.step().outputs:
+            answers.setdefault(output.id, Answer()).take(output)
+    raise AssertionError("the engine does not come to an end")
+
+
+def alone(message: AddRequest, **options: Any) -> Answer:
+    engine, answers = make_engine(**options), {}
+    engine.add(message)
+    drain(engine, answers)
+    return answers[message.id]
+
+
+def greedy_reference(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(logits_after(tokens, VOCAB).argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_greedy_is_the_models_own_text() -> None:
+    answer = alone(AddRequest("a", [5, 6, 7], params(max_tokens=20)))
+    assert answer.token_ids == greedy_reference([5, 6, 7], 20)
+    assert answer.finish_reason == "length" and answer.queue_s is not None and answer.queue_s >= 0
+    assert answer.logprobs == [] and answer.prompt_logprobs is None
+
+
+def test_chunked_prefill_gives_the_same_text() -> None:
+    prompt = [i % VOCAB for i in range(3, 53)]
+    limits = Limits(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=7, num_blocks=24, block_size=4)
+    engine, answers = make_engine(limits), {}
+    engine.add(AddRequest("a", prompt, params()))
+    drain(engine, answers)
+    assert answers["a"].token_ids == greedy_reference(prompt, 8)
+    assert engine.stats().num_steps == 8 + 7
+
+
+def test_new_request_joins_at_the_next_step_that_is_planned(plan_ahead: bool) -> None:
+    engine, answers = make_engine(), {}
+    engine.add(AddRequest("a", [5], params(max_tokens=10)))
+    engine.step()
+    engine.add(AddRequest("b", [9], params(max_tokens=3)))
+    if plan_ahead:  # that one is on its way
+        assert {output.id for output in engine.step().outputs} == {"a"}
+    assert {output.id for output in engine.step().outputs} == {"a", "b"}
+    drain(engine, answers)
+    assert answers["b"].token_ids == greedy_reference([9], 3)[1:]
+
+
+def test_stop_tokens() -> None:
+    text = greedy_reference([5, 6], 12)
+    stop = text[4]
+    first = text.index(stop)
+    answer = alone(AddRequest("a", [5, 6], params(max_tokens=12, stop_token_ids=(stop,))))
+    assert answer.token_ids == text[: first + 1]
+    assert (answer.finish_reason, answer.stop_token_id) == ("stop", stop)
+
+
+def test_eos_stops_unless_ignored() -> None:
+    bias = {EOS: 100.0}
+    stopped = alone(AddRequest("a", [5, 6], params(logit_bias=bias, ignore_eos=False)))
+    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_token_id) == ([EOS], "stop", EOS)
+    ignored = alone(AddRequest("a", [5, 6], params(logit_bias=bias)))
+    assert (ignored.token_ids, ignored.finish_reason) == ([EOS] * 8, "length")
+
+
+def test_min_tokens_bans_every_stop() -> None:
+    wanted = params(logit_bias={EOS: 100.0, 9: 90.0}, stop_token_ids=(9,), ignore_eos=False, min_tokens=3)
+    answer = alone(AddRequest("a", [5, 6], wanted))
+    assert len(answer.token_ids) == 4 and not {EOS, 9} & set(answer.token_ids[:3])
+    assert (answer.token_ids[3], answer.finish_reason) == (EOS, "stop")
+
+
+def test_last_token_that_is_a_stop_is_a_stop() -> None:
+    answer = alone(AddRequest("a", [5, 6], params(max_tokens=1, logit_bias={EOS: 100.0}, ignore_eos=False)))
+    assert (answer.token_ids, answer.finish_reason) == ([EOS], "stop")
+
+
+def check_prompt_logprobs(prompt: list[int], entries: list[TokenLogprob | None] | None, top_n: int) -> None:
+    assert entries is not None and len(entries) == len(prompt) and entries[0] is None
+    for i, entry in enumerate(entries[1:], start=1):
+        logits = logits_after(prompt[:i], VOCAB).astype(np.float64)
+        logprobs = logits - np.log(np.exp(logits).sum())
+        order = np.argsort(-logprobs, kind="stable").tolist()
+        assert entry is not None and entry.token_id == prompt[i]
+        assert entry.logprob == pytest.approx(logprobs[prompt[i]], abs=1e-5)
+        assert entry.rank == order.index(prompt[i]) + 1
+        assert [token_id for token_id, _ in entry.top] == order[:top_n]
+        assert [logprob for _, logprob in entry.top] == pytest.approx(logprobs[order[:top_n]].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("budget", [3, 64])
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_prompt_logprobs(budget: int, max_tokens: int) -> None:
+    prompt = [i * 7 % VOCAB for i in range(1, 30)]
+    limits = Limits(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=budget, num_blocks=24, block_size=4)
+    engine, answers = make_engine(limits), {}
+    engine.add(AddRequest("a", prompt, params(max_tokens=max_tokens, prompt_logprobs=3)))
+    drain(engine, answers)
+    check_prompt_logprobs(prompt, answers["a"].prompt_logprobs, top_n=3)
+    assert answers["a"].token_ids == greedy_reference(prompt, max_tokens)
+    assert answers["a"].finish_reason == "length" and answers["a"].queue_s is not None
+    assert engine.stats().num_prompt_tokens == 29
+
+
+def test_echo_of_nothing_to_score_needs_no_step() -> None:
+    engine, answers = make_engine(), {}
+    engine.add(AddRequest("a", [5], params(max_tokens=0, prompt_logprobs=1)))
+    engine.add(AddRequest("b", [5, 6], params(max_tokens=0)))
+    drain(engine, answers)
+    assert answers["a"].prompt_logprobs == [None] and answers["b"].prompt_logprobs is None
+    assert answers["a"].finish_reason == answers["b"].finish_reason == "length"
+    assert engine.stats().num_steps == 0
+
+
+def test_logprobs_of_chosen_tokens_are_of_the_unmodified_distribution() -> None:
+    answer = alone(AddRequest("a", [5, 6], params(max_tokens=3, logprobs=2, logit_bias={11: 50.0})))
+    assert answer.token_ids == [11, 11, 11]
+    check_prompt_logprobs([5, 6, 11, 11, 11], [None, answer_entry(6), *answer.logprobs], top_n=2)
+
+
+def answer_entry(token_id: int) -> TokenLogprob:
+    scored = alone(AddRequest("a", [5, token_id], params(max_tokens=0, prompt_logprobs=2))).prompt_logprobs
+    assert scored is not None and scored[1] is not None
+    return scored[1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "message"),
+    [
+        ([], {}, "the prompt has no tokens"),
+        ([5, VOCAB], {}, f"token id {VOCAB} in prompt is outside the vocabulary; ids are 0 to {VOCAB - 1}"),
+        ([-1], {}, "token id -1 in prompt"),
+        ([5], {"stop_token_ids": (99,)}, "token id 99 in stop_token_ids"),
+        ([5], {"logit_bias": {-3: 1.0}}, "token id -3 in logit_bias"),
+        ([5] * 90, {}, "90 prompt tokens and max_tokens=8 exceed the context of 96 tokens; ask for at most 6"),
+        ([5] * 96, {}, "shorten the prompt"),
+        ([5], {"max_tokens": -1}, "max_tokens must be at least 0"),
+        ([5], {"prompt_logprobs": -1}, "logprobs must be at least 0"),
+    ],
+)
+def test_what_cannot_run_gets_an_error_and_disturbs_nobody(
+    prompt: list[int], changes: dict[str, Any], message: str
+) -> None:
+    engine, answers = make_engine(), {}
+    engine.add(AddRequest("good", [5, 6], params()))
+    engine.add(AddRequest("bad", prompt, params(**changes)))
+    drain(engine, answers)
+    assert answers["bad"].finish_reason == "error" and message in (answers["bad"].message or "")
+    assert answers["good"].token_ids == greedy_reference([5, 6], 8)
+
+
+def test_cancel_frees_blocks_at_once_and_tells_the_client_once(plan_ahead: bool) -> None:
+    engine, answers = make_engine(), {}
+    for token_id, name in enumerate("abc"):
+        engine.add(AddRequest(name, [token_id] * 10, params(max_tokens=50)))
+    for output in engine.step().outputs:
+        answers.setdefault(output.id, Answer()).take(output)
+    used = engine.stats().num_blocks - engine.stats().num_free_blocks
+    engine.cancel(["b", "nobody", "b"])
+    assert engine.stats().num_blocks - engine.stats().num_free_blocks == used * 2 // 3
+    engine.cancel(["c"])
+    engine.cancel(["a"])
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks and engine.has_work()
+    drain(engine, answers)
+    assert [answers[name].finish_reason for name in "abc"] == ["cancelled"] * 3
+    assert engine.stats().num_steps == 1 + plan_ahead
+
+
+def test_an_id_may_be_used_again_with_other_params() -> None:
+    engine, first, second = make_engine(), {}, {}
+    engine.add(AddRequest("a", [5, 6], params(temperature=1.0, seed=1, logit_bias={3: 9.0}, max_tokens=5)))
+    drain(engine, first)
+    engine.add(AddRequest("a", [5, 6], params()))
+    drain(engine, second)
+    assert second["a"].token_ids == greedy_reference([5, 6], 8)
+
+
+def test_a_second_request_of_a_live_id_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    engine, answers = make_engine(), {}
+    engine.add(AddRequest("a", [5, 6], params()))
+    engine.add(AddRequest("a", [9], params(max_tokens=2)))
+    drain(engine, answers)
+    assert answers["a"].token_ids == greedy_reference([5, 6], 8)
+    assert "request a is already running" in caplog.text
+
+
+class _BrokenRows(FakeRunner):
+    """Gives a NaN in the last row of its first step."""
+
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
+        logits = super().execute(plan, chosen_R)
+        if logits is not None and plan.index == 1:
+            logits[-1, 3] = float("nan")
+        return logits
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 1.0, "top_p": 0.9}, {"max_tokens": 0, "prompt_logprobs": 1}])
+def test_logits_that_are_not_numbers_end_only_their_own_request(changes: dict[str, Any]) -> None:
+    engine, answers = make_engine(runner=_BrokenRows(ROOMY, VOCAB)), {}
+    engine.add(AddRequest("good", [5, 6], params()))
+    engine.add(AddRequest("bad", [7, 1], params(**changes)))
+    drain(engine, answers)
+    assert answers["bad"].finish_reason == "error" and "not finite" in (answers["bad"].message or "")
+    assert answers["good"].token_ids == greedy_reference([5, 6], 8)
+    assert engine.stats().num_free_blocks == ROOMY.num_blocks
+
+
+def test_tokens_chosen_before_what_is_not_a_number_are_told() -> None:
+    class Broken(FakeRunner):
+        def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
+            logits = super().execute(plan, chosen_R)
+            if logits is not None and plan.index == 3:
+                logits[1, 3] = float("nan")
+            return logits
+
+    engine, answers = make_engine(runner=Broken(ROOMY, VOCAB), drafter=ODD_GUESSES), {}
+    engine.add(AddRequest("a", [5, 6, 8], params()))
+    drain(engine, answers)
+    # The third step's first guess is right, and there are no scores behind it.
+    assert answers["a"].token_ids == greedy_reference([5, 6, 8], 3)
+    assert answers["a"].finish_reason == "error" and "not finite" in (answers["a"].message or "")
+
+
+def test_what_the_runner_raises_goes_through() -> None:
+    class Failing:
+        def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
+            raise ConnectionError("rank 1 is gone")
+
+    engine = make_engine(runner=Failing())
+    engine.add(AddRequest("a", [5], params()))
+    with pytest.raises(ConnectionError, match="rank 1 is gone"):
+        engine.step()
+
+
+def test_plans_are_broadcast_before_they_run_and_stats_count() -> None:
+    runner, seen = FakeRunner(ROOMY, VOCAB), []
+    count = CommCount("all_reduce", "ring", "decode", 1, 2, 2, 0.5, 4)
+    engine = make_engine(
+        runner=runner,
+        broadcast=lambda plans: seen.append((plans[0].index, len(runner.plans))),
+        comm_counts=lambda: [count],
+    )
+    engine.add(AddRequest("a", [5, 6, 7], params(max_tokens=4)))
+    results = [engine.step() for _ in range(4)]
+    assert not engine.has_work()
+    stats = results[-1].stats
+    assert seen == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert (stats.num_steps, stats.num_prompt_tokens, stats.num_generation_tokens) == (4, 3, 4)
+    assert stats.comm == [count]
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def test_penalty_tables_end_with_the_requests() -> None:
+    sampler = Sampler(VOCAB)
+    engine, answers = make_engine(sampler=sampler), {}
+    for i in range(5):
+        engine.add(AddRequest(str(i), [5, i], params(presence_penalty=1.0, max_tokens=3 + i)))
+    engine.step()
+    assert sampler.num_penalty_slots >= 5
+    engine.cancel(["4"])
+    drain(engine, answers)
+    assert sampler.num_penalty_slots == 0
+
+
+def test_end_tokens_outside_the_vocabulary_are_refused_at_start() -> None:
+    with pytest.raises(ValueError, match=r"end tokens \[70\]"):
+        Engine(
+            runner=FakeRunner(ROOMY, VOCAB), sampler=Sampler(VOCAB), limits=ROOMY, vocab_size=VOCAB, eos_token_ids=[70]
+        )
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Any mixture of knobs."""
+    return SamplingParams(
+        max_tokens=rng.choice([1, 3, 10, 25]),
+        temperature=rng.choice([0.0, 0.7, 1.5]),
+        top_p=rng.choice([1.0, 0.8]),
+        top_k=rng.choice([0, 0, 5]),
+        min_p=rng.choice([0.0, 0.0, 0.1]),
+        seed=rng.randrange(1 << 62),
+        presence_penalty=rng.choice([0.0, 0.0, 0.9]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
+        logit_bias=rng.choice([{}, {}, {7: 3.0, 8: -100.0}]),
+        logprobs=rng.choice([None, None, 0, 3]),
+        prompt_logprobs=rng.choice([None, None, 2]),
+        stop_token_ids=rng.choice([(), (9, 10)]),
+        min_tokens=rng.choice([0, 2]),
+        ignore_eos=rng.random() < 0.5,
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(16, 40),
+    max_num_seqs=st.integers(1, 8),
+    extra_budget=st.integers(0, 24),
+    block_size=st.sampled_from([3, 4]),
+    prefix_cache=st.sampled_from(["none", "prompts", "all"]),
+    drafter=st.sampled_from([None, ODD_GUESSES, NgramDrafter(max_tokens=3, longest=2, shortest=1)]),
+    step_blocks=st.none() | st.integers(16, 30),
+)
+# One comes back after a preemption to find all but its last token in the prefix cache.
+@example(
+    seed=181,
+    num_blocks=25,
+    max_num_seqs=4,
+    extra_budget=11,
+    block_size=3,
+    prefix_cache="all",
+    drafter=None,
+    step_blocks=None,
+)
+def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
+    seed: int,
+    num_blocks: int,
+    max_num_seqs: int,
+    extra_budget: int,
+    block_size: int,
+    prefix_cache: str,
+    drafter: NgramDrafter | None,
+    step_blocks: int | None,
+) -> None:
+    """Random arrivals, tiny block pools, steps of few blocks, preemptions, cancellations, common beginnings, guesses.
+
+    And impossible requests.
+    """
+    rng = random.Random(seed)
+    stems = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
+    limits = Limits(
+        max_model_len=48,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + extra_budget,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_scored_rows=7,
+        prefix_cache=prefix_cache,
+        max_step_blocks=step_blocks,
+    )
+    waiting = [
+        AddRequest(
+            str(i),
+            rng.choice(stems)[: rng.randint(0, 24)] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))],
+            random_params(rng),
+            cache_salt=rng.choice(["", "", "of one's own"]),
+            allreduce=rng.choice([None, None, "ring"]),
+        )
+        for i in range(14)
+    ]
+    # With prefix_cache=all a prompt may lie in blocks of generated tokens.
+    tells_kinds, arms = prefix_cache == "prompts", ("auto", "ring")
+
+    def answer_alone(message: AddRequest) -> Answer:
+        return alone(message, runner=FakeRunner(ROOMY, VOCAB, tells_kinds=tells_kinds), arms=arms)
+
+    possible = [m for m in waiting if len(m.prompt_token_ids) + m.params.max_tokens <= limits.max_model_len]
+    wanted = {message.id: answer_alone(message) for message in possible}
+    runner = FakeRunner(limits, VOCAB, tells_kinds=tells_kinds)
+    engine, answers, cancelled = make_engine(limits, runner=runner, drafter=drafter, arms=arms), {}, set()
+    arrivals = list(waiting)
+    while arrivals or engine.has_work():
+        while arrivals and rng.random() < 0.4:
+            engine.add(arrivals.pop(0))
+        if rng.random() < 0.04:
+            victim = rng.choice(waiting).id
+            cancelled.add(victim)
+            engine.cancel([victim])
+        for output in engine.step().outputs:
+            answers.setdefault(output.id, Answer()).take(output)
+    for message in waiting:
+        answer = answers[message.id]
+        if message.id not in wanted:
+            assert answer.finish_reason == "error" and "exceed the context" in (answer.message or "")
+        elif answer.finish_reason == "cancelled":
+            assert message.id in cancelled
+            assert answer.token_ids == wanted[message.id].token_ids[: len(answer.token_ids)]
+        else:
+            answer.queue_s = wanted[message.id].queue_s = None
+            assert answer == wanted[message.id]
+    stats = engine.stats()
+    assert (stats.num_free_blocks, stats.num_running, stats.num_waiting) == (num_blocks, 0, 0)
+    assert (stats.num_prefix_queried_tokens > 0) == (prefix_cache != "none")
+
+
+def test_a_pool_a_third_of_the_need_preempts_and_still_answers_right() -> None:
+    """The fuzz above draws its own sizes; this one is sure to preempt, in prefill and in decode."""
+    rng = random.Random(7)
+    limits = Limits(max_model_len=48, max_num_seqs=8, max_num_batched_tokens=24, num_blocks=25, block_size=4)
+    messages = [
+        AddRequest(
+            str(i),
+            [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))],
+            params(max_tokens=30, temperature=rng.choice([0.0, 1.0]), seed=i, frequency_penalty=0.3, prompt_logprobs=1),
+        )
+        for i in range(24)
+    ]
+    engine, answers = make_engine(limits), {}
+    for message in messages:
+        engine.add(message)
+    drain(engine, answers)
+    assert engine.stats().num_preemptions >= 5
+    for message in messages:
+        answer, expected = answers[message.id], alone(message)
+        answer.queue_s = expected.queue_s = None
+        assert answer == expected
+    assert engine.stats().num_free_blocks == limits.num_blocks
+
+
+def test_preempted_in_the_middle_of_an_echo() -> None:
+    """The old one outgrows the pool while the echo is prefilled a token per step; nothing is scored twice."""
+    limits = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=2, num_blocks=16, block_size=4)
+    engine, answers = make_engine(limits), {}
+    prompt = [i * 5 % VOCAB for i in range(40)]
+    engine.add(AddRequest("old", [5] * 4, params(max_tokens=40)))
+    engine.add(AddRequest("echo", prompt, params(max_tokens=5, prompt_logprobs=1)))
+    drain(engine, answers)
+    assert engine.stats().num_preemptions == 1
+    check_prompt_logprobs(prompt, answers["echo"].prompt_logprobs, top_n=1)
+    assert answers["echo"].token_ids == greedy_reference(prompt, 5)
+
+
+def test_same_seed_same_text_other_seed_other_text() -> None:
+    def text(seed: int) -> list[int]:
+        return alone(AddRequest("a", [5], params(temperature=1.0, seed=seed, max_tokens=12))).token_ids
+
+    assert text(3) == text(3)
+    assert len({tuple(text(seed)) for seed in range(6)}) == 6
+
+
+def test_steps_without_rows_of_logits() -> None:
+    """A prefill chunk that is not the last asks for no logits, and the runner returns None."""
+    limits = Limits(max_model_len=96, max_num_seqs=1, max_num_batched_tokens=4, num_blocks=24, block_size=4)
+    engine = make_engine(limits)
+    engine.add(AddRequest("a", [5] * 10, params()))
+    assert engine.step().outputs == [] and engine.step().outputs == []
+    assert len(engine.step().outputs) == 1
+    assert torch.is_inference_mode_enabled() is False
+
+
+class Timed:
+    """A runner whose every step takes a second, a quarter of it in collectives."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._runner, self.now_s = FakeRunner(limits, VOCAB), 0.0
+
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
+        self.now_s += 1.0
+        return self._runner.execute(plan, chosen_R)
+
+    def engine(self, limits: Limits) -> Engine:
+        return make_engine(
+            limits, runner=self, clock=lambda: self.now_s, comm_spent=lambda: Spent(self.now_s / 4, self.now_s / 8)
+        )
+
+
+def test_the_first_token_says_what_was_done_since_its_first_step(plan_ahead: bool) -> None:
+    """A prompt of five steps that comes while another sequence generates: the steps were for both.
+
+    Planned ahead, one step more is launched before a token is told; this runner has it done by then.
+    """
+    limits = Limits(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=5, num_blocks=48, block_size=4)
+    timed = Timed(limits)
+    engine = timed.engine(limits)
+    engine.add(AddRequest("a", [5], params(max_tokens=20)))
+    told = {1: engine.step().outputs[0].first_token}
+    engine.add(AddRequest("b", [7] * 20, params(max_tokens=3)))
+    while engine.has_work():
+        told |= {len(told) + 1: output.first_token for output in engine.step().outputs if output.first_token}
+
+    def first(start_s: float, end_s: float) -> FirstToken:
+        eighth_s = (end_s - start_s) / 8
+        return FirstToken(start_s, end_s, 6 * eighth_s, allreduce_s=eighth_s, codec_s=eighth_s, sampling_s=0.0)
+
+    assert told == (
+        {1: first(0.0, 2.0), 2: first(2.0, 8.0)} if plan_ahead else {1: first(0.0, 1.0), 2: first(1.0, 6.0)}
+    )
+
+
+def test_a_preemption_before_the_first_token_is_part_of_its_time() -> None:
+    limits = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=2, num_blocks=16, block_size=4)
+    timed, told = Timed(limits), []
+    engine = timed.engine(limits)
+    engine.add(AddRequest("old", [5] * 4, params(max_tokens=40)))
+    engine.add(AddRequest("young", [i * 5 % VOCAB for i in range(40)], params(max_tokens=5)))
+    while engine.has_work():
+        told += [(output.id, output.first_token) for output in engine.step().outputs if output.first_token]
+
+    (_, old), (_, young) = told
+    assert engine.stats().num_preemptions == 1 and [name for name, _ in told] == ["old", "young"]
+    for first in (old, young):
+        seconds = first.sampled_s - first.scheduled_s
+        assert (first.compute_s, first.allreduce_s + first.codec_s) == (0.75 * seconds, 0.25 * seconds)
+    assert young.sampled_s - young.scheduled_s > 40  # what was computed before it was preempted counts

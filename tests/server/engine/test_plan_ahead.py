@@ -1,0 +1,327 @@
+"""Steps planned while the last one runs: the same answers, tokens nobody knew put in, rows computed for nothing dropped."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.server.fake_runner import FakeRunner, logits_after
+from helpers.server.local_engine import continue_prompts, local_engine, run_to_end
+from tiny import VARIANTS, make_tiny
+from torch import Tensor
+
+from tightwire.comm.collectives.collectives import broadcast_bytes
+from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.sampling.sampler import Choice, Sampled, Sampler, SamplingRow, draw
+from tightwire.model.step import StepPlan, ints
+from tightwire.server.config.limits import Limits
+from tightwire.server.engine.drafts import NgramDrafter
+from tightwire.server.engine.engine import Engine
+from tightwire.server.ipc.messages import AddRequest, Output
+
+VOCAB = 61
+ROOMY = Limits(max_model_len=96, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=200, block_size=4)
+
+
+def make_engine(runner: FakeRunner, limits: Limits = ROOMY, **options: Any) -> Engine:
+    parts: dict[str, Any] = {"sampler": Sampler(VOCAB), "plan_ahead": True}
+    return Engine(runner=runner, limits=limits, vocab_size=VOCAB, **(parts | options))
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | changes))
+
+
+def tokens_of(outputs: Sequence[Output]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def greedy_text(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(logits_after(tokens, VOCAB).argmax()))
+    return tokens[len(prompt) :]
+
+
+class _Watched(FakeRunner):
+    """Notes in ``seen`` when it runs a step."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__(ROOMY, VOCAB)
+        self._seen = seen
+
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
+        self._seen.append(f"run {plan.index}")
+        return super().execute(plan, chosen_R)
+
+
+class _WatchedSampler(Sampler):
+    """Notes in ``seen`` when a step's tokens are waited for."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__(VOCAB)
+        self._seen, self._number = seen, 0
+
+    def start(self, logits_RV: Tensor, rows: Sequence[SamplingRow], *, waits: bool) -> Choice:
+        choice, seen, number = super().start(logits_RV, rows, waits=waits), self._seen, self._number + 1
+        self._number, wait = number, choice.wait
+
+        def noted() -> Sampled:
+            seen.append(f"wait {number}")
+            return wait()
+
+        choice.wait = noted
+        return choice
+
+
+@pytest.mark.parametrize("plan_ahead", [False, True])
+def test_a_step_runs_before_the_one_before_it_is_waited_for(plan_ahead: bool) -> None:
+    seen: list[str] = []
+    engine = make_engine(_Watched(seen), sampler=_WatchedSampler(seen), plan_ahead=plan_ahead)
+    engine.add(AddRequest("a", [5, 6], params(max_tokens=3)))
+    told = []
+    while engine.has_work():
+        told.append(tokens_of(engine.step().outputs))
+        seen.append("tell")
+    in_turn = ["run 1", "wait 1", "tell", "run 2", "wait 2", "tell", "run 3", "wait 3", "tell"]
+    ahead = ["run 1", "run 2", "wait 1", "tell", "run 3", "wait 2", "tell", "wait 3", "tell"]
+    assert seen == (ahead if plan_ahead else in_turn)
+    assert told == [[token_id] for token_id in greedy_text([5, 6], 3)]
+    assert engine.stats().num_steps_ahead == (2 if plan_ahead else 0)
+
+
+def test_plans_refer_to_what_the_last_step_chooses_by_its_place() -> None:
+    """A prompt in chunks chooses nothing for two steps; those that generate are counted without it."""
+    runner = FakeRunner(ROOMY, VOCAB)
+    engine = make_engine(runner, Limits(**{**_values(ROOMY), "max_num_batched_tokens": 8}))
+    engine.add(AddRequest("a", [5, 6], params()))
+    engine.add(AddRequest("b", [7], params(max_tokens=3)))
+    engine.step()
+    engine.add(AddRequest("long", [9] * 12, params()))
+    run_to_end(engine)
+    rows = [ints(plan.token_ids).tolist() for plan in runner.plans]
+    assert rows[:6] == [[5, 6, 7], [-1, -2], [-1, -2, *[9] * 6], [-1, *[9] * 6], [-1, -2], [-1, -2]]
+
+
+def _values(limits: Limits) -> dict[str, Any]:
+    return {name: getattr(limits, name) for name in limits.__dataclass_fields__}
+
+
+def test_a_row_behind_a_stop_token_is_dropped() -> None:
+    text = greedy_text([5, 6], 12)
+    runner = FakeRunner(ROOMY, VOCAB)
+    engine = make_engine(runner)
+    engine.add(AddRequest("stops", [5, 6], params(max_tokens=12, stop_token_ids=(text[3],))))
+    engine.add(AddRequest("goes on", [8], params(max_tokens=7)))
+    outputs = run_to_end(engine)
+    assert tokens_of(outputs["stops"]) == text[:4] and outputs["stops"][-1].finish_reason == "stop"
+    assert tokens_of(outputs["goes on"]) == greedy_text([8], 7)
+    assert [len(ints(plan.query_lens)) for plan in runner.plans] == [2] * 5 + [1] * 2  # the fifth's for nothing
+    stats = engine.stats()
+    assert (stats.num_generation_tokens, stats.num_free_blocks) == (4 + 7, ROOMY.num_blocks)
+
+
+def test_what_was_launched_for_those_that_have_all_ended_is_waited_for_by_nobody() -> None:
+    seen: list[str] = []
+    engine = make_engine(_Watched(seen), sampler=_WatchedSampler(seen))
+    text = greedy_text([5, 6], 2)
+    engine.add(AddRequest("a", [5, 6], params(stop_token_ids=(text[1],))))
+    outputs = run_to_end(engine)
+    assert tokens_of(outputs["a"]) == text
+    assert seen == ["run 1", "run 2", "wait 1", "run 3", "wait 2"]
+    engine.add(AddRequest("a", [8], params(max_tokens=2)))
+    assert tokens_of(run_to_end(engine)["a"]) == greedy_text([8], 2)
+    assert engine.stats().num_steps_ahead == 3  # the first step of the new one was behind nothing
+
+
+def test_one_of_an_id_that_comes_again_gets_nothing_of_what_the_old_one_left_behind() -> None:
+    engine = make_engine(FakeRunner(ROOMY, VOCAB))
+    engine.add(AddRequest("a", [5, 6], params(max_tokens=30)))
+    engine.add(AddRequest("other", [8], params(max_tokens=9)))
+    outputs = [*engine.step().outputs, *engine.step().outputs]
+    engine.cancel(["a"])
+    engine.add(AddRequest("a", [9], params(max_tokens=3)))
+    later = run_to_end(engine)
+    assert later["a"][0].finish_reason == "cancelled"
+    assert tokens_of(later["a"]) == greedy_text([9], 3)
+    others = [output for output in outputs if output.id == "other"] + later["other"]
+    assert tokens_of(others) == greedy_text([8], 9)
+
+
+def test_a_row_behind_scores_that_are_not_numbers_is_dropped() -> None:
+    class Broken(FakeRunner):
+        def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
+            logits_RV = super().execute(plan, chosen_R)
+            if logits_RV is not None and plan.index == 2:
+                logits_RV[0] = float("nan")
+            return logits_RV
+
+    runner = Broken(ROOMY, VOCAB)
+    engine = make_engine(runner)
+    engine.add(AddRequest("bad", [5, 6], params(temperature=1.0, top_p=0.9)))
+    engine.add(AddRequest("good", [8], params()))
+    outputs = run_to_end(engine)
+    assert [output.finish_reason for output in outputs["bad"]] == [None, "error"]
+    assert tokens_of(outputs["good"]) == greedy_text([8], 8)
+    assert ints(runner.plans[2].token_ids).tolist() == [-1, -2] and engine.stats().num_free_blocks == ROOMY.num_blocks
+
+
+@pytest.mark.parametrize("prefix_cache", ["prompts", "all"])
+def test_no_block_is_shared_by_a_token_that_nobody_knows(prefix_cache: str) -> None:
+    """Blocks of four, filled by generated tokens; who asks for the same text later finds them, and the right ones."""
+    limits = Limits(**{**_values(ROOMY), "prefix_cache": prefix_cache})
+    runner = FakeRunner(limits, VOCAB)
+    engine = make_engine(runner, limits)
+    engine.add(AddRequest("a", [5, 6, 7], params(max_tokens=14)))
+    text = tokens_of(run_to_end(engine)["a"])
+    assert text == greedy_text([5, 6, 7], 14)
+    engine.add(AddRequest("b", [5, 6, 7, *text], params(max_tokens=2)))
+    (first, second) = run_to_end(engine)["b"]
+    assert first.num_cached_tokens == (16 if prefix_cache == "all" else 0)
+    assert tokens_of([first, second]) == greedy_text([5, 6, 7, *text], 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.5}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_sequence_with_penalties_is_waited_for(changes: dict[str, float]) -> None:
+    answers = []
+    for plan_ahead in (False, True):
+        engine = make_engine(FakeRunner(ROOMY, VOCAB), plan_ahead=plan_ahead)
+        engine.add(AddRequest("a", [5, 6], params(**changes)))
+        engine.add(AddRequest("b", [7], params(max_tokens=20)))
+        answers.append({name: tokens_of(outputs) for name, outputs in run_to_end(engine).items()})
+    assert answers[0] == answers[1]
+    assert engine.stats().num_steps_ahead == 20 - 8 - 1  # once it has ended
+
+
+def test_scored_prompts_are_waited_for() -> None:
+    limits = Limits(**{**_values(ROOMY), "max_num_batched_tokens": 8})
+    engine = make_engine(FakeRunner(limits, VOCAB), limits)
+    engine.add(AddRequest("a", [5] * 20, params(prompt_logprobs=1, max_tokens=4)))
+    run_to_end(engine)
+    assert (engine.stats().num_steps, engine.stats().num_steps_ahead) == (3 + 3, 2)
+
+
+def test_where_tokens_may_be_guessed_a_step_is_waited_for() -> None:
+    limits = Limits(**{**_values(ROOMY), "max_drafting_seqs": 1})
+    engine = make_engine(FakeRunner(limits, VOCAB), limits, drafter=NgramDrafter(max_tokens=3, longest=2, shortest=1))
+    engine.add(AddRequest("alone", [5, 6, 5], params(max_tokens=60)))
+    run_to_end(engine)
+    assert engine.stats().num_steps_ahead == 0 and engine.stats().num_draft_tokens > 0
+    for name in "ab":
+        engine.add(AddRequest(name, [5, 6, 5], params()))
+    texts = {name: tokens_of(outputs) for name, outputs in run_to_end(engine).items()}
+    assert texts == dict.fromkeys("ab", greedy_text([5, 6, 5], 8))
+    assert engine.stats().num_steps_ahead > 0
+
+
+def test_nobody_is_preempted_for_a_step_ahead() -> None:
+    """Two fill the pool when the older is about to end: its blocks are waited for."""
+    limits = Limits(max_model_len=24, max_num_seqs=2, max_num_batched_tokens=24, num_blocks=6, block_size=4)
+    engine = make_engine(FakeRunner(limits, VOCAB), limits)
+    stop = greedy_text([5] * 3, 10)[9]
+    engine.add(AddRequest("old", [5] * 3, params(max_tokens=21, stop_token_ids=(stop,))))
+    engine.add(AddRequest("young", [7] * 3, params(max_tokens=14)))
+    outputs = run_to_end(engine)
+    assert len(tokens_of(outputs["old"])) == 10 and tokens_of(outputs["young"]) == greedy_text([7] * 3, 14)
+    stats = engine.stats()
+    assert stats.num_preemptions == 0 and stats.num_steps == 14
+    assert 0 < stats.num_steps_ahead < 13
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(str(make_tiny(tmp_path_factory.mktemp("ahead"), **VARIANTS["odd-heads"])))
+
+
+def _answers(
+    checkpoint: Checkpoint, tp: int, plan_ahead: bool, **options: Any
+) -> tuple[dict[str, tuple[Any, ...]], Engine]:
+    """Everything that is told of requests of all kinds, but times."""
+    stem = [72, 101, 108, 108, 111] * 5
+    requests = [
+        ("greedy", [5, 9, 200], {"temperature": 0.0}),
+        ("stops", [3, 17], {"temperature": 0.0, "stop_token_ids": tuple(range(40, 160)), "min_tokens": 4}),
+        ("long", list(range(40, 140)), {"temperature": 0.0, "logprobs": 2}),
+        *((f"n{index}", stem, {"temperature": 1.0, "seed": index}) for index in range(3)),
+        ("top-p", stem, {"temperature": 1.5, "top_p": 0.9, "seed": 3, "logprobs": 0}),
+        ("top-k", [8, 8], {"temperature": 1.0, "top_k": 9, "seed": 4, "min_tokens": 5}),
+        ("biased", [8, 9], {"temperature": 1.0, "min_p": 0.01, "seed": 4, "logit_bias": {7: 3.0}}),
+        ("penalized", [8, 10], {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.8, "max_tokens": 9}),
+        ("echo", stem[:9], {"temperature": 0.0, "prompt_logprobs": 1, "max_tokens": 3}),
+        ("scored", stem[:7], {"prompt_logprobs": 0, "max_tokens": 0}),
+    ]
+    with local_engine(
+        checkpoint, tp=tp, dtype=torch.bfloat16, max_model_len=256, plan_ahead=plan_ahead, **options
+    ) as local:
+        for name, prompt, changes in requests:
+            message = AddRequest(name, prompt, SamplingParams(**({"max_tokens": 30, "ignore_eos": True} | changes)))
+            local.engine.add(message)
+        outputs = run_to_end(local.engine)
+    told = {
+        name: (
+            tokens_of(outputs[name]),
+            [entry for output in outputs[name] for entry in output.logprobs or []],
+            [output.prompt_logprobs for output in outputs[name] if output.prompt_logprobs],
+            outputs[name][-1].finish_reason,
+            outputs[name][-1].stop_token_id,
+            outputs[name][0].num_cached_tokens > 0,
+        )
+        for name, _, _ in requests
+    }
+    return told, local.engine
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_a_real_models_answers_are_the_same_to_the_bit(
+    tp: int, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a draw reaches beyond the best few tokens, so that the next step had the wrong one in it."""
+    monkeypatch.setattr(draw, "_WIDTH", 16)
+    options: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 12}
+    (wanted, _), (told, engine) = (_answers(checkpoint, tp, plan_ahead, **options) for plan_ahead in (False, True))
+    assert told == wanted
+    stats = engine.stats()
+    assert stats.num_steps_ahead > stats.num_steps // 2 and stats.num_free_blocks == stats.num_blocks
+    assert wanted["stops"][3] == "stop" and len(wanted["stops"][0]) > 1
+
+
+def test_answers_are_the_same_when_sequences_are_preempted(checkpoint: Checkpoint) -> None:
+    options: dict[str, Any] = {"num_blocks": 17, "max_num_seqs": 6, "max_num_batched_tokens": 24}
+    (wanted, _), (told, engine) = (_answers(checkpoint, 2, plan_ahead, **options) for plan_ahead in (False, True))
+    assert told == wanted
+    stats = engine.stats()
+    assert stats.num_preemptions > 0 and stats.num_steps_ahead > 0 and stats.num_free_blocks == stats.num_blocks
+
+
+def test_choices_that_come_late_make_the_next_row_one_for_nothing(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one token looked at before a row is sorted whole, hardly a draw is settled in time."""
+    monkeypatch.setattr(draw, "_WIDTH", 1)
+    settings = {"temperature": 1.5, "top_p": 0.99, "seed": 3, "max_tokens": 12}
+    texts, num_steps = [], []
+    for plan_ahead in (False, True):
+        with local_engine(checkpoint, max_model_len=256, plan_ahead=plan_ahead) as local:
+            texts.append(continue_prompts(local.engine, [[5, 9]], **settings))
+            num_steps.append(local.engine.stats().num_steps)
+    assert texts[0] == texts[1]
+    assert num_steps[0] == 12 and num_steps[1] > 18
+
+
+def test_rank_0_sends_the_tokens_it_chose_and_they_are_counted(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
+    with local_engine(checkpoint, tp=2, max_model_len=256, plan_ahead=True) as local:
+        for group in local.groups:
+            group.ledger.start_recording()
+        continue_prompts(local.engine, [[1, 2, 3], [4]], max_tokens=6)
+    for rank, group in enumerate(local.groups):
+        events = [event for event in group.ledger.stop_recording() if event.op == "broadcast"]
+        assert {(event.site, event.phase, event.message_bytes) for event in events} == {("chosen", "decode", 8)}
+        assert len(events) == 5
+        assert [event.bytes_sent for event in events] == [broadcast_bytes(rank, 2, 2, 4)] * 5

@@ -1,0 +1,189 @@
+"""Several replicas of the model under one engine: who computes what, and that no text depends on it."""
+
+import random
+from typing import Any
+
+import pytest
+from helpers.server.fake_replicas import FakeReplicas
+from helpers.server.fake_runner import logits_after
+
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.sampling.sampler import Sampler
+from tightwire.model.step import ints
+from tightwire.server.config.limits import Limits
+from tightwire.server.engine.engine import Engine
+from tightwire.server.ipc.messages import AddRequest, Output, ReplicaLoad
+
+VOCAB = 61
+ROOMY = Limits(max_model_len=96, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=200, block_size=4)
+
+
+def make(limits: Limits = ROOMY, num_replicas: int = 2, **options: Any) -> tuple[Engine, FakeReplicas]:
+    replicas = FakeReplicas(limits, num_replicas, VOCAB)
+    engine = Engine(
+        runner=replicas,
+        sampler=Sampler(VOCAB),
+        limits=limits,
+        vocab_size=VOCAB,
+        broadcast=replicas.broadcast,
+        num_replicas=num_replicas,
+        **options,
+    )
+    return engine, replicas
+
+
+def request(name: str, prompt: list[int], **changes: Any) -> AddRequest:
+    return AddRequest(name, prompt, SamplingParams(**({"max_tokens": 8, "temperature": 0.0} | changes)))
+
+
+def drain(engine: Engine) -> dict[str, list[Output]]:
+    outputs: dict[str, list[Output]] = {}
+    for _ in range(2000):
+        if not engine.has_work():
+            return outputs
+        for output in engine.step().outputs:
+            outputs.setdefault(output.id, []).append(output)
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def greedy(prompt: list[int], num_tokens: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(num_tokens):
+        text.append(int(logits_after(text, VOCAB).argmax()))
+    return text[len(prompt) :]
+
+
+def prompts_of(number: int, seed: int = 1) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 30))] for _ in range(number)]
+
+
+def test_sequences_are_shared_out_and_each_gets_its_own_text() -> None:
+    engine, replicas = make()
+    prompts = prompts_of(12)
+    for number, prompt in enumerate(prompts):
+        engine.add(request(str(number), prompt))
+
+    outputs = drain(engine)
+
+    assert [tokens(outputs[str(n)]) for n in range(12)] == [greedy(prompt, 8) for prompt in prompts]
+    done = [sum(int(ints(plan.query_lens).sum()) for plan in runner.plans) for runner in replicas.runners]
+    assert sum(done) == sum(len(prompt) + 7 for prompt in prompts)
+    assert min(done) > 0.6 * max(done)
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks == 2 * ROOMY.num_blocks
+    assert stats.num_generation_tokens == 12 * 8
+
+
+def test_drawn_and_scored_ones_are_what_one_replica_makes_of_them() -> None:
+    params = [{"temperature": 1.0, "seed": 7 + n, "logprobs": 2, "prompt_logprobs": 1} for n in range(6)]
+    told = []
+    for num_replicas in (1, 3):
+        engine, _ = make(num_replicas=num_replicas)
+        for number, prompt in enumerate(prompts_of(6, seed=2)):
+            engine.add(request(str(number), prompt, **params[number]))
+        outputs = drain(engine)
+        told.append(
+            [
+                (tokens(own), [output.logprobs for output in own], [output.prompt_logprobs for output in own])
+                for own in (outputs[str(n)] for n in range(6))
+            ]
+        )
+    assert told[0] == told[1]
+
+
+def test_one_sequence_alone_leaves_the_others_without_a_step_or_a_meeting() -> None:
+    engine, replicas = make()
+    engine.add(request("a", [5, 6, 7]))
+    drain(engine)
+    assert replicas.runners[1].plans == []
+    assert not any(plan.meeting for plans in replicas.steps for plan in plans)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_sequence_may_be_sent_to_a_replica_by_number(replica: int) -> None:
+    engine, replicas = make()
+    engine.add(request("a", [5, 6, 7]), replica)
+    assert tokens(drain(engine)["a"]) == greedy([5, 6, 7], 8)
+    assert [len(runner.plans) for runner in replicas.runners] == [8 if n == replica else 0 for n in range(2)]
+    assert [bool(plan.token_ids) for plan in replicas.steps[0]] == [n == replica for n in range(2)]
+
+
+def test_a_chat_goes_on_where_its_beginning_is_kept() -> None:
+    engine, replicas = make()
+    first, second = [7] * 24, [8] * 24
+    for number, prompt in enumerate((first, second)):
+        engine.add(request(str(number), prompt))
+    drain(engine)
+
+    engine.add(request("again", [*second, 1, 2]))
+    (output, *_) = drain(engine)["again"]
+
+    assert output.num_cached_tokens == 24
+    assert replicas.num_rows(1)[-8] == 2  # the prompt's first step
+    assert engine.stats().num_prefix_hit_tokens == 24
+
+
+def test_a_long_prompt_in_one_replica_does_not_hold_up_another_ones_answers() -> None:
+    limits = Limits(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=8, num_blocks=60, block_size=4)
+    engine, replicas = make(limits)
+    engine.add(request("long", [3] * 80, max_tokens=2), 0)
+    engine.add(request("short", [5, 6], max_tokens=10), 1)
+    seen: list[str] = []
+    while engine.has_work():
+        seen += [output.id for output in engine.step().outputs for _ in output.token_ids]
+    assert seen[:10] == ["short"] * 9 + ["long"] or seen[:10] == ["short"] * 10
+    assert len(replicas.steps) == 11
+
+
+def test_cancelling_frees_the_blocks_of_its_replica_at_once() -> None:
+    engine, replicas = make()
+    for number in range(4):
+        engine.add(request(str(number), [number + 1] * 9, max_tokens=40))
+    engine.step()
+    assert [load.num_running for load in engine.stats().replicas] == [2, 2]
+
+    engine.cancel(["1", "3"])
+
+    idle = ReplicaLoad(num_running=0, num_waiting=0, num_blocks=ROOMY.num_blocks, num_free_blocks=ROOMY.num_blocks)
+    assert engine.stats().replicas[1] == idle
+    outputs = drain(engine)
+    assert outputs["1"][-1].finish_reason == "cancelled" and len(tokens(outputs["0"])) == 39  # the first came before
+    assert len(replicas.runners[1].plans) == 1
+
+
+def test_preemption_stays_inside_a_replica() -> None:
+    limits = Limits(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=16, num_blocks=9, block_size=4)
+    engine, replicas = make(limits)
+    prompts = prompts_of(3, seed=5)
+    for number, prompt in enumerate(prompts):
+        engine.add(request(str(number), prompt[:8], max_tokens=20), 0)
+    engine.add(request("other", [1, 2, 3], max_tokens=20), 1)
+
+    outputs = drain(engine)
+
+    assert [tokens(outputs[str(n)]) for n in range(3)] == [greedy(prompt[:8], 20) for prompt in prompts]
+    assert engine.stats().num_preemptions > 0
+    assert replicas.num_rows(1)[:21] == [3, *[1] * 19, 0]  # which nothing interrupted
+    assert all(load.num_free_blocks == limits.num_blocks for load in engine.stats().replicas)
+
+
+def test_arms_take_turns_in_each_replica_by_itself() -> None:
+    engine, replicas = make(arms=("auto", "ring"))
+    for replica in range(2):
+        engine.add(request(f"own-{replica}", [5, 6]), replica)
+    engine.add(AddRequest("other", [7, 8], SamplingParams(max_tokens=8, temperature=0.0), allreduce="ring"), 0)
+    outputs = drain(engine)
+    assert {plan.arm for plan in replicas.runners[0].plans} == {0, 1}
+    assert {plan.arm for plan in replicas.runners[1].plans} == {0}
+    assert tokens(outputs["own-1"]) == tokens(outputs["own-0"]) == greedy([5, 6], 8)
+    assert len(replicas.runners[1].plans) == 8 and len(replicas.runners[0].plans) == 16
+
+
+def test_steps_of_several_replicas_are_not_planned_ahead() -> None:
+    with pytest.raises(ValueError, match="2 replicas cannot be planned ahead"):
+        make(plan_ahead=True)

@@ -1,0 +1,84 @@
+"""GET /comm and /comm/trace over a scripted engine; health and metrics have files of their own."""
+
+import httpx
+import msgspec
+import pytest
+from helpers.server.fake_engine import FakeEngine
+
+from tightwire.server.ipc.engine_client import EngineUnavailableError, RankSilentError, RecordingBusyError
+from tightwire.server.ipc.messages import CommChoice, CommSetup, SelfTestVerdict
+
+
+async def test_comm_says_how_ranks_sum_and_what_it_costs(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    idle = (await client.get("/comm")).json()
+    assert (idle["choices"], idle["self_test"], idle["transport"]) == ([], [], "none")
+    assert idle["counters"][0]["mean_us"] is None and idle["counters"][0]["algbw_gb_per_s"] is None
+    await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+    choice = CommChoice("o_proj", "prefill", None, "flash-int8", "predicted 120 us against 400 us")
+    verdict = SelfTestVerdict("flash-int8", True, "1 and 2048 rows")
+    engine.comm_setup = CommSetup(transport="shared-memory", num_nodes=1, choices=[choice], self_test=[verdict])
+    policy = (await client.get("/comm")).json()
+    assert (policy["algorithm"], policy["tp"], policy["transport"], policy["num_nodes"]) == (
+        "native",
+        2,
+        "shared-memory",
+        1,
+    )
+    assert policy["choices"] == [msgspec.structs.asdict(choice)]
+    assert policy["self_test"] == [msgspec.structs.asdict(verdict)]
+    (cost,) = policy["counters"]
+    assert (cost["op"], cost["calls"], cost["p50_us"], cost["p99_us"]) == ("all_reduce", 12, 3.0, 9.0)
+    # The scripted engine takes 1 us for every 4 collectives of 500 bytes together.
+    assert cost["mean_us"] == pytest.approx(0.25) and cost["algbw_gb_per_s"] == pytest.approx(0.5)
+    assert (policy["bytes_sent"], policy["exact_bytes"], policy["saved_bytes"]) == (3000, 4500, 1500)
+
+
+async def test_a_trace_is_a_file_of_all_ranks_for_as_long_as_was_asked(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    response = await client.get("/comm/trace", params={"seconds": 0.5})
+    assert response.headers["content-disposition"].startswith('attachment; filename="tightwire-collectives-')
+    assert {event["pid"] for event in response.json()["traceEvents"] if event["ph"] == "X"} == {0, 1}
+    await client.get("/comm/trace")
+    assert engine.recordings == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "30.1", "nan", "inf", "soon", ""])
+async def test_a_traces_length_is_bounded(client: httpx.AsyncClient, engine: FakeEngine, seconds: str) -> None:
+    response = await client.get("/comm/trace", params={"seconds": seconds})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "seconds" and "at most 30" in error["message"] and repr(seconds) in error["message"]
+    assert engine.recordings == []
+
+
+async def test_a_trace_takes_no_other_parameter(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    response = await client.get("/comm/trace", params={"seconds": "1", "second": "1"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "second", "unknown_parameter")
+    assert "seconds" in error["message"] and engine.recordings == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (RecordingBusyError("being recorded for someone else"), 409, "recording_busy"),
+        (RankSilentError("rank 1 did not send"), 504, "rank_silent"),
+        (EngineUnavailableError("rank 1 was killed"), 503, "unavailable"),
+    ],
+)
+async def test_a_trace_that_cannot_be_had_says_why(
+    client: httpx.AsyncClient,
+    engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Exception,
+    status: int,
+    code: str,
+) -> None:
+    async def fail(seconds: float) -> None:
+        raise failure
+
+    monkeypatch.setattr(engine, "record_collectives", fail)
+    response = await client.get("/comm/trace")
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code and str(failure) in response.json()["error"]["message"]

@@ -1,0 +1,90 @@
+"""One server, several AllReduces: each request is summed by the one it names, to the byte, and /comm lists them all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers.server.server_process import ServerProcess, get
+from tiny import make_tiny
+
+from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.group.group import in_process_groups
+
+pytestmark = pytest.mark.alone
+
+_LOSSY, _INT8 = "flash:int4-g64,int8-g64", "flash:int8-g64,int8-g64"
+_ROW_ELEMS, _ELEM_BYTES, _NUM_GENERATED = 64, 2, 4
+_POLICY = {
+    "schema": "tightwire.comm-policy/1",
+    "made_for": {"num_layers": 2, "hidden_size": 64, "world_size": 2},
+    "rules": [
+        {"site": "o_proj", "phase": "prefill", "algorithm": _LOSSY, "layers": [1], "reason": "it bears it"},
+        {"site": "down_proj", "phase": "decode", "algorithm": _INT8},
+    ],
+}
+
+
+def _ask(url: str, allreduce: str | None, endpoint: str = "completions") -> dict[str, Any]:
+    what = {"prompt": "hello"} if endpoint == "completions" else {"messages": [{"role": "user", "content": "hello"}]}
+    wanted = {"comm": True} | ({"allreduce": allreduce} if allreduce else {})
+    body = {**what, "max_tokens": _NUM_GENERATED, "temperature": 0, "ignore_eos": True, "tightwire": wanted}
+    return httpx.post(f"{url}/v1/{endpoint}", json=body, timeout=240, trust_env=False).json()
+
+
+def _sums(answer: dict[str, Any]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Calls and bytes of the AllReduces that ran for an answer."""
+    counters = answer["tightwire"]["comm"]["counters"]
+    return {(c["algorithm"], c["phase"]): (c["calls"], c["bytes_sent"]) for c in counters if c["op"] == "all_reduce"}
+
+
+def _expected(*messages: tuple[str, str, int, int]) -> dict[tuple[str, str], tuple[int, int]]:
+    """The same by formula; ``messages``: algorithm, phase, how many, and of how many rows."""
+    group = in_process_groups(2)[0]
+    return {
+        (name, phase): (calls, calls * make_all_reduce(name, group).wire_bytes(rows * _ROW_ELEMS, _ELEM_BYTES))
+        for name, phase, calls, rows in messages
+    }
+
+
+def test_each_request_is_summed_by_the_allreduce_it_names(tmp_path: Path) -> None:
+    path = tmp_path / "mix.json"
+    path.write_text(json.dumps(_POLICY))
+    model, by_file = make_tiny(tmp_path / "tiny"), f"policy:{path}"
+    flags = ["--tp", "2", "--device", "cpu", "--allreduce", "two-shot", "--port", "0"]
+    extra = ["--allreduce-extra", f"ring,{_LOSSY},{by_file}"]
+    with ServerProcess(tmp_path / "temp", str(model), *flags, *extra) as server:
+        url = server.wait_ready()
+        answers = {name: _ask(url, name) for name in (None, "two-shot", "ring", _LOSSY, by_file)}
+        chat = _ask(url, "ring", "chat/completions")
+        refused = _ask(url, "one-shot")
+        comm: dict[str, Any] = get(f"{url}/comm").json()
+
+    rows, steps = answers[None]["usage"]["prompt_tokens"], _NUM_GENERATED - 1
+    for own in (None, "two-shot"):
+        expected = _expected(("two-shot", "prefill", 5, rows), ("two-shot", "decode", 5 * steps, 1))
+        assert _sums(answers[own]) == expected
+        assert answers[own]["system_fingerprint"] == "tightwire-tp2-two-shot-bfloat16"
+    assert _sums(answers["ring"]) == _expected(("ring", "prefill", 5, rows), ("ring", "decode", 5 * steps, 1))
+    assert {name for name, _ in _sums(chat)} == {"ring"}
+    assert chat["system_fingerprint"] == "tightwire-tp2-ring-bfloat16"
+
+    exact = comm["extra"][_LOSSY][0]["algorithm"]  # what auto comes to for embeddings, and for generated rows
+    assert _sums(answers[_LOSSY]) == _expected(
+        (exact, "prefill", 1, rows), (_LOSSY, "prefill", 4, rows), (exact, "decode", 5 * steps, 1)
+    )
+    assert _sums(answers[by_file]) == _expected(
+        (exact, "prefill", 4, rows),
+        (_LOSSY, "prefill", 1, rows),
+        (exact, "decode", 3 * steps, 1),
+        (_INT8, "decode", 2 * steps, 1),
+    )
+
+    assert refused["error"]["param"] == "tightwire.allreduce" and "'one-shot'" in refused["error"]["message"]
+    assert list(comm["extra"]) == ["ring", _LOSSY, by_file]
+    assert {choice["algorithm"] for choice in comm["choices"]} == {"two-shot"}
+    first = comm["extra"][by_file][0]
+    assert (first["algorithm"], first["layers"]) == (_LOSSY, [1])
+    assert first["reason"] == "policy file mix.json: it bears it"
+    assert all(verdict["ok"] for verdict in comm["self_test"]) and len(comm["self_test"]) >= 5

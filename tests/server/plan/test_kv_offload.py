@@ -1,0 +1,163 @@
+"""A KV cache on the host: its budget adds up, what does not fit is refused with what would, and a server runs on it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.server.server_process import ServerProcess, complete, get
+from tiny import make_tiny
+
+from tightwire.comm.sizes import parse_bytes
+from tightwire.model.checkpoint.random import RANDOM_SHAPES
+from tightwire.model.layout import make_layout
+from tightwire.model.weights.formats import WeightFormats
+from tightwire.server.config.flags import make_config
+from tightwire.server.config.limits import Limits
+from tightwire.server.plan.kv_offload import describe_offload, make_offloaded_budget
+from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, Pool, make_budget
+
+GIB = 1 << 30
+MODEL = RANDOM_SHAPES["llama-3.2-1b"]  # 16 layers, 2.3 GiB in bfloat16, 512 KiB for 16 tokens in the cache
+SIZES: dict[str, Any] = {"dtype": "bfloat16", "formats": WeightFormats()}
+
+
+def offloaded(gib: float, tp: int = 1, device: str = "cuda", host_gib: float = 8, **options: Any) -> MemoryBudget:
+    """``gib``: of each device, or of the host where that is the device."""
+    engine = make_config({"kv_offload": True, **options}).engine
+    pools, host_bytes = pools_of(gib, tp, device), int(host_gib * GIB)
+    return make_offloaded_budget(
+        MODEL, make_layout(MODEL, tp), engine, **SIZES, device=device, pools=pools, host_bytes=host_bytes
+    )
+
+
+def on_device(gib: float, tp: int = 1) -> MemoryBudget:
+    pools, engine = pools_of(gib, tp, "cuda"), make_config({}).engine
+    return make_budget(MODEL, make_layout(MODEL, tp), engine, **SIZES, device="cuda", pools=pools)
+
+
+def pools_of(gib: float, tp: int, device: str) -> list[Pool]:
+    available = int(gib * GIB)
+    if device == "cpu":
+        return [Pool(name="host memory", available_bytes=available, ranks=range(tp))]
+    return [Pool(name=f"cuda:{r}", available_bytes=available, ranks=range(r, r + 1)) for r in range(tp)]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_beside_a_gpu_the_host_has_the_cache_and_each_device_two_slots(tp: int) -> None:
+    made = offloaded(4, tp)
+    assert made.host is not None and made.slot_blocks is not None
+    assert sum(rank.block for rank in made.ranks) * made.num_blocks <= 8 * GIB
+    for rank in made.ranks:
+        assert rank.slot * 16 == rank.block * 2  # two layers of sixteen
+        assert rank.fixed + rank.slot * made.slot_blocks <= 4 * GIB
+        assert made.cache_bytes(rank) == rank.slot * made.slot_blocks
+    assert made.num_blocks > 2 * on_device(4, tp).num_blocks
+    assert made.max_model_len <= made.slot_blocks * 16
+    assert "host memory, for the KV cache: " in made.table()
+
+
+def test_a_slot_has_no_more_blocks_than_there_are() -> None:
+    made = offloaded(24, max_num_seqs=2, max_model_len=1024)
+    assert made.num_blocks == made.slot_blocks == made.step_blocks == 2 * 1024 // 16
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_slot_tokens": 1000}, {"kv_slot_tokens": 100_000}])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_on_a_cpu_cache_and_slots_share_the_memory(tp: int, options: dict[str, Any]) -> None:
+    made = offloaded(6, tp, "cpu", **options)
+    assert made.host is None and made.slot_blocks is not None
+    need = sum(rank.fixed + rank.block * made.num_blocks + rank.slot * made.slot_blocks for rank in made.ranks)
+    assert need == sum(rank.fixed + made.cache_bytes(rank) for rank in made.ranks) <= 6 * GIB
+    assert made.max_model_len <= made.slot_blocks * 16
+
+
+def test_the_slot_asked_for_is_the_slot_given() -> None:
+    made = offloaded(4, kv_slot_tokens=1001, kv_cache_memory=GIB)
+    assert made.slot_blocks == 63 and made.num_blocks == GIB // made.ranks[0].block
+    assert made.max_model_len == 63 * 16
+
+
+@pytest.mark.parametrize(
+    ("options", "why", "fix"),
+    [
+        ({"kv_slot_tokens": 131_072}, "the slots do not fit on the device", r"--(kv-slot-tokens) (\d+) does"),
+        ({"kv_slot_tokens": 64, "max_model_len": 1000}, "a slot holds 64 tokens", r"--(kv-slot-tokens) (\d+) would do"),
+        ({"max_model_len": 131_072}, "a slot holds \\d+ tokens, less than", r"--(max-model-len) (\d+) would do"),
+        ({"kv_cache_memory": 9 * GIB}, "the KV cache does not fit on the host", r"--(kv-cache-memory) (\w+) does"),
+        ({"kv_cache_memory": 4 << 20, "max_model_len": 1000}, "holds 128 tokens", r"--(kv-cache-memory) (\w+), or"),
+        ({"max_model_len": 4096, "host_gib": 0.1}, "does not fit in host memory", r"--(max-model-len) (\d+) does"),
+    ],
+)
+def test_what_does_not_add_up_is_refused_with_what_would(options: dict[str, Any], why: str, fix: str) -> None:
+    small: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    with pytest.raises(NotEnoughMemoryError, match=why) as error:
+        offloaded(3.8, **small, **options)
+    assert "host memory, for the KV cache: " in str(error.value)
+    found = re.search(fix, str(error.value))
+    assert found, str(error.value)
+    mended: dict[str, Any] = options | {found[1].replace("-", "_"): parse_bytes(found[2])}
+    offloaded(3.8, **small, **mended)
+
+
+def test_a_host_without_room_for_a_block_is_refused() -> None:
+    with pytest.raises(NotEnoughMemoryError, match="does not fit in host memory; free some of it, or give a smaller"):
+        offloaded(4, host_gib=0)
+
+
+def test_weights_that_leave_no_room_for_slots_are_refused() -> None:
+    with pytest.raises(NotEnoughMemoryError, match="the weights do not fit"):
+        offloaded(2)
+
+
+@pytest.mark.parametrize(("tokens", "why"), [(0, "at least 1"), (100, "left out, or given beside --kv-offload")])
+def test_slot_tokens_that_mean_nothing_are_refused(tokens: int, why: str) -> None:
+    with pytest.raises(ValueError, match=f"--kv-slot-tokens .*{why}"):
+        make_config({"kv_slot_tokens": tokens, "kv_offload": tokens == 0})
+
+
+def test_a_step_that_cannot_hold_the_longest_sequence_is_refused() -> None:
+    sizes: dict[str, Any] = {
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "num_blocks": 64,
+        "block_size": 4,
+    }
+    assert Limits(**sizes, max_step_blocks=16).max_step_blocks == 16
+    with pytest.raises(ValueError, match=r"15 blocks of 4 = 60 tokens.*--kv-slot-tokens.* at most 60"):
+        Limits(**sizes, max_step_blocks=15)
+
+
+def test_the_plan_says_what_lies_where_and_what_a_step_moves() -> None:
+    options: dict[str, Any] = {"kv_slot_tokens": 8192, "max_num_seqs": 8, "kv_cache_memory": GIB}
+    engine = make_config({"kv_offload": True, **options}).engine
+    made = offloaded(4, **options)
+    lines = "\n".join(describe_offload(made, MODEL, engine, "cuda"))
+    assert "KV cache: 32768 tokens on the host; two slots for 512 blocks (8192 tokens) of a layer each" in lines
+    # Of 8 sequences 64 blocks each to the device, and one back, of 512 KiB.
+    assert f"each behind 1024, moves {8 * 65 / 2:g}MiB a rank" in lines
+    assert "no CUDA graphs" in lines and "warning" not in lines
+    assert "no CUDA graphs" not in "\n".join(describe_offload(made, MODEL, replace(engine, cuda_graphs=False), "cuda"))
+    assert "warning: on a CPU host and device are one memory" in "\n".join(describe_offload(made, MODEL, engine, "cpu"))
+    assert describe_offload(on_device(24), MODEL, make_config({}).engine, "cpu") == ()
+
+
+@pytest.mark.alone
+def test_a_server_answers_as_without_and_says_what_it_moves(tmp_path: Path) -> None:
+    small = ("--port", "0", "--max-num-seqs", "4", "--dtype", "float32", "--max-model-len", "128")
+    model = str(make_tiny(tmp_path / "tiny"))
+    with ServerProcess(tmp_path / "resident", model, *small) as server:
+        answer = complete(server.wait_ready(), 40).json()["choices"][0]["text"]
+    options = ("--kv-offload", "--kv-slot-tokens", "128", "--tp", "2")
+    with ServerProcess(tmp_path / "offloaded", model, *small, *options) as server:
+        url = server.wait_ready()
+        assert complete(url, 40).json()["choices"][0]["text"] == answer
+        log, metrics = server.log, get(f"{url}/metrics").text
+        assert server.end() == 0
+    assert "two slots for 8 blocks (128 tokens) of a layer each" in log
+    assert "warning: on a CPU host and device are one memory" in log
+    moved = re.search(r"^tightwire_kv_offload_bytes_total (\S+)", metrics, re.MULTILINE)
+    assert moved and float(moved[1]) > 0
+    assert re.search(r"^tightwire_kv_offload_wait_seconds_total \S+", metrics, re.MULTILINE)

@@ -1,0 +1,198 @@
+"""The budget adds up, and what does not fit is refused with a value that does."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tightwire.comm.sizes import parse_bytes
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.names import expected_tensors
+from tightwire.model.checkpoint.random import RandomReader
+from tightwire.model.layout import Layout, make_layout
+from tightwire.model.weights.formats import WeightFormats, choose_formats, weight_bytes
+from tightwire.server.config.engine import EngineOptions
+from tightwire.server.config.flags import make_config
+from tightwire.server.plan.memory_budget import (
+    MemoryBudget,
+    NotEnoughMemoryError,
+    Pool,
+    make_budget,
+)
+
+GIB = 1 << 30
+PLAIN = WeightFormats()
+MODEL = LlamaConfig(
+    num_layers=16,
+    hidden_size=2048,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    mlp_size=8192,
+    vocab_size=128_256,
+    max_positions=131_072,
+    tied_embeddings=True,
+)
+
+
+def budget(gib: float, tp: int = 1, device: str = "cpu", **options: int) -> MemoryBudget:
+    layout = make_layout(MODEL, tp)
+    pools = [Pool(name="host memory", available_bytes=int(gib * GIB), ranks=range(tp))]
+    if device == "cuda":
+        pools = [Pool(name=f"cuda:{r}", available_bytes=int(gib * GIB), ranks=range(r, r + 1)) for r in range(tp)]
+    engine = make_config(options).engine
+    return make_budget(MODEL, layout, engine, dtype="bfloat16", formats=PLAIN, device=device, pools=pools)
+
+
+def test_packed_weights_leave_more_to_the_cache() -> None:
+    layout, pools = make_layout(MODEL, 1), [Pool(name="host memory", available_bytes=4 * GIB, ranks=range(1))]
+    packed = choose_formats(RandomReader(MODEL, 0), MODEL, "int4")
+    made = {
+        name: make_budget(MODEL, layout, EngineOptions(), dtype="bfloat16", formats=formats, device="cpu", pools=pools)
+        for name, formats in (("plain", PLAIN), ("int4", packed))
+    }
+    saved = made["plain"].ranks[0].weights - made["int4"].ranks[0].weights
+    layers, table = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 2048 * 8192), 128_256 * 2048
+    assert saved == layers * (64 - 20) // 32 + table * (64 - 34) // 32
+    assert made["int4"].num_blocks > made["plain"].num_blocks
+
+
+def total(budget: MemoryBudget) -> int:
+    return sum(rank.fixed + rank.block * budget.num_blocks for rank in budget.ranks)
+
+
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, tied_embeddings=False, attention_bias=True, mlp_bias=True)])
+def test_one_rank_holds_every_tensor_of_the_model(model: LlamaConfig) -> None:
+    numbers = 0
+    for _, shape in expected_tensors(model):
+        size = 1
+        for length in shape:
+            size *= length
+        numbers += size
+    assert weight_bytes(model, make_layout(model, 1).shards[0], PLAIN, 1) == numbers
+
+
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, attention_bias=True, mlp_bias=True)])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_the_ranks_hold_the_model_together(tp: int, model: LlamaConfig) -> None:
+    whole = weight_bytes(model, make_layout(model, 1).shards[0], PLAIN, 1)
+    parts = sum(weight_bytes(model, shard, PLAIN, 1) for shard in make_layout(model, tp).shards)
+    norms = MODEL.hidden_size * (2 * MODEL.num_layers + 1)
+    assert parts == whole + (tp - 1) * norms  # the norms are on every rank
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_default_fits_and_holds_a_sequence(device: str, tp: int) -> None:
+    made = budget(24, tp, device)
+    available = 24 * GIB * (1 if device == "cpu" else tp)
+    assert total(made) <= available
+    assert made.num_blocks * 16 >= made.max_model_len
+
+
+def test_plenty_of_memory_gives_what_all_sequences_need() -> None:
+    made = budget(1000, max_num_seqs=4, max_model_len=4096)
+    assert made.num_blocks == 4 * 4096 // 16
+
+
+def test_little_memory_shortens_the_context_that_was_not_asked_for() -> None:
+    made = budget(4)
+    assert 16 <= made.max_model_len < MODEL.max_positions
+    assert made.max_model_len == made.num_blocks * 16
+
+
+def test_a_shortened_context_is_said() -> None:
+    assert f"context: {budget(4).max_model_len} of 131072 tokens" in budget(4).table()
+    assert "context:" not in budget(1000, max_model_len=4096).table()
+
+
+def test_the_cache_asked_for_is_the_cache_given() -> None:
+    made = budget(64, tp=2, kv_cache_memory=GIB)
+    per_block = sum(rank.block for rank in made.ranks)
+    assert made.num_blocks == GIB // per_block
+    assert per_block == 2 * 16 * 16 * 8 * 64 * 2
+
+
+def test_weights_that_do_not_fit_are_refused_with_a_table() -> None:
+    with pytest.raises(NotEnoughMemoryError) as error:
+        budget(2)
+    assert "the weights do not fit" in str(error.value)
+    assert "host memory:" in str(error.value) and "of 2GiB available" in str(error.value)
+    assert "--dtype" not in str(error.value)  # it is bfloat16 already
+    assert "context:" not in str(error.value)
+
+
+def test_weights_of_float32_that_do_not_fit_may_be_halved() -> None:
+    pools = [Pool(name="host memory", available_bytes=4 * GIB, ranks=range(1))]
+    with pytest.raises(NotEnoughMemoryError, match="the weights do not fit; .* or --dtype bfloat16"):
+        make_budget(
+            MODEL, make_layout(MODEL, 1), EngineOptions(), dtype="float32", formats=PLAIN, device="cpu", pools=pools
+        )
+
+
+def test_steps_that_do_not_fit_are_refused_with_steps_that_do() -> None:
+    with pytest.raises(NotEnoughMemoryError) as error:
+        budget(6, max_num_batched_tokens=10_000_000, max_num_seqs=1_000_000)
+    found = re.search(r"--max-num-batched-tokens (\d+) --max-num-seqs (\d+) does", str(error.value))
+    assert found and "the weights" not in str(error.value)
+    budget(6, max_num_batched_tokens=int(found[1]), max_num_seqs=int(found[2]))
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(NotEnoughMemoryError, match="not one block of the KV cache fits; give a smaller --block-size"):
+        budget(6, block_size=10**12)
+
+
+def test_a_recommended_cache_leaves_the_host_some_memory() -> None:
+    with pytest.raises(NotEnoughMemoryError) as error:
+        budget(6, kv_cache_memory=900 * GIB)
+    found = re.search(r"--kv-cache-memory (\S+) does", str(error.value))
+    assert found and total(budget(6, kv_cache_memory=parse_bytes(found[1]))) < 0.95 * 6 * GIB
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"kv_cache_memory": 900 * GIB}, "--kv-cache-memory"),
+        ({"kv_cache_memory": 1 << 20, "max_model_len": 4096}, "--kv-cache-memory"),
+        ({"max_model_len": 131_072}, "--max-model-len"),
+    ],
+)
+def test_the_value_that_a_refusal_names_works(options: dict[str, int], flag: str) -> None:
+    with pytest.raises(NotEnoughMemoryError) as error:
+        budget(6, 1, "cpu", **options)
+    found = re.findall(rf"{flag} (\d\S*) does|give at least (\S+)", str(error.value))
+    assert found, str(error.value)
+    value = parse_bytes("".join(found[0]))
+    name = flag[2:].replace("-", "_")
+    budget(6, 1, "cpu", **{**options, name: value})
+
+
+def test_more_than_the_trained_context_is_refused() -> None:
+    with pytest.raises(ValueError, match="exceeds the model's context of 131072"):
+        budget(100, max_model_len=131_073)
+
+
+def test_the_tightest_device_decides() -> None:
+    layout: Layout = make_layout(MODEL, 2)
+    pools = [
+        Pool(name="cuda:0", available_bytes=80 * GIB, ranks=range(1)),
+        Pool(name="cuda:1", available_bytes=8 * GIB, ranks=range(1, 2)),
+    ]
+    made = make_budget(MODEL, layout, EngineOptions(), dtype="bfloat16", formats=PLAIN, device="cuda", pools=pools)
+    used = made.ranks[1].fixed + made.ranks[1].block * made.num_blocks
+    assert 0.85 * 8 * GIB < used <= 8 * GIB
+
+
+@pytest.mark.parametrize("options", [{}, {"max_model_len": 4096}, {"kv_cache_memory": GIB}])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_below_the_runtime_is_refused_with_the_least_that_works(device: str, options: dict[str, int]) -> None:
+    with pytest.raises(NotEnoughMemoryError, match="before it has any tensor") as error:
+        budget(1 / GIB, 2, device, **options)
+    found = re.search(r"takes (\d+MiB) a rank", str(error.value))
+    assert found
+    ranks_of_a_pool = 2 if device == "cpu" else 1
+    least = ranks_of_a_pool * parse_bytes(found[1])
+    budget(least / GIB, 2, device, **options)
+    with pytest.raises(NotEnoughMemoryError):
+        budget((least - ranks_of_a_pool * (2 << 20)) / GIB, 2, device, **options)

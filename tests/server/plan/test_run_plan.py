@@ -1,0 +1,357 @@
+"""What ``auto`` comes to, and what is refused by name before anything is loaded."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.model.tiny_gguf import make_tiny_gguf
+
+from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file
+from tightwire.comm.policy.setting import Setting
+from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_path, write_tuned
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.weights.formats import WeightFormats
+from tightwire.server.config.engine import EngineOptions
+from tightwire.server.config.flags import make_config
+from tightwire.server.config.limits import MAX_SCORED_ROWS
+from tightwire.server.config.parallel import ParallelOptions
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.plan import run_plan
+from tightwire.server.plan.devices import CudaDevice, num_cores
+from tightwire.server.plan.progress import Progress
+
+GIB = 1 << 30
+MODEL = LlamaConfig(
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_size=160,
+    vocab_size=304,
+    max_positions=512,
+)
+
+
+def decide(config: ServeConfig, model: LlamaConfig) -> run_plan.Decision:
+    return run_plan.decide(config, model, WeightFormats())
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
+    """Two unlike CUDA devices; a test may take them away."""
+    found = [CudaDevice(name=name, total_bytes=24 * GIB, free_bytes=free * GIB) for name, free in (("A", 20), ("B", 8))]
+    monkeypatch.setattr(run_plan, "cuda_devices", lambda visible: found)
+    return found
+
+
+def test_without_a_device_it_runs_on_the_cpu_in_bfloat16(gpus: list[CudaDevice]) -> None:
+    gpus.clear()
+    plan = decide(make_config({}), replace(MODEL, dtype="float32")).plan
+    assert (plan.device, plan.dtype, plan.allreduce, plan.max_model_len) == ("cpu", "bfloat16", "auto", 512)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_with_devices_it_runs_there_in_the_checkpoints_own_numbers(gpus: list[CudaDevice], dtype: str) -> None:
+    decision = decide(make_config({"tp": 2}), replace(MODEL, dtype=dtype))
+    assert (decision.plan.device, decision.plan.dtype) == ("cuda", dtype)
+    assert [pool.name for pool in decision.budget.pools] == ["cuda:0 (A)", "cuda:1 (B)"]
+
+
+def test_what_was_asked_for_is_what_runs(gpus: list[CudaDevice]) -> None:
+    options = {"device": "cpu", "dtype": "float32", "allreduce": "two-shot", "max_model_len": 100, "tp": 2}
+    plan = decide(make_config(options), MODEL).plan
+    assert (plan.device, plan.dtype, plan.allreduce, plan.max_model_len) == ("cpu", "float32", "two-shot", 100)
+    assert plan.policy.algorithms == ("two-shot",)
+
+
+def test_a_lossy_name_is_kept_from_generated_rows_and_all_that_was_asked_is_in_one_word(
+    gpus: list[CudaDevice],
+) -> None:
+    options = {
+        "device": "cpu",
+        "tp": 2,
+        "allreduce": "flash-int8",
+        "allreduce_o_proj": "ring",
+        "comm_error_budget": 0.1,
+    }
+    plan = decide(make_config(options), MODEL).plan
+    assert plan.allreduce == "flash-int8+o-proj=ring+error-budget=0.1"
+    assert plan.policy.choices("down_proj", 0, "prefill")[0].algorithms == ("flash-int8",)
+    assert plan.policy.choices("o_proj", 0, "prefill")[0].algorithms == ("ring",)
+    assert "flash-int8" not in plan.policy.choices("down_proj", 0, "decode")[0].algorithms
+
+
+def test_a_single_rank_has_no_policy(gpus: list[CudaDevice]) -> None:
+    decision = decide(make_config({"device": "cpu"}), MODEL)
+    assert decision.plan.policy.rules == () and decision.comm is None
+    assert "one rank" not in decision.summary()
+    named = decide(make_config({"device": "cpu", "allreduce": "flash-int8"}), MODEL)
+    assert "one rank sums nothing: no use for flash-int8" in named.summary()
+
+
+def test_the_summary_names_each_choice_with_its_reason(gpus: list[CudaDevice]) -> None:
+    options = {"device": "cpu", "tp": 2, "allreduce": "flash-int8"}
+    summary = decide(make_config(options), MODEL).summary()
+    assert "allreduce flash-int8 for prefill o_proj, prefill down_proj: --allreduce flash-int8" in summary
+    assert "for decode o_proj, decode down_proj: generated rows stay exact" in summary
+    alike = decide(make_config({"device": "cpu", "tp": 2}), MODEL).summary().splitlines()
+    assert len([line for line in alike if line.startswith("allreduce ")]) == 1
+
+
+_MIX = PolicyFile(
+    made_for={"world_size": 4},
+    rules=(
+        FileRule(site="o_proj", phase="prefill", algorithm="flash-int4", layers=(1,), reason="KL 0.001"),
+        FileRule(site="down_proj", phase="decode", algorithm="flash:int8-g64,int8-g64"),
+    ),
+)
+
+
+def test_requests_may_ask_for_what_serve_would_make_of_that_name(gpus: list[CudaDevice], tmp_path: Path) -> None:
+    path = tmp_path / "mix.json"
+    write_policy_file(path, _MIX)
+    names = ("ring", "flash-int8", "two-shot", f"policy:{path}")
+    options = {"device": "cpu", "tp": 2, "allreduce": "two-shot"}
+    decision = decide(make_config({**options, "allreduce_extra": names}), MODEL)
+    # The server's own is one of them anyway.
+    assert decision.plan.arms == ("two-shot", "ring", "flash-int8", f"policy:{path}")
+    for arm in decision.plan.extra[:2]:
+        assert arm.policy == decide(make_config({**options, "allreduce": arm.name}), MODEL).plan.policy
+    by_file = decide(make_config({"device": "cpu", "tp": 2, "comm_policy": str(path)}), MODEL).plan
+    assert (by_file.own_arm, by_file.policy) == (f"policy:{path}", decision.plan.extra[2].policy)
+    summary = decision.summary()
+    assert "on request, ring: allreduce ring: --allreduce ring" in summary
+    assert "allreduce flash-int4 for prefill o_proj of layer 1: policy file mix.json: KL 0.001; its groups" in summary
+    assert "for decode down_proj: policy file mix.json: generated rows are quantized" in summary
+    assert "warning: the policy file mix.json was made for 4 ranks and is used with 2" in summary
+
+
+def test_a_policy_file_for_another_model_is_refused(gpus: list[CudaDevice], tmp_path: Path) -> None:
+    path = tmp_path / "mix.json"
+    write_policy_file(path, _MIX)
+    config = make_config({"device": "cpu", "tp": 2, "comm_policy": str(path)})
+    with pytest.raises(ValueError, match="a rule for layer 1, and the model's layers are 0 to 0"):
+        decide(config, replace(MODEL, num_layers=1))
+
+
+def test_what_was_measured_on_this_host_decides_and_a_damaged_file_is_a_warning(
+    gpus: list[CudaDevice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = make_config({"device": "cpu", "tp": 4, "transport": "process-group"})
+    setting = Setting(transport="process-group", device="cpu", world_size=4, num_nodes=1, dtype="bfloat16")
+    times = {"one-shot": 9.0, "two-shot": 5.0}
+    points = tuple(
+        Point(algorithm=name, num_bytes=size, us=us, num_calls=9, wire_bytes=size, relative_error=0.0)
+        for name, us in times.items()
+        for size in (128, 1 << 20)
+    )
+    host = this_host([], num_cores())
+    path = tune_path(tmp_path / "tightwire", host)
+    write_tuned(path, host, [Measured(setting=setting, points=points, computing=(), wrong={}, date="2026-01-01")])
+
+    decision = decide(config, MODEL)
+    assert decision.plan.policy.choices("o_proj", 0, "decode")[0].algorithms == ("two-shot", "one-shot")
+    assert "measured on this host" in decision.summary()
+
+    path.write_text("{")
+    decision = decide(config, MODEL)
+    assert decision.plan.policy.choices("o_proj", 0, "decode")[0].algorithms[0] == "one-shot"
+    assert f"warning: {path} is damaged" in decision.summary()
+
+
+def test_packed_weights_are_counted_as_they_are_and_told(tmp_path: Path) -> None:
+    path = make_tiny_gguf(tmp_path / "m.gguf", "Q4_1")
+    num_bytes = {}
+    for quantization in ("auto", "none"):
+        config = make_config({"model": str(path), "device": "cpu", "quantization": quantization})
+        decision = run_plan.prepare(config, Progress(1, lambda text: None))[1]
+        num_bytes[quantization] = decision.budget.ranks[0].weights
+        said = "weight matrices: 16 in " + ("Q4_1" if quantization == "auto" else "bfloat16, expanded from Q4_1")
+        assert said in decision.summary().splitlines()
+    norms = 2 * 64 * (2 * 2 + 1)
+    assert (num_bytes["none"] - norms) * 20 == (num_bytes["auto"] - norms) * 64  # bytes of 32 numbers
+
+
+def test_a_split_through_a_group_of_packed_weights_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    path = make_tiny_gguf(tmp_path / "m.gguf", "Q8_0")
+    options = {"model": str(path), "device": "cpu", "tp": 4}
+    with pytest.raises(ValueError, match=r"cannot split model.layers.0.self_attn.o_proj.weight in Q8_0 over 4 ranks"):
+        run_plan.prepare(make_config(options), Progress(4, lambda text: None))
+    run_plan.prepare(make_config({**options, "quantization": "none"}), Progress(4, lambda text: None))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"allreduce": "magic"}, "--allreduce: unknown all-reduce 'magic'; choose one of auto, native"),
+        ({"allreduce_extra": ("ring", "magic")}, "--allreduce-extra: unknown all-reduce 'magic'"),
+        ({"allreduce_extra": ("policy:/no/such",)}, "--allreduce-extra: the policy file /no/such cannot be read"),
+        ({"comm_policy": "/no/such"}, "--comm-policy: the policy file /no/such cannot be read"),
+        ({"allreduce_decode": "flash:int8"}, "--allreduce-decode: 'flash:int8' needs two codecs"),
+        ({"allreduce_down_proj": "flash:int7,int8"}, "--allreduce-down-proj: .*unknown codec 'int7'"),
+    ],
+)
+def test_a_name_that_no_allreduce_has_is_refused_before_anything_is_fetched(
+    options: dict[str, object], message: str
+) -> None:
+    config = make_config({"model": "no/such/model", "tp": 2, **options})
+    with pytest.raises(ValueError, match=message):
+        run_plan.prepare(config, Progress(2, lambda text: None))
+
+
+def test_the_split_follows_the_shares(gpus: list[CudaDevice]) -> None:
+    decision = decide(make_config({"tp": 2, "tp_split": (3.0, 1.0)}), MODEL)
+    first, second = decision.layout.shards
+    assert len(first.mlp_columns) > 2 * len(second.mlp_columns)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 9}, "cannot split 4 query heads over 9 ranks; use --tp 4 or less"),
+        ({"tp": 3}, "--tp 3 needs 3 CUDA devices, one per rank, and 2 are visible; use --tp 2"),
+        ({"dtype": "float16"}, "--dtype float16: the checkpoint is in bfloat16"),
+        ({"max_model_len": 600}, "exceeds the model's context of 512"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(gpus: list[CudaDevice], options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decide(make_config(options), MODEL)
+
+
+def test_cuda_without_a_device_is_refused(gpus: list[CudaDevice]) -> None:
+    gpus.clear()
+    with pytest.raises(ValueError, match="no CUDA device is visible"):
+        decide(make_config({"device": "cuda"}), MODEL)
+
+
+def test_a_fetch_that_is_no_longer_wanted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: list[float] = []
+
+    def fetch(model: str, seed: int, progress: Callable[[float], None]) -> None:
+        for step in range(10):
+            progress(step / 10)
+
+    class Heard(Progress):
+        def fetching(self, what: str, fraction: float) -> None:
+            fractions.append(fraction)
+
+    monkeypatch.setattr(run_plan, "open_checkpoint", fetch)
+    with pytest.raises(ModelError, match="stopped while fetching smollm2-135m"):
+        run_plan.prepare(make_config({}), Heard(1, lambda text: None), stopped=lambda: len(fractions) == 3)
+    assert fractions == [0.0, 0.1, 0.2]
+
+
+def test_between_gpus_auto_tries_peer_memory_and_has_a_policy_without_it(gpus: list[CudaDevice]) -> None:
+    plan = decide(make_config({"tp": 2}), MODEL).plan
+    assert plan.transport == "peer-memory" and plan.library_policy is not None
+    named = decide(make_config({"tp": 2, "transport": "peer-memory"}), MODEL).plan
+    assert named.transport == "peer-memory" and named.library_policy is None
+    library = decide(make_config({"tp": 2, "transport": "process-group"}), MODEL).plan
+    assert library.transport == "process-group" and library.library_policy is None
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_peer_memory_is_refused_between_cpu_ranks(gpus: list[CudaDevice], tp: int) -> None:
+    with pytest.raises(ValueError, match="--transport peer-memory is between GPUs"):
+        decide(make_config({"tp": tp, "device": "cpu", "transport": "peer-memory"}), MODEL)
+
+
+def test_why_ranks_do_not_share_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_plan, "why_unusable", lambda: "a sandbox forbids it")
+    decision = decide(make_config({"tp": 2, "device": "cpu"}), MODEL)
+    assert decision.plan.transport == "process-group"
+    assert decision.plan.transport_reason == "no shared memory: a sandbox forbids it"
+    assert "ranks meet over process-group: no shared memory: a sandbox forbids it" in decision.summary()
+    asked = decide(make_config({"tp": 2, "device": "cpu", "transport": "process-group"}), MODEL)
+    assert asked.plan.transport_reason == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "overlap"),
+    [
+        ({"tp": 2}, False),
+        ({"tp": 2, "overlap": "on"}, True),
+        ({"tp": 2, "link": "100mbit"}, True),
+        ({"tp": 2, "link": "100mbit", "overlap": "off"}, False),
+        ({"tp": 2, "nodes": 2}, False),  # of one host, so in its memory
+        ({}, False),
+    ],
+)
+def test_sums_travel_beside_computing_where_there_is_a_wire(options: dict[str, Any], overlap: bool) -> None:
+    assert run_plan.choose_overlap(ParallelOptions(**options), "cpu") == overlap
+
+
+@pytest.mark.parametrize(
+    ("tp", "device", "why"), [(1, "cpu", "one rank sums nothing"), (2, "cuda", "these run on CUDA")]
+)
+def test_overlap_that_cannot_be_had_is_refused(tp: int, device: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"--overlap on cannot be had: .*{why}"):
+        run_plan.choose_overlap(ParallelOptions(tp=tp, overlap="on"), device)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "ahead"),
+    [("auto", "cpu", False), ("auto", "cuda", True), ("on", "cpu", True), ("off", "cuda", False)],
+)
+def test_steps_are_planned_ahead_where_a_device_computes_beside_the_host(asked: str, device: str, ahead: bool) -> None:
+    assert run_plan.choose_plan_ahead(EngineOptions(plan_ahead=asked), device) == ahead
+
+
+@pytest.mark.parametrize("asked", ["on", "off"])
+def test_planning_ahead_is_told(asked: str) -> None:
+    decision = decide(make_config({"tp": 1, "device": "cpu", "plan_ahead": asked}), MODEL)
+    assert decision.plan.plan_ahead == (asked == "on")
+    assert ("plan-ahead: each step is planned" in decision.summary()) == (asked == "on")
+
+
+def test_replicas_have_ranks_and_memory_of_their_own(gpus: list[CudaDevice]) -> None:
+    one = decide(make_config({"device": "cpu", "tp": 2, "kv_cache_memory": 64 << 20}), MODEL)
+    two = decide(make_config({"device": "cpu", "tp": 2, "dp": 2, "kv_cache_memory": 128 << 20}), MODEL)
+    assert (two.plan.num_replicas, two.plan.transport, two.plan.num_blocks) == (2, "shared-memory", one.plan.num_blocks)
+    assert two.plan.policy == one.plan.policy  # what sums does not know of other replicas
+    ranks = two.budget.ranks
+    assert len(ranks) == 4 and ranks[1] == ranks[3] == one.budget.ranks[1]
+    rows = EngineOptions().max_num_seqs + MAX_SCORED_ROWS
+    # Where the logits of all come together, and where nobody's do.
+    assert ranks[0].activations - one.budget.ranks[0].activations == 4 * rows * 3 * MODEL.vocab_size
+    assert ranks[2].activations < one.budget.ranks[0].activations
+    assert "3 (replica 1)" in two.summary() and "2 replicas of the model on 4 ranks" in two.summary()
+
+
+def test_replicas_without_anything_to_sum_reach_each_other(gpus: list[CudaDevice]) -> None:
+    plan = decide(make_config({"device": "cpu", "dp": 2}), MODEL).plan
+    assert (plan.transport, plan.policy.rules, plan.arms) == ("shared-memory", (), ("auto",))
+    assert not run_plan.choose_plan_ahead(EngineOptions(), "cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"tp": 2, "dp": 33}, "--dp must be 1 to 32 with --tp 2, got 33"),
+        ({"dp": 0}, "--dp must be 1 to 64 with --tp 1, got 0"),
+        ({"tp": 2, "dp": 2, "link": "200mbit"}, "--link must be left out beside --dp 2; give --dp 1, got '200mbit'"),
+        (
+            {"tp": 2, "dp": 3, "nodes": 2},
+            r"--nodes must be a divisor of --dp \(3\), as each replica lies inside one node",
+        ),
+        ({"dp": 2, "plan_ahead": "on"}, "--plan-ahead on cannot be had beside --dp 2"),
+    ],
+)
+def test_what_does_not_go_with_replicas_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        make_config(options)
+    assert make_config({"tp": 2, "dp": 4, "nodes": 2}).parallel.sum_nodes == 1
+
+
+def test_each_replica_needs_devices_of_its_own(gpus: list[CudaDevice]) -> None:
+    gpus.append(CudaDevice(name="C", total_bytes=80 << 30, free_bytes=80 << 30))
+    with pytest.raises(ValueError, match="--tp 2 --dp 2 needs 4 CUDA devices, one per rank, and 3 are visible"):
+        decide(make_config({"tp": 2, "dp": 2, "device": "cuda"}), MODEL)
+    plan = decide(make_config({"dp": 3, "device": "cuda"}), MODEL).plan
+    assert (plan.transport, plan.plan_ahead) == ("process-group", False)

@@ -1,0 +1,287 @@
+"""Which layers stream, from where, and what is refused: from sizes alone."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tiny import make_tiny
+
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.random import RANDOM_SHAPES, RandomReader
+from tightwire.model.layout import make_layout
+from tightwire.model.open import open_checkpoint
+from tightwire.model.prepare import PrepareOptions, prepare
+from tightwire.model.weights.formats import WeightFormats, choose_formats
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan, WeightSizes
+from tightwire.server.config.engine import EngineOptions
+from tightwire.server.config.model import ModelOptions
+from tightwire.server.config.parallel import ParallelOptions
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.config.weights import WeightOptions
+from tightwire.server.plan.kv_offload import make_offloaded_budget
+from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, Pool, make_budget
+from tightwire.server.plan.weight_decision import Files, WeightDecision, as_prepared, decide_weights
+
+MODEL = RANDOM_SHAPES["llama-3.2-1b"]  # 16 layers, 2.3 GiB in bfloat16
+PLAIN = WeightFormats()
+GIB = 1 << 30
+
+
+def decide(
+    options: WeightOptions,
+    gib: float,
+    *,
+    tp: int = 1,
+    device: str = "cpu",
+    host_gib: float = 64,
+    exist: bool = True,
+    engine: EngineOptions | None = None,
+    dp: int = 1,
+    nodes: int = 1,
+    model: LlamaConfig = MODEL,
+    formats: WeightFormats = PLAIN,
+) -> WeightDecision:
+    layout = make_layout(model, tp)
+    options_of_engine = engine or EngineOptions(max_num_seqs=8)
+    pools = [Pool(name="memory", available_bytes=int(gib * GIB), ranks=range(tp * dp))]
+
+    def budget_under(plan: WeightPlan, share: float | None) -> MemoryBudget:
+        given = {"dtype": "bfloat16", "formats": formats, "device": device, "pools": pools}
+        given |= {"plan": plan, "cache_share": share, "num_replicas": dp}
+        if options_of_engine.kv_offload:
+            return make_offloaded_budget(model, layout, options_of_engine, host_bytes=int(host_gib * GIB), **given)
+        return make_budget(model, layout, options_of_engine, **given)
+
+    return decide_weights(
+        options,
+        model,
+        layout,
+        formats,
+        dtype="bfloat16",
+        device=device,
+        num_replicas=dp,
+        num_nodes=nodes,
+        host_bytes=int(host_gib * GIB),
+        files=Files(exist),
+        make_budget=budget_under,
+    )
+
+
+def test_auto_keeps_everything_that_fits() -> None:
+    assert decide(WeightOptions(), 16).plan == EVERYTHING_RESIDENT
+    assert decide(WeightOptions(), 16).notes == ()
+
+
+@pytest.mark.parametrize("kv_offload", [False, True])
+def test_a_small_cache_that_was_asked_for_is_no_reason_to_stream(kv_offload: bool) -> None:
+    engine = EngineOptions(kv_cache_memory=32 << 20, kv_offload=kv_offload)
+    assert decide(WeightOptions(), 16, engine=engine).plan == EVERYTHING_RESIDENT
+    assert decide(WeightOptions(), 3.05, engine=engine).plan.streamed  # there is no room for a larger one
+
+
+def test_a_model_of_two_layers_stays_however_little_room_is_left() -> None:
+    two = replace(MODEL, num_layers=2)
+    made = decide(WeightOptions(), 1.42, model=two)
+    assert made.plan == EVERYTHING_RESIDENT and made.budget.max_model_len < 2048
+
+
+def test_auto_shares_layers_between_replicas_where_one_copy_fits_and_one_each_does_not() -> None:
+    plan = decide(WeightOptions(), 5, dp=2).plan
+    assert (plan.source, plan.origin, plan.ranks_per_node) == ("partition", "files", 2)
+    assert decide(WeightOptions(), 16, dp=2).plan == EVERYTHING_RESIDENT
+    assert decide(WeightOptions(), 3.4, dp=2).plan.source == "stream"  # not one copy
+    assert decide(WeightOptions(stream_from="disk"), 5, dp=2).plan.source == "stream"
+    assert decide(WeightOptions(), 5, dp=2, nodes=2).plan.source == "stream"
+
+
+def test_a_codec_that_would_encode_nothing_is_refused_where_layers_stream() -> None:
+    formats = choose_formats(RandomReader(MODEL, 0), MODEL, "int8")
+    options = WeightOptions(weight_codec="int4")
+    with pytest.raises(ValueError, match=r"int4 has nothing to encode: .* packed \(Q8_0\) .* --quantization none"):
+        decide(replace(options, weights="stream"), 16, formats=formats)
+    assert decide(options, 16, formats=formats).plan == EVERYTHING_RESIDENT
+
+
+@pytest.mark.parametrize("option", [{"weight_io": "direct"}, {"verify_weights": True}])
+@pytest.mark.parametrize("weights", ["resident", "stream", "auto"])
+def test_what_a_prepared_folder_alone_can_do_is_refused_without_one(weights: str, option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="is for a prepared folder, .* `tightwire prepare MODEL FOLDER`"):
+        decide(WeightOptions(weights=weights, **option), 16)
+
+
+@pytest.mark.parametrize(("dp", "nodes", "per_node"), [(2, 1, 2), (4, 2, 2), (6, 2, 3)])
+def test_replicas_of_a_node_share_what_does_not_fit_each(dp: int, nodes: int, per_node: int) -> None:
+    made = decide(WeightOptions(weights="partition", partition_load="first-touch"), 3.5 * dp, dp=dp, nodes=nodes)
+    plan = made.plan
+    assert (plan.source, plan.origin) == ("partition", "first-touch")
+    assert (plan.num_nodes, plan.ranks_per_node) == (nodes, per_node)
+    [size] = [WeightSizes(MODEL, shard, PLAIN, torch.bfloat16) for shard in make_layout(MODEL, 1).shards]
+    assert [rank.weights for rank in made.budget.ranks] == [size.on_device(plan)] * dp
+    assert size.kept(plan) == pytest.approx(size.per_pass(plan) / per_node, rel=1e-4)
+    assert f"stream from the {per_node} replicas of a node, which keep a part of each" in made.notes[0]
+
+
+@pytest.mark.parametrize("parallel", [ParallelOptions(dp=1), ParallelOptions(dp=2, nodes=2)])
+def test_partition_wants_replicas_that_share_a_node(parallel: ParallelOptions) -> None:
+    with pytest.raises(ValueError, match="--weights partition shares layers among the replicas of a node, and --dp"):
+        ServeConfig(parallel=parallel, weights=WeightOptions(weights="partition"))
+
+
+@pytest.mark.parametrize("option", [{"stream_rate": 1000}, {"stream_from": "host"}])
+def test_partition_has_no_other_source(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="left out beside --weights partition"):
+        WeightOptions(weights="partition", **option)
+
+
+@pytest.mark.parametrize("gib", [1.5, 1.75, 2.0])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_auto_streams_as_few_layers_as_the_memory_wants(gib: float, tp: int) -> None:
+    made = decide(WeightOptions(), gib + 0.5 * tp, tp=tp)
+    plan, budget = made.plan, made.budget
+    assert plan.source == "stream" and plan.origin == "disk"
+    need = sum(rank.fixed + rank.block * budget.num_blocks for rank in budget.ranks)
+    assert need <= (gib + 0.5 * tp) * GIB
+    fewer = replace_streamed(plan, len(plan.streamed) - 1)
+    sizes = [WeightSizes(MODEL, shard, PLAIN, torch.bfloat16) for shard in make_layout(MODEL, tp).shards]
+    freed = sum(size.on_device(fewer) - size.on_device(plan) for size in sizes)
+    floor = decide(replace(WeightOptions(), weights="stream", stream_layers=16), gib + 0.5 * tp, tp=tp).budget
+    left = (gib + 0.5 * tp) * GIB - sum(rank.fixed for rank in budget.ranks) - freed
+    assert left < floor.num_blocks * sum(rank.block for rank in floor.ranks)  # one more would take the cache's part
+    assert f"{16 - len(plan.streamed)} of 16 layers stay; {len(plan.streamed)} stream from disk" in made.notes[0]
+
+
+def test_auto_streams_rather_than_leave_no_context_worth_having() -> None:
+    made = decide(WeightOptions(), 3.05)
+    with pytest.raises(NotEnoughMemoryError):
+        decide(WeightOptions(weights="resident"), 2.5)
+    tight = decide(WeightOptions(weights="resident"), 3.05)
+    assert tight.budget.max_model_len < 2048 < made.budget.max_model_len
+    assert made.plan.streamed
+
+
+def replace_streamed(plan: WeightPlan, number: int) -> WeightPlan:
+    return msgspec.structs.replace(plan, streamed=plan.streamed[:number])
+
+
+def test_throughput_leaves_more_to_the_cache_and_takes_longer_steps() -> None:
+    latency = decide(WeightOptions(), 2.5, engine=EngineOptions())
+    throughput = decide(WeightOptions(stream_policy="throughput"), 2.5, engine=EngineOptions())
+    assert throughput.budget.num_blocks > latency.budget.num_blocks
+    assert len(throughput.plan.streamed) > len(latency.plan.streamed)
+    assert (latency.plan.max_parts, throughput.plan.max_parts) == (1, 16)
+
+
+def test_asked_to_stream_what_fits_it_streams_all_and_warns() -> None:
+    made = decide(WeightOptions(weights="stream"), 16)
+    assert made.plan.streamed == tuple(range(16))
+    assert made.notes[-1].startswith("warning: all weights would fit on the device")
+    assert decide(WeightOptions(weights="stream", stream_layers=4), 16).plan.streamed == (2, 6, 10, 14)
+
+
+def test_a_codec_on_a_cpu_is_said_to_cost_computing_and_what_does_not() -> None:
+    options = WeightOptions(weights="stream", weight_codec="int4")
+    words = "--quantization int4 in place of --weight-codec int4 they come in 5 bits a number"
+    assert words in decide(options, 16).notes[1]
+    for quiet in (decide(options, 16, device="cuda"), decide(WeightOptions(weights="stream"), 16)):
+        assert not any("--quantization" in note for note in quiet.notes)
+
+
+def test_where_layers_wait() -> None:
+    cuda = decide(WeightOptions(), 3, device="cuda")
+    assert cuda.plan.origin == "host"
+    assert "host memory holds" in cuda.notes[-1]
+    assert decide(WeightOptions(), 3, device="cuda", host_gib=1).plan.origin == "disk"
+    assert decide(WeightOptions(weight_codec="int4"), 2, host_gib=8).plan.origin == "host"
+    assert decide(WeightOptions(weights="stream"), 16, exist=False).plan.origin == "host"
+
+
+@pytest.mark.parametrize(
+    ("options", "gib", "host_gib", "exist", "reason"),
+    [
+        (WeightOptions(weights="resident"), 2, 64, True, "the weights do not fit"),
+        (WeightOptions(), 0.5, 64, True, "the weights do not fit"),
+        (WeightOptions(weights="stream", stream_layers=2), 16, 64, True, "--stream-layers must be 3 to 16"),
+        (WeightOptions(weights="stream", stream_layers=17), 16, 64, True, "--stream-layers must be 3 to 16"),
+        (
+            WeightOptions(stream_from="host"),
+            3,
+            1,
+            True,
+            "--stream-from host: the layers take .* use --stream-from disk",
+        ),
+        (
+            WeightOptions(stream_from="disk"),
+            3,
+            64,
+            False,
+            "random weights are in no file to stream from; `tightwire prep",
+        ),
+        (
+            WeightOptions(),
+            1.5,
+            64,
+            False,
+            "(?s)the weights do not fit.*random weights are in no file; `tightwire prepare` .* --weight-codec int4 lets",
+        ),
+        (
+            WeightOptions(stream_from="disk", weight_codec="int8"),
+            3,
+            64,
+            True,
+            "these files are not encoded; `tightwire p",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    options: WeightOptions, gib: float, host_gib: float, exist: bool, reason: str
+) -> None:
+    device = "cuda" if options.stream_from == "host" else "cpu"
+    with pytest.raises((NotEnoughMemoryError, ValueError), match=reason):
+        decide(options, gib, host_gib=host_gib, exist=exist, device=device)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"stream_layers": 4}, "--stream-layers must be given beside --weights stream"),
+        ({"stream_rate": 10}, "--stream-rate must be given beside --weights stream"),
+        ({"weights": "resident", "weight_codec": "int4"}, "--weight-codec must be left out beside --weights resident"),
+        ({"fetch_timeout_s": 0.0}, "--fetch-timeout-s must be above 0"),
+        ({"device_memory": 0}, "--device-memory must be at least 1"),
+    ],
+)
+def test_options_that_say_nothing_together_are_refused(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        WeightOptions(**options)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_prepared_folder_settles_what_it_was_made_with(tmp_path: Path) -> None:
+    source = open_checkpoint(str(make_tiny(tmp_path / "m", num_hidden_layers=4)))
+    prepare(source, tmp_path / "out", PrepareOptions(tp=2, dtype="float32", codec="int8-g64"))
+    prepared = open_checkpoint(str(tmp_path / "out")).prepared
+    assert prepared is not None
+    config = as_prepared(ServeConfig(parallel=ParallelOptions(tp=2)), prepared)
+    assert (config.model.dtype, config.weights.weight_codec) == ("float32", "int8")
+    resident = ServeConfig(parallel=ParallelOptions(tp=2), weights=WeightOptions(weights="resident"))
+    assert as_prepared(resident, prepared).weights.weight_codec == "none"
+    for wrong, reason in [
+        (ServeConfig(), "cut for 2 ranks; give --tp 2 \\(got 1\\)"),
+        (ServeConfig(parallel=ParallelOptions(tp=2, tp_split=(2, 1))), "was cut with --tp-split none"),
+        (
+            ServeConfig(parallel=ParallelOptions(tp=2), model=ModelOptions(dtype="bfloat16")),
+            "--dtype bfloat16: .* has float32",
+        ),
+        (
+            ServeConfig(parallel=ParallelOptions(tp=2), model=ModelOptions(quantization="int8")),
+            "--quantization int8: .* has what it was prepared with",
+        ),
+        (
+            ServeConfig(parallel=ParallelOptions(tp=2), weights=WeightOptions(weight_codec="int4")),
+            "--weight-codec int4: .* has int8",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            as_prepared(wrong, prepared)

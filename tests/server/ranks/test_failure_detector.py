@@ -1,0 +1,226 @@
+"""Who is blamed for what, on a clock of our own and without processes."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tightwire.server.ipc.messages import Failed, Heartbeat, Ready
+from tightwire.server.ranks.failure_detector import Watch
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watch(clock: Clock) -> Watch:
+    watch = Watch([11, 22], rank_timeout_s=10, step_timeout_s=120, clock=clock)
+    watch.serving = True
+    return watch
+
+
+def beat(watch: Watch, rank: int, step: int = 7, busy_s: float = 0.1, doing: str = "step 7: all_reduce ring") -> None:
+    watch.heard(Heartbeat(rank=rank, step=step, doing=doing, busy_s=busy_s))
+
+
+def failed(rank: int, message: str, *, symptom: bool = False) -> Failed:
+    return Failed(rank=rank, doing="step 7", message=message, traceback=f"trace of {rank}", symptom=symptom)
+
+
+def pass_time(watch: Watch, clock: Clock, seconds: float, *beating: int) -> None:
+    """Seconds in which only some ranks beat."""
+    end = clock.now + seconds
+    while clock.now < end:
+        clock.now += 0.5
+        for rank in beating:
+            beat(watch, rank)
+        watch.check()
+
+
+def test_beating_ranks_are_well(watch: Watch, clock: Clock) -> None:
+    pass_time(watch, clock, 60, 0, 1)
+    assert watch.check() is None
+
+
+def test_a_killed_rank_is_named_with_what_all_were_doing(watch: Watch) -> None:
+    beat(watch, 0, doing="step 8: all_reduce ring 1152 B, #5, 0.1 s")
+    beat(watch, 1, doing="step 8")
+    watch.exited(1, -signal.SIGKILL)
+    assert watch.check() == (
+        "rank 1 (pid 22) was killed by SIGKILL (out of memory?) while: step 8 "
+        "(rank 0: step 8: all_reduce ring 1152 B, #5, 0.1 s)"
+    )
+
+
+def test_the_cause_wins_over_symptoms_that_came_first(watch: Watch) -> None:
+    watch.heard(failed(0, "PeerLostError: rank 1 is gone", symptom=True))
+    watch.exited(0, 1)
+    watch.heard(failed(1, "OSError: the disk is on fire"))
+    watch.exited(1, 1)
+    reason = watch.check()
+    assert reason is not None and reason.startswith("rank 1 (pid 22) failed while: step 7: OSError")
+    assert watch.tracebacks() == [(1, "trace of 1")]
+
+
+def test_a_symptom_alone_is_better_than_nothing(watch: Watch, clock: Clock) -> None:
+    watch.heard(failed(0, "CollectiveTimeoutError: rank 1 did not come", symptom=True))
+    assert watch.check() is None
+    pass_time(watch, clock, 3, 1)
+    reason = watch.check()
+    assert reason is not None and "rank 0 (pid 11) failed while: step 7: CollectiveTimeoutError: rank 1" in reason
+    assert watch.tracebacks() == [(0, "trace of 0")]
+
+
+def test_a_killed_rank_is_named_however_late_its_end_is_known(watch: Watch, clock: Clock) -> None:
+    """On a busy machine its connections are closed, and missed by the others, seconds before it can be waited for."""
+    watch.heard(failed(0, "PeerLostError: rank 1 is gone", symptom=True))
+    watch.exited(0, 1)
+    pass_time(watch, clock, 2.5)
+    assert watch.check() is None and watch.alarmed
+    watch.exited(1, -signal.SIGKILL)
+    reason = watch.check()
+    assert reason is not None and reason.startswith("rank 1 (pid 22) was killed by SIGKILL")
+
+
+def test_an_exit_without_a_word(watch: Watch, clock: Clock) -> None:
+    watch.exited(0, 3)
+    assert watch.check() is None
+    pass_time(watch, clock, 3, 1)
+    reason = watch.check()
+    assert reason is not None and "rank 0 (pid 11) exited with code 3" in reason
+
+
+def test_an_exit_without_a_fault_is_a_fault_too(watch: Watch, clock: Clock) -> None:
+    watch.exited(0, 0)
+    pass_time(watch, clock, 3, 1)
+    reason = watch.check()
+    assert reason is not None and "exited with code 0" in reason
+
+
+def test_silence_is_noticed_after_the_timeout(watch: Watch, clock: Clock) -> None:
+    pass_time(watch, clock, 9.5, 0)
+    assert watch.check() is None
+    pass_time(watch, clock, 1.5, 0)
+    reason = watch.check()
+    assert reason is not None and "rank 1 (pid 22) has been silent for" in reason
+
+
+def test_silence_while_importing_is_borne_longer(watch: Watch, clock: Clock) -> None:
+    watch.serving = False
+    pass_time(watch, clock, 60, 0)
+    assert watch.check() is None
+    pass_time(watch, clock, 65, 0)
+    assert watch.reason is not None
+
+
+def test_a_watcher_that_was_stopped_itself_blames_nobody(watch: Watch, clock: Clock) -> None:
+    watch.check()
+    clock.now += 3600
+    assert watch.check() is None
+    pass_time(watch, clock, 11, 0)
+    assert watch.reason is not None
+
+
+@pytest.mark.parametrize(("serving", "step", "hung"), [(True, 7, True), (True, -1, False), (False, 7, False)])
+def test_only_a_step_of_a_serving_rank_can_hang(watch: Watch, serving: bool, step: int, hung: bool) -> None:
+    watch.serving = serving
+    beat(watch, 0)
+    beat(watch, 1, step=step, busy_s=121)
+    assert (watch.check() is not None) == hung
+
+
+def test_a_long_warm_up_is_no_hang_when_the_rank_is_ready(clock: Clock) -> None:
+    watch = Watch([11], rank_timeout_s=10, step_timeout_s=120, clock=clock)
+    beat(watch, 0, step=2, busy_s=121)
+    assert watch.check() is None
+    watch.heard(Ready(rank=0, weight_bytes=1, peak_host_bytes=1))
+    watch.serving = True
+    assert watch.check() is None
+
+
+def test_of_ranks_that_hang_together_the_one_behind_is_blamed_and_each_ones_last_collective_told(watch: Watch) -> None:
+    doing = ("step 9: all_reduce ring 1152 B, #524, 121.0 s", "step 9, after all_reduce ring 1152 B, #523")
+    for rank, number, busy_s in ((0, 524, 121), (1, 523, 119.6)):  # rank 1's last heartbeat is a little older
+        watch.heard(Heartbeat(rank=rank, step=9, doing=doing[rank], busy_s=busy_s, num_collectives=number))
+    assert watch.check() == (
+        "rank 1 (pid 22) has been at one step for 120 s: step 9, after all_reduce ring 1152 B, #523 "
+        "(rank 0: step 9: all_reduce ring 1152 B, #524, 121.0 s)"
+    )
+
+
+def test_a_step_that_moves_may_last_and_hangs_when_it_no_longer_does(watch: Watch) -> None:
+    for busy_s, number in ((1.0, 10), (119.0, 400), (238.0, 800), (357.0, 801), (476.0, 801)):
+        for rank in range(2):
+            doing = f"step 9: all_reduce ring 1152 B, #{number}, 0.4 s"
+            watch.heard(Heartbeat(rank=rank, step=9, doing=doing, busy_s=busy_s, num_collectives=number))
+        assert watch.check() is None
+    watch.heard(Heartbeat(rank=0, step=9, doing="step 9: a barrier", busy_s=478.0, num_collectives=801))
+    reason = watch.check()
+    assert reason is not None
+    assert "rank 0 (pid 11) has been at one step for 478 s, 121 s without a new collective: step 9: a barrier" in reason
+
+
+def test_last_words_are_newer_than_heartbeats(watch: Watch) -> None:
+    beat(watch, 0, doing="step 7, after all_reduce ring 8 B, #3")
+    watch.heard(failed(0, "PeerLostError: rank 1 is gone", symptom=True))
+    watch.exited(1, -signal.SIGKILL)
+    reason = watch.check()
+    assert reason is not None and reason.endswith("(rank 0: step 7)")
+
+
+def test_the_first_reason_stays(watch: Watch) -> None:
+    watch.exited(1, -signal.SIGKILL)
+    first = watch.check()
+    watch.exited(0, 3)
+    assert watch.check() == first
+
+
+@pytest.fixture
+def stopped() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        yield process.pid
+        process.kill()
+
+
+def test_a_stopped_process_is_told_from_a_busy_one(stopped: int, clock: Clock) -> None:
+    watch = Watch([stopped], rank_timeout_s=10, step_timeout_s=120, clock=clock)
+    watch.check()
+    pass_time(watch, clock, 11)
+    assert watch.reason is not None and f"rank 0 (pid {stopped}) is stopped (SIGSTOP)" in watch.reason
+
+
+def test_a_replica_may_wait_for_another_one_as_long_as_that_gets_on(clock: Clock) -> None:
+    watch = Watch([11, 22, 33, 44], rank_timeout_s=10, step_timeout_s=120, num_replicas=2, clock=clock)
+    watch.serving = True
+
+    def beat_all(busy_s: float, num_collectives: int) -> None:
+        for rank in (0, 1):
+            watch.heard(Heartbeat(rank=rank, step=9, doing="step 9", busy_s=busy_s, num_collectives=9, num_meetings=5))
+        for rank, number in ((2, num_collectives), (3, num_collectives - 1)):
+            watch.heard(
+                Heartbeat(rank=rank, step=9, doing="step 9", busy_s=busy_s, num_collectives=number, num_meetings=4)
+            )
+
+    beat_all(0.1, 10)
+    beat_all(130, 60)
+    assert watch.check() is None
+    beat_all(251, 60)
+    reason = watch.check()
+    assert reason is not None
+    assert reason.startswith(
+        "rank 3 (replica 1) (pid 44) has been at one step for 251 s, 121 s without a new collective"
+    )
+    assert "rank 0 (replica 0): step 9" in reason

@@ -1,0 +1,157 @@
+"""What a rank does before it loads: every AllReduce checked, wrong ones out, the result told the same way on all ranks."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import run_in_process
+from helpers.comm.fixed_policy import fixed_policy
+from msgspec import structs
+from torch import Tensor
+
+from tightwire.comm.all_reduce import registry
+from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
+from tightwire.comm.group.group import Group
+from tightwire.comm.policy.rules import Choice, Policy, QuarantinedError, Rule
+from tightwire.server.ipc.messages import CommChoice, CommSetup, SelfTestVerdict
+from tightwire.server.plan.rank_setup import Arm, RunPlan
+from tightwire.server.ranks.rank_comm import check_comm
+
+
+class BrokenAllReduce(OneShotAllReduce):
+    """One-shot that forgets the first rank."""
+
+    name = "broken"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x if self.rank else torch.zeros_like(x))
+
+
+@pytest.fixture(autouse=True)
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.ALL_REDUCE, "broken", f"{__name__}:BrokenAllReduce")
+
+
+def plan(policy: Policy, transport: str = "process-group", library_policy: Policy | None = None) -> RunPlan:
+    return RunPlan(
+        device="cpu",
+        dtype="float32",
+        allreduce="auto",
+        transport=transport,
+        max_model_len=16,
+        num_blocks=1,
+        policy=policy,
+        library_policy=library_policy,
+    )
+
+
+def _check(group: Group, run_plan: RunPlan) -> tuple[CommSetup, Tensor | None]:
+    checked = check_comm(group, run_plan, row_elems=64, max_rows=8)
+    if checked.routes is None:
+        return checked.setup, None
+    return checked.setup, checked.routes.all_reduce("o_proj", 0, "decode")(torch.ones(4))
+
+
+def test_auto_goes_on_without_a_wrong_algorithm_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    rules = tuple(
+        Rule(site, phase, (Choice(None, ("broken", "two-shot"), "fastest"),))
+        for site in ("embed", "o_proj", "down_proj")
+        for phase in ("prefill", "decode")
+    )
+    with caplog.at_level(logging.ERROR):
+        results = run_in_process(2, _check, plan(Policy(rules)))
+    setup, total = results[0]
+    assert results[1][0] == setup
+    assert total is not None and bool((total == 2).all())
+    assert [(v.algorithm, v.ok) for v in setup.self_test] == [("broken", False), ("two-shot", True)]
+    assert {choice.algorithm for choice in setup.choices} == {"two-shot"} and len(setup.choices) == 6
+    assert "in place of broken, which failed the self-test" in setup.choices[0].reason
+    assert "quarantined broken" in caplog.text and caplog.text.count("quarantined") == 1
+
+
+def test_a_wrong_algorithm_that_was_named_is_refused() -> None:
+    with pytest.raises(QuarantinedError, match=r"left without an AllReduce.*broken: rank 0: 256 B: 6\d of 64 sums"):
+        run_in_process(2, _check, plan(fixed_policy("broken")))
+
+
+def test_what_is_sound_is_reported_as_it_was_decided() -> None:
+    setup, _ = run_in_process(2, _check, plan(fixed_policy("ring")))[1]
+    assert (setup.transport, setup.num_nodes) == ("process-group", 1)
+    assert setup.choices[0] == CommChoice("embed", "prefill", None, "ring", "for everything")
+    assert setup.self_test == [SelfTestVerdict("ring", True, "checked with 256 B and 2048 B of float32")]
+
+
+def test_a_single_rank_has_nothing_to_check() -> None:
+    ((setup, total),) = run_in_process(1, _check, plan(Policy(())))
+    assert total is None and setup.choices == [] and setup.self_test == []
+
+
+def test_the_check_is_counted_apart_from_the_work() -> None:
+    def phases(group: Group) -> set[str]:
+        _check(group, plan(fixed_policy("ring")))
+        return {count.phase for count in group.ledger.counts()}
+
+    assert run_in_process(2, phases)[0] == {"self-test"}
+
+
+def _check_without_peer_memory(group: Group, run_plan: RunPlan) -> CommSetup:
+    return _check(replace(group, no_peer_memory="rank 0: the GPUs are strangers"), run_plan)[0]
+
+
+def test_without_peer_memory_the_policy_for_the_library_is_in_force() -> None:
+    here = plan(fixed_policy("flash-int8"), "peer-memory", library_policy=fixed_policy("two-shot"))
+    setup = run_in_process(2, _check_without_peer_memory, here)[0]
+    assert setup.transport == "process-group" and {choice.algorithm for choice in setup.choices} == {"two-shot"}
+    assert setup.transport_reason == "no peer memory: rank 0: the GPUs are strangers"
+
+
+def test_peer_memory_that_was_named_and_cannot_be_had_is_refused() -> None:
+    with pytest.raises(ValueError, match="--transport peer-memory cannot be had: rank 0: the GPUs are strangers; use"):
+        run_in_process(2, _check_without_peer_memory, plan(fixed_policy("ring"), "peer-memory"))
+
+
+def test_further_policies_are_checked_and_reported_by_name() -> None:
+    int8 = (Choice(None, ("flash-int8",), "policy file mix.json"),)
+    mixed = Policy((Rule("o_proj", "prefill", int8, layers=(1, 3)), *fixed_policy("ring").rules))
+    here = structs.replace(plan(fixed_policy("two-shot")), own_arm="two-shot", extra=(Arm("policy:mix.json", mixed),))
+    assert here.arms == ("two-shot", "policy:mix.json")
+
+    def check(group: Group) -> tuple[CommSetup, tuple[str, ...], list[str]]:
+        checked = check_comm(group, here, row_elems=64, max_rows=8)
+        assert checked.routes is not None
+        sums = [checked.routes.all_reduce("o_proj", layer, "prefill", arm) for arm in (0, 1) for layer in (0, 1)]
+        return checked.setup, checked.routes.arms, [type(all_reduce).__name__ for all_reduce in sums]
+
+    setup, arms, sums = run_in_process(2, check)[1]
+    assert arms == here.arms
+    assert sums == ["TwoShotAllReduce", "TwoShotAllReduce", "RingAllReduce", "FlashAllReduce"]
+    assert {choice.algorithm for choice in setup.choices} == {"two-shot"}
+    (choices,) = setup.extra.values()
+    assert choices[0] == CommChoice("o_proj", "prefill", None, "flash-int8", "policy file mix.json", layers=[1, 3])
+    assert [verdict.algorithm for verdict in setup.self_test] == ["two-shot", "flash-int8", "ring"]
+
+
+def test_a_further_algorithm_that_sums_wrongly_is_refused_by_its_name() -> None:
+    here = structs.replace(plan(fixed_policy("ring")), extra=(Arm("broken", fixed_policy("broken")),))
+    with pytest.raises(QuarantinedError, match=r"--allreduce-extra broken: .* left without an AllReduce"):
+        run_in_process(2, _check, here)
+
+
+def test_without_peer_memory_further_policies_are_those_for_the_library() -> None:
+    arm = Arm("flash-int8", fixed_policy("flash-int8"), library_policy=fixed_policy("ring"))
+    here = plan(fixed_policy("flash-int8"), "peer-memory", library_policy=fixed_policy("two-shot"))
+    setup = run_in_process(2, _check_without_peer_memory, structs.replace(here, extra=(arm,)))[0]
+    assert {choice.algorithm for choice in setup.extra["flash-int8"]} == {"ring"}
+
+
+def test_others_are_awaited_once_everything_is_compiled() -> None:
+    def check(group: Group) -> list[int]:
+        seen: list[int] = []
+        awaited = plan(fixed_policy("ring"))
+        check_comm(
+            group, awaited, row_elems=64, max_rows=8, await_others=lambda: seen.append(len(group.ledger.counts()))
+        )
+        return seen
+
+    assert run_in_process(2, check) == [[0], [0]]

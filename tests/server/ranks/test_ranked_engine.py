@@ -1,0 +1,39 @@
+"""What the HTTP process does when its own ears fail: it says so and ends, and does not wait for ever."""
+
+import sys
+
+import pytest
+
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.ipc.engine_client import Phase
+from tightwire.server.ipc.messages import Stage
+from tightwire.server.plan.progress import Progress
+from tightwire.server.ranks.processes import Ranks
+from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
+
+# A rank that reports a stage to the address in its first line, and then waits to be killed.
+_RANK = """
+import sys, time, msgspec, zmq
+from tightwire.server.ipc.channels import connect_sender
+from tightwire.server.ipc.messages import Stage
+address = msgspec.json.decode(sys.stdin.readline())["to_parent"]
+context = zmq.Context()
+sender = connect_sender(context, address)
+sender.send(msgspec.msgpack.encode(Stage(rank=0, name="import", fraction=0.0)))
+time.sleep(60)
+"""
+
+
+class _BrokenProgress(Progress):
+    def stage(self, stage: Stage) -> None:
+        raise ValueError(f"cannot show {stage.name}")
+
+
+async def test_a_fault_while_listening_ends_the_wait(caplog: pytest.LogCaptureFixture) -> None:
+    progress = _BrokenProgress(1, lambda text: None)
+    with Ranks(1, command=(sys.executable, "-c", _RANK)) as ranks:
+        async with RankedEngine(ServeConfig(), ranks, progress) as engine:
+            with pytest.raises(RankFailedError, match="engine client broke: ValueError.*cannot show import"):
+                await engine.wait_ready()
+            assert engine.client.state.phase is Phase.DEAD
+    assert "the engine client broke" in caplog.text

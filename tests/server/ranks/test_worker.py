@@ -1,0 +1,171 @@
+"""Rank processes without a model: what they are told, what they report, and how they end."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+import zmq
+from helpers.comm import rank_bodies
+from helpers.server.server_process import is_alive, wait_until
+
+from tightwire.comm.ledger.trace import clock_name
+from tightwire.server.config.serve import ServeConfig
+from tightwire.server.ipc.channels import bind_receiver, connect_sender
+from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Record, Recorded, Stage
+from tightwire.server.plan.rank_setup import RankWork, RunPlan
+from tightwire.server.ranks.processes import Ranks
+
+pytestmark = pytest.mark.alone
+
+WORK = RankWork(
+    location="some/model",
+    config=ServeConfig(),
+    plan=RunPlan(device="cpu", dtype="float32", allreduce="native", transport="none", max_model_len=16, num_blocks=1),
+)
+WAIT_MS = 60_000
+
+M = TypeVar("M", bound=FromRank)
+
+
+class Parent:
+    """The parent's side of two ranks: their processes, and the inbox for what they say."""
+
+    def __init__(self, body: str) -> None:
+        self.ranks = Ranks(2, (sys.executable, rank_bodies.__file__, body))
+        self._context = zmq.Context()
+        self._inbox = bind_receiver(self._context, self.ranks.to_parent)
+        self._decoder = msgspec.msgpack.Decoder(FromRank)
+
+    def hear(self, kind: type[M], wanted: Callable[[M], bool] = lambda message: True) -> M:
+        """The next message of one kind that is wanted."""
+        while self._inbox.poll(WAIT_MS):
+            message = self._decoder.decode(self._inbox.recv())
+            if isinstance(message, kind) and wanted(message):
+                return message
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def ask(self, rank: int, message: Record) -> None:
+        """Send to a rank's reporter."""
+        with connect_sender(self._context, self.ranks.reporters[rank]) as sender:
+            sender.send(msgspec.msgpack.encode(message))
+            sender.setsockopt(zmq.LINGER, WAIT_MS)
+
+    def close(self) -> None:
+        self.ranks.kill()
+        self._inbox.close(linger=0)
+        self._context.term()
+
+
+@pytest.fixture
+def parent(request: pytest.FixtureRequest) -> Iterator[Parent]:
+    parent = Parent(request.param)
+    yield parent
+    parent.close()
+
+
+def with_body(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("parent", [name], indirect=True, ids=[name])
+
+
+@with_body("tell")
+def test_a_rank_is_told_its_work_and_ends_by_itself(parent: Parent) -> None:
+    parent.ranks.hand_out(WORK)
+    said: dict[int, list[str]] = {0: [], 1: []}
+    while min(map(len, said.values())) < 4:
+        stage = parent.hear(Stage, lambda stage: stage.seconds is not None)
+        said[stage.rank].append(stage.name)
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert said[0] == ["import", "some/model", threads, "True"]
+    assert said[1] == ["import", "some/model", threads, "False"]
+    assert asyncio.run(parent.ranks.wait(30))
+
+
+@with_body("sleep")
+def test_heartbeats_say_what_a_busy_rank_does(parent: Parent) -> None:
+    parent.ranks.hand_out(WORK)
+    beat = parent.hear(Heartbeat, lambda beat: beat.step == 4 and beat.busy_s > 0.5)
+    assert beat.doing.startswith("step 4: all_reduce ring 8 B, #3, ")
+    assert beat.num_collectives == 3
+    assert [latency[:3] for latency in beat.latencies] == [("all_reduce", "ring", "")]
+
+
+@with_body("sleep")
+def test_a_rank_that_hangs_still_sends_its_recording(parent: Parent) -> None:
+    parent.ranks.hand_out(WORK)
+    parent.hear(Heartbeat, lambda beat: beat.num_collectives == 3)
+    parent.ask(1, Record(id=8, seconds=0.1))
+    first = parent.hear(Recorded)
+    last = first if first.last else parent.hear(Recorded, lambda part: part.last)
+    assert (first.rank, first.id, last.rank, last.id) == (1, 8, 1, 8)
+    assert [(event.number, event.message_bytes, event.finished) for event in first.events] == [(3, 8, False)]
+    assert first.clock == clock_name()
+    parent.hear(Heartbeat, lambda beat: beat.rank == 1)
+
+
+@pytest.mark.parametrize(
+    ("parent", "message", "symptom"),
+    [("fail", "ValueError: out of luck", False), ("lose_peer", "PeerLostError: rank 1 is gone", True)],
+    indirect=["parent"],
+)
+def test_last_words_name_the_error_and_whether_another_rank_caused_it(
+    parent: Parent, message: str, symptom: bool
+) -> None:
+    parent.ranks.hand_out(WORK)
+    failed = parent.hear(Failed)
+    assert (failed.message, failed.symptom) == (message, symptom)
+    assert "Traceback" in failed.traceback
+    assert symptom or failed.doing == "step 4"
+
+
+@with_body("sleep")
+def test_signals_are_left_to_the_parent_and_kill_ends_even_a_stopped_rank(parent: Parent) -> None:
+    parent.ranks.hand_out(WORK)
+    heard = {parent.hear(Heartbeat, lambda beat: beat.step == 4).rank}
+    heard.add(parent.hear(Heartbeat, lambda beat: beat.step == 4 and beat.rank not in heard).rank)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for pid in parent.ranks.pids:
+            os.kill(pid, number)
+    parent.hear(Heartbeat, lambda beat: beat.busy_s > 1)
+    assert all(map(is_alive, parent.ranks.pids))
+    os.kill(parent.ranks.pids[1], signal.SIGSTOP)
+    parent.ranks.kill()
+    assert not any(map(is_alive, parent.ranks.pids))
+
+
+def test_signals_are_left_to_the_parent_from_the_first_moment() -> None:
+    with Ranks(2, (sys.executable, "-c", "import time; time.sleep(60)")) as ranks:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for pid in ranks.pids:
+                os.kill(pid, number)
+        assert not asyncio.run(ranks.wait(0.5))
+        assert all(map(is_alive, ranks.pids))
+
+
+@with_body("sleep")
+def test_an_end_is_noticed_at_once_with_its_signal(parent: Parent) -> None:
+    async def first_exit() -> tuple[int, int]:
+        exits: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        parent.ranks.on_exit(asyncio.get_running_loop(), lambda rank, code: exits.put_nowait((rank, code)))
+        os.kill(parent.ranks.pids[1], signal.SIGKILL)
+        return await asyncio.wait_for(exits.get(), 20)
+
+    assert asyncio.run(first_exit()) == (1, -signal.SIGKILL)
+
+
+def test_a_rank_ends_when_its_input_does() -> None:
+    """The second way a parent's death shows, where the kernel was not asked to tell."""
+    source = str(Path(__file__).parents[3] / "src")
+    environment = {**os.environ, "PYTHONPATH": source}
+    with subprocess.Popen(
+        [sys.executable, rank_bodies.__file__, "sleep"], stdin=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        wait_until(lambda: not is_alive(process.pid), 30)

@@ -1,0 +1,242 @@
+"""What the engine offers beside training, and what it says when it is used wrongly or a rank is lost."""
+
+import copy
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.model.small_llama import small_llama
+from helpers.training.training_ranks import (
+    adamw,
+    batches_of,
+    loss_of,
+    open_engine,
+    reference,
+    run_groups,
+    run_training,
+    train,
+)
+from torch import Tensor
+
+from tightwire.comm.errors import CollectiveTimeoutError, PeerLostError
+from tightwire.training.config.sharding import SHARDINGS
+from tightwire.training.engine.engine import Engine
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.units import plan_units
+from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
+
+ZERO3 = EngineOptions()
+TOKENS = torch.arange(12).view(1, 12)
+
+
+def alone() -> TrainGroups:
+    return in_process_train_groups(1)[0]
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_an_evaluation_is_the_model(name: str) -> None:
+    model = small_llama(frozen=("model.layers.0",))
+    models, want = [copy.deepcopy(model) for _ in range(4)], model(TOKENS).logits
+
+    def run_rank(groups: TrainGroups) -> Tensor:
+        own = models[groups.rank]
+        with open_engine(own, groups, replace(ZERO3, sharding=SHARDINGS[name])) as engine, engine.evaluation():
+            own(TOKENS)
+            return own(TOKENS).logits
+
+    for logits in run_groups(in_process_train_groups(4, num_nodes=2), run_rank):
+        assert torch.equal(logits, want)
+        assert not logits.requires_grad
+
+
+def test_a_model_without_memory_is_loaded_and_given_back() -> None:
+    model = small_llama(tie_word_embeddings=True, frozen=("model.layers.1",))
+    given = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def run_rank(groups: TrainGroups) -> None:
+        with torch.device("meta"):
+            own = small_llama(tie_word_embeddings=True, frozen=("model.layers.1",))
+        with open_engine(own, groups, ZERO3) as engine:
+            engine.load_full(lambda name: given[name])
+            got = {name: tensor.clone() for name, tensor in engine.full_tensors()}
+            assert got.keys() == given.keys()
+            assert all(torch.equal(got[name], tensor) for name, tensor in given.items())
+            with pytest.raises(ValueError, match=r"embed_tokens.weight is \(80, 32\) here, got \(3,\)"):
+                engine.load_full(lambda name: torch.zeros(3))
+
+    run_groups(in_process_train_groups(2), run_rank)
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_clipping_is_by_the_norm_over_all_ranks(name: str) -> None:
+    model, batches, options = small_llama(), batches_of(4, 1, 1), replace(ZERO3, sharding=SHARDINGS[name])
+
+    runs = run_training(model, options, batches, num_nodes=2, max_norm=0.01)
+
+    gradients = reference(model, options, batches, num_nodes=2)[0].gradients[0]
+    want = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in gradients.values()]))
+    assert runs[0].norms[0] == pytest.approx(float(want), rel=1e-6)
+    assert len({run.norms[0] for run in runs}) == 1
+    assert all(torch.equal(run.parameters[n], runs[0].parameters[n]) for run in runs for n in run.parameters)
+
+
+def test_bfloat16_computes_on_rounded_weights_and_steps_on_exact_ones() -> None:
+    model, batches = small_llama(), batches_of(1, num_steps=4, accumulation=2)
+
+    model.bfloat16()
+    got = run_training(model, replace(ZERO3, compute_dtype=torch.bfloat16), batches)[0]
+
+    masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
+    optimizer, losses = adamw(masters), []
+    for step in batches:
+        for micro in step:
+            loss = loss_of(model, micro[0])
+            losses.append(loss.item())
+            (loss / len(step)).backward()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                assert parameter.grad is not None
+                master.grad = parameter.grad.float() + (0 if master.grad is None else master.grad)
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            parameter.data.copy_(master)
+    assert got.losses == losses
+    names = [name for name, _ in model.named_parameters()]
+    assert all(torch.equal(got.parameters[name], master) for name, master in zip(names, masters, strict=True))
+
+
+def test_replicas_that_begin_unlike_are_refused() -> None:
+    models = [small_llama() for _ in range(2)]
+    with torch.no_grad():
+        next(models[1].parameters()).add_(1)
+
+    with pytest.raises(ValueError, match="begins with other parameters"):
+        run_groups(
+            in_process_train_groups(2),
+            lambda groups: open_engine(models[groups.rank], groups, replace(ZERO3, sharding=SHARDINGS["none"])),
+        )
+
+
+def test_a_rank_that_fails_frees_the_others() -> None:
+    models, start_s = [small_llama() for _ in range(2)], time.monotonic()
+
+    def run_rank(groups: TrainGroups) -> None:
+        own = models[groups.rank]
+        with open_engine(own, groups, ZERO3) as engine:
+            if groups.rank == 1:
+                raise ZeroDivisionError
+            with pytest.raises(PeerLostError, match="lost rank 1"):
+                train(engine, own, batches_of(2, 1, 1), groups.rank)
+
+    with pytest.raises(ZeroDivisionError):
+        run_groups(in_process_train_groups(2, timeout_s=120.0), run_rank)
+    assert time.monotonic() - start_s < 60
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    models = [small_llama() for _ in range(4)]
+
+    def run_rank(groups: TrainGroups) -> None:
+        own = models[groups.rank]
+        with open_engine(own, groups, ZERO3) as engine:
+            if groups.rank == 3:
+                time.sleep(2)
+                return
+            with pytest.raises(CollectiveTimeoutError, match="rank 3"):
+                train(engine, own, batches_of(4, 1, 1), groups.rank)
+
+    run_groups(in_process_train_groups(4, timeout_s=0.5), run_rank)
+
+
+def test_backward_fails_with_what_stopped_the_lane() -> None:
+    """The lane's error comes out of ``loss.backward()`` as it is."""
+    models = [small_llama() for _ in range(2)]
+
+    def run_rank(groups: TrainGroups) -> None:
+        own = models[groups.rank]
+        with open_engine(own, groups, ZERO3) as engine, engine.micro_batch(last=True):
+            loss = loss_of(own, TOKENS)
+            if groups.rank == 0:
+                with pytest.raises(PeerLostError, match="lost rank 1"):
+                    loss.backward()
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        run_groups(in_process_train_groups(2), run_rank)
+
+
+def test_wrong_use_is_told() -> None:
+    model, options = small_llama(), replace(ZERO3, checkpoint_every=1)
+    with open_engine(model, alone(), options) as engine:
+        with pytest.raises(RuntimeError, match=r"run it inside engine\.micro_batch"):
+            model(TOKENS)
+        with engine.evaluation(), pytest.raises(RuntimeError, match="under way"), engine.micro_batch(last=True):
+            pass
+        with pytest.raises(RuntimeError, match="say last=True"):
+            engine.finish_gradients()
+        with engine.evaluation(), pytest.raises(RuntimeError, match="under way"):
+            engine.weights_changed()
+        with pytest.raises(ValueError, match="use_cache=False"), engine.micro_batch(last=True):
+            model(TOKENS, use_cache=True)
+        with pytest.raises(RuntimeError, match="close the engine"), engine.evaluation():
+            pass
+
+
+def test_a_block_is_called_once_in_a_micro_batch() -> None:
+    model = small_llama()
+    with (
+        open_engine(model, alone(), ZERO3) as engine,
+        pytest.raises(RuntimeError, match=r"blocks\.0 was called twice"),
+        engine.micro_batch(last=True),
+    ):
+        model(TOKENS)
+        model(TOKENS)
+
+
+def test_gradients_after_the_last_micro_batch_are_refused() -> None:
+    model = small_llama()
+    with open_engine(model, alone(), ZERO3) as engine:
+        for last in (True, False):
+            with engine.micro_batch(last=last):
+                loss = loss_of(model, TOKENS)
+                if last:
+                    loss.backward()
+                else:
+                    with pytest.raises(RuntimeError, match="after they were handed over"):
+                        loss.backward()
+
+
+@pytest.mark.parametrize("prefetch", ["explicit", "implicit"])
+def test_a_forward_without_backward_leaves_nothing_behind(prefetch: Any) -> None:
+    model, want = small_llama(), small_llama()
+    with open_engine(model, alone(), replace(ZERO3, prefetch=prefetch)) as engine:
+        for last in (False, True):
+            with engine.micro_batch(last=last):
+                loss_of(model, TOKENS)
+        engine.finish_gradients()
+        assert all(not main.grad.any() for _, main in engine.named_flats() if main.grad is not None)
+        engine.weights_changed()
+        with engine.evaluation():
+            assert torch.equal(model(TOKENS).logits, want(TOKENS).logits)
+
+
+def test_a_model_of_which_only_a_part_has_memory_is_refused() -> None:
+    model = small_llama()
+    model.lm_head.to("meta")
+    with pytest.raises(ValueError, match=r"lm_head\.weight are on the meta device; all are to be, or none"):
+        open_engine(model, alone(), ZERO3)
+
+
+def test_groups_and_plan_must_go_together() -> None:
+    model, groups = small_llama(), in_process_train_groups(2)[0]
+    with pytest.raises(
+        ValueError, match="cuts units for 1 ranks; sharding zero3 of 2 ranks on 1 nodes cuts them for 2"
+    ):
+        Engine(model, plan_units(model, 1), groups, ZERO3)
+    with pytest.raises(ValueError, match="needs two nodes or more, got one"):
+        Engine(model, plan_units(model, 2), groups, replace(ZERO3, secondary=True))
+    with pytest.raises(ValueError, match=r"give what sums over them \(between\)"):
+        Engine(model, plan_units(model, 1), groups, replace(ZERO3, sharding=SHARDINGS["none"]))

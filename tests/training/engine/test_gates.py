@@ -1,0 +1,45 @@
+"""Blocks are called as they like: by keyword, with tensors in containers, several outputs, and weights that are not used."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers.server.keyword_model import BLOCKS, KeywordModel, keyword_loss
+from helpers.training.training_ranks import batches_of, open_engine, reference, run_groups, train
+from torch import nn
+
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.trace import Trace
+from tightwire.training.ranks.groups import in_process_train_groups
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 1])
+def test_keyword_inputs_in_containers(checkpoint_every: int) -> None:
+    model, options = KeywordModel(), EngineOptions(checkpoint_every=checkpoint_every)
+    batches = batches_of(2, num_steps=3, accumulation=2)
+    for layer in model.layers:
+        layer.unused = nn.Linear(2, 3)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    orders = []
+
+    def run_rank(groups: Any) -> Any:
+        own, trace = models[groups.rank], Trace()
+        with open_engine(own, groups, options, BLOCKS, trace) as engine:
+            with engine.micro_batch(last=True):
+                keyword_loss(own, batches[0, 0, groups.rank]).backward()
+            engine.finish_gradients()
+            orders.append([(e.unit, e.begins) for e in trace.take() if e.kind == "compute" and "blocks" in e.unit])
+            engine.weights_changed()
+            return train(engine, own, batches, groups.rank, loss=keyword_loss)
+
+    runs = run_groups(in_process_train_groups(2), run_rank)
+
+    # A block's backward has ended before that of the one before it begins.
+    forward = [(f"blocks.{i}", begins) for i in range(4) for begins in (True, False)]
+    backward = [(f"blocks.{i}", begins) for i in (3, 2, 1, 0) for begins in (True, False)]
+    assert orders == [forward + backward] * 2
+    want = reference(model, options, batches, loss=keyword_loss)
+    assert [run.losses for run in runs] == [run.losses for run in want]
+    unlike = [n for n, value in want[0].parameters.items() if not torch.equal(runs[0].parameters[n], value)]
+    assert not unlike

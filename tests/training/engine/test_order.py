@@ -1,0 +1,268 @@
+"""C1 to C4 hold whatever takes how long, with the same results; without any one of the waits they do not, and it shows."""
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from helpers.model.small_llama import small_llama
+from helpers.training.training_ranks import (
+    adamw,
+    assert_same,
+    batches_of,
+    open_engine,
+    reference,
+    run_groups,
+    run_training,
+    train,
+)
+from torch import Tensor, nn
+
+from tightwire.comm.buffers import BufferConflictError, BufferPool, Slot
+from tightwire.training.config.sharding import parse_sharding
+from tightwire.training.engine import gradients, secondary, weights
+from tightwire.training.engine.lane import Lane
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.trace import Event, OrderError, Trace, check_trace
+from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
+
+Delay = Callable[[], object]
+_LONGEST_WAIT_S = 60.0  # of what is to happen; nothing takes as long
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delay: Delay) -> Tensor:
+        ctx.delay = delay
+        delay()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.delay()
+        return grad, None
+
+
+class Sleepy(nn.Module):
+    """SiLU that takes its time, forward and backward."""
+
+    def __init__(self, delay: Delay) -> None:
+        super().__init__()
+        self._delay = delay
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(nn.functional.silu(x), self._delay)  # pyright: ignore[reportReturnType]
+
+    def __deepcopy__(self, _: object) -> "Sleepy":
+        return Sleepy(self._delay)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, *, gather: Delay, reduce: Delay) -> None:
+    def after(delay: Delay, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            delay()
+            return fn(*args)
+
+        return run
+
+    for module, name in ((weights, "gather_shards"), (weights, "gather_over_nodes"), (secondary, "gather_inside")):
+        monkeypatch.setattr(module, name, after(gather, getattr(module, name)))
+    monkeypatch.setattr(gradients, "reduce_scatter", after(reduce, gradients.reduce_scatter))
+
+
+def slow_llama(delay: Delay) -> nn.Module:
+    model = small_llama(num_hidden_layers=6)
+    for i in range(6):
+        model.get_submodule(f"model.layers.{i}.mlp").act_fn = Sleepy(delay)
+    return model
+
+
+DELAYED: dict[str, tuple[EngineOptions, int, int]] = {  # options, ranks, nodes
+    "zero3": (EngineOptions(), 2, 1),
+    "hybrid-three-buffers": (EngineOptions(sharding=parse_sharding("hybrid"), num_buffers=3), 2, 2),
+    "zero2": (EngineOptions(sharding=parse_sharding("zero2")), 2, 1),
+    "copies-of-nodes": (EngineOptions(secondary=True), 4, 2),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", DELAYED)
+def test_delays_change_nothing(case: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, world_size, num_nodes = DELAYED[case]
+    draw = random.Random(seed)
+    speeds = [draw.choice([0.0, 0.002, 0.005]) for _ in range(3)]
+
+    def delay_of(limit_s: float) -> Delay:
+        return lambda: time.sleep(draw.random() * limit_s)
+
+    slow_down(monkeypatch, gather=delay_of(speeds[0]), reduce=delay_of(speeds[1]))
+    model, batches = slow_llama(delay_of(speeds[2])), batches_of(world_size, num_steps=2, accumulation=2)
+
+    got = run_training(model, options, batches, num_nodes)
+
+    assert_same(got, reference(model, options, batches, num_nodes))
+
+
+class Watched(Trace):
+    """A trace that can be waited for, so that what is to happen first does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun: set[tuple[str, str]] = set()
+        self._changed = threading.Condition()
+
+    def _note(self, kind: str, begins: bool, unit: str, buffer: str) -> None:
+        super()._note(kind, begins, unit, buffer)
+        with self._changed:
+            self._begun |= {(kind, unit)} if begins else set()
+            self._changed.notify_all()
+
+    def has(self, kind: str, unit: str) -> bool:
+        return (kind, unit) in self._begun
+
+    def until(self, kind: str, unit: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.has(kind, unit), _LONGEST_WAIT_S), f"no {kind} of {unit}"
+
+
+def without_wait_to_fill(watched: Watched, kind: str, unit: str) -> type[BufferPool]:
+    """A pool that takes a slot from whoever has it, as soon as ``kind`` of ``unit`` has begun there."""
+
+    class Hasty(BufferPool):
+        def fill(self, owner: int, number: int | None = None, timeout_s: float = math.inf) -> Slot:
+            slot = self.slots[number or 0]
+            if slot.state != "free":
+                watched.until(kind, unit)
+                slot.owner, slot.state = None, "free"
+            return super().fill(owner, number, timeout_s)
+
+    return Hasty
+
+
+def without_wait_to_use(watched: Watched, kind: str, unit: str) -> type[BufferPool]:
+    """A pool that gives a slot out while it is filled, as soon as ``kind`` of ``unit``, which fills it, has begun."""
+
+    class Hasty(BufferPool):
+        def use(self, owner: int, timeout_s: float) -> Slot:
+            watched.until(kind, unit)
+            for slot in self.slots:
+                if slot.owner == owner and slot.state == "filling":
+                    slot.state = "filled"
+            return super().use(owner, timeout_s)
+
+    return Hasty
+
+
+def train_with(
+    monkeypatch: pytest.MonkeyPatch, module: Any, pool: type[BufferPool], watched: Watched, **holds: Delay
+) -> list[Event]:
+    """The trace of a step with ``pool`` in the place of the product's, in which ``holds`` are waited for."""
+    nothing = {name: (lambda: None) for name in ("gather", "reduce", "compute")}
+    delays = {**nothing, **holds}
+    monkeypatch.setattr(module, "BufferPool", pool)
+    slow_down(monkeypatch, gather=delays["gather"], reduce=delays["reduce"])
+    model, batches = slow_llama(delays["compute"]), batches_of(1, num_steps=1, accumulation=1)
+
+    def run_rank(groups: TrainGroups) -> None:
+        # Whose slot was taken finds out when it gives it back; the trace must have it by then.
+        with open_engine(model, groups, EngineOptions(), trace=watched) as engine, suppress(BufferConflictError):
+            train(engine, model, batches, 0)
+
+    run_groups(in_process_train_groups(1), run_rank)
+    return watched.take()
+
+
+def test_without_waiting_for_a_gather_computing_is_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched()
+    pool = without_wait_to_use(watched, "gather", "blocks.0")
+
+    events = train_with(monkeypatch, weights, pool, watched, gather=lambda: watched.until("compute", "blocks.0"))
+
+    with pytest.raises(OrderError, match="C1"):
+        check_trace(events)
+
+
+def test_without_waiting_for_computing_a_gather_is_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched()
+    pool = without_wait_to_fill(watched, "compute", "blocks.0")
+
+    events = train_with(monkeypatch, weights, pool, watched, compute=lambda: watched.until("gather", "blocks.2"))
+
+    with pytest.raises(OrderError, match="C2"):
+        check_trace(events)
+
+
+def test_without_waiting_for_a_reduce_writing_is_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched()
+    pool = without_wait_to_fill(watched, "reduce", "blocks.5")
+
+    events = train_with(monkeypatch, gradients, pool, watched, reduce=lambda: watched.until("write", "blocks.3"))
+
+    with pytest.raises(OrderError, match="C3"):
+        check_trace(events)
+
+
+def test_without_waiting_for_writing_a_reduce_is_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched()
+    pool = without_wait_to_use(watched, "write", "blocks.5")
+
+    def compute() -> None:
+        if watched.has("write", "blocks.5"):  # in backward
+            watched.until("reduce", "blocks.5")
+
+    events = train_with(monkeypatch, gradients, pool, watched, compute=compute)
+
+    with pytest.raises(OrderError, match="C4"):
+        check_trace(events)
+
+
+def test_without_waiting_for_the_lane_gradients_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped = threading.Event()
+    monkeypatch.setattr(Lane, "finish", lambda self, timeout_s: None)
+    slow_down(monkeypatch, gather=lambda: None, reduce=lambda: stepped.wait(_LONGEST_WAIT_S))
+    # Two blocks, so that backward finds a buffer for each.
+    model, batches = small_llama(num_hidden_layers=2), batches_of(1, num_steps=1, accumulation=1)
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        made = adamw(params)
+        made.register_step_pre_hook(lambda *_: stepped.set())
+        return made
+
+    got = run_training(model, EngineOptions(), batches, optimizer=optimizer)
+
+    with pytest.raises(AssertionError, match="gradients of step 0 differ"):
+        assert_same(got, reference(model, EngineOptions(), batches))
+
+
+def events_of(text: str) -> list[Event]:
+    """``gather 0 b0; end gather 0 b0``: kind, unit, buffer."""
+    events = []
+    for i, part in enumerate(text.split(";")):
+        *end, kind, unit, buffer = part.split()
+        events.append(Event(float(i), kind, not end, unit, buffer))
+    return events
+
+
+GOOD = (
+    "gather 0 w;end gather 0 w;compute 0 w;end compute 0 w;gather 1 w;end gather 1 w;compute 1 w;end compute 1 w;"
+    "write 1 g;end write 1 g;reduce 1 g;end reduce 1 g;write 0 g;end write 0 g;reduce 0 g;end reduce 0 g"
+)
+
+
+def test_an_orderly_trace_passes() -> None:
+    check_trace(events_of(GOOD))
+
+
+# Nothing comes after the end of computing with unit 1, nor after the last.
+@pytest.mark.parametrize("dropped", [i for i in range(15) if i != 7])
+def test_a_trace_that_lacks_an_event_is_found_out(dropped: int) -> None:
+    parts = GOOD.split(";")
+    del parts[dropped]
+
+    with pytest.raises(OrderError, match="C[1-4]"):
+        check_trace(events_of(";".join(parts)))

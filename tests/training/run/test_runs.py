@@ -1,0 +1,164 @@
+"""Whole runs: a run that is stopped and goes on is the run that was not, on as many ranks or on others."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.training.training_runs import log_lines, losses, make_config, train
+from transformers import LlamaForCausalLM
+
+from tightwire.model.checkpoint.random import RandomReader
+from tightwire.model.open import open_checkpoint
+from tightwire.training.checkpoint.folders import checkpoints_in, read_about
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.log.run_log import LOG
+from tightwire.training.run import run
+
+_ZERO3 = "parallel.sharding=zero3"
+
+
+class _StopAfter:
+    """Ctrl-C in a run's step after as many as its log has had lines of."""
+
+    def __init__(self, config: TrainConfig, steps: int) -> None:
+        self._config, self._steps = config, steps
+
+    def __call__(self) -> int:
+        is_there = (Path(self._config.run) / LOG).exists()
+        return 2 if is_there and len(losses(self._config)) >= self._steps - 1 else 0
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_nodes", "overrides"),
+    [
+        (1, 1, ()),
+        (2, 1, (_ZERO3, "parallel.gather_codec=int8")),
+        (
+            2,
+            2,
+            (
+                "optimizer.name=sgd",
+                "optimizer.weight_decay=0",
+                "parallel.between={kind: dgc, sparsity: [0.9], dense_below: 64}",
+            ),
+        ),
+    ],
+    ids=["alone", "zero3-int8", "dgc"],
+)
+def test_a_run_that_was_stopped_goes_on_to_the_bit(
+    tmp_path: Path, world_size: int, num_nodes: int, overrides: tuple[str, ...]
+) -> None:
+    whole = make_config(tmp_path, *overrides, run="whole")
+    parted = make_config(tmp_path, *overrides, run="parted")
+
+    assert train(whole, world_size, num_nodes) == [0] * world_size
+    assert train(parted, world_size, num_nodes, _StopAfter(parted, 3)) == [2] * world_size
+    assert len(losses(parted)) == 3
+    assert train(parted, world_size, num_nodes) == [0] * world_size
+
+    assert losses(parted) == losses(whole)
+    exported = [Path(config.run, "model/model.safetensors").read_bytes() for config in (whole, parted)]
+    assert exported[0] == exported[1]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_and_sharding(tmp_path: Path) -> None:
+    whole, parted = make_config(tmp_path, run="whole"), make_config(tmp_path, run="parted")
+    train(whole)
+    train(parted, stop_signal=_StopAfter(parted, 2))
+    train(make_config(tmp_path, _ZERO3, run="parted"), 2, stop_signal=_StopAfter(parted, 4))
+    train(make_config(tmp_path, "parallel.sharding=hybrid", "batch.micro_sequences=1", run="parted"), 4, 2)
+
+    assert len(losses(parted)) == 6
+    assert losses(parted) == pytest.approx(losses(whole), abs=2e-5)  # sums in another order
+
+
+def test_residuals_of_other_replicas_are_averaged(tmp_path: Path) -> None:
+    between = "parallel.between={kind: top-k, sparsity: [0.9], dense_below: 64}"
+    config = make_config(tmp_path, between)
+    train(config, 2, stop_signal=_StopAfter(config, 2))
+    train(make_config(tmp_path, between, "batch.micro_sequences=1"), 4)
+
+    assert read_about(checkpoints_in(Path(config.run))[-1])["replicas"] == 4
+    assert len(losses(config)) == 6
+
+
+def test_checkpoints_are_written_on_the_way_and_the_newest_kept(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "checkpoint={every: 2, keep: 2}")
+    train(config)
+    assert [path.name for path in checkpoints_in(Path(config.run))] == ["step-00000004", "step-00000006"]
+
+
+def test_the_exported_model_is_served_and_read_by_transformers(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "export.dtype=float32", "model.tokenizer=bpe:300", _ZERO3)
+    train(config, 2)
+
+    folder = Path(config.run) / "model"
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint.config.num_layers == 3 and checkpoint.config.dtype == "float32"
+    assert checkpoint.tokenizer().decode(checkpoint.tokenizer().encode("document 7 says")) == "document 7 says"
+    ids = torch.tensor([checkpoint.tokenizer().encode("document 7 says hhhh")])
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loss = model(input_ids=ids, labels=ids).loss
+    assert loss < math.log(300)  # better than a guess: it has learned something, and its weights are where they belong
+
+
+def test_a_run_starts_from_an_exported_model(tmp_path: Path) -> None:
+    first = make_config(tmp_path, "export.dtype=float32", "schedule.steps=2")
+    train(first)
+    values = ["model={start: " + str(Path(first.run) / "model") + "}", "schedule.steps=1", "schedule.warmup_steps=0"]
+    second = make_config(tmp_path, *values, "schedule.kind=constant", run="second")
+    train(second)
+    assert losses(second)[0] < losses(first)[0]
+
+
+def test_evaluations_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    overrides = ("evaluation.every=3", "evaluation.prompts=['document ']", "schedule.steps=3")
+    alone, shared = (make_config(tmp_path, *overrides, run=run) for run in ("alone", "shared"))
+    train(alone)
+    train(make_config(tmp_path, *overrides, _ZERO3, run="shared"), 2)
+
+    (one,), (two,) = ([line for line in log_lines(config) if "held_out_loss" in line] for config in (alone, shared))
+    assert two["held_out_loss"] == pytest.approx(one["held_out_loss"], abs=1e-5)
+    assert one["tokens"] == two["tokens"] == 6 * 16
+    assert one["samples"] == two["samples"] and one["samples"][0][0] == "document "
+
+
+def test_frozen_parameters_stay_as_they_were(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "model.frozen=['model.layers.0.*']", "export.dtype=float32", _ZERO3)
+    train(config, 2)
+    exported = open_checkpoint(str(Path(config.run) / "model"))
+    trained, began = exported.reader(), RandomReader(exported.config, config.seed)
+    now, before = torch.empty(48, 32), torch.empty(48, 32)
+    for layer, same in ((0, True), (1, False)):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        trained.read_into(now, name, rows=range(48))
+        began.read_into(before, name, rows=range(48))
+        assert torch.equal(now, before) is same
+
+
+def test_the_log_has_what_each_step_took(tmp_path: Path) -> None:
+    config = make_config(tmp_path, _ZERO3, "log.plot=true")
+    train(config, 2)
+    line = log_lines(config)[-1]
+    assert line["tokens"] == 8 * 16 and line["wire_bytes"] > 0 and line["memory_bytes"] > 0 and 0 < line["mfu"] < 1
+    assert json.dumps(line)  # no number that JSON does not have
+    assert (Path(config.run) / "loss.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("told", [None, 1e-9])
+def test_a_step_reaches_no_more_than_all_unless_it_was_told_how_much_that_is(
+    told: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "peak_flops", lambda device, dtype: 1.0)  # beside a program that took all the cores
+    config = make_config(tmp_path, f"log.peak_tflops={'null' if told is None else told}", "schedule.steps=2")
+    train(config)
+    assert all((line["mfu"] <= 1) == (told is None) for line in log_lines(config))
+
+
+def test_as_many_blocks_as_buffers_are_trained(tmp_path: Path) -> None:
+    """Then a block's gradients want a buffer that still holds those of its micro-batch before."""
+    config = make_config(tmp_path, _ZERO3, "model.shape.num_hidden_layers=2", "batch.micro_sequences=1")
+    train(config, 2)
+    assert len(losses(config)) == 6

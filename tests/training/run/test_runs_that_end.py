@@ -1,0 +1,220 @@
+"""What ends a run before its last step: refusals in the beginning, inf and NaN, damaged files."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.training.training_runs import log_lines, losses, make_config, train
+
+from tightwire.training.checkpoint.files import CheckpointError
+from tightwire.training.checkpoint.folders import checkpoints_in
+from tightwire.training.checkpoint.resume import OtherRunError
+from tightwire.training.data.documents import DataError
+from tightwire.training.engine.engine import Engine
+from tightwire.training.run.loop import BrokenDataError, DivergedError
+
+_RUINOUS = ("optimizer={name: sgd, lr: 1e30, weight_decay: 0, clip_norm: null}", "schedule.warmup_steps=0")
+
+
+def test_a_gradient_that_is_no_number_stops_with_its_unit_and_what_to_remove(tmp_path: Path) -> None:
+    with pytest.raises(
+        DivergedError,
+        match=r"step 2: the gradient is inf or NaN in .*norms.*step-00000001 has the weights that gave it: remove "
+        r"that folder, and begin anew",
+    ):
+        train(make_config(tmp_path, *_RUINOUS, "checkpoint.every=1"), 2)
+
+
+def test_the_checkpoint_before_the_ruinous_one_is_the_last_good_one(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "schedule.steps=2", "optimizer={name: sgd, weight_decay: 0}"))
+    with pytest.raises(
+        DivergedError, match=r"remove that folder, for the run to go on from .*, .*step-00000002\. Unchanged"
+    ):
+        train(make_config(tmp_path, *_RUINOUS, "checkpoint.every=1"))
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ruin(optimizer: torch.optim.SGD, *_: object) -> None:
+        optimizer.param_groups[0]["params"][0].data[0] = math.inf
+
+    monkeypatch.setattr(torch.optim.SGD, "step", ruin)
+    config = make_config(tmp_path, "optimizer={name: sgd, weight_decay: 0}", "checkpoint.every=1")
+    with pytest.raises(DivergedError, match="step 1: weights or optimizer state .* in embedding; .* no checkpoint yet"):
+        train(config)
+    assert not checkpoints_in(Path(config.run))
+
+
+def _with_late_damage(tmp_path: Path, lines: int) -> str:
+    path = tmp_path / "late.jsonl"
+    path.write_text("".join(f'{{"text": "document {i} of many"}}\n' for i in range(lines)) + "{oops}\n")
+    return f"data={{files: [{path}], sequence_tokens: 16, held_out: 0, shuffle_documents: 0}}"
+
+
+def test_a_signal_before_the_first_step_ends_a_run_without_one(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    assert train(config, 2, stop_signal=lambda: 15) == [15, 15]
+    assert not log_lines(config) and not checkpoints_in(Path(config.run))
+
+
+def test_damaged_data_ends_a_run_with_what_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = _with_late_damage(tmp_path, 30)  # some 40 sequences, of which a step takes 8
+    with pytest.raises(
+        BrokenDataError, match=r"after step (\d): .*late.jsonl:31: is not JSON.* trained is in .*0000000\1;"
+    ):
+        train(make_config(tmp_path, data), 2)
+
+    path = tmp_path / "late.jsonl"
+    path.write_text(path.read_text().replace("{oops}", "      "))
+    config = make_config(tmp_path, data)
+    train(config, 2)
+    assert len(losses(config)) == 6
+    assert "reading the data up to position" in capsys.readouterr().err
+
+
+def test_damaged_data_in_the_beginning_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="late.jsonl:3: is not JSON"):
+        train(make_config(tmp_path, _with_late_damage(tmp_path, 2)), 2)
+
+
+def test_data_without_a_document_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    for tokenizer in ("bytes", "bpe:300"):
+        with pytest.raises(DataError, match=r"data.files: there is no document in .*empty.txt; give files with text"):
+            train(make_config(tmp_path, f"data.files=[{tmp_path}/empty.txt]", f"model.tokenizer={tokenizer}"), 2)
+
+
+def test_a_checkpoint_of_another_model_or_other_data_is_refused_by_name(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "schedule.steps=1", "schedule.warmup_steps=0"))
+
+    for override, words in (
+        ("model.shape.hidden_size=64", r"is a checkpoint of another model: head_dim is 8 there and 16 here"),
+        ("data.sequence_tokens=8", "would not come in the same order: sequence_tokens is 16 there and 8 here"),
+        ("optimizer.name=adam", "made with optimizer AdamW, and this run has Adam"),
+        ("checkpoint.resume=false", r"holds checkpoints \(step-00000001\) and checkpoint.resume is false"),
+    ):
+        with pytest.raises(OtherRunError, match=words):
+            train(make_config(tmp_path, override))
+
+
+def test_fewer_steps_than_were_made_are_refused(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "schedule.steps=2"))
+    with pytest.raises(OtherRunError, match=r"more steps than schedule.steps=1; give at least 2"):
+        train(make_config(tmp_path, "schedule.steps=1", "schedule.warmup_steps=0"))
+
+
+def test_what_was_frozen_stays_so(tmp_path: Path) -> None:
+    frozen = "model.frozen=['model.layers.0.*']"
+    train(make_config(tmp_path, "schedule.steps=2", frozen))
+    with pytest.raises(
+        OtherRunError, match=r"no optimizer state for model.layers.0.*was frozen there \(model.frozen=\['model"
+    ):
+        train(make_config(tmp_path))
+
+
+def test_a_damaged_checkpoint_is_not_gone_on_from(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "schedule.steps=2")
+    train(config, 2)
+    path = checkpoints_in(Path(config.run))[-1] / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002: __1_0.distcp is not as it was written.*no checkpoint before it"
+    ):
+        train(make_config(tmp_path), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "words"),
+    [
+        ("metrics.jsonl", True, "the log .*metrics.jsonl cannot be written"),
+        ("model", False, "export.folder: .*model: is there already and no folder"),
+    ],
+)
+def test_what_stands_in_the_way_is_seen_in_the_beginning(tmp_path: Path, name: str, folder: bool, words: str) -> None:
+    config = make_config(tmp_path)
+    place = Path(config.run) / name
+    place.mkdir(parents=True) if folder else (place.parent.mkdir(), place.touch())
+    with pytest.raises(ValueError, match=words):
+        train(config, 2)
+
+
+def test_what_replaces_a_model_is_seen_in_the_beginning(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="export.folder: .* holds something that is no model"):
+        train(make_config(tmp_path, f"export.folder={tmp_path}"))
+
+
+def test_held_out_text_that_is_too_little_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"held-out documents do not fill one sequence.*raise data.held_out \(now 0.0\)"
+    ):
+        train(make_config(tmp_path, "evaluation.every=2", "data.held_out=0"))
+
+
+def test_sequences_beyond_the_models_positions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sequence_tokens=16 is more than the model's 8 positions"):
+        train(make_config(tmp_path, "model.shape.max_position_embeddings=8"))
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "touch", lambda path: None)  # as on another machine's disk
+    monkeypatch.setattr(Path, "unlink", lambda path: None)
+    with pytest.raises(ValueError, match="ranks 0 and 1 cannot see what rank 0 writes"):
+        train(make_config(tmp_path), 2)
+
+
+_SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), (*_SGD, "parallel.between.kind=dgc"), (*_SGD, "parallel.between.kind=top-k")],
+    ids=["adamw", "dgc", "top-k"],
+)
+def test_the_disk_has_room_for_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    shape = "model.shape={hidden_size: 128, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 512}"
+    config = make_config(tmp_path, *overrides, shape, "schedule={steps: 1}", "export.dtype=float32")
+    train(config, 2)
+    run = Path(config.run)
+    checkpoint, model = (
+        sum(path.stat().st_size for path in folder.iterdir()) for folder in (checkpoints_in(run)[0], run / "model")
+    )
+
+    def room(free: float) -> None:
+        shutil.rmtree(run, ignore_errors=True)
+        monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": int(free)}))
+        train(config, 2)
+
+    needed = 3 * checkpoint + model  # two stay, and one more while it is written
+    room(needed)
+    with pytest.raises(ValueError, match=r"left, and .* are needed for 3 checkpoints of .* and the exported model of"):
+        room(0.9 * needed)  # what is not counted are names, offsets and the tokenizer
+
+
+def test_ranks_that_were_told_other_things_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("another text")
+    overrides = ("optimizer.lr=1", "schedule.steps=9", f"data.files=[{tmp_path}/other.txt]", "log.every=3")
+    with pytest.raises(ValueError, match="ranks were not told the same") as error:
+        train(make_config(tmp_path), 2, others={1: make_config(tmp_path, *overrides)})
+
+    text = str(error.value)
+    assert "optimizer.lr is 0.01 on rank 0, 1.0 on rank 1; schedule.steps is 6 on rank 0, 9 on rank 1" in text
+    assert "the fingerprint of data.files is" in text and "log.every" not in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_replicas_that_begin_with_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Engine.load_full
+
+    def load_badly(engine: Engine, *args: Any) -> None:
+        load(engine, *args)
+        _, first = next(engine.named_flats())
+        first.data[:1].view(torch.int32).add_(engine._groups.rank)  # the last bit
+
+    monkeypatch.setattr(Engine, "load_full", load_badly)
+    with pytest.raises(ValueError, match="ranks 0 and 1 begin with other weights in embedding"):
+        train(make_config(tmp_path), 2)

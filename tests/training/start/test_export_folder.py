@@ -1,0 +1,97 @@
+"""The exported folder: several files where there is much, nothing half done, and every rank to the end whatever happens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tightwire.model.checkpoint.names import expected_tensors
+from tightwire.model.open import open_checkpoint
+from tightwire.training.config.tree import ModelConfig, ShapeConfig
+from tightwire.training.start.export import export_folder
+from tightwire.training.start.model import StartingModel, open_start
+from tightwire.training.start.tokenizer import train_bpe
+
+_SHAPE = ShapeConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> StartingModel:
+    return open_start(ModelConfig(shape=_SHAPE), seed=0, keep_in=tmp_path / "tokenizer", texts=list)
+
+
+def _tensors(start: StartingModel, given: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for name, _ in expected_tensors(start.config):
+        given.append(name)
+        yield name, start.read(name)
+
+
+@pytest.mark.parametrize(("file_bytes", "num_files"), [(1 << 30, 1), (20_000, 5)])
+def test_the_folder_opens_with_the_same_weights(
+    tmp_path: Path, start: StartingModel, file_bytes: int, num_files: int
+) -> None:
+    out = tmp_path / "runs" / "model"
+    export = {"dtype": torch.float32, "writes": True, "file_bytes": file_bytes}
+    assert export_folder(out, _tensors(start, []), start.config, start.tokenizer, **export) == ""
+
+    assert len(list(out.glob("*.safetensors"))) == num_files
+    assert {path.stat().st_mode & 0o444 for path in out.iterdir()} == {(out / "config.json").stat().st_mode & 0o444}
+    checkpoint = open_checkpoint(str(out))
+    assert checkpoint.config == start.config
+    reader = checkpoint.reader()
+    for name, shape in expected_tensors(start.config):
+        read = torch.empty(shape)
+        reader.read_into(read, name, rows=range(shape[0]))
+        assert torch.equal(read, start.read(name))
+
+
+def test_a_rank_that_does_not_write_goes_through_all_the_same(tmp_path: Path, start: StartingModel) -> None:
+    given: list[str] = []
+    export = {"dtype": torch.float32, "writes": False}
+    assert export_folder(tmp_path / "model", _tensors(start, given), start.config, start.tokenizer, **export) == ""
+    assert len(given) == len(list(expected_tensors(start.config)))
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_disk_that_fails_leaves_nothing_and_all_tensors_taken(
+    tmp_path: Path, start: StartingModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("tightwire.training.start.export.save_file", fail)
+    given: list[str] = []
+    export = {"dtype": torch.float32, "writes": True, "file_bytes": 1}
+    error = export_folder(tmp_path / "model", _tensors(start, given), start.config, start.tokenizer, **export)
+    assert "No space left" in error
+    assert len(given) == len(list(expected_tensors(start.config)))
+    assert not list(tmp_path.glob("model*"))
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path, start: StartingModel) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.tex").touch()
+    export = {"dtype": torch.float32, "writes": True}
+    error = export_folder(tmp_path / "model", _tensors(start, []), start.config, start.tokenizer, **export)
+    assert "holds something that is no model; give another export.folder" in error
+    assert (tmp_path / "model" / "thesis.tex").exists()
+
+
+def test_a_trained_tokenizer_is_kept_and_found_again(tmp_path: Path) -> None:
+    texts = ["the quick brown fox jumps over the lazy dog " * 3, "pack my box with five dozen liquor jugs"]
+    trained = train_bpe(290, tmp_path, lambda: texts)
+    found = train_bpe(290, tmp_path, lambda: pytest.fail("it is there"))
+
+    assert trained.vocab_size == found.vocab_size == 290
+    ids = found.encode(texts[1])
+    assert ids == trained.encode(texts[1]) and len(ids) < len(texts[1])
+    assert found.decode(ids) == texts[1]
+    assert found.bos_token_id == 0 and found.eos_token_ids == (1, 3)
+
+
+@pytest.mark.parametrize(("size", "words"), [(100, "give bpe:260 or more"), (5000, r"good for 2\d\d tokens, not 5000")])
+def test_a_tokenizer_of_a_size_that_cannot_be_is_refused(tmp_path: Path, size: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        train_bpe(size, tmp_path, lambda: ["too little text"])

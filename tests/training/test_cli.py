@@ -1,0 +1,105 @@
+"""The verb: exit codes, signals, and ranks of torchrun of which one is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers.training.training_runs import log_lines, losses, make_config, train, write_config
+
+from tightwire.__main__ import main
+from tightwire.training.checkpoint.folders import checkpoints_in
+from tightwire.training.log.run_log import LOG
+
+_OVERRIDES = ("checkpoint.every=2", "schedule.steps=8")
+_PATIENCE_S = 120.0
+
+
+def _wait_for(path: Path, words: str) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not (path.is_file() and words in path.read_text()):
+        assert time.monotonic() < deadline, f"{path} never had {words}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
+) -> None:
+    def send() -> None:
+        _wait_for(tmp_path / "run" / LOG, '"step": 2')
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert main(["train", str(write_config(tmp_path)), "schedule.steps=100000"]) == code
+    sender.join()
+
+    steps = log_lines(make_config(tmp_path))[-1]["step"]
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == [f"step-{steps:08d}"]
+    assert f"stopped after step {steps} of 100000, saved; the same command goes on" in capsys.readouterr().err
+    assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+
+
+def test_refusals_and_failures_have_codes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_config(tmp_path))
+
+    assert main(["train"]) == 2
+    assert main(["train", str(tmp_path / "none.yaml")]) == 2
+    assert main(["train", path, "optimizer.nmae=sgd"]) == 2
+    assert "did you mean optimizer.name?" in capsys.readouterr().err
+    assert main(["train", path, "data.files=[none]"]) == 2
+    assert "no file is called none" in capsys.readouterr().err
+    assert main(["train", path, "optimizer={name: sgd, lr: 1e30, clip_norm: null}", "schedule.warmup_steps=0"]) == 1
+    assert "the gradient is inf or NaN" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_a_refusal_and_data_that_ends_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "late.jsonl").write_text('{"text": "a document of some length"}\n' * 40 + "{oops}\n")
+    data = f"data={{files: [{tmp_path}/late.jsonl], sequence_tokens: 16, held_out: 0, shuffle_documents: 0}}"
+    path = str(write_config(tmp_path))
+
+    assert main(["train", path, data, "schedule.steps=100"]) == 1
+    assert "late.jsonl:41: is not JSON" in capsys.readouterr().err
+    assert main(["train", path, data, "model.shape.hidden_size=64"]) == 2
+    assert "is a checkpoint of another model" in capsys.readouterr().err
+
+
+def test_a_dry_run_and_the_keys_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(write_config(tmp_path)), "--dry-run", "dry_run.ranks=2"]) == 0
+    assert "memory per rank" in capsys.readouterr().out
+    assert main(["train", "--keys"]) == 0
+    assert "checkpoint.keep" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_the_curve_goes_on_exactly(tmp_path: Path) -> None:
+    overrides = (*_OVERRIDES, "parallel.sharding=zero3")
+    whole = make_config(tmp_path, *overrides, run="whole")
+    train(whole, 2)
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [*torchrun, "--monitor-interval=0.1", "-m", "tightwire", "train", str(write_config(tmp_path)), *overrides]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _wait_for(tmp_path / "run" / LOG, '"step": 3')
+            os.kill(_children(process.pid)[-1], signal.SIGKILL)
+            _, errors = process.communicate(timeout=_PATIENCE_S)
+        finally:
+            process.kill()
+
+    assert process.returncode == 0, errors
+    assert "going on from" in errors
+    assert losses(make_config(tmp_path)) == losses(whole)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
