@@ -105,7 +105,7 @@ def decode_reduce_encode(
 @cache
 def _kernels(device_type: str) -> ModuleType:
     """These four functions for tensors of a device; imported when used, as not all machines have numba and Triton."""
-    return import_module(f"tightwire.kernels.block_quant_{'triton' if device_type == 'cuda' else 'cpu'}")
+    return import_module(f"tightwire.kernels.{'cuda' if device_type == 'cuda' else 'cpu'}.block_quant")
 
 
 def _to_groups(x_N: Tensor, fmt: BlockFormat) -> Tensor:
