@@ -12,6 +12,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from tightwire.comm.atomic_file import write_atomic
+
 KINDS = ("json", "csv", "html")
 _MOST_RUNS = 100  # of one label in one second
 
@@ -83,11 +85,7 @@ class ResultFiles:
         try:
             if self._stem is None:
                 self._stem = self._reserve()
-            path = self._path(kind)
-            beside = path.with_name(f"{path.name}.tmp")
-            with beside.open("w", encoding="utf-8", newline="") as file:
-                file.write(text)
-            beside.replace(path)
+            write_atomic(self._path(kind), text.encode())
         except OSError as error:
             raise ValueError(f"the result could not be kept in {self._folder}: {error}") from error
         self._written.add(kind)

@@ -4,9 +4,6 @@ A file names algorithms, lossy ones too, for prompt and for generated rows: that
 not cover goes as without it. It carries what it was made for, and a model of another shape refuses it.
 """
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.atomic_file import write_atomic
 from tightwire.comm.policy.rules import Choice, Policy, Rule
 
 SCHEMA = "tightwire.comm-policy/1"
@@ -68,16 +66,7 @@ def write_policy_file(path: Path, file: PolicyFile) -> None:
     """
     if problem := _problem(file):
         raise ValueError(problem)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as draft:
-            draft.write(msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
-            os.fchmod(draft.fileno(), 0o644)  # a draft is its owner's alone, and servers run as others
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
 
 
 def apply(base: Policy, file: PolicyFile, name: str = "") -> Policy:

@@ -18,6 +18,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 import tightwire
+from tightwire.comm.atomic_file import write_atomic
 from tightwire.comm.policy.setting import Setting
 
 SCHEMA = 2
@@ -174,21 +175,8 @@ def write_tuned(path: Path, host: Host, new: Sequence[Measured], timeout_s: floa
     with held:
         replaced = {measured.setting for measured in new}
         kept = [measured for measured in read_tuned(path, host).settings if measured.setting not in replaced]
-        _replace(path, _File(SCHEMA, host, (*kept, *new)))
-
-
-def _replace(path: Path, file: _File) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tune-")
-    try:
-        with os.fdopen(handle, "wb") as draft:
-            draft.write(msgspec.json.format(msgspec.json.encode(file), indent=1))
-            draft.flush()
-            os.fsync(draft.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
+        file = _File(SCHEMA, host, (*kept, *new))
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(file), indent=1))
 
 
 def check_writable(path: Path) -> None:

@@ -5,11 +5,11 @@ A run that goes on from a checkpoint first drops the lines after it, so the file
 
 import importlib.util
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tightwire.comm.atomic_file import write_atomic
 from tightwire.training.config.tree import LogConfig
 from tightwire.training.log.loss_plot import plot_losses
 from tightwire.training.log.records import EvaluationRecord, StepRecord
@@ -106,6 +106,4 @@ def _drop_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [json.dumps(values) + "\n" for values in read_log(path) if values["step"] <= step]
-    part = path.with_suffix(".part")
-    part.write_text("".join(kept), encoding="utf-8")
-    os.replace(part, path)
+    write_atomic(path, "".join(kept).encode())

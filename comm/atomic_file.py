@@ -1,0 +1,26 @@
+"""Writes a file that is whole or not there: a reader, or a crash, never sees half of it."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write ``content`` beside ``path``, then rename it to ``path``. Parent folders must exist.
+
+    Raises:
+        OSError: the folder cannot be written; nothing is left behind.
+    """
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o644)  # mkstemp's files are private, and servers may run as another user
+        Path(draft).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(draft).unlink()
+        raise
