@@ -6,7 +6,6 @@ nearest one.
 """
 
 import argparse
-import difflib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.comm.all_reduce.names import split_all_reduce_names
+from tightwire.comm.errors import suggest
 from tightwire.comm.sizes import format_bytes, parse_bytes
 from tightwire.server.config.engine import EngineOptions
 from tightwire.server.config.http import HttpOptions
@@ -71,7 +71,7 @@ def parse(
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        parser.error(f"unknown argument {unknown[0]!r}{_nearest(unknown[0].split('=')[0], flags)}")
+        parser.error(f"unknown argument {unknown[0]!r}{suggest(unknown[0].split('=')[0], flags)}")
     if _MODEL_ARGUMENT in args:
         if "model" in args:
             parser.error(f"two models given: {args.model_argument} and --model {args.model}")
@@ -154,7 +154,7 @@ def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
     for key, value in (content or {}).items():
         name = str(key).replace("-", "_")
         if name not in fields:
-            raise ValueError(f"--config {path}: unknown option {key!r}{_nearest(name, fields)}")
+            raise ValueError(f"--config {path}: unknown option {key!r}{suggest(name, fields)}")
         if name in values:
             raise ValueError(f"--config {path}: {name!r} is given twice, with dashes and with underscores")
         try:
@@ -257,9 +257,3 @@ def _help(field: Field[Any]) -> str:
     if default in (None, ()):
         return text
     return f"{text} (default: {format_bytes(default) if field.metadata['metavar'] == 'BYTES' else default})"
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"

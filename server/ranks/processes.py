@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -23,10 +22,9 @@ from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.server.ipc.channels import make_address
 from tightwire.server.plan.devices import num_cores
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
+from tightwire.server.ranks.parent_death import die_with_parent, ignore_terminal_signals
 
 WORKER = (sys.executable, "-m", "tightwire.server.ranks.worker")
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 # The store looks for the names of those who connect, and warns where there is nobody to ask.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -198,21 +196,11 @@ def _stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
 
 
 def _begin(node: EmulatedNode | None) -> None:
-    _obey_only_the_parent()
+    """Runs in the child before its program starts: a child that is stopped before its first line still dies."""
+    die_with_parent()
+    ignore_terminal_signals()
     if node is not None:
         node.enter()
-
-
-def _obey_only_the_parent() -> None:
-    """Runs in the child before its program starts: the kernel kills it when its parent ends, however that ends.
-
-    A terminal, a service manager or a batch system signals every process; only the parent knows how to drain, so the
-    child ignores what asks it to end. Both are set here rather than by the child, because one that is stopped or
-    signalled before its first line could not.
-    """
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _environment(world_size: int) -> dict[str, str]:

@@ -9,7 +9,6 @@ import importlib
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 import traceback
@@ -22,6 +21,7 @@ from tightwire.comm.link.wire import LinkTooFastError
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.server.ipc.messages import Failed
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
+from tightwire.server.ranks.parent_death import die_at_end_of_stdin
 from tightwire.server.ranks.reporter import Reporter
 
 # Whose message says what is wrong and what to do about it: a file, a disk, an option. The rest are for who reads code.
@@ -71,8 +71,7 @@ def _read_line(kind: type[_T]) -> _T:
 def _listen_to_parent(work: queue.SimpleQueue[RankWork]) -> None:
     """Take the second line, then wait for the end of the pipe, which comes when the parent is gone."""
     work.put(_read_line(RankWork))
-    sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGKILL)
+    die_at_end_of_stdin()
 
 
 def _describe(error: BaseException) -> str:
