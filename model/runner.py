@@ -69,7 +69,7 @@ class ModelRunner:
             ``plan.num_candidates`` those beside the best may be minus infinity. With ``plan.meeting`` those of all replicas.
         """
         # A step with any prompt in it sends messages of a prompt's size: that is what the two phases tell apart.
-        self._ledger.phase = "decode" if 4 * plan.num_decode_rows == len(plan.token_ids) else "prefill"
+        self._ledger.phase = "decode" if plan.is_decode else "prefill"
         hidden_TD = self._hidden(plan, chosen_R)
         rows_R = ints(plan.logit_rows)
         if plan.meeting:

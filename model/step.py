@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
+_INT_BYTES = 4
+
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One forward pass over B sequences, T new tokens in all, packed without padding.
@@ -31,6 +33,21 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     # Where several replicas run a step each, what all of them bring: (replicas, 2) int32, logit rows and candidates, the same
     # for every replica. Empty: no replica but the first has rows, or there is no other.
     meeting: bytes = b""
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.token_ids) // _INT_BYTES
+
+    @property
+    def num_logit_rows(self) -> int:
+        """R."""
+        return len(self.logit_rows) // _INT_BYTES
+
+    @property
+    def is_decode(self) -> bool:
+        """True when no row belongs to a prompt."""
+        return self.num_decode_rows == self.num_rows
 
 
 def make_plan(
@@ -68,7 +85,7 @@ def idle_plan(index: int) -> StepPlan:
 
 def meeting_of(plans: Sequence[StepPlan]) -> bytes:
     """What the replicas that run ``plans`` bring to rank 0, as ``StepPlan.meeting`` has it."""
-    brought = [(len(plan.logit_rows) // 4, plan.num_candidates) for plan in plans]
+    brought = [(plan.num_logit_rows, plan.num_candidates) for plan in plans]
     if not any(num_rows for num_rows, _ in brought[1:]):
         return b""
     return _packed(brought)

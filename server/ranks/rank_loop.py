@@ -29,7 +29,6 @@ from tightwire.server.config.engine import EngineOptions
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
-from tightwire.server.engine.step_size import StepSize
 from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.messages import (
     AddRequest,
@@ -44,7 +43,7 @@ from tightwire.server.ipc.messages import (
 )
 from tightwire.server.plan.rank_setup import RunPlan
 from tightwire.server.ranks.reporter import Reporter
-from tightwire.server.ranks.stream_meter import StreamMeter
+from tightwire.server.ranks.stream_meter import StepSize, StreamMeter
 
 _IDLE_POLL_MS = 1000  # how often an idle rank looks up; messages wake it at once
 _WARM_UP_PROMPT_TOKENS = 24

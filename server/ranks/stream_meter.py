@@ -6,12 +6,30 @@ from typing import TypeVar
 
 from tightwire.model.step import StepPlan
 from tightwire.model.weights.streamed import StreamedWeights
-from tightwire.server.engine.step_size import StepSize
 from tightwire.server.ipc.messages import StreamCount, StreamForecast
 
 _PROMPT_TOKENS = 512  # of the first token that the forecast is about
 
+_FULL = 0.9  # share of the step limit; a smaller step says nothing about larger ones
+_WAITING = 0.1  # share of the step's time
+
 _T = TypeVar("_T")
+
+
+class StepSize:
+    """The most tokens a step may take where layers stream; ``tokens`` doubles from ``least`` up to ``most``.
+
+    Every step brings in all streamed layers. A prompt cut into steps that compute for less time than the layers take to
+    arrive pays for that transfer again and again, so the limit grows while full steps wait for layers.
+    """
+
+    def __init__(self, least: int, most: int) -> None:
+        self.tokens, self._most = least, most
+
+    def learn(self, num_tokens: int, step_s: float, waited_s: float) -> None:
+        """Take one step into account: its tokens, its time, and the part of it spent waiting for layers."""
+        if num_tokens >= _FULL * self.tokens and waited_s > _WAITING * step_s:
+            self.tokens = min(2 * self.tokens, self._most)
 
 
 class StreamMeter:
@@ -40,13 +58,9 @@ class StreamMeter:
         waited_s = after.waited_s - before.waited_s
         # A slower replica is part of what a step takes, however large; only of what this rank computes it is not.
         others_s = self._other_waits_s() - others_before_s + after.late_s - before.late_s
-        num_rows = len(plan.token_ids) // 4
-        generated = plan.num_decode_rows == num_rows
-        self._step_size.learn(num_rows, step_s, waited_s)
-        self._computing_s[generated], self._num_rows[generated] = (
-            max(0.0, step_s - waited_s - others_s),
-            num_rows,
-        )
+        self._step_size.learn(plan.num_rows, step_s, waited_s)
+        self._computing_s[plan.is_decode] = max(0.0, step_s - waited_s - others_s)
+        self._num_rows[plan.is_decode] = plan.num_rows
         return result
 
     def count(self) -> StreamCount:
