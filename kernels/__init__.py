@@ -1,5 +1,5 @@
-"""The ground floor: tensors and pointers, no ranks, no layers.
+"""Kernels: tensors and pointers, no ranks, no layers. Start with `linear`.
 
-Each file holds one operation: its torch reference, the fast kernels for the devices that have one, and one host
-function with the reference's signature that picks between them by device (``backend``).
+Each file here is the host function of one operation, which picks `cpu/` or `cuda/` by device. `spec/` has the torch
+references, with the same signatures.
 """

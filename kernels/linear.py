@@ -9,18 +9,11 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.linear import linear_cpu, linear_to_float_cpu
 from tightwire.kernels.cpu.linear_widened import linear_widened, rows_are_independent, torch_has_bfloat16_products
-from tightwire.kernels.packed import Matrix, PackedMatrix
-from tightwire.kernels.spec.unpack import dequantize
+from tightwire.kernels.packed import dequantize
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 
 # Packed weights are unpacked so many numbers at a time where another product takes them then: little beside a model.
 _UNPACKED_ELEMS = 1 << 22
-
-
-def linear_reference(
-    x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None = None, *, num_single_rows: int | None = None
-) -> Tensor:
-    """Packed weights are rounded to the dtype of x, as GPUs multiply them; ``linear`` on CPU does where it says so."""
-    return F.linear(x_TD, dequantize(weight_OD, x_TD.dtype), bias_O)
 
 
 def linear(
@@ -52,7 +45,7 @@ def linear(
     """
     on_cpu = x_TD.device.type == "cpu"
     if not on_cpu and isinstance(weight_OD, Tensor):
-        return linear_reference(x_TD, weight_OD, bias_O)
+        return F.linear(x_TD, weight_OD, bias_O)
     one_product = on_cpu and x_TD.dtype != torch.bfloat16
     if num_single_rows is None or num_single_rows >= len(x_TD) or one_product:
         return _single_product(x_TD, weight_OD, bias_O)

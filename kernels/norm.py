@@ -1,35 +1,11 @@
-"""Root-mean-square normalization, alone or with the residual sum before it.
+"""Root-mean-square normalization, alone or with the residual sum before it. A row's bits depend on that row alone."""
 
-On CPU one numba pass per row replaces six torch operations, each of which costs a microsecond before it computes
-anything; on a GPU one Triton program per row replaces as many launches (``norm_triton``). A row's bits depend on that row
-alone.
-"""
-
-import math
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tightwire.kernels.cpu.vector import simd
-from tightwire.kernels.cpu.vector.jit import kernel
-from tightwire.kernels.cpu.vector.numbers import load_numbers, rounded, size_of, store_rounded
-from tightwire.kernels.cpu.vector.simd import LANES, NUMBER_KIND
-from tightwire.kernels.cpu.vector.threads import run_on_rows
-
-
-def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """``weight * (x / sqrt(mean(x^2) + eps))``: fp32 inside, rounded to x's dtype before the weight, as Llama does."""
-    x32_TD = x_TD.float()
-    scale_T1 = torch.rsqrt(x32_TD.square().mean(-1, keepdim=True) + eps)
-    return (x32_TD * scale_T1).to(x_TD.dtype) * weight_D
-
-
-def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``s = x + residual``; returns ``(rms_norm(s), s)``."""
-    sum_TD = x_TD + residual_TD
-    return rms_norm_reference(sum_TD, weight_D, eps), sum_TD
+from tightwire.kernels.cpu.norm import add_rms_norm_cpu, rms_norm_cpu
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -38,95 +14,16 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     Raises:
         ValueError: shapes or dtypes of x and weight that do not match.
     """
-    if x_TD.is_cuda:
-        return _triton().rms_norm(x_TD, weight_D, eps)
-    _check(x_TD, x_TD, weight_D)
-    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
-    _run(out_TD, None, x_TD, None, weight_D, eps)
-    return out_TD
+    return _triton().rms_norm(x_TD, weight_D, eps) if x_TD.is_cuda else rms_norm_cpu(x_TD, weight_D, eps)
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``add_rms_norm_reference`` in one pass: the normalized sum and the sum itself, both new tensors."""
     if x_TD.is_cuda:
         return _triton().add_rms_norm(x_TD, residual_TD, weight_D, eps)
-    _check(x_TD, residual_TD, weight_D)
-    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
-    sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
-    _run(out_TD, sum_TD, x_TD, residual_TD, weight_D, eps)
-    return out_TD, sum_TD
+    return add_rms_norm_cpu(x_TD, residual_TD, weight_D, eps)
 
 
 def _triton() -> Any:
-    """Imported when a GPU asks for it: a CPU host need not have Triton."""
+    """Imported on first use: a CPU host need not have Triton."""
     return import_module("tightwire.kernels.cuda.norm")
-
-
-def _check(x: Tensor, residual: Tensor, weight: Tensor) -> None:
-    if residual.shape != x.shape or weight.shape[0] != x.shape[1] or x.stride(1) != 1 or residual.stride(1) != 1:
-        raise ValueError(
-            "rms_norm wants x and residual (T, D) with contiguous rows and weight (D,); "
-            f"got {tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
-        )
-    if x.dtype not in NUMBER_KIND or weight.dtype != x.dtype or residual.dtype != x.dtype or weight.stride(0) != 1:
-        raise ValueError(
-            f"rms_norm wants x, residual and weight in one of {', '.join(map(str, NUMBER_KIND))}; "
-            f"got {x.dtype}, {residual.dtype} and {weight.dtype}"
-        )
-
-
-def _run(out: Tensor, total: Tensor | None, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> None:
-    num_tokens, size = x.shape
-    kind, number_bytes = NUMBER_KIND[x.dtype], x.element_size()
-    arguments = (
-        out.data_ptr(),
-        total.data_ptr() if total is not None else 0,
-        x.data_ptr(),
-        x.stride(0) * number_bytes,
-        residual.data_ptr() if residual is not None else 0,
-        residual.stride(0) * number_bytes if residual is not None else 0,
-        weight.data_ptr(),
-        eps,
-        size,
-        kind,
-    )
-    run_on_rows(rms_norm_rows, arguments, num_tokens, size)
-
-
-@kernel
-def rms_norm_rows(
-    out: int,
-    total: int,
-    x: int,
-    x_stride: int,
-    residual: int,
-    residual_stride: int,
-    weight: int,
-    eps: float,
-    size: int,
-    kind: int,
-    start: int,
-    stop: int,
-) -> None:
-    """Rows ``start`` to ``stop``; with ``total`` 0 there is no residual. ``out`` and ``total`` are contiguous."""
-    number_bytes = size_of(kind)
-    for row in range(start, stop):
-        source = x + row * x_stride
-        if total != 0:
-            target = total + row * size * number_bytes
-            added = residual + row * residual_stride
-            for at in range(0, size, LANES):
-                a = load_numbers(source + number_bytes * at, kind, size - at)
-                b = load_numbers(added + number_bytes * at, kind, size - at)
-                store_rounded(target + number_bytes * at, simd.add(a, b), kind, size - at)
-            source = target
-        squares = simd.splat(0.0)
-        for at in range(0, size, LANES):
-            value = load_numbers(source + number_bytes * at, kind, size - at)
-            squares = simd.fma(value, value, squares)
-        scale = simd.splat(1.0 / math.sqrt(simd.sum_lanes(squares) / size + eps))
-        for at in range(0, size, LANES):
-            value = load_numbers(source + number_bytes * at, kind, size - at)
-            normed = rounded(simd.mul(value, scale), kind)
-            factor = load_numbers(weight + number_bytes * at, kind, size - at)
-            store_rounded(out + number_bytes * (row * size + at), simd.mul(normed, factor), kind, size - at)

@@ -1,21 +1,40 @@
-"""What lies between the query, key and value projection and attention: rotation, and the cache's new keys and values."""
+"""Rotation of queries and keys, and writing new keys and values to the cache: the work between projection and attention."""
 
 from importlib import import_module
 
-import torch
 from torch import Tensor
 
-from tightwire.kernels.attention import write_kv, write_kv_reference
-from tightwire.kernels.rope import apply_rope, apply_rope_reference
+from tightwire.kernels.cpu.kv_cache import write_kv_cpu
+from tightwire.kernels.cpu.rope import apply_rope_cpu
+from tightwire.kernels.spec.attention import write_kv_reference
+from tightwire.kernels.spec.layer_ops import apply_rope_reference
 
 
-def rotate_and_cache_reference(
-    qkv_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
-) -> Tensor:
-    """``apply_rope_reference`` of queries and keys, then ``write_kv_reference``."""
-    q_THE, k_TKE, v_TKE = _split(qkv_THE, k_cache_NKPE)
-    write_kv_reference(apply_rope_reference(k_TKE, cos_TE, sin_TE), v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
-    return apply_rope_reference(q_THE, cos_TE, sin_TE)
+def apply_rope(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Rotary position embedding, ``apply_rope_reference`` bit for bit; a new contiguous tensor.
+
+    Raises:
+        ValueError: on CPU, shapes or dtypes that do not match.
+    """
+    if x_THE.device.type != "cpu":
+        return apply_rope_reference(x_THE, cos_TE, sin_TE)
+    return apply_rope_cpu(x_THE, cos_TE, sin_TE)
+
+
+def write_kv(k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor) -> None:
+    """Store this step's keys and values in the cache at their slots, in place.
+
+    Args:
+        k_TKE, v_TKE: (T, K, E) in the cache's dtype; may be views into a wider matrix as long as E is contiguous.
+        slot_T: (T,) int32, block * P + offset within the block.
+    Raises:
+        ValueError: on CPU, shapes or dtypes that do not fit together, or a slot outside the cache (what came before
+            it is written).
+    """
+    if k_cache_NKPE.device.type != "cpu":
+        write_kv_reference(k_TKE, v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
+    else:
+        write_kv_cpu(k_TKE, v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
 
 
 def rotate_and_cache(
@@ -47,9 +66,3 @@ def rotate_and_cache(
     v_TKE = qkv_THE[:, qkv_THE.shape[1] - num_kv_heads :]
     write_kv(rotated_THE[:, -num_kv_heads:], v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
     return rotated_THE[:, :-num_kv_heads]
-
-
-def _split(qkv_THE: Tensor, k_cache_NKPE: Tensor) -> tuple[Tensor, ...]:
-    num_kv_heads = k_cache_NKPE.shape[1]
-    num_heads = qkv_THE.shape[1] - 2 * num_kv_heads
-    return torch.split(qkv_THE, [num_heads, num_kv_heads, num_kv_heads], dim=1)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tightwire.kernels.attention_check import HeadGroups
+from tightwire.kernels.spec.attention import HeadGroups
 from tightwire.model.checkpoint.config import LlamaConfig
 
 # MLP columns are dealt in units of this many: numbers of packed weights that share a scale, and a cache line of 16 bits.

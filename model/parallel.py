@@ -19,9 +19,9 @@ from tightwire.comm.collectives.collectives import all_gather, broadcast
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes
 from tightwire.comm.protocols import AllReduce, KernelSums
-from tightwire.kernels.embedding import embedding
 from tightwire.kernels.linear import linear_to_float
-from tightwire.kernels.packed import Matrix
+from tightwire.kernels.packed import embedding
+from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.layout import Layout
 from tightwire.model.sampling.candidates import best_candidates, candidates_pay, scatter_candidates
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.kernels import block_quant
+from tightwire.kernels.spec import block_quant as reference
 from tightwire.kernels.spec.block_format import BlockFormat
 
 OPERATIONS = ("encode", "decode", "decode-add", "decode-reduce-encode")
@@ -53,7 +54,7 @@ def codec_arms(name: str, num_bytes: int, dtype: torch.dtype, device: torch.devi
     num_elems = num_bytes // dtype.itemsize
     generator = torch.Generator(device=device).manual_seed(0)
     x_N = torch.randn(num_elems, generator=generator, device=device).to(dtype)
-    encoded = block_quant.encode_reference(x_N, fmt)
+    encoded = reference.encode_reference(x_N, fmt)
     yield _encode(name, fmt, x_N, encoded)
     yield _decode(name, fmt, x_N, encoded)
     yield _decode_add(name, fmt, x_N, encoded)
@@ -79,7 +80,7 @@ def _decode(name: str, fmt: BlockFormat, x_N: Tensor, encoded: Tensor) -> Arm:
         codec=name,
         call=lambda i: block_quant.decode(sets[i % len(sets)][0], fmt, num_elems, dtype, sets[i % len(sets)][1]),
         moved_bytes=x_N.nbytes + encoded.nbytes,
-        is_right=lambda: torch.equal(sets[0][1], block_quant.decode_reference(encoded, fmt, num_elems, dtype)),
+        is_right=lambda: torch.equal(sets[0][1], reference.decode_reference(encoded, fmt, num_elems, dtype)),
     )
 
 
@@ -91,7 +92,7 @@ def _decode_add(name: str, fmt: BlockFormat, x_N: Tensor, encoded: Tensor) -> Ar
         sets[0][1].fill_(1.0)
         block_quant.decode_add(sets[0][0], fmt, sets[0][1])
         want = torch.ones_like(sets[0][1])
-        block_quant.decode_add_reference(encoded, fmt, want)
+        reference.decode_add_reference(encoded, fmt, want)
         return torch.equal(sets[0][1], want)
 
     return Arm(
@@ -112,7 +113,7 @@ def _decode_reduce_encode(name: str, fmt: BlockFormat, x_N: Tensor, encoded: Ten
 
     def is_right() -> bool:
         bufs = [encoded] * _NUM_SUMMED
-        return torch.equal(sets[0][1], block_quant.decode_reduce_encode_reference(bufs, fmt, fmt, num_elems))
+        return torch.equal(sets[0][1], reference.decode_reduce_encode_reference(bufs, fmt, fmt, num_elems))
 
     return Arm(
         name="decode-reduce-encode",

@@ -14,8 +14,8 @@ from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.errors import CommError
 from tightwire.comm.slices import slice_lengths
 from tightwire.comm.transport.peer_all_reduce import PeerAllReduce
-from tightwire.kernels import block_quant
 from tightwire.kernels.cuda.all_reduce import PeerBuffers, buffer_bytes
+from tightwire.kernels.spec import block_quant as reference
 
 ALGORITHMS = ("one-shot", "two-shot", "flash-int8", "flash-int4")
 _NUM_BLOCKS = 16  # of each rank: all ranks' blocks must run at once
@@ -109,9 +109,9 @@ def expected(algorithm: str, inputs: list[Tensor]) -> Tensor:
     for index, length in enumerate(lengths):
         if length:
             slices = [x_N.split(lengths)[index] for x_N in inputs]
-            bufs = [block_quant.encode_reference(part, fmt) for part in slices]
-            own = block_quant.decode_reduce_encode_reference(bufs, fmt, fmt, length)
-            parts.append(block_quant.decode_reference(own, fmt, length, inputs[0].dtype))
+            bufs = [reference.encode_reference(part, fmt) for part in slices]
+            own = reference.decode_reduce_encode_reference(bufs, fmt, fmt, length)
+            parts.append(reference.decode_reference(own, fmt, length, inputs[0].dtype))
     return torch.cat(parts)
 
 

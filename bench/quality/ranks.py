@@ -17,7 +17,7 @@ from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.kernels.norm import rms_norm
-from tightwire.kernels.spec.unpack import dequantize
+from tightwire.kernels.packed import dequantize
 from tightwire.model.cache.kv_cache import make_kv_cache
 from tightwire.model.layout import make_layout
 from tightwire.model.llama import Batch, Llama

@@ -22,6 +22,7 @@ from torch import Tensor
 from tightwire.bench.report.quiet import OthersWatch
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.kernels import block_quant
+from tightwire.kernels.spec import block_quant as reference
 from tightwire.kernels.spec.block_format import BlockFormat
 
 _CODECS = "int8,int6,int5,int4,int3,int2,int8-g32,int4-g32,int8-sym,int4-had,int4-g64-sr,fp8"
@@ -41,19 +42,19 @@ def arms(fmt: BlockFormat, x_N: Tensor) -> dict[str, tuple[Arm, Arm]]:
     return {
         "encode": (
             lambda: block_quant.encode(x_N, fmt, again),
-            lambda: block_quant.encode_reference(x_N, fmt),
+            lambda: reference.encode_reference(x_N, fmt),
         ),
         "decode": (
             lambda: block_quant.decode(buf, fmt, num_elems, dtype, back),
-            lambda: block_quant.decode_reference(buf, fmt, num_elems, dtype),
+            lambda: reference.decode_reference(buf, fmt, num_elems, dtype),
         ),
         "decode-add": (
             lambda: block_quant.decode_add(buf, fmt, sum_N),
-            lambda: block_quant.decode_add_reference(buf, fmt, sum_N),
+            lambda: reference.decode_add_reference(buf, fmt, sum_N),
         ),
         "reduce-encode": (
             lambda: block_quant.decode_reduce_encode([buf, buf], fmt, fmt, num_elems, again),
-            lambda: block_quant.decode_reduce_encode_reference([buf, buf], fmt, fmt, num_elems),
+            lambda: reference.decode_reduce_encode_reference([buf, buf], fmt, fmt, num_elems),
         ),
     }
 
@@ -75,11 +76,11 @@ def least_seconds(arm: Arm, rounds: int) -> float:
 
 def check(name: str, fmt: BlockFormat, x_N: Tensor) -> None:
     """A wrong answer is no result, however fast."""
-    want = block_quant.encode_reference(x_N, fmt)
+    want = reference.encode_reference(x_N, fmt)
     if not torch.equal(block_quant.encode(x_N, fmt), want):
         raise SystemExit(f"{name}: encode differs from the reference")
     back = block_quant.decode(want, fmt, x_N.numel(), x_N.dtype)
-    if not torch.equal(back, block_quant.decode_reference(want, fmt, x_N.numel(), x_N.dtype)):
+    if not torch.equal(back, reference.decode_reference(want, fmt, x_N.numel(), x_N.dtype)):
         raise SystemExit(f"{name}: decode differs from the reference")
 
 

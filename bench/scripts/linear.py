@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.kernels.linear import linear
-from tightwire.kernels.packed import Matrix, quantize
+from tightwire.kernels.spec.packed import Matrix, quantize
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 
 _ROWS = (1, 2, 4, 16, 64, 512)

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightwire.kernels.attention_check import HeadGroups, check_attention, even_groups
 from tightwire.kernels.cpu.attention_kernels import ROWS, attend, scratch_floats
 from tightwire.kernels.cpu.attention_plan import BUCKETS, plan_tiles, work_numbers
 from tightwire.kernels.cpu.vector.simd import NUMBER_KIND
 from tightwire.kernels.cpu.vector.threads import run_on_threads
+from tightwire.kernels.spec.attention import HeadGroups, check_attention, even_groups
 
 LOG2_E = 1 / math.log(2)
 

@@ -20,14 +20,14 @@ same bits either way. Knows addresses, not tensors; ``model.decode_program`` is 
 from tightwire.kernels.cpu.attention_kernels import attend
 from tightwire.kernels.cpu.kv_cache import write_slots
 from tightwire.kernels.cpu.linear import PANEL, come_in_pairs, multiply, prepare_rows
+from tightwire.kernels.cpu.norm import rms_norm_rows
+from tightwire.kernels.cpu.rope import rope_rows
 from tightwire.kernels.cpu.shared_sums import OUT, await_sum, make_sum
+from tightwire.kernels.cpu.swiglu import swiglu_rows
 from tightwire.kernels.cpu.vector.atomics import load_acquire, yield_core
 from tightwire.kernels.cpu.vector.jit import helper, kernel
 from tightwire.kernels.cpu.vector.numbers import size_of
 from tightwire.kernels.cpu.vector.simd import fetch_add, load_i32, load_i64
-from tightwire.kernels.norm import rms_norm_rows
-from tightwire.kernels.rope import rope_rows
-from tightwire.kernels.swiglu import swiglu_rows
 
 # Integers of a program: sizes, then addresses, and strides in bytes.
 (

@@ -22,7 +22,7 @@ from tightwire.kernels.cpu.vector.numbers import load_numbers, size_of, store_nu
 from tightwire.kernels.cpu.vector.simd import BFLOAT16, FLOAT16, FLOAT32, LANES, NUMBER_KIND
 from tightwire.kernels.cpu.vector.simd_tiles_ir import TILES_AHEAD
 from tightwire.kernels.cpu.vector.threads import run_on_items
-from tightwire.kernels.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS
 
 # Tiles have the shape that keeps their sums in registers: of sixteen floats and 32 of them with AVX-512; else of eight

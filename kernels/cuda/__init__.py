@@ -1,1 +1,1 @@
-"""Triton kernels. Each file has the kernels of one host function in `kernels/`."""
+"""Triton kernels for NVIDIA GPUs, one file for each host function in `kernels/`. Start with `linear_packed`."""

@@ -16,9 +16,9 @@ import math
 import torch
 from torch import Tensor
 
-from tightwire.kernels.attention_check import HeadGroups, check_attention, even_groups
 from tightwire.kernels.cuda.attention_decode import attend_generated_rows
 from tightwire.kernels.cuda.attention_prefill import attend_prompt_rows
+from tightwire.kernels.spec.attention import HeadGroups, check_attention, even_groups
 
 _LOG2_E = 1 / math.log(2)
 _MAX_HEAD_DIM = 256

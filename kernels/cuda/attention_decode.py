@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightwire.kernels.attention_check import HeadGroups
 from tightwire.kernels.cuda.attention_tiles import LOWEST, attend_keys, load_operand, no_keys, sequence_of
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw
+from tightwire.kernels.spec.attention import HeadGroups
 
 # A chunk's partial sums cost 8 E bytes a query head to write and read, against 4 E CHUNK_KEYS of keys and values in 16
 # bits: 3 percent with four heads a KV head. Eight KV heads fill an H200 once over with 4096 tokens of one sequence.

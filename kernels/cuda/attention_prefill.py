@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightwire.kernels.attention_check import HeadGroups
 from tightwire.kernels.cuda.attention_tiles import attend_keys, load_operand, no_keys, sequence_of
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw
+from tightwire.kernels.spec.attention import HeadGroups
 
 
 def tile_sizes(width: int, heads_per_kv_head: int, dtype: torch.dtype) -> tuple[int, int, int]:

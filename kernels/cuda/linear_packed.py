@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch
 from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
-from tightwire.kernels.packed import PackedMatrix
+from tightwire.kernels.spec.packed import PackedMatrix
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = tl.constexpr(16)  # of a tile: the fewest that matrix units take

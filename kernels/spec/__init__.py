@@ -1,1 +1,1 @@
-"""What every kernel must compute, in torch. Start with `block_format`."""
+"""The computation of every kernel in torch, and the byte layouts. Start with `block_format`."""

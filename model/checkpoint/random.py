@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tightwire.kernels.packed import Matrix
+from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.names import expected_tensors

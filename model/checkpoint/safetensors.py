@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from tightwire.kernels.packed import Matrix
+from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.store import growth_of, store_rows
 from tightwire.model.checkpoint.weight_file import WeightFile, row_chunks

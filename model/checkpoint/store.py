@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tightwire.kernels.packed import Matrix, PackedMatrix, quantize
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix, quantize
 from tightwire.model.checkpoint.errors import ModelError
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tightwire.kernels.packed import Matrix, PackedMatrix, empty_packed
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix, empty_packed
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.fused import Fused
 from tightwire.model.weights.source import CheckpointReader

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tightwire.comm.buffers import PAGE_BYTES, page_aligned
 from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.kernels.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.kernels.spec.packed_format import PackedFormat
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.fused import Fused

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tightwire.kernels.packed import Matrix
+from tightwire.kernels.spec.packed import Matrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

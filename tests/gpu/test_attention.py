@@ -8,7 +8,7 @@ from helpers.model.paged_batch import PagedBatch
 from torch import Tensor
 
 from tightwire.kernels.attention import paged_attention
-from tightwire.kernels.attention_check import HeadGroups
+from tightwire.kernels.spec.attention import HeadGroups
 
 pytestmark = pytest.mark.gpu
 

@@ -5,6 +5,7 @@ import torch
 
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.kernels import block_quant
+from tightwire.kernels.spec import block_quant as reference
 from tightwire.kernels.spec.block_format import BlockFormat
 
 pytestmark = pytest.mark.gpu
@@ -39,16 +40,16 @@ def test_the_references_bytes(name: str, device: torch.device) -> None:
     fmt = _format(name)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x_N = _numbers(dtype)
-        want = block_quant.encode_reference(x_N, fmt)
+        want = reference.encode_reference(x_N, fmt)
         encoded = block_quant.encode(x_N.to(device), fmt)
         assert torch.equal(encoded.cpu(), want), f"encode {dtype}"
         decoded = block_quant.decode(encoded, fmt, NUM_ELEMS, dtype).cpu()
-        reference = block_quant.decode_reference(want, fmt, NUM_ELEMS, dtype)
-        torch.testing.assert_close(decoded, reference, rtol=0, atol=0, equal_nan=True)
+        decoded_reference = reference.decode_reference(want, fmt, NUM_ELEMS, dtype)
+        torch.testing.assert_close(decoded, decoded_reference, rtol=0, atol=0, equal_nan=True)
         total = torch.ones(NUM_ELEMS, device=device)
         block_quant.decode_add(encoded, fmt, total)
         expected = torch.ones(NUM_ELEMS)
-        block_quant.decode_add_reference(want, fmt, expected)
+        reference.decode_add_reference(want, fmt, expected)
         torch.testing.assert_close(total.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -65,8 +66,8 @@ def test_the_references_bytes(name: str, device: torch.device) -> None:
 )
 def test_decode_reduce_encode(name: str, out_name: str, device: torch.device) -> None:
     fmt, out_fmt = _format(name), _format(out_name)
-    bufs = [block_quant.encode_reference(_numbers(torch.bfloat16, seed), fmt) for seed in range(4)]
-    want = block_quant.decode_reduce_encode_reference(bufs, fmt, out_fmt, NUM_ELEMS)
+    bufs = [reference.encode_reference(_numbers(torch.bfloat16, seed), fmt) for seed in range(4)]
+    want = reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, NUM_ELEMS)
     got = block_quant.decode_reduce_encode([buf.to(device) for buf in bufs], fmt, out_fmt, NUM_ELEMS)
     assert torch.equal(got.cpu(), want)
 
@@ -81,7 +82,5 @@ def test_more_numbers_than_32_bits_count(device: torch.device) -> None:
     x_N[-5000:] = torch.linspace(-3, 3, 5000, device=device)
     decoded = block_quant.decode(block_quant.encode(x_N, fmt), fmt, num_elems, torch.bfloat16)
     start = num_elems // 128 * 128 - 4096  # whole groups near the end, by themselves
-    tail = block_quant.encode_reference(x_N[start:].cpu(), fmt)
-    assert torch.equal(
-        decoded[start:].cpu(), block_quant.decode_reference(tail, fmt, num_elems - start, torch.bfloat16)
-    )
+    tail = reference.encode_reference(x_N[start:].cpu(), fmt)
+    assert torch.equal(decoded[start:].cpu(), reference.decode_reference(tail, fmt, num_elems - start, torch.bfloat16))

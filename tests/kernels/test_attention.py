@@ -7,13 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tightwire.kernels.attention import (
-    paged_attention,
-    paged_attention_reference,
-    write_kv,
-    write_kv_reference,
-)
-from tightwire.kernels.attention_check import HeadGroups
+from tightwire.kernels.attention import paged_attention
+from tightwire.kernels.qkv import write_kv
+from tightwire.kernels.spec.attention import HeadGroups, paged_attention_reference, write_kv_reference
 
 DEVICES = [
     "cpu",

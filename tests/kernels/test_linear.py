@@ -9,7 +9,7 @@ from tightwire.kernels import linear as linear_module
 from tightwire.kernels.cpu import linear_widened
 from tightwire.kernels.cpu.vector import simd
 from tightwire.kernels.linear import linear, linear_to_float
-from tightwire.kernels.packed import quantize
+from tightwire.kernels.spec.packed import quantize
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS, PackedFormat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,10 +8,11 @@ import torch
 
 from tightwire.kernels import linear as linear_module
 from tightwire.kernels.cpu.vector.simd import bf16_products_usable
-from tightwire.kernels.linear import linear, linear_reference
-from tightwire.kernels.packed import PackedMatrix, quantize
+from tightwire.kernels.linear import linear
+from tightwire.kernels.packed import dequantize
+from tightwire.kernels.spec.layer_ops import linear_reference
+from tightwire.kernels.spec.packed import PackedMatrix, quantize
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, PackedFormat
-from tightwire.kernels.spec.unpack import dequantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -4,7 +4,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tightwire.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from tightwire.kernels.norm import add_rms_norm, rms_norm
+from tightwire.kernels.spec.layer_ops import add_rms_norm_reference, rms_norm_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

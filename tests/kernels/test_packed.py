@@ -11,10 +11,9 @@ from gguf.quants import dequantize as gguf_dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightwire.kernels.embedding import embedding
-from tightwire.kernels.packed import PackedMatrix, dequantize_reference, empty_packed, quantize
+from tightwire.kernels.packed import dequantize, embedding
+from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, empty_packed, quantize
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
-from tightwire.kernels.spec.unpack import dequantize
 
 FORMATS = list(PACKED_FORMATS.values())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,7 +9,8 @@ from helpers.kernels.interpreted import needs_triton, run_interpreted
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
-from tightwire.kernels.qkv import rotate_and_cache, rotate_and_cache_reference
+from tightwire.kernels.qkv import rotate_and_cache
+from tightwire.kernels.spec.layer_ops import rotate_and_cache_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(1, 1, 1, 8, 16), (3, 9, 3, 64, 16), (5, 8, 1, 80, 32), (2, 32, 8, 128, 16), (17, 6, 2, 10, 8)]

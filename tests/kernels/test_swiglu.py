@@ -4,7 +4,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tightwire.kernels.swiglu import swiglu, swiglu_reference
+from tightwire.kernels.spec.layer_ops import swiglu_reference
+from tightwire.kernels.swiglu import swiglu
 
 
 def _assert_close(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from tiny import VARIANTS, make_tiny
 
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.group.group import in_process_groups
-from tightwire.kernels.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.model.build import build_runner
 from tightwire.model.cache.kv_cache import make_kv_cache
 from tightwire.model.checkpoint.errors import ModelError, PrepareError

@@ -1,1 +1,1 @@
-"""Vectors, threads and compiling for the CPU kernels. Start with `simd`."""
+"""Vectors, threads and compilation for the CPU kernels. Start with `simd`."""

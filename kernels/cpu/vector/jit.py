@@ -5,12 +5,33 @@ under a microsecond of dispatch, and the first start on a machine compiles each 
 """
 
 import logging
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tightwire.kernels.backend import require_numba
+
+def require_numba() -> None:
+    """Raise unless numba can be imported and compile for this CPU; the CPU kernels cannot do without it.
+
+    Raises:
+        RuntimeError: numba is missing, or is installed and fails to import (a NumPy it does not know, say), or the CPU
+            is an x86 older than 2013, for which LLVM would call conversion routines that are not there and abort.
+    """
+    try:
+        import numba  # noqa: F401
+        from llvmlite.binding import get_host_cpu_features
+    except ImportError as error:
+        raise RuntimeError(
+            f"the CPU kernels need numba, which cannot be imported here ({error}); "
+            "install it with: python -m pip install 'numba>=0.61'"
+        ) from error
+    features = get_host_cpu_features() if platform.machine() in ("x86_64", "AMD64") else {"fma": True, "f16c": True}
+    missing = [name for name in ("fma", "f16c") if not features.get(name)]
+    if missing:
+        raise RuntimeError(f"this CPU lacks {' and '.join(missing)}; the CPU kernels need an x86 with both, or ARM")
+
 
 require_numba()
 

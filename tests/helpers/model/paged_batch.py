@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tightwire.kernels.attention_check import HeadGroups
+from tightwire.kernels.spec.attention import HeadGroups
 
 
 @dataclass(kw_only=True)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightwire.kernels import block_quant
+from tightwire.kernels.spec import block_quant as reference
 from tightwire.kernels.spec.block_format import BlockFormat
 
 FORMATS = pytest.mark.parametrize("fmt", all_formats(), ids=format_id)
@@ -30,7 +31,7 @@ def _guarded(num_bytes: int, before: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _check(x_N: torch.Tensor, fmt: BlockFormat, before: int = 2) -> None:
     """All four functions against the reference, between guards and at an address that is merely even."""
     num_elems = x_N.numel()
-    want = block_quant.encode_reference(x_N, fmt)
+    want = reference.encode_reference(x_N, fmt)
     memory, buf = _guarded(len(want), before)
     assert block_quant.encode(x_N, fmt, buf) is buf
     assert torch.equal(buf, want)
@@ -39,12 +40,12 @@ def _check(x_N: torch.Tensor, fmt: BlockFormat, before: int = 2) -> None:
 
     out = torch.full((num_elems + 2,), 0.5, dtype=x_N.dtype)
     block_quant.decode(buf, fmt, num_elems, x_N.dtype, out[1:-1])
-    assert _same(out[1:-1], block_quant.decode_reference(want, fmt, num_elems, x_N.dtype))
+    assert _same(out[1:-1], reference.decode_reference(want, fmt, num_elems, x_N.dtype))
     assert out[[0, -1]].tolist() == [0.5, 0.5]
 
     sums, want_sums = torch.linspace(-3, 3, num_elems), torch.linspace(-3, 3, num_elems)
     block_quant.decode_add(buf, fmt, sums)
-    block_quant.decode_add_reference(want, fmt, want_sums)
+    reference.decode_add_reference(want, fmt, want_sums)
     assert _same(sums, want_sums)
 
 
@@ -66,9 +67,9 @@ def test_sums_of_messages_encoded_again(fmt: BlockFormat) -> None:
     generator = torch.Generator().manual_seed(2)
     for num_elems in (1, 77, 333):
         parts = [torch.randn(num_elems, generator=generator) * 10**i for i in range(3)]
-        bufs = [block_quant.encode_reference(part, fmt) for part in parts]
+        bufs = [reference.encode_reference(part, fmt) for part in parts]
         for out_fmt in {fmt, BlockFormat(8), BlockFormat(4, 32, hadamard=True)}:
-            want = block_quant.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems)
+            want = reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems)
             memory, out = _guarded(len(want), 6)
             assert block_quant.decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out) is out
             assert torch.equal(out, want)
@@ -80,9 +81,9 @@ def test_broken_and_single_messages_encoded_again() -> None:
     for fmt, out_fmt in product(
         (BlockFormat(4), BlockFormat(8, 32, hadamard=True)), (BlockFormat(3, 64), BlockFormat(8))
     ):
-        bufs = [block_quant.encode_reference(x, fmt), block_quant.encode_reference(-x, fmt)]
+        bufs = [reference.encode_reference(x, fmt), reference.encode_reference(-x, fmt)]
         for some in (bufs[:1], bufs):
-            want = block_quant.decode_reduce_encode_reference(some, fmt, out_fmt, len(x))
+            want = reference.decode_reduce_encode_reference(some, fmt, out_fmt, len(x))
             assert torch.equal(block_quant.decode_reduce_encode(some, fmt, out_fmt, len(x)), want)
 
 
@@ -96,7 +97,7 @@ def test_threads_share_a_long_message(fmt: BlockFormat, num_threads: Callable[[i
     x = torch.randn(3 * (1 << 17) + 3, generator=torch.Generator().manual_seed(4))
     _check(x.bfloat16(), fmt)
     buf = block_quant.encode(x, fmt)
-    want = block_quant.decode_reduce_encode_reference([buf, buf], fmt, fmt, len(x))
+    want = reference.decode_reduce_encode_reference([buf, buf], fmt, fmt, len(x))
     assert torch.equal(block_quant.decode_reduce_encode([buf, buf], fmt, fmt, len(x)), want)
 
 

@@ -13,7 +13,7 @@ from helpers.model.paged_batch import PagedBatch
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
-from tightwire.kernels.attention_check import HeadGroups, even_groups
+from tightwire.kernels.spec.attention import HeadGroups, even_groups
 
 pytestmark = needs_triton
 

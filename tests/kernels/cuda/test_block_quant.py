@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.group.group import Group
-from tightwire.kernels import block_quant
+from tightwire.kernels.spec import block_quant as reference
 from tightwire.kernels.spec.block_format import BlockFormat
 
 pytestmark = needs_triton
@@ -62,12 +62,12 @@ def _differences(name: str, x_N: Tensor) -> Iterator[str]:
     from tightwire.kernels.cuda import block_quant as block_quant_triton
 
     fmt, num_elems = _format(name), x_N.numel()
-    want = block_quant.encode_reference(x_N, fmt)
+    want = reference.encode_reference(x_N, fmt)
     if not torch.equal(block_quant_triton.encode(x_N, fmt), want):
         yield f"{name} encode {num_elems} {x_N.dtype}"
     at_odd_address = torch.empty(want.numel() + 1, dtype=torch.uint8)[1:].copy_(want)
     decoded = block_quant_triton.decode(at_odd_address, fmt, num_elems, x_N.dtype)
-    if not _equal(decoded, block_quant.decode_reference(want, fmt, num_elems, x_N.dtype)):
+    if not _equal(decoded, reference.decode_reference(want, fmt, num_elems, x_N.dtype)):
         yield f"{name} decode {num_elems} {x_N.dtype}"
 
 
@@ -108,11 +108,11 @@ def _check_decode_add(group: Group) -> None:
     for name in ("int8", "int5-g32-had"):
         fmt = _format(name)
         buf, want, got = (
-            block_quant.encode_reference(_numbers(4500), fmt),
+            reference.encode_reference(_numbers(4500), fmt),
             _numbers(4500, seed=1),
             _numbers(4500, seed=1),
         )
-        block_quant.decode_add_reference(buf, fmt, want)
+        reference.decode_add_reference(buf, fmt, want)
         block_quant_triton.decode_add(buf, fmt, got)
         assert torch.equal(got, want), name
 
@@ -122,8 +122,8 @@ def _check_decode_reduce_encode(group: Group, pairs: list[tuple[str, str]]) -> N
 
     for name, out_name in pairs:
         fmt, out_fmt = _format(name), _format(out_name)
-        bufs = [block_quant.encode_reference(_numbers(4513, seed), fmt) for seed in range(3)]
-        want = block_quant.decode_reduce_encode_reference(bufs, fmt, out_fmt, 4513)
+        bufs = [reference.encode_reference(_numbers(4513, seed), fmt) for seed in range(3)]
+        want = reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, 4513)
         got = block_quant_triton.decode_reduce_encode(bufs, fmt, out_fmt, 4513)
         assert torch.equal(got, want), f"{name} to {out_name}"
 

@@ -5,7 +5,7 @@ import torch
 from helpers.kernels.interpreted import needs_triton, run_interpreted
 
 from tightwire.comm.group.group import Group
-from tightwire.kernels.packed import dequantize_reference, quantize
+from tightwire.kernels.spec.packed import dequantize_reference, quantize
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, Q8_0
 
 pytestmark = needs_triton

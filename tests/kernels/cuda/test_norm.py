@@ -5,7 +5,7 @@ import torch
 from helpers.kernels.interpreted import needs_triton, run_interpreted
 
 from tightwire.comm.group.group import Group
-from tightwire.kernels.norm import add_rms_norm_reference, rms_norm_reference
+from tightwire.kernels.spec.layer_ops import add_rms_norm_reference, rms_norm_reference
 
 pytestmark = needs_triton
 

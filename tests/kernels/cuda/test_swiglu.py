@@ -6,7 +6,7 @@ from helpers.kernels.interpreted import needs_triton, run_interpreted
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
-from tightwire.kernels.swiglu import swiglu_reference
+from tightwire.kernels.spec.layer_ops import swiglu_reference
 
 pytestmark = needs_triton
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from helpers.kernels.block_data import all_formats, format_id
 
-from tightwire.kernels.block_quant import encode_reference
 from tightwire.kernels.spec.block_format import BlockFormat
+from tightwire.kernels.spec.block_quant import encode_reference
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from tightwire.kernels.packed import Matrix
+from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.random import RANDOM_SHAPES, RandomReader

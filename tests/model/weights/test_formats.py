@@ -9,9 +9,9 @@ import torch
 from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import make_tiny
 
-from tightwire.kernels.packed import Matrix, PackedMatrix
+from tightwire.kernels.packed import dequantize
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS, Q4_1, Q8_0
-from tightwire.kernels.spec.unpack import dequantize
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.names import EMBEDDING, HEAD, expected_tensors

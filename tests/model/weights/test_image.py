@@ -9,7 +9,7 @@ from tiny import VARIANTS, make_tiny
 
 from tightwire.comm.buffers import page_aligned
 from tightwire.comm.codec.codec import parse_codec
-from tightwire.kernels.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights.fill import fill

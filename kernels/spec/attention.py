@@ -1,8 +1,14 @@
-"""What ``attention.paged_attention`` refuses before a kernel walks tensors by address, on a CPU or a GPU."""
+"""Paged attention in torch, its argument checks, and the writer of the KV cache.
+
+The cache of one layer is two tensors (N blocks, K heads, P tokens per block, E). A sequence owns the blocks in its row of
+the block table, in that order; token i of a sequence is in slot ``block_table[i // P] * P + i % P``. Slots that no
+sequence has written may hold anything, NaN included.
+"""
 
 from typing import NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,3 +73,60 @@ def check_attention(
         raise ValueError(
             f"attention wants q and caches on one device; got {device}, {k_cache.device} and {v_cache.device}"
         )
+
+
+def write_kv_reference(
+    k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
+) -> None:
+    """Store this step's keys and values at their slots (block * P + offset within the block)."""
+    tokens_per_block = k_cache_NKPE.shape[2]
+    block_T = torch.div(slot_T, tokens_per_block, rounding_mode="floor").long()
+    offset_T = (slot_T % tokens_per_block).long()
+    k_cache_NKPE[block_T, :, offset_T] = k_TKE
+    v_cache_NKPE[block_T, :, offset_T] = v_TKE
+
+
+def paged_attention_reference(
+    q_THE: Tensor,
+    k_cache_NKPE: Tensor,
+    v_cache_NKPE: Tensor,
+    query_start_B1: Tensor,
+    context_lens_B: Tensor,
+    block_table_BM: Tensor,
+    scale: float,
+    *,
+    num_decode_rows: int = 0,
+    groups: HeadGroups | None = None,
+) -> Tensor:
+    """``softmax(q k^T * scale) v`` per sequence, in plain torch, whatever a row is.
+
+    Gathers every sequence's keys and values into one packed (S, H, E), KV heads repeated for their query heads, and
+    attends once under a block-diagonal causal mask.
+
+    Cost: T * H * S scores, S the sum of all context lengths: right, not fast.
+    """
+    per_kv_head, skipped_heads = groups or even_groups(q_THE, k_cache_NKPE)
+    kv_head_H = (torch.arange(q_THE.shape[1], device=q_THE.device) + skipped_heads) // per_kv_head
+    tokens_per_block = k_cache_NKPE.shape[2]
+    key_seq_S, key_pos_S = _sequence_and_position(context_lens_B)
+    query_lens_B = query_start_B1.diff()
+    query_seq_T, query_pos_T = _sequence_and_position(query_lens_B)
+    query_pos_T = query_pos_T + (context_lens_B - query_lens_B).long()[query_seq_T]
+
+    block_S = block_table_BM[key_seq_S, key_pos_S // tokens_per_block].long()
+    offset_S = key_pos_S % tokens_per_block
+    k_HSE = k_cache_NKPE[block_S, :, offset_S].transpose(0, 1)[kv_head_H]
+    v_HSE = v_cache_NKPE[block_S, :, offset_S].transpose(0, 1)[kv_head_H]
+    visible_TS = (query_seq_T[:, None] == key_seq_S) & (query_pos_T[:, None] >= key_pos_S)
+
+    q_HTE = q_THE.transpose(0, 1)
+    out_1HTE = F.scaled_dot_product_attention(q_HTE[None], k_HSE[None], v_HSE[None], attn_mask=visible_TS, scale=scale)
+    return out_1HTE[0].transpose(0, 1).contiguous()
+
+
+def _sequence_and_position(lens_B: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of ``sum(lens)`` packed items: which sequence it belongs to, and its place in it."""
+    lens_B = lens_B.long()
+    seq = torch.repeat_interleave(torch.arange(len(lens_B), device=lens_B.device), lens_B)
+    first = lens_B.cumsum(0) - lens_B
+    return seq, torch.arange(len(seq), device=lens_B.device) - first[seq]

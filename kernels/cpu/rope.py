@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split layout: element i turns with element i + E/2, as Hugging Face stores Llama."""
+"""Rotary position embedding on CPU."""
 
 import torch
 from torch import Tensor
@@ -10,27 +10,8 @@ from tightwire.kernels.cpu.vector.simd import LANES, NUMBER_KIND
 from tightwire.kernels.cpu.vector.threads import run_on_rows
 
 
-def apply_rope_reference(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """``x * cos + rotate_half(x) * sin`` with cos and sin rounded to x's dtype first; every product rounds there too.
-
-    Args:
-        x_THE: (T, H, E) queries or keys; may be a view into a wider matrix.
-        cos_TE, sin_TE: (T, E/2) float32, one angle per pair of elements.
-    """
-    cos_T1E = cos_TE.to(x_THE.dtype).unsqueeze(1)
-    sin_T1E = sin_TE.to(x_THE.dtype).unsqueeze(1)
-    first, second = x_THE.chunk(2, dim=-1)
-    return torch.cat((first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E), dim=-1)
-
-
-def apply_rope(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """``apply_rope_reference``, bit for bit; a new contiguous tensor.
-
-    Raises:
-        ValueError: on CPU, shapes or dtypes that do not match.
-    """
-    if x_THE.device.type != "cpu":
-        return apply_rope_reference(x_THE, cos_TE, sin_TE)
+def apply_rope_cpu(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """``qkv.apply_rope`` for CPU tensors."""
     num_tokens, num_heads, head_dim = x_THE.shape
     _check(x_THE, cos_TE, sin_TE)
     out_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=x_THE.dtype)

@@ -3,7 +3,8 @@ import re
 import pytest
 import torch
 
-from tightwire.kernels.rope import apply_rope, apply_rope_reference
+from tightwire.kernels.qkv import apply_rope
+from tightwire.kernels.spec.layer_ops import apply_rope_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -4,13 +4,13 @@ import pytest
 import torch
 from helpers.kernels.block_data import CASE_ELEMS, NUMBERS, all_formats, format_id, hard_cases, hard_numbers
 
-from tightwire.kernels.block_quant import (
+from tightwire.kernels.spec.block_format import BlockFormat
+from tightwire.kernels.spec.block_quant import (
     decode_add_reference,
     decode_reduce_encode_reference,
     decode_reference,
     encode_reference,
 )
-from tightwire.kernels.spec.block_format import BlockFormat
 
 FORMATS = pytest.mark.parametrize("fmt", all_formats(), ids=format_id)
 

@@ -1,0 +1,223 @@
+"""Block quantization: a tensor to codes, scales and zeros in one run of bytes, and back. ``block_format`` is the layout.
+
+The reference functions here are the specification, to the byte: every other implementation gives the same bytes from the
+same numbers, on any device. That holds because each step is one IEEE operation in float32 whose result does not depend on
+how it is carried out:
+
+    rotate     Hadamard formats: log2(g) rounds of a + b, a - b, strides 1, 2, 4, ...; decoding does the same and divides
+               by g, a power of two
+    zero       the minimum, rounded DOWN to bfloat16
+    scale      (maximum - zero) / max_code, rounded UP to bfloat16 and at least 2^-126, so that its inverse is finite
+    code       (x - zero) * (1 / scale), clamped to 0 .. max_code, rounded to even
+    decoded    code * scale + zero. The product of an 8-bit and a bfloat16 number is exact, fused or not
+
+Rounding outwards means that nothing is clipped: a number comes back within half a scale of itself
+(``block_bound`` has the exact bound).
+
+Symmetric formats have scale = max|x| / max_level and no zero; float8 has scale = max|x| / 448 and the code e4m3(x / scale).
+Formats with spikes take the range from the group's other numbers and write the two back when decoding.
+
+A group with an inf or NaN in it decodes to NaN throughout, and so does one whose numbers come so close to the end of
+float32 that its highest code would decode, or its spikes would round, to infinity: the scale (and spikes) are NaN, zero
+and codes 0. So a broken sum shows, and large finite numbers (above float16's 65504, say) are ordinary numbers. Rotated
+groups come so close from about 2^125 / g on, because rotating adds g numbers, and may then come back infinite as well.
+"""
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels.spec.block_format import FLOAT8_MAX, MIN_SCALE, BlockFormat
+
+_NAN_BF16 = 0x7FC0
+_INF_BITS = 0x7F800000
+
+
+def encode_reference(x_N: Tensor, fmt: BlockFormat) -> Tensor:
+    """(N,) float32, bfloat16 or float16 to (fmt.encoded_bytes(N),) uint8."""
+    return _encode_groups(_rotated(_to_groups(x_N, fmt), fmt), fmt)
+
+
+def decode_reference(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype) -> Tensor:
+    """The (num_elems,) numbers that ``buf`` stands for, rounded to ``dtype`` once."""
+    groups_GE = _unrotated(_decode_groups(buf, fmt, num_elems), fmt)
+    return groups_GE.view(-1)[:num_elems].to(dtype)
+
+
+def decode_add_reference(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
+    """``sum_N`` (float32) += what ``buf`` stands for."""
+    sum_N.add_(decode_reference(buf, fmt, sum_N.numel(), torch.float32))
+
+
+def decode_reduce_encode_reference(
+    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int
+) -> Tensor:
+    """Encode, as ``out_fmt``, the float32 sum of what ``bufs`` stand for, added in list order from the first.
+
+    When both formats rotate groups of one size the sum is taken of the rotated numbers: rotating is linear.
+    """
+    stay_rotated = fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
+    total: Tensor | None = None
+    for buf in bufs:
+        groups_GE = _decode_groups(buf, fmt, num_elems)
+        if not stay_rotated:
+            groups_GE = _unrotated(groups_GE, fmt)
+        total = groups_GE if total is None else total + groups_GE
+    assert total is not None, "nothing to add"
+    if stay_rotated:
+        return _encode_groups(total, out_fmt)
+    return encode_reference(total.view(-1)[:num_elems], out_fmt)
+
+
+def _to_groups(x_N: Tensor, fmt: BlockFormat) -> Tensor:
+    """(G, g) float32; the tail is filled with the last number, which widens no range."""
+    x_N = x_N.float()
+    missing = -x_N.numel() % fmt.group_elems
+    if missing:
+        x_N = torch.cat([x_N, x_N[-1:].expand(missing)])
+    return x_N.view(x_N.numel() // fmt.group_elems, fmt.group_elems)
+
+
+def _rotated(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
+    """Each group times the Hadamard matrix of its size: entries +1 and -1, not scaled."""
+    if not fmt.hadamard:
+        return groups_GE
+    num_groups, size = groups_GE.shape
+    stride = 1
+    while stride < size:
+        a, b = groups_GE.view(num_groups, size // (2 * stride), 2, stride).unbind(2)
+        groups_GE = torch.stack([a + b, a - b], dim=2).view(num_groups, size)
+        stride *= 2
+    return groups_GE
+
+
+def _unrotated(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
+    """The matrix is its own inverse but for the factor g."""
+    return _rotated(groups_GE, fmt) * (1.0 / fmt.group_elems) if fmt.hadamard else groups_GE
+
+
+def _encode_groups(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
+    finite_G1 = _bits_of(groups_GE.abs()).amax(1, keepdim=True) < _INF_BITS
+    groups_GE = groups_GE.where(finite_G1, 0.0)
+    ranged_GE, spikes = groups_GE, None
+    if fmt.spikes:
+        spikes = _Spikes(groups_GE)
+        finite_G1 = finite_G1 & spikes.finite_G1
+        ranged_GE = spikes.others_GE
+    if fmt.has_zeros:
+        low_G1, high_G1 = ranged_GE.amin(1, keepdim=True), ranged_GE.amax(1, keepdim=True)
+        # + 0.0 makes 0 of -0: implementations differ in which zero is the smaller one.
+        zero_bits_G1 = _bf16_below(low_G1 + 0.0)
+        zero_G1 = _from_bf16(zero_bits_G1)
+        span_G1, top = high_G1 - zero_G1, fmt.max_code
+    else:
+        zero_bits_G1, zero_G1 = None, 0.0
+        span_G1, top = groups_GE.abs().amax(1, keepdim=True), FLOAT8_MAX if fmt.float8 else fmt.max_level
+    scale_bits_G1 = _bf16_above((span_G1 / top).clamp(min=MIN_SCALE))
+    scale_G1 = _from_bf16(scale_bits_G1)
+    finite_G1 = finite_G1 & (top * scale_G1 + zero_G1 < torch.inf)
+
+    codes_GE = _codes((groups_GE - zero_G1) * (1.0 / scale_G1), fmt)
+    sections = _planes(codes_GE.where(finite_G1, 0), fmt)
+    sections.append(_as_bytes(scale_bits_G1.where(finite_G1, _NAN_BF16)))
+    if zero_bits_G1 is not None:
+        sections.append(_as_bytes(zero_bits_G1.where(finite_G1, 0)))
+    if spikes is not None:
+        sections += [_as_bytes(bits_G1.where(finite_G1, _NAN_BF16)) for bits_G1 in spikes.values_G1]
+        sections += [place_G1.where(finite_G1, 0).to(torch.uint8).view(-1) for place_G1 in spikes.places_G1]
+    return torch.cat(sections)
+
+
+def _codes(scaled_GE: Tensor, fmt: BlockFormat) -> Tensor:
+    """(G, g) uint8 from numbers in units of the scale, counted from the zero."""
+    if fmt.float8:
+        return scaled_GE.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    if fmt.symmetric:
+        return (scaled_GE.clamp(-fmt.max_level, fmt.max_level).round() + fmt.max_level).to(torch.uint8)
+    return scaled_GE.clamp(0, fmt.max_code).round().to(torch.uint8)
+
+
+class _Spikes:
+    """The first smallest and the first largest number of each group, which may be the same one.
+
+    Attributes, minimum before maximum:
+        places_G1: two of (G, 1), where in the group.
+        values_G1: two of (G, 1), bfloat16 bits, rounded to nearest even.
+        finite_G1: (G, 1) whether both are still finite when rounded.
+        others_GE: (G, g) the groups with another number of theirs in both places.
+    """
+
+    def __init__(self, groups_GE: Tensor) -> None:
+        extremes_G1 = (groups_GE.amin(1, keepdim=True), groups_GE.amax(1, keepdim=True))
+        size = groups_GE.shape[1]
+        places_E = torch.arange(size, device=groups_GE.device)
+        self.places_G1 = [places_E.where(groups_GE == value_G1, size).amin(1, keepdim=True) for value_G1 in extremes_G1]
+        self.values_G1 = [_bits_of((value_G1 + 0.0).bfloat16().float()) >> 16 & 0xFFFF for value_G1 in extremes_G1]
+        self.finite_G1 = torch.stack([_from_bf16(bits_G1).abs() for bits_G1 in self.values_G1]).amax(0) < torch.inf
+        taken_GE = (places_E == self.places_G1[0]) | (places_E == self.places_G1[1])
+        other_G1 = groups_GE.gather(1, taken_GE.to(torch.uint8).argmin(1, keepdim=True))
+        self.others_GE = groups_GE.where(~taken_GE, other_G1)
+
+
+def _decode_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
+    """(G, g) float32, still rotated where the format rotates."""
+    num_groups = fmt.num_groups(num_elems)
+    starts = fmt.section_starts(num_elems)
+    num_planes = len(fmt.plane_bits)
+    codes_GE = torch.zeros(num_groups, fmt.group_elems, dtype=torch.uint8, device=buf.device)
+    for start, bits, shift, size in zip(starts, fmt.plane_bits, fmt.plane_shifts, fmt.plane_bytes, strict=False):
+        plane_GS = buf[start : start + num_groups * size].view(num_groups, size)
+        parts = [(plane_GS >> at) & (2**bits - 1) for at in range(0, 8, bits)] if bits < 8 else [plane_GS]
+        codes_GE |= torch.cat(parts, 1) << shift
+
+    def numbers_G1(section: int) -> Tensor:
+        start = starts[num_planes + section]
+        # Cloned because a message may lie at an odd address, which a 16-bit view would refuse.
+        return buf[start : start + 2 * num_groups].clone().view(torch.bfloat16).float().view(num_groups, 1)
+
+    if fmt.float8:
+        return codes_GE.view(torch.float8_e4m3fn).float() * numbers_G1(0)
+    if fmt.symmetric:
+        return (codes_GE.float() - fmt.max_level) * numbers_G1(0)
+    groups_GE = codes_GE.float() * numbers_G1(0) + numbers_G1(1)
+    if fmt.spikes:
+        for section, values_G1 in ((-2, numbers_G1(2)), (-1, numbers_G1(3))):
+            places_G = buf[starts[section] : starts[section] + num_groups]
+            groups_GE.scatter_(1, places_G.long().view(num_groups, 1), values_G1)
+    return groups_GE
+
+
+def _planes(codes_GE: Tensor, fmt: BlockFormat) -> list[Tensor]:
+    planes = []
+    for bits, shift, size in zip(fmt.plane_bits, fmt.plane_shifts, fmt.plane_bytes, strict=True):
+        fields_GSs = ((codes_GE >> shift) & (2**bits - 1)).view(len(codes_GE), 8 // bits, size)
+        plane_GS = fields_GSs[:, 0].clone()
+        for index in range(1, 8 // bits):
+            plane_GS |= fields_GSs[:, index] << (bits * index)
+        planes.append(plane_GS.reshape(-1))
+    return planes
+
+
+# --- bfloat16 as the upper half of float32's bits, in int32 -------------------------------------------------------------
+
+
+def _bf16_above(value: Tensor) -> Tensor:
+    """The smallest bfloat16 not below a number >= 0."""
+    return (_bits_of(value) + 0xFFFF) >> 16
+
+
+def _bf16_below(value: Tensor) -> Tensor:
+    """The largest bfloat16 not above: towards zero for positive numbers, away from it for negative ones."""
+    bits = _bits_of(value)
+    return (torch.where(bits < 0, bits + 0xFFFF, bits) >> 16) & 0xFFFF
+
+
+def _bits_of(value: Tensor) -> Tensor:
+    return value.view(torch.int32)
+
+
+def _from_bf16(bits: Tensor) -> Tensor:
+    return (bits << 16).view(torch.float32)
+
+
+def _as_bytes(bits: Tensor) -> Tensor:
+    return bits.to(torch.int16).view(-1).view(torch.uint8)

@@ -1,0 +1,58 @@
+"""Normalization, rotation, activation and matrix product in torch: what the kernels of a layer must compute."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tightwire.kernels.spec.attention import write_kv_reference
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix, dequantize_reference
+
+
+def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """``weight * (x / sqrt(mean(x^2) + eps))``: fp32 inside, rounded to x's dtype before the weight, as Llama does."""
+    x32_TD = x_TD.float()
+    scale_T1 = torch.rsqrt(x32_TD.square().mean(-1, keepdim=True) + eps)
+    return (x32_TD * scale_T1).to(x_TD.dtype) * weight_D
+
+
+def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``s = x + residual``; returns ``(rms_norm(s), s)``."""
+    sum_TD = x_TD + residual_TD
+    return rms_norm_reference(sum_TD, weight_D, eps), sum_TD
+
+
+def apply_rope_reference(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """``x * cos + rotate_half(x) * sin`` with cos and sin rounded to x's dtype first; every product rounds there too.
+
+    Args:
+        x_THE: (T, H, E) queries or keys; may be a view into a wider matrix.
+        cos_TE, sin_TE: (T, E/2) float32, one angle per pair of elements.
+    """
+    cos_T1E = cos_TE.to(x_THE.dtype).unsqueeze(1)
+    sin_T1E = sin_TE.to(x_THE.dtype).unsqueeze(1)
+    first, second = x_THE.chunk(2, dim=-1)
+    return torch.cat((first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E), dim=-1)
+
+
+def rotate_and_cache_reference(
+    qkv_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
+) -> Tensor:
+    """``apply_rope_reference`` of queries and keys, then ``write_kv_reference``."""
+    num_kv_heads = k_cache_NKPE.shape[1]
+    num_heads = qkv_THE.shape[1] - 2 * num_kv_heads
+    q_THE, k_TKE, v_TKE = torch.split(qkv_THE, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    write_kv_reference(apply_rope_reference(k_TKE, cos_TE, sin_TE), v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
+    return apply_rope_reference(q_THE, cos_TE, sin_TE)
+
+
+def swiglu_reference(gate_up_T2F: Tensor) -> Tensor:
+    """``silu(gate) * up``, gate in the first half of the columns; silu is rounded to the dtype before the product."""
+    gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+    return F.silu(gate_TF) * up_TF
+
+
+def linear_reference(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``. Packed weights are rounded to the dtype of x, as on a GPU; ``linear`` says where on CPU."""
+    if isinstance(weight_OD, PackedMatrix):
+        weight_OD = dequantize_reference(weight_OD, x_TD.dtype)
+    return F.linear(x_TD, weight_OD, bias_O)

@@ -1,0 +1,131 @@
+"""Packed matrices: weights that stay in 8 or 4 bits, what they stand for, and how floats become them.
+
+The layout is ``packed_format``'s. ``linear`` multiplies with such a matrix, ``embedding`` looks its rows up, ``unpack`` makes
+floats of it fast. Nothing here is compiled: what only reads a checkpoint's header gets by without.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PackedFormat
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatrix:
+    """(O, D) numbers as blocks.
+
+    Args:
+        blocks_OB: (O, bytes of a row) uint8, contiguous rows.
+    Raises:
+        ValueError: the blocks are no bytes, or a row is not whole blocks.
+    """
+
+    blocks_OB: Tensor
+    format: PackedFormat
+
+    def __post_init__(self) -> None:
+        blocks, block_bytes = self.blocks_OB, self.format.block_bytes
+        if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[1] % block_bytes or blocks.stride(1) != 1:
+            raise ValueError(
+                f"{self.format.name} wants (rows, bytes) uint8 with contiguous rows of whole blocks of {block_bytes} bytes; "
+                f"got {tuple(blocks.shape)} {blocks.dtype} with strides {blocks.stride()}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.blocks_OB.shape[0], self.blocks_OB.shape[1] // self.format.block_bytes * GROUP_ELEMS
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks_OB.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks_OB.nbytes
+
+    def rows(self, first: int, stop: int) -> "PackedMatrix":
+        """A view of some rows."""
+        return PackedMatrix(self.blocks_OB[first:stop], self.format)
+
+    def take(self, indices_T: Tensor) -> "PackedMatrix":
+        """A copy of the rows with these indices."""
+        return PackedMatrix(self.blocks_OB.index_select(0, indices_T), self.format)
+
+
+Matrix = Tensor | PackedMatrix
+
+
+def empty_packed(num_rows: int, num_columns: int, packed: PackedFormat, device: torch.device) -> PackedMatrix:
+    """A matrix to be filled.
+
+    Raises:
+        ValueError: rows that are not whole groups.
+    """
+    row_bytes = packed.row_bytes(num_columns)
+    return PackedMatrix(torch.empty(num_rows, row_bytes, dtype=torch.uint8, device=device), packed)
+
+
+def quantize(x_OD: Tensor, packed: PackedFormat) -> PackedMatrix:
+    """Each group's numbers as the nearest codes under the narrowest scale that reaches them all.
+
+    Without a minimum: scale = max |x| / 127 (Q8_0) or / 7 (Q4_0), and codes on either side of zero. With one: minimum =
+    min x, scale = (max x - minimum) / 15. The scale is rounded up to float16 and the minimum down, so nothing is clipped.
+
+    Returns: a matrix whose numbers are within half a scale, and the float32 roundings of x / scale and Q4_1's sum, of x.
+    Raises:
+        ValueError: rows that are not whole groups, or numbers that are not finite or too large for a float16 scale.
+    Cost: some ten passes over x, in float32.
+    """
+    packed.row_bytes(x_OD.shape[1])
+    x_OGN = x_OD.float().unflatten(1, (-1, GROUP_ELEMS))
+    if packed.has_minimum:
+        minimum_OG1 = -_float16_at_least(-x_OGN.amin(-1, keepdim=True))
+        reach_OG1 = x_OGN.amax(-1, keepdim=True) - minimum_OG1.float()
+        least, most, offset = 0, 15, 0
+    else:
+        minimum_OG1 = torch.zeros_like(x_OGN[..., :1], dtype=torch.float16)
+        reach_OG1 = x_OGN.abs().amax(-1, keepdim=True)
+        most = 2 ** (packed.bits - 1) - 1
+        least, offset = -most, 0 if packed.bits == 8 else 8
+    scale_OG1 = _float16_at_least(reach_OG1 / most)
+    if not bool((scale_OG1.isfinite() & minimum_OG1.isfinite()).all()):
+        raise ValueError(
+            f"{packed.name} keeps scales as float16; these numbers are too large for that, infinite or NaN"
+        )
+    codes_OGN = ((x_OGN - minimum_OG1.float()) / scale_OG1.float()).round().clamp_(least, most)
+    codes_OGN = codes_OGN.nan_to_num_(0.0).add_(offset)  # 0 / 0 where all are zero, or equal to the minimum
+    if packed.bits == 8:
+        codes_OGB = codes_OGN.to(torch.int8).view(torch.uint8)
+    else:
+        low_OGB, high_OGB = codes_OGN.to(torch.uint8).chunk(2, -1)
+        codes_OGB = low_OGB | high_OGB << 4
+    header = [scale_OG1, minimum_OG1] if packed.has_minimum else [scale_OG1]
+    return PackedMatrix(torch.cat([*(number.view(torch.uint8) for number in header), codes_OGB], -1).flatten(1), packed)
+
+
+def _float16_at_least(x: Tensor) -> Tensor:
+    """The smallest float16 not below each float32."""
+    near = x.half()
+    bits = near.view(torch.int16)
+    above = torch.where(bits < 0, bits - 1, bits + 1).view(
+        torch.float16
+    )  # of negative numbers, the next is smaller in size
+    return torch.where(near.float() < x, above, near)
+
+
+def dequantize_reference(matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
+    """(O, D): the numbers that the blocks stand for, in float32, rounded once to ``dtype``."""
+    packed = matrix.format
+    blocks_OGB = matrix.blocks_OB.unflatten(1, (-1, packed.block_bytes))
+    scale_OG1 = blocks_OGB[..., :2].contiguous().view(torch.float16).float()
+    codes_OGB = blocks_OGB[..., packed.header_bytes :]
+    if packed.bits == 8:
+        x_OGN = scale_OG1 * codes_OGB.view(torch.int8).float()
+    else:
+        codes_OGN = torch.cat([codes_OGB & 15, codes_OGB >> 4], -1).float()
+        x_OGN = scale_OG1 * (codes_OGN if packed.has_minimum else codes_OGN - 8)
+    if packed.has_minimum:
+        x_OGN = x_OGN + blocks_OGB[..., 2:4].contiguous().view(torch.float16).float()
+    return x_OGN.flatten(1).to(dtype)
