@@ -7,7 +7,7 @@ import msgspec
 from tightwire.comm.ledger.ledger import GATHERING, LOADING
 from tightwire.server.api.responses import CommReport, CommSpan, CommTotals
 from tightwire.server.ipc.engine_client import EngineClient
-from tightwire.server.ipc.messages import CommCount
+from tightwire.server.ipc.engine_stats import CommCount
 
 
 class CommWatch:

@@ -4,19 +4,23 @@ Each app has a registry of its own, so two apps in one process (tests) do not me
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from tightwire.server.api.responses import Timing
-from tightwire.server.ipc.messages import CacheCount, CommSetup, EngineStats, StreamCount
+from tightwire.server.ipc.engine_stats import CommCount, EngineStats, ReplicaLoad, metric_fields
+from tightwire.server.ipc.messages import CommSetup
 
 # Seconds. A laptop takes 0.1 s per token and a minute per answer; a GPU is a hundred times faster.
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400)
+
+_USAGE_HELP = "KV cache blocks in use, 0 to 1"
 
 _TTFT_PARTS = ("http", "tokenize", "queue", "compute", "allreduce", "codec", "sampling", "engine", "send")
 
@@ -56,9 +60,9 @@ class Metrics:
         )
         for outcome in ("stop", "length", "cancelled", "error", "refused"):
             self.requests.labels(outcome)  # present from the start, so that a rate can be taken
-        self.registry.register(_EngineCollector(stats))
-        self.registry.register(_StartupCollector(startup_s))
-        self.registry.register(_SelfTestCollector(comm_setup))
+        self.registry.register(_Snapshot(lambda: _engine_metrics(stats() or EngineStats())))
+        self.registry.register(_Snapshot(lambda: _startup_metrics(startup_s())))
+        self.registry.register(_Snapshot(lambda: _self_test_metrics(comm_setup())))
 
     def observe_ttft(self, timing: Timing) -> None:
         """Sum up one request's parts; one that is not known counts nowhere."""
@@ -106,139 +110,77 @@ class SequenceTimer:
             self._metrics.e2e_latency.observe(time.monotonic() - self._arrived_s)
 
 
-class _EngineCollector(Collector):
-    """Reads the engine's counters when scraped; an engine before its first step is at zero."""
+class _Snapshot(Collector):
+    """Makes its metrics anew at each scrape."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats() or EngineStats(
-            num_running=0,
-            num_waiting=0,
-            num_blocks=0,
-            num_free_blocks=0,
-            num_steps=0,
-            num_preemptions=0,
-            num_prompt_tokens=0,
-            num_generation_tokens=0,
-        )
-        used = (stats.num_blocks - stats.num_free_blocks) / stats.num_blocks if stats.num_blocks else 0.0
-        yield GaugeMetricFamily("tightwire_requests_running", "Sequences in the running batch", stats.num_running)
-        yield GaugeMetricFamily("tightwire_requests_waiting", "Sequences waiting for a place", stats.num_waiting)
-        yield GaugeMetricFamily("tightwire_kv_cache_usage_ratio", "KV cache blocks in use, 0 to 1", used)
-        yield CounterMetricFamily("tightwire_engine_steps", "Forward passes", stats.num_steps)
-        yield CounterMetricFamily(
-            "tightwire_engine_steps_planned_ahead", "Of these, planned while the last one ran", stats.num_steps_ahead
-        )
-        yield CounterMetricFamily(
-            "tightwire_prompt_tokens", "Prompt tokens of sequences that began to answer", stats.num_prompt_tokens
-        )
-        yield CounterMetricFamily("tightwire_generation_tokens", "Tokens sampled", stats.num_generation_tokens)
-        yield CounterMetricFamily(
-            "tightwire_preemptions", "Sequences put back for want of blocks", stats.num_preemptions
-        )
-        yield CounterMetricFamily(
-            "tightwire_prefix_cache_queries",
-            "Prompt tokens looked up in the prefix cache",
-            stats.num_prefix_queried_tokens,
-        )
-        yield CounterMetricFamily(
-            "tightwire_prefix_cache_hits", "Prompt tokens found there, not computed again", stats.num_prefix_hit_tokens
-        )
-        yield CounterMetricFamily("tightwire_draft_tokens", "Tokens guessed ahead", stats.num_draft_tokens)
-        yield CounterMetricFamily(
-            "tightwire_accepted_draft_tokens", "Guessed tokens that held", stats.num_accepted_draft_tokens
-        )
-        if stats.replicas:
-            yield from _replica_metrics(stats)
-        if stats.stream is not None:
-            yield from _stream_metrics(stats.stream)
-        if stats.kv_offload is not None:
-            yield from _offload_metrics(stats.kv_offload)
-        yield from _comm_metrics(stats)
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self.collect = collect
 
 
-def _stream_metrics(stream: StreamCount) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "tightwire_weight_stream_bytes", "Bytes of streamed layers that have come to rank 0", stream.num_bytes
-    )
-    yield CounterMetricFamily(
-        "tightwire_weight_fetch_seconds", "Time that their way took, most of it beside computing", stream.fetch_s
-    )
-    yield CounterMetricFamily(
-        "tightwire_weight_wait_seconds", "Time that steps stood still for want of a layer", stream.waited_s
-    )
-    yield GaugeMetricFamily("tightwire_step_tokens_limit", "Tokens that a step may take now", stream.step_tokens)
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
-def _offload_metrics(count: CacheCount) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "tightwire_kv_offload_bytes", "Bytes of keys and values from the host to rank 0 and back", count.num_bytes
-    )
-    yield CounterMetricFamily(
-        "tightwire_kv_offload_wait_seconds", "Time that steps stood still for want of them", count.waited_s
-    )
+def _struct_metrics(struct: msgspec.Struct) -> Iterator[Metric]:
+    """One metric for each field that declares one."""
+    for field, (kind, name, help) in metric_fields(type(struct)).items():
+        yield _FAMILIES[kind](f"tightwire_{name}", help, getattr(struct, field))
 
 
-class _StartupCollector(Collector):
-    """One gauge, absent until the server is ready."""
-
-    def __init__(self, startup_s: Callable[[], float | None]) -> None:
-        self._startup_s = startup_s
-
-    def collect(self) -> Iterator[Metric]:
-        seconds = self._startup_s()
-        if seconds is not None:
-            yield GaugeMetricFamily("tightwire_startup_seconds", "From the process's start to ready", seconds)
-
-
-class _SelfTestCollector(Collector):
-    """A gauge for each AllReduce that the start-up check has seen; none until the ranks are ready."""
-
-    def __init__(self, comm_setup: Callable[[], CommSetup | None]) -> None:
-        self._comm_setup = comm_setup
-
-    def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(
-            "tightwire_comm_selftest_ok",
-            "1: the AllReduce gave the right sum at start-up; 0: it did not and is never used",
-            labels=["algorithm"],
-        )
-        setup = self._comm_setup()
-        for verdict in setup.self_test if setup else []:
-            family.add_metric([verdict.algorithm], float(verdict.ok))
-        yield family
+def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
+    yield from _struct_metrics(stats.total)
+    yield GaugeMetricFamily("tightwire_kv_cache_usage_ratio", _USAGE_HELP, _kv_usage(stats.total))
+    yield from _struct_metrics(stats.counters)
+    if len(stats.loads) > 1:
+        yield from _replica_metrics(stats.loads)
+    for struct in (stats.stream, stats.kv_offload):
+        if struct is not None:
+            yield from _struct_metrics(struct)
+    yield from _comm_metrics(stats.comm)
 
 
-def _replica_metrics(stats: EngineStats) -> Iterator[Metric]:
-    running, waiting, usage = (
-        GaugeMetricFamily(f"tightwire_replica_{name}", f"{help}, by replica", labels=["replica"])
-        for name, help in (
-            ("requests_running", "Sequences in the running batch"),
-            ("requests_waiting", "Sequences waiting for a place"),
-            ("kv_cache_usage_ratio", "KV cache blocks in use, 0 to 1"),
-        )
-    )
-    for number, replica in enumerate(stats.replicas):
-        running.add_metric([str(number)], replica.num_running)
-        waiting.add_metric([str(number)], replica.num_waiting)
-        usage.add_metric([str(number)], 1 - replica.num_free_blocks / replica.num_blocks)
-    yield from (running, waiting, usage)
+def _replica_metrics(loads: Sequence[ReplicaLoad]) -> Iterator[Metric]:
+    for field, (_, name, help) in metric_fields(ReplicaLoad).items():
+        yield _by_replica(name, help, [getattr(load, field) for load in loads])
+    yield _by_replica("kv_cache_usage_ratio", _USAGE_HELP, [_kv_usage(load) for load in loads])
 
 
-def _comm_metrics(stats: EngineStats) -> Iterator[Metric]:
+def _by_replica(name: str, help: str, values: Sequence[float]) -> Metric:
+    family = GaugeMetricFamily(f"tightwire_replica_{name}", f"{help}, by replica", labels=["replica"])
+    for replica, value in enumerate(values):
+        family.add_metric([str(replica)], value)
+    return family
+
+
+def _kv_usage(load: ReplicaLoad) -> float:
+    return (load.num_blocks - load.num_free_blocks) / load.num_blocks if load.num_blocks else 0.0
+
+
+def _comm_metrics(counts: Sequence[CommCount]) -> Iterator[Metric]:
     labels = ["op", "algorithm", "phase"]
     seconds = SummaryMetricFamily("tightwire_comm_seconds", "Time of rank 0 in collectives, and calls", labels=labels)
     sent = CounterMetricFamily("tightwire_comm_bytes", "Bytes rank 0 sent in collectives", labels=labels)
     exact = CounterMetricFamily(
         "tightwire_comm_exact_bytes", "Bytes rank 0 would have sent with nothing quantized", labels=labels
     )
-    for count in stats.comm:
+    for count in counts:
         values = [count.op, count.algorithm, count.phase]
         seconds.add_metric(values, count_value=count.calls, sum_value=count.seconds)
         sent.add_metric(values, count.bytes_sent)
         exact.add_metric(values, count.exact_bytes)
-    yield seconds
-    yield sent
-    yield exact
+    yield from (seconds, sent, exact)
+
+
+def _startup_metrics(startup_s: float | None) -> Iterator[Metric]:
+    if startup_s is not None:
+        yield GaugeMetricFamily("tightwire_startup_seconds", "From the process's start to ready", startup_s)
+
+
+def _self_test_metrics(setup: CommSetup | None) -> Iterator[Metric]:
+    family = GaugeMetricFamily(
+        "tightwire_comm_selftest_ok",
+        "1: the AllReduce gave the right sum at start-up; 0: it did not and is never used",
+        labels=["algorithm"],
+    )
+    for verdict in setup.self_test if setup else []:
+        family.add_metric([verdict.algorithm], float(verdict.ok))
+    yield family

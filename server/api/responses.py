@@ -8,7 +8,8 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 
 from tightwire.comm.link.wire import LinkFacts
-from tightwire.server.ipc.messages import CommChoice, ReplicaLoad, SelfTestVerdict
+from tightwire.server.ipc.engine_stats import ReplicaLoad
+from tightwire.server.ipc.messages import CommChoice, SelfTestVerdict
 
 
 class PromptTokensDetails(Struct, frozen=True):

@@ -14,6 +14,7 @@ Of several replicas of the model each has a scheduler (``replicas``), and a step
 replica, gets the logits of all, and chooses for every sequence.
 """
 
+import copy
 import logging
 import math
 import time
@@ -35,17 +36,8 @@ from tightwire.server.engine.replicas import Replicas
 from tightwire.server.engine.request import Request, make_request, why_refused
 from tightwire.server.engine.scheduled_step import Chunk
 from tightwire.server.engine.step_times import StepTimes, first_token
-from tightwire.server.ipc.messages import (
-    AddRequest,
-    CacheCount,
-    CommCount,
-    EngineStats,
-    FirstToken,
-    Output,
-    StepResult,
-    StreamCount,
-    TokenLogprob,
-)
+from tightwire.server.ipc.engine_stats import CacheCount, CommCount, EngineCounters, EngineStats, StreamCount
+from tightwire.server.ipc.messages import AddRequest, FirstToken, Output, StepResult, TokenLogprob
 
 _log = logging.getLogger(__name__)
 
@@ -104,14 +96,12 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         if outside := [i for i in self._eos_token_ids if not 0 <= i < vocab_size]:
             raise ValueError(f"end tokens {outside} are outside the vocabulary of {vocab_size}")
-        self._replicas = Replicas(limits, num_replicas, drafter)
+        self._counters = EngineCounters()
+        self._replicas = Replicas(limits, num_replicas, drafter, self._counters)
         self._step_tokens, self._stream_count, self._cache_count = step_tokens, stream_count, cache_count
         self._requests: dict[str, Request] = {}
         self._pending: list[Output] = []  # ends that happened between steps
         self._flight: Flight | None = None  # launched, but not collected
-        self._num_steps = self._num_steps_ahead = 0
-        self._num_prompt_tokens = self._num_generation_tokens = 0
-        self._num_draft_tokens = self._num_accepted_draft_tokens = 0
 
     def add(self, message: AddRequest, replica: int | None = None) -> None:
         """Queue a sequence; it joins the next step. One that cannot run gets its error with the next step.
@@ -164,25 +154,12 @@ class Engine:
         return StepResult(outputs=outputs, stats=self.stats())
 
     def stats(self) -> EngineStats:
-        replicas = self._replicas.loads()
         return EngineStats(
-            num_running=sum(replica.num_running for replica in replicas),
-            num_waiting=sum(replica.num_waiting for replica in replicas),
-            num_blocks=sum(replica.num_blocks for replica in replicas),
-            num_free_blocks=sum(replica.num_free_blocks for replica in replicas),
-            num_steps=self._num_steps,
-            num_preemptions=self._replicas.num_preemptions,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generation_tokens=self._num_generation_tokens,
-            num_prefix_queried_tokens=self._replicas.num_prefix_queried_tokens,
-            num_prefix_hit_tokens=self._replicas.num_prefix_hit_tokens,
-            num_draft_tokens=self._num_draft_tokens,
-            num_accepted_draft_tokens=self._num_accepted_draft_tokens,
-            num_steps_ahead=self._num_steps_ahead,
+            loads=self._replicas.loads(),
+            counters=copy.copy(self._counters),
             stream=self._stream_count(),
             kv_offload=self._cache_count(),
             comm=self._comm_counts(),
-            replicas=replicas if len(replicas) > 1 else [],
         )
 
     def _launch(self, last: Flight | None) -> Flight | None:
@@ -209,8 +186,8 @@ class Engine:
         if logits_RV is None:
             assert not any(plan.logit_rows for plan in step.plans), "the engine runs on rank 0, which has the logits"
             logits_RV = torch.empty((0, self._vocab_size))
-        self._num_steps += 1
-        self._num_steps_ahead += last is not None
+        self._counters.num_steps += 1
+        self._counters.num_steps_ahead += last is not None
         flight = Flight(step.chunks, Download([logits_RV[:0]]))
         if not flight.is_simple:
             flight.logits_RV = logits_RV
@@ -227,7 +204,7 @@ class Engine:
             self._score_prompts(flight, flight.logits_RV, outputs)
         for chunk in flight.chunks:
             if not chunk.samples and chunk.end == len(chunk.request.token_ids):  # echo only
-                self._num_prompt_tokens += chunk.request.num_prompt_tokens
+                self._counters.num_prompt_tokens += chunk.request.num_prompt_tokens
                 outputs.append(self._end(chunk.request, "length"))
         chosen = [new for new in flight.new if flight.has(new.chunk.request)]
         if flight.choice is not None:
@@ -287,14 +264,14 @@ class Engine:
         request, finish_reason = new.chunk.request, new.finish_reason
         num_new = len(new.token_ids)
         request.num_computed += num_new - 1  # the guesses that held
-        self._num_generation_tokens += num_new
+        self._counters.num_generation_tokens += num_new
         if new.chunk.draft:
-            self._num_draft_tokens += len(new.chunk.draft)
-            self._num_accepted_draft_tokens += num_new - 1
+            self._counters.num_draft_tokens += len(new.chunk.draft)
+            self._counters.num_accepted_draft_tokens += num_new - 1
             self._replicas.learn(request, num_new - 1)
         is_first = request.num_output_tokens == num_new
         if is_first:
-            self._num_prompt_tokens += request.num_prompt_tokens
+            self._counters.num_prompt_tokens += request.num_prompt_tokens
         if finish_reason is not None:
             self._forget(request)
         return Output(

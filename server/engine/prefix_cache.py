@@ -20,19 +20,21 @@ from itertools import count
 
 from tightwire.server.engine.block_pool import BlockPool
 from tightwire.server.engine.request import Request
+from tightwire.server.ipc.engine_stats import EngineCounters
 
 
 class PrefixCache:
     """Entries for the kept blocks of one pool, at most one a block. Cost: about 0.3 kB an entry."""
 
-    def __init__(self, pool: BlockPool, block_size: int, *, with_answers: bool = False) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, *, counters: EngineCounters, with_answers: bool = False
+    ) -> None:
+        self._counters = counters
         self._pool, self._block_size, self._with_answers = pool, block_size, with_answers
         self._block_of: dict[Hashable, int] = {}
         self._key_of: list[Hashable] = [None] * pool.num_blocks
         self._entry_of = [0] * pool.num_blocks  # its number, never given twice
         self._numbers = count(1)
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
 
     def advance(self, request: Request) -> int:
         """Let ``request`` go on behind all that is kept of it, as it begins or as others have computed it since.
@@ -75,11 +77,11 @@ class PrefixCache:
     def count_query(self, request: Request) -> None:
         """Count a request that begins, with what it finds then and later (``count_hits``)."""
         if request.prompt_logprobs is None:
-            self.num_queried_tokens += request.num_prompt_tokens
+            self._counters.num_prefix_queried_tokens += request.num_prompt_tokens
 
     def count_hits(self, request: Request, num_tokens: int) -> None:
         request.num_cached_tokens += num_tokens
-        self.num_hit_tokens += num_tokens
+        self._counters.num_prefix_hit_tokens += num_tokens
 
     def enter(self, request: Request, num_tokens: int) -> None:
         """After the next step ``num_tokens`` of ``request`` are computed: others may share the blocks they fill.

@@ -15,7 +15,7 @@ from tightwire.server.engine.request import Request
 from tightwire.server.engine.routing import choose_replica
 from tightwire.server.engine.scheduled_step import Chunk
 from tightwire.server.engine.scheduler import Scheduler
-from tightwire.server.ipc.messages import ReplicaLoad
+from tightwire.server.ipc.engine_stats import EngineCounters, ReplicaLoad
 
 
 class WorldStep(NamedTuple):
@@ -28,9 +28,11 @@ class WorldStep(NamedTuple):
 class Replicas:
     """``schedule`` makes one step of all; everything else goes to the scheduler that a sequence was given to."""
 
-    def __init__(self, limits: Limits, num_replicas: int, drafter: NgramDrafter | None = None) -> None:
-        """``limits``: of each replica."""
-        self._schedulers = [Scheduler(limits, drafter) for _ in range(num_replicas)]
+    def __init__(
+        self, limits: Limits, num_replicas: int, drafter: NgramDrafter | None, counters: EngineCounters
+    ) -> None:
+        """``limits``: of each replica. ``counters``: of all replicas together."""
+        self._schedulers = [Scheduler(limits, drafter, counters) for _ in range(num_replicas)]
         self._num_planned = 0
 
     def add(self, request: Request, replica: int | None = None) -> None:
@@ -77,18 +79,6 @@ class Replicas:
             )
             for scheduler in self._schedulers
         ]
-
-    @property
-    def num_preemptions(self) -> int:
-        return sum(scheduler.num_preemptions for scheduler in self._schedulers)
-
-    @property
-    def num_prefix_queried_tokens(self) -> int:
-        return sum(s.prefixes.num_queried_tokens for s in self._schedulers if s.prefixes is not None)
-
-    @property
-    def num_prefix_hit_tokens(self) -> int:
-        return sum(s.prefixes.num_hit_tokens for s in self._schedulers if s.prefixes is not None)
 
     def _choose(self, request: Request) -> int:
         if len(self._schedulers) == 1:

@@ -42,6 +42,7 @@ from tightwire.server.engine.open_step import OpenStep
 from tightwire.server.engine.prefix_cache import PrefixCache
 from tightwire.server.engine.request import Request
 from tightwire.server.engine.scheduled_step import ScheduledStep, make_step
+from tightwire.server.ipc.engine_stats import EngineCounters
 
 
 class _PreemptionNeededError(Exception):
@@ -51,16 +52,18 @@ class _PreemptionNeededError(Exception):
 class Scheduler:
     """Waiting and running sequences and the block pool; ``schedule`` makes one step of them."""
 
-    def __init__(self, limits: Limits, drafter: NgramDrafter | None = None) -> None:
-        """``drafter``: None where nothing is guessed."""
+    def __init__(
+        self, limits: Limits, drafter: NgramDrafter | None = None, counters: EngineCounters | None = None
+    ) -> None:
+        """``drafter``: None where nothing is guessed. ``counters``: those of the engine; None: its own."""
+        self.counters = EngineCounters() if counters is None else counters
         self.limits = limits
         self.step_tokens = limits.max_num_batched_tokens  # that the next step may take
         self._drafter = drafter
         self.pool = BlockPool(limits.num_blocks)
-        self.prefixes = _prefix_cache(limits, self.pool)
+        self.prefixes = _prefix_cache(limits, self.pool, self.counters)
         self.waiting: deque[Request] = deque()  # oldest first, like running; all of running is older
         self.running: list[Request] = []
-        self.num_preemptions = 0
         self._last_arm = 0
         self._num_planned = 0
 
@@ -257,7 +260,7 @@ class Scheduler:
         self._free(request)
         request.was_preempted = True
         self.waiting.appendleft(request)
-        self.num_preemptions += 1
+        self.counters.num_preemptions += 1
 
     def _free(self, request: Request) -> None:
         self.pool.free(reversed(request.blocks))  # of what is kept, the ends of prompts are to go first
@@ -295,7 +298,7 @@ def _short_ones(prompts: Sequence[Request], budget: int) -> dict[Request, int]:
     return short
 
 
-def _prefix_cache(limits: Limits, pool: BlockPool) -> PrefixCache | None:
+def _prefix_cache(limits: Limits, pool: BlockPool, counters: EngineCounters) -> PrefixCache | None:
     if limits.prefix_cache == "none":
         return None
-    return PrefixCache(pool, limits.block_size, with_answers=limits.prefix_cache == "all")
+    return PrefixCache(pool, limits.block_size, counters=counters, with_answers=limits.prefix_cache == "all")

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.trace import RankEvents
-from tightwire.server.ipc.messages import AddRequest, CommSetup, EngineStats, Output
+from tightwire.server.ipc.engine_stats import EngineStats
+from tightwire.server.ipc.messages import AddRequest, CommSetup, Output
 
 
 class Phase(enum.StrEnum):

@@ -12,6 +12,7 @@ from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.sizes import format_bytes
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.step import StepPlan
+from tightwire.server.ipc.engine_stats import EngineStats
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
@@ -100,67 +101,6 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     queue_s: float | None = None  # with the first token: from arrival at the engine to the first scheduled step
     first_token: FirstToken | None = None  # with the first token
     num_cached_tokens: int = 0  # with the first token: of the prompt, found in the prefix cache
-
-
-class CommCount(msgspec.Struct, frozen=True, array_like=True):
-    """Totals since start of one (op, algorithm, phase) on rank 0, from the ledger."""
-
-    op: str
-    algorithm: str
-    phase: str
-    calls: int
-    bytes_sent: int
-    exact_bytes: int  # what the same collectives would have sent unquantized
-    seconds: float
-    message_bytes: int  # of the tensors given to them
-    codec_seconds: float | None = 0.0  # of ``seconds``, to encode and decode; None: inside a fused kernel, not known
-
-
-class ReplicaLoad(msgspec.Struct, frozen=True):
-    """Of one replica at the end of a step."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-
-
-class StreamCount(msgspec.Struct, frozen=True):
-    """What has come of streamed layers to rank 0 since the start, warming up included."""
-
-    num_bytes: int
-    fetch_s: float  # that the fetching took, most of it beside computing
-    waited_s: float  # that a step stood still for want of a layer
-    step_tokens: int  # that a step may take now
-
-
-class CacheCount(msgspec.Struct, frozen=True):
-    """What has travelled of a KV cache on the host since the start, to and from rank 0, warming up included."""
-
-    num_bytes: int
-    waited_s: float  # that a step stood still for want of a layer's keys and values
-
-
-class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and counters of the engine at the end of a step, summed over replicas; counters count from start."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    num_steps: int
-    num_preemptions: int
-    num_prompt_tokens: int
-    num_generation_tokens: int
-    num_prefix_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
-    num_prefix_hit_tokens: int = 0  # and found there
-    num_draft_tokens: int = 0  # guessed ahead
-    num_accepted_draft_tokens: int = 0  # and rightly so
-    num_steps_ahead: int = 0  # of the steps, those launched before the one before them was waited for
-    stream: StreamCount | None = None  # where layers stream
-    kv_offload: CacheCount | None = None  # where the KV cache is on the host
-    comm: list[CommCount] = []
-    replicas: list[ReplicaLoad] = []  # each by itself, where there are several
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True):

@@ -14,11 +14,11 @@ from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.trace import RankEvents
 from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
+from tightwire.server.ipc.engine_stats import EngineStats
 from tightwire.server.ipc.messages import (
     AddRequest,
     CancelRequest,
     CommSetup,
-    EngineStats,
     FromRank,
     Heartbeat,
     Output,

@@ -30,11 +30,10 @@ from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.ipc.channels import bind_receiver, connect_sender
+from tightwire.server.ipc.engine_stats import CacheCount, CommCount
 from tightwire.server.ipc.messages import (
     AddRequest,
-    CacheCount,
     CancelRequest,
-    CommCount,
     Stop,
     StopFollowing,
     StreamForecast,

@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from tightwire.model.step import StepPlan
 from tightwire.model.weights.streamed import StreamedWeights
-from tightwire.server.ipc.messages import StreamCount, StreamForecast
+from tightwire.server.ipc.engine_stats import StreamCount
+from tightwire.server.ipc.messages import StreamForecast
 
 _PROMPT_TOKENS = 512  # of the first token that the forecast is about
 

@@ -15,7 +15,8 @@ from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.weights.residency import WeightPlan
 from tightwire.server.engine.drafts import NgramDrafter
-from tightwire.server.ipc.messages import AddRequest, EngineStats
+from tightwire.server.ipc.engine_stats import EngineStats
+from tightwire.server.ipc.messages import AddRequest
 
 _STEM = [72, 101, 108, 108, 111] * 5
 _REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
@@ -59,7 +60,7 @@ def _answers(checkpoint: Checkpoint, **options: Any) -> tuple[dict[str, Any], En
 def test_answers_are_those_of_one_replica_to_the_bit(tp: int, dp: int, checkpoint: Checkpoint) -> None:
     (wanted, _), (told, stats) = (_answers(checkpoint, tp=tp, dp=replicas) for replicas in (1, dp))
     assert told == wanted
-    assert stats.num_free_blocks == stats.num_blocks and len(stats.replicas) == dp
+    assert stats.total.num_free_blocks == stats.total.num_blocks and len(stats.loads) == dp
 
 
 def test_also_with_guesses_and_preemption(checkpoint: Checkpoint) -> None:
@@ -67,8 +68,8 @@ def test_also_with_guesses_and_preemption(checkpoint: Checkpoint) -> None:
     drafter = NgramDrafter(max_tokens=4, longest=3, shortest=1)
     told, stats = _answers(checkpoint, tp=2, dp=2, max_model_len=128, block_size=4, num_blocks=32, drafter=drafter)
     assert told == wanted
-    assert stats.num_preemptions > 0 and stats.num_draft_tokens > 0
-    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.counters.num_preemptions > 0 and stats.counters.num_draft_tokens > 0
+    assert stats.total.num_free_blocks == stats.total.num_blocks
 
 
 _STREAMED = WeightPlan(source="stream", origin="host", streamed=(1, 2, 3))
@@ -94,7 +95,7 @@ def test_in_lockstep_every_replica_goes_through_the_layers_in_every_step(tmp_pat
         run_to_end(local.engine)
         local.engine.add(AddRequest("second", [1, 2, 3], params), 1)
         run_to_end(local.engine)
-        num_steps = local.engine.stats().num_steps
+        num_steps = local.engine.stats().counters.num_steps
     assert num_steps == 10
     assert seen == [Counter(dict.fromkeys(range(4), num_steps))] * 2
 

@@ -137,7 +137,7 @@ def test_what_the_prefix_cache_has_changes_no_bit(prefix_cache: str, dtype: torc
             for _ in range(3):
                 answers.append(continue_prompts(local.engine, chats, **settings))
                 chats = [chat + answer + [3, 4] for chat, answer in zip(chats, answers[-1], strict=True)]
-            hits = local.engine.stats().num_prefix_hit_tokens
+            hits = local.engine.stats().counters.num_prefix_hit_tokens
         return answers, hits
 
     (computed, none), (cached, some) = turns("none"), turns(prefix_cache)
@@ -176,7 +176,7 @@ def test_guessed_tokens_change_no_bit(temperature: float, dtype: torch.dtype, tm
             texts.append(continue_prompts(local.engine, _PROMPTS, **settings))
     assert texts[0] == texts[1]
     stats = local.engine.stats()
-    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+    assert 0 < stats.counters.num_accepted_draft_tokens < stats.counters.num_draft_tokens
 
 
 @pytest.mark.parametrize("num_blocks", [64, 16], ids=["room-for-all", "preempted"])
@@ -198,5 +198,5 @@ def test_bfloat16_text_is_the_same_alone_and_in_a_crowd(num_blocks: int, tmp_pat
     ) as local:
         together = continue_prompts(local.engine, _PROMPTS, **settings)
 
-    assert (local.engine.stats().num_preemptions > 0) == (num_blocks == 16)
+    assert (local.engine.stats().counters.num_preemptions > 0) == (num_blocks == 16)
     assert together == alone

@@ -15,7 +15,7 @@ from tightwire.server.api.served_model import ModelInfo
 from tightwire.server.api.serving import Serving
 from tightwire.server.http.openapi import operation
 from tightwire.server.ipc.engine_client import EngineClient, Phase
-from tightwire.server.ipc.messages import CommCount
+from tightwire.server.ipc.engine_stats import CommCount
 
 _TRACE_DEFAULT_S = 2.0
 _TRACE_MAX_S = 30.0
@@ -104,14 +104,14 @@ def _comm_policy(info: ModelInfo, engine: EngineClient) -> CommPolicy:
         transport_reason=setup.transport_reason if setup else "",
         tp=info.tp,
         dp=info.dp,
-        replicas=stats.replicas if stats else [],
+        replicas=stats.loads if stats and len(stats.loads) > 1 else [],
         num_nodes=setup.num_nodes if setup else 1,
         overlap=setup.overlap if setup else False,
         choices=setup.choices if setup else [],
         extra=setup.extra if setup else {},
         self_test=setup.self_test if setup else [],
         link=setup.link if setup else None,
-        num_steps=stats.num_steps if stats else 0,
+        num_steps=stats.counters.num_steps if stats else 0,
         bytes_sent=bytes_sent,
         exact_bytes=exact_bytes,
         saved_bytes=exact_bytes - bytes_sent,

@@ -21,11 +21,10 @@ from tightwire.server.api.served_model import ModelInfo, ModelSlot
 from tightwire.server.config.http import HttpOptions
 from tightwire.server.http.app import make_app
 from tightwire.server.ipc.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
+from tightwire.server.ipc.engine_stats import CommCount, EngineCounters, EngineStats, ReplicaLoad
 from tightwire.server.ipc.messages import (
     AddRequest,
-    CommCount,
     CommSetup,
-    EngineStats,
     FirstToken,
     Output,
     TokenLogprob,
@@ -84,19 +83,24 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         calls = self.num_outputs
         return EngineStats(
-            num_running=len(self.live),
-            num_waiting=0,
-            num_blocks=10,
-            num_free_blocks=10 - min(10, len(self.live)),
-            num_steps=calls,
-            num_preemptions=0,
-            num_prompt_tokens=sum(len(request.prompt_token_ids) for request in self.submitted),
-            num_generation_tokens=calls,
-            num_prefix_queried_tokens=100,
-            num_prefix_hit_tokens=40,
-            num_draft_tokens=30,
-            num_accepted_draft_tokens=20,
-            num_steps_ahead=6,
+            loads=[
+                ReplicaLoad(
+                    num_running=len(self.live),
+                    num_waiting=0,
+                    num_blocks=10,
+                    num_free_blocks=10 - min(10, len(self.live)),
+                )
+            ],
+            counters=EngineCounters(
+                num_steps=calls,
+                num_prompt_tokens=sum(len(request.prompt_token_ids) for request in self.submitted),
+                num_generation_tokens=calls,
+                num_prefix_queried_tokens=100,
+                num_prefix_hit_tokens=40,
+                num_draft_tokens=30,
+                num_accepted_draft_tokens=20,
+                num_steps_ahead=6,
+            ),
             comm=[
                 CommCount(
                     "all_reduce", "native", "decode", calls * 4, calls * 1000, calls * 1500, calls * 1e-6, calls * 500

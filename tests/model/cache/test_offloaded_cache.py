@@ -106,15 +106,15 @@ def test_answers_are_those_of_a_cache_on_the_device(checkpoint: Checkpoint, name
     with local_engine(checkpoint, **options, slot_blocks=slot_blocks) as local:
         assert answers(local) == expected
         stats = local.engine.stats()
-        assert stats.num_free_blocks == stats.num_blocks
-        assert stats.num_preemptions > 0 or "preempted" not in name
-        assert stats.num_accepted_draft_tokens > 0 or "speculation" not in name
-        assert stats.num_steps_ahead > 0 or "planned ahead" not in name
+        assert stats.total.num_free_blocks == stats.total.num_blocks
+        assert stats.counters.num_preemptions > 0 or "preempted" not in name
+        assert stats.counters.num_accepted_draft_tokens > 0 or "speculation" not in name
+        assert stats.counters.num_steps_ahead > 0 or "planned ahead" not in name
         for cache in caches_of(local):
             events = events_of(cache)
             check_order(events, saves=True)
             used = [event.owner for event in events if event.kind == "use"]
-            assert used == list(range(NUM_LAYERS)) * stats.num_steps
+            assert used == list(range(NUM_LAYERS)) * stats.counters.num_steps
 
 
 def test_only_what_a_step_reads_and_writes_travels(checkpoint: Checkpoint) -> None:

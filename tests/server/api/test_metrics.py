@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tightwire.bench.serve.bench import STARTUP_METRIC
 from tightwire.server.api.metrics import Metrics
+from tightwire.server.ipc.engine_stats import EngineCounters, EngineStats, metric_fields
 from tightwire.server.ipc.messages import CommSetup, SelfTestVerdict
 
 BODY = {"prompt": "abc", "max_tokens": 4}
@@ -103,6 +104,15 @@ def test_an_engine_before_its_first_step_is_at_zero() -> None:
     assert b"tightwire_requests_waiting 0.0" in page
     assert b"tightwire_startup_seconds" not in page
     assert b"tightwire_kv_cache_usage_ratio 0.0" in page
+
+
+def test_every_engine_counter_is_a_metric() -> None:
+    fields = metric_fields(EngineCounters)
+    assert set(fields) == set(EngineCounters.__struct_fields__)
+    values = {name: number for number, name in enumerate(fields, start=100)}
+    page, _ = Metrics(lambda: EngineStats(counters=EngineCounters(**values))).render("")
+    for name, info in fields.items():
+        assert f"\ntightwire_{info.name}_total {values[name]}.0\n" in page.decode()
 
 
 def test_the_time_to_ready_is_told_where_the_bench_looks_for_it() -> None:

@@ -101,7 +101,7 @@ def test_nobody_is_preempted_for_a_guess() -> None:
     draft_of(scheduler)
     scheduler.pool.allocate(scheduler.pool.num_free)
     assert draft_of(scheduler) == {"a": (7,), "b": ()}  # b's block is full, and no other is free
-    assert scheduler.num_preemptions == 0
+    assert scheduler.counters.num_preemptions == 0
 
 
 def test_no_guess_goes_beyond_the_answers_end() -> None:
@@ -150,4 +150,4 @@ def test_guesses_that_failed_leave_everyone_a_block_for_the_next_token() -> None
     scheduler.add(request([8] * 3, "b", max_tokens=20))
     for _ in range(4):
         draft_of(scheduler)
-    assert scheduler.num_preemptions == 0
+    assert scheduler.counters.num_preemptions == 0

@@ -18,7 +18,8 @@ from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.request import Request
-from tightwire.server.ipc.messages import AddRequest, CommCount, FirstToken, Output, TokenLogprob
+from tightwire.server.ipc.engine_stats import CommCount
+from tightwire.server.ipc.messages import AddRequest, FirstToken, Output, TokenLogprob
 
 VOCAB = 61
 EOS = 2
@@ -122,7 +123,7 @@ def test_chunked_prefill_gives_the_same_text() -> None:
     engine.add(AddRequest("a", prompt, params()))
     drain(engine, answers)
     assert answers["a"].token_ids == greedy_reference(prompt, 8)
-    assert engine.stats().num_steps == 8 + 7
+    assert engine.stats().counters.num_steps == 8 + 7
 
 
 def test_new_request_joins_at_the_next_step_that_is_planned(plan_ahead: bool) -> None:
@@ -190,7 +191,7 @@ def test_prompt_logprobs(budget: int, max_tokens: int) -> None:
     check_prompt_logprobs(prompt, answers["a"].prompt_logprobs, top_n=3)
     assert answers["a"].token_ids == greedy_reference(prompt, max_tokens)
     assert answers["a"].finish_reason == "length" and answers["a"].queue_s is not None
-    assert engine.stats().num_prompt_tokens == 29
+    assert engine.stats().counters.num_prompt_tokens == 29
 
 
 def test_echo_of_nothing_to_score_needs_no_step() -> None:
@@ -200,7 +201,7 @@ def test_echo_of_nothing_to_score_needs_no_step() -> None:
     drain(engine, answers)
     assert answers["a"].prompt_logprobs == [None] and answers["b"].prompt_logprobs is None
     assert answers["a"].finish_reason == answers["b"].finish_reason == "length"
-    assert engine.stats().num_steps == 0
+    assert engine.stats().counters.num_steps == 0
 
 
 def test_logprobs_of_chosen_tokens_are_of_the_unmodified_distribution() -> None:
@@ -246,15 +247,15 @@ def test_cancel_frees_blocks_at_once_and_tells_the_client_once(plan_ahead: bool)
         engine.add(AddRequest(name, [token_id] * 10, params(max_tokens=50)))
     for output in engine.step().outputs:
         answers.setdefault(output.id, Answer()).take(output)
-    used = engine.stats().num_blocks - engine.stats().num_free_blocks
+    used = engine.stats().total.num_blocks - engine.stats().total.num_free_blocks
     engine.cancel(["b", "nobody", "b"])
-    assert engine.stats().num_blocks - engine.stats().num_free_blocks == used * 2 // 3
+    assert engine.stats().total.num_blocks - engine.stats().total.num_free_blocks == used * 2 // 3
     engine.cancel(["c"])
     engine.cancel(["a"])
-    assert engine.stats().num_free_blocks == engine.stats().num_blocks and engine.has_work()
+    assert engine.stats().total.num_free_blocks == engine.stats().total.num_blocks and engine.has_work()
     drain(engine, answers)
     assert [answers[name].finish_reason for name in "abc"] == ["cancelled"] * 3
-    assert engine.stats().num_steps == 1 + plan_ahead
+    assert engine.stats().counters.num_steps == 1 + plan_ahead
 
 
 def test_an_id_may_be_used_again_with_other_params() -> None:
@@ -293,7 +294,7 @@ def test_logits_that_are_not_numbers_end_only_their_own_request(changes: dict[st
     drain(engine, answers)
     assert answers["bad"].finish_reason == "error" and "not finite" in (answers["bad"].message or "")
     assert answers["good"].token_ids == greedy_reference([5, 6], 8)
-    assert engine.stats().num_free_blocks == ROOMY.num_blocks
+    assert engine.stats().total.num_free_blocks == ROOMY.num_blocks
 
 
 def test_tokens_chosen_before_what_is_not_a_number_are_told() -> None:
@@ -336,9 +337,13 @@ def test_plans_are_broadcast_before_they_run_and_stats_count() -> None:
     assert not engine.has_work()
     stats = results[-1].stats
     assert seen == [(1, 0), (2, 1), (3, 2), (4, 3)]
-    assert (stats.num_steps, stats.num_prompt_tokens, stats.num_generation_tokens) == (4, 3, 4)
+    assert (stats.counters.num_steps, stats.counters.num_prompt_tokens, stats.counters.num_generation_tokens) == (
+        4,
+        3,
+        4,
+    )
     assert stats.comm == [count]
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert (stats.total.num_running, stats.total.num_waiting) == (0, 0)
 
 
 def test_penalty_tables_end_with_the_requests() -> None:
@@ -470,8 +475,8 @@ def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
             answer.queue_s = wanted[message.id].queue_s = None
             assert answer == wanted[message.id]
     stats = engine.stats()
-    assert (stats.num_free_blocks, stats.num_running, stats.num_waiting) == (num_blocks, 0, 0)
-    assert (stats.num_prefix_queried_tokens > 0) == (prefix_cache != "none")
+    assert (stats.total.num_free_blocks, stats.total.num_running, stats.total.num_waiting) == (num_blocks, 0, 0)
+    assert (stats.counters.num_prefix_queried_tokens > 0) == (prefix_cache != "none")
 
 
 def test_a_pool_a_third_of_the_need_preempts_and_still_answers_right() -> None:
@@ -490,12 +495,12 @@ def test_a_pool_a_third_of_the_need_preempts_and_still_answers_right() -> None:
     for message in messages:
         engine.add(message)
     drain(engine, answers)
-    assert engine.stats().num_preemptions >= 5
+    assert engine.stats().counters.num_preemptions >= 5
     for message in messages:
         answer, expected = answers[message.id], alone(message)
         answer.queue_s = expected.queue_s = None
         assert answer == expected
-    assert engine.stats().num_free_blocks == limits.num_blocks
+    assert engine.stats().total.num_free_blocks == limits.num_blocks
 
 
 def test_preempted_in_the_middle_of_an_echo() -> None:
@@ -506,7 +511,7 @@ def test_preempted_in_the_middle_of_an_echo() -> None:
     engine.add(AddRequest("old", [5] * 4, params(max_tokens=40)))
     engine.add(AddRequest("echo", prompt, params(max_tokens=5, prompt_logprobs=1)))
     drain(engine, answers)
-    assert engine.stats().num_preemptions == 1
+    assert engine.stats().counters.num_preemptions == 1
     check_prompt_logprobs(prompt, answers["echo"].prompt_logprobs, top_n=1)
     assert answers["echo"].token_ids == greedy_reference(prompt, 5)
 
@@ -578,7 +583,7 @@ def test_a_preemption_before_the_first_token_is_part_of_its_time() -> None:
         told += [(output.id, output.first_token) for output in engine.step().outputs if output.first_token]
 
     (_, old), (_, young) = told
-    assert engine.stats().num_preemptions == 1 and [name for name, _ in told] == ["old", "young"]
+    assert engine.stats().counters.num_preemptions == 1 and [name for name, _ in told] == ["old", "young"]
     for first in (old, young):
         seconds = first.sampled_s - first.scheduled_s
         assert (first.compute_s, first.allreduce_s + first.codec_s) == (0.75 * seconds, 0.25 * seconds)

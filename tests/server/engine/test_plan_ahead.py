@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tightwire.comm.collectives.collectives import broadcast_bytes
 from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.sampling import draw
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.model.sampling.sampler import Choice, Sampled, Sampler, SamplingRow, draw
+from tightwire.model.sampling.sampler import Choice, Sampled, Sampler, SamplingRow
 from tightwire.model.step import StepPlan, ints
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
@@ -89,7 +90,7 @@ def test_a_step_runs_before_the_one_before_it_is_waited_for(plan_ahead: bool) ->
     ahead = ["run 1", "run 2", "wait 1", "tell", "run 3", "wait 2", "tell", "wait 3", "tell"]
     assert seen == (ahead if plan_ahead else in_turn)
     assert told == [[token_id] for token_id in greedy_text([5, 6], 3)]
-    assert engine.stats().num_steps_ahead == (2 if plan_ahead else 0)
+    assert engine.stats().counters.num_steps_ahead == (2 if plan_ahead else 0)
 
 
 def test_plans_refer_to_what_the_last_step_chooses_by_its_place() -> None:
@@ -120,7 +121,7 @@ def test_a_row_behind_a_stop_token_is_dropped() -> None:
     assert tokens_of(outputs["goes on"]) == greedy_text([8], 7)
     assert [len(ints(plan.query_lens)) for plan in runner.plans] == [2] * 5 + [1] * 2  # the fifth's for nothing
     stats = engine.stats()
-    assert (stats.num_generation_tokens, stats.num_free_blocks) == (4 + 7, ROOMY.num_blocks)
+    assert (stats.counters.num_generation_tokens, stats.total.num_free_blocks) == (4 + 7, ROOMY.num_blocks)
 
 
 def test_what_was_launched_for_those_that_have_all_ended_is_waited_for_by_nobody() -> None:
@@ -133,7 +134,7 @@ def test_what_was_launched_for_those_that_have_all_ended_is_waited_for_by_nobody
     assert seen == ["run 1", "run 2", "wait 1", "run 3", "wait 2"]
     engine.add(AddRequest("a", [8], params(max_tokens=2)))
     assert tokens_of(run_to_end(engine)["a"]) == greedy_text([8], 2)
-    assert engine.stats().num_steps_ahead == 3  # the first step of the new one was behind nothing
+    assert engine.stats().counters.num_steps_ahead == 3  # the first step of the new one was behind nothing
 
 
 def test_one_of_an_id_that_comes_again_gets_nothing_of_what_the_old_one_left_behind() -> None:
@@ -165,7 +166,10 @@ def test_a_row_behind_scores_that_are_not_numbers_is_dropped() -> None:
     outputs = run_to_end(engine)
     assert [output.finish_reason for output in outputs["bad"]] == [None, "error"]
     assert tokens_of(outputs["good"]) == greedy_text([8], 8)
-    assert ints(runner.plans[2].token_ids).tolist() == [-1, -2] and engine.stats().num_free_blocks == ROOMY.num_blocks
+    assert (
+        ints(runner.plans[2].token_ids).tolist() == [-1, -2]
+        and engine.stats().total.num_free_blocks == ROOMY.num_blocks
+    )
 
 
 @pytest.mark.parametrize("prefix_cache", ["prompts", "all"])
@@ -196,7 +200,7 @@ def test_a_sequence_with_penalties_is_waited_for(changes: dict[str, float]) -> N
         engine.add(AddRequest("b", [7], params(max_tokens=20)))
         answers.append({name: tokens_of(outputs) for name, outputs in run_to_end(engine).items()})
     assert answers[0] == answers[1]
-    assert engine.stats().num_steps_ahead == 20 - 8 - 1  # once it has ended
+    assert engine.stats().counters.num_steps_ahead == 20 - 8 - 1  # once it has ended
 
 
 def test_scored_prompts_are_waited_for() -> None:
@@ -204,7 +208,7 @@ def test_scored_prompts_are_waited_for() -> None:
     engine = make_engine(FakeRunner(limits, VOCAB), limits)
     engine.add(AddRequest("a", [5] * 20, params(prompt_logprobs=1, max_tokens=4)))
     run_to_end(engine)
-    assert (engine.stats().num_steps, engine.stats().num_steps_ahead) == (3 + 3, 2)
+    assert (engine.stats().counters.num_steps, engine.stats().counters.num_steps_ahead) == (3 + 3, 2)
 
 
 def test_where_tokens_may_be_guessed_a_step_is_waited_for() -> None:
@@ -212,12 +216,12 @@ def test_where_tokens_may_be_guessed_a_step_is_waited_for() -> None:
     engine = make_engine(FakeRunner(limits, VOCAB), limits, drafter=NgramDrafter(max_tokens=3, longest=2, shortest=1))
     engine.add(AddRequest("alone", [5, 6, 5], params(max_tokens=60)))
     run_to_end(engine)
-    assert engine.stats().num_steps_ahead == 0 and engine.stats().num_draft_tokens > 0
+    assert engine.stats().counters.num_steps_ahead == 0 and engine.stats().counters.num_draft_tokens > 0
     for name in "ab":
         engine.add(AddRequest(name, [5, 6, 5], params()))
     texts = {name: tokens_of(outputs) for name, outputs in run_to_end(engine).items()}
     assert texts == dict.fromkeys("ab", greedy_text([5, 6, 5], 8))
-    assert engine.stats().num_steps_ahead > 0
+    assert engine.stats().counters.num_steps_ahead > 0
 
 
 def test_nobody_is_preempted_for_a_step_ahead() -> None:
@@ -230,8 +234,8 @@ def test_nobody_is_preempted_for_a_step_ahead() -> None:
     outputs = run_to_end(engine)
     assert len(tokens_of(outputs["old"])) == 10 and tokens_of(outputs["young"]) == greedy_text([7] * 3, 14)
     stats = engine.stats()
-    assert stats.num_preemptions == 0 and stats.num_steps == 14
-    assert 0 < stats.num_steps_ahead < 13
+    assert stats.counters.num_preemptions == 0 and stats.counters.num_steps == 14
+    assert 0 < stats.counters.num_steps_ahead < 13
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +291,10 @@ def test_a_real_models_answers_are_the_same_to_the_bit(
     (wanted, _), (told, engine) = (_answers(checkpoint, tp, plan_ahead, **options) for plan_ahead in (False, True))
     assert told == wanted
     stats = engine.stats()
-    assert stats.num_steps_ahead > stats.num_steps // 2 and stats.num_free_blocks == stats.num_blocks
+    assert (
+        stats.counters.num_steps_ahead > stats.counters.num_steps // 2
+        and stats.total.num_free_blocks == stats.total.num_blocks
+    )
     assert wanted["stops"][3] == "stop" and len(wanted["stops"][0]) > 1
 
 
@@ -296,7 +303,11 @@ def test_answers_are_the_same_when_sequences_are_preempted(checkpoint: Checkpoin
     (wanted, _), (told, engine) = (_answers(checkpoint, 2, plan_ahead, **options) for plan_ahead in (False, True))
     assert told == wanted
     stats = engine.stats()
-    assert stats.num_preemptions > 0 and stats.num_steps_ahead > 0 and stats.num_free_blocks == stats.num_blocks
+    assert (
+        stats.counters.num_preemptions > 0
+        and stats.counters.num_steps_ahead > 0
+        and stats.total.num_free_blocks == stats.total.num_blocks
+    )
 
 
 def test_choices_that_come_late_make_the_next_row_one_for_nothing(
@@ -309,7 +320,7 @@ def test_choices_that_come_late_make_the_next_row_one_for_nothing(
     for plan_ahead in (False, True):
         with local_engine(checkpoint, max_model_len=256, plan_ahead=plan_ahead) as local:
             texts.append(continue_prompts(local.engine, [[5, 9]], **settings))
-            num_steps.append(local.engine.stats().num_steps)
+            num_steps.append(local.engine.stats().counters.num_steps)
     assert texts[0] == texts[1]
     assert num_steps[0] == 12 and num_steps[1] > 18
 

@@ -66,7 +66,7 @@ def test_the_second_of_one_beginning_starts_behind_it() -> None:
 
     assert shares(run(scheduler)) == {"r": (8, 11)}
     assert second.num_cached_tokens == 8
-    assert (prefixes(scheduler).num_queried_tokens, prefixes(scheduler).num_hit_tokens) == (21, 8)
+    assert (scheduler.counters.num_prefix_queried_tokens, scheduler.counters.num_prefix_hit_tokens) == (21, 8)
 
 
 def test_the_last_token_is_computed_though_all_is_known() -> None:
@@ -97,7 +97,7 @@ def test_of_prompts_that_begin_alike_one_is_computed_and_the_others_go_on_behind
     assert shares(run(scheduler)) == {"first": (16, 30), "second": (28, 29), "third": (20, 21)}
     assert shares(run(scheduler)) == {"first": (30, 31), "second": (29, 30), "third": (21, 22)}
     assert [r.num_cached_tokens for r in scheduler.running] == [0, 28, 20]
-    assert (prefixes(scheduler).num_queried_tokens, prefixes(scheduler).num_hit_tokens) == (81, 48)
+    assert (scheduler.counters.num_prefix_queried_tokens, scheduler.counters.num_prefix_hit_tokens) == (81, 48)
 
 
 def test_many_copies_of_a_long_prompt_cost_one_of_them_and_their_ends() -> None:
@@ -161,7 +161,7 @@ def test_an_echo_computes_every_token_and_others_may_use_them() -> None:
     echo = request(list(range(10)), prompt_logprobs=0)
     scheduler.add(echo)
     assert shares(run(scheduler)) == {"r": (0, 10)}
-    assert prefixes(scheduler).num_queried_tokens == 10  # nothing was looked for
+    assert scheduler.counters.num_prefix_queried_tokens == 10  # nothing was looked for
 
 
 @pytest.mark.parametrize(("prefix_cache", "start"), [("prompts", 4), ("all", 8), ("none", 0)])
@@ -195,7 +195,7 @@ def test_a_preempted_sequence_comes_back_behind_its_own_prompt() -> None:
     old, young = request(list(range(20)), "old"), request(list(range(50, 70)), "young")
     scheduler.add(old)
     scheduler.add(young)
-    while not scheduler.num_preemptions:
+    while not scheduler.counters.num_preemptions:
         run(scheduler)
     scheduler.remove(old)
     assert shares(run(scheduler))["young"][0] > 0

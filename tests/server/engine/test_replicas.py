@@ -12,7 +12,8 @@ from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import ints
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.engine import Engine
-from tightwire.server.ipc.messages import AddRequest, Output, ReplicaLoad
+from tightwire.server.ipc.engine_stats import ReplicaLoad
+from tightwire.server.ipc.messages import AddRequest, Output
 
 VOCAB = 61
 ROOMY = Limits(max_model_len=96, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=200, block_size=4)
@@ -75,8 +76,8 @@ def test_sequences_are_shared_out_and_each_gets_its_own_text() -> None:
     assert sum(done) == sum(len(prompt) + 7 for prompt in prompts)
     assert min(done) > 0.6 * max(done)
     stats = engine.stats()
-    assert stats.num_free_blocks == stats.num_blocks == 2 * ROOMY.num_blocks
-    assert stats.num_generation_tokens == 12 * 8
+    assert stats.total.num_free_blocks == stats.total.num_blocks == 2 * ROOMY.num_blocks
+    assert stats.counters.num_generation_tokens == 12 * 8
 
 
 def test_drawn_and_scored_ones_are_what_one_replica_makes_of_them() -> None:
@@ -125,7 +126,7 @@ def test_a_chat_goes_on_where_its_beginning_is_kept() -> None:
 
     assert output.num_cached_tokens == 24
     assert replicas.num_rows(1)[-8] == 2  # the prompt's first step
-    assert engine.stats().num_prefix_hit_tokens == 24
+    assert engine.stats().counters.num_prefix_hit_tokens == 24
 
 
 def test_a_long_prompt_in_one_replica_does_not_hold_up_another_ones_answers() -> None:
@@ -145,12 +146,12 @@ def test_cancelling_frees_the_blocks_of_its_replica_at_once() -> None:
     for number in range(4):
         engine.add(request(str(number), [number + 1] * 9, max_tokens=40))
     engine.step()
-    assert [load.num_running for load in engine.stats().replicas] == [2, 2]
+    assert [load.num_running for load in engine.stats().loads] == [2, 2]
 
     engine.cancel(["1", "3"])
 
     idle = ReplicaLoad(num_running=0, num_waiting=0, num_blocks=ROOMY.num_blocks, num_free_blocks=ROOMY.num_blocks)
-    assert engine.stats().replicas[1] == idle
+    assert engine.stats().loads[1] == idle
     outputs = drain(engine)
     assert outputs["1"][-1].finish_reason == "cancelled" and len(tokens(outputs["0"])) == 39  # the first came before
     assert len(replicas.runners[1].plans) == 1
@@ -167,9 +168,9 @@ def test_preemption_stays_inside_a_replica() -> None:
     outputs = drain(engine)
 
     assert [tokens(outputs[str(n)]) for n in range(3)] == [greedy(prompt[:8], 20) for prompt in prompts]
-    assert engine.stats().num_preemptions > 0
+    assert engine.stats().counters.num_preemptions > 0
     assert replicas.num_rows(1)[:21] == [3, *[1] * 19, 0]  # which nothing interrupted
-    assert all(load.num_free_blocks == limits.num_blocks for load in engine.stats().replicas)
+    assert all(load.num_free_blocks == limits.num_blocks for load in engine.stats().loads)
 
 
 def test_arms_take_turns_in_each_replica_by_itself() -> None:

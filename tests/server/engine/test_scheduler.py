@@ -115,7 +115,7 @@ def test_youngest_gives_way_and_returns_to_the_head_of_the_queue() -> None:
     assert list(scheduler.waiting) == [late]
     while len(scheduler.waiting) < 2:
         run(scheduler)
-    assert list(scheduler.waiting) == [young, late] and scheduler.num_preemptions == 2
+    assert list(scheduler.waiting) == [young, late] and scheduler.counters.num_preemptions == 2
     assert young.num_computed == 0 and not young.blocks
     assert scheduler.pool.num_used == len(old.blocks)
 
@@ -127,7 +127,7 @@ def test_preempted_does_not_return_before_there_is_room_to_go_on() -> None:
     scheduler.add(young)
     while len(old.token_ids) < 64:
         run(scheduler)
-    assert scheduler.num_preemptions == 1
+    assert scheduler.counters.num_preemptions == 1
     scheduler.remove(old)
     assert list(shares(run(scheduler))) == ["young"]
 
@@ -175,7 +175,7 @@ def test_admission_leaves_room_for_prompts_under_way() -> None:
         assert list(shares(run(scheduler))) == ["long"]
     scheduler.remove(scheduler.running[0])
     assert list(shares(run(scheduler))) == ["next"]
-    assert scheduler.num_preemptions == 0
+    assert scheduler.counters.num_preemptions == 0
 
 
 def test_victim_that_already_had_its_share_of_the_step_loses_it() -> None:
@@ -249,7 +249,7 @@ def test_a_step_of_one_arm_may_preempt_the_youngest_of_another() -> None:
     scheduler.add(request(4, "old", max_tokens=20))
     scheduler.add(request(4, "young", max_tokens=20, arm=1))
     step = run(scheduler)
-    while not scheduler.num_preemptions:
+    while not scheduler.counters.num_preemptions:
         step = run(scheduler)
     assert step.plan.arm == 0 and shares(step) == {"old": (12, 13)} and [r.id for r in scheduler.waiting] == ["young"]
     assert [shares(run(scheduler)) for _ in range(3)] == [{"old": (at, at + 1)} for at in (13, 14, 15)]  # no room yet
@@ -263,7 +263,7 @@ def test_an_arm_that_finds_no_block_leaves_its_turn_to_another() -> None:
     # The fourteenth would be young's, for a third block that there is not.
     assert [step.plan.arm for step in steps] == [0, 1] * 6 + [0, 0]
     assert [step.plan.index for step in steps] == list(range(1, 15))
-    assert scheduler.num_preemptions == 1 and [r.id for r in scheduler.waiting] == ["young"]
+    assert scheduler.counters.num_preemptions == 1 and [r.id for r in scheduler.waiting] == ["young"]
 
 
 def test_the_youngest_sit_out_a_step_that_may_have_only_so_many_blocks() -> None:

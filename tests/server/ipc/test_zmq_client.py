@@ -13,11 +13,11 @@ from tightwire.comm.ledger.trace import RankEvents
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.ipc.channels import bind_receiver, connect_sender, make_address
 from tightwire.server.ipc.engine_client import EngineUnavailableError, Phase, QueueFullError
+from tightwire.server.ipc.engine_stats import EngineCounters, EngineStats, ReplicaLoad
 from tightwire.server.ipc.messages import (
     AddRequest,
     CancelRequest,
     CommSetup,
-    EngineStats,
     FromRank,
     Heartbeat,
     Output,
@@ -32,14 +32,8 @@ from tightwire.server.ipc.messages import (
 from tightwire.server.ipc.zmq_client import ZmqEngineClient
 
 STATS = EngineStats(
-    num_running=1,
-    num_waiting=0,
-    num_blocks=8,
-    num_free_blocks=7,
-    num_steps=3,
-    num_preemptions=0,
-    num_prompt_tokens=5,
-    num_generation_tokens=2,
+    loads=[ReplicaLoad(num_running=1, num_waiting=0, num_blocks=8, num_free_blocks=7)],
+    counters=EngineCounters(num_steps=3, num_prompt_tokens=5, num_generation_tokens=2),
 )
 
 

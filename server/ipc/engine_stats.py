@@ -1,0 +1,117 @@
+"""Counters and gauges of the engine. Each field carries the name and help of its metric on /metrics.
+
+To add a counter: add a field to ``EngineCounters`` and count it where it happens. /metrics follows from the field.
+"""
+
+from functools import cache
+from typing import Annotated, Literal, NamedTuple, get_type_hints
+
+import msgspec
+
+
+class MetricInfo(NamedTuple):
+    """How one field appears on /metrics, as ``tightwire_{name}``."""
+
+    kind: Literal["counter", "gauge"]
+    name: str
+    help: str
+
+
+def _counter(name: str, help: str) -> MetricInfo:
+    return MetricInfo("counter", name, help)
+
+
+def _gauge(name: str, help: str) -> MetricInfo:
+    return MetricInfo("gauge", name, help)
+
+
+@cache
+def metric_fields(kind: type[msgspec.Struct]) -> dict[str, MetricInfo]:
+    """The fields of a struct that are metrics."""
+    return {
+        name: info
+        for name, hint in get_type_hints(kind, include_extras=True).items()
+        for info in getattr(hint, "__metadata__", ())
+        if isinstance(info, MetricInfo)
+    }
+
+
+class EngineCounters(msgspec.Struct):
+    """Totals since start, over all replicas. The engine and its schedulers count in one object."""
+
+    num_steps: Annotated[int, _counter("engine_steps", "Forward passes")] = 0
+    num_steps_ahead: Annotated[
+        int, _counter("engine_steps_planned_ahead", "Forward passes launched before the previous one had finished")
+    ] = 0
+    num_prompt_tokens: Annotated[int, _counter("prompt_tokens", "Prompt tokens of sequences that began to answer")] = 0
+    num_generation_tokens: Annotated[int, _counter("generation_tokens", "Tokens sampled")] = 0
+    num_preemptions: Annotated[int, _counter("preemptions", "Sequences preempted because the KV cache was full")] = 0
+    num_prefix_queried_tokens: Annotated[
+        int, _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+    ] = 0
+    num_prefix_hit_tokens: Annotated[
+        int, _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache and not computed again")
+    ] = 0
+    num_draft_tokens: Annotated[int, _counter("draft_tokens", "Tokens guessed ahead")] = 0
+    num_accepted_draft_tokens: Annotated[int, _counter("accepted_draft_tokens", "Guessed tokens that were right")] = 0
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True):
+    """One replica at the end of a step."""
+
+    num_running: Annotated[int, _gauge("requests_running", "Sequences in the running batch")]
+    num_waiting: Annotated[int, _gauge("requests_waiting", "Sequences waiting to be admitted")]
+    num_blocks: int
+    num_free_blocks: int
+
+
+class StreamCount(msgspec.Struct, frozen=True):
+    """Transfers of streamed layers to rank 0 since start, warm-up included."""
+
+    num_bytes: Annotated[int, _counter("weight_stream_bytes", "Bytes of streamed layers received by rank 0")]
+    fetch_s: Annotated[
+        float, _counter("weight_fetch_seconds", "Time spent transferring streamed layers, mostly during computation")
+    ]
+    waited_s: Annotated[float, _counter("weight_wait_seconds", "Time that steps waited for a layer")]
+    step_tokens: Annotated[int, _gauge("step_tokens_limit", "Most tokens that the next step may take")]
+
+
+class CacheCount(msgspec.Struct, frozen=True):
+    """Transfers between a KV cache on the host and rank 0 since start, warm-up included."""
+
+    num_bytes: Annotated[
+        int, _counter("kv_offload_bytes", "Bytes of keys and values moved between the host and rank 0")
+    ]
+    waited_s: Annotated[float, _counter("kv_offload_wait_seconds", "Time that steps waited for keys and values")]
+
+
+class CommCount(msgspec.Struct, frozen=True, array_like=True):
+    """Totals since start of one (op, algorithm, phase) on rank 0, from the ledger."""
+
+    op: str
+    algorithm: str
+    phase: str
+    calls: int
+    bytes_sent: int
+    exact_bytes: int  # what the same collectives would have sent unquantized
+    seconds: float
+    message_bytes: int  # of the tensors passed in
+    codec_seconds: float | None = (
+        0.0  # part of ``seconds`` spent encoding and decoding; None: in a fused kernel, unknown
+    )
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """The engine at the end of a step. The defaults are those of an engine before its first step."""
+
+    loads: list[ReplicaLoad] = []  # one for each replica
+    counters: EngineCounters = msgspec.field(default_factory=EngineCounters)
+    stream: StreamCount | None = None  # set when layers stream
+    kv_offload: CacheCount | None = None  # set when the KV cache is on the host
+    comm: list[CommCount] = []
+
+    @property
+    def total(self) -> ReplicaLoad:
+        """The sum over replicas."""
+        fields = ReplicaLoad.__struct_fields__
+        return ReplicaLoad(*(sum(getattr(load, name) for load in self.loads) for name in fields))
