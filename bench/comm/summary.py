@@ -6,6 +6,7 @@ from typing import Any
 
 from tightwire.bench.comm.measure import Checked, Timed
 from tightwire.bench.report.statistics import describe
+from tightwire.comm.sizes import format_bytes
 
 BASELINE = "native"
 
@@ -69,7 +70,7 @@ class Cells:
         ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Plain data of every cell that was timed; see ``row``."""
+        """Plain data of every cell that was timed."""
         medians = {key: describe(cell.samples()) for key, cell in self._cells.items()}
         rows = []
         for (size, algorithm), cell in self._cells.items():
@@ -79,10 +80,6 @@ class Cells:
             speed_up = baseline.p50 / seconds.p50 if baseline else None
             rows.append(_row(cell, asdict(seconds), speed_up))
         return rows
-
-    def samples(self) -> list[list[float]]:
-        """Raw seconds of each call, for each of ``rows``."""
-        return [cell.samples() for cell in self._cells.values() if cell.samples()]
 
     def _cell(self, size: int, algorithm: str) -> Cell:
         return self._cells.setdefault(
@@ -95,6 +92,7 @@ def _row(cell: Cell, seconds: Mapping[str, Any], speed_up: float | None) -> dict
     algbw = cell.size / seconds["p50"]
     checks = cell.checks.values()
     return {
+        "name": f"{cell.algorithm}, {format_bytes(cell.size)}",
         "size": cell.size,
         "algorithm": cell.algorithm,
         "seconds": dict(seconds),
@@ -105,4 +103,5 @@ def _row(cell: Cell, seconds: Mapping[str, Any], speed_up: float | None) -> dict
         "share_of_bound": next((c.share_of_bound for c in checks if c.share_of_bound is not None), None),
         "speed_up_over_native": speed_up,
         "faults": cell.faults(),
+        "samples": {"seconds": cell.samples()},
     }

@@ -79,6 +79,8 @@ def of_ttft(result: Mapping[str, Any]) -> list[Cell]:
 
 def of_comm(result: Mapping[str, Any]) -> list[Cell]:
     """A cell for each algorithm and size."""
+    if "metrics" in result:
+        return [_of_calls(cell["name"], cell["samples"]["seconds"]) for cell in result["cells"]]
     return [
         _of_calls(f"{cell['algorithm']}, {format_bytes(cell['size'])}", cell["samples_s"]) for cell in result["cells"]
     ]

@@ -7,19 +7,7 @@ from dataclasses import dataclass, field
 from jinja2 import Environment
 from markupsafe import Markup
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableView:
-    """Cells are text; the first ``num_words`` of a row read as words, the others as numbers.
-
-    ``strong`` names rows that stand out, by their number; ``wrong`` those that are faulty.
-    """
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    num_words: int = 1
-    strong: frozenset[int] = frozenset()
-    wrong: frozenset[int] = frozenset()
+from tightwire.bench.report.table import Table, TableView
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +17,7 @@ class Section:
     title: str
     words: Sequence[str] = ()
     svg: str = ""
-    table: TableView | None = None
+    table: Table | TableView | None = None
     wide: bool = False  # as wide as the page, where others may stand side by side
 
 
@@ -106,15 +94,16 @@ _TEMPLATE = """{% macro word(is_word) %}{% if is_word %} class="word"{% endif %}
 {% endfor %}
 {{ svg(section.svg) }}
 {% if section.table %}
+{% set table = section.table.view() %}
 <div class="scroll"><table>
 <thead><tr>
-{%- for name in section.table.columns %}<th{{ word(loop.index0 < section.table.num_words) }}>{{ name }}</th>{% endfor %}
+{%- for name in table.columns %}<th{{ word(table.is_word(loop.index0)) }}>{{ name }}</th>{% endfor %}
 </tr></thead>
 <tbody>
-{% for row in section.table.rows %}
+{% for row in table.rows %}
 {% set number = loop.index0 %}
-<tr{% if number in section.table.wrong %} class="wrong"{% elif number in section.table.strong %} class="strong"{% endif %}>
-{%- for cell in row %}<td{{ word(loop.index0 < section.table.num_words) }}>{{ cell }}</td>{% endfor %}</tr>
+<tr{% if number in table.wrong %} class="wrong"{% elif number in table.strong %} class="strong"{% endif %}>
+{%- for cell in row %}<td{{ word(table.is_word(loop.index0)) }}>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
 </tbody>
 </table></div>

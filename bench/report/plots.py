@@ -1,22 +1,27 @@
-"""The kinds of plots on a result's page: lines and points, stacked bars, shares of samples (ECDF), heat maps.
+"""Plots of a result's page as frozen values: lines and points, stacked bars, ECDFs of samples, heat maps.
 
-Each is a frozen value; ``draw`` makes an ``<svg>`` of any of them. Needs the ``bench`` extra.
+``draw`` makes an ``<svg>`` of any of them. It imports matplotlib, which takes half a second and belongs to the ``bench``
+extra; the values do not.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatch
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter, StrMethodFormatter
-
-from tightwire.bench.report.heat_map import HeatMap, draw_heat_map
 from tightwire.bench.report.svg import INK, NUM_COLOURS, canvas, colour, short_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 _MARKERS = "osD^vPX<>*"
 _MOST_STEPS = 400  # of an ECDF: more cannot be seen, and make the page heavy
+_STRONG = 0.85  # opacity of the largest value
+_WEAK = 0.05  # of it, of the smallest
+_SHADES = 5  # shown beside the map
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +102,22 @@ class Ecdf:
     line_x: float | None = None  # a limit to compare with
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeatMap:
+    """A number for each row and column, the larger the stronger its colour; None stays empty. ``log``: shades go by powers of ten."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    columns: Sequence[str]
+    rows: Sequence[str]  # the first on top
+    values: Sequence[Sequence[float | None]]  # one sequence for each row
+    value_label: str
+    log: bool = False
+    number: int = 1  # colour
+
+
 @singledispatch
 def draw(plot: object) -> str:
     """The plot as an ``<svg>`` element as wide as its place."""
@@ -127,7 +148,7 @@ def _draw_plot(plot: Plot) -> str:
         return board.svg()
 
 
-def _draw_series(axes: Axes, series: Series, *, joined: bool) -> None:
+def _draw_series(axes: "Axes", series: Series, *, joined: bool) -> None:
     axes.plot(
         series.x,
         series.y,
@@ -166,6 +187,8 @@ def _draw_bars(plot: StackedBars) -> str:
 
 @draw.register
 def _draw_ecdf(plot: Ecdf) -> str:
+    from matplotlib.ticker import PercentFormatter
+
     with canvas(plot.name, plot.title) as board:
         axes = board.figure.add_subplot()
         for samples in plot.samples:
@@ -195,10 +218,62 @@ def _steps(values: Sequence[float]) -> tuple[list[float], list[float]]:
     return [ordered[0], *(ordered[i] for i in indices)], [0.0, *((i + 1) / n for i in indices)]
 
 
+@draw.register
+def _draw_heat_map(plot: HeatMap) -> str:
+    """The map, with a scale of its shades beside it."""
+    known = [value for row in plot.values for value in row if value is not None and (value > 0 or not plot.log)]
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    with canvas(plot.name, plot.title, height=min(9.5, 1.5 + 0.22 * len(plot.rows))) as board:
+        axes, legend = board.figure.subplots(1, 2, width_ratios=[24, 1])
+        for row, values in enumerate(plot.values):
+            for column, value in enumerate(values):
+                if value is not None:
+                    _draw_cell(axes, column, row, plot.number, _shade(value, low, high, log=plot.log))
+        axes.set(xlim=(-0.5, len(plot.columns) - 0.5), ylim=(len(plot.rows) - 0.5, -0.5))
+        axes.set_xticks(*_spread(plot.columns, 12))
+        axes.set_yticks(*_spread([short_name(row) for row in plot.rows], 32))
+        axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
+        axes.grid(visible=False)
+        _draw_shades(legend, plot, low, high)
+        return board.svg()
+
+
+def _draw_cell(axes: "Axes", x: float, y: float, number: int, shade: float) -> None:
+    axes.bar(x, 1.0, width=1.0, bottom=y - 0.5, color=colour(number), alpha=_STRONG * shade, linewidth=0)
+
+
+def _draw_shades(axes: "Axes", plot: HeatMap, low: float, high: float) -> None:
+    """What the shades mean, from low (below) to high."""
+    for step in range(_SHADES):
+        _draw_cell(axes, 0, step, plot.number, _WEAK + (1 - _WEAK) * step / (_SHADES - 1))
+    labels = [_value_at(step / (_SHADES - 1), low, high, log=plot.log) for step in range(_SHADES)]
+    axes.set_yticks(range(_SHADES), [f"{value:.3g}" for value in labels])
+    axes.set(xticks=[], xlim=(-0.5, 0.5), ylim=(-0.5, _SHADES - 0.5), title=plot.value_label)
+    axes.title.set(fontsize=10, ha="right")
+    axes.yaxis.tick_right()
+    axes.grid(visible=False)
+
+
+def _shade(value: float, low: float, high: float, *, log: bool) -> float:
+    if log:
+        value, low, high = (math.log(max(each, low)) for each in (value, low, high))
+    return _WEAK + (1 - _WEAK) * (value - low) / (high - low) if high > low else 1.0
+
+
+def _value_at(share: float, low: float, high: float, *, log: bool) -> float:
+    return low * (high / low) ** share if log and low > 0 else low + (high - low) * share
+
+
+def _spread(labels: Sequence[str], most: int) -> tuple[list[int], list[str]]:
+    """So many of the labels as find room, evenly."""
+    every = max(1, math.ceil(len(labels) / most))
+    return list(range(0, len(labels), every)), list(labels[::every])
+
+
 _LEGEND_ROOM = ((3, 18), (2, 32))  # columns, and letters that each then has room for
 
 
-def _draw_legend(figure: Figure) -> None:
+def _draw_legend(figure: "Figure") -> None:
     if not any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
         return  # nothing was measured; matplotlib warns of an empty legend
     names = [short_name(name) for axes in figure.axes for name in axes.get_legend_handles_labels()[1]]
@@ -210,11 +285,10 @@ def _draw_legend(figure: Figure) -> None:
     )
 
 
-def _number_log_axis(axis: Axis) -> None:
+def _number_log_axis(axis: "Axis") -> None:
     """1, 2, 5, 10, ... written out, as far as they find room."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
     axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-draw.register(HeatMap, draw_heat_map)

@@ -12,9 +12,6 @@ from html import escape
 from pathlib import PurePath
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
 NUM_COLOURS = 10
 INK, GRID = "#c0ffe0", "#c0ffe1"
 _STYLE: dict[Any, Any] = {
@@ -51,6 +48,8 @@ class Canvas:
 
     def __init__(self, name: str, title: str, *, width: float = 5.6, height: float = 4.3) -> None:
         self._name, self._title = name, title
+        from matplotlib.figure import Figure
+
         self.figure = Figure(figsize=(width, height), layout="constrained")
 
     def svg(self) -> str:
@@ -62,6 +61,8 @@ class Canvas:
 @contextmanager
 def canvas(name: str, title: str, *, width: float = 5.6, height: float = 4.3) -> Iterator[Canvas]:
     """Draw into ``figure`` and take ``svg()`` inside the block. ``name`` tells the plots of a page apart."""
+    import matplotlib
+
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
         yield Canvas(name, title, width=width, height=height)
 

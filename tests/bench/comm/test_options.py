@@ -1,6 +1,11 @@
 import pytest
 
-from tightwire.bench.comm.options import CommBenchOptions, parse_options
+from tightwire.bench import options as bench_options
+from tightwire.bench.comm.options import CommBenchOptions
+
+
+def parse_options(argv: list[str]) -> CommBenchOptions:
+    return bench_options.parse_options(CommBenchOptions, argv, verb="comm", description="")
 
 
 def test_defaults() -> None:
@@ -45,7 +50,7 @@ def test_names_sizes_and_nodes() -> None:
         (["--link", "slow"], "is not a link"),
         (["--repeats", "2"], "--repeats must be at least 3, got 2"),
         (["--timeout", "0"], "--timeout must be above 0"),
-        (["--dtype", "int8"], "invalid choice"),
+        (["--dtype", "int8"], "must be one of bfloat16, float16, float32"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,174 @@
+"""Declares the options of a bench once: the fields of a frozen dataclass are its command-line flags.
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class CommOptions(OutputOptions):
+        ranks: int = option(2, "processes, one thread each", metavar="N")
+        link: Link | None = option(None, "the link between nodes", metavar="LINK", parse=parse_link)
+
+    options = parse_options(CommOptions, argv, verb="comm", description="Time every AllReduce.")
+
+A ValueError of ``parse`` or of ``__post_init__`` ends the program with exit code 2 and its message.
+"""
+
+import argparse
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tightwire.comm.sizes import format_bytes, parse_bytes
+from tightwire.server.config.flags import convert
+
+_Options = TypeVar("_Options")
+_Number = TypeVar("_Number", int, float)
+_MAX_LABEL_CHARS = 100  # a file name has at most 255 bytes, and a date follows
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] = (),
+    metavar: str = "",
+    parse: Callable[[str], Any] | None = None,
+    flag: str = "",
+    default_factory: Callable[[], Any] | None = None,
+) -> Any:
+    """A dataclass field that is also a flag.
+
+    Args:
+        help: shown with the default; where the default is None or (), it says itself what happens without the flag.
+        parse: turns the flag's text into the value; default: by the field's type (str, int, float, bool, Path).
+        flag: default: the field's name with dashes. Without leading dashes: a positional argument.
+        default_factory: makes the default of each run; ``default`` is then ignored.
+    """
+    metadata = {"help": help, "choices": tuple(choices), "metavar": metavar, "parse": parse, "flag": flag}
+    if default_factory is not None:
+        return field(default_factory=default_factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check_label(label: str) -> str:
+    """
+    Raises:
+        ValueError: no file name can begin with ``label``, or the file would lie outside of ``--output``.
+    """
+    if not label.isprintable() or "/" in label or not 0 < len(label) <= _MAX_LABEL_CHARS:
+        raise ValueError(
+            f"--label begins the names of files, so it has 1 to {_MAX_LABEL_CHARS} characters and no slash, got {label!r}; "
+            "the folder is --output's"
+        )
+    return label
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputOptions:
+    """The options of every bench; its own options class inherits them."""
+
+    output: Path | None = option(  # noqa: RUF009
+        None, "keep the result in this folder: JSON with raw samples, CSV, HTML page", metavar="DIR"
+    )
+    label: str | None = option(
+        None, "beginning of the names of those files (the bench's name)", metavar="NAME", parse=check_label
+    )
+
+
+def parse_options(cls: type[_Options], argv: Sequence[str], *, verb: str, description: str) -> _Options:
+    """The options on a command line; prints what is wrong with it and exits with code 2."""
+    parser = argparse.ArgumentParser(
+        prog=f"tightwire bench {verb}",
+        description=f"{description} The last line of stdout is one JSON object.",
+        allow_abbrev=False,
+    )
+    add_flags(parser, cls)
+    given = parser.parse_args(argv)
+    try:
+        return cls(**given_options(given, cls))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def add_flags(parser: argparse._ActionsContainer, cls: type) -> None:
+    """Add a flag for each ``option`` field of ``cls``. A flag that is not given sets nothing in the namespace."""
+    for own in _option_fields(cls):
+        metadata = own.metadata
+        flag = metadata["flag"] or "--" + own.name.replace("_", "-")
+        settings: dict[str, Any] = {"help": _help(own), "default": argparse.SUPPRESS}
+        if flag.startswith("-"):
+            settings["dest"] = own.name
+        elif own.default is not MISSING:
+            settings["nargs"] = "?"
+        if _type_of(own) is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **settings)
+        else:
+            metavar = metadata["metavar"] or None
+            parser.add_argument(
+                flag, type=_converter(own), choices=metadata["choices"] or None, metavar=metavar, **settings
+            )
+
+
+def given_options(given: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """The options of ``cls`` that were on the command line, by field name."""
+    return {own.name: getattr(given, own.name) for own in _option_fields(cls) if hasattr(given, own.name)}
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """``8KiB,1MiB`` in bytes, sorted, each once."""
+    return tuple(sorted({parse_bytes(part) for part in text.split(",")}))
+
+
+def parse_integers(text: str) -> tuple[int, ...]:
+    """``1,16`` as whole numbers."""
+    return tuple(_number(int, part, text) for part in text.split(","))
+
+
+def parse_numbers(text: str) -> tuple[float, ...]:
+    return tuple(_number(float, part, text) for part in text.split(","))
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _number(kind: type[_Number], part: str, text: str) -> _Number:
+    try:
+        return kind(part)
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"expected {what} with commas between them, such as 1,16, got {text!r}") from None
+
+
+def _option_fields(cls: type) -> list[Field[Any]]:
+    """The base class's fields last."""
+    common = {own.name for own in fields(OutputOptions)}
+    return sorted((own for own in fields(cls) if "help" in own.metadata), key=lambda own: own.name in common)
+
+
+def _type_of(own: Field[Any]) -> Any:
+    members = [member for member in typing.get_args(own.type) if member is not type(None)]
+    return members[0] if type(None) in typing.get_args(own.type) and len(members) == 1 else own.type
+
+
+def _converter(own: Field[Any]) -> Callable[[str], Any]:
+    parse: Callable[[str], Any] | None = own.metadata["parse"]
+    if parse is None:
+        parse = Path if _type_of(own) is Path else lambda text: convert(own, text)
+
+    def from_text(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return from_text
+
+
+def _help(own: Field[Any]) -> str:
+    text = own.metadata["help"].replace("%", "%%")
+    default: Any = own.default
+    if default in (None, (), "", MISSING) or isinstance(default, (bool, Mapping)):
+        return text
+    values = default if isinstance(default, tuple) else (default,)
+    shown = [format_bytes(value) if "SIZE" in own.metadata["metavar"] else f"{value}" for value in values]
+    return f"{text} ({','.join(shown)})"

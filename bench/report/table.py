@@ -1,0 +1,120 @@
+"""The schema of every bench's cells: columns of a table for terminal, CSV and page, and metrics for ``bench compare``."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One value of each row.
+
+    ``key`` is a path into the row, such as ``seconds.p50``, and the heading in CSV files. ``format`` is a function of the
+    value, or a format spec for ``scale * value``. A column without a format holds words and is aligned left. A missing
+    value is shown as ``-``.
+    """
+
+    name: str
+    key: str
+    format: str | Callable[[Any], str] = ""
+    scale: float = 1.0
+
+    def value(self, row: Row) -> Any:
+        """The raw value, None where the row lacks it."""
+        value: Any = row
+        for name in self.key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    def text(self, row: Row) -> str:
+        value = self.value(row)
+        if value is None:
+            return "-"
+        if callable(self.format):
+            return self.format(value)
+        return format(value if self.scale == 1.0 else value * self.scale, self.format)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableView:
+    """A table as text; the first ``num_words`` columns, or those in ``words``, are words and the others numbers.
+
+    ``strong`` names rows that stand out, by their number; ``wrong`` those that are faulty.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_words: int = 1
+    words: frozenset[int] | None = None
+    strong: frozenset[int] = frozenset()
+    wrong: frozenset[int] = frozenset()
+
+    def view(self) -> "TableView":
+        return self
+
+    def is_word(self, column: int) -> bool:
+        return column < self.num_words if self.words is None else column in self.words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of plain data under columns. ``strong`` and ``wrong`` pick rows that stand out and rows that are faulty."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    title: str = ""
+    strong: Callable[[Row], bool] = lambda row: False
+    wrong: Callable[[Row], bool] = lambda row: False
+
+    def view(self) -> TableView:
+        return TableView(
+            columns=[column.name for column in self.columns],
+            rows=[[column.text(row) for column in self.columns] for row in self.rows],
+            words=frozenset(i for i, column in enumerate(self.columns) if not column.format),
+            strong=frozenset(i for i, row in enumerate(self.rows) if self.strong(row)),
+            wrong=frozenset(i for i, row in enumerate(self.rows) if self.wrong(row)),
+        )
+
+    def csv_rows(self) -> list[dict[str, Any]]:
+        """Raw values by key."""
+        return [{column.key: column.value(row) for column in self.columns} for row in self.rows]
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print the table and an empty line."""
+    view = table.view()
+    shown = RichTable(
+        title=escape(table.title) or None,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for number, name in enumerate(view.columns):
+        word = view.is_word(number)
+        shown.add_column(escape(name), justify="left" if word else "right", no_wrap=number == 0)
+    for number, texts in enumerate(view.rows):
+        style = "red" if number in view.wrong else "bold" if number in view.strong else None
+        shown.add_row(*map(escape, texts), style=style)
+    console.print(shown)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One kind of sample in ``cell["samples"][name]``; ``scale`` turns a sample into ``unit``.
+
+    ``decides``: a regression of it fails ``bench compare`` unless ``--metric`` names others.
+    """
+
+    name: str
+    unit: str = ""
+    scale: float = 1.0
+    worse_is_higher: bool = True
+    decides: bool = True

@@ -1,0 +1,145 @@
+"""The course of every bench run: measure, keep files after each round, print one line of JSON, return the exit code."""
+
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+from tightwire.bench.options import OutputOptions
+from tightwire.bench.report.console import make_console
+from tightwire.bench.report.environment import describe_environment
+from tightwire.bench.report.html import Page, render
+from tightwire.bench.report.progress import progress_bar
+from tightwire.bench.report.result_files import ResultFiles
+from tightwire.bench.report.table import Metric, Table
+
+RAW_KEYS = ("samples", "raw")  # in the JSON file, not in the line on stdout
+
+
+class BenchFailedError(Exception):
+    """Something that a bench checks is wrong, or a part of the measurement failed: exit code 1, the samples are kept."""
+
+
+class Bench(ABC):
+    """One run of a bench. A subclass measures, and says what its cells, its CSV table and its page are.
+
+    The result in the JSON file is ``schema``, ``label``, ``environment``, ``metrics``, then ``facts``, ``cells`` and
+    ``error``. A cell is plain data with a ``name`` and ``samples``: for each metric a list of raw values, in which None is a
+    value that is missing. ``bench compare`` reads ``metrics``, ``cells[].name``, ``cells[].samples`` and, where a cell
+    has them, ``batch``, ``requested`` and ``failed`` (see ``bench.compare.results``).
+    """
+
+    verb: ClassVar[str]
+    version: ClassVar[int] = 2  # of the result's layout
+    metrics: ClassVar[tuple[Metric, ...]] = ()
+    # Exit codes of expected exceptions; others are bugs and keep their traceback.
+    failures: ClassVar[tuple[tuple[type[Exception], int], ...]] = ()
+
+    def __init__(self, options: OutputOptions) -> None:
+        self.console = make_console()
+        self.progress = progress_bar()
+        self.facts: dict[str, Any] = {}
+        self.label = options.label or self.verb
+        self._output = options.output
+        self._files: ResultFiles | None = None
+        self._environment: dict[str, Any] = {}
+
+    @abstractmethod
+    def measure(self) -> None:
+        """Measure and show everything, and call ``keep`` after each round.
+
+        Raises:
+            BenchFailedError, or one of ``failures``: why the result is wrong or not complete.
+        """
+
+    @abstractmethod
+    def cells(self) -> list[dict[str, Any]]:
+        """What was measured so far."""
+
+    def csv(self, result: Mapping[str, Any]) -> Table | None:
+        """The table of the CSV file; None: there is none."""
+        return None
+
+    def page(self, result: Mapping[str, Any]) -> Page | None:
+        """The HTML page; None: there is none."""
+        return None
+
+    def show_end(self, result: Mapping[str, Any]) -> None:
+        """Print what is worth saying at the end, of a run that failed too."""
+        return
+
+    def run(self) -> int:
+        """Returns the exit code: 0, that of a failure, 130 after Ctrl-C."""
+        error, status = None, 0
+        try:
+            if self._output is not None:
+                self._files = ResultFiles(self._output, self.label, self._kinds())
+            self._environment = describe_environment()
+            self.measure()
+        except KeyboardInterrupt:
+            error, status = "interrupted", 130
+        except BenchFailedError as failure:
+            error, status = str(failure), 1
+        except tuple(kind for kind, _ in self.failures) as failure:
+            error = str(failure)
+            status = next(code for kind, code in self.failures if isinstance(failure, kind))
+        return self._end(error, status)
+
+    def keep(self) -> None:
+        """Write JSON and CSV with what was measured so far; quick enough between two rounds."""
+        if self._files is not None:
+            self._write(self._files, self.result("not finished"))
+
+    def result(self, error: str | None) -> dict[str, Any]:
+        """The whole result, raw samples included."""
+        return {
+            "schema": f"tightwire.bench.{self.verb}/{self.version}",
+            "label": self.label,
+            "environment": self._environment,
+            "metrics": [asdict(metric) for metric in self.metrics],
+            **self.facts,
+            "cells": self.cells(),
+            "error": error,
+        }
+
+    def say(self, words: str) -> None:
+        """Print to stderr."""
+        sys.stderr.write(f"tightwire bench {self.verb}: {words}\n")
+
+    def _kinds(self) -> tuple[str, ...]:
+        has_csv, has_page = (getattr(type(self), name) is not getattr(Bench, name) for name in ("csv", "page"))
+        return ("json", *(["csv"] if has_csv else []), *(["html"] if has_page else []))
+
+    def _end(self, error: str | None, status: int) -> int:
+        """A result that cannot be written is an error of the run, beside the one it has."""
+        result = self.result(error)
+        self.show_end(result)
+        if error is not None:
+            self.say(error)
+        if self._files is not None and result["cells"]:
+            try:
+                self._write(self._files, result)
+                if (page := self.page(result)) is not None:
+                    self._files.write_html(render(page))
+            except ValueError as unwritable:
+                self.say(str(unwritable))
+                result["error"] = "; ".join(filter(None, [error, str(unwritable)]))
+                status = status or 1
+        paths = [] if self._files is None else self._files.paths
+        sys.stdout.write(json.dumps({**without_raw(result), "files": paths}) + "\n")
+        sys.stdout.flush()
+        return status
+
+    def _write(self, files: ResultFiles, result: Mapping[str, Any]) -> None:
+        files.write_json(result)
+        if (table := self.csv(result)) is not None:
+            files.write_csv([column.key for column in table.columns], table.csv_rows())
+
+
+def without_raw(value: Any) -> Any:
+    """Plain data without what lies under ``RAW_KEYS``, however deep."""
+    if isinstance(value, Mapping):
+        return {key: without_raw(inner) for key, inner in value.items() if key not in RAW_KEYS}
+    return [without_raw(inner) for inner in value] if isinstance(value, (list, tuple)) else value
