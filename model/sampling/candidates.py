@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.best_number import MAX_ID, best_keys, keys_of
 from tightwire.model.sampling.draw import largest_keys
-from tightwire.model.sampling.parameters import SamplingParams, is_greedy
-from tightwire.model.sampling.penalties import has_penalties
+from tightwire.model.sampling.parameters import SamplingParams
 
 KEY_BYTES = 8
 MAX_CANDIDATES = 256  # of a rank and row; beyond, selecting them costs more than sending the row
@@ -27,9 +26,9 @@ def candidates_needed(params: SamplingParams) -> int:
     Logits that the draw (``draw``) cannot tell apart, once the best one is subtracted in float32 and its weights are
     rounded, stand in order of id there and in their own order here: at top_k's edge another of them may be kept.
     """
-    if params.logprobs is not None or params.logit_bias or params.min_tokens or has_penalties(params):
+    if params.needs_all_logits:
         return 0
-    if is_greedy(params):
+    if params.is_greedy:
         return 1
     return params.top_k if 0 < params.top_k <= MAX_CANDIDATES else 0
 

@@ -1,36 +1,89 @@
-"""How one request wants its tokens chosen. Pure data: sent between processes, checked where the request is made."""
+"""Sampling parameters of one sequence: one value from the request to the sampler.
+
+To add a parameter: a field of the request body (``server/api/schemas``), a field of the same name here, and its effect in
+the sampler. The body's field is copied by name.
+"""
+
+import enum
+from typing import Annotated, get_type_hints
 
 import msgspec
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The knobs of one sequence, as in the OpenAI API and vLLM's extensions of it.
+class Needs(enum.Enum):
+    """What a parameter needs once it differs from its default."""
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 keeps all. ``seed`` is always set by the time a request reaches the
+    BEST_LOGITS = "the logits of the tokens that may be drawn"
+    ALL_LOGITS = "all logits: it may change which are the best, or it reports on all of them"
+    TOKENS = "all logits, and on the host every token so far, so no step is planned ahead of it"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's parameters and vLLM's extensions. Each field declares what it needs (``Needs``).
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 keeps all tokens. ``seed`` is always set by the time a request reaches the
     engine: a request without one gets a random one, and n > 1 gets n different ones.
     """
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
-    logprobs: int | None = None  # top-n beside each chosen token; None: no logprobs at all
-    prompt_logprobs: int | None = None  # likewise for the prompt's own tokens
-    stop_token_ids: tuple[int, ...] = ()  # the model's end tokens are added by the engine unless ignore_eos
-    min_tokens: int = 0  # no stop token before this many
-    ignore_eos: bool = False
+    max_tokens: Annotated[int, Needs.BEST_LOGITS]
+    temperature: Annotated[float, Needs.BEST_LOGITS] = 1.0
+    top_p: Annotated[float, Needs.BEST_LOGITS] = 1.0
+    top_k: Annotated[int, Needs.BEST_LOGITS] = 0
+    min_p: Annotated[float, Needs.BEST_LOGITS] = 0.0
+    seed: Annotated[int, Needs.BEST_LOGITS] = 0
+    presence_penalty: Annotated[float, Needs.TOKENS] = 0.0
+    frequency_penalty: Annotated[float, Needs.TOKENS] = 0.0
+    repetition_penalty: Annotated[float, Needs.TOKENS] = 1.0
+    logit_bias: Annotated[dict[int, float], Needs.ALL_LOGITS] = {}
+    logprobs: Annotated[int | None, Needs.ALL_LOGITS] = (
+        None  # the number of best tokens beside each chosen one; None: off
+    )
+    prompt_logprobs: Annotated[int | None, Needs.BEST_LOGITS] = (
+        None  # scored from logits of their own (``Chunk.scored``)
+    )
+    stop_token_ids: Annotated[
+        tuple[int, ...], Needs.BEST_LOGITS
+    ] = ()  # the engine adds the model's own unless ignore_eos
+    min_tokens: Annotated[int, Needs.ALL_LOGITS] = 0  # stop tokens are banned before this many tokens
+    ignore_eos: Annotated[bool, Needs.BEST_LOGITS] = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the most likely token is taken, whatever the seed."""
+        return self.temperature < _GREEDY_BELOW or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when the tokens so far change the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def needs_all_logits(self) -> bool:
+        return _any_set(self, _NEED_ALL_LOGITS)
+
+    @property
+    def needs_tokens(self) -> bool:
+        return _any_set(self, _NEED_TOKENS)
 
 
 # As in vLLM: below this, float32 logits divided by the temperature leave nothing but the largest one.
 _GREEDY_BELOW = 1e-5
 
 
-def is_greedy(params: SamplingParams) -> bool:
-    """Whether the most likely token is taken, whatever the seed."""
-    return params.temperature < _GREEDY_BELOW or params.top_k == 1
+def declared_needs(kind: type[msgspec.Struct]) -> dict[str, Needs | None]:
+    """What each field declares; None for a field that declares nothing, which is taken for ``Needs.TOKENS``."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: next((mark for mark in getattr(hints[name], "__metadata__", ()) if isinstance(mark, Needs)), None)
+        for name in kind.__struct_fields__
+    }
+
+
+_DEFAULTS = SamplingParams(max_tokens=0)
+_NEEDS = declared_needs(SamplingParams)
+_NEED_ALL_LOGITS = [name for name, needs in _NEEDS.items() if needs is not Needs.BEST_LOGITS]
+_NEED_TOKENS = [name for name in _NEED_ALL_LOGITS if _NEEDS[name] is not Needs.ALL_LOGITS]
+
+
+def _any_set(params: SamplingParams, names: list[str]) -> bool:
+    return any(getattr(params, name) != getattr(_DEFAULTS, name) for name in names)

@@ -25,10 +25,6 @@ class PenalizedRow(Protocol):
     num_prompt_tokens: int
 
 
-def has_penalties(params: SamplingParams) -> bool:
-    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
-
-
 class PenaltyTables:
     """Slots of token counts; ``apply`` brings them up to date by itself, so a preempted sequence needs no care."""
 

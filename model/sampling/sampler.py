@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tightwire.model.sampling.draw import MAX_VOCAB_SIZE, UNSETTLED, Filters, draw, mix_seed, uniforms
 from tightwire.model.sampling.logprobs import Scoring, TokenScore, score_tokens
-from tightwire.model.sampling.parameters import SamplingParams, is_greedy
-from tightwire.model.sampling.penalties import PenaltyTables, has_penalties
+from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.sampling.penalties import PenaltyTables
 from tightwire.model.transfer import Download, upload
 
 
@@ -197,11 +197,11 @@ class _Batch:
         params = [row.params for row in rows]
         self.bias = _bias_tensors(params, device)
         self._short = [r for r, row in enumerate(rows) if row.params.min_tokens > 0 and row.stop_ids]
-        self.penalized = [r for r, p in enumerate(params) if has_penalties(p)]
+        self.penalized = [r for r, p in enumerate(params) if p.has_penalties]
         self.scored_rows = [r for r, p in enumerate(params) if p.logprobs is not None]
         self.scored = upload(self.scored_rows, torch.int64, device) if self.scored_rows else None
         self.top_n = [params[r].logprobs or 0 for r in self.scored_rows]
-        drawn = [r for r, p in enumerate(params) if not is_greedy(p)]
+        drawn = [r for r, p in enumerate(params) if not p.is_greedy]
         in_order = [r for r in drawn if not self._needs_sort(params[r])]
         ranked = [r for r in drawn if self._needs_sort(params[r])]
         self.groups = [self._group(chosen, device) for chosen in (in_order, ranked) if chosen]

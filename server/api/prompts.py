@@ -168,20 +168,9 @@ def _sampling_params(
     prompt_logprobs = body.prompt_logprobs
     if echo and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    return SamplingParams(
+    return body.sampling_params(
         max_tokens=max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=max(body.top_k, 0),
-        min_p=body.min_p,
         seed=(seed + 2**63) % 2**64 - 2**63,  # n answers to a seed near the end of int64 wrap around
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=body.logit_bias,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        stop_token_ids=tuple(body.stop_token_ids),
-        min_tokens=body.min_tokens,
-        ignore_eos=body.ignore_eos,
     )

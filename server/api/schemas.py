@@ -6,8 +6,11 @@ be ignored without changing an answer and those that may not. ``null`` anywhere 
 
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+from tightwire.model.sampling.parameters import SamplingParams
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -174,6 +177,11 @@ class GenerationBody(Body):
         description="Extension: share cached prompt beginnings with requests of the same salt alone.",
     )
     tightwire: TightwireOptions = TightwireOptions(comm=False, timing=False, token_ids=False, allreduce=None)
+
+    def sampling_params(self, **decided: Any) -> SamplingParams:
+        """The fields that ``SamplingParams`` has under the same name; ``decided`` ones replace what the client sent."""
+        asked = {name: getattr(self, name) for name in SamplingParams.__struct_fields__ if name not in decided}
+        return msgspec.convert(asked | decided, SamplingParams)
 
 
 class CompletionBody(GenerationBody):

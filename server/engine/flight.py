@@ -6,7 +6,6 @@ from torch import Tensor
 
 from tightwire.model.deferred_tokens import refer
 from tightwire.model.sampling.logprobs import TokenScore
-from tightwire.model.sampling.penalties import has_penalties
 from tightwire.model.sampling.sampler import Choice
 from tightwire.model.transfer import Download
 from tightwire.server.engine.request import Request
@@ -106,7 +105,7 @@ class Flight:
 
         Not if prompts are scored, guesses checked, or a sequence has penalties, for which the host counts its tokens.
         """
-        return self.is_simple and not any(has_penalties(new.chunk.request.params) for new in self.new)
+        return self.is_simple and not any(new.chunk.request.params.needs_tokens for new in self.new)
 
     def refer(self) -> None:
         """Let references stand for the tokens that are being chosen, for the next step to be planned."""

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tightwire.model.sampling.candidates import candidates_needed
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.engine.step_times import Reading
 from tightwire.server.ipc.messages import AddRequest, TokenLogprob
@@ -40,6 +41,7 @@ class Request:
     draft_limit: int = 0  # the longest draft worth making after how the last one fared; 0: not known yet
     # Entries so far, the first None; None when not asked for, or already sent.
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_candidates: int = 0  # so many of the best logits decide its next token; 0: all may
 
     @property
     def num_output_tokens(self) -> int:
@@ -80,6 +82,7 @@ def make_request(message: AddRequest, eos_token_ids: Iterable[int], arrival_s: f
         arm=arm,
         cache_salt=message.cache_salt,
         prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        num_candidates=candidates_needed(params),
     )
 
 

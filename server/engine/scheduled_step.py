@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tightwire.model.sampling.candidates import candidates_needed
 from tightwire.model.step import StepPlan, make_plan
 from tightwire.server.engine.request import Request
 
@@ -71,5 +70,5 @@ def _candidates_needed(chunks: Sequence[Chunk]) -> int:
     """How many of the best logits are enough for every row; 0: all are needed, or no row has any."""
     if any(chunk.scored for chunk in chunks):
         return 0
-    needed = [candidates_needed(chunk.request.params) for chunk in chunks if chunk.samples]
+    needed = [chunk.request.num_candidates for chunk in chunks if chunk.samples]
     return max(needed) if needed and min(needed) else 0

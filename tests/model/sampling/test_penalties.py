@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.model.sampling.penalties import PenaltyTables, has_penalties
+from tightwire.model.sampling.penalties import PenaltyTables
 
 VOCAB = 12
 
@@ -90,7 +90,7 @@ def test_slots_are_reused_clean_and_given_up_at_the_end() -> None:
 
 
 def test_has_penalties() -> None:
-    assert not has_penalties(SamplingParams(max_tokens=1))
-    assert has_penalties(SamplingParams(max_tokens=1, presence_penalty=-1.0))
-    assert has_penalties(SamplingParams(max_tokens=1, frequency_penalty=0.1))
-    assert has_penalties(SamplingParams(max_tokens=1, repetition_penalty=1.1))
+    assert not SamplingParams(max_tokens=1).has_penalties
+    assert SamplingParams(max_tokens=1, presence_penalty=-1.0).has_penalties
+    assert SamplingParams(max_tokens=1, frequency_penalty=0.1).has_penalties
+    assert SamplingParams(max_tokens=1, repetition_penalty=1.1).has_penalties

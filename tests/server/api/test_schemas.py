@@ -3,9 +3,11 @@
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from helpers.server.fake_engine import FakeEngine
 
+from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.schemas import IGNORED_FIELDS, UNSUPPORTED_FIELDS, ChatBody, CompletionBody, Message
 from tightwire.server.http.body import check_fields
@@ -261,3 +263,27 @@ def test_neutral_values_pass_and_others_do_not(name: str) -> None:
 def test_tool_messages_keep_what_templates_use() -> None:
     message = Message.model_validate({"role": "tool", "content": "4", "tool_call_id": "x"})
     assert message.to_template() == {"role": "tool", "content": "4", "tool_call_id": "x"}
+
+
+def test_every_sampling_parameter_is_taken_from_the_body() -> None:
+    sent = {
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "seed": 5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"3": 1.0},
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "stop_token_ids": [1, 2],
+        "min_tokens": 1,
+        "ignore_eos": True,
+    }
+    assert sent.keys() == set(SamplingParams.__struct_fields__)
+    params = check_fields({"prompt": "a", **sent}, CompletionBody).sampling_params()
+    assert msgspec.json.decode(msgspec.json.encode(params)) == sent
+    assert check_fields({"prompt": "a"}, CompletionBody).sampling_params(max_tokens=1) == SamplingParams(max_tokens=1)
