@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from tightwire.comm.sizes import format_bytes, parse_bytes
 from tightwire.server.config.flags import convert
 
+REQUIRED: Any = MISSING  # as the default of an ``option`` that must be given
 _Options = TypeVar("_Options")
 _Number = TypeVar("_Number", int, float)
 _MAX_LABEL_CHARS = 100  # a file name has at most 255 bytes, and a date follows
@@ -170,5 +171,10 @@ def _help(own: Field[Any]) -> str:
     if default in (None, (), "", MISSING) or isinstance(default, (bool, Mapping)):
         return text
     values = default if isinstance(default, tuple) else (default,)
-    shown = [format_bytes(value) if "SIZE" in own.metadata["metavar"] else f"{value}" for value in values]
-    return f"{text} ({','.join(shown)})"
+    return f"{text} ({','.join(_show(value, own.metadata['metavar']) for value in values)})"
+
+
+def _show(value: object, metavar: str) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return format_bytes(value) if isinstance(value, int) and "SIZE" in metavar else str(value)

@@ -27,13 +27,15 @@ class Bench(ABC):
 
     The result in the JSON file is ``schema``, ``label``, ``environment``, ``metrics``, then ``facts``, ``cells`` and
     ``error``. A cell is plain data with a ``name`` and ``samples``: for each metric a list of raw values, in which None is a
-    value that is missing. ``bench compare`` reads ``metrics``, ``cells[].name``, ``cells[].samples`` and, where a cell
+    value that is missing. ``bench compare`` reads ``metrics``, ``pairing_keys``, ``cells[].name``, ``cells[].samples`` and, where a cell
     has them, ``batch``, ``requested`` and ``failed`` (see ``bench.compare.results``).
     """
 
     verb: ClassVar[str]
     version: ClassVar[int] = 2  # of the result's layout
     metrics: ClassVar[tuple[Metric, ...]] = ()
+    # Keys of the result: where they are equal in two results, samples of the same index are compared in pairs.
+    pairing_keys: ClassVar[tuple[str, ...]] = ()
     # Exit codes of expected exceptions; others are bugs and keep their traceback.
     failures: ClassVar[tuple[tuple[type[Exception], int], ...]] = ()
 
@@ -99,6 +101,7 @@ class Bench(ABC):
             "label": self.label,
             "environment": self._environment,
             "metrics": [asdict(metric) for metric in self.metrics],
+            "pairing_keys": self.pairing_keys,
             **self.facts,
             "cells": self.cells(),
             "error": error,

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tightwire.bench.comm.measure import Checked, Timed
-from tightwire.bench.report.statistics import describe
+from tightwire.bench.report.statistics import describe, neighbour_batch
 from tightwire.comm.sizes import format_bytes
 
 BASELINE = "native"
@@ -104,4 +104,5 @@ def _row(cell: Cell, seconds: Mapping[str, Any], speed_up: float | None) -> dict
         "speed_up_over_native": speed_up,
         "faults": cell.faults(),
         "samples": {"seconds": cell.samples()},
+        "batch": neighbour_batch(seconds["n"]),
     }

@@ -1,82 +1,143 @@
-"""``tightwire bench compare A.json B.json``: did B become worse than A?"""
+"""``tightwire bench compare A.json B.json``: tells whether B became worse than A."""
 
-import json
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from tightwire.bench.compare import report
 from tightwire.bench.compare.match import Row, check_alike, chosen_metrics, differences, faults, rows
-from tightwire.bench.compare.options import CompareOptions, parse_options
-from tightwire.bench.compare.results import KINDS, read_result
-from tightwire.bench.report.console import make_console
-from tightwire.bench.report.environment import describe_environment
-from tightwire.bench.report.result_files import ResultFiles
+from tightwire.bench.compare.page import COLUMNS, CSV_COLUMNS, describe_sides, make_page
+from tightwire.bench.compare.results import read_result
+from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_names, parse_options
+from tightwire.bench.report.html import Page
+from tightwire.bench.report.table import Table, print_table
+from tightwire.bench.run import Bench, BenchFailedError
 
-SCHEMA = "tightwire.bench.compare/1"
+_DESCRIPTION = """Compare two results of one bench: for every cell the ratio B / A of medians, its bootstrap 95 % interval
+from the raw samples, and a verdict. Exit code 0: no regression; 1: a deciding metric is worse and its whole interval is
+beyond the tolerance, or requests failed in B that did not fail in A; 2: the files cannot be compared. Requests that were
+in flight together count as one sample, and so do neighbours of many samples. An interval covers the noise inside each run,
+not how the machine drifts between two runs: run both again before you believe a small difference. Of bench ttft the ratio
+to the baseline decides, in which that drift cancels."""
+
+
+def _parse_share(text: str) -> float:
+    number, percent = (text[:-1], 0.01) if text.endswith("%") else (text, 1.0)
+    try:
+        return float(number) * percent
+    except ValueError:
+        raise ValueError(f"expected a share such as 5% or 0.05, got {text!r}") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareOptions(OutputOptions):
+    a: Path = option(REQUIRED, "the result to compare with", flag="a", metavar="A.json")
+    b: Path = option(REQUIRED, "the other result of the same bench", flag="b", metavar="B.json")
+    tolerance: float = option(
+        0.05, "how much worse is still accepted, as a share of A, such as 5%", metavar="T", parse=_parse_share
+    )
+    metrics: tuple[str, ...] = option(
+        (),
+        "compare only these, and all of them decide (all, of which the bench's own decide)",
+        metavar="NAME,NAME",
+        flag="--metric",
+        parse=parse_names,
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < math.inf:
+            raise ValueError(f"--tolerance must be at least 0, got {self.tolerance:g}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 without a regression, 1 with one or where B failed, 2 for what cannot be compared, 130 after Ctrl-C."""
-    options = parse_options(sys.argv[1:] if argv is None else argv)
-    try:
-        files = None if options.output is None else ResultFiles(options.output, options.label)
-        result = compared(options)
-        report.show(make_console(), result)
-        if files is not None:
-            report.keep(files, result)
-    except ValueError as error:
-        sys.stderr.write(f"tightwire bench compare: {error}\n")
-        sys.stdout.write(json.dumps({"schema": SCHEMA, "cells": [], "error": str(error)}) + "\n")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    sys.stdout.write(json.dumps({**result, "files": [] if files is None else files.paths}) + "\n")
-    return 1 if result["regressions"] or result["faults"] else 0
+    argv = sys.argv[1:] if argv is None else argv
+    return CompareBench(parse_options(CompareOptions, argv, verb="compare", description=_DESCRIPTION)).run()
 
 
-def compared(options: CompareOptions) -> dict[str, Any]:
-    """The whole comparison as plain data.
+class CompareBench(Bench):
+    verb = "compare"
+    version = 1
+    failures = ((ValueError, 2),)
 
-    Raises:
-        ValueError: a file is no result, or the two have nothing in common.
-    """
-    a, b = read_result(options.a), read_result(options.b)
-    check_alike(a, b)
-    metrics = chosen_metrics(a.kind, options.metrics)
-    found = rows(a, b, metrics)
-    if not found:
-        raise ValueError(f"no cell has {' or '.join(metric.name for metric in metrics)} in both results")
-    cells = [_plain(row, options.tolerance, a.kind) for row in found]
-    return {
-        "schema": SCHEMA,
-        "environment": describe_environment(),
-        "label": options.label,
-        "kind": a.kind,
-        "a": {"path": str(a.path), "label": a.raw.get("label")},
-        "b": {"path": str(b.path), "label": b.raw.get("label")},
-        "tolerance": options.tolerance,
-        "deciding": [metric.name for metric in metrics if metric.decides],
-        "differences": differences(a, b),
-        "faults": faults(a, b, options.tolerance),
-        "cells": cells,
-        "regressions": sum(cell["regression"] for cell in cells),
-        "error": None,
-    }
+    def __init__(self, options: CompareOptions) -> None:
+        super().__init__(options)
+        self._options = options
+        self._cells: list[dict[str, Any]] = []
+
+    def measure(self) -> None:
+        options = self._options
+        a, b = read_result(options.a), read_result(options.b)
+        check_alike(a, b)
+        metrics = chosen_metrics(a, options.metrics)
+        self._cells = [_plain(row, options.tolerance) for row in rows(a, b, metrics)]
+        if not self._cells:
+            raise ValueError(f"no cell has {' or '.join(metric.name for metric in metrics)} in both results")
+        self.facts = {
+            "kind": a.kind,
+            "a": {"path": str(a.path), "label": a.raw.get("label")},
+            "b": {"path": str(b.path), "label": b.raw.get("label")},
+            "tolerance": options.tolerance,
+            "deciding": [metric.name for metric in metrics if metric.decides],
+            "differences": differences(a, b),
+            "faults": faults(a, b, options.tolerance),
+            "regressions": sum(cell["regression"] for cell in self._cells),
+        }
+        self.facts["conclusion"] = _conclude(self.facts, self._cells)
+        self._show()
+        if self.facts["regressions"]:
+            raise BenchFailedError(self.facts["conclusion"])
+        if self.facts["faults"]:
+            raise BenchFailedError("; ".join(self.facts["faults"]))
+
+    def cells(self) -> list[dict[str, Any]]:
+        return self._cells
+
+    def csv(self, result: Mapping[str, Any]) -> Table:
+        return Table(columns=CSV_COLUMNS, rows=result["cells"])
+
+    def page(self, result: Mapping[str, Any]) -> Page:
+        return make_page(result)
+
+    def _show(self) -> None:
+        title = describe_sides(self.facts)
+        print_table(
+            self.console,
+            Table(title=title, columns=COLUMNS, rows=self._cells, wrong=lambda cell: cell["regression"]),
+        )
+        for words in self.facts["differences"]:
+            self.console.print(f"note: {words}", style="yellow", markup=False, soft_wrap=True)
+        for words in self.facts["faults"]:
+            self.console.print(words, style="red", markup=False, soft_wrap=True)
+        self.console.print(self.facts["conclusion"], markup=False, soft_wrap=True)
 
 
-def _plain(row: Row, tolerance: float, kind: str) -> dict[str, Any]:
-    verdicts = {"faster": KINDS[kind].better, "slower": KINDS[kind].worse}
-    comparison = asdict(row.comparison)
+def _plain(row: Row, tolerance: float) -> dict[str, Any]:
+    metric, comparison = row.metric, asdict(row.comparison)
+    verdicts = {"faster": metric.better, "slower": metric.worse}
     return {
         "cell": row.cell,
-        "metric": row.metric.name,
-        "unit": row.metric.unit,
-        "a": row.a * row.metric.scale,
-        "b": row.b * row.metric.scale,
+        "metric": metric.name,
+        "unit": metric.unit,
+        "a": row.a * metric.scale,
+        "b": row.b * metric.scale,
         "paired": row.paired,
         **comparison,
         "verdict": verdicts.get(row.comparison.verdict, row.comparison.verdict),
-        "regression": row.metric.decides and row.regressed(tolerance),
+        "regression": metric.decides and row.regressed(tolerance),
     }
+
+
+def _conclude(facts: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
+    """The reason of the exit code, in words."""
+    deciding = ", ".join(facts["deciding"])
+    limit = f"{100 * facts['tolerance']:g} %"
+    if count := facts["regressions"]:
+        return (
+            f"{count} regression{'s' * (count > 1)}: by {deciding}, B is worse by more than {limit}, interval and all"
+        )
+    few = sum(cell["verdict"] == "too few" for cell in cells if cell["metric"] in facts["deciding"])
+    unsure = f"; {few} of them have too few samples to tell: measure more" if few else ""
+    return f"no regression: by {deciding}, no cell of B is surely worse by more than {limit}{unsure}"

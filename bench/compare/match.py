@@ -1,4 +1,4 @@
-"""Two results side by side: cells of the same name, the ratio of each metric with its interval, and the verdict."""
+"""Matches the cells of two results by name: the ratio of each metric with its interval and verdict."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from tightwire.bench.compare.cells import Cell, Samples
-from tightwire.bench.compare.results import KINDS, Metric, Result
+from tightwire.bench.compare.results import Cell, Result, Samples
 from tightwire.bench.report.statistics import Comparison, compare
+from tightwire.bench.report.table import Metric
 
-# What makes two results unlike, and so their ratio one of machines or settings, not of the program.
+# Where these facts differ, a ratio tells of machines or settings and not of the program.
 _FACTS = (
     *("environment.cpu", "environment.usable_cores", "environment.os", "environment.python", "environment.packages"),
     *("environment.tightwire", "environment.git_revision", "server.model", "server.refused", "workload", "request"),
@@ -18,7 +18,7 @@ _FACTS = (
     *("link.how", "comm.link.name", "comm.link.emulation", "options", "text", "window"),
     *("num_layers", "hidden_size", "weights"),
 )
-_FREE = ("seed", "num_words", "tokens_per_word")  # may differ from run to run
+_FREE = ("seed", "num_words", "tokens_per_word")  # differ from run to run by design
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,22 +46,22 @@ def check_alike(a: Result, b: Result) -> None:
     Raises:
         ValueError: unlike schemas, cells none of which are in both, or baselines that differ.
     """
-    if (a.kind, a.version) != (b.kind, b.version):
+    if a.kind != b.kind:
         raise ValueError(
-            f"{a.path} is of schema {a.kind}/{a.version} and {b.path} of {b.kind}/{b.version}; compare results of one bench"
+            f"{a.path} is a result of bench {a.kind} and {b.path} of bench {b.kind}; give two of one bench"
         )
     if not {cell.name for cell in a.cells} & {cell.name for cell in b.cells}:
         raise ValueError(
             f"the results have no cell in common: {a.path} has {_names(a.cells)}, and {b.path} has {_names(b.cells)}"
         )
-    if a.kind == "ttft" and (mine := a.raw["options"]["baseline"]) != (other := b.raw["options"]["baseline"]):
+    if (mine := _at(a.raw, "options.baseline")) != (other := _at(b.raw, "options.baseline")):
         raise ValueError(f"ratios are to the baseline, which is {mine} in {a.path} and {other} in {b.path}")
 
 
 def rows(a: Result, b: Result, metrics: Sequence[Metric]) -> list[Row]:
     """Every metric of every cell that is in both, in the order of ``a``."""
     others = {cell.name: cell for cell in b.cells}
-    same = a.same is not None and a.same == b.same
+    same = a.pairing is not None and a.pairing == b.pairing
     found = []
     for cell in a.cells:
         if cell.name not in others:
@@ -69,7 +69,7 @@ def rows(a: Result, b: Result, metrics: Sequence[Metric]) -> list[Row]:
         other = others[cell.name]
         batch = max(cell.batch, other.batch)
         for metric in metrics:
-            mine, its = cell.metrics.get(metric.name), other.metrics.get(metric.name)
+            mine, its = cell.samples.get(metric.name), other.samples.get(metric.name)
             if mine and its:
                 row = _row(cell.name, metric, _batched(mine, batch), _batched(its, batch), same=same)
                 found.append(row)
@@ -100,7 +100,7 @@ def _row(name: str, metric: Metric, mine: Samples, its: Samples, *, same: bool) 
 
 
 def faults(a: Result, b: Result, tolerance: float) -> list[str]:
-    """Where B did not get so far as A, in words: times of what succeeded say nothing of that."""
+    """Where B failed and A did not, in words: times of successful requests do not show it."""
     found = [f"B is not complete, and A is: {b.error}"] if b.error and not a.error else []
     others = {cell.name: cell for cell in b.cells}
     for cell in a.cells:
@@ -115,21 +115,21 @@ def faults(a: Result, b: Result, tolerance: float) -> list[str]:
     return found
 
 
-def chosen_metrics(kind: str, names: Sequence[str]) -> list[Metric]:
-    """Those that are named, which then decide; or all, of which the kind's own decide.
+def chosen_metrics(result: Result, names: Sequence[str]) -> list[Metric]:
+    """The metrics in ``names``, which then decide; without names all of the bench.
 
     Raises:
-        ValueError: the kind has no such metric.
+        ValueError: the bench has no such metric.
     """
-    all_of = {metric.name: metric for metric in KINDS[kind].metrics}
+    known = {metric.name: metric for metric in result.metrics}
     for name in names:
-        if name not in all_of:
-            raise ValueError(f"bench {kind} has no metric {name!r} to compare; it has {', '.join(all_of)}")
-    return [replace(all_of[name], decides=True) for name in names] or list(all_of.values())
+        if name not in known:
+            raise ValueError(f"bench {result.kind} has no metric {name!r} to compare; it has {', '.join(known)}")
+    return [replace(known[name], decides=True) for name in names] or list(known.values())
 
 
 def differences(a: Result, b: Result) -> list[str]:
-    """What is unlike about the results besides their figures, in words."""
+    """How the two results differ apart from their samples, in words."""
     facts, others = _facts(a.raw), _facts(b.raw)
     found = [
         f"{name} differs: {facts.get(name)} in A, {others.get(name)} in B"
@@ -146,7 +146,7 @@ def differences(a: Result, b: Result) -> list[str]:
 
 
 def _facts(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """``_FACTS`` by name, those inside of tables one by one."""
+    """``_FACTS`` by name, the entries of mappings one by one."""
     facts: dict[str, Any] = {}
     for path in _FACTS:
         value = _at(raw, path)

@@ -18,6 +18,7 @@ Verdict = Literal["faster", "slower", "no difference", "too few"]
 
 FLOOR = 0.01  # a ratio within 1 +- this is no difference, however sure
 MIN_SAMPLES = 3
+_MOST_BATCHES = 20  # of one run
 _FAMILY = 12  # cells whose verdicts are read together
 # Student's t of 1 - 0.025 and of 1 - 0.025 / _FAMILY by degrees of freedom: up to 7 samples have too few orders for a
 # bootstrap. Its interval of three pairs leaves out the truth in 26 of 100 cases, of four in 11; five lean to one side by
@@ -38,6 +39,11 @@ class Distribution:
     p95: float
     p99: float
     max: float
+
+
+def neighbour_batch(num_samples: int) -> int:
+    """How many consecutive samples count as one: neighbours in time share the state of the machine."""
+    return max(1, num_samples // _MOST_BATCHES)
 
 
 def describe(values: Sequence[float]) -> Distribution | None:

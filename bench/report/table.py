@@ -118,3 +118,5 @@ class Metric:
     scale: float = 1.0
     worse_is_higher: bool = True
     decides: bool = True
+    better: str = "faster"  # the words of a verdict
+    worse: str = "slower"

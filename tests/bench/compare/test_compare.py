@@ -172,6 +172,37 @@ def test_benches_of_calls_and_of_accuracy(tmp_path: Path, capsys: pytest.Capture
     assert set(verdicts(result, "nll").values()) == {"no difference"}
 
 
+def test_a_file_of_version_1_is_compared_with_one_of_version_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The layout that every bench writes: metrics and pairing keys with the cells, None for a missing sample."""
+    old = serve("a")
+    new = {
+        **{key: value for key, value in old.items() if key != "arms"},
+        "schema": "tightwire.bench.serve/2",
+        "metrics": [
+            {"name": "ttft_s", "unit": "ms", "scale": 1e3, "worse_is_higher": True, "decides": True,
+             "better": "faster", "worse": "slower"}
+        ],
+        "pairing_keys": ["workload", "request"],
+        "cells": [
+            {
+                "name": "concurrency 1",
+                "requested": 31,
+                "failed": 1,
+                "samples": {"ttft_s": [1.5 * each["ttft_s"] for each in old["arms"][0]["samples"][:30]] + [None]},
+            }
+        ],
+    }  # fmt: skip
+
+    status, result, _ = compare(tmp_path, old, new, capsys=capsys)
+
+    assert status == 1 and result["differences"] == [] and result["faults"] == []
+    (cell,) = result["cells"]
+    assert (cell["metric"], cell["unit"], cell["verdict"], cell["paired"]) == ("ttft_s", "ms", "slower", True)
+    assert (cell["n"], cell["ratio"]) == (30, pytest.approx(1.5))
+
+
 def test_unlike_circumstances_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = serve("b", environment={**ENVIRONMENT, "cpu": "another", "git_revision": "def"}, error="interrupted")
     other["arms"].append({"load": "concurrency 2", "samples": []})
@@ -266,7 +297,7 @@ def test_too_few_samples_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     _, result, text = compare(tmp_path, few, few, capsys=capsys)
 
     assert set(verdicts(result, "ttft_s").values()) == {"too few"}
-    assert "3 of them have too few samples to tell" in text and "unknown" in text
+    assert "3 of them have too few samples to tell" in text
 
 
 def test_brackets_in_names_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,11 +329,10 @@ def test_files_and_a_page_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture
         ("{", [], "b.json cannot be read as JSON"),
         ("[]", [], "b.json is no result of a bench"),
         ({"schema": "tightwire.comm-policy/1"}, [], "b.json is no result of a bench"),
-        ({"schema": "tightwire.bench.swim/1"}, [], "what can be compared are serve, ttft, comm, kernels, quality"),
-        (ttft("b", flash=1.0), [], "is of schema serve/1 and"),
-        (serve("b", schema="tightwire.bench.serve/2"), [], "compare results of one bench"),
+        ({"schema": "tightwire.bench.swim/1"}, [], "b.json has no samples to compare"),
+        (ttft("b", flash=1.0), [], "is a result of bench serve and"),
         (serve("b", arms=[]), [], "b.json has no cells: nothing was measured"),
-        (serve("b", arms=[{"load": "concurrency 1"}]), [], "has no raw samples"),
+        (serve("b", arms=[{"load": "concurrency 1"}]), [], "has no samples to compare"),
         (serve("b", arms=[{"load": "rate 9/s", "samples": []}]), [], "no cell in common"),
         (serve("b", arms=[{"load": "concurrency 1", "samples": []}]), [], "no cell has ttft_s or tpot_s or e2e_s"),
         (serve("b"), ["--metric", "speed"], "no metric 'speed' to compare; it has ttft_s, tpot_s, e2e_s, itl_s"),

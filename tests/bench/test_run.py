@@ -1,0 +1,116 @@
+"""The course of a run: files, the line on stdout and the exit code, whatever ends it."""
+
+import csv
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightwire.bench.options import OutputOptions
+from tightwire.bench.report.html import Page
+from tightwire.bench.report.table import Column, Metric, Table
+from tightwire.bench.run import Bench, BenchFailedError
+
+
+class Swim(Bench):
+    verb = "swim"
+    metrics = (Metric(name="seconds"),)
+    failures = ((ConnectionError, 2), (OSError, 3))
+
+    def __init__(self, options: OutputOptions, end: Callable[["Swim"], None] = lambda bench: None) -> None:
+        super().__init__(options)
+        self._measured: list[dict[str, Any]] = []
+        self._run_to_end = end
+
+    def measure(self) -> None:
+        self.facts = {"pool": "deep", "raw": [1, 2]}
+        self._measured = [{"name": "crawl", "time": {"p50": 2.0}, "samples": {"seconds": [1.0, None, 3.0]}}]
+        self.keep()
+        self._run_to_end(self)
+
+    def cells(self) -> list[dict[str, Any]]:
+        return self._measured
+
+    def csv(self, result: Mapping[str, Any]) -> Table:
+        return Table(columns=[Column("stroke", "name"), Column("s", "time.p50", ".1f")], rows=result["cells"])
+
+    def page(self, result: Mapping[str, Any]) -> Page:
+        return Page(title="Swimming", lead=str(result["error"]), sections=[])
+
+
+def run(bench: Bench, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
+    status = bench.run()
+    out, err = capsys.readouterr()
+    return status, json.loads(out.splitlines()[-1]), err
+
+
+def test_files_hold_the_samples_and_the_line_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, line, err = run(Swim(OutputOptions(output=tmp_path, label="x")), capsys)
+
+    assert (status, err, line["error"]) == (0, "", None)
+    assert line["cells"] == [{"name": "crawl", "time": {"p50": 2.0}}] and "raw" not in line
+    assert (line["schema"], line["label"], line["pool"]) == ("tightwire.bench.swim/2", "x", "deep")
+    kept, table, page = map(Path, line["files"])
+    full = json.loads(kept.read_text())
+    assert full["cells"][0]["samples"] == {"seconds": [1.0, None, 3.0]} and full["raw"] == [1, 2]
+    assert full["metrics"][0]["name"] == "seconds"
+    assert list(csv.reader(table.read_text().splitlines())) == [["name", "time.p50"], ["crawl", "2.0"]]
+    assert "<h1>Swimming</h1>" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "words"),
+    [
+        (BenchFailedError("wrong answer"), 1, "wrong answer"),
+        (ConnectionResetError("gone"), 2, "gone"),
+        (FileNotFoundError("no pool"), 3, "no pool"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_was_measured_is_kept_with_the_reason_of_the_end(
+    failure: BaseException, status: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(bench: Swim) -> None:
+        raise failure
+
+    found, line, err = run(Swim(OutputOptions(output=tmp_path), fail), capsys)
+
+    assert (found, line["error"], err) == (status, words, f"tightwire bench swim: {words}\n")
+    kept = json.loads(Path(line["files"][0]).read_text())
+    assert (kept["error"], len(kept["cells"])) == (words, 1)
+
+
+def test_a_bug_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(bench: Swim) -> None:
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        Swim(OutputOptions(), fail).run()
+
+
+def test_files_that_cannot_be_written_are_an_error_beside_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(bench: Swim) -> None:
+        monkeypatch.setattr(type(bench), "_write", refuse)
+        raise KeyboardInterrupt
+
+    def refuse(*_: object) -> None:
+        raise ValueError("the disk is full")
+
+    status, line, err = run(Swim(OutputOptions(output=tmp_path), interrupt), capsys)
+
+    assert (status, line["error"]) == (130, "interrupted; the disk is full")
+    assert "tightwire bench swim: the disk is full\n" in err
+
+
+def test_nothing_is_written_by_a_run_that_measured_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Dry(Swim):
+        def measure(self) -> None:
+            raise BenchFailedError("no water")
+
+    status, line, _ = run(Dry(OutputOptions(output=tmp_path)), capsys)
+
+    assert (status, line["files"], list(tmp_path.iterdir())) == (1, [], [])
