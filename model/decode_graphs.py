@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Ledger
-from tightwire.model.deferred_tokens import resolve
-from tightwire.model.llama import Batch
-from tightwire.model.step_arrays import StepArrays
+from tightwire.model.step_arrays import Batch, StepArrays, resolve_deferred
 from tightwire.model.transfer import overwrite
 
 Replay = Callable[[], Tensor]
@@ -124,7 +122,7 @@ class _Graph:
         tables.reshape(self._size, -1)[:num_rows, :width] = arrays.block_tables_BM
         overwrite(self._device, self._host)
         if chosen_R is not None:
-            self._token_ids_T.copy_(resolve(self._token_ids_T, chosen_R))
+            self._token_ids_T.copy_(resolve_deferred(self._token_ids_T, chosen_R))
         hidden_TD = self._replay()
         self._ledger.add_replayed(self._counts)
         return hidden_TD

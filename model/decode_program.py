@@ -1,10 +1,11 @@
-"""The layers of one rank for generated tokens on CPU: host side of ``kernels.decode_kernel``.
+"""The layers of one rank for decode rows on a CPU, many parts in one kernel: host side of ``kernels.cpu.decode_kernel``.
 
-Buffers stay from step to step. Python is entered once a step where ranks have nothing to sum, or sum over shared memory; else
-twice a layer.
+Buffers stay from step to step. One call runs all layers when there is one rank or the ranks sum over shared memory;
+otherwise there are two calls a layer.
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,17 +20,17 @@ from tightwire.kernels.cpu.vector.threads import run_on_threads
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
+from tightwire.model.step_arrays import Batch
 from tightwire.model.weights.source import LayerWeights
 
 
 class DecodeProgram:
-    """``begin`` a step, then ``run`` its parts in order: part 2l is layer l's attention, 2l + 1 its MLP.
+    """``begin`` a step, then run its parts in order: part 2l is layer l's attention, part 2l + 1 its MLP.
 
-    A layer's weights, keys and values must have been ``place``d, and still be there, when its parts run.
+    A layer must have been ``place``d, and not released, when its parts run. A row's bits are those of ``EagerLayers``.
+    One thread calls; several may work.
 
-    A row's bits are those that the kernels for many rows give it. One thread calls; several may work.
-
-    Cost: some microseconds per ``run``; buffers of about 6 D + 3 H E + 4 K E + 3 F numbers a row.
+    Cost: some microseconds per call; buffers of about 6 D + 3 H E + 4 K E + 3 F numbers a row.
     """
 
     def __init__(
@@ -37,18 +38,19 @@ class DecodeProgram:
         config: LlamaConfig,
         shard: Shard,
         cache: CacheSource,
-        cos_SE: Tensor,
-        sin_SE: Tensor,
+        angles: tuple[Tensor, Tensor],
     ) -> None:
+        """``angles``: cosine and sine (S, E/2) of every position."""
+        cos_SE, sin_SE = angles
         self._config, self._shard, self._cache = config, shard, cache
-        self._constants = (cos_SE, sin_SE)  # kept alive: the program holds their addresses
+        self._angles = angles  # kept alive: the program holds their addresses
         self._placed: list[LayerWeights | None] = [None] * config.num_layers
         self._placed_keys: list[Tensor | None] = [None] * config.num_layers  # the values move with them
         self._layers = torch.zeros(config.num_layers, place.LAYER_INTS, dtype=torch.int64)
         self._weights_per_part = _part_sizes(config, shard) * config.num_layers
         self._phases = torch.empty(config.num_layers * place.PHASES_PER_LAYER * place.PHASE_BYTES, dtype=torch.uint8)
         self._buffers: dict[int, Tensor] = {}
-        self._step: tuple[Tensor | Tiles, ...] = ()  # what the program of the step that runs has addresses of
+        self._step: tuple[Batch, Tiles] | None = None  # kept alive: the program holds their addresses
         self._program = torch.zeros(place.PROGRAM_INTS, dtype=torch.int64)
         groups = shard.head_groups(config.heads_per_kv_head)
         self._set(
@@ -74,15 +76,7 @@ class DecodeProgram:
         self._num_rows = 0
         self._make_buffers(1)
 
-    def begin(
-        self,
-        residual_TD: Tensor,
-        positions_T: Tensor,
-        slots_T: Tensor,
-        query_start_B1: Tensor,
-        context_lens_B: Tensor,
-        block_tables_BM: Tensor,
-    ) -> None:
+    def begin(self, residual_TD: Tensor, batch: Batch) -> Self:
         """Start a step of T rows. ``residual_TD``, contiguous, takes in every sum but the last as the parts run.
 
         Raises:
@@ -92,40 +86,42 @@ class DecodeProgram:
         if num_rows > len(self._buffers[place.PARTIAL]):
             self._make_buffers(num_rows)
         _check_rows("the embeddings", residual_TD, self._buffers[place.PARTIAL][:num_rows])
-        _check_range("position", positions_T, self._num_positions)
-        _check_range("slot", slots_T, self._cache.num_blocks * self._cache.block_size)
+        _check_range("position", batch.positions_T, self._num_positions)
+        _check_range("slot", batch.slots_T, self._cache.num_blocks * self._cache.block_size)
         tiles = cut_into_tiles(
-            query_start_B1,
-            context_lens_B,
-            block_tables_BM,
+            batch.query_start_B1,
+            batch.context_lens_B,
+            batch.block_tables_BM,
             num_rows,
             1,
             self._cache.num_blocks,
             self._cache.block_size,
         )
-        self._step = (residual_TD, positions_T, slots_T, query_start_B1, context_lens_B, block_tables_BM, tiles)
+        self.residual_TD, self._step = residual_TD, (batch, tiles)
         self._num_rows = num_rows
         self._phases.zero_()
         self._set(
             {
                 place.NUM_ROWS: num_rows,
                 place.RESIDUAL: residual_TD.data_ptr(),
-                place.POSITIONS: positions_T.data_ptr(),
-                place.SLOTS: slots_T.data_ptr(),
-                place.QUERY_START: query_start_B1.data_ptr(),
-                place.CONTEXT_LENS: context_lens_B.data_ptr(),
-                place.BLOCK_TABLE: block_tables_BM.data_ptr(),
-                place.TABLE_STRIDE: block_tables_BM.stride(0) * block_tables_BM.element_size(),
+                place.POSITIONS: batch.positions_T.data_ptr(),
+                place.SLOTS: batch.slots_T.data_ptr(),
+                place.QUERY_START: batch.query_start_B1.data_ptr(),
+                place.CONTEXT_LENS: batch.context_lens_B.data_ptr(),
+                place.BLOCK_TABLE: batch.block_tables_BM.data_ptr(),
+                place.TABLE_STRIDE: batch.block_tables_BM.stride(0) * 4,
                 place.TILES: tiles.address,
                 place.NUM_TILES: tiles.num_tiles,
             }
         )
+        return self
 
-    def place(self, index: int, weights: LayerWeights, keys_NKPE: Tensor, values_NKPE: Tensor) -> None:
-        """Where layer ``index`` lies when its parts run next.
+    def place(self, index: int, weights: LayerWeights) -> None:
+        """Use these weights, and the cache's layer ``index``, when the layer's parts run.
 
-        Cost: nothing where it has been before; keys and values elsewhere about a microsecond, weights some 20.
+        Cost: nothing where both are where they were; a new place of keys and values takes about a microsecond, of weights 20.
         """
+        keys_NKPE, values_NKPE = self._cache.layer(index)
         if self._placed[index] is not weights:
             self._placed[index], self._placed_keys[index] = weights, None
             self._layers.numpy()[index] = _layer_integers(weights)
@@ -134,11 +130,17 @@ class DecodeProgram:
             integers = self._layers.numpy()[index]
             integers[place.KEYS], integers[place.VALUES] = keys_NKPE.data_ptr(), values_NKPE.data_ptr()
 
-    def run(self, first: int, stop: int, update_TD: Tensor | None) -> Tensor:
-        """Run parts ``first`` to ``stop``; gives (T, D), what the last one ends with, valid until the next ``run``.
+    def run(self, part: int, update_TD: Tensor | None) -> Tensor:
+        """``run_parts`` of one part."""
+        return self.run_parts(part, part + 1, update_TD)
+
+    def run_parts(self, first: int, stop: int, update_TD: Tensor | None) -> Tensor:
+        """Run parts ``first`` to ``stop`` without sums between them.
 
         Args:
-            update_TD: the ranks' sum of what the part before ended with, contiguous; None before the first.
+            update_TD: the ranks' sum of the part before, contiguous; None before the first.
+        Returns:
+            (T, D), the result of the last part, valid until the next run.
         """
         if update_TD is not None:
             _check_rows("the ranks' sum", update_TD, self._buffers[place.PARTIAL][: self._num_rows])
@@ -146,20 +148,20 @@ class DecodeProgram:
         return self._buffers[place.PARTIAL][: self._num_rows]
 
     def run_and_sum(self, first: int, update_TD: Tensor | None, sums: KernelSums, labels: Sequence[str]) -> Tensor:
-        """Run as many parts as there are ``labels``, and after each sum over the ranks; gives (T, D), the last sum.
-
-        That is valid until the next one is made: it may be given as the next ``update_TD``.
+        """Run one part for each of ``labels``, and after each sum over the ranks.
 
         Args:
-            labels: what each sum is for.
+            labels: of the sums, for the ledger.
+        Returns:
+            (T, D), the last sum, valid until the next one is made; it may be the next ``update_TD``.
         Raises:
-            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: a rank does not do the same, or nothing.
+            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: a rank does something else, or nothing.
         """
         partial_TD, total_TD = self._buffers[place.PARTIAL][: self._num_rows], self._total_TD[: self._num_rows]
         table = sums.begin(partial_TD, total_TD, labels)
         try:
             while (num_done := sums.wait()) < len(labels):
-                # Further than the first time only after a sum that another rank came late for.
+                # A second round follows only a sum for which another rank was late.
                 update_TD = total_TD if num_done else update_TD
                 self._run(first + num_done, first + len(labels), update_TD, table, first)
         finally:
@@ -212,13 +214,13 @@ class DecodeProgram:
 
 
 def _part_sizes(config: LlamaConfig, shard: Shard) -> list[int]:
-    """Weights of a layer's two parts."""
+    """Number of weights of a layer's two parts."""
     heads, kv_heads, mlp_size = shard.local_heads, shard.local_kv_heads, len(shard.mlp_columns)
     return [config.hidden_size * (2 * heads + 2 * kv_heads) * config.head_dim, config.hidden_size * 3 * mlp_size]
 
 
 def _layer_integers(weights: LayerWeights) -> list[int]:
-    """But for where its keys and values are."""
+    """All of a layer's integers but the addresses of its keys and values."""
     values = [0] * place.LAYER_INTS
     values[place.ATTENTION_NORM] = weights.attention_norm.data_ptr()
     values[place.MLP_NORM] = weights.mlp_norm.data_ptr()

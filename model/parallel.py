@@ -88,12 +88,14 @@ class TensorParallel:
         self._group.ledger.site = "chosen"
         return broadcast(self._group, chosen_R[:num])
 
-    def sum_rows(self, partial_TD: Tensor, sums: RowSums, *, num_single_rows: int) -> Tensor:
+    def sum_rows(self, partial_TD: Tensor, sums: RowSums | None, *, num_single_rows: int) -> Tensor:
         """(T, D): what the ranks' partial results add up to.
 
         The first ``num_single_rows`` rows are generated tokens, the others prompt. Where the two are summed by
         different algorithms they travel apart, so what a row becomes does not depend on its neighbours' kind.
         """
+        if sums is None:
+            return partial_TD
         ledger = self._group.ledger
         ledger.site = sums.label
         if num_single_rows == 0 or sums.prompt is sums.generated:

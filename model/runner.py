@@ -1,7 +1,5 @@
 """Turns a step plan into tensors, runs the model, and gives rank 0 its logits. One runner per rank."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,11 +8,10 @@ from tightwire.comm.lane import CommLane
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.decode_graphs import DecodeGraphs
-from tightwire.model.deferred_tokens import num_referred, resolve
-from tightwire.model.llama import Batch, Llama
+from tightwire.model.llama import Llama
 from tightwire.model.logits_gather import LogitsMeeting
 from tightwire.model.step import StepPlan, ints
-from tightwire.model.step_arrays import StepArrays, cut, cut_row, cut_up
+from tightwire.model.step_arrays import Batch, StepArrays, cut, cut_row, cut_up, num_deferred, resolve_deferred
 from tightwire.model.transfer import upload
 from tightwire.model.weights.source import WeightSource
 
@@ -89,11 +86,12 @@ class ModelRunner:
                 self._walk()
             return None
         arrays = self.cache.begin(self._arrays(plan))
-        num_chosen = num_referred(arrays.token_ids_T)
+        num_chosen = num_deferred(arrays.token_ids_T)
         chosen_R = self._model.last_chosen(chosen_R, num_chosen) if num_chosen else None
         if self._graphs is not None and self._graphs.fits(arrays):
             return self._graphs.run(arrays, plan.arm, chosen_R)
-        return self._forward([self._batch(part, plan.arm, chosen_R) for part in self._parts(arrays)])
+        parts = [self._batch(part, plan.arm, chosen_R) for part in self._parts(arrays)]
+        return self._model.forward(*parts, lane=self._lane if len(parts) > 1 else None)
 
     def _walk(self) -> None:
         """One pass over the layers, as every step makes one, without computing."""
@@ -111,13 +109,6 @@ class ModelRunner:
         if self._lane is not None and (row := cut_row(num_rows, num_decode_rows)):
             return list(cut(arrays, row))
         return [arrays]
-
-    def _forward(self, parts: Sequence[Batch]) -> Tensor:
-        if len(parts) == 1:
-            return self._model.forward(parts[0])
-        if self._lane is not None:
-            return self._model.forward_overlapped(parts, self._lane)
-        return self._model.forward_in_parts(parts)
 
     def _arrays(self, plan: StepPlan) -> StepArrays:
         query_lens_B, context_lens_B = ints(plan.query_lens), ints(plan.context_lens)
@@ -144,7 +135,7 @@ class ModelRunner:
     def _batch(self, arrays: StepArrays, arm: int, chosen_R: Tensor | None) -> Batch:
         token_ids_T = self._to_device(arrays.token_ids_T)
         return Batch(
-            token_ids_T=token_ids_T if chosen_R is None else resolve(token_ids_T, chosen_R),
+            token_ids_T=token_ids_T if chosen_R is None else resolve_deferred(token_ids_T, chosen_R),
             positions_T=self._to_device(arrays.positions_T),
             slots_T=self._to_device(arrays.slots_T),
             query_start_B1=self._to_device(arrays.query_start_B1),

@@ -91,6 +91,14 @@ def meeting_of(plans: Sequence[StepPlan]) -> bytes:
     return _packed(brought)
 
 
+def deferred_token(index: int) -> int:
+    """Stands in a plan for the ``index``-th token that the last step, which still runs, is about to choose.
+
+    Ranks put the token in on the device, so the host need not wait for it.
+    """
+    return -1 - index
+
+
 def ints(data: bytes) -> np.ndarray:
     """What a plan packs, in one dimension; a view of ``data``."""
     return np.frombuffer(data, "<i4")

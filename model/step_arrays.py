@@ -1,8 +1,10 @@
-"""A step on the host, as arrays of numbers, and how one is cut."""
+"""One step as arrays: on the host, where it can be cut in parts, and on the device; deferred tokens."""
 
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 _CUT_FROM_ROWS = 64  # the messages of fewer are all latency
 _CUT_AT = 16  # rows or a multiple: whole groups of every codec, in rows of whole eights
@@ -71,3 +73,36 @@ def cut_up(step: StepArrays, most_rows: int) -> list[StepArrays]:
         part, step = cut(step, row)
         parts.append(part)
     return [*parts, step]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One step on the device: B sequences packed into T rows, index tensors int32."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor  # where each row's key and value go: block * P + offset
+    query_start_B1: Tensor  # first row of each sequence, and T at the end
+    context_lens_B: Tensor
+    block_tables_BM: Tensor
+    num_decode_rows: int  # these come first; the others are prompt rows
+    arm: int = 0  # which of the model's sets of AllReduces
+
+    @property
+    def is_decode(self) -> bool:
+        """True when no row belongs to a prompt."""
+        return self.num_decode_rows == len(self.token_ids_T)
+
+
+def num_deferred(token_ids_T: np.ndarray) -> int:
+    """How many of the last step's tokens, from the first on, contain all that are deferred; 0: none is."""
+    return max(0, -int(token_ids_T.min()))
+
+
+def resolve_deferred(token_ids_T: Tensor, chosen_R: Tensor) -> Tensor:
+    """``token_ids_T`` with the tokens that the last step chose in place of deferred ones (``step.deferred_token``).
+
+    A row for which no token could be chosen (``chosen_R`` is negative) gets token 0; nobody reads its result.
+    """
+    index_T = (-1 - token_ids_T).clamp_(min=0)
+    return torch.where(token_ids_T < 0, chosen_R.clamp(min=0)[index_T], token_ids_T)

@@ -20,9 +20,10 @@ from tightwire.kernels.norm import rms_norm
 from tightwire.kernels.packed import dequantize
 from tightwire.model.cache.kv_cache import make_kv_cache
 from tightwire.model.layout import make_layout
-from tightwire.model.llama import Batch, Llama
+from tightwire.model.llama import Llama
 from tightwire.model.open import Checkpoint
 from tightwire.model.parallel import TensorParallel
+from tightwire.model.step_arrays import Batch
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.load_streamed import load_streamed
 from tightwire.model.weights.residency import LEAST_STREAMED, WeightPlan

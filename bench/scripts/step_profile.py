@@ -23,7 +23,7 @@ import torch
 from tightwire.bench.stream.cells import Load
 from tightwire.bench.stream.steps import BLOCK_SIZE, make_step
 from tightwire.comm.group.group import in_process_groups
-from tightwire.model import llama, parallel
+from tightwire.model import eager_layers, parallel
 from tightwire.model.build import build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
@@ -33,12 +33,12 @@ from tightwire.model.weights.formats import choose_formats, weight_bytes
 
 _KERNELS = (
     ("embedding", parallel, "embedding"),
-    ("norms", llama, "rms_norm"),
-    ("norms", llama, "add_rms_norm"),
-    ("matrix products", llama, "linear"),
-    ("rotation, cache write", llama, "rotate_and_cache"),
-    ("attention", llama, "paged_attention"),
-    ("SwiGLU", llama, "swiglu"),
+    ("norms", eager_layers, "rms_norm"),
+    ("norms", eager_layers, "add_rms_norm"),
+    ("matrix products", eager_layers, "linear"),
+    ("rotation, cache write", eager_layers, "rotate_and_cache"),
+    ("attention", eager_layers, "paged_attention"),
+    ("SwiGLU", eager_layers, "swiglu"),
     ("logits", parallel, "linear_to_float"),
 )
 

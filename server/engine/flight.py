@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from tightwire.model.deferred_tokens import refer
 from tightwire.model.sampling.logprobs import TokenScore
 from tightwire.model.sampling.sampler import Choice
+from tightwire.model.step import deferred_token
 from tightwire.model.transfer import Download
 from tightwire.server.engine.request import Request
 from tightwire.server.engine.scheduled_step import Chunk
@@ -29,7 +29,7 @@ class NewTokens:
         """Let a reference stand for the token until it is known. The last token of an answer needs none."""
         request = self.chunk.request
         if request.num_output_tokens + 1 < request.params.max_tokens:
-            request.token_ids.append(refer(index))
+            request.token_ids.append(deferred_token(index))
             self._is_referred = True
 
     def take_back(self) -> None:

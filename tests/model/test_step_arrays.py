@@ -1,9 +1,11 @@
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightwire.model.step_arrays import StepArrays, cut, cut_up
+from tightwire.model.step import deferred_token
+from tightwire.model.step_arrays import StepArrays, cut, cut_up, num_deferred, resolve_deferred
 
 
 def make_step(query_lens: list[int], before: list[int], num_decode_rows: int = 0) -> StepArrays:
@@ -78,3 +80,21 @@ def test_cut_up_parts_are_small_and_join_to_the_step(query_lens: list[int], most
     assert sum(part.num_decode_rows for part in parts) == parts[0].num_decode_rows == num_decoding
     assert all(len(part.token_ids_T) <= max(most_rows, num_decoding) for part in parts)
     assert parts[-1].context_lens_B[-1] == step.context_lens_B[-1]
+
+
+def test_deferred_tokens_are_replaced_and_others_are_not() -> None:
+    token_ids = np.array([deferred_token(1), 7, 0, deferred_token(0), deferred_token(1)], np.int32)
+    resolved = resolve_deferred(torch.from_numpy(token_ids), torch.tensor([40, 50, 60], dtype=torch.int32))
+    assert resolved.tolist() == [50, 7, 0, 40, 50] and resolved.dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "num"), [([5, 0], 0), ([deferred_token(0)], 1), ([3, deferred_token(4), deferred_token(2)], 5)]
+)
+def test_all_tokens_up_to_the_last_deferred_one_are_sent(token_ids: list[int], num: int) -> None:
+    assert num_deferred(np.array(token_ids, np.int32)) == num
+
+
+def test_a_row_without_a_chosen_token_gets_token_0() -> None:
+    token_ids = torch.tensor([deferred_token(0), deferred_token(1)], dtype=torch.int32)
+    assert resolve_deferred(token_ids, torch.tensor([-1, -2], dtype=torch.int32)).tolist() == [0, 0]

@@ -1,0 +1,88 @@
+"""The layers of one rank, kernel by kernel, for any batch on any device.
+
+``decode_program`` computes the same for decode rows on a CPU, with one kernel for many parts.
+"""
+
+from torch import Tensor
+
+from tightwire.kernels.attention import paged_attention
+from tightwire.kernels.linear import linear
+from tightwire.kernels.norm import add_rms_norm, rms_norm
+from tightwire.kernels.qkv import rotate_and_cache
+from tightwire.kernels.swiglu import swiglu
+from tightwire.model.cache.kv_cache import CacheSource
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.layout import Shard
+from tightwire.model.step_arrays import Batch
+from tightwire.model.weights.source import LayerWeights
+
+
+class EagerLayers:
+    """One pass: part 2l is layer l's attention, part 2l + 1 its MLP, each with the norm before it."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        shard: Shard,
+        cache: CacheSource,
+        angles: tuple[Tensor, Tensor],
+        batch: Batch,
+        residual_TD: Tensor,
+    ) -> None:
+        """
+        Args:
+            angles: cosine and sine (S, E/2) of every position.
+            residual_TD: the embeddings.
+        """
+        self._config, self._shard, self._cache, self._batch = config, shard, cache, batch
+        self._head_groups = shard.head_groups(config.heads_per_kv_head)
+        self._cos_TE, self._sin_TE = (angle_SE[batch.positions_T] for angle_SE in angles)
+        self._placed: dict[int, LayerWeights] = {}
+        self.residual_TD = residual_TD
+
+    def place(self, index: int, weights: LayerWeights) -> None:
+        """Use these weights when the parts of layer ``index`` run."""
+        self._placed[index] = weights
+
+    def run(self, part: int, update_TD: Tensor | None) -> Tensor:
+        """(T, D), this rank's part of the sum over the ranks.
+
+        Args:
+            update_TD: the ranks' sum of the part before; None before the first. It is added to ``residual_TD`` together
+                with the norm.
+        """
+        index, is_mlp = divmod(part, 2)
+        weights, eps = self._placed[index], self._config.norm_eps
+        norm = weights.mlp_norm if is_mlp else weights.attention_norm
+        if update_TD is None:
+            normed_TD = rms_norm(self.residual_TD, norm, eps)
+        else:
+            normed_TD, self.residual_TD = add_rms_norm(update_TD, self.residual_TD, norm, eps)
+        return self._mlp(normed_TD, weights) if is_mlp else self._attention(normed_TD, weights, index)
+
+    def _attention(self, x_TD: Tensor, weights: LayerWeights, index: int) -> Tensor:
+        """(T, D). Only rank 0 has the bias, so the sum over the ranks adds it once."""
+        batch, head_dim, num_decode = self._batch, self._config.head_dim, self._batch.num_decode_rows
+        qkv_TO = linear(x_TD, weights.qkv, weights.qkv_bias, num_single_rows=num_decode)
+        qkv_THE = qkv_TO.view(-1, self._shard.local_heads + 2 * self._shard.local_kv_heads, head_dim)
+        keys_NKPE, values_NKPE = self._cache.layer(index)  # may still be on the way until here
+        q_THE = rotate_and_cache(qkv_THE, self._cos_TE, self._sin_TE, keys_NKPE, values_NKPE, batch.slots_T)
+        mixed_THE = paged_attention(
+            q_THE,
+            keys_NKPE,
+            values_NKPE,
+            batch.query_start_B1,
+            batch.context_lens_B,
+            batch.block_tables_BM,
+            head_dim**-0.5,
+            num_decode_rows=num_decode,
+            groups=self._head_groups,
+        )
+        return linear(
+            mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias, num_single_rows=num_decode
+        )
+
+    def _mlp(self, x_TD: Tensor, weights: LayerWeights) -> Tensor:
+        num_decode = self._batch.num_decode_rows
+        gated_TF = swiglu(linear(x_TD, weights.gate_up, weights.gate_up_bias, num_single_rows=num_decode))
+        return linear(gated_TF, weights.down, weights.down_bias, num_single_rows=num_decode)
