@@ -1,48 +1,30 @@
-"""``tightwire bench VERB``: picks the bench and imports only that one."""
+"""Runs ``tightwire bench VERB``: one table names every bench, and only the chosen one is imported."""
 
 import importlib
 import sys
 from collections.abc import Sequence
 
-# verb -> (where its main(argv) lives, what it measures)
+# Verb -> ("module:function", one line of help). The function takes the remaining arguments and returns an exit code.
 VERBS: dict[str, tuple[str, str]] = {
-    "comm": (
-        "tightwire.bench.comm.bench:main",
-        "every AllReduce by message size: time, bandwidth, bytes, error",
-    ),
+    "comm": ("tightwire.bench.comm.bench:main", "time and check every AllReduce by message size"),
     "compare": (
         "tightwire.bench.compare.bench:main",
-        "two results of one bench: ratios with intervals, and an exit code",
+        "compare two results of one bench; the exit code tells of a regression",
     ),
     "kernels": (
         "tightwire.bench.kernels.bench:main",
-        "block quantization in GB/s; AllReduce kernels on one GPU",
+        "time codecs and products on one core, AllReduce kernels on one GPU",
     ),
-    "quality": (
-        "tightwire.bench.quality.bench:main",
-        "what a quantized AllReduce costs in accuracy: perplexity, KL, greedy texts, noise by layer",
-    ),
-    "serve": (
-        "tightwire.bench.serve.bench:main",
-        "load on a running server: TTFT, TPOT, ITL, end to end, tokens/s",
-    ),
-    "stream": (
-        "tightwire.bench.stream.bench:main",
-        "steps with streamed weights against what their bytes and their computing take",
-    ),
-    "train": (
-        "tightwire.bench.train.bench:main",
-        "training steps between emulated nodes: time, bytes, memory, beside torch's own data parallelism",
-    ),
-    "ttft": (
-        "tightwire.bench.ttft.bench:main",
-        "AllReduces against each other on one server, in time to first token",
-    ),
+    "quality": ("tightwire.bench.quality.bench:main", "measure the accuracy that a quantized AllReduce costs"),
+    "serve": ("tightwire.bench.serve.bench:main", "put load on a running server: TTFT, TPOT, throughput"),
+    "stream": ("tightwire.bench.stream.bench:main", "time steps with streamed weights"),
+    "train": ("tightwire.bench.train.bench:main", "time training steps between emulated nodes"),
+    "ttft": ("tightwire.bench.ttft.bench:main", "compare AllReduces on one server by time to first token"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one bench; returns the exit status."""
+    """Run one bench; returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         sys.stdout.write(_usage())

@@ -18,7 +18,6 @@ from typing import Any, Self
 import aiohttp
 import httpx
 
-from tightwire.bench.serve.workload import Prompt
 from tightwire.server.cli.remote import (
     CONNECT_TIMEOUT_S,
     Remote,
@@ -31,6 +30,22 @@ from tightwire.server.cli.remote import (
     first_choice,
     parse_event,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One request's input: text or token ids for /v1/completions, messages for /v1/chat/completions."""
+
+    content: str | list[int] | list[dict[str, Any]]
+    max_tokens: int
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.content, list) and bool(self.content) and isinstance(self.content[0], dict)
+
+    def body(self) -> dict[str, Any]:
+        """The fields of the request that say what is asked."""
+        return {"messages" if self.is_chat else "prompt": self.content, "max_tokens": self.max_tokens}
 
 
 @dataclass(kw_only=True, slots=True)

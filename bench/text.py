@@ -20,6 +20,17 @@ def english_text() -> str:
     return "\n".join((folder / f"{piece}.txt").read_text(encoding="utf-8") for piece in _PIECES)
 
 
+@cache
+def english_words() -> tuple[str, ...]:
+    """More than 500 plain words, each one token in byte-level BPE vocabularies, at the start of a text and after a space.
+
+    A prompt of n of them is n tokens long without asking a tokenizer. Checked against SmolLM2's vocabulary by
+    ``tests/bench/serve/test_workload.py``; other vocabularies split a few of them, so the bench calibrates against the
+    server's own count.
+    """
+    return tuple((files("tightwire.bench") / "texts" / "words.txt").read_text(encoding="utf-8").split())
+
+
 def read_text(path: Path) -> str:
     """A text of the user's.
 

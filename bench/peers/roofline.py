@@ -116,7 +116,7 @@ def measure_server(given: argparse.Namespace, checkpoint: Checkpoint) -> dict[st
 
 def _load(arm: Arm, concurrency: int, requests: int, input_len: int, output_len: int) -> dict[str, Any]:
     load = Load(concurrency=(concurrency,), num_requests=(requests,), input_len=input_len, output_len=output_len)
-    return bench(arm, arm.url, load, seed=1, output=None)["arms"][0]
+    return bench(arm, arm.url, load, seed=1, output=None)["cells"][0]
 
 
 def measure_transformers(given: argparse.Namespace, config: LlamaConfig) -> dict[str, float]:

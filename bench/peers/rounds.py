@@ -120,7 +120,7 @@ class Rounds:
             if other.process
         }
         return {
-            "loads": result["arms"],
+            "loads": result["cells"],
             "wanted": {"prompt": self._load.input_len, "generated": self._load.output_len},
             "files": result["files"],
             "took_s": took_s,

@@ -121,5 +121,5 @@ def _wrong_lengths(peer: dict[str, Any]) -> list[str]:
             for kind, number in per_request.items():
                 wanted = turn["wanted"][kind]
                 if abs(number - wanted) > 0.02 * wanted + 0.5:
-                    return [f"{peer['name']}: {number:.1f} {kind} tokens a request, {wanted} asked, {load['load']}"]
+                    return [f"{peer['name']}: {number:.1f} {kind} tokens a request, {wanted} asked, {load['name']}"]
     return []

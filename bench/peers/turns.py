@@ -114,9 +114,9 @@ def bench(arm: Arm, url: str, load: Load, *, seed: int, output: Path | None) -> 
         said = (done.stderr.decode() or done.stdout.decode()).strip()[-500:]
         raise TurnError(f"bench serve ended with status {done.returncode}:\n{said}")
     result = json.loads(lines[-1])
-    for load_result in result["arms"]:
+    for load_result in result["cells"]:
         if load_result["failed"] or not load_result["ttft_s"]:
-            raise TurnError(f"{load_result['load']}: {load_result['failed']} requests failed: {load_result['errors']}")
+            raise TurnError(f"{load_result['name']}: {load_result['failed']} requests failed: {load_result['errors']}")
     return result
 
 

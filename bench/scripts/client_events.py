@@ -16,8 +16,7 @@ from multiprocessing.connection import Connection
 
 import httpx
 
-from tightwire.bench.client import BenchClient
-from tightwire.bench.serve.workload import Prompt
+from tightwire.bench.client import BenchClient, Prompt
 from tightwire.server.cli.remote import Remote, SseDecoder, parse_event
 
 _EVENT = (

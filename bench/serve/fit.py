@@ -8,9 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tightwire.bench.client import BenchClient
-from tightwire.bench.serve.mixed_workload import MixedWorkload, WordScale
-from tightwire.bench.serve.workload import Prompt, SyntheticWorkload
+from tightwire.bench.client import BenchClient, Prompt
+from tightwire.bench.serve.workload import MixedWorkload, SyntheticWorkload, WordScale
 from tightwire.server.cli.remote import RemoteError
 
 _FIT_ATTEMPTS = 8
@@ -19,7 +18,7 @@ _FEW_WORDS, _MANY_WORDS = 24, 280
 _REFUSED = ("HTTP 400", "HTTP 422")
 
 
-async def send_what_is_understood(
+async def send_accepted_fields(
     client: BenchClient, body: Mapping[str, Any], probe: Prompt
 ) -> tuple[dict[str, Any], list[str]]:
     """Make ``client`` send those fields of ``body`` that the server takes; returns them, and the names it refused.

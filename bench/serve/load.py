@@ -1,7 +1,7 @@
-"""How prompts are sent: so many at a time (closed loop), or so many a second (open loop, Poisson arrivals or burstier).
+"""Sends prompts to a server: n at a time (closed loop), or at a rate (open loop, Poisson arrivals or burstier).
 
-A closed loop shows what n patient clients get; an open loop shows what happens when clients do not wait for each
-other, and its queue grows without bound when the server is too slow.
+A closed loop shows what n clients get that each wait for their answer. In an open loop clients do not wait for each other,
+so the queue grows without bound when the server is too slow.
 """
 
 import asyncio
@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from tightwire.bench.client import Sample
-from tightwire.bench.serve.workload import Prompt
+from tightwire.bench.client import Prompt, Sample
 
 Send = Callable[[Prompt], Awaitable[Sample]]
 
-# So many failures in a row mean that the server is gone. Refusing what is too much (429) is no sign of that.
+# This many failures in a row mean that the server is gone. 429 (too many requests) is no sign of that.
 MAX_FAILURES_IN_A_ROW = 10
 _TOO_MUCH = "HTTP 429"
 
@@ -39,8 +38,8 @@ class Load:
 
 
 @dataclass(kw_only=True, slots=True)
-class Arm:
-    """One load and what came of it; filled while it runs, so that an interrupted arm keeps what it has."""
+class LoadRun:
+    """One load and its samples; filled while it runs, so that an interrupted run keeps what it has."""
 
     load: Load
     num_requests: int
@@ -58,8 +57,8 @@ class Arm:
             self.stopped = f"{self._failures} requests in a row failed; the last: {sample.error}"
 
 
-async def run_arm(arm: Arm, prompts: Sequence[Prompt], send: Send, *, seed: int, done: Callable[[], None]) -> None:
-    """Send all prompts under the arm's load and collect the samples in it; ``done`` is called after each."""
+async def run_load(run: LoadRun, prompts: Sequence[Prompt], send: Send, *, seed: int, done: Callable[[], None]) -> None:
+    """Send all prompts under the load and collect the samples in it; ``done`` is called after each."""
     began = time.perf_counter()
 
     async def one(index: int, planned: float | None = None) -> None:
@@ -67,15 +66,15 @@ async def run_arm(arm: Arm, prompts: Sequence[Prompt], send: Send, *, seed: int,
         sample = await send(prompts[index])
         sample.index, sample.sent_s = index, sent_s
         sample.late_s = sent_s - planned if planned is not None else 0.0
-        arm.duration_s = time.perf_counter() - began
-        arm.add(sample)
+        run.duration_s = time.perf_counter() - began
+        run.add(sample)
         done()
 
-    if arm.load.concurrency is not None:
-        await _closed_loop(arm, arm.load.concurrency, len(prompts), one)
+    if run.load.concurrency is not None:
+        await _closed_loop(run, run.load.concurrency, len(prompts), one)
     else:
-        assert arm.load.request_rate is not None
-        await _open_loop(arm, arrivals(len(prompts), arm.load.request_rate, seed, arm.load.burstiness), began, one)
+        assert run.load.request_rate is not None
+        await _open_loop(run, arrivals(len(prompts), run.load.request_rate, seed, run.load.burstiness), began, one)
 
 
 def arrivals(count: int, rate: float, seed: int, burstiness: float = 1.0) -> list[float]:
@@ -88,12 +87,14 @@ def arrivals(count: int, rate: float, seed: int, burstiness: float = 1.0) -> lis
     return list(accumulate(gaps, initial=0.0))
 
 
-async def _closed_loop(arm: Arm, concurrency: int, count: int, one: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+async def _closed_loop(
+    run: LoadRun, concurrency: int, count: int, one: Callable[[int], Coroutine[Any, Any, None]]
+) -> None:
     waiting = iter(range(count))
 
     async def client() -> None:
         for index in waiting:
-            if arm.stopped:
+            if run.stopped:
                 return
             await one(index)
 
@@ -103,11 +104,11 @@ async def _closed_loop(arm: Arm, concurrency: int, count: int, one: Callable[[in
 
 
 async def _open_loop(
-    arm: Arm, planned: Sequence[float], began: float, one: Callable[[int, float], Coroutine[Any, Any, None]]
+    run: LoadRun, planned: Sequence[float], began: float, one: Callable[[int, float], Coroutine[Any, Any, None]]
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         for index, arrival in enumerate(planned):
             await asyncio.sleep(began + arrival - time.perf_counter())
-            if arm.stopped:
+            if run.stopped:
                 return
             tasks.create_task(one(index, arrival))

@@ -1,100 +1,177 @@
-"""The page of ``bench serve``: how long users waited under each load, when, and for what."""
+"""The tables and the page of ``bench serve``: latencies and rates of each load, and their plots."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightwire.bench.client import Sample
 from tightwire.bench.report.environment import environment_facts
-from tightwire.bench.report.html import Page, Section, TableView, render
+from tightwire.bench.report.html import Page, Section
 from tightwire.bench.report.plots import Ecdf, Plot, Samples, Series, draw
-from tightwire.bench.serve.load import Arm
-from tightwire.bench.serve.report import LATENCIES, STATISTICS, latency_cells, thin_tail
-from tightwire.bench.serve.summary import latencies
+from tightwire.bench.report.table import Column, Row, Table
 
+_LATENCIES = {
+    "ttft_s": "TTFT first text",
+    "tpot_s": "TPOT later tokens",
+    "itl_s": "ITL gaps in text",
+    "e2e_s": "E2E whole answer",
+}
+_LATENCY_COLUMNS = (
+    Column("ms", "latency"),
+    Column("n", "n", "d"),
+    *(Column(name, name, ",.1f", 1e3) for name in ("mean", "std", "p50", "p90", "p95", "p99")),
+)
+_RATE_COLUMNS = (
+    Column("load", "name"),
+    Column("requests", "requested", "d"),
+    Column("succeeded", "succeeded", "d"),
+    Column("seconds", "duration_s", ".2f"),
+    Column("requests/s", "requests_per_s", ".2f"),
+    Column("output tok/s", "output_tokens_per_s", ".1f"),
+    Column("tok/s", "total_tokens_per_s", ".1f"),
+    Column("in flight", "mean_in_flight", ".1f"),
+)
+_GOODPUT_COLUMNS = (
+    Column("within limits", "goodput.share", ".1%"),
+    Column("good/s", "goodput.requests_per_s", ".2f"),
+)
+CSV_COLUMNS = tuple(
+    Column(name, name)
+    for name in (
+        *("load", "index", "sent_s", "late_s", "ttft_s", "tpot_s", "e2e_s"),
+        *("num_prompt", "num_cached", "num_generated", "finish_reason", "error"),
+    )
+)
+_FEW_REQUESTS = 100  # with fewer, the 99th percentile is a weighted mean of the two slowest
 _MOST_POINTS = 600  # of one load in a plot of single requests
 
 
-def make_page(result: dict[str, Any], arms: Sequence[Arm]) -> str:
-    """The result, as ``bench serve`` keeps it, in one HTML document."""
-    slo = next((arm["goodput"]["slo"] for arm in result["arms"] if arm["goodput"]), {})
-    sections = [
-        _ecdf(arms, "ttft_s", "TTFT", "From sending a request to the first text.", slo.get("ttft_s")),
-        _ecdf(arms, "itl_s", "ITL", "Gaps between pieces of text; a piece may hold several tokens.", None),
-        _throughput(result["arms"]),
-        _scatter(arms, "time", "TTFT over the time of the run", "s since the load began", _sent_s),
-        _scatter(arms, "length", "TTFT by length of the prompt", "prompt tokens", _prompt_tokens),
-        _rates(result["arms"]),
-        _latencies(result["arms"]),
+def latency_table(cells: Sequence[Row]) -> Table:
+    rows = [
+        {"name": cell["name"], "latency": latency, **(cell[key] or {"n": 0})}
+        for cell in cells
+        for key, latency in _LATENCIES.items()
     ]
-    server, workload = result["server"], result["workload"]
-    return render(
-        Page(
-            title=f"{server['model']} under load",
-            lead=f"{server['url']}, {workload['name']} prompts, {', '.join(arm.load.name for arm in arms)}",
-            sections=[section for section in sections if section is not None],
-            alarms=[
-                *([f"Not complete: {result['error']}"] if result["error"] else []),
-                *(f"{arm['load']}: {doubt}" for arm in result["arms"] for doubt in arm["doubts"]),
-            ],
-            facts=_facts(result),
-        )
+    several = [Column("load", "name")] if len(cells) > 1 else []
+    return Table(title="" if several else cells[0]["name"], columns=[*several, *_LATENCY_COLUMNS], rows=rows)
+
+
+def rate_table(cells: Sequence[Row]) -> Table:
+    goodput = _GOODPUT_COLUMNS if any(cell["goodput"] for cell in cells) else ()
+    return Table(columns=[*_RATE_COLUMNS, *goodput], rows=cells, wrong=lambda cell: bool(cell["failed"]))
+
+
+def csv_table(cells: Sequence[Row]) -> Table:
+    """A row for each request."""
+    return Table(columns=CSV_COLUMNS, rows=[{"load": cell["name"], **raw} for cell in cells for raw in cell["raw"]])
+
+
+def warnings_of(cell: Row) -> list[str]:
+    """What to know before trusting the figures of a load."""
+    few = 0 < cell["succeeded"] < _FEW_REQUESTS
+    return [
+        *(f"failed {count} times: {error}" for error, count in cell["errors"].items()),
+        *([f"stopped early: {cell['stopped']}"] if cell["stopped"] else []),
+        *cell["doubts"],
+        *(
+            [f"p99 of {cell['succeeded']} requests is hardly more than the slowest; measure {_FEW_REQUESTS}"]
+            if few
+            else []
+        ),
+    ]
+
+
+def describe_limits(cells: Sequence[Row]) -> list[str]:
+    limits = next((cell["goodput"]["slo"] for cell in cells if cell["goodput"]), {})
+    words = ", ".join(f"{name.removesuffix('_s')} {limit * 1e3:g} ms" for name, limit in limits.items())
+    return [f"within limits: requests that met {words}"] if limits else []
+
+
+def make_page(result: Mapping[str, Any]) -> Page:
+    cells, server, workload = result["cells"], result["server"], result["workload"]
+    slo = next((cell["goodput"]["slo"] for cell in cells if cell["goodput"]), {})
+    sections = [
+        _ecdf(cells, "ttft_s", "TTFT", "From sending a request to the first text.", slo.get("ttft_s")),
+        _ecdf(cells, "itl_s", "ITL", "Gaps between pieces of text; a piece may hold several tokens.", None),
+        _throughput(cells),
+        _scatter(cells, "sent_s", "TTFT over the time of the run", "s since the load began"),
+        _scatter(cells, "num_prompt", "TTFT by length of the prompt", "prompt tokens"),
+        Section(title="Rates", words=describe_limits(cells), table=rate_table(cells), wide=True),
+        Section(title="Latencies in milliseconds", words=[_LATENCY_WORDS], table=latency_table(cells), wide=True),
+    ]
+    return Page(
+        title=f"{server['model']} under load",
+        lead=f"{server['url']}, {workload['name']} prompts, {', '.join(cell['name'] for cell in cells)}",
+        sections=[section for section in sections if section is not None],
+        alarms=[
+            *([f"Not complete: {result['error']}"] if result["error"] else []),
+            *(f"{cell['name']}: {words}" for cell in cells for words in warnings_of(cell)),
+        ],
+        facts=[
+            *environment_facts(result["environment"]),
+            ("server", f"{server['model']} at {server['url']}"),
+            ("fields it refused", ", ".join(server["refused"]) or "none"),
+            ("workload", ", ".join(f"{name} {value}" for name, value in workload.items())),
+            ("request", ", ".join(f"{name} {value}" for name, value in result["request"].items())),
+        ],
     )
 
 
-def _ecdf(arms: Sequence[Arm], key: str, name: str, words: str, limit_s: float | None) -> Section | None:
+_LATENCY_WORDS = (
+    "Measured at the client, from when a request is sent. TPOT is the mean time of one answer's tokens after the first; ITL "
+    "are all gaps between its pieces."
+)
+
+
+def _ecdf(cells: Sequence[Row], key: str, name: str, words: str, limit_s: float | None) -> Section | None:
     samples = [
-        Samples(name=arm.load.name, number=number, values=[value * 1e3 for value in latencies(arm.samples)[key]])
-        for number, arm in enumerate(arms)
-        if latencies(arm.samples)[key]
+        Samples(name=cell["name"], number=number, values=[value * 1e3 for value in values])
+        for number, cell in enumerate(cells)
+        if (values := _latencies(cell["raw"], key))
     ]
     if not samples:
         return None
-    title = f"{name}: the share that waited at most so long"
+    title = f"{name}: share at most this"
     limit = None if limit_s is None else limit_s * 1e3
     svg = draw(Ecdf(name=key.replace("_", "-"), title=title, x_label=f"{name}, ms", samples=samples, line_x=limit))
     return Section(title=title, words=[words if limit is None else f"{words} Dotted: the limit."], svg=svg)
 
 
-def _throughput(summaries: Sequence[dict[str, Any]]) -> Section | None:
-    """Nothing to draw for a single load, whose rates are in the table."""
-    if len(summaries) < 2:
+def _latencies(requests: Sequence[Row], key: str) -> list[float]:
+    """Seconds of requests that succeeded; a request has one TTFT and many gaps."""
+    values = [raw[key] for raw in requests if raw["error"] is None and raw[key] is not None]
+    return [gap for gaps in values for gap in gaps] if key == "itl_s" else values
+
+
+def _throughput(cells: Sequence[Row]) -> Section | None:
+    """None for a single load, whose rates are in the table."""
+    if len(cells) < 2:
         return None
-    by_rate = summaries[0]["concurrency"] is None
-    x = [summary["request_rate"] if by_rate else summary["concurrency"] for summary in summaries]
-    y = [summary["output_tokens_per_s"] for summary in summaries]
+    by_rate = cells[0]["concurrency"] is None
+    x = [cell["request_rate"] if by_rate else cell["concurrency"] for cell in cells]
     title = "Throughput by load"
     plot = Plot(
         name="throughput",
         title=title,
-        x_label="requests per second that were sent" if by_rate else "requests in flight",
+        x_label="requests sent per second" if by_rate else "requests in flight",
         y_label="output tokens per second",
-        series=[Series(name="all requests together", number=1, x=x, y=y)],
+        series=[Series(name="all requests", number=1, x=x, y=[cell["output_tokens_per_s"] for cell in cells])],
         ticks=(x, [f"{each:g}" for each in x]),
         log_y=False,
     )
     return Section(title=title, svg=draw(plot))
 
 
-def _sent_s(sample: Sample) -> float:
-    return sample.sent_s
-
-
-def _prompt_tokens(sample: Sample) -> float:
-    return sample.num_prompt
-
-
-def _scatter(arms: Sequence[Arm], name: str, title: str, x_label: str, place: Any) -> Section | None:
-    """One point for each request; None where all lie in one place."""
+def _scatter(cells: Sequence[Row], key: str, title: str, x_label: str) -> Section | None:
+    """One point for each request; None where all have the same x."""
     series = []
-    for number, arm in enumerate(arms):
-        ok = [sample for sample in arm.samples if sample.error is None and sample.ttft_s is not None]
+    for number, cell in enumerate(cells):
+        ok = [raw for raw in cell["raw"] if raw["error"] is None and raw["ttft_s"] is not None]
         ok = ok[:: max(1, -(-len(ok) // _MOST_POINTS))]
-        x, y = [place(sample) for sample in ok], [(sample.ttft_s or 0.0) * 1e3 for sample in ok]
-        series.append(Series(name=arm.load.name, number=number, x=x, y=y))
+        x, y = [raw[key] for raw in ok], [raw["ttft_s"] * 1e3 for raw in ok]
+        series.append(Series(name=cell["name"], number=number, x=x, y=y))
     if len({x for each in series for x in each.x}) < 2:
         return None
     plot = Plot(
-        name=name,
+        name=key.replace("_", "-"),
         title=title,
         x_label=x_label,
         y_label="TTFT, ms",
@@ -104,56 +181,3 @@ def _scatter(arms: Sequence[Arm], name: str, title: str, x_label: str, place: An
         joined=False,
     )
     return Section(title=title, svg=draw(plot))
-
-
-def _rates(summaries: Sequence[dict[str, Any]]) -> Section:
-    columns = ["load", "succeeded", "failed", "requests/s", "output tokens/s", "tokens/s", "in flight"]
-    with_goodput = any(summary["goodput"] for summary in summaries)
-    rows = []
-    for summary in summaries:
-        total, goodput = summary["total_tokens_per_s"], summary["goodput"]
-        row = [
-            summary["load"],
-            f"{summary['succeeded']} of {summary['requested']}",
-            str(summary["failed"]),
-            f"{summary['requests_per_s']:.2f}",
-            f"{summary['output_tokens_per_s']:.1f}",
-            "unknown" if total is None else f"{total:.1f}",
-            f"{summary['mean_in_flight']:.1f}",
-        ]
-        good = [f"{goodput['share']:.1%}", f"{goodput['requests_per_s']:.2f}"] if goodput else []
-        rows.append([*row, *good])
-    errors = [
-        f"{summary['load']}: failed {n} times: {error}"
-        for summary in summaries
-        for error, n in summary["errors"].items()
-    ]
-    names = [*columns, *(["within limits", "of these a second"] if with_goodput else [])]
-    wrong = frozenset(number for number, summary in enumerate(summaries) if summary["failed"])
-    table = TableView(columns=names, rows=rows, wrong=wrong)
-    return Section(title="Rates", words=errors, table=table, wide=True)
-
-
-def _latencies(summaries: Sequence[dict[str, Any]]) -> Section:
-    rows = [
-        [summary["load"], name, *latency_cells(summary[key])] for summary in summaries for key, name, _ in LATENCIES
-    ]
-    words = (
-        "Measured at the client, from when a request is sent. TPOT is the mean of one answer's tokens after the first; ITL "
-        "are all gaps between its pieces."
-    )
-    few = [f"{summary['load']}: {tail}" for summary in summaries if (tail := thin_tail(summary))]
-    table = TableView(columns=["load", "ms", *STATISTICS], rows=rows, num_words=2)
-    return Section(title="Latencies in milliseconds", words=[words, *few], table=table, wide=True)
-
-
-def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:
-    server, workload = result["server"], result["workload"]
-    refused = ", ".join(server["refused"]) or "none"
-    return [
-        *environment_facts(result["environment"]),
-        ("server", f"{server['model']} at {server['url']}"),
-        ("fields it refused", refused),
-        ("workload", ", ".join(f"{name} {value}" for name, value in workload.items())),
-        ("request", ", ".join(f"{name} {value}" for name, value in result["request"].items())),
-    ]

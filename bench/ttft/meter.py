@@ -8,8 +8,7 @@ from typing import Any
 
 import httpx
 
-from tightwire.bench.client import BenchClient
-from tightwire.bench.serve.workload import Prompt
+from tightwire.bench.client import BenchClient, Prompt
 from tightwire.bench.ttft.plan import Arm, Cell
 from tightwire.bench.ttft.prompts import TextPrompt
 from tightwire.comm.ledger.ledger import Count

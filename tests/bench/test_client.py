@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from helpers.server.fake_openai import FakeServer, running
 
-from tightwire.bench.client import BenchClient, Sample
-from tightwire.bench.serve.workload import Prompt
+from tightwire.bench.client import BenchClient, Prompt, Sample
 from tightwire.server.cli.remote import Remote, environment_proxy
 
 PROMPT = Prompt(content="four words of prompt", max_tokens=6)

@@ -54,7 +54,7 @@ def test_without_any_server_the_status_says_so(capsys: pytest.CaptureFixture[str
 
 
 _MEASURED = {
-    "load": "1 in flight",
+    "name": "1 in flight",
     "concurrency": 1,
     "prompt_tokens": 8,
     "generated_tokens": 4,
@@ -71,7 +71,7 @@ def test_an_interrupted_run_keeps_its_rounds_and_says_so(
     def interrupted_in_round_two(*_: Any, seed: int, **__: Any) -> dict[str, Any]:
         if seed == 1 + 2:  # of the options, plus the round
             raise KeyboardInterrupt
-        return {"arms": [_MEASURED], "files": []}
+        return {"cells": [_MEASURED], "files": []}
 
     rounds = _module("rounds")
     monkeypatch.setattr(rounds, "warm_up", lambda *_: None)
@@ -96,7 +96,7 @@ def test_no_round_begins_that_would_end_after_the_time_limit(
     def half_a_minute(*_: Any, **__: Any) -> dict[str, Any]:
         nonlocal now_s
         now_s += 30.0
-        return {"arms": [_MEASURED], "files": []}
+        return {"cells": [_MEASURED], "files": []}
 
     monkeypatch.setattr(_module("rounds"), "warm_up", lambda *_: None)
     monkeypatch.setattr(_module("rounds"), "bench", half_a_minute)

@@ -4,9 +4,9 @@ from typing import cast
 
 import pytest
 
-from tightwire.bench.client import BenchClient, Sample
+from tightwire.bench.client import BenchClient, Prompt, Sample
 from tightwire.bench.serve.fit import fit_prompt_length
-from tightwire.bench.serve.workload import Prompt, SyntheticWorkload
+from tightwire.bench.serve.workload import SyntheticWorkload
 from tightwire.server.cli.remote import RemoteError
 
 

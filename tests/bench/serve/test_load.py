@@ -5,9 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from tightwire.bench.client import Sample
-from tightwire.bench.serve.load import Arm, Load, arrivals, run_arm
-from tightwire.bench.serve.workload import Prompt
+from tightwire.bench.client import Prompt, Sample
+from tightwire.bench.serve.load import Load, LoadRun, arrivals, run_load
 
 PROMPTS = [Prompt(content=str(i), max_tokens=1) for i in range(12)]
 
@@ -29,9 +28,9 @@ class Server:
         return Sample(e2e_s=self.seconds, error=self.error)
 
 
-async def run(load: Load, server: Server) -> Arm:
-    arm = Arm(load=load, num_requests=len(PROMPTS))
-    await asyncio.wait_for(run_arm(arm, PROMPTS, server.send, seed=1, done=lambda: None), 10.0)
+async def run(load: Load, server: Server) -> LoadRun:
+    arm = LoadRun(load=load, num_requests=len(PROMPTS))
+    await asyncio.wait_for(run_load(arm, PROMPTS, server.send, seed=1, done=lambda: None), 10.0)
     return arm
 
 
