@@ -1,29 +1,36 @@
-"""One generating request from its sequences to an HTTP response, whole or streamed, in either dialect."""
+"""Runs the sequences of one generating request and writes the HTTP response, whole or streamed."""
 
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import msgspec
 from fastapi import Request, Response
+from msgspec import UNSET, UnsetType
 
-from tightwire.server.api import sse
-from tightwire.server.api.comm_watch import CommWatch
-from tightwire.server.api.errors import to_api_error
+from tightwire.server.api.event_stream import ClientGoneError, EventStream, cancel_on_disconnect
 from tightwire.server.api.generation import Delta, Sequence, generate
-from tightwire.server.api.metrics import SequenceTimer
-from tightwire.server.api.responses import PromptTokensDetails, TightwireExtra, Usage
+from tightwire.server.api.responses import PromptTokensDetails, Usage
 from tightwire.server.api.schemas import GenerationBody
-from tightwire.server.api.served_model import ServedModel
-from tightwire.server.api.serving import Serving
-from tightwire.server.api.ttft import TtftWatch
+from tightwire.server.api.serving import ServedModel, Serving
+from tightwire.server.api.trace import RequestTrace, TightwireExtra
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Heading:
-    """What every body and chunk of one answer repeats."""
+class Heading(TypedDict):
+    """The fields of ``HeadedBody``."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class HeadedBody(msgspec.Struct):
+    """The fields that every body and chunk of an answer begins with.
+
+    ``UNSET`` fields of a body are left out of the JSON; ``None`` is written as null where OpenAI writes it.
+    """
 
     id: str
     created: int
@@ -32,19 +39,17 @@ class Heading:
 
 
 class Dialect(Protocol):
-    """Writes deltas as one API's bodies. A fresh one for each request; it may remember what it has written."""
+    """Writes deltas as one API's bodies. Each request has its own, which may remember what it has written."""
 
     def chunks(self, delta: Delta) -> Iterator[msgspec.Struct]:
         """The stream's chunks for this delta: content first, the finish reason in a chunk of its own."""
         ...
 
-    def last_chunk(self, usage: Usage | None, extra: TightwireExtra | msgspec.UnsetType) -> msgspec.Struct:
+    def last_chunk(self, usage: Usage | None, extra: TightwireExtra | UnsetType) -> msgspec.Struct:
         """The chunk without choices that ends a stream when usage or an extra was asked for."""
         ...
 
-    def whole(
-        self, choices: list[Delta], usage: Usage, extra: TightwireExtra | msgspec.UnsetType
-    ) -> msgspec.Struct: ...
+    def whole(self, choices: list[Delta], usage: Usage, extra: TightwireExtra | UnsetType) -> msgspec.Struct: ...
 
 
 def make_heading(prefix: str, model: ServedModel, body: GenerationBody) -> Heading:
@@ -57,82 +62,60 @@ def make_heading(prefix: str, model: ServedModel, body: GenerationBody) -> Headi
 
 
 class Answer:
-    """Runs the sequences and writes what they bring."""
+    """One request's sequences on their way to a response."""
 
     def __init__(
         self,
         serving: Serving,
         body: GenerationBody,
         sequences: list[Sequence],
-        *,
-        request_id: str,
         dialect: Dialect,
-        ttft: TtftWatch,
+        trace: RequestTrace,
+        id: str,
     ) -> None:
-        self._body = body
-        self._dialect = dialect
-        self._sequences = {f"{request_id}-{sequence.index}": sequence for sequence in sequences}
-        self._ttft = ttft
-        self._watch = CommWatch(serving.engine, ttft.arrived_s)
-        timers = {id_: SequenceTimer(serving.metrics, ttft.arrived_s) for id_ in self._sequences}
-        self._deltas = generate(
-            serving.engine, self._sequences, timers, ttft, body.tightwire.allreduce, body.cache_salt or ""
-        )
+        self._body, self._dialect, self._trace = body, dialect, trace
+        self._sequences = {f"{id}-{sequence.index}": sequence for sequence in sequences}
+        self._deltas = generate(serving.engine, self._sequences, trace, body.tightwire.allreduce, body.cache_salt or "")
 
     async def respond(self, request: Request) -> Response:
-        """The response; errors before the first token have a status of their own, later ones a frame."""
+        """The response. An error before the first token has its own status; a later one is an event of the stream."""
         try:
             if not self._body.stream:
-                return await sse.unless_gone(request.receive, self._whole())
-            first = await sse.unless_gone(request.receive, anext(self._deltas))
-        except sse.ClientGoneError:
-            return Response(status_code=499)  # nobody reads it; access logs do
+                return await cancel_on_disconnect(request.receive, self._whole())
+            first = await cancel_on_disconnect(request.receive, anext(self._deltas))
+        except ClientGoneError:
+            return Response(status_code=499)  # only access logs see it
         finally:
             if not self._body.stream:
                 await self._deltas.aclose()
-        return sse.EventStream(self._frames(first))
+        return EventStream(self._events(first), self._deltas.aclose)
 
     async def _whole(self) -> Response:
         choices: dict[int, Delta] = {}
         async for delta in self._deltas:
-            self._watch.saw_token()
-            _append(choices.setdefault(delta.index, Delta(delta.index)), delta)
+            choices.setdefault(delta.index, Delta(delta.index)).append(delta)
         in_order = [choices[index] for index in sorted(choices)]
         content = msgspec.json.encode(self._dialect.whole(in_order, self._usage(), self._extra()))
         return Response(content, media_type="application/json")
 
-    async def _frames(self, first: Delta) -> AsyncGenerator[bytes, None]:
-        try:
-            for data in self._delta_frames(first):
-                yield data
-            self._ttft.sent()
-            async for delta in self._deltas:
-                for data in self._delta_frames(delta):
-                    yield data
-            extra = self._extra()
-            if self._wants_usage or extra is not msgspec.UNSET:
-                usage = self._usage() if self._wants_usage else None
-                yield sse.frame(self._dialect.last_chunk(usage, extra))
-        except Exception as error:  # noqa: BLE001 - whatever broke, the client gets a frame it can read and an end
-            yield sse.frame(to_api_error(error).body())
-        finally:
-            await self._deltas.aclose()
-        yield sse.DONE
-
-    def _delta_frames(self, delta: Delta) -> Iterator[bytes]:
-        self._watch.saw_token()
-        return map(sse.frame, self._dialect.chunks(delta))
-
-    @property
-    def _wants_usage(self) -> bool:
-        options = self._body.stream_options
-        return options is not None and bool(options.include_usage)
+    async def _events(self, first: Delta) -> AsyncGenerator[msgspec.Struct, None]:
+        for chunk in self._dialect.chunks(first):
+            yield chunk
+        self._trace.sent()
+        async for delta in self._deltas:
+            for chunk in self._dialect.chunks(delta):
+                yield chunk
+        options, extra = self._body.stream_options, self._extra()
+        wants_usage = options is not None and bool(options.include_usage)
+        if wants_usage or extra is not UNSET:
+            yield self._dialect.last_chunk(self._usage() if wants_usage else None, extra)
 
     def _usage(self) -> Usage:
+        """Counts each prompt once, however many answers it has."""
         sequences = self._sequences.values()
         firsts = [sequence for sequence in sequences if sequence.index % self._body.n == 0]
         prompt = sum(len(sequence.prompt_token_ids) for sequence in firsts)
-        completion = sum(sequence.num_tokens for sequence in sequences)
+        completion = sum(len(sequence.token_ids) for sequence in sequences)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -140,19 +123,12 @@ class Answer:
             prompt_tokens_details=PromptTokensDetails(sum(sequence.num_cached_tokens for sequence in firsts)),
         )
 
-    def _extra(self) -> TightwireExtra | msgspec.UnsetType:
+    def _extra(self) -> TightwireExtra | UnsetType:
         wanted = self._body.tightwire
         if not (wanted.comm or wanted.timing or wanted.token_ids):
-            return msgspec.UNSET
+            return UNSET
         return TightwireExtra(
-            comm=self._watch.report() if wanted.comm else msgspec.UNSET,
-            timing=self._ttft.timing if wanted.timing else msgspec.UNSET,
-            token_ids=[s.token_ids for s in self._sequences.values()] if wanted.token_ids else msgspec.UNSET,
+            comm=self._trace.comm_report() if wanted.comm else UNSET,
+            timing=self._trace.timing if wanted.timing else UNSET,
+            token_ids=[s.token_ids for s in self._sequences.values()] if wanted.token_ids else UNSET,
         )
-
-
-def _append(choice: Delta, delta: Delta) -> None:
-    choice.text += delta.text
-    choice.entries += delta.entries
-    choice.prompt_logprobs = delta.prompt_logprobs or choice.prompt_logprobs
-    choice.finish_reason = delta.finish_reason

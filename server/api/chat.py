@@ -1,35 +1,66 @@
-"""The chat dialect: messages to a prompt, deltas to ``chat.completion`` bodies and chunks."""
+"""POST /v1/chat/completions: messages to a prompt, deltas to ``chat.completion`` bodies and chunks."""
 
 from collections.abc import Iterator
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
-from tightwire.server.api.answer import Heading
+from tightwire.server.api.answer import HeadedBody, Heading
 from tightwire.server.api.detokenize import TokenTable
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.generation import Delta, Sequence
-from tightwire.server.api.prompts import check_count, make_sequences, off_loop
-from tightwire.server.api.responses import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    TightwireExtra,
-    Usage,
-)
+from tightwire.server.api.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
+from tightwire.server.api.prompts import check_count, make_sequences, run_off_loop
+from tightwire.server.api.responses import Usage
 from tightwire.server.api.schemas import ChatBody, Message
-from tightwire.server.api.served_model import ServedModel
-from tightwire.server.api.token_text import chat_logprobs, prompt_logprobs
+from tightwire.server.api.serving import ServedModel
+from tightwire.server.api.trace import TightwireExtra
+
+
+class ChatMessage(Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatCompletion(HeadedBody):
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+    tightwire: TightwireExtra | UnsetType = UNSET
+
+
+class ChatDelta(Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(HeadedBody):
+    choices: list[ChatChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+    tightwire: TightwireExtra | UnsetType = UNSET
 
 
 async def chat_token_ids(model: ServedModel, messages: list[Message]) -> list[int]:
-    """The conversation as the model's template writes it.
+    """The tokens of the conversation in the model's chat template.
 
     Raises:
-        ApiError: 400, the model has no template, or its template refuses these messages.
+        ApiError: 400, the model has no template, or the template rejects these messages.
     """
     if not model.tokenizer.has_chat_template:
         raise invalid(
@@ -40,15 +71,15 @@ async def chat_token_ids(model: ServedModel, messages: list[Message]) -> list[in
     plain = [message.to_template() for message in messages]
     num_chars = sum(len(message.content) for message in messages)
     try:
-        return await off_loop(lambda: model.tokenizer.encode_chat(plain), num_chars)
+        return await run_off_loop(lambda: model.tokenizer.encode_chat(plain), num_chars)
     except ValueError as error:
-        raise invalid(f"the model's chat template refuses these messages: {error}", param="messages") from None
+        raise invalid(f"the model's chat template rejects these messages: {error}", param="messages") from None
 
 
 async def chat_sequences(body: ChatBody, model: ServedModel, max_sequences: int) -> list[Sequence]:
     check_count(1, body.n, max_sequences)
     if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("top_logprobs is for logprobs: true", param="top_logprobs")
+        raise invalid("top_logprobs requires logprobs: true", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise invalid("max_tokens and max_completion_tokens differ; give one of them", param="max_completion_tokens")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -63,11 +94,10 @@ async def chat_sequences(body: ChatBody, model: ServedModel, max_sequences: int)
 
 
 class ChatDialect:
-    """A stream's first chunk of each choice has the role, the last one only the finish reason."""
+    """The first chunk of each choice has the role, the last one only the finish reason."""
 
     def __init__(self, body: ChatBody, heading: Heading, tokens: TokenTable) -> None:
-        self._heading = heading
-        self._tokens = tokens
+        self._heading, self._tokens = heading, tokens
         self._logprobs = body.logprobs
         self._usage: None | UnsetType = None if body.stream_options and body.stream_options.include_usage else UNSET
         self._begun: set[int] = set()
@@ -84,20 +114,10 @@ class ChatDialect:
             yield self._chunk(ChatChunkChoice(delta.index, ChatDelta(), logprobs, delta.finish_reason))
 
     def last_chunk(self, usage: Usage | None, extra: TightwireExtra | UnsetType) -> ChatChunk:
-        chunk = self._chunk()
-        chunk.usage, chunk.tightwire = usage or self._usage, extra
-        return chunk
+        return ChatChunk(**self._heading, choices=[], usage=usage or self._usage, tightwire=extra)
 
     def whole(self, choices: list[Delta], usage: Usage, extra: TightwireExtra | UnsetType) -> ChatCompletion:
-        return ChatCompletion(
-            id=self._heading.id,
-            created=self._heading.created,
-            model=self._heading.model,
-            system_fingerprint=self._heading.system_fingerprint,
-            choices=[self._choice(choice) for choice in choices],
-            usage=usage,
-            tightwire=extra,
-        )
+        return ChatCompletion(**self._heading, choices=list(map(self._choice, choices)), usage=usage, tightwire=extra)
 
     def _choice(self, choice: Delta) -> ChatChoice:
         of_prompt = choice.prompt_logprobs
@@ -112,12 +132,5 @@ class ChatDialect:
     def _logprobs_of(self, delta: Delta) -> ChatLogprobs | None:
         return chat_logprobs(delta.entries, self._tokens) if self._logprobs and delta.entries else None
 
-    def _chunk(self, *choices: ChatChunkChoice) -> ChatChunk:
-        return ChatChunk(
-            id=self._heading.id,
-            created=self._heading.created,
-            model=self._heading.model,
-            system_fingerprint=self._heading.system_fingerprint,
-            choices=list(choices),
-            usage=self._usage,
-        )
+    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
+        return ChatChunk(**self._heading, choices=[choice], usage=self._usage)

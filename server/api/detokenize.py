@@ -1,18 +1,19 @@
-"""Tokens to text, one token at a time: never half a character, never a lost or repeated one.
+"""Turns tokens into text one token at a time, and finds stop strings in that text.
 
-Works on the bytes of single tokens, not on decoded windows, so each token costs O(its length) and what was emitted
-never changes. The whole equals ``tokenizer.decode`` of all ids (skipping special tokens) for the two decoders that
-Llama checkpoints have:
+Works on the bytes of single tokens, so each token costs O(its length) and text that was emitted never changes. The emitted
+text as a whole equals ``tokenizer.decode`` of all ids (skipping special tokens), for the two decoders that Llama
+checkpoints have:
 
     byte level (Llama 3, SmolLM2, GPT-2 style)    every token is some bytes; a character may be split anywhere
-    SentencePiece style (Llama 2, TinyLlama)      tokens are text, with single bytes <0xE4> for what is not in it
+    SentencePiece style (Llama 2, TinyLlama)      tokens are text; other characters are byte tokens such as <0xE4>
 
-Knows nothing of requests. Stop strings are found in ``stop_strings``, on the text this file gives.
+Knows nothing of requests.
 """
 
 import codecs
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -55,14 +56,14 @@ class TokenTable:
         return int(match[1], 16) if match else None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What the token adds to the text, special tokens by their names (a space before a word included)."""
+        """The token's bytes, with the space before a word; a special token's bytes are its name."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._make_bytes(token_id)
         return known
 
     def text_of(self, token_id: int) -> str:
-        """The token alone; one that is not whole characters reads ``bytes:\\xe2\\x82``, as OpenAI writes it."""
+        """The token alone; one with incomplete characters reads ``bytes:\\xe2\\x82``, as OpenAI writes it."""
         raw = self.bytes_of(token_id)
         try:
             return raw.decode()
@@ -76,7 +77,7 @@ class TokenTable:
         piece = self._piece(token_id)
         if self.byte_level:
             table = self._byte_of_char
-            # Added tokens are kept as written: one with a character outside the alphabet is plain text.
+            # Added tokens are stored as written, so one with a character outside the alphabet is plain text.
             return bytes(table[char] for char in piece) if all(char in table for char in piece) else piece.encode()
         byte = self.fallback_byte(token_id)
         return piece.replace(_SPACE_MARK, " ").encode() if byte is None else bytes([byte])
@@ -85,13 +86,13 @@ class TokenTable:
 def _decoder_steps(backend: Backend) -> list[str]:
     if backend.decoder is None:
         return []
-    state = json.loads(backend.decoder.__getstate__())  # the only door to a decoder's settings
+    state = json.loads(backend.decoder.__getstate__())  # a decoder has no other way to read its settings
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     return [_step_name(step) for step in steps]
 
 
 def _step_name(step: dict[str, Any]) -> str:
-    """The step's type, with its settings where another setting would mean another text."""
+    """The step's type, with the settings that change its text."""
     match step:
         case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
             return f"Replace({pattern!r}, {content!r})"
@@ -116,20 +117,20 @@ class Detokenizer:
         self.num_chars = 0  # emitted so far
 
     def push(self, token_id: int) -> str:
-        """The text that this token made certain; empty while a character is incomplete."""
+        """The text that is final with this token; empty while a character is incomplete."""
         if self._table.is_silent(token_id):
             return ""
         if self._table.byte_level:
             return self._emit(self._utf8.decode(self._table.bytes_of(token_id)))
         byte = self._table.fallback_byte(token_id)
         if byte is not None:
-            # A run of byte tokens is text only if all of it is valid UTF-8, so none of it is certain before it ends.
+            # A run of byte tokens is text only if all of it is valid UTF-8, so none of it is final before it ends.
             self._byte_run.append(byte)
             return ""
         return self._emit(self._end_byte_run() + self._table.bytes_of(token_id).decode())
 
     def flush(self) -> str:
-        """What was held back for a character that will not be completed."""
+        """The text of a character that was never completed."""
         rest = self._utf8.decode(b"", final=True) if self._table.byte_level else self._end_byte_run()
         return self._emit(rest)
 
@@ -146,3 +147,45 @@ class Detokenizer:
             return run.decode()
         except UnicodeDecodeError:
             return "\ufffd" * len(run)  # one for each byte, as the tokenizers library writes it
+
+
+class StopStrings:
+    """Passes text through until one of ``stops`` is complete, and holds back only what may become one.
+
+    The stop string that is complete first wins; of several, the longest. The result does not depend on how the text is
+    divided into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        self.hit: str | None = None  # the stop string found; the text ends there
+
+    def push(self, text: str) -> str:
+        """The new part of the text that cannot become a stop string."""
+        if not self._stops:
+            return text
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, start, self.hit = min(found)
+            self._held = ""
+            return text[: end if self._include else start]
+        keep = self._count_possible_start(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The text held back; call it when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _count_possible_start(self, text: str) -> int:
+        """The length of the longest end of ``text`` that a stop string starts with."""
+        longest = min(len(text), max(map(len, self._stops)) - 1)
+        for length in range(longest, 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

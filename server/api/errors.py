@@ -1,7 +1,7 @@
-"""Every error a client can see, in the one shape OpenAI clients read: ``{"error": {message, type, param, code}}``.
+"""Turns every error into the envelope that OpenAI clients read: ``{"error": {message, type, param, code}}``.
 
-A route raises ``ApiError`` (or one of the seam's own exceptions); the handlers here turn whatever was raised into a
-response. Knows nothing of what went wrong inside: an unforeseen exception becomes a plain 500 and a log record.
+Routes raise ``ApiError``, the engine client its own exceptions (``_ENGINE_ERRORS``). An unexpected exception becomes a 500
+without details and a log record.
 """
 
 import logging
@@ -20,10 +20,12 @@ from tightwire.server.ipc.engine_client import (
 
 _log = logging.getLogger(__name__)
 
-_BUSY_RETRY_S = 1  # a queue moves within seconds
-_UNAVAILABLE_RETRY_S = 5  # loading or restarting takes longer
+_ENGINE_ERRORS = (EngineUnavailableError, QueueFullError, RecordingBusyError, RankSilentError)
 
-# OpenAI's ``type`` for a status; whatever is not listed is the request's own fault.
+_RETRY_SOON = {"Retry-After": "1"}  # a place in the queue is free within seconds
+_RETRY_LATER = {"Retry-After": "5"}  # loading or restarting takes longer
+
+# OpenAI's ``type`` for a status; any other 4xx is an invalid_request_error.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -43,13 +45,13 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What every error response carries, and the error frame of a broken stream."""
+    """The body of every error response, and the error event of a broken stream."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """An answer other than success; ``message`` is for the client's eyes."""
+    """An error response; the client reads ``message``."""
 
     def __init__(
         self,
@@ -81,43 +83,38 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request cannot be served as it stands."""
+    """400: the request is invalid."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(message: str) -> ApiError:
-    """503: loading, draining or dead; worth another try later."""
-    return ApiError(503, message, code="unavailable", headers={"Retry-After": str(_UNAVAILABLE_RETRY_S)})
-
-
-def too_busy(message: str) -> ApiError:
-    """429: as many requests wait as the server accepts."""
-    return ApiError(429, message, code="queue_full", headers={"Retry-After": str(_BUSY_RETRY_S)})
+    """503: loading, draining or dead; the client may retry later."""
+    return ApiError(503, message, code="unavailable", headers=_RETRY_LATER)
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The client's view of any exception; what is nobody's declared fault is logged here and stays inside."""
+    """The client's view of any exception. An unexpected one is logged here, and the client gets no details."""
     match error:
         case ApiError():
             return error
         case EngineUnavailableError():
             return unavailable(str(error))
         case QueueFullError():
-            return too_busy(str(error))
+            return ApiError(429, str(error), code="queue_full", headers=_RETRY_SOON)
         case RecordingBusyError():
-            return ApiError(409, str(error), code="recording_busy", headers={"Retry-After": str(_BUSY_RETRY_S)})
+            return ApiError(409, str(error), code="recording_busy", headers=_RETRY_SOON)
         case RankSilentError():
             return ApiError(504, str(error), code="rank_silent")
         case HTTPException():
             return _from_http_exception(error)
-    _log.error("unforeseen error while answering", exc_info=error)
-    return ApiError(500, "the server made a mistake; its log says more", code="internal_error")
+    _log.error("unexpected error while answering", exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
 
 def _from_http_exception(error: HTTPException) -> ApiError:
     messages = {
-        404: "there is no such route; GET /openapi.json lists them",
-        405: "this route exists, but not with this method; the Allow header lists the methods it has",
+        404: "there is no such route; GET /openapi.json lists the routes",
+        405: "this route does not support this method; the Allow header lists the ones it supports",
     }
     message = messages.get(error.status_code, str(error.detail))
     codes = {404: "route_not_found", 405: "method_not_allowed"}
@@ -129,7 +126,6 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer all declared errors in the envelope; the outermost middleware does it for the undeclared."""
-    seams_own = (EngineUnavailableError, QueueFullError, RecordingBusyError, RankSilentError)
-    for kind in (ApiError, *seams_own, HTTPException):
+    """Answer expected errors in the envelope; ``http/middleware`` does the same for unexpected ones."""
+    for kind in (ApiError, *_ENGINE_ERRORS, HTTPException):
         app.add_exception_handler(kind, _answer_error)

@@ -1,6 +1,6 @@
-"""From the engine's tokens to text: the sequences of one request, followed until each has its finish reason.
+"""Submits the sequences of one request to the engine and turns the tokens that come back into text.
 
-Both dialects stand on ``generate``. Knows neither JSON nor HTTP.
+All dialects use ``generate``. Knows neither JSON nor HTTP.
 """
 
 from collections.abc import AsyncGenerator, Mapping
@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.server.api.detokenize import Detokenizer, TokenTable
+from tightwire.server.api.detokenize import Detokenizer, StopStrings, TokenTable
 from tightwire.server.api.errors import ApiError, unavailable
-from tightwire.server.api.metrics import SequenceTimer
-from tightwire.server.api.stop_strings import StopStrings
-from tightwire.server.api.ttft import TtftWatch
+from tightwire.server.api.trace import RequestTrace
 from tightwire.server.ipc.engine_client import EngineClient, EngineUnavailableError, QueueFullError
 from tightwire.server.ipc.messages import AddRequest, Output, TokenLogprob
 
@@ -37,13 +35,19 @@ class Delta:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
 
+    def append(self, later: "Delta") -> None:
+        self.text += later.text
+        self.entries += later.entries
+        self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
+        self.finish_reason = later.finish_reason
+
 
 class Sequence:
-    """One choice: detokenizes, watches for stop strings, counts. ``take`` each of its outputs in turn.
+    """One choice of an answer. Detokenizes its tokens and looks for stop strings; ``take`` each of its outputs in turn.
 
     Args:
-        echo: the prompt's text, when the answer is to begin with it.
-        discard_tokens: the client wants no tokens, only the prompt's logprobs; the engine makes one all the same.
+        echo: the prompt's text, when the answer begins with it.
+        discard_tokens: the client asked for no tokens, only for the prompt's logprobs; the engine makes one anyway.
     """
 
     def __init__(
@@ -62,8 +66,8 @@ class Sequence:
         self.index = index
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.token_ids: list[int] = []  # of the answer, the one that ended it included
-        self.num_cached_tokens = 0  # of the prompt, which the engine did not have to compute
+        self.token_ids: list[int] = []  # of the answer, with the token that ended it
+        self.num_cached_tokens = 0  # prompt tokens that the engine did not compute
         self.finished = False
         self._tokens = tokens
         self._detokenizer = Detokenizer(tokens, after_text=after_text)
@@ -75,20 +79,15 @@ class Sequence:
         self._started = False
         self._delta = Delta(index)
 
-    @property
-    def num_tokens(self) -> int:
-        """Of the answer."""
-        return len(self.token_ids)
-
     def take(self, output: Output) -> Delta | None:
-        """The delta this output makes certain, if any.
+        """The text, logprobs and finish reason that are final after this output, if any.
 
         Raises:
-            ApiError: the engine gave the sequence up.
+            ApiError: the engine ended the sequence with an error.
         """
         if output.finish_reason in ("error", "cancelled"):
             self.finished = True
-            raise _given_up(output)
+            raise _make_error(output)
         if not self._started:
             self._start(output)
         if not self._discard_tokens:
@@ -126,7 +125,7 @@ class Sequence:
                 return
 
     def _add_text(self, text: str) -> None:
-        # Text of the first min_tokens tokens is wanted even when it holds a stop string.
+        # Stop strings do not count within the first min_tokens tokens.
         if len(self.token_ids) > self.params.min_tokens:
             text = self._stops.push(text)
         self._delta.text += text
@@ -142,58 +141,56 @@ class Sequence:
             self._delta.finish_reason = reason
 
     def _release(self) -> Delta | None:
-        """Logprobs wait for their text, so that a client never sees more of the answer in them than in the text."""
+        """Hold logprobs back until their text is final, so that they never reveal more than the text does."""
         if not self._delta.text and not self.finished:
             return None
         delta, self._delta = self._delta, Delta(self.index)
         return delta
 
 
-def _given_up(output: Output) -> ApiError:
+def _make_error(output: Output) -> ApiError:
     if output.finish_reason == "cancelled":
         return unavailable(output.message or "the server ended this request before it was finished")
-    return ApiError(500, f"the engine could not go on: {output.message or 'no reason given'}", code="engine_error")
+    return ApiError(500, f"the engine ended this request: {output.message or 'no reason given'}", code="engine_error")
 
 
 async def generate(
-    engine: EngineClient,
-    sequences: Mapping[str, Sequence],
-    timers: Mapping[str, SequenceTimer],
-    ttft: TtftWatch,
-    allreduce: str | None = None,
-    cache_salt: str = "",
+    engine: EngineClient, sequences: Mapping[str, Sequence], trace: RequestTrace, policy: str | None, cache_salt: str
 ) -> AsyncGenerator[Delta, None]:
     """Run these sequences (by engine id) and yield what is new, interleaved, until all are finished.
 
-    Closing the generator early cancels what still runs. ``allreduce``: what sums, by name; None: the server's own.
-    ``cache_salt``: cached prompts are shared with requests of the same one alone.
+    Closing the generator early cancels the sequences that still run.
+
+    Args:
+        policy: the AllReduce policy by name; None: the server's own.
+        cache_salt: cached prompts are shared only with requests of the same salt.
 
     Raises:
         QueueFullError, EngineUnavailableError: nothing was started, or the engine died in the middle.
-        ApiError: the engine gave a sequence up.
+        ApiError: the engine ended a sequence with an error.
     """
     running, accepted = dict(sequences), False
-    outcome = "cancelled"  # of what still runs when this ends: closed early, unless an error says otherwise
-    requests = [AddRequest(id_, s.prompt_token_ids, s.params, allreduce, cache_salt) for id_, s in sequences.items()]
+    outcome = "cancelled"  # of sequences that still run at the end: the client has gone, unless there was an error
+    requests = [AddRequest(id_, s.prompt_token_ids, s.params, policy, cache_salt) for id_, s in sequences.items()]
+    trace.submitted(sequences)
     try:
-        # Implementations are async generators; the seam promises their aclose.
-        ttft.hand_over()
+        # Implementations are async generators; ``EngineClient`` promises their aclose.
         async with aclosing(cast(AsyncGenerator[Output, None], engine.submit(requests))) as outputs:
             async for output in outputs:
                 accepted = True
                 sequence = running.get(output.id)
                 if sequence is None:
-                    continue  # ended by a stop string, and its last outputs were on their way
-                timers[output.id].saw_tokens(len(output.token_ids), output.queue_s)
-                ttft.saw_token(output.first_token)
+                    continue  # a stop string ended it while this output was on its way
+                trace.saw(output)
                 delta = sequence.take(output)
-                if delta and delta.finish_reason is not None:
+                if delta is None:
+                    continue
+                if delta.finish_reason is not None:
                     del running[output.id]
-                    timers[output.id].end(delta.finish_reason)
+                    trace.ended(output.id, delta.finish_reason)
                     if output.finish_reason is None:
                         engine.cancel([output.id])
-                if delta:
-                    yield delta
+                yield delta
                 if not running:
                     return
         raise ApiError(500, "the engine ended the stream without a finish reason", code="engine_error")
@@ -203,4 +200,4 @@ async def generate(
         raise
     finally:
         for id_ in running:
-            timers[id_].end(outcome)
+            trace.ended(id_, outcome)

@@ -1,10 +1,9 @@
-"""What Prometheus reads: latencies observed where they happen, engine gauges read from its newest counters.
+"""The /metrics page: latencies that request traces observe, and the engine's newest counters and gauges.
 
-Each app has a registry of its own, so two apps in one process (tests) do not meet.
+Each app has its own registry, so that two apps can run in one process (tests).
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
@@ -12,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from tightwire.server.api.responses import Timing
 from tightwire.server.ipc.engine_stats import CommCount, EngineStats, ReplicaLoad, metric_fields
 from tightwire.server.ipc.messages import CommSetup
 
@@ -64,10 +62,10 @@ class Metrics:
         self.registry.register(_Snapshot(lambda: _startup_metrics(startup_s())))
         self.registry.register(_Snapshot(lambda: _self_test_metrics(comm_setup())))
 
-    def observe_ttft(self, timing: Timing) -> None:
-        """Sum up one request's parts; one that is not known counts nowhere."""
+    def observe_ttft(self, timing: Mapping[str, float | None]) -> None:
+        """Add the parts of one request's ``Timing``; an unknown part is left out."""
         for part in _TTFT_PARTS:
-            seconds = getattr(timing, f"{part}_s")
+            seconds = timing[f"{part}_s"]
             if seconds is not None:
                 self._ttft_parts.labels(part).observe(seconds)
 
@@ -78,36 +76,6 @@ class Metrics:
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, help, buckets=buckets, registry=self.registry)
-
-
-class SequenceTimer:
-    """Observes one sequence from arrival to end; ``end`` counts once, the first outcome stands."""
-
-    def __init__(self, metrics: Metrics, arrived_s: float) -> None:
-        self._metrics = metrics
-        self._arrived_s = arrived_s  # on the clock of time.monotonic
-        self._last_token_s: float | None = None
-        self._ended = False
-
-    def saw_tokens(self, count: int, queue_s: float | None) -> None:
-        now_s = time.monotonic()
-        if queue_s is not None:
-            self._metrics.queue_time.observe(queue_s)
-        if not count:
-            return
-        if self._last_token_s is None:
-            self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
-        else:
-            self._metrics.inter_token_latency.observe((now_s - self._last_token_s) / count)
-        self._last_token_s = now_s
-
-    def end(self, outcome: str) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        self._metrics.requests.labels(outcome).inc()
-        if outcome in ("stop", "length"):
-            self._metrics.e2e_latency.observe(time.monotonic() - self._arrived_s)
 
 
 class _Snapshot(Collector):

@@ -1,6 +1,6 @@
-"""From a checked body to sequences the engine can run: tokens, limits that depend on the model, seeds.
+"""Turns a checked body into sequences for the engine: tokens, seeds, and the limits that depend on the model.
 
-What the model's size decides is checked here; what holds for every model is in ``schemas``.
+Limits that hold for every model are in ``schemas``.
 """
 
 import asyncio
@@ -9,36 +9,36 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.server.api.detokenize import StopStrings
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.generation import Sequence
 from tightwire.server.api.schemas import Body, GenerationBody
-from tightwire.server.api.served_model import ModelInfo, ServedModel
-from tightwire.server.api.stop_strings import StopStrings
+from tightwire.server.api.serving import ModelInfo, ServedModel
 
 T = TypeVar("T")
 
-# Tokenizing takes some 0.3 us a character; below this it is not worth a thread, which is some 0.2 ms late on an idle core.
+# Tokenizing takes about 0.3 us per character. A thread adds about 0.2 ms on an idle core, too much for short texts.
 _INLINE_CHARS = 4000
 
 
-async def off_loop(work: Callable[[], T], num_chars: int) -> T:
-    """Run ``work`` in a thread when the text is long, so that other requests' tokens are not held up."""
+async def run_off_loop(work: Callable[[], T], num_chars: int) -> T:
+    """Run ``work`` in a thread if the text is long, so that other requests' tokens are not delayed."""
     return work() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(work)
 
 
 def check_model(body: Body, info: ModelInfo) -> None:
-    """404 unless the body means this model, or none in particular."""
+    """404 if the body names another model."""
     if body.model is not None and body.model != info.name:
-        raise unknown_model(body.model, info)
+        raise make_unknown_model_error(body.model, info)
 
 
-def unknown_model(name: str, info: ModelInfo) -> ApiError:
+def make_unknown_model_error(name: str, info: ModelInfo) -> ApiError:
     message = f"the model {name[:200]!r} does not exist here; this server has {info.name!r}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 def check_count(num_prompts: int, n: int, max_sequences: int) -> None:
-    """400 for more sequences than the server could ever accept; before anything is spent on the prompts."""
+    """400 for more sequences than the server can ever accept. Called before the prompts are tokenized."""
     if num_prompts * n > max_sequences:
         raise invalid(
             f"{num_prompts} prompts with n={n} make {num_prompts * n} sequences; this server accepts {max_sequences} "
@@ -61,9 +61,10 @@ def make_sequences(
     """``n`` sequences for each prompt, in OpenAI's order of choices.
 
     Args:
-        max_tokens: what the client asked for.
-        default_max_tokens: without that, at most so many (None: whatever fits the context).
-        echoes: for each prompt, its text when the answer is to begin with it.
+        max_tokens: the client's limit, if it sent one.
+        default_max_tokens: the limit otherwise; None: as many as fit the context.
+        echoes: the text of each prompt, if answers begin with it.
+        after_text: the answer continues the prompt's text (``Detokenizer``).
 
     Raises:
         ApiError: 400, naming the field.
@@ -72,7 +73,7 @@ def make_sequences(
     seed = _seed(body, model.info)
     sequences = []
     for position, prompt in enumerate(prompts):
-        # Some tokenizers have tokens that were added after training and that the model has no embedding for.
+        # Some tokenizers have tokens that were added after training, without an embedding in the model.
         check_ids(prompt, model.info, body.text_param)
         echo = echoes[position] if echoes else None
         asked = _check_length(body, model.info, prompt, max_tokens, default_max_tokens, echo is not None)
@@ -94,17 +95,17 @@ def make_sequences(
 
 
 def _check_options(body: GenerationBody, info: ModelInfo) -> None:
-    arm = body.tightwire.allreduce
-    if arm is not None and arm not in info.arms:
-        why = "one rank sums nothing, so" if info.tp == 1 else "others are made when it starts (--allreduce-extra);"
+    policy = body.tightwire.allreduce
+    if policy is not None and policy not in info.policies:
+        why = "it has one rank, which sums nothing" if info.tp == 1 else "start it with --allreduce-extra to add others"
         raise invalid(
-            f"tightwire.allreduce: there is no {arm[:200]!r} here; {why} this server has {', '.join(info.arms)}",
+            f"tightwire.allreduce: there is no {policy[:200]!r} here; this server has {', '.join(info.policies)}: {why}",
             param="tightwire.allreduce",
         )
     if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options is for stream: true", param="stream_options")
+        raise invalid("stream_options requires stream: true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
-        raise invalid("prompt_logprobs is not available in a stream; leave out stream", param="prompt_logprobs")
+        raise invalid("prompt_logprobs is not available with stream: true; leave out stream", param="prompt_logprobs")
     for name, ids in (("logit_bias", list(body.logit_bias)), ("stop_token_ids", body.stop_token_ids)):
         check_ids(ids, info, name)
 
@@ -127,14 +128,14 @@ def _check_length(
     default_max_tokens: int | None,
     echo: bool,
 ) -> int:
-    """How many tokens to make."""
+    """The number of tokens to generate, at most."""
     room = info.max_model_len - len(prompt)
     if not prompt:
         raise invalid(f"{body.text_param} is empty: it has no tokens", param=body.text_param)
     if room < 1:
         raise invalid(
-            f"the prompt has {len(prompt)} tokens, and the model's context of {info.max_model_len} is for prompt and "
-            f"answer; shorten it to at most {info.max_model_len - 1}",
+            f"the prompt has {len(prompt)} tokens; the model's context of {info.max_model_len} must hold prompt and "
+            f"answer: shorten the prompt to at most {info.max_model_len - 1}",
             param=body.text_param,
             code="context_length_exceeded",
         )
@@ -150,7 +151,7 @@ def _check_length(
             code="context_length_exceeded",
         )
     if asked == 0 and not echo:
-        raise invalid("max_tokens must be at least 1; 0 is possible only with echo: true", param="max_tokens")
+        raise invalid("max_tokens must be at least 1; 0 requires echo: true", param="max_tokens")
     if body.min_tokens > asked:
         raise invalid(f"min_tokens={body.min_tokens} is above max_tokens={asked}", param="min_tokens")
     return asked

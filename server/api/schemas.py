@@ -1,7 +1,7 @@
-"""Request bodies: the fields of OpenAI's dialect that this server honours, vLLM's sampling extensions, their ranges.
+"""Request bodies: the supported fields of OpenAI's API and of vLLM's sampling extensions, with their ranges.
 
-Strict: a string is no number, an unknown field is an error. OpenAI's other fields stand in two tables, those that may
-be ignored without changing an answer and those that may not. ``null`` anywhere at the top means "not given".
+Strict: a string is not accepted as a number, and an unknown field is an error. OpenAI's other fields are in two tables:
+those that can be ignored without changing an answer, and those that cannot. A top-level ``null`` means "not given".
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,7 +18,7 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
 
-# Accepted and ignored: they label a request for billing, storage or routing and change no answer.
+# Accepted and ignored: they label a request for billing, storage or routing and do not change an answer.
 IGNORED_FIELDS = frozenset(
     {
         "user",
@@ -28,12 +28,12 @@ IGNORED_FIELDS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",  # says how to use tools, and there are none
+        "parallel_tool_calls",  # configures tools, which are not supported
         "prediction",  # a hint for speed
     }
 )
 
-# Known to OpenAI and not served: the values that ask for nothing, and what to do instead.
+# Known to OpenAI and not supported: the values that are accepted because they ask for nothing, and advice.
 UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), "tool calling is not supported; describe the tools in the messages"),
     "tool_choice": (("none", "auto"), "tool calling is not supported"),
@@ -109,7 +109,7 @@ _BIASES = {
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
 
-# A field whose shape is a union has one check with one message, where pydantic would report every branch.
+# A field with a union type has one check with one message; pydantic would report every branch.
 Stop = Annotated[Any, BeforeValidator(_check_stop), WithJsonSchema({"anyOf": _STOPS})]
 Prompt = Annotated[Any, BeforeValidator(_check_prompt), WithJsonSchema({"anyOf": _PROMPTS})]
 LogitBias = Annotated[Any, BeforeValidator(_check_logit_bias), WithJsonSchema(_BIASES)]
@@ -120,7 +120,7 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(BaseModel):
-    """A request's body. ``extra`` fields are errors; OpenAI's unserved ones were dealt with before."""
+    """Base of all request bodies. Unknown fields are errors; ``http/body`` handles the two tables first."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -137,19 +137,19 @@ class StreamOptions(BaseModel):
 class TightwireOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    comm: bool = Field(False, description="Add what the ranks exchanged while this request lived.")
-    timing: bool = Field(False, description="Add where the time to the first token went.")
-    token_ids: bool = Field(False, description="Add the ids of the answer's tokens, the one that ended it included.")
+    comm: bool = Field(False, description="Add what the ranks exchanged while this request ran.")
+    timing: bool = Field(False, description="Add the parts of the time to the first token.")
+    token_ids: bool = Field(False, description="Add the ids of the answer's tokens, with the token that ended it.")
     allreduce: str | None = Field(
         None,
-        description="Which of the AllReduces of --allreduce-extra sums; GET /comm lists them. Default: the server's.",
+        description="The AllReduce policy, one of --allreduce-extra; GET /comm lists them. Default: the server's.",
     )
 
 
 class GenerationBody(Body):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions share."""
 
-    text_param: ClassVar[str]  # the field that carries the prompt, for errors about it
+    text_param: ClassVar[str]  # the field with the prompt, for error messages
 
     max_tokens: TokenCount | None = Field(None, description="Most tokens of the answer.")
     n: int = Field(1, ge=1, le=MAX_N, description="Answers per prompt.")
@@ -166,15 +166,15 @@ class GenerationBody(Body):
     logit_bias: LogitBias = Field(default_factory=dict)
     stop: Stop = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128, description="Extension.")
-    include_stop_str_in_output: bool = Field(False, description="Extension: keep what ended the text.")
-    min_tokens: TokenCount = Field(0, description="Extension: no end before so many tokens.")
-    ignore_eos: bool = Field(False, description="Extension: go on after the model's end token.")
+    include_stop_str_in_output: bool = Field(False, description="Extension: keep the stop string in the text.")
+    min_tokens: TokenCount = Field(0, description="Extension: do not end before this many tokens.")
+    ignore_eos: bool = Field(False, description="Extension: continue after the model's end token.")
     prompt_logprobs: NumLogprobs | None = Field(None, description="Extension, without stream.")
     cache_salt: str | None = Field(
         None,
         min_length=1,
         max_length=MAX_SALT_CHARS,
-        description="Extension: share cached prompt beginnings with requests of the same salt alone.",
+        description="Extension: share cached prompt prefixes only with requests of the same salt.",
     )
     tightwire: TightwireOptions = TightwireOptions(comm=False, timing=False, token_ids=False, allreduce=None)
 
@@ -188,14 +188,14 @@ class CompletionBody(GenerationBody):
     text_param = "prompt"
 
     prompt: Prompt
-    max_tokens: TokenCount | None = Field(16, description="Most tokens of the answer; 0 is possible with echo.")
+    max_tokens: TokenCount | None = Field(16, description="Most tokens of the answer; 0 requires echo.")
     echo: bool = Field(False, description="Put the prompt before the answer.")
-    logprobs: NumLogprobs | None = Field(None, description="Likeliest tokens to list beside each token.")
-    add_special_tokens: bool = Field(True, description="Extension: let the tokenizer put its begin token first.")
+    logprobs: NumLogprobs | None = Field(None, description="The number of most likely tokens to list for each token.")
+    add_special_tokens: bool = Field(True, description="Extension: let the tokenizer add its begin token.")
 
 
 def _check_content(value: Any) -> str:
-    """A message's text; parts are joined by line breaks."""
+    """The text of a message; parts are joined by line breaks."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -230,7 +230,7 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """As chat templates want it. ``developer`` is OpenAI's newer name for ``system``, which templates know."""
+        """The form that chat templates read. ``developer`` is OpenAI's newer name for ``system``, which templates know."""
         role = "system" if self.role == "developer" else self.role
         extras = {"name": self.name, "tool_call_id": self.tool_call_id}
         return {"role": role, "content": self.content} | {key: text for key, text in extras.items() if text is not None}
@@ -242,13 +242,13 @@ class ChatBody(GenerationBody):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: TokenCount | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
-    top_logprobs: NumLogprobs | None = Field(None, description="Wants logprobs: true.")
+    top_logprobs: NumLogprobs | None = Field(None, description="Requires logprobs: true.")
 
 
 class TokenizeBody(Body):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, description="In place of prompt.")
-    add_special_tokens: bool = Field(True, description="For prompt; a chat template has its own.")
+    add_special_tokens: bool = Field(True, description="Applies to prompt; a chat template has its own.")
     return_token_strs: bool = False
 
 

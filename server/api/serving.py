@@ -1,12 +1,93 @@
-"""What every router is given: the engine, the model once there is one, the door's options, the metrics."""
+"""The parts that every route is given: the engine, the loaded model, HTTP options, metrics."""
 
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from tokenizers import Tokenizer as Backend
+
+from tightwire.server.api.detokenize import TokenTable
 from tightwire.server.api.errors import unavailable
 from tightwire.server.api.metrics import Metrics
-from tightwire.server.api.served_model import ModelSlot, ServedModel
 from tightwire.server.config.http import HttpOptions
 from tightwire.server.ipc.engine_client import EngineClient, EngineState, Phase
+
+
+class TextTokenizer(Protocol):
+    """The part of ``model.text.tokenizer.Tokenizer`` that routes use."""
+
+    @property
+    def backend(self) -> Backend:
+        """The ``tokenizers`` object, for the bytes of single tokens."""
+        ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The prompt of a conversation, ready for the assistant's turn.
+
+        Raises:
+            ChatTemplateError: the model's template rejects these messages.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """Facts about the running model, known once its ranks are ready."""
+
+    name: str  # the name that clients use
+    max_model_len: int  # prompt and answer, in tokens
+    vocab_size: int  # rows of the embedding; ids at or above it do not exist
+    root: str = ""  # the folder or file it came from
+    tp: int = 1
+    dp: int = 1  # replicas; not part of the fingerprint, because all replicas compute the same text
+    allreduce: str = "native"
+    policies: tuple[str, ...] = ("native",)  # the AllReduce policies that a request may name, the server's own first
+    transport: str = "none"
+    dtype: str = ""
+    weights: str = ""  # their packed formats, such as Q4_1+Q8_0; empty: not packed
+    default_seed: int = 0  # for requests without a seed; 0: a random one per request
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def fingerprint(self, policy: str | None = None) -> str:
+        """Equal seeds give equal text only under an equal fingerprint; its parts change the weights or the bits of a sum.
+
+        ``policy``: the one that the request named. It replaces the server's own at the start of ``allreduce``; the
+        options behind it apply to every policy.
+        """
+        own = self.policies[0]
+        allreduce = (own if policy is None else policy) + self.allreduce.removeprefix(own)
+        return "-".join(filter(None, ["tightwire", f"tp{self.tp}", allreduce, self.dtype, self.weights]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    info: ModelInfo
+    tokenizer: TextTokenizer
+    tokens: TokenTable
+
+
+class ModelSlot:
+    """Holds the model once it is loaded. The code that starts the ranks fills it before the engine becomes ready."""
+
+    def __init__(self) -> None:
+        self.startup_s: float | None = None  # from the process's start to the model's first answer
+        self._model: ServedModel | None = None
+
+    @property
+    def model(self) -> ServedModel | None:
+        return self._model
+
+    def fill(self, *, info: ModelInfo, tokenizer: TextTokenizer) -> None:
+        """Raises ValueError if text from this tokenizer cannot be streamed."""
+        self._model = ServedModel(info=info, tokenizer=tokenizer, tokens=TokenTable(tokenizer.backend))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +99,7 @@ class Serving:
 
     @property
     def status(self) -> EngineState:
-        """The engine's; it is not ready before the tokenizer is."""
+        """The engine's state; not ready before the tokenizer is."""
         state = self.engine.state
         if state.phase is Phase.READY and self.slot.model is None:
             return EngineState(phase=Phase.LOADING, reason="tokenizer")
@@ -36,7 +117,7 @@ class Serving:
         return model
 
     def require_ready(self) -> ServedModel:
-        """The model, when the engine would answer. Raises ApiError 503 otherwise."""
+        """The model, if the engine takes new requests. Raises ApiError 503 otherwise."""
         status, model = self.status, self.require_model()
         if status.phase is not Phase.READY:
             raise unavailable(str(status))

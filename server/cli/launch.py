@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Mapping
 
 from tightwire.comm.sizes import format_bytes
 from tightwire.model.open import Checkpoint
-from tightwire.server.api.served_model import ModelInfo, ModelSlot
+from tightwire.server.api.serving import ModelInfo, ModelSlot
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.app import make_app
 from tightwire.server.http.listener import url_of
@@ -111,7 +111,7 @@ class _Server:
             tp=self._config.parallel.tp,
             dp=self._config.parallel.dp,
             allreduce=decision.plan.allreduce,
-            arms=decision.plan.arms,
+            policies=decision.plan.arms,
             transport=decision.plan.transport,
             dtype=decision.plan.dtype,
             weights=decision.formats.name,

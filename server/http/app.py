@@ -1,33 +1,30 @@
-"""The HTTP application: routers, the error envelope, the key, the request id. No engine, no processes, no globals."""
+"""Puts the HTTP application together: routes, error envelope, API key, request id. Has no engine, processes or globals."""
 
 from fastapi import FastAPI
 
 from tightwire import __version__
 from tightwire.server.api.errors import install_error_handlers
 from tightwire.server.api.metrics import Metrics
-from tightwire.server.api.served_model import ModelSlot
-from tightwire.server.api.serving import Serving
+from tightwire.server.api.serving import ModelSlot, Serving
 from tightwire.server.config.http import HttpOptions
-from tightwire.server.http.arrival import Arrival
 from tightwire.server.http.auth import RequireKey
+from tightwire.server.http.middleware import RequestScope
 from tightwire.server.http.openapi import make_openapi
-from tightwire.server.http.request_id import RequestId
-from tightwire.server.http.routes.chat import chat_router
-from tightwire.server.http.routes.completions import completions_router
+from tightwire.server.http.routes.generation import generation_router
 from tightwire.server.http.routes.models import models_router
 from tightwire.server.http.routes.observe import observe_router
 from tightwire.server.http.routes.tokenize import tokenize_router
 from tightwire.server.ipc.engine_client import EngineClient
 
-_DESCRIPTION = "The OpenAI dialect over one Llama, split over ranks. Every error is an ErrorBody."
+_DESCRIPTION = "OpenAI's API for one Llama model, split over ranks. Every error is an ErrorBody."
 
 
 def make_app(*, engine: EngineClient, slot: ModelSlot, http: HttpOptions) -> FastAPI:
     """The application for one engine.
 
     Args:
-        slot: filled with the model's facts and tokenizer once they are there; until then (and while ``engine.state``
-            says loading) the process is live but not ready, and the API answers 503.
+        slot: holds the model once it is loaded. Until then, and while ``engine.state`` is loading, the process is live but
+            not ready, and the API answers 503.
     """
     serving = Serving(
         engine=engine,
@@ -38,12 +35,11 @@ def make_app(*, engine: EngineClient, slot: ModelSlot, http: HttpOptions) -> Fas
     app = FastAPI(
         title="Tightwire", version=__version__, description=_DESCRIPTION, redirect_slashes=False, redoc_url=None
     )
-    for make_router in (chat_router, completions_router, models_router, tokenize_router, observe_router):
+    for make_router in (generation_router, models_router, tokenize_router, observe_router):
         app.include_router(make_router(serving))
     app.openapi = make_openapi(app, closed=http.api_key is not None)
     install_error_handlers(app)
     if http.api_key is not None:
         app.add_middleware(RequireKey, api_key=http.api_key)
-    app.add_middleware(RequestId)
-    app.add_middleware(Arrival)  # the last one added is the outermost
+    app.add_middleware(RequestScope)  # the last one added is the outermost
     return app

@@ -1,4 +1,4 @@
-"""The API key: every route is closed by default; the few public ones are named here."""
+"""Requires the API key on every route except the public ones listed here."""
 
 import hashlib
 import hmac
@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tightwire.server.api.errors import ApiError
 
-# Probes and scrapers have no keys. Whatever is added later is closed unless it is added here.
+# Probes and scrapers have no keys. A route that is added later is closed unless it is listed here.
 PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
 
 
@@ -29,11 +29,11 @@ class RequireKey:
 
     def _refusal(self, header: str | None) -> ApiError | None:
         scheme, _, key = (header or "").partition(" ")
-        # Digests have one length, so the comparison tells nothing of the key, not even how long it is.
+        # Digests have equal lengths, so the time of the comparison reveals nothing about the key, not even its length.
         given = _digest(key.strip().encode("latin-1"))  # the bytes as they came
         if scheme.lower() == "bearer" and hmac.compare_digest(given, self._digest):
             return None
-        problem = "no API key was given" if header is None else "the API key is wrong"
+        problem = "the API key is missing" if header is None else "the API key is wrong"
         return ApiError(
             401,
             f"{problem}; send the header Authorization: Bearer KEY with the key the server was started with",

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked body, or to a 4xx that names the field."""
+"""Reads and checks a request's JSON body; an invalid one becomes a 4xx that names the field."""
 
 import difflib
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ async def read_body(request: Request, kind: type[BodyT], *, max_bytes: int) -> B
     """Read, parse and check the request's JSON.
 
     Raises:
-        ApiError: 413 too large (found while it streams in), 415 not JSON by its header, 400 for all else.
+        ApiError: 413 too large (detected while it arrives), 415 not JSON by its header, 400 otherwise.
     """
     _require_json(request)
     fields = _parse(await _read(request, max_bytes))
@@ -26,7 +26,7 @@ async def read_body(request: Request, kind: type[BodyT], *, max_bytes: int) -> B
 
 
 def check_fields(fields: dict[str, Any], kind: type[BodyT]) -> BodyT:
-    """Drop what may be ignored, refuse what is not served, and validate the rest."""
+    """Drop ignored fields, reject unsupported ones, and validate the rest."""
     known = {}
     for name, value in fields.items():
         if value is None or name in IGNORED_FIELDS:
@@ -54,12 +54,14 @@ def _require_json(request: Request) -> None:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise ApiError(
-            415, f"the content encoding {encoding[:100]!r} is not supported; send the body as it is", code="encoding"
+            415,
+            f"the content encoding {encoding[:100]!r} is not supported; send the body uncompressed",
+            code="encoding",
         )
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """The body, given up as soon as it grows too large: a Content-Length may be absent or lie."""
+    """The body. Reading stops as soon as it is too large, because Content-Length may be absent or wrong."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise _too_large(max_bytes)
@@ -80,7 +82,7 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
-    """Strict JSON: msgspec refuses NaN, Infinity, overflowing numbers, lone surrogates and broken UTF-8."""
+    """Strict JSON: msgspec rejects NaN, Infinity, overflowing numbers, lone surrogates and invalid UTF-8."""
     if not raw:
         raise invalid("the body is empty; send a JSON object", code="invalid_json")
     try:
@@ -97,7 +99,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 
 def _find_nul(fields: dict[str, Any]) -> str | None:
-    """Top-level field whose keys or strings hold a NUL."""
+    """The top-level field whose keys or strings contain a NUL."""
     for name, field in fields.items():
         pending = [name, field]
         while pending:
@@ -113,11 +115,11 @@ def _find_nul(fields: dict[str, Any]) -> str | None:
 def _require_neutral(name: str, value: Any) -> None:
     neutral, advice = UNSUPPORTED_FIELDS[name]
     if not any(value == allowed and type(value) is type(allowed) for allowed in neutral):
-        raise invalid(f"{name}={_short(value)} is not served: {advice}", param=name, code="unsupported_parameter")
+        raise invalid(f"{name}={_short(value)} is not supported: {advice}", param=name, code="unsupported_parameter")
 
 
 def _explain(error: ValidationError, kind: type[Body]) -> ApiError:
-    """One message for the first problem, with what was given; further ones by name."""
+    """One message for the first problem, with the value that was sent; further problems by field name."""
     problems = error.errors(include_url=False)
     first = problems[0]
     param = _path(first["loc"])

@@ -1,4 +1,4 @@
-"""The address the server listens on, taken before anything slow is done, so that a wrong one costs no loading."""
+"""Binds the port before loading starts, so that a wrong address fails at once."""
 
 import errno
 import socket
@@ -7,14 +7,14 @@ from tightwire.server.config.http import HttpOptions
 
 
 class PortTakenError(OSError):
-    """The address cannot be listened on; the message says why and what to do."""
+    """The server cannot listen on this address; the message says why and what to do."""
 
 
 def open_listener(options: HttpOptions) -> socket.socket:
-    """A listening socket; connections wait in its queue until somebody serves them.
+    """A listening socket; connections wait in its queue until they are served.
 
     Raises:
-        PortTakenError: it is in use, not this machine's, or not allowed.
+        PortTakenError: the address is in use, not this machine's, or not permitted.
     """
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
@@ -23,11 +23,11 @@ def open_listener(options: HttpOptions) -> socket.socket:
         where = f"{options.host}:{options.port}"
         if error.errno == errno.EADDRINUSE:
             raise PortTakenError(
-                f"{where} is taken by another program; choose another --port, or --port 0 for any free one"
+                f"{where} is in use by another program; choose another --port, or --port 0 for any free one"
             ) from error
         raise PortTakenError(f"cannot listen on {where}: {error.strerror or error}") from error
-    # Connections inherit it. asyncio sets it only on sockets whose protocol number is given, which this one's is not;
-    # without it a body written after its head, or a token after a token, waits 40 ms for the client's acknowledgement.
+    # Connections inherit it. asyncio sets it only on sockets with an explicit protocol number, unlike this one. Without it
+    # a body that follows its headers, or a token that follows a token, waits 40 ms for the client's acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

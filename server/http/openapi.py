@@ -1,6 +1,6 @@
-"""The OpenAPI page, from the same classes that check requests and encode responses.
+"""Makes the OpenAPI page from the classes that check requests and encode responses.
 
-Bodies are read by ``body`` and encoded by msgspec, where FastAPI does not see their types; ``operation`` tells it.
+FastAPI does not see these types, because ``body`` reads requests and msgspec encodes responses; ``operation`` states them.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from tightwire.server.api import responses
+from tightwire.server.api.chat import ChatChunk, ChatCompletion
+from tightwire.server.api.completions import Completion
 from tightwire.server.api.errors import ErrorBody
 from tightwire.server.api.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
@@ -19,9 +21,9 @@ _REF = "#/components/schemas/{model}"
 _BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, DetokenizeBody, TokenizeBody)
 _ANSWERS: tuple[type[msgspec.Struct], ...] = (
     ErrorBody,
-    responses.ChatCompletion,
-    responses.ChatChunk,
-    responses.Completion,
+    ChatCompletion,
+    ChatChunk,
+    Completion,
     responses.ModelList,
     responses.ModelCard,
     responses.Tokenized,
@@ -31,14 +33,14 @@ _ANSWERS: tuple[type[msgspec.Struct], ...] = (
     responses.ChromeTrace,
 )
 _ERRORS = {
-    400: "The request cannot be served as it stands; `param` names the field.",
+    400: "The request is invalid; `param` names the field.",
     401: "The API key is missing or wrong.",
     404: "No such model, or no such route.",
-    409: "What was asked for is being done for someone else; Retry-After says when to try again.",
+    409: "Another client is recording collectives; Retry-After says when to try again.",
     413: "The body is larger than the server accepts.",
     415: "The body is not JSON by its Content-Type.",
-    429: "As many requests wait or run as the server accepts; Retry-After says when to try again.",
-    500: "The server made a mistake.",
+    429: "The server's request limit is reached; Retry-After says when to try again.",
+    500: "An unexpected error; the server's log has the details.",
     503: "The model is loading, the server is shutting down, or the engine died.",
     504: "A rank did not answer in time; the message names it.",
 }
@@ -51,7 +53,7 @@ def operation(
     body: type[Body] | None = None,
     chunk: type[msgspec.Struct] | None = None,
 ) -> dict[str, Any]:
-    """``openapi_extra`` of one route. ``chunk``: what each event of its stream holds."""
+    """``openapi_extra`` of one route. ``chunk``: the type of each event of its stream."""
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
     if chunk is not None:
         content["text/event-stream"] = {"schema": _event(chunk)}
@@ -66,7 +68,7 @@ def operation(
 
 
 def make_openapi(app: FastAPI, *, closed: bool) -> Callable[[], dict[str, Any]]:
-    """The function FastAPI calls for /openapi.json; ``closed``: an API key is wanted."""
+    """The function that FastAPI calls for /openapi.json. ``closed``: an API key is required."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -84,7 +86,7 @@ def _page(app: FastAPI, closed: bool) -> dict[str, Any]:
     components["schemas"] = {**requests.get("$defs", {}), **answers}
     for path in page["paths"].values():
         for method in path.values():
-            method["responses"].pop("422", None)  # FastAPI's own validation, which no route uses
+            method["responses"].pop("422", None)  # of FastAPI's validation, which no route uses
     if closed:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         page["security"] = [{"key": []}]
@@ -92,7 +94,7 @@ def _page(app: FastAPI, closed: bool) -> dict[str, Any]:
 
 
 def _event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
-    """A chunk, the ErrorBody of a stream that broke, or the end, which is no JSON."""
+    """A chunk, the ErrorBody of a broken stream, or the end, which is not JSON."""
     body = {
         "type": "string",
         "contentMediaType": "application/json",

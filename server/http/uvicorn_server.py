@@ -1,4 +1,4 @@
-"""uvicorn on a socket that is already bound, inside a loop and under signals that belong to ``launch``."""
+"""Runs uvicorn on a socket that is already bound, in an event loop and with signals that ``cli/launch`` controls."""
 
 import asyncio
 import contextlib
@@ -8,12 +8,12 @@ from typing import Any, Self
 
 import uvicorn
 
-_KEEP_ALIVE_S = 75  # longer than common clients keep an idle connection, so that they close it, not we
+_KEEP_ALIVE_S = 75  # longer than common clients keep an idle connection, so that the client closes it, not the server
 _LAST_RESPONSES_S = 3
 
 
 class HttpServer(uvicorn.Server):
-    """Serves from the context's start; at its end lets the last responses out and closes."""
+    """Serves while its context is open; when it closes, finishes the last responses."""
 
     def __init__(self, app: Any, listener: socket.socket) -> None:
         super().__init__(
@@ -39,5 +39,5 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone: ``launch`` drains the engine before this server may close."""
+        """Ignore signals: ``launch`` drains the engine before this server closes."""
         yield

@@ -3,10 +3,9 @@
 import msgspec
 from fastapi import APIRouter, Response
 
-from tightwire.server.api.prompts import unknown_model
+from tightwire.server.api.prompts import make_unknown_model_error
 from tightwire.server.api.responses import ModelCard, ModelList
-from tightwire.server.api.served_model import ModelInfo
-from tightwire.server.api.serving import Serving
+from tightwire.server.api.serving import ModelInfo, Serving
 from tightwire.server.http.openapi import operation
 
 
@@ -17,14 +16,14 @@ def models_router(serving: Serving) -> APIRouter:
     async def list_models() -> Response:
         return _json(ModelList(data=[_card(serving.require_model().info)]))
 
-    # Names may hold slashes, as those of repositories do.
+    # Names may contain slashes, as repository names do.
     @router.get(
         "/v1/models/{model_id:path}", openapi_extra=operation(ModelCard, errors=(404, 503)), summary="Look a model up"
     )
     async def get_model(model_id: str) -> Response:
         info = serving.require_model().info
         if model_id != info.name:
-            raise unknown_model(model_id, info)
+            raise make_unknown_model_error(model_id, info)
         return _json(_card(info))
 
     return router

@@ -1,4 +1,4 @@
-"""GET /health, /health/live, /health/ready, /metrics, /comm and /comm/trace: how the server is doing."""
+"""GET /health, /health/live, /health/ready, /metrics, /comm and /comm/trace."""
 
 import asyncio
 import time
@@ -11,8 +11,7 @@ from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.ledger.trace import chrome_trace
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.responses import ChromeTrace, CommCost, CommPolicy, Health
-from tightwire.server.api.served_model import ModelInfo
-from tightwire.server.api.serving import Serving
+from tightwire.server.api.serving import ModelInfo, Serving
 from tightwire.server.http.openapi import operation
 from tightwire.server.ipc.engine_client import EngineClient, Phase
 from tightwire.server.ipc.engine_stats import CommCount
@@ -42,8 +41,8 @@ def observe_router(serving: Serving) -> APIRouter:
     async def live() -> Response:
         return _health(200, Health(status="live"))
 
-    @router.get("/health/ready", openapi_extra=_READY_DOC, summary="200 when a request would be answered")
-    @router.get("/health", openapi_extra=_READY_DOC, summary="The same as /health/ready")
+    @router.get("/health/ready", openapi_extra=_READY_DOC, summary="200 when the server takes requests")
+    @router.get("/health", openapi_extra=_READY_DOC, summary="Same as /health/ready")
     async def ready() -> Response:
         status = serving.status
         health = Health(status=str(status.phase), reason=status.reason)
@@ -55,7 +54,9 @@ def observe_router(serving: Serving) -> APIRouter:
         return Response(page, headers={"content-type": content_type})
 
     @router.get(
-        "/comm", openapi_extra=operation(CommPolicy, errors=(503,)), summary="How ranks sum, why, and at what cost"
+        "/comm",
+        openapi_extra=operation(CommPolicy, errors=(503,)),
+        summary="AllReduce policies, their reasons, and measured cost",
     )
     async def comm() -> Response:
         answer = _comm_policy(serving.require_model().info, serving.engine)
@@ -74,7 +75,7 @@ def observe_router(serving: Serving) -> APIRouter:
             )
         seconds = _trace_seconds(request.query_params.getlist("seconds"))
         ranks = await serving.engine.record_collectives(seconds)
-        # Half a minute of several ranks takes a second to write; others' tokens need not wait for it.
+        # Half a minute of several ranks takes a second to encode; other requests' tokens do not wait for it.
         page = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(ranks)))
         name = f'attachment; filename="tightwire-collectives-{int(time.time())}.json"'
         return Response(page, media_type="application/json", headers={"content-disposition": name})
@@ -83,12 +84,12 @@ def observe_router(serving: Serving) -> APIRouter:
 
 
 def _trace_seconds(given: Sequence[str]) -> float:
-    """Raises ApiError 400 for what is no number, or not in range."""
+    """Raises ApiError 400 for a value that is not a number or out of range."""
     try:
         seconds = float(given[-1]) if given else _TRACE_DEFAULT_S
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= _TRACE_MAX_S:  # not a number is not in range either
+    if not 0 < seconds <= _TRACE_MAX_S:  # false for NaN too
         raise invalid(f"seconds must be more than 0 and at most {_TRACE_MAX_S:g}, got {given[-1]!r}", "seconds")
     return seconds
 

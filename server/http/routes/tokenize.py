@@ -1,15 +1,14 @@
-"""POST /tokenize and /detokenize: what the model makes of a text, and back."""
+"""POST /tokenize and POST /detokenize."""
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tightwire.server.api.chat import chat_token_ids
 from tightwire.server.api.errors import invalid
-from tightwire.server.api.prompts import check_ids, check_model, off_loop
+from tightwire.server.api.prompts import check_ids, check_model, run_off_loop
 from tightwire.server.api.responses import Detokenized, Tokenized
 from tightwire.server.api.schemas import DetokenizeBody, TokenizeBody
-from tightwire.server.api.served_model import ServedModel
-from tightwire.server.api.serving import Serving
+from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.http.body import read_body
 from tightwire.server.http.openapi import operation
 
@@ -43,7 +42,7 @@ def tokenize_router(serving: Serving) -> APIRouter:
         body = await read_body(request, DetokenizeBody, max_bytes=max_bytes)
         check_model(body, model.info)
         check_ids(body.tokens, model.info, "tokens")
-        text = await off_loop(lambda: model.tokenizer.decode(body.tokens, False), len(body.tokens))
+        text = await run_off_loop(lambda: model.tokenizer.decode(body.tokens, False), len(body.tokens))
         return Response(msgspec.json.encode(Detokenized(prompt=text)), media_type="application/json")
 
     return router
@@ -55,4 +54,4 @@ async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
     if body.messages is not None:
         return await chat_token_ids(model, body.messages)
     text = body.prompt or ""
-    return await off_loop(lambda: model.tokenizer.encode(text, body.add_special_tokens), len(text))
+    return await run_off_loop(lambda: model.tokenizer.encode(text, body.add_special_tokens), len(text))

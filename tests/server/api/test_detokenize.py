@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from tightwire.model.text.byte_tokenizer import byte_characters
-from tightwire.server.api.detokenize import Detokenizer, TokenTable
-from tightwire.server.api.stop_strings import StopStrings
+from tightwire.server.api.detokenize import Detokenizer, StopStrings, TokenTable
 
 
 def _byte_level() -> Tokenizer:

@@ -8,9 +8,9 @@ import pytest
 from helpers.server.fake_engine import INFO, byte_tokenizer
 
 from tightwire.server.api.errors import ApiError
-from tightwire.server.api.prompts import make_sequences, off_loop
+from tightwire.server.api.prompts import make_sequences, run_off_loop
 from tightwire.server.api.schemas import CompletionBody
-from tightwire.server.api.served_model import ModelInfo, ModelSlot, ServedModel
+from tightwire.server.api.serving import ModelInfo, ModelSlot, ServedModel
 from tightwire.server.http.body import check_fields
 
 
@@ -31,8 +31,8 @@ def _seeds(body: CompletionBody, info: ModelInfo = INFO) -> list[int]:
 
 
 async def test_long_texts_are_tokenized_in_a_thread() -> None:
-    assert await off_loop(threading.get_ident, 100_000) != threading.get_ident()
-    assert await off_loop(threading.get_ident, 10) == threading.get_ident()
+    assert await run_off_loop(threading.get_ident, 100_000) != threading.get_ident()
+    assert await run_off_loop(threading.get_ident, 10) == threading.get_ident()
 
 
 def test_seeds() -> None:
@@ -52,12 +52,12 @@ def test_default_max_tokens_shrinks_to_what_fits() -> None:
         assert sequence.params.max_tokens == expected
 
 
-def test_an_allreduce_that_the_server_has_not_is_the_requests_fault() -> None:
-    two = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, arms=("auto", "flash-int8"))
-    alone = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, arms=("auto",))
+def test_an_unknown_allreduce_is_400() -> None:
+    two = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, policies=("auto", "flash-int8"))
+    alone = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, policies=("auto",))
     for info, wrong, message in (
-        (two, "ring", r"others are made when it starts \(--allreduce-extra\); this server has auto, flash-int8"),
-        (alone, "flash-int8", "one rank sums nothing, so this server has auto"),
+        (two, "ring", "this server has auto, flash-int8: start it with --allreduce-extra to add others"),
+        (alone, "flash-int8", "this server has auto: it has one rank, which sums nothing"),
     ):
         assert len(_seeds(_body(tightwire={"allreduce": "auto"}), info)) == 1
         with pytest.raises(ApiError, match=message) as raised:
@@ -65,8 +65,8 @@ def test_an_allreduce_that_the_server_has_not_is_the_requests_fault() -> None:
         assert (raised.value.status, raised.value.param) == (400, "tightwire.allreduce")
 
 
-def test_what_is_said_beside_the_allreduce_is_in_every_fingerprint() -> None:
-    asked = {"allreduce": "flash-int8+decode=ring", "arms": ("flash-int8", "two-shot")}
+def test_options_behind_the_policy_are_in_every_fingerprint() -> None:
+    asked = {"allreduce": "flash-int8+decode=ring", "policies": ("flash-int8", "two-shot")}
     info = ModelInfo(name="tiny", max_model_len=256, vocab_size=304, tp=2, dtype="bfloat16", **asked)
     assert info.fingerprint() == info.fingerprint("flash-int8") == "tightwire-tp2-flash-int8+decode=ring-bfloat16"
     assert info.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16"
@@ -74,7 +74,7 @@ def test_what_is_said_beside_the_allreduce_is_in_every_fingerprint() -> None:
     assert packed.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16-Q4_1+Q8_0"
 
 
-def test_a_token_that_the_model_does_not_have_is_the_requests_fault() -> None:
+def test_a_token_outside_the_vocabulary_is_400() -> None:
     info = ModelInfo(name="tiny", max_model_len=256, vocab_size=200)
     with pytest.raises(ApiError, match="prompt has the token id 200; the vocabulary of 'tiny' is 0 to 199") as raised:
         make_sequences(_body(), _model(info), [[1, 200]], max_tokens=1, default_max_tokens=16, logprobs=None)

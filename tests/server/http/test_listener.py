@@ -27,7 +27,7 @@ def test_small_writes_leave_at_once() -> None:
 def test_a_taken_port_is_refused() -> None:
     with open_listener(HttpOptions(port=0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(PortTakenError, match=rf"127.0.0.1:{port} is taken by another program; choose another"):
+        with pytest.raises(PortTakenError, match=rf"127.0.0.1:{port} is in use by another program; choose another"):
             open_listener(HttpOptions(port=port))
 
 

@@ -1,23 +1,29 @@
-"""The outermost layer: every response carries X-Request-Id, and nothing unforeseen escapes without the envelope."""
+"""The outermost middleware: notes when a request arrives, sets X-Request-Id, and answers unexpected errors in the envelope."""
 
 import logging
 import re
+import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tightwire.server.api.errors import to_api_error
 
 _log = logging.getLogger(__name__)
 _HEADER = "X-Request-Id"
-# What a client sends is echoed and logged, so it may hold nothing that means something to a log or a header.
+# A client's id is echoed and logged, so it must not contain anything with a meaning in a header or a log.
 _ACCEPTED = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-class RequestId:
-    """ASGI middleware: echo the client's request id, or make one."""
+def arrived_s(request: Request) -> float:
+    """When the request's headers had been received, on the clock of ``time.monotonic``."""
+    return request.state.arrived_s
+
+
+class RequestScope:
+    """ASGI middleware. Echoes the client's request id, or makes one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -26,6 +32,7 @@ class RequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope.setdefault("state", {})["arrived_s"] = time.monotonic()
         given = Headers(scope=scope).get(_HEADER, "")
         request_id = given if _ACCEPTED.fullmatch(given) else uuid.uuid4().hex
         started = False
@@ -40,10 +47,10 @@ class RequestId:
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
-            return  # it left while it was still sending its body
+            return  # it disconnected while sending its body
         except Exception as error:
-            _log.error("request %s, %s %s, broke", request_id, scope["method"], scope["path"])
+            _log.error("request %s, %s %s, failed", request_id, scope["method"], scope["path"])
             answer = to_api_error(error)
             if started:
-                raise  # half an answer is out: the server closes the connection, which the client can tell from an end
+                raise  # the server then closes the connection, so the client does not take half a response for a whole
             await answer.response()(scope, receive, send_with_id)

@@ -1,4 +1,4 @@
-"""The time to the first token and its parts: by a clock of the test's own, through the app, and of a real server."""
+"""The record of a request: times by a clock of the test's own, through the app, and on a real server."""
 
 import json
 import time
@@ -12,8 +12,8 @@ from helpers.server.server_process import ServerProcess
 from tiny import make_tiny
 
 from tightwire.server.api.metrics import Metrics
-from tightwire.server.api.ttft import TtftWatch
-from tightwire.server.ipc.messages import FirstToken
+from tightwire.server.api.trace import RequestTrace
+from tightwire.server.ipc.messages import FirstToken, Output
 
 PARTS = ("http_s", "tokenize_s", "queue_s", "compute_s", "allreduce_s", "codec_s", "sampling_s", "engine_s", "send_s")
 FIRST = FirstToken(20.0, 30.0, compute_s=4.0, allreduce_s=3.0, codec_s=1.0, sampling_s=0.5)
@@ -32,12 +32,19 @@ def clock() -> Clock:
     return Clock()
 
 
-def make_watch(clock: Clock, *, streamed: bool = True) -> TtftWatch:
-    """A request that came at 10, was tokenized for 2, and went to the engine at 15."""
-    watch = TtftWatch(Metrics(lambda: None), arrived_s=10.0, tokenize_s=2.0, streamed=streamed, clock=clock)
+def make_trace(clock: Clock, *, streamed: bool = True) -> RequestTrace:
+    """A request that arrived at 10, was tokenized for 2, and went to the engine at 15."""
+    trace = RequestTrace(FakeEngine(), Metrics(lambda: None), arrived_s=10.0, streamed=streamed, clock=clock)
+    clock.now_s = 11.0
+    with trace.tokenizing():
+        clock.now_s = 13.0
     clock.now_s = 15.0
-    watch.hand_over()
-    return watch
+    trace.submitted(["0", "1"])
+    return trace
+
+
+def token(first: FirstToken | None = None, id_: str = "0") -> Output:
+    return Output(id=id_, token_ids=[65], first_token=first)
 
 
 def assert_adds_up(timing: dict[str, Any]) -> None:
@@ -47,36 +54,36 @@ def assert_adds_up(timing: dict[str, Any]) -> None:
 
 
 def test_parts_of_a_stream(clock: Clock) -> None:
-    watch = make_watch(clock)
-    watch.saw_token(FIRST)
-    assert watch.timing is None  # its text is still held back
+    trace = make_trace(clock)
+    trace.saw(token(FIRST))
+    assert trace.timing is None  # its text is still held back
     clock.now_s = 33.0
-    watch.sent()
+    trace.sent()
     clock.now_s = 99.0
-    watch.saw_token(None)
-    watch.sent()
+    trace.saw(token())
+    trace.sent()
 
-    timing = watch.timing
+    timing = trace.timing
     assert timing is not None and timing.ttft_s == 23.0
     assert [getattr(timing, part) for part in PARTS] == [3.0, 2.0, 5.0, 4.0, 3.0, 1.0, 0.5, 1.5, 3.0]
 
 
 def test_a_whole_answer_ends_with_its_first_token(clock: Clock) -> None:
-    watch = make_watch(clock, streamed=False)
+    trace = make_trace(clock, streamed=False)
     clock.now_s = 31.0
-    watch.saw_token(FIRST)
+    trace.saw(token(FIRST))
     clock.now_s = 60.0
-    watch.saw_token(FirstToken(40.0, 50.0, 0.0, 0.0, 0.0, 0.0))  # of another sequence
+    trace.saw(token(FirstToken(40.0, 50.0, 0.0, 0.0, 0.0, 0.0), "1"))
 
-    assert watch.timing is not None and (watch.timing.ttft_s, watch.timing.send_s) == (21.0, 1.0)
+    assert trace.timing is not None and (trace.timing.ttft_s, trace.timing.send_s) == (21.0, 1.0)
 
 
 def test_coding_in_a_fused_kernel_is_not_known(clock: Clock) -> None:
-    watch = make_watch(clock, streamed=False)
+    trace = make_trace(clock, streamed=False)
     clock.now_s = 31.0
-    watch.saw_token(FirstToken(20.0, 30.0, compute_s=4.0, allreduce_s=4.0, codec_s=None, sampling_s=0.5))
+    trace.saw(token(FirstToken(20.0, 30.0, compute_s=4.0, allreduce_s=4.0, codec_s=None, sampling_s=0.5)))
 
-    timing = watch.timing
+    timing = trace.timing
     assert timing is not None and timing.codec_s is None and (timing.engine_s, timing.ttft_s) == (1.5, 21.0)
 
 

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 from helpers.server.fake_engine import FakeEngine, app_for
 
-from tightwire.server.api import sse
+from tightwire.server.api.event_stream import ClientGoneError, cancel_on_disconnect
 
 PROMPT = {"prompt": "a", "max_tokens": 50, "n": 3}
 
@@ -118,8 +118,8 @@ async def test_unless_gone_gives_the_result_or_the_error() -> None:
     async def gone() -> dict[str, Any]:
         return {"type": "http.disconnect"}
 
-    assert await sse.unless_gone(never, asyncio.sleep(0, "result")) == "result"
+    assert await cancel_on_disconnect(never, asyncio.sleep(0, "result")) == "result"
     with pytest.raises(KeyError):
-        await sse.unless_gone(never, fails())
-    with pytest.raises(sse.ClientGoneError):
-        await sse.unless_gone(gone, never())
+        await cancel_on_disconnect(never, fails())
+    with pytest.raises(ClientGoneError):
+        await cancel_on_disconnect(gone, never())

@@ -1,0 +1,98 @@
+"""Logprobs in the formats of completions, chat completions, and vLLM's ``prompt_logprobs``."""
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from tightwire.server.api.detokenize import TokenTable
+from tightwire.server.api.generation import TokenEntry
+from tightwire.server.ipc.messages import TokenLogprob
+
+# JSON has no -inf; a token with zero probability gets this value, as on other servers.
+_LEAST = -9999.0
+
+
+class PromptLogprob(Struct, frozen=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionLogprobs(Struct):
+    """Parallel lists; the first prompt token has nulls, because nothing precedes it."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob, frozen=True):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+def chat_logprobs(entries: Iterable[TokenEntry], table: TokenTable) -> ChatLogprobs:
+    def top(token_id: int, logprob: float) -> TopLogprob:
+        return TopLogprob(table.text_of(token_id), _finite(logprob), list(table.bytes_of(token_id)))
+
+    return ChatLogprobs(
+        [
+            ChatLogprob(
+                table.text_of(entry.token_id),
+                _finite(entry.logprob.logprob),
+                list(table.bytes_of(entry.token_id)),
+                top_logprobs=[top(*candidate) for candidate in entry.logprob.top],
+            )
+            for entry in entries
+            if entry.logprob is not None
+        ]
+    )
+
+
+def completion_logprobs(entries: Iterable[TokenEntry], table: TokenTable) -> CompletionLogprobs:
+    lists = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for entry in entries:
+        lists.tokens.append(table.text_of(entry.token_id))
+        lists.text_offset.append(entry.text_offset)
+        lists.token_logprobs.append(None if entry.logprob is None else _finite(entry.logprob.logprob))
+        lists.top_logprobs.append(None if entry.logprob is None else _by_text(entry.logprob, table))
+    return lists
+
+
+def prompt_logprobs(logprobs: list[TokenLogprob | None], table: TokenTable) -> PromptLogprobs:
+    """The candidates of each prompt token by id."""
+    return [None if logprob is None else _by_id(logprob, table) for logprob in logprobs]
+
+
+def _by_text(logprob: TokenLogprob, table: TokenTable) -> dict[str, float]:
+    """The most likely tokens and the chosen one. Of tokens with equal text the most likely one counts."""
+    texts: dict[str, float] = {}
+    for token_id, value in [*logprob.top, (logprob.token_id, logprob.logprob)]:
+        texts.setdefault(table.text_of(token_id), _finite(value))
+    return texts
+
+
+def _by_id(logprob: TokenLogprob, table: TokenTable) -> dict[str, PromptLogprob]:
+    ranked = [(token_id, value, rank) for rank, (token_id, value) in enumerate(logprob.top, start=1)]
+    return {
+        str(token_id): PromptLogprob(logprob=_finite(value), rank=rank, decoded_token=table.text_of(token_id))
+        for token_id, value, rank in [*ranked, (logprob.token_id, logprob.logprob, logprob.rank)]
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST)

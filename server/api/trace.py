@@ -1,0 +1,248 @@
+"""One record per request, from its arrival to its last token.
+
+/metrics and the response extras ``"tightwire": {"timing": true}`` and ``{"comm": true}`` are derived from it.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from tightwire.comm.ledger.ledger import GATHERING, LOADING
+from tightwire.server.api.metrics import Metrics
+from tightwire.server.ipc.engine_client import EngineClient
+from tightwire.server.ipc.engine_stats import CommCount
+from tightwire.server.ipc.messages import FirstToken, Output
+
+
+class Timing(Struct, frozen=True):
+    """The parts of the time to the first token inside the server; they add up to ``ttft_s``.
+
+    It begins when the request's headers have been received. It ends when the first text is handed to the socket; without
+    ``stream``, when the first token reaches the HTTP process. Of several sequences the first one counts.
+
+    ``http_s``: reading and checking the body. ``queue_s``: from the HTTP process to the sequence's first step. From there
+    to the first token, steps of other sequences included: ``compute_s``, forward passes without their collectives;
+    ``allreduce_s``, collectives on rank 0 with waiting for slower ranks; ``codec_s``, encoding and decoding for them (null:
+    inside a fused kernel, so part of ``allreduce_s``); ``sampling_s``; ``engine_s``, everything else. ``send_s``: from the
+    token on rank 0 to the end. Times are the host's: on CUDA, where work is only enqueued, ``sampling_s`` waits for the
+    device.
+    """
+
+    ttft_s: float
+    http_s: float
+    tokenize_s: float
+    queue_s: float
+    compute_s: float
+    allreduce_s: float
+    codec_s: float | None
+    sampling_s: float
+    engine_s: float
+    send_s: float
+
+
+class CommTotals(Struct, frozen=True):
+    """Collectives of one kind on rank 0.
+
+    ``exact_bytes``: what they would have sent with nothing quantized. ``message_bytes``: of the tensors given to them.
+    ``seconds`` includes waiting for slower ranks; ``codec_seconds`` is the part spent encoding and decoding (null: inside a
+    fused kernel, unknown).
+    """
+
+    op: str
+    algorithm: str
+    phase: str
+    calls: int
+    bytes_sent: int
+    exact_bytes: int
+    seconds: float
+    message_bytes: int
+    codec_seconds: float | None
+
+
+class CommSpan(Struct, frozen=True):
+    """A part of the request's time, and how much of it rank 0 spent in collectives."""
+
+    seconds: float
+    comm_seconds: float
+    comm_share: float
+
+
+class CommReport(Struct, frozen=True):
+    """What rank 0 exchanged while this request ran.
+
+    ``bytes_sent`` and ``exact_bytes`` are sums over ``counters``; ``saved_bytes`` is their difference. ``shared`` is always
+    true: a step serves all running requests, so these numbers include other requests' tokens.
+    """
+
+    ttft: CommSpan
+    decode: CommSpan
+    bytes_sent: int
+    exact_bytes: int
+    saved_bytes: int
+    counters: list[CommTotals]
+    shared: bool = True
+
+
+class TightwireExtra(Struct, frozen=True):
+    """The parts that were asked for. ``timing`` is null without a first token; ``token_ids`` are by choice."""
+
+    comm: CommReport | UnsetType = UNSET
+    timing: Timing | UnsetType | None = UNSET
+    token_ids: list[list[int]] | UnsetType = UNSET
+
+
+_CommCounts = dict[tuple[str, str, str], CommCount]
+
+
+class RequestTrace:
+    """Told of each event as it happens. Only the first call of ``sent`` and of ``ended`` for a sequence counts.
+
+    Args:
+        arrived_s: when the request came.
+        streamed: whether text is sent as it comes; if not, ``timing`` ends with the first token.
+        clock: the clock that rank 0 reads too (``FirstToken``).
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: Metrics,
+        *,
+        arrived_s: float,
+        streamed: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._metrics, self._clock = engine, metrics, clock
+        self._arrived_s, self._streamed = arrived_s, streamed
+        self._tokenize_s = 0.0
+        self._submitted_s = arrived_s
+        self._last_token_s: dict[str, float | None] = {}  # of the sequences that still run
+        self._first_output_s: float | None = None
+        self._first_token: FirstToken | None = None
+        self._comm_at_submit: _CommCounts = {}
+        self._comm_at_first: _CommCounts = {}
+        self.timing: Timing | None = None  # set once the first text is sent
+
+    @contextmanager
+    def tokenizing(self) -> Iterator[None]:
+        start_s = self._clock()
+        yield
+        self._tokenize_s = self._clock() - start_s
+
+    def submitted(self, ids: Iterable[str]) -> None:
+        """These sequences go to the engine now."""
+        self._last_token_s = dict.fromkeys(ids)
+        self._submitted_s, self._comm_at_submit = self._clock(), self._read_comm()
+
+    def saw(self, output: Output) -> None:
+        """The engine's output of a sequence that runs has come."""
+        now_s = self._clock()
+        if self._first_output_s is None:
+            self._first_output_s, self._comm_at_first = now_s, self._read_comm()
+        if output.queue_s is not None:
+            self._metrics.queue_time.observe(output.queue_s)
+        if output.token_ids:
+            self._observe_tokens(output, now_s)
+        self._first_token = self._first_token or output.first_token
+        if not self._streamed:
+            self.sent()
+
+    def sent(self) -> None:
+        """Text has been handed to the socket."""
+        if self.timing is None and self._first_token is not None:
+            self.timing = self._split(self._first_token, self._clock())
+            self._metrics.observe_ttft(msgspec.structs.asdict(self.timing))
+
+    def ended(self, id_: str, outcome: str) -> None:
+        """A sequence is over."""
+        if id_ not in self._last_token_s:
+            return
+        del self._last_token_s[id_]
+        self._metrics.requests.labels(outcome).inc()
+        if outcome in ("stop", "length"):
+            self._metrics.e2e_latency.observe(self._clock() - self._arrived_s)
+
+    def comm_report(self) -> CommReport:
+        """Differences of the engine's counters between submission, first output and now."""
+        start, end, end_s = self._comm_at_submit, self._read_comm(), self._clock()
+        first, first_s = self._comm_at_first, self._first_output_s
+        if first_s is None:
+            first, first_s = end, end_s
+        counters = [
+            _difference(now, before)
+            for key, now in end.items()
+            if now.calls > (before := start.get(key, _zero(now))).calls
+        ]
+        bytes_sent = sum(counter.bytes_sent for counter in counters)
+        exact_bytes = sum(counter.exact_bytes for counter in counters)
+        return CommReport(
+            ttft=_span(first_s - self._arrived_s, _seconds(first) - _seconds(start)),
+            decode=_span(end_s - first_s, _seconds(end) - _seconds(first)),
+            bytes_sent=bytes_sent,
+            exact_bytes=exact_bytes,
+            saved_bytes=exact_bytes - bytes_sent,
+            counters=counters,
+        )
+
+    def _observe_tokens(self, output: Output, now_s: float) -> None:
+        last_s = self._last_token_s[output.id]
+        if last_s is None:
+            self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
+        else:
+            self._metrics.inter_token_latency.observe((now_s - last_s) / len(output.token_ids))
+        self._last_token_s[output.id] = now_s
+
+    def _split(self, first: FirstToken, sent_s: float) -> Timing:
+        # A difference of two moments may be rounded below zero, and no part may be negative.
+        http_s = max(0.0, self._submitted_s - self._arrived_s - self._tokenize_s)
+        queue_s = max(0.0, first.scheduled_s - self._submitted_s)
+        on_rank_s = first.compute_s + first.allreduce_s + (first.codec_s or 0.0) + first.sampling_s
+        engine_s = max(0.0, first.sampled_s - first.scheduled_s - on_rank_s)
+        send_s = max(0.0, sent_s - first.sampled_s)
+        return Timing(
+            ttft_s=http_s + self._tokenize_s + queue_s + on_rank_s + engine_s + send_s,
+            http_s=http_s,
+            tokenize_s=self._tokenize_s,
+            queue_s=queue_s,
+            compute_s=first.compute_s,
+            allreduce_s=first.allreduce_s,
+            codec_s=first.codec_s,
+            sampling_s=first.sampling_s,
+            engine_s=engine_s,
+            send_s=send_s,
+        )
+
+    def _read_comm(self) -> _CommCounts:
+        stats = self._engine.stats
+        return {(count.op, count.algorithm, count.phase): count for count in stats.comm} if stats else {}
+
+
+def _zero(count: CommCount) -> CommCount:
+    return CommCount(count.op, count.algorithm, count.phase, 0, 0, 0, 0.0, 0)
+
+
+def _difference(now: CommCount, before: CommCount) -> CommTotals:
+    return CommTotals(
+        op=now.op,
+        algorithm=now.algorithm,
+        phase=now.phase,
+        calls=now.calls - before.calls,
+        bytes_sent=now.bytes_sent - before.bytes_sent,
+        exact_bytes=now.exact_bytes - before.exact_bytes,
+        seconds=now.seconds - before.seconds,
+        message_bytes=now.message_bytes - before.message_bytes,
+        codec_seconds=None if now.codec_seconds is None else now.codec_seconds - (before.codec_seconds or 0.0),
+    )
+
+
+def _seconds(counts: _CommCounts) -> float:
+    """The time that steps waited for; layers are gathered while steps compute."""
+    return sum(count.seconds for count in counts.values() if count.phase not in (LOADING, GATHERING))
+
+
+def _span(seconds: float, comm_seconds: float) -> CommSpan:
+    share = comm_seconds / seconds if seconds > 0 else 0.0
+    return CommSpan(seconds=seconds, comm_seconds=comm_seconds, comm_share=share)
