@@ -1,1 +1,1 @@
-"""``tightwire bench kernels``: block quantization, and AllReduce kernels on one GPU."""
+"""``tightwire bench kernels``: codecs and matrix products on one core, AllReduce kernels on one GPU. Start at ``bench.py``."""

@@ -1,267 +1,225 @@
-"""``tightwire bench kernels``: GB/s of block quantization beside a copy of the same run, and what AllReduce kernels cost.
+"""``tightwire bench kernels``: GB/s of codecs beside a copy of memory, matrix products by rows, and AllReduce kernels.
 
-Every timed configuration's answer is compared with the reference; a wrong one fails the run. On CPU the codec's kernels
-are timed on one core; the AllReduce kernels need a GPU.
+The answer of every timed configuration is compared with a reference; a wrong one fails the run. Codecs and products run on
+one core; the AllReduce kernels need a GPU.
 """
 
-import argparse
-import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from tightwire.bench.ending import say
-from tightwire.bench.kernels.arms import OPERATIONS, codec_arms, copy_arm
-from tightwire.bench.kernels.timing import seconds_per_call
-from tightwire.bench.report.console import make_console
-from tightwire.bench.report.environment import describe_environment
-from tightwire.bench.report.label import check_label
-from tightwire.bench.report.result_files import ResultFiles, add_flags
+from tightwire.bench.kernels.arms import Arm, codec_arms, copy_arm, product_arms, seconds_per_call
+from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names, parse_options
+from tightwire.bench.report.statistics import neighbour_batch
+from tightwire.bench.report.table import Column, Metric, Table, print_table
+from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.sizes import format_bytes, parse_bytes
 
-SCHEMA = "tightwire.bench.kernels/1"
+_PARTS = ("codecs", "products", "all-reduces")
+_CODECS = ("int8", "int6", "int5", "int4", "int4-had", "int3-sr", "fp8")
+_KIB, _MIB = 1 << 10, 1 << 20
+_CPU_SIZES, _CUDA_SIZES = (64 * _KIB, _MIB, 16 * _MIB), (64 * _KIB, _MIB, 8 * _MIB, 64 * _MIB)
+_CSV_COLUMNS = tuple(
+    Column(name, name)
+    for name in (
+        *("name", "part", "codec", "operation", "algorithm", "ranks", "rows", "size"),
+        *("seconds", "bytes_per_s", "share_of_copy", "right"),
+    )
+)
 
-_CODECS = "int8,int6,int5,int4,int4-had,int3-sr,fp8"
-_CPU_SIZES, _CUDA_SIZES = "64KiB,1MiB,16MiB", "64KiB,1MiB,8MiB,64MiB"
-_RANK_SIZES = "8KiB,64KiB,512KiB,4MiB,64MiB"
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_CSV_COLUMNS = [
-    *("name", "size", "codec", "algorithm", "ranks", "operation"),
-    *("seconds", "bytes_per_s", "share_of_copy", "right"),
-]
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(parse_bytes, text.split(",")))
+
+
+def _parse_matrix(text: str) -> tuple[int, int]:
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        raise ValueError(f"expected OUTPUTSxINPUTS such as 3072x576, got {text!r}")
+    return int(parts[0]), int(parts[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KernelBenchOptions:
-    """What to time; sizes are bytes of numbers before they are encoded."""
+class KernelBenchOptions(OutputOptions):
+    device: str = option("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    parts: tuple[str, ...] = option(_PARTS, "what to time", metavar="NAME,NAME", parse=parse_names)
+    dtype: str = option("bfloat16", "of the numbers", choices=("bfloat16", "float16", "float32"))
+    codecs: tuple[str, ...] = option(_CODECS, "codecs to time", metavar="NAME,NAME", parse=parse_names)
+    sizes: tuple[int, ...] = option(
+        (), "bytes of numbers to encode (64KiB to 64MiB; on CPU to 16MiB)", metavar="SIZE,SIZE", parse=_parse_sizes
+    )
+    rows: tuple[int, ...] = option(
+        (1, 2, 4, 16, 64, 512), "rows that a matrix product has", metavar="N,N", parse=parse_integers
+    )
+    matrix: tuple[int, int] = option(
+        (3072, 576), "outputs and inputs of its weights, written 3072x576", metavar="OxI", parse=_parse_matrix
+    )
+    rank_sizes: tuple[int, ...] = option(
+        (8 * _KIB, 64 * _KIB, 512 * _KIB, 4 * _MIB, 64 * _MIB),
+        "bytes of messages to sum",
+        metavar="SIZE,SIZE",
+        parse=_parse_sizes,
+    )
+    ranks: tuple[int, ...] = option(
+        (2, 4), "numbers of ranks that one process plays", metavar="N,N", parse=parse_integers
+    )
+    repeats: int = option(50, "samples of each", metavar="N")
+    seconds_per_arm: float = option(2.0, "fewer samples, but at least three, where they would take longer", metavar="S")
 
-    device: torch.device
-    dtype: str
-    codecs: tuple[str, ...]
-    sizes: tuple[int, ...]
-    rank_sizes: tuple[int, ...]
-    ranks: tuple[int, ...]
-    repeats: int
-    seconds_per_arm: float
-    output: Path | None
-    label: str
+    def __post_init__(self) -> None:
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: torch finds no CUDA device here")
+        for part in self.parts:
+            if part not in _PARTS:
+                raise ValueError(f"--parts takes {', '.join(_PARTS)}, got {part!r}")
+        for name in self.codecs:
+            if parse_codec(name).exact:
+                raise ValueError(f"codec {name!r} does not quantize; there is nothing to time")
+        for size in (*self.sizes, *self.rank_sizes):
+            if size <= 0 or size % 4:
+                raise ValueError(f"a size is a positive multiple of 4 bytes, got {size}")
+        if self.repeats < 1 or min(self.ranks) < 2 or min(self.rows) < 1:
+            raise ValueError("--repeats and --rows must be at least 1 and --ranks at least 2")
+        if min(self.matrix) < 1 or self.matrix[1] % 32:
+            raise ValueError(f"--matrix needs inputs that are a multiple of 32, got {self.matrix[1]}")
+
+    @property
+    def torch_device(self) -> torch.device:
+        on_cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        return torch.device("cuda", 0) if on_cuda else torch.device("cpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, 1 for a wrong answer, 2 for bad options, 130 after Ctrl-C."""
-    options = parse_options(sys.argv[1:] if argv is None else argv)
-    torch.set_num_threads(1)
-    console = make_console()
-    result: dict[str, Any] = {
-        "schema": SCHEMA,
-        "label": options.label,
-        **_facts(options),
-        "codecs": [],
-        "all_reduces": [],
-        "files": [],
-    }
-    try:
-        files = None if options.output is None else ResultFiles(options.output, options.label, ("json", "csv"))
-        console.print(result["setting"], "\n", soft_wrap=True)
-        for size in options.sizes:
-            rows = list(_codec_rows(options, size))
-            result["codecs"] += rows
-            _show_codecs(console, size, rows)
-        if options.device.type == "cuda":
+    description = (
+        "Time codecs against a copy of memory and matrix products by rows on one core and, on a GPU, codecs and the "
+        "AllReduce kernels with buffers of one process as ranks. Checks every answer."
+    )
+    argv = sys.argv[1:] if argv is None else argv
+    return KernelBench(parse_options(KernelBenchOptions, argv, verb="kernels", description=description)).run()
+
+
+class KernelBench(Bench):
+    verb = "kernels"
+    metrics = (Metric(name="seconds", unit="us", scale=1e6),)
+    failures = ((ValueError, 2),)
+
+    def __init__(self, options: KernelBenchOptions) -> None:
+        super().__init__(options)
+        self._options = options
+        self._device = options.torch_device
+        self._dtype: torch.dtype = getattr(torch, options.dtype)
+        self._cells: list[dict[str, Any]] = []
+
+    def measure(self) -> None:
+        torch.set_num_threads(1)
+        options, on_cuda = self._options, self._device.type == "cuda"
+        name = torch.cuda.get_device_name(self._device) if on_cuda else "one core"
+        setting = f"{options.dtype} on {self._device.type} ({name}); a rate counts every byte read and written, once"
+        self.facts = {"device": self._device.type, "device_name": name, "dtype": options.dtype, "setting": setting}
+        self.console.print(setting, "\n", soft_wrap=True)
+        if "codecs" in options.parts:
+            for size in options.sizes or (_CUDA_SIZES if on_cuda else _CPU_SIZES):
+                cells = list(self._codec_cells(size))
+                copy = cells[0]["copy_bytes_per_s"] / 1e9
+                self._add(
+                    cells, f"{format_bytes(size)}: GB/s (share of copy's {copy:,.1f})", "codec", "operation", _rate
+                )
+        if "products" in options.parts and not on_cuda:
+            outputs, inputs = options.matrix
+            cells = [cell for num_rows in options.rows for cell in self._product_cells(num_rows)]
+            self._add(cells, f"products with {outputs} x {inputs} weights, out of cache: us", "rows", "operation", _us)
+        if "all-reduces" in options.parts and on_cuda:
             for world_size in options.ranks:
-                rows = list(_rank_rows(options, world_size))
-                result["all_reduces"] += rows
-                _show_ranks(console, world_size, rows)
-        else:
-            console.print("the AllReduce kernels need a GPU, and were not timed\n")
-    except ValueError as error:
-        say("kernels", str(error))
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    wrong = [row["name"] for row in result["codecs"] + result["all_reduces"] if not row["right"]]
-    result["error"] = f"wrong answers: {', '.join(wrong)}" if wrong else None
-    if files is not None:
-        _keep(files, result)
-        result["files"] = files.paths
-    sys.stdout.write(json.dumps(_without_samples(result)) + "\n")
-    for name in wrong:
-        sys.stderr.write(f"tightwire bench kernels: wrong answer: {name}\n")
-    return 1 if wrong else 0
+                cells = list(self._rank_cells(world_size))
+                title = f"{world_size} ranks played by buffers and streams of one process on one device: us, no link"
+                self._add(cells, title, "size", "algorithm", _us)
+        elif "all-reduces" in options.parts:
+            self.console.print("the AllReduce kernels need a GPU, and were not timed\n")
+        if wrong := [cell["name"] for cell in self._cells if not cell["right"]]:
+            raise BenchFailedError(f"wrong answer: {', '.join(wrong)}")
 
+    def cells(self) -> list[dict[str, Any]]:
+        return self._cells
 
-def parse_options(argv: Sequence[str]) -> KernelBenchOptions:
-    """Read the command line; prints what is wrong and exits with status 2 when it is."""
-    parser = argparse.ArgumentParser(
-        prog="tightwire bench kernels",
-        description="Time block quantization against a copy of memory and, on a GPU, the AllReduce kernels with several "
-        "buffers of one process as ranks. Checks every answer. The last line of stdout is one JSON object.",
-    )
-    add = parser.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
-    add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of the numbers (%(default)s)")
-    add("--codecs", default=_CODECS, metavar="NAME,NAME", help="%(default)s")
-    add("--sizes", metavar="SIZE,SIZE", help=f"of numbers to encode ({_CUDA_SIZES}; on CPU {_CPU_SIZES})")
-    add("--rank-sizes", default=_RANK_SIZES, metavar="SIZE,SIZE", help="of messages to sum (%(default)s)")
-    add("--ranks", default="2,4", metavar="N,N", help="ranks that are played (%(default)s)")
-    add("--repeats", type=int, default=50, metavar="N", help="samples of each (%(default)s)")
-    add(
-        "--seconds-per-arm",
-        type=float,
-        default=2.0,
-        metavar="S",
-        help="fewer samples, but three, where it takes longer",
-    )
-    add_flags(parser, "kernels", "JSON (raw samples included) and CSV")
-    given = parser.parse_args(argv)
-    has_cuda = torch.cuda.is_available()
-    if given.device == "cuda" and not has_cuda:
-        parser.error("--device cuda: torch finds no CUDA device here")
-    kind = given.device if given.device != "auto" else ("cuda" if has_cuda else "cpu")
-    try:
-        codecs = tuple(given.codecs.split(","))
-        for name in codecs:
-            if parse_codec(name).exact:
-                raise ValueError(f"codec {name!r} does not quantize; there is nothing to time")
-        options = KernelBenchOptions(
-            device=torch.device(kind, 0) if kind == "cuda" else torch.device("cpu"),
-            dtype=given.dtype,
-            codecs=codecs,
-            sizes=_parse_sizes(given.sizes or (_CUDA_SIZES if kind == "cuda" else _CPU_SIZES)),
-            rank_sizes=_parse_sizes(given.rank_sizes),
-            ranks=tuple(int(count) for count in given.ranks.split(",")),
-            repeats=given.repeats,
-            seconds_per_arm=given.seconds_per_arm,
-            output=given.output,
-            label=given.label,
-        )
-        if options.repeats < 1 or min(options.ranks) < 2:
-            raise ValueError("--repeats must be at least 1 and --ranks at least 2")
-        check_label(options.label)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
+    def csv(self, result: Mapping[str, Any]) -> Table:
+        return Table(columns=_CSV_COLUMNS, rows=result["cells"])
 
+    def _add(self, cells: list[dict[str, Any]], title: str, row: str, column: str, text: Any) -> None:
+        """Keep the cells, and print one table with a row for each value of ``row`` and a column for each of ``column``."""
+        self._cells += cells
+        rows: dict[Any, dict[str, Any]] = {}
+        for cell in cells:
+            rows.setdefault(cell[row], {row: cell[row]})[cell[column]] = cell
+        first = Column(row, row, format_bytes) if row == "size" else Column(row, row)
+        columns = [Column(name, name, text) for name in dict.fromkeys(cell[column] for cell in cells)]
+        print_table(self.console, Table(title=title, columns=[first, *columns], rows=list(rows.values())))
+        self.keep()
 
-def _parse_sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(parse_bytes(part) for part in text.split(","))
-    for size in sizes:
-        if size <= 0 or size % 4:
-            raise ValueError(f"a size is a positive multiple of 4 bytes, got {size}")
-    return sizes
-
-
-def _facts(options: KernelBenchOptions) -> dict[str, Any]:
-    on_cuda = options.device.type == "cuda"
-    name = torch.cuda.get_device_name(options.device) if on_cuda else "one core"
-    setting = f"{options.dtype} on {options.device.type} ({name}); a rate counts every byte read and written, once"
-    return {
-        "environment": describe_environment(),
-        "device": options.device.type,
-        "device_name": name,
-        "dtype": options.dtype,
-        "setting": setting,
-    }
-
-
-def _codec_rows(options: KernelBenchOptions, size: int) -> Iterator[dict[str, Any]]:
-    """The copy before and after the codecs: its rate is the mean of both, so that a drift does not favor anybody."""
-    first = _seconds(options, copy_arm(size, options.device).call)
-    rows = []
-    for codec in options.codecs:
-        for arm in codec_arms(codec, size, _DTYPES[options.dtype], options.device):
-            samples = _seconds(options, arm.call)
-            seconds = statistics.median(samples)
-            rows.append(
-                {
-                    "name": f"{arm.name} {codec} {format_bytes(size)}",
-                    "operation": arm.name,
-                    "codec": codec,
-                    "size": size,
-                    "seconds": seconds,
-                    "bytes_per_s": arm.moved_bytes / seconds,
-                    "right": arm.is_right(),
-                    "samples_s": samples,
-                }
+    def _codec_cells(self, size: int) -> Iterator[dict[str, Any]]:
+        """The copy is timed before and after the codecs, and its rate is that of all samples: a drift favors nobody."""
+        first = self._seconds(copy_arm(size, self._device))
+        cells = [
+            self._cell(
+                arm,
+                f"{arm.name} {codec} {format_bytes(size)}",
+                part="codecs",
+                operation=arm.name,
+                codec=codec,
+                size=size,
             )
-    samples = first + _seconds(options, copy_arm(size, options.device).call)
-    copy_bytes_per_s = 2 * size / statistics.median(samples)
-    for row in rows:
-        yield {**row, "copy_bytes_per_s": copy_bytes_per_s, "share_of_copy": row["bytes_per_s"] / copy_bytes_per_s}
-
-
-def _rank_rows(options: KernelBenchOptions, world_size: int) -> Iterator[dict[str, Any]]:
-    # Imports Triton, which a CPU host may not have.
-    from tightwire.bench.kernels.ranks import ALGORITHMS, PlayedRanks
-
-    ranks = PlayedRanks(world_size, options.device)
-    for size in options.rank_sizes:
-        for algorithm in ALGORITHMS:
-            arm = ranks.arm(algorithm, size, _DTYPES[options.dtype])
-            samples = _seconds(options, arm.call)
-            yield {
-                "name": f"{algorithm} {format_bytes(size)} over {world_size}",
-                "algorithm": algorithm,
-                "ranks": world_size,
-                "size": size,
-                "seconds": statistics.median(samples),
-                "right": arm.is_right(),
-                "samples_s": samples,
-            }
-
-
-def _seconds(options: KernelBenchOptions, call: Any) -> list[float]:
-    return seconds_per_call(call, options.device, repeats=options.repeats, limit_s=options.seconds_per_arm)
-
-
-def _show_codecs(console: Console, size: int, rows: list[dict[str, Any]]) -> None:
-    copy = rows[0]["copy_bytes_per_s"] / 1e9
-    table = Table(title=f"{format_bytes(size)}: GB/s (share of copy's {copy:,.1f})", title_justify="left")
-    table.add_column("codec")
-    for operation in OPERATIONS:
-        table.add_column(operation, justify="right")
-    for codec in dict.fromkeys(row["codec"] for row in rows):
-        cells = {row["operation"]: row for row in rows if row["codec"] == codec}
-        table.add_row(codec, *(_rate(cells[operation]) for operation in OPERATIONS))
-    console.print(table, "")
-
-
-def _rate(row: dict[str, Any]) -> str:
-    text = f"{row['bytes_per_s'] / 1e9:,.2f} ({row['share_of_copy']:.0%})"
-    return text if row["right"] else f"[red]{text} WRONG[/red]"
-
-
-def _show_ranks(console: Console, world_size: int, rows: list[dict[str, Any]]) -> None:
-    title = f"{world_size} ranks played by buffers and streams of one process on one device: us a call, no link"
-    table = Table(title=title, title_justify="left")
-    table.add_column("size")
-    algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
-    for algorithm in algorithms:
-        table.add_column(algorithm, justify="right")
-    for size in dict.fromkeys(row["size"] for row in rows):
-        cells = {row["algorithm"]: row for row in rows if row["size"] == size}
-        texts = [
-            f"{cells[name]['seconds'] * 1e6:,.1f}{'' if cells[name]['right'] else ' WRONG'}" for name in algorithms
+            for codec in self._options.codecs
+            for arm in codec_arms(codec, size, self._dtype, self._device)
         ]
-        table.add_row(format_bytes(size), *texts)
-    console.print(table, "")
+        samples = first + self._seconds(copy_arm(size, self._device))
+        copy_bytes_per_s = 2 * size / statistics.median(samples)
+        for cell in cells:
+            share = cell["bytes_per_s"] / copy_bytes_per_s
+            yield {**cell, "copy_bytes_per_s": copy_bytes_per_s, "share_of_copy": share}
+
+    def _product_cells(self, num_rows: int) -> Iterator[dict[str, Any]]:
+        for arm in product_arms(num_rows, *self._options.matrix):
+            yield self._cell(
+                arm, f"product {arm.name} {num_rows} rows", part="products", operation=arm.name, rows=num_rows
+            )
+
+    def _rank_cells(self, world_size: int) -> Iterator[dict[str, Any]]:
+        # Imports Triton, which a CPU host may not have.
+        from tightwire.bench.kernels.played_ranks import ALGORITHMS, PlayedRanks
+
+        ranks = PlayedRanks(world_size, self._device)
+        for size in self._options.rank_sizes:
+            for algorithm in ALGORITHMS:
+                name = f"{algorithm} {format_bytes(size)} over {world_size}"
+                arm = ranks.arm(algorithm, size, self._dtype)
+                yield self._cell(arm, name, part="all-reduces", algorithm=algorithm, ranks=world_size, size=size)
+
+    def _cell(self, arm: Arm, name: str, **facts: Any) -> dict[str, Any]:
+        samples = self._seconds(arm)
+        seconds = statistics.median(samples)
+        return {
+            "name": name,
+            **facts,
+            "seconds": seconds,
+            "bytes_per_s": arm.moved_bytes / seconds if arm.moved_bytes else None,
+            "right": arm.is_right(),
+            "samples": {"seconds": samples},
+            "batch": neighbour_batch(len(samples)),
+        }
+
+    def _seconds(self, arm: Arm) -> list[float]:
+        options = self._options
+        return seconds_per_call(arm.call, self._device, repeats=options.repeats, limit_s=options.seconds_per_arm)
 
 
-def _keep(files: ResultFiles, result: dict[str, Any]) -> None:
-    files.write_json(result)
-    files.write_csv(_CSV_COLUMNS, result["codecs"] + result["all_reduces"])
+def _rate(cell: Mapping[str, Any]) -> str:
+    return f"{cell['bytes_per_s'] / 1e9:,.2f} ({cell['share_of_copy']:.0%}){'' if cell['right'] else ' WRONG'}"
 
 
-def _without_samples(result: dict[str, Any]) -> dict[str, Any]:
-    def plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{key: value for key, value in row.items() if key != "samples_s"} for row in rows]
-
-    return {**result, "codecs": plain(result["codecs"]), "all_reduces": plain(result["all_reduces"])}
+def _us(cell: Mapping[str, Any]) -> str:
+    return f"{cell['seconds'] * 1e6:,.1f}{'' if cell['right'] else ' WRONG'}"

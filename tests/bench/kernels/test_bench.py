@@ -9,11 +9,24 @@ import torch
 from torch import Tensor
 
 from tightwire.bench import cli
+from tightwire.bench.kernels import arms
 from tightwire.bench.kernels.arms import OPERATIONS
 from tightwire.kernels import block_quant
 from tightwire.kernels.spec.block_format import BlockFormat
 
-ARGS = ["kernels", "--device", "cpu", "--codecs", "int8,int4-had", "--sizes", "4KiB", "--repeats", "3"]
+ARGS = [
+    "kernels",
+    "--device",
+    "cpu",
+    "--parts",
+    "codecs,all-reduces",
+    "--codecs",
+    "int8,int4-had",
+    "--sizes",
+    "4KiB",
+    "--repeats",
+    "3",
+]
 
 
 def test_prints_and_keeps_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,18 +34,18 @@ def test_prints_and_keeps_every_cell(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
     assert "4KiB: GB/s" in out and "need a GPU" in out
-    assert result["schema"] == "tightwire.bench.kernels/1" and result["error"] is None
-    assert [(row["codec"], row["operation"]) for row in result["codecs"]] == [
+    assert result["schema"] == "tightwire.bench.kernels/2" and result["error"] is None
+    assert [(row["codec"], row["operation"]) for row in result["cells"]] == [
         (codec, operation) for codec in ("int8", "int4-had") for operation in OPERATIONS
     ]
-    first = result["codecs"][0]
+    first = result["cells"][0]
     moved = 4096 + 16 * 132  # 2048 numbers are 16 groups of 128 codes, a scale and a zero
     assert first["bytes_per_s"] == pytest.approx(moved / first["seconds"])
     assert first["share_of_copy"] == pytest.approx(first["bytes_per_s"] / first["copy_bytes_per_s"])
     kept = json.loads((tmp_path / Path(result["files"][0]).name).read_text())
-    assert len(kept["codecs"][0]["samples_s"]) == 3 and "samples_s" not in first
+    assert len(kept["cells"][0]["samples"]["seconds"]) == 3 and "samples" not in first
     with (tmp_path / Path(result["files"][1]).name).open() as file:
-        assert [row["name"] for row in csv.DictReader(file)] == [row["name"] for row in result["codecs"]]
+        assert [row["name"] for row in csv.DictReader(file)] == [row["name"] for row in result["cells"]]
 
 
 def test_a_wrong_answer_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +61,29 @@ def test_a_wrong_answer_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "encode int8 4KiB" in json.loads(captured.out.splitlines()[-1])["error"]
 
 
+def test_products_of_plain_and_packed_weights_are_timed_by_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["kernels", "--device", "cpu", "--parts", "products", "--rows", "1,3", "--matrix", "64x96", "--repeats", "3"]
+
+    assert cli.main(args) == 0
+
+    cells = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
+    names = ("bfloat16", "bfloat16 torch", "float32", "float32 torch", "Q8_0", "Q4_0", "Q4_1")
+    assert [(cell["rows"], cell["operation"]) for cell in cells] == [(rows, name) for rows in (1, 3) for name in names]
+    assert all(cell["right"] for cell in cells)
+    assert cells[0]["bytes_per_s"] == pytest.approx(2 * 64 * 96 / cells[0]["seconds"])
+
+
+def test_a_wrong_product_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    linear = arms.linear
+    monkeypatch.setattr(arms, "linear", lambda x_TD, weight_OD: 1.02 * linear(x_TD, weight_OD))
+    args = ["kernels", "--device", "cpu", "--parts", "products", "--rows", "2", "--matrix", "64x96", "--repeats", "3"]
+
+    assert cli.main(args) == 1
+
+    error = json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+    assert "product bfloat16 2 rows" in error and "torch" not in error
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -55,6 +91,9 @@ def test_a_wrong_answer_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: p
         (["--codecs", "int7"], "unknown codec 'int7'"),
         (["--sizes", "6"], "positive multiple of 4"),
         (["--ranks", "1"], "at least 2"),
+        (["--parts", "codec"], "--parts takes codecs, products, all-reduces, got 'codec'"),
+        (["--matrix", "64"], "expected OUTPUTSxINPUTS"),
+        (["--matrix", "64x33"], "multiple of 32, got 33"),
     ],
 )
 def test_bad_options_are_refused(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,14 @@
-"""AllReduce kernels on one GPU, whose ranks are buffers and streams of one process: what the kernels themselves cost.
+"""Runs AllReduce kernels on one GPU: ranks are buffers and streams of one process, so only the kernels are measured.
 
-All ranks' memory is one GPU's, so no link is measured, and the GPU does every rank's work: a call takes about as long as
-one rank's work on an Nth of the GPU. The barriers are real: the ranks' kernels run at once and wait for each other.
+All ranks use the memory of one GPU, so no link is measured, and the GPU does the work of every rank: a call takes about as
+long as one rank's work on 1/N of the GPU. The barriers are real: the kernels of the ranks run at once and wait for each
+other.
 """
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tightwire.bench.kernels.arms import Arm
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.errors import CommError
 from tightwire.comm.slices import slice_lengths
@@ -21,15 +20,6 @@ ALGORITHMS = ("one-shot", "two-shot", "flash-int8", "flash-int4")
 _NUM_BLOCKS = 16  # of each rank: all ranks' blocks must run at once
 _SEND_BYTES = 16 << 20
 _TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankedArm:
-    """``call(i)`` is one AllReduce of all ranks on the current stream and side streams that join it again."""
-
-    algorithm: str
-    call: Callable[[int], object]
-    is_right: Callable[[], bool]
 
 
 class PlayedRanks:
@@ -57,7 +47,8 @@ class PlayedRanks:
             for rank in range(world_size)
         ]
 
-    def arm(self, algorithm: str, num_bytes: int, dtype: torch.dtype) -> RankedArm:
+    def arm(self, algorithm: str, num_bytes: int, dtype: torch.dtype) -> Arm:
+        """A call is one AllReduce of all ranks on the current stream and on side streams that join it again."""
         device = self._streams[0].device
         generator = torch.Generator(device=device).manual_seed(0)
         shape = self.world_size, num_bytes // dtype.itemsize
@@ -81,7 +72,7 @@ class PlayedRanks:
             want = expected(algorithm, inputs)
             return all(torch.equal(result, want) for result in results)
 
-        return RankedArm(algorithm=algorithm, call=call, is_right=is_right)
+        return Arm(name=algorithm, call=call, moved_bytes=0, is_right=is_right)
 
     def _sum(self, algorithm: str, inputs: list[Tensor]) -> list[Tensor]:
         current = torch.cuda.current_stream()
