@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from tightwire.bench.comm.options import TRANSPORTS
+from tightwire.bench.comm.ranks import TRANSPORTS
 from tightwire.bench.tune_measure import TunePlan, measure_all
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.comm.policy.choose import Chooser

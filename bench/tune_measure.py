@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tightwire.bench.comm.computing import Computed, ComputingPlan, compute_alone, measurable
-from tightwire.bench.comm.measure import MeasurePlan, Timed, measure
-from tightwire.bench.comm.options import CommBenchOptions
-from tightwire.bench.comm.ranks import open_ranks
+from tightwire.bench.comm.measure import (
+    Computed,
+    ComputingPlan,
+    MeasurePlan,
+    Timed,
+    compute_alone,
+    measurable,
+    measure,
+)
+from tightwire.bench.comm.ranks import RankOptions, open_ranks
 from tightwire.bench.comm.summary import Cells
 from tightwire.bench.report.progress import progress_bar
 from tightwire.bench.report.quiet import OthersWatch
@@ -91,25 +97,20 @@ def _measure_setting(
     setting: Setting, request: PolicyRequest, sizes: Sequence[int], per_size_s: float, report: Callable[[float], None]
 ) -> Measured:
     names = Chooser(request, CostModel(setting)).candidates()
-    options = CommBenchOptions(
-        algorithms=tuple(names),
-        sizes=tuple(sizes),
+    options = RankOptions(
         ranks=setting.world_size,
-        dtype=setting.dtype,
         device=setting.device,
         transport=setting.transport,
         nodes=setting.num_nodes,
-        repeats=_MAX_CALLS,
-        seconds_per_size=max(_LEAST_SECONDS_PER_SIZE, per_size_s),
     )
     order = _ends_first(sizes)
     plan = MeasurePlan(
-        algorithms=options.algorithms,
+        algorithms=tuple(names),
         sizes=order,
-        dtype=options.dtype,
-        repeats=options.repeats,
-        seconds_per_size=options.seconds_per_size,
-        seed=options.seed,
+        dtype=setting.dtype,
+        repeats=_MAX_CALLS,
+        seconds_per_size=max(_LEAST_SECONDS_PER_SIZE, per_size_s),
+        seed=0,
     )
     cells, computed = Cells(setting.world_size), list[Computed]()
     deadline: float | None = None  # from the first answer: ranks may have had to compile before it
@@ -118,13 +119,13 @@ def _measure_setting(
         for rank, event in ranks.stream(measure, plan):
             cells.add(rank, event)
             now = time.monotonic()
-            deadline = deadline or now + _OVERRUN * options.seconds_per_size * len(order)
+            deadline = deadline or now + _OVERRUN * plan.seconds_per_size * len(order)
             if rank == 0 and isinstance(event, Timed):
                 report(order.index(event.size) + event.done / event.rounds)
             if now > deadline and cells.rows():
                 break  # sizes in the middle are left out: better than an hour on a crowded machine
         else:
-            computed = _measure_computing(ranks, options)
+            computed = _measure_computing(ranks, plan) if setting.device == "cpu" else []
         others = watch.share()
     if others > _MOST_OTHERS:
         raise CrowdedError(
@@ -134,14 +135,12 @@ def _measure_setting(
     return judge(setting, cells, computed)
 
 
-def _measure_computing(ranks: LocalRanks, options: CommBenchOptions) -> list[Computed]:
-    """What algorithms take where messages take nothing."""
-    if options.device != "cpu":
-        return []  # whole AllReduces are kernels there
+def _measure_computing(ranks: LocalRanks, measured: MeasurePlan) -> list[Computed]:
+    """The algorithms' computing without a wire; on CUDA a whole AllReduce is one kernel, so there is none."""
     plan = ComputingPlan(
-        algorithms=measurable(options.algorithms),
-        sizes=options.sizes,
-        dtype=options.dtype,
+        algorithms=measurable(measured.algorithms),
+        sizes=tuple(sorted(measured.sizes)),
+        dtype=measured.dtype,
         repeats=_COMPUTING_CALLS,
     )
     return [answer for _, answer in ranks.stream(compute_alone, plan)]

@@ -1,15 +1,15 @@
-"""What a rank of ``bench comm`` does: make numbers, check every algorithm's answer, then time them in random turns.
+"""Checks and times AllReduces; runs on every rank of ``bench comm`` and ``tune``.
 
-Every call is checked. The first of an algorithm at a size is compared with the exact sum, elementwise against the bound
-that the algorithm states, by one rank; all ranks tell a digest of their bits, which must be the same; and each later
-call must give the first one's bits. So must the counted bytes be those of the algorithm's formula.
+Every call is checked. For the first call of an algorithm at a size, rank 0 compares each element's error with the bound that
+the algorithm states, all ranks report a digest of their bits, which must be equal, and the counted bytes must be those of
+the algorithm's formula. Each later call must give the bits of the first one.
 """
 
 import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from torch import Tensor
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
+from tightwire.comm.transport.weightless import WeightlessTransport
 
 _WARM_UP_ROUNDS = 2
 _MIN_ROUNDS = 3
 _REPORT_S = 0.25  # between two reports, so that a progress bar moves
+_NOT_COMPUTABLE_ALONE = ("native", "hierarchical")  # the library's own sum; one that goes through groups of its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +38,7 @@ class MeasurePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """The first answer of an algorithm at a size. Errors are None on ranks that leave the sum to another."""
+    """The first answer of an algorithm at a size. Errors are None on all ranks but rank 0."""
 
     size: int
     algorithm: str
@@ -58,6 +60,24 @@ class Timed:
     rounds: int
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Seconds of each call without a wire: one algorithm at one message size on one rank."""
+
+    algorithm: str
+    size: int
+    seconds: list[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputingPlan:
+    algorithms: tuple[str, ...]
+    sizes: tuple[int, ...]  # bytes of messages
+    dtype: str
+    repeats: int
+    seed: int = 0
+
+
 def measure(group: Group, plan: MeasurePlan) -> Iterator[Checked | Timed]:
     arms = {name: plan.make(name, group) for name in plan.algorithms}
     for size in plan.sizes:
@@ -65,6 +85,31 @@ def measure(group: Group, plan: MeasurePlan) -> Iterator[Checked | Timed]:
         for name in arms:
             yield bench.check(name)
         yield from bench.time(bench.agree_on_rounds())
+
+
+def measurable(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of ``names`` that can run without a wire."""
+    return tuple(name for name in names if not name.startswith(_NOT_COMPUTABLE_ALONE))
+
+
+def compute_alone(group: Group, plan: ComputingPlan) -> Iterator[Computed]:
+    """Time what AllReduces compute (encode, add, decode, join slices) over a transport that costs nothing, on all ranks at once."""
+    alone = replace(group, transport=WeightlessTransport(group.rank, group.world_size), nodes=None)
+    arms = {name: make_all_reduce(name, alone) for name in plan.algorithms}
+    dtype: torch.dtype = getattr(torch, plan.dtype)
+    source = torch.Generator().manual_seed(plan.seed + group.rank)
+    for size in plan.sizes:
+        x = torch.randn(size // dtype.itemsize, generator=source).to(group.device, dtype)
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
+        for number in range(_WARM_UP_ROUNDS + plan.repeats):
+            for name, all_reduce in arms.items():
+                group.transport.barrier()
+                start = time.perf_counter()
+                all_reduce(x)
+                if number >= _WARM_UP_ROUNDS:
+                    seconds[name].append(time.perf_counter() - start)
+        for name, calls in seconds.items():
+            yield Computed(name, size, calls)
 
 
 class _Size:

@@ -3,16 +3,27 @@
 import math
 from dataclasses import dataclass
 
+from tightwire.bench.comm.ranks import TRANSPORTS, RankOptions
 from tightwire.bench.options import OutputOptions, option, parse_sizes
 from tightwire.comm.all_reduce.names import split_all_reduce_names
 from tightwire.comm.all_reduce.registry import all_reduce_names, describe_all_reduce_names, parse_all_reduce
 from tightwire.comm.link.link import Link, parse_link
 
 DTYPES = ("bfloat16", "float16", "float32")
-TRANSPORTS = ("auto", "shared-memory", "process-group", "peer-memory")
 _DEFAULT_SIZES = tuple(8192 * 4**power for power in range(6))  # 8 KiB to 8 MiB
 _MAX_SIZE = 1 << 30  # every rank holds a message, its result and the exact sum in float64
 _MAX_RANKS = 64
+
+
+def parse_links(text: str) -> tuple[Link, ...]:
+    """``1gbit,200mbit,latency=50us`` as two links: a latency belongs to the rate before it."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and part.strip().startswith("latency="):
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    return tuple(map(parse_link, names))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +45,13 @@ class CommBenchOptions(OutputOptions):
         "auto: shared memory between CPU ranks of one node, peer memory between GPUs that have it",
         choices=TRANSPORTS,
     )
-    link: Link | None = option(
-        None,
-        "emulate this link between the nodes, such as 200mbit, 2.5gbit, pcie3x4 or 1gbit,latency=50us; as root in the "
-        "kernel, else throttled in user space, which the result says",
-        metavar="LINK",
-        parse=parse_link,
+    links: tuple[Link, ...] = option(
+        (),
+        "emulate these links between the nodes, one after the other, such as 200mbit, 2.5gbit, pcie3x4 or "
+        "1gbit,latency=50us; as root in the kernel, else throttled in user space, which the result says",
+        metavar="LINK,LINK",
+        flag="--link",
+        parse=parse_links,
     )
     nodes: int | None = option(
         None, "divide the ranks among this many equal nodes (1; with --link one for each rank)", metavar="K"
@@ -62,27 +74,27 @@ class CommBenchOptions(OutputOptions):
             raise ValueError(f"--sizes takes multiples of 4 bytes, got {', '.join(map(str, self.sizes)) or 'none'}")
         if max(self.sizes) > _MAX_SIZE:
             raise ValueError(f"--sizes goes up to {_MAX_SIZE >> 30}GiB, got {max(self.sizes)} bytes")
-        if self.nodes is not None and (self.nodes < 1 or self.ranks % self.nodes):
-            raise ValueError(f"--nodes must divide the {self.ranks} ranks evenly, got {self.nodes}")
-        self._check_transport()
+        for link in self.links or (None,):
+            self.rank_options(link)
         if self.repeats < 3:
             raise ValueError(f"--repeats must be at least 3, got {self.repeats}")
         for flag, value in (("--seconds-per-size", self.seconds_per_size), ("--timeout", self.timeout_s)):
             if not 0 < value < math.inf:
                 raise ValueError(f"{flag} must be above 0, got {value}")
 
-    def _check_transport(self) -> None:
-        if self.link is not None and self.num_nodes < 2:
-            raise ValueError("--link is between nodes, so --nodes must be at least 2")
-        if self.link is not None and (self.transport == "shared-memory" or self.device != "cpu"):
-            raise ValueError("--link joins CPU processes by sockets; leave out --transport and --device")
-        only_on = {"peer-memory": "cuda", "shared-memory": "cpu"}.get(self.transport, self.device)
-        if self.device != only_on:
-            raise ValueError(f"--transport {self.transport} is not for --device {self.device}")
+    def rank_options(self, link: Link | None) -> RankOptions:
+        return RankOptions(
+            ranks=self.ranks,
+            nodes=self.nodes,
+            device=self.device,
+            transport=self.transport,
+            link=link,
+            timeout_s=self.timeout_s,
+        )
 
     @property
     def num_nodes(self) -> int:
-        return self.nodes or (1 if self.link is None else self.ranks)
+        return self.rank_options(next(iter(self.links), None)).num_nodes
 
     @property
     def names(self) -> tuple[str, ...]:

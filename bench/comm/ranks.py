@@ -1,4 +1,4 @@
-"""The ranks of ``bench comm``: processes of this machine, joined as the options say, with a wire between nodes if wished."""
+"""Starts rank processes on this machine and joins them: transport, nodes, and an emulated link between the nodes."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.bench.comm.options import CommBenchOptions
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks, fd_path, silence_after
 from tightwire.comm.group.nodes import join_nodes
@@ -21,10 +20,42 @@ from tightwire.comm.link.wire import Wire, open_wire
 from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.comm.transport.throttled import throttle_group
 
+TRANSPORTS = ("auto", "shared-memory", "process-group", "peer-memory")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOptions:
+    """How many ranks to start and what joins them.
+
+    Raises:
+        ValueError: the values do not fit together.
+    """
+
+    ranks: int = 2
+    nodes: int | None = None  # None: 1, or with a link one node for each rank
+    device: str = "cpu"
+    transport: str = "auto"
+    link: Link | None = None
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.nodes is not None and (self.nodes < 1 or self.ranks % self.nodes):
+            raise ValueError(f"--nodes must divide the {self.ranks} ranks evenly, got {self.nodes}")
+        if self.link is not None and self.num_nodes < 2:
+            raise ValueError("--link is between nodes, so --nodes must be at least 2")
+        if self.link is not None and (self.transport == "shared-memory" or self.device != "cpu"):
+            raise ValueError("--link joins CPU processes by sockets; leave out --transport and --device")
+        if self.device != {"peer-memory": "cuda", "shared-memory": "cpu"}.get(self.transport, self.device):
+            raise ValueError(f"--transport {self.transport} is not for --device {self.device}")
+
+    @property
+    def num_nodes(self) -> int:
+        return self.nodes or (1 if self.link is None else self.ranks)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan:
-    """All that a rank process needs to join; the same on every rank."""
+    """What a rank process needs to join; the same on every rank."""
 
     world_size: int
     num_nodes: int
@@ -32,18 +63,18 @@ class GroupPlan:
     timeout_s: float
     store_path: str
     segment: str | None = None  # a path that opens the memory of all ranks
-    node_segments: tuple[str | None, ...] = ()  # and that of each node's ranks
+    node_segments: tuple[str | None, ...] = ()  # the same for each node's ranks
     peer_memory: bool = False
-    network: tuple[EmulatedNode, ...] = ()  # where each node's ranks live; (): on the machine's own network
+    network: tuple[EmulatedNode, ...] = ()  # of each node's ranks; (): the machine's own network
     throttle: Link | None = None  # slows the transport itself, where the kernel does not
 
 
 @contextmanager
-def open_ranks(options: CommBenchOptions) -> Iterator[tuple[LocalRanks, dict[str, Any]]]:
+def open_ranks(options: RankOptions) -> Iterator[tuple[LocalRanks, dict[str, Any]]]:
     """The running ranks, and facts about how they are joined, for the result.
 
     Raises:
-        ValueError: what was asked cannot be had on this machine; says why.
+        ValueError: this machine does not support what was asked for; says why.
         LocalRankError: the ranks could not join.
     """
     transport = _choose_transport(options)
@@ -77,7 +108,7 @@ def open_ranks(options: CommBenchOptions) -> Iterator[tuple[LocalRanks, dict[str
 
 
 def has_peer_memory(group: Group) -> Iterator[bool]:
-    """Whether this rank's sums go through peer memory; where they were to and do not, it has logged the reason."""
+    """True if this rank sums through peer memory; if it cannot, the rank has logged the reason."""
     yield group.transport.fused is not None
 
 
@@ -107,8 +138,8 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
     return group if plan.throttle is None else throttle_group(group, plan.throttle)
 
 
-def _open_wire(options: CommBenchOptions, stack: ExitStack) -> tuple[Wire | None, dict[str, Any] | None]:
-    """What lies between the nodes, and facts about it for the result."""
+def _open_wire(options: RankOptions, stack: ExitStack) -> tuple[Wire | None, dict[str, Any] | None]:
+    """The emulated link between the nodes, and facts about it for the result."""
     if options.link is None:
         return None, None
     per_node = options.ranks // options.num_nodes
@@ -118,7 +149,7 @@ def _open_wire(options: CommBenchOptions, stack: ExitStack) -> tuple[Wire | None
     return wire, facts | ({"why": reason} if reason else {})
 
 
-def _choose_transport(options: CommBenchOptions) -> str:
+def _choose_transport(options: RankOptions) -> str:
     if options.device == "cuda":
         if torch.cuda.device_count() < options.ranks:
             raise ValueError(

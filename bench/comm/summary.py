@@ -1,10 +1,11 @@
-"""From what the ranks of ``bench comm`` report to cells: one algorithm at one size, its time, bytes, error, and faults."""
+"""Collects the reports of ranks into cells: an algorithm at a message size with its time, bytes, error and faults."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
-from tightwire.bench.comm.measure import Checked, Timed
+from tightwire.bench.comm.measure import Checked, Computed, Timed
 from tightwire.bench.report.statistics import describe, neighbour_batch
 from tightwire.comm.sizes import format_bytes
 
@@ -13,7 +14,7 @@ BASELINE = "native"
 
 @dataclass(kw_only=True, slots=True)
 class Cell:
-    """Filled while the ranks report. Every list is by rank."""
+    """Filled while the ranks report; checks and seconds are by rank."""
 
     size: int
     algorithm: str
@@ -21,22 +22,23 @@ class Cell:
     checks: dict[int, Checked] = field(default_factory=dict)
     seconds: dict[int, list[float]] = field(default_factory=dict)
     changed_on: set[int] = field(default_factory=set)
+    computing_s: float | None = None  # median without a wire, of the slowest rank
 
     def samples(self) -> list[float]:
-        """Seconds on the slowest rank of each call that all ranks have told of; they leave a barrier together before it."""
+        """Seconds on the slowest rank of each call that all ranks have reported; a barrier precedes each call."""
         if len(self.seconds) < self.world_size:
             return []
         return [max(calls) for calls in zip(*self.seconds.values(), strict=False)]
 
     def faults(self) -> list[str]:
-        """What is wrong with the answers; empty when nothing is."""
+        """Why the answers are wrong; empty when they are right."""
         found: list[str] = []
         shares = [check.share_of_bound for check in self.checks.values() if check.share_of_bound is not None]
         if shares and max(shares) > 1:
             found.append(f"an element is {max(shares):.3g} times as wrong as the algorithm's bound allows")
         digests = {rank: check.digest for rank, check in sorted(self.checks.items())}
         if len(digests) == self.world_size and len(set(digests.values())) > 1:
-            found.append(f"ranks got unlike bits: {', '.join(f'rank {r} {d[:8]}' for r, d in digests.items())}")
+            found.append(f"ranks got different bits: {', '.join(f'rank {r} {d[:8]}' for r, d in digests.items())}")
         if self.changed_on:
             found.append(f"the same call gave other bits later, on ranks {sorted(self.changed_on)}")
         for rank, check in sorted(self.checks.items()):
@@ -46,15 +48,23 @@ class Cell:
 
 
 class Cells:
-    """All cells of a run, in the order in which they were measured."""
+    """All cells of one group of ranks, in the order in which they were measured.
 
-    def __init__(self, world_size: int) -> None:
+    ``link``: what lies between the nodes, ``link_bytes_per_s`` its measured rate, for the prediction.
+    """
+
+    def __init__(self, world_size: int, *, link: str | None = None, link_bytes_per_s: float | None = None) -> None:
         self._world_size = world_size
+        self._link, self._link_bytes_per_s = link, link_bytes_per_s
         self._cells: dict[tuple[int, str], Cell] = {}
 
-    def add(self, rank: int, event: Checked | Timed) -> None:
+    def add(self, rank: int, event: Checked | Timed | Computed) -> None:
         if isinstance(event, Checked):
             self._cell(event.size, event.algorithm).checks[rank] = event
+            return
+        if isinstance(event, Computed):
+            cell = self._cell(event.size, event.algorithm)
+            cell.computing_s = max(cell.computing_s or 0.0, median(event.seconds))
             return
         for algorithm, seconds in event.seconds.items():
             cell = self._cell(event.size, algorithm)
@@ -78,8 +88,22 @@ class Cells:
                 continue
             baseline = medians.get((size, BASELINE))
             speed_up = baseline.p50 / seconds.p50 if baseline else None
-            rows.append(_row(cell, asdict(seconds), speed_up))
+            row = _row(cell, asdict(seconds), speed_up)
+            rows.append(row if self._link is None else {**row, **self._link_facts(cell, row)})
         return rows
+
+    def _link_facts(self, cell: Cell, row: Mapping[str, Any]) -> dict[str, Any]:
+        """``predicted_s`` is the bytes that a rank sends over the link's rate, and what computing alone takes."""
+        rate, computing_s = self._link_bytes_per_s, cell.computing_s
+        predicted_s = row["wire_bytes"] / rate + computing_s if rate and computing_s else None
+        return {
+            "name": f"{row['name']}, {self._link}",
+            "link": self._link,
+            "link_bytes_per_s": rate,
+            "computing_s": computing_s,
+            "predicted_s": predicted_s,
+            "over_predicted": row["seconds"]["p50"] / predicted_s if predicted_s else None,
+        }
 
     def _cell(self, size: int, algorithm: str) -> Cell:
         return self._cells.setdefault(

@@ -14,7 +14,19 @@ from tightwire.bench.report.table import Metric
 _FACTS = (
     *("environment.cpu", "environment.usable_cores", "environment.os", "environment.python", "environment.packages"),
     *("environment.tightwire", "environment.git_revision", "server.model", "server.refused", "workload", "request"),
-    *("model", "dtype", "device", "device_name", "tp", "ranks", "nodes", "transport", "link.name", "link.emulation"),
+    *(
+        "model",
+        "dtype",
+        "device",
+        "device_name",
+        "tp",
+        "ranks",
+        "nodes",
+        "transport",
+        "links",
+        "link.name",
+        "link.emulation",
+    ),
     *("link.how", "comm.link.name", "comm.link.emulation", "options", "text", "window"),
     *("num_layers", "hidden_size", "weights"),
 )

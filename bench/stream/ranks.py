@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.bench.comm.options import CommBenchOptions
-from tightwire.bench.comm.ranks import open_ranks
+from tightwire.bench.comm.ranks import RankOptions, open_ranks
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks, silence_after
 from tightwire.comm.group.topology import Topology
@@ -23,7 +22,7 @@ def open_stream_ranks(num_ranks: int, device: str, timeout_s: float) -> Iterator
         LocalRankError: the ranks could not join.
     """
     if num_ranks > 1:
-        options = CommBenchOptions(ranks=num_ranks, device=device, timeout_s=timeout_s)
+        options = RankOptions(ranks=num_ranks, device=device, timeout_s=timeout_s)
         with open_ranks(options) as (ranks, facts):
             yield ranks, facts["transport"]
         return

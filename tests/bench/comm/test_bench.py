@@ -91,7 +91,7 @@ def test_every_kind_of_wrong_answer_fails_the_run_by_name(capsys: pytest.Capture
     assert status == 1
     for name, words in {
         "ring": r"an element is [\d.e+]+ times as wrong as the algorithm's bound allows",
-        "two-shot": r"ranks got unlike bits: rank 0 \w{8}, rank 1 \w{8}",
+        "two-shot": r"ranks got different bits: rank 0 \w{8}, rank 1 \w{8}",
         "one-shot": r"the same call gave other bits later, on ranks \[0, 1\]",
         "native": r"rank 0 sent 1024 bytes, and its formula says 1025",
     }.items():
@@ -150,7 +150,7 @@ def test_over_a_real_wire_between_two_nodes(capsys: pytest.CaptureFixture[str]) 
     )
 
     assert (status, result["error"], result["nodes"]) == (0, None, 2)
-    link = result["link"]
+    (link,) = result["link_facts"]
     assert link["how"] == "tc tbf between network namespaces, latency in user space"
     assert link["measured_bytes_per_s"] > 0
     assert "4 ranks on 2 nodes, bfloat16, process-group over 40mbit,latency=100us (tc tbf" in text
@@ -172,8 +172,36 @@ def test_without_namespaces_the_link_is_throttled_and_the_result_says_so(
     )
 
     assert status == 0
-    assert result["link"]["how"] == "throttled in user space"
-    assert result["link"]["why"] == "only root makes network namespaces"
+    assert result["link_facts"][0]["how"] == "throttled in user space"
+    assert result["link_facts"][0]["why"] == "only root makes network namespaces"
     assert "throttled in user space" in text
     for cell in result["cells"]:
         assert cell["seconds"]["min"] >= cell["wire_bytes"] / 10e6
+
+
+def test_over_several_links_predictions_and_crossovers_stand_beside_the_times(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object, **__: object) -> EmulatedNetwork:
+        raise NoEmulatedNetworkError("only root makes network namespaces")
+
+    monkeypatch.setattr(wire, "EmulatedNetwork", refuse)
+
+    status, result, text = bench(
+        *("--algorithms", "two-shot,flash-int4", "--sizes", "64KiB", "--repeats", "3"),
+        *("--link", "80mbit,40mbit,latency=10us", "--output", str(tmp_path)),
+        capsys=capsys,
+    )
+
+    assert (status, list(result["links"])) == (0, ["80mbit", "40mbit,latency=10us"])
+    assert [cell["name"] for cell in result["cells"]] == [
+        f"{name}, 64KiB, {link}" for link in result["links"] for name in ("two-shot", "flash-int4")
+    ]
+    for cell in result["cells"]:
+        assert cell["predicted_s"] == cell["wire_bytes"] / cell["link_bytes_per_s"] + cell["computing_s"]
+        assert cell["over_predicted"] > 0.9
+    (crossover,) = result["crossovers"]
+    assert (crossover["algorithm"], crossover["against"]) == ("flash-int4", "two-shot")
+    assert crossover["predicted_bytes_per_s"] > 0 and "stops paying" in text
+    page = Path(result["files"][2]).read_text()
+    assert page.count("<svg") == 1 and "Where quantizing stops paying" in page

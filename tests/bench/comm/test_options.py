@@ -27,6 +27,8 @@ def test_names_sizes_and_nodes() -> None:
     assert options.names == ("native", "ring", "flash:int4,int8", "flash:int5-g64,none")
     assert options.sizes == (8 << 10, 1 << 20)
     assert options.num_nodes == 4
+    links = parse_options(["--link", "1gbit,200mbit,latency=50us,pcie3x4"]).links
+    assert [link.name for link in links] == ["1gbit", "200mbit,latency=50us", "pcie3x4"]
     assert "hierarchical" in parse_options(["--ranks", "4", "--nodes", "2"]).names
 
 

@@ -55,4 +55,4 @@ def test_bits_are_compared_once_all_ranks_have_told_theirs() -> None:
     assert cells.faults() == []
 
     cells.add(1, _checked("ring", digest="b"))
-    assert cells.faults() == ["ring at 3000 bytes: ranks got unlike bits: rank 0 a, rank 1 b"]
+    assert cells.faults() == ["ring at 3000 bytes: ranks got different bits: rank 0 a, rank 1 b"]
