@@ -12,6 +12,7 @@ from tightwire.comm.policy.routes import Routes
 from tightwire.model.cache.kv_cache import CacheSource, make_kv_cache
 from tightwire.model.cache.offloaded_cache import OffloadedCache
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.decode_graphs import DecodeGraphs, cuda_capture, graph_sizes
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.llama import Llama
@@ -19,13 +20,14 @@ from tightwire.model.logits_gather import LogitsMeeting
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.image_reader import CheckpointImages, ImageReader, PreparedImages
-from tightwire.model.weights.load_partitioned import load_partitioned
-from tightwire.model.weights.load_streamed import load_prepared, load_streamed
+from tightwire.model.weights.layer_reader import CheckpointLayers, LayerReader, PreparedLayers
+from tightwire.model.weights.load import load_partitioned, load_streamed
 from tightwire.model.weights.prepared.folder import Prepared
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT, FILES, FIRST_TOUCH, WeightPlan
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.resident import load_resident
-from tightwire.model.weights.source import CheckpointReader, WeightSource
+from tightwire.model.weights.source import WeightSource
+
+_PATIENCE_SHARE = 0.75  # of the fetch timeout
 
 
 def build_runner(
@@ -80,7 +82,8 @@ def build_runner(
         shard,
         weight_plan,
         peers,
-        reading={"dtype": dtype, "formats": formats},
+        dtype=dtype,
+        formats=formats,
         fetching={"device": device, "timeout_s": fetch_timeout_s, "progress": progress},
     )
     sizes = {"num_blocks": num_blocks, "block_size": block_size, "dtype": dtype, "device": device}
@@ -123,34 +126,30 @@ def _load_weights(
     plan: WeightPlan,
     peers: PartitionPeers | None,
     *,
-    reading: dict[str, Any],
+    dtype: torch.dtype,
+    formats: WeightFormats,
     fetching: dict[str, Any],
 ) -> WeightSource:
-    """``reading``: how a checkpoint's tensors are kept; ``fetching``: what every source wants to know."""
-    if plan.source == "partition":
-        images: ImageReader
-        if isinstance(source, Prepared):
-            images = PreparedImages(source, shard.rank, plan)
-        else:
-            images = CheckpointImages(source, config, shard, plan, **reading)
-        return load_partitioned(images, plan, _checked(peers, plan), **fetching)
+    """``fetching``: device, timeout and progress."""
+    if not isinstance(source, Prepared) and plan.source == "resident":
+        device, progress = fetching["device"], fetching["progress"]
+        return load_resident(source, config, shard, dtype=dtype, formats=formats, device=device, progress=progress)
+    reader: LayerReader
     if isinstance(source, Prepared):
-        return load_prepared(source, shard.rank, plan, **fetching)
-    if plan.streamed:
-        return load_streamed(source, config, shard, plan, **reading, **fetching)
-    device, progress = fetching["device"], fetching["progress"]
-    return load_resident(source, config, shard, **reading, device=device, progress=progress)
+        # The store's own error must be raised before that of the pass that waits for the layer.
+        reader = PreparedLayers(source, shard.rank, plan, _PATIENCE_SHARE * fetching["timeout_s"])
+    else:
+        reader = CheckpointLayers(source, config, shard, plan, dtype, formats)
+    if plan.source == "partition":
+        return load_partitioned(reader, plan, _checked(peers, plan), **fetching)
+    return load_streamed(reader, plan, **fetching)
 
 
 def _checked(peers: PartitionPeers | None, plan: WeightPlan) -> PartitionPeers:
     if peers is None:
-        raise ValueError("partitioned weights are shared with other ranks, and none were given; join them first")
-    at = peers.at
-    if (plan.num_nodes, plan.ranks_per_node) != (at.num_nodes, at.per_node):
+        raise ValueError("partitioned weights need the ranks that share them; join them first")
+    if plan.ranks_per_node != peers.at.per_node:
         raise ValueError(
-            f"the plan shares weights among {plan.ranks_per_node} ranks on each of {plan.num_nodes} nodes, and those that "
-            f"joined are {at.per_node} on each of {at.num_nodes}"
+            f"the plan shares weights among {plan.ranks_per_node} ranks of a node, and {peers.at.per_node} have joined"
         )
-    if plan.origin not in (FILES, FIRST_TOUCH):
-        raise ValueError(f"partitioned weights are loaded from {FILES} or by {FIRST_TOUCH}, got {plan.origin!r}")
     return peers

@@ -16,6 +16,7 @@ from tightwire.model.checkpoint.gguf_config import config_from_gguf
 from tightwire.model.checkpoint.gguf_file import GgufFile
 from tightwire.model.checkpoint.names import EMBEDDING, check_tensors
 from tightwire.model.checkpoint.random import RANDOM_SHAPES, RandomReader
+from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.safetensors import SafetensorsReader, read_json
 from tightwire.model.checkpoint.whole_folder import is_partial
 from tightwire.model.text.byte_tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, EOS, EOS_ID, byte_backend
@@ -24,7 +25,6 @@ from tightwire.model.text.tokenizer import Tokenizer, tokenizer_from_folder
 from tightwire.model.weights.formats import WeightFormats, choose_formats
 from tightwire.model.weights.prepared.folder import Prepared, open_prepared
 from tightwire.model.weights.prepared.manifest import MANIFEST
-from tightwire.model.weights.source import CheckpointReader
 
 _RANDOM = "random:"
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")

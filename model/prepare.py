@@ -1,8 +1,8 @@
-"""Makes a prepared folder of any checkpoint: cut for its ranks, packed and encoded once, so that serving only reads.
+"""Makes a prepared folder from any checkpoint: cut for its ranks, packed and encoded once, so that serving only reads.
 
-Layer by layer, and of each layer rank by rank: the source is read about once, in its own order, and what is in memory is one
-image as the kernels read it and one as the file has it. Everything is read back from the disk before the folder gets its
-manifest and its name.
+It goes layer by layer, and rank by rank within a layer: the source is read about once, in its own order, and memory holds one
+packed layer as the kernels read it and one as the file stores it. Everything is read back from the disk before the folder
+gets its manifest and its name.
 """
 
 import errno
@@ -20,17 +20,18 @@ from torch import Tensor
 
 from tightwire.comm.buffers import page_aligned
 from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
 from tightwire.model.checkpoint.export import config_to_hf
+from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.whole_folder import whole_folder
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint
-from tightwire.model.weights.fill import fill
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
-from tightwire.model.weights.fused import layer_tensors, outer_tensors
-from tightwire.model.weights.layer_store import Moved
-from tightwire.model.weights.prepared.blob_writer import BlobWriter
-from tightwire.model.weights.prepared.folder import RankImages, find_damage, rank_images
+from tightwire.model.weights.fused import layer_tensors, outer_tensors, read_tensors
+from tightwire.model.weights.packed_layer import PackedModel, pack_model
+from tightwire.model.weights.prepared.blob_file import BlobWriter
+from tightwire.model.weights.prepared.folder import find_damage
 from tightwire.model.weights.prepared.manifest import (
     MANIFEST,
     Manifest,
@@ -40,7 +41,6 @@ from tightwire.model.weights.prepared.manifest import (
     write_manifest,
 )
 from tightwire.model.weights.residency import check_codec
-from tightwire.model.weights.source import CheckpointReader
 
 _CPU = torch.device("cpu")
 _GENERATION = "generation_config.json"
@@ -52,7 +52,7 @@ Progress = Callable[[str, float], None]  # a stage's name and how much of it is 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:
-    """How the model is to lie on the disk."""
+    """Split and formats of the prepared model."""
 
     tp: int = 1
     shares: tuple[float, ...] | None = None
@@ -63,7 +63,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What is to be written, all of it known before the first byte."""
+    """Everything that will be written; known before the first byte."""
 
     checkpoint: Checkpoint
     options: PrepareOptions
@@ -71,15 +71,15 @@ class _Job:
     formats: WeightFormats
     codec: Codec
     layout: Layout
-    images: tuple[RankImages, ...]
+    ranks: tuple[PackedModel, ...]
 
     @property
     def num_bytes(self) -> int:
-        return sum(image.num_bytes for rank in self.images for image in rank.blobs)
+        return sum(blob.num_bytes for rank in self.ranks for blob in rank.blobs)
 
     @property
     def num_plain_bytes(self) -> int:
-        return sum(image.num_bytes for rank in self.images for image in (rank.outer, *rank.plain))
+        return sum(layer.num_bytes for rank in self.ranks for layer in (rank.outer, *rank.plain))
 
 
 def prepare(
@@ -94,18 +94,18 @@ def prepare(
     """Write ``checkpoint`` as the prepared folder ``out``.
 
     Args:
-        force: a prepared folder that is there already is replaced, once the new one is whole.
-        say: told what an earlier run left and was removed.
+        force: replace an existing prepared folder, once the new one is complete.
+        say: gets a line about leftovers of earlier runs that were removed.
     Raises:
         ValueError: the model cannot be cut or packed so, or ``out`` cannot be made; nothing was written.
-        PrepareError: the disk failed, was full, or did not give back what was written; nothing is left.
-    Cost: the images' bytes on the disk; in memory the largest image, twice with a codec.
+        PrepareError: the disk failed, was full, or returned other bytes than were written; nothing is left.
+    Cost: the blobs' bytes on the disk; in memory the largest packed layer, twice with a codec.
     """
     job = _plan(checkpoint, options)
 
     def check_replaced(folder: Path) -> None:
         if not (folder / MANIFEST).is_file():
-            raise ModelError(f"{folder}: is there already, and no prepared folder; give another name, or remove it")
+            raise ModelError(f"{folder}: exists and is not a prepared folder; give another name, or remove it")
         if not force:
             raise ModelError(f"{folder}: is a prepared folder already; replace it with --force, or give another name")
 
@@ -115,7 +115,7 @@ def prepare(
         manifest = _write_ranks(job, folder, files, progress)
         if damage := read_back(folder, manifest, progress):
             raise PrepareError(
-                f"{out}: what was written does not come back as it was, and nothing of it was kept; is this disk, or memory, "
+                f"{out}: the bytes read back differ from those written, and nothing was kept; is this disk, or memory, "
                 f"faulty? {damage[0]}"
             )
         write_manifest(folder, manifest)
@@ -123,7 +123,7 @@ def prepare(
 
 
 def read_back(folder: Path, manifest: Manifest, progress: Progress) -> list[str]:
-    """Compare every checksum; a line for each part that is damaged."""
+    """Compare every checksum; a line for each damaged part."""
     damage = list(find_damage(folder, manifest, _meter("verify", manifest.num_bytes, progress)))
     progress("verify", 1.0)
     return damage
@@ -135,8 +135,8 @@ def _plan(checkpoint: Checkpoint, options: PrepareOptions) -> _Job:
     formats = choose_formats(reader, config, options.quantization)
     check_split(layout, config, formats)
     dtype: torch.dtype = getattr(torch, options.dtype)
-    images = tuple(rank_images(config, shard, formats, dtype, codec) for shard in layout.shards)
-    check_codec(options.codec, images[0].stored, formats)
+    ranks = tuple(pack_model(config, shard, formats, dtype, codec) for shard in layout.shards)
+    check_codec(options.codec, ranks[0].stored, formats)
     return _Job(
         checkpoint=checkpoint,
         options=options,
@@ -144,12 +144,12 @@ def _plan(checkpoint: Checkpoint, options: PrepareOptions) -> _Job:
         formats=formats,
         codec=codec,
         layout=layout,
-        images=images,
+        ranks=ranks,
     )
 
 
 def _write_small_files(job: _Job, folder: Path) -> dict[str, str]:
-    """What makes the folder a model of its own; the files' checksums."""
+    """Write configuration and tokenizer; the files' checksums."""
     config = replace(job.checkpoint.config, dtype=job.options.dtype)
     (folder / "config.json").write_text(json.dumps(config_to_hf(config), indent=1) + "\n")
     job.checkpoint.tokenizer().save(folder)
@@ -165,14 +165,14 @@ def _check_space(folder: Path, num_bytes: int) -> None:
     if free_bytes < num_bytes:
         raise ModelError(
             f"{folder.parent}: {num_bytes / 1e9:.2f} GB are needed and {free_bytes / 1e9:.2f} GB are free; free "
-            f"{(num_bytes - free_bytes) / 1e9:.2f} GB, take fewer bits (--quantization, --weight-codec), or another disk"
+            f"{(num_bytes - free_bytes) / 1e9:.2f} GB, use fewer bits (--quantization, --weight-codec), or another disk"
         )
 
 
 def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progress) -> Manifest:
-    """Every rank's file, and the manifest that says what is in them; the manifest itself is not written yet."""
-    plain_bytes = max(image.num_bytes for rank in job.images for image in (rank.outer, *rank.plain))
-    stored_bytes = max(image.num_bytes for rank in job.images for image in rank.stored)
+    """Write every rank's file; the manifest is returned, not written."""
+    plain_bytes = max(layer.num_bytes for rank in job.ranks for layer in (rank.outer, *rank.plain))
+    stored_bytes = max(layer.num_bytes for rank in job.ranks for layer in rank.stored)
     buffer = page_aligned(plain_bytes, _CPU)
     encoded = None if job.codec.exact else page_aligned(stored_bytes, _CPU)
     moved = _meter("prepare", job.num_plain_bytes + job.num_bytes, progress)
@@ -204,15 +204,15 @@ def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progr
 
 def _make(job: _Job, rank: int, index: int, buffer: Tensor, encoded: Tensor | None, moved: Moved) -> Tensor:
     """The bytes of one blob, in one of the two buffers."""
-    config, shard, images = job.checkpoint.config, job.layout.shards[rank], job.images[rank]
+    config, shard, packed = job.checkpoint.config, job.layout.shards[rank], job.ranks[rank]
     if index == 0:
-        tensors, plain = outer_tensors(config, shard), images.outer
+        tensors, plain = outer_tensors(config, shard), packed.outer
     else:
-        tensors, plain = layer_tensors(config, shard, index - 1), images.plain[index - 1]
-    stored = images.blobs[index]
+        tensors, plain = layer_tensors(config, shard, index - 1), packed.plain[index - 1]
+    stored = packed.blobs[index]
     if stored.is_plain:
-        buffer[: plain.num_bytes].zero_()  # what lies between tensors is the same in every run
-    fill(job.reader, tensors, plain.tensors(buffer), moved)
+        buffer[: plain.num_bytes].zero_()  # bytes between tensors are the same in every run
+    read_tensors(job.reader, tensors, plain.tensors(buffer), moved)
     if stored.is_plain:
         return buffer[: stored.num_bytes]
     assert encoded is not None
@@ -221,7 +221,7 @@ def _make(job: _Job, rank: int, index: int, buffer: Tensor, encoded: Tensor | No
 
 
 def _meter(stage: str, total_bytes: int, progress: Progress) -> Moved:
-    """Turns bytes that moved into how much of a stage is done; that it is done altogether is for its end to say."""
+    """Report moved bytes as progress of a stage, below 1: the end of the stage reports 1."""
     done_bytes = 0
 
     def moved(num_bytes: int) -> None:
@@ -234,14 +234,14 @@ def _meter(stage: str, total_bytes: int, progress: Progress) -> Moved:
 
 @contextmanager
 def _disk_errors(out: Path) -> Iterator[None]:
-    """What a disk can say, in words about ``out``."""
+    """Turn the disk's errors into messages about ``out``."""
     try:
         yield
     except OSError as error:
         if error.errno in _DISK_FULL:
             reason = (
-                "the disk is full; free some room, take fewer bits (--quantization, --weight-codec), or another disk"
+                "the disk is full; free some space, use fewer bits (--quantization, --weight-codec), or another disk"
             )
         else:
             reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-        raise PrepareError(f"{out}: cannot be written, and nothing of it was kept: {reason}") from None
+        raise PrepareError(f"{out}: cannot be written, and nothing was kept: {reason}") from None

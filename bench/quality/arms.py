@@ -10,7 +10,7 @@ from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.policy.policy_file import PolicyFile, apply, check_shape, read_policy_file
 from tightwire.comm.policy.rules import Choice, Policy, Rule, one_for_all
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
+from tightwire.model.weights import WEIGHT_CODECS
 
 LOSSLESS = "two-shot"  # adds in float32 in rank order and rounds once, as `auto` does on CPUs
 EXACT = "exact"

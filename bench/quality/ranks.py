@@ -25,7 +25,8 @@ from tightwire.model.open import Checkpoint
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.step_arrays import Batch
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.load_streamed import load_streamed
+from tightwire.model.weights.layer_reader import CheckpointLayers
+from tightwire.model.weights.load import load_streamed
 from tightwire.model.weights.residency import LEAST_STREAMED, WeightPlan
 from tightwire.model.weights.resident import load_resident
 from tightwire.model.weights.source import WeightSource
@@ -130,7 +131,9 @@ class PlayedRanks:
                 f"weights:{codec}: this model has {self.num_layers} layers; {LEAST_STREAMED} or more stream"
             )
         plan = WeightPlan(source="stream", origin="host", codec=codec, streamed=tuple(range(self.num_layers)))
-        return load_streamed(reader, self._config, shard, plan, timeout_s=_TIMEOUT_S, **self._reading)
+        device = self._reading["device"]
+        layers = CheckpointLayers(reader, self._config, shard, plan, self._reading["dtype"], self._reading["formats"])
+        return load_streamed(layers, plan, device=device, timeout_s=_TIMEOUT_S)
 
     def prefill(self, token_ids_BL: Tensor, arm: int) -> Tensor:
         """(B, L, D) hidden states after the final norm, of B prompts of L tokens."""

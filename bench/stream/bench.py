@@ -30,7 +30,8 @@ from tightwire.model.checkpoint.errors import PrepareError
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights.formats import check_split, choose_formats
-from tightwire.model.weights.residency import LEAST_STREAMED, check_codec, layer_images
+from tightwire.model.weights.packed_layer import pack_model, weight_codec
+from tightwire.model.weights.residency import LEAST_STREAMED, check_codec
 from tightwire.server.plan.devices import num_cores
 
 
@@ -180,7 +181,7 @@ def _facts(options: StreamBenchOptions, checkpoint: Checkpoint) -> dict[str, Any
         check_split(make_layout(config, num_ranks), config, formats)
     whole, dtype = make_layout(config, 1).shards[0], getattr(torch, options.dtype)
     for codec in options.codecs:
-        check_codec(codec, layer_images(config, whole, formats, dtype, codec), formats)
+        check_codec(codec, pack_model(config, whole, formats, dtype, weight_codec(codec)).stored, formats)
     if checkpoint.path is None and (in_files := [name for name in options.sources if SOURCES[name].in_files]):
         raise ValueError(f"random weights are in no file to stream from; leave {', '.join(in_files)} out of --sources")
     if not LEAST_STREAMED <= (options.stream_layers or config.num_layers) <= config.num_layers:

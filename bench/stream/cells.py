@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tightwire.model.weights.residency import FILES, WeightPlan, spread
+from tightwire.model.weights.residency import WeightPlan, spread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class Source:
 SOURCES = {
     "host": Source(origin="host", codecs=("none", "int8", "int4")),
     "disk": Source(origin="disk", codecs=("none", "int8", "int4"), is_prepared=True),
-    "peers": Source(origin=FILES, codecs=("none", "int8", "int4"), is_shared=True),
+    "peers": Source(origin="files", codecs=("none", "int8", "int4"), is_shared=True),
     "files": Source(
         origin="disk",
         codecs=("none",),

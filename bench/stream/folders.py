@@ -11,7 +11,7 @@ from tightwire.bench.stream.cells import SOURCES
 from tightwire.bench.stream.options import StreamBenchOptions
 from tightwire.model.open import Checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
-from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
+from tightwire.model.weights import WEIGHT_CODECS
 
 
 @contextmanager

@@ -123,7 +123,7 @@ def _raw_pass(
     assert isinstance(runner.weights, StreamedWeights)
     store = runner.weights.store
     if peers is not None:
-        return raw_gathers(peers, [store.image(layer).num_bytes for layer in plan.streamed])
+        return raw_gathers(peers, [store.packed(layer).num_bytes for layer in plan.streamed])
     if prepared is None:
         return raw_copies(store, plan.streamed, rank.group.device)
     own = prepared.manifest.ranks[rank.group.rank].layers

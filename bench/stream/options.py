@@ -10,8 +10,8 @@ from tightwire.bench.report.result_files import add_flags
 from tightwire.bench.stream.cells import SOURCES, Arm, Load
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.sizes import parse_bytes
+from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.residency import LEAST_STREAMED
-from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
 
 ROUNDS = 3  # in which all of an arm take turns
 _DTYPES = ("bfloat16", "float16", "float32")

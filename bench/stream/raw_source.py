@@ -13,7 +13,7 @@ import torch
 from tightwire.comm.buffers import page_aligned
 from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.model.weights.layer_store import LayerStore
-from tightwire.model.weights.partition_cut import Cut
+from tightwire.model.weights.partition_store import PartitionCut
 from tightwire.model.weights.prepared.manifest import Blob
 
 RawPass = Callable[[], None]
@@ -21,12 +21,12 @@ RawPass = Callable[[], None]
 
 def raw_copies(store: LayerStore, order: Sequence[int], device: torch.device) -> RawPass:
     """Of a store in host memory, to ``device``."""
-    target = torch.empty(max(store.image(layer).num_bytes for layer in order), dtype=torch.uint8, device=device)
+    target = torch.empty(max(store.packed(layer).num_bytes for layer in order), dtype=torch.uint8, device=device)
     nowhere = torch.empty(0, dtype=torch.uint8)
 
     def run() -> None:
         for layer in order:
-            target[: store.image(layer).num_bytes].copy_(store.read(layer, nowhere, lambda num_bytes: None))
+            target[: store.packed(layer).num_bytes].copy_(store.read(layer, nowhere, lambda num_bytes: None))
 
     return run
 
@@ -52,9 +52,9 @@ def raw_reads(path: Path, blobs: Sequence[Blob], *, direct: bool) -> Iterator[Ra
         os.close(fd)
 
 
-def raw_gathers(peers: PartitionPeers, image_bytes: Sequence[int]) -> RawPass:
+def raw_gathers(peers: PartitionPeers, layer_bytes: Sequence[int]) -> RawPass:
     """The messages of a pass between the replicas. All of them run it, while their weights fetch nothing."""
-    cuts = [Cut(num_bytes, peers.at.num_nodes, peers.at.per_node) for num_bytes in image_bytes]
+    cuts = [PartitionCut(num_bytes, peers.at.per_node) for num_bytes in layer_bytes]
     part = torch.ones(max(cut.part_bytes for cut in cuts), dtype=torch.uint8)
     out = torch.zeros(max(cut.tail_start for cut in cuts), dtype=torch.uint8)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.weights.source import CheckpointReader
+from tightwire.model.checkpoint.reader import CheckpointReader
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -79,10 +79,10 @@ def _layer_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]
 
 
 def check_tensors(reader: CheckpointReader, config: LlamaConfig) -> None:
-    """Compare what the files hold with what the configuration asks for; reads headers only.
+    """Compare the files' tensors with the configuration; reads headers only.
 
     Raises:
-        ModelError: a tensor is missing, has another shape, or is stored in numbers that cannot be read.
+        ModelError: a tensor is missing, has another shape, or is stored in a type that cannot be read.
     """
     for name, want in expected_tensors(config):
         found = reader.shape(name)

@@ -1,7 +1,7 @@
-"""How each matrix is kept in memory: packed in 8 or 4 bits, or as plain numbers; decided from a checkpoint's header alone.
+"""The format of each weight matrix in memory, packed in 8 or 4 bits or plain, chosen from a checkpoint's header.
 
-Activations, norms, biases and the KV cache are plain whatever the matrices are. What a matrix is packed as does not depend
-on the split, so ranks and numbers of ranks hold parts of one and the same model.
+Activations, norms, biases and the KV cache are always plain. A matrix's format does not depend on the split, so every number
+of ranks serves the same model.
 """
 
 from collections import Counter
@@ -11,26 +11,26 @@ from dataclasses import dataclass, field
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS, Q4_1, Q8_0, PackedFormat
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.names import EMBEDDING, HEAD
+from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.layout import Layout, Shard, make_layout
 from tightwire.model.weights.fused import Fused, all_tensors
-from tightwire.model.weights.source import CheckpointReader
 
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "random")
-# What floats become. The tables of the vocabulary get 8 bits always, as in llama.cpp's files of 4: they stand at either end.
+# Formats of quantized floats. Embedding and head always get 8 bits, as in llama.cpp's 4-bit files.
 MADE = {"int8": Q8_0, "int4": Q4_1}
 _OF_TABLES = Q8_0
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """Of matrices by their names. What is not named is plain."""
+    """Formats of matrices by name. All others are plain."""
 
     packed: Mapping[str, PackedFormat] = field(default_factory=dict)
-    plain: Mapping[str, str] = field(default_factory=dict)  # and how the checkpoint holds it
+    plain: Mapping[str, str] = field(default_factory=dict)  # and its type in the checkpoint
 
     def of(self, fused: Fused) -> PackedFormat | None:
-        return self.packed.get(fused.names[0])  # its parts are alike
+        return self.packed.get(fused.names[0])  # all parts have one format
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ class WeightFormats:
         return "+".join(name for name, _ in Counter(packed.name for packed in self.packed.values()).most_common())
 
     def describe(self, dtype: str) -> str:
-        """What is packed as what, and what is expanded to ``dtype`` although the file holds it in fewer bits."""
+        """For the log: how many matrices have which format, and which are expanded to ``dtype`` from fewer bits in the file."""
         found = Counter(packed.name for packed in self.packed.values())
         for stored in self.plain.values():
             found[dtype if stored in _PLAIN_TYPES else f"{dtype}, expanded from {stored}"] += 1
@@ -48,11 +48,11 @@ class WeightFormats:
 
 
 def choose_formats(reader: CheckpointReader, config: LlamaConfig, quantization: str) -> WeightFormats:
-    """Settle ``--quantization`` for every matrix.
+    """Resolve ``--quantization`` for every matrix.
 
     Args:
-        quantization: auto: as the file holds them, where that is a packed format. none: all plain. int8, int4: floats are
-            quantized when they are read, to Q8_0 and Q4_1; what the file holds packed in as many bits stays as it is.
+        quantization: auto: packed formats stay as in the file. none: all plain. int8, int4: floats are quantized to Q8_0
+            and Q4_1 when they are read; matrices that the file already holds packed in as many bits stay as they are.
     Raises:
         ValueError: a matrix that cannot be packed so, by name.
     """
@@ -74,15 +74,15 @@ def _choose(fused: Fused, stored: Sequence[str], quantization: str) -> PackedFor
     assert fused.columns is not None
     kept = PACKED_FORMATS.get(stored[0]) if len(stored) == 1 else None
     if quantization == "auto":
-        return kept  # None also where parts are unlike: one product reads one format
+        return kept  # None also when parts differ: one product reads one format
     asked = MADE[quantization]
     made = _OF_TABLES if fused.names[0] in (EMBEDDING, HEAD) else asked
     if kept is not None and kept.bits in (made.bits, asked.bits):
         return kept
     if any(name in PACKED_FORMATS for name in stored):
         raise ValueError(
-            f"--quantization {quantization}: the file holds {', '.join(fused.names)} in {' and '.join(stored)}, and what is "
-            "quantized twice loses twice; use auto (as the file holds them), none (expanded), or a file in floats"
+            f"--quantization {quantization}: the file holds {', '.join(fused.names)} in {' and '.join(stored)}, and quantizing "
+            "twice loses accuracy twice; use auto (as the file holds them), none (expanded), or a file in floats"
         )
     if len(fused.columns) % GROUP_ELEMS:
         raise ValueError(
@@ -93,7 +93,7 @@ def _choose(fused: Fused, stored: Sequence[str], quantization: str) -> PackedFor
 
 
 def check_split(layout: Layout, config: LlamaConfig, formats: WeightFormats) -> None:
-    """Whether ranks cut packed rows between groups.
+    """Check that ranks cut packed rows between groups.
 
     Raises:
         ValueError: one does not; says which matrix, and what can be done.
@@ -111,7 +111,7 @@ def check_split(layout: Layout, config: LlamaConfig, formats: WeightFormats) -> 
 
 
 def weight_bytes(config: LlamaConfig, shard: Shard, formats: WeightFormats, elem_bytes: int) -> int:
-    """What the rank with ``shard`` holds, norms and biases included; plain numbers take ``elem_bytes`` each."""
+    """Bytes of the rank with ``shard``, norms and biases included; plain numbers take ``elem_bytes`` each."""
     total = 0
     for fused in all_tensors(config, shard):
         packed, columns = formats.of(fused), fused.columns

@@ -1,19 +1,21 @@
-"""Which parts of the checkpoint's tensors a rank holds, and which of them lie together as one: names and ranges only.
+"""The parts of a checkpoint's tensors that a rank holds, fused where one product serves several matrices, and their reading.
 
-Rows of several matrices that are multiplied with the same inputs lie below each other, so one product serves all of them.
+Rows of matrices that are multiplied with the same inputs are stacked, one matrix below the other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.names import EMBEDDING, FINAL_NORM, HEAD
+from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.layout import Shard
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Rows of named tensors, one part below the other; of a matrix these columns, None: a vector."""
+    """Rows of named tensors, one part below the other, and their columns; None: vectors."""
 
     parts: tuple[tuple[str, range], ...]
     columns: range | None = None
@@ -32,7 +34,7 @@ class Fused:
 
 
 def outer_tensors(config: LlamaConfig, shard: Shard) -> dict[str, Fused]:
-    """By the fields of ``OuterWeights``; no head where it is the embedding."""
+    """By the fields of ``OuterWeights``; without a head that is the embedding."""
     every = range(config.hidden_size)
     tensors = {
         "embedding": Fused(((EMBEDDING, shard.vocab_rows),), every),
@@ -44,7 +46,7 @@ def outer_tensors(config: LlamaConfig, shard: Shard) -> dict[str, Fused]:
 
 
 def layer_tensors(config: LlamaConfig, shard: Shard, index: int) -> dict[str, Fused]:
-    """By the fields of ``LayerWeights``; no biases that the model, or this rank, does not have."""
+    """By the fields of ``LayerWeights``; only biases that the model has, and this rank holds."""
     prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     every = range(config.hidden_size)
@@ -69,7 +71,7 @@ def layer_tensors(config: LlamaConfig, shard: Shard, index: int) -> dict[str, Fu
 
 
 def all_tensors(config: LlamaConfig, shard: Shard) -> Iterator[Fused]:
-    """Everything that the rank with ``shard`` holds."""
+    """All tensors that the rank with ``shard`` holds."""
     yield from outer_tensors(config, shard).values()
     for index in range(config.num_layers):
         yield from layer_tensors(config, shard, index).values()
@@ -77,3 +79,20 @@ def all_tensors(config: LlamaConfig, shard: Shard) -> Iterator[Fused]:
 
 def _head_rows(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def read_tensors(
+    reader: CheckpointReader,
+    tensors: Mapping[str, Fused],
+    into: Mapping[str, Matrix],
+    moved: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Read every field of ``tensors`` into its matrix of ``into``; ``moved`` gets the bytes of each part when it is read."""
+    for field, fused in tensors.items():
+        out, start = into[field], 0
+        for name, rows in fused.parts:
+            stop = start + len(rows)
+            part = out.rows(start, stop) if isinstance(out, PackedMatrix) else out[start:stop]
+            reader.read_into(part, name, rows=rows, columns=fused.columns)
+            moved(part.nbytes)
+            start = stop

@@ -1,4 +1,4 @@
-"""The seam between streamed layers and where they are kept while they are not on the device."""
+"""Stores of streamed layers: the protocol, and stores in host memory, in a checkpoint, and slowed down."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -9,65 +9,66 @@ from torch import Tensor
 
 from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
-from tightwire.model.weights.fill import fill
-from tightwire.model.weights.fused import Fused
-from tightwire.model.weights.image import Image
-from tightwire.model.weights.source import CheckpointReader
+from tightwire.model.checkpoint.reader import CheckpointReader
+from tightwire.model.weights.fused import Fused, read_tensors
+from tightwire.model.weights.packed_layer import PackedLayer
 
 NEVER = (0.0, 0.0)
 
-# The bucket's size, in time. A wire carries on while the thread that waits for it sleeps a little too long; without this
+# The bucket's size, in time. A real wire carries on while the thread that waits for it oversleeps; without this allowance
 # an emulated one would stop meanwhile, and on busy cores be up to a quarter slower than its rate.
 _BURST_S = 0.004
 
 
 class LayerStore(Protocol):
-    """Gives one rank's layers as images. One thread reads, in the order of the layers, over and over."""
+    """Provides one rank's packed layers. One thread reads, in the order of the layers, over and over."""
 
     @property
     def name(self) -> str:
-        """For people, such as ``host memory`` or a file."""
+        """For messages, such as ``host memory`` or a file."""
         ...
 
     @property
     def has_memory(self) -> bool:
-        """Whether ``read`` gives memory of its own, and ``into`` may be of no bytes."""
+        """True when ``read`` returns memory of its own; ``into`` may then be empty."""
         ...
 
-    def image(self, layer: int) -> Image:
-        """How this layer comes."""
+    def packed(self, layer: int) -> PackedLayer:
+        """The layer's form in ``read``."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where images come to: the host, or the device that computes."""
+        """The device of the bytes that ``read`` returns: the host, or the one that computes."""
         ...
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
-        """The layer's image: ``into``, filled, or memory of the store's own that stays as it is until the next ``read``.
+        """The packed layer: ``into``, filled, or memory of the store's own that does not change until the next ``read``.
 
         Args:
-            into: (image bytes,) uint8 on ``device``, whole pages at the address of one.
+            into: (packed bytes,) uint8 on ``device``, page-aligned.
         Raises:
-            WeightsError: it cannot be had, or is not what was stored.
-            CommError: other ranks have parts of it, and one of them is missing.
+            WeightsError: it cannot be read, or is damaged.
+            CommError: a rank that keeps a part of it is missing.
         """
         ...
 
     def others_late(self, layer: int) -> tuple[float, float]:
-        """From when to when the last ``read`` of the layer waited for other ranks to begin theirs (perf_counter; the end is inf
-        while it does): that is their computing, and no fault of what the bytes come over."""
+        """Start and end (perf_counter) of the last ``read``'s wait for other ranks to begin theirs; the end is inf meanwhile.
+
+        During that time they compute, and the source of the bytes is not slow.
+        """
         ...
 
     def stop(self) -> None:
-        """Have a ``read`` end that waits for other ranks; called by another thread, before ``close``."""
+        """End a ``read`` that waits for other ranks; called by another thread, before ``close``."""
         ...
 
     def close(self) -> None: ...
 
 
 class LocalStore:
-    """What stores have in common that read to the host and wait for nobody."""
+    """Base of stores that read to the host and do not wait for other ranks."""
 
     device = torch.device("cpu")
 
@@ -75,24 +76,24 @@ class LocalStore:
         return NEVER
 
     def stop(self) -> None:
-        """A read ends by itself."""
+        """No read waits for other ranks."""
 
 
 class HostStore(LocalStore):
-    """Images in this process's memory; nothing is copied."""
+    """Layers in this process's memory; nothing is copied."""
 
     has_memory = True
 
-    def __init__(self, images: Sequence[Image], layers: dict[int, Tensor]) -> None:
-        """``layers``: the streamed ones, by their number."""
-        self._images, self._layers = images, layers
+    def __init__(self, stored: Sequence[PackedLayer], layers: dict[int, Tensor]) -> None:
+        """``layers``: the streamed ones, by number."""
+        self._stored, self._layers = stored, layers
 
     @property
     def name(self) -> str:
         return "host memory"
 
-    def image(self, layer: int) -> Image:
-        return self._images[layer]
+    def packed(self, layer: int) -> PackedLayer:
+        return self._stored[layer]
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         moved(self._layers[layer].nbytes)
@@ -103,51 +104,48 @@ class HostStore(LocalStore):
 
 
 class CheckpointStore(LocalStore):
-    """A checkpoint as it was published: each time a layer comes, its parts are looked up, cut and converted."""
+    """A checkpoint as published: each time a layer is read, its tensors are found, cut and converted."""
 
     has_memory = False
 
     def __init__(
-        self, reader: CheckpointReader, images: Sequence[Image], layers: Mapping[int, Mapping[str, Fused]]
+        self, reader: CheckpointReader, plain: Sequence[PackedLayer], layers: Mapping[int, Mapping[str, Fused]]
     ) -> None:
-        """``images``: plain. ``layers``: what the streamed ones are made of."""
-        self._reader, self._images, self._layers = reader, images, layers
+        """``layers``: the tensors of the streamed ones."""
+        self._reader, self._plain, self._layers = reader, plain, layers
 
     @property
     def name(self) -> str:
         return "the checkpoint's files"
 
-    def image(self, layer: int) -> Image:
-        return self._images[layer]
+    def packed(self, layer: int) -> PackedLayer:
+        return self._plain[layer]
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         try:
-            fill(self._reader, self._layers[layer], self._images[layer].tensors(into), moved)
+            read_tensors(self._reader, self._layers[layer], self._plain[layer].tensors(into), moved)
         except ModelError as error:
             raise WeightsError(f"layer {layer} cannot be read: {error}") from None
         return into
 
     def close(self) -> None:
-        """The reader is the checkpoint's."""
+        """The reader belongs to the checkpoint."""
 
 
 class ThrottledStore:
-    """Another store made slow, by a token bucket: bytes come at a rate, after a pause some of them at once.
-
-    For trying what a slow source does.
-    """
+    """Slows another store down to a rate with a token bucket, for experiments with slow sources."""
 
     def __init__(self, store: LayerStore, bytes_per_s: float) -> None:
         self._store, self._bytes_per_s = store, bytes_per_s
         self.has_memory = store.has_memory
-        self._free_at_s = 0.0  # when the emulated wire has carried all that was asked of it
+        self._free_at_s = 0.0  # when the emulated wire has carried everything requested
 
     @property
     def name(self) -> str:
         return f"{self._store.name} at {self._bytes_per_s / 1e6:g} MB/s"
 
-    def image(self, layer: int) -> Image:
-        return self._store.image(layer)
+    def packed(self, layer: int) -> PackedLayer:
+        return self._store.packed(layer)
 
     @property
     def device(self) -> torch.device:
@@ -155,7 +153,7 @@ class ThrottledStore:
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         begin_s = max(self._free_at_s, time.perf_counter() - _BURST_S)
-        self._free_at_s = begin_s + self._store.image(layer).num_bytes / self._bytes_per_s
+        self._free_at_s = begin_s + self._store.packed(layer).num_bytes / self._bytes_per_s
         result = self._store.read(layer, into, moved)
         while (left_s := self._free_at_s - time.perf_counter()) > 0:
             time.sleep(min(left_s, 0.1))

@@ -1,4 +1,4 @@
-"""Weights that stay on the device: each rank's slices, read straight into the fused tensors the layers use."""
+"""Weights that stay on the device: each rank's slices, read directly into the fused tensors that the layers use."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,17 +6,18 @@ from typing import Any
 
 import torch
 
+from tightwire.kernels.spec.packed import Matrix, empty_packed
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.layout import Shard
-from tightwire.model.weights.fill import empty_matrix, fill
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
-from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors
-from tightwire.model.weights.source import CheckpointReader, LayerWeights, OuterWeights
+from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors, read_tensors
+from tightwire.model.weights.source import LayerWeights, OuterWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResidentWeights:
-    """``WeightSource`` that has everything in memory from the start; ``release`` keeps it there."""
+    """``WeightSource`` with all layers on the device."""
 
     outer: OuterWeights
     layers: tuple[LayerWeights, ...]
@@ -29,10 +30,10 @@ class ResidentWeights:
         return self.layers[index]
 
     def release(self, index: int) -> None:
-        """Nothing to give back."""
+        """Layers stay."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """There are no threads."""
 
 
 def load_resident(
@@ -47,10 +48,10 @@ def load_resident(
 ) -> ResidentWeights:
     """Read this rank's part of the checkpoint.
 
-    Host memory grows by the rank's share (on CPU: the tensors themselves) and a few MiB for the piece in hand.
+    Host memory grows by a few MiB, and on CPU by the tensors themselves.
 
     Args:
-        formats: how matrices are kept; default: all as plain numbers.
+        formats: of matrices; default: all plain.
         progress: called with the share of the rank's bytes read so far, 0 to 1, after each part of a tensor.
     Cost: ``weight_bytes`` of the formats on the device.
     """
@@ -64,10 +65,17 @@ def load_resident(
         progress(done_bytes / total_bytes)
 
     def load(tensors: Mapping[str, Fused]) -> dict[str, Any]:
-        loaded = {field: empty_matrix(fused, formats, dtype, device) for field, fused in tensors.items()}
-        fill(reader, tensors, loaded, moved)
+        loaded = {field: _empty(fused, formats, dtype, device) for field, fused in tensors.items()}
+        read_tensors(reader, tensors, loaded, moved)
         return loaded
 
     outer = load(outer_tensors(config, shard))
     layers = tuple(LayerWeights(**load(layer_tensors(config, shard, index))) for index in range(config.num_layers))
     return ResidentWeights(outer=OuterWeights.of(outer), layers=layers)
+
+
+def _empty(fused: Fused, formats: WeightFormats, dtype: torch.dtype, device: torch.device) -> Matrix:
+    packed = formats.of(fused)
+    if packed is None:
+        return torch.empty(fused.shape, dtype=dtype, device=device)
+    return empty_packed(fused.shape[0], fused.shape[1], packed, device)

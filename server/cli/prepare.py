@@ -14,8 +14,8 @@ from tightwire.model.checkpoint.errors import ModelError, PrepareError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, read_back
 from tightwire.model.prepare import prepare as make_folder
+from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.prepared.manifest import Manifest
-from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.messages import Stage
 from tightwire.server.plan.devices import cuda_devices

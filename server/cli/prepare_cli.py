@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
+from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.server.cli.interrupts import interrupts_end_at_once
 from tightwire.server.config.flags import add_flags, fields_of, parse
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
+from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.server.config.option import option, require, require_seconds
 
 
@@ -16,12 +16,6 @@ class WeightOptions:
         "buffers, the next while one is computed; partition: the replicas (--dp) of a node keep a part of every layer each and "
         "gather it before use; auto: resident where they fit, else partition where replicas share a node's memory, else stream",
         ("auto", "resident", "stream", "partition"),
-    )
-    partition_load: str = option(
-        "files",
-        "who reads partitioned layers. files: the ranks of every node read all that the node keeps; first-touch: all ranks "
-        "together read it once, and nodes get it from each other",
-        ("files", "first-touch"),
     )
     stream_from: str = option(
         "auto",
@@ -75,8 +69,6 @@ class WeightOptions:
             require(value is None or value >= 1, name, value, "at least 1")
         if self.weights == "auto":
             self._leave_out(("stream_layers", "stream_rate"), "given beside --weights stream")
-        if self.weights != "partition":
-            self._leave_out(("partition_load",), "given beside --weights partition")
         if self.weights == "partition":
             want = "left out beside --weights partition, whose layers come from the other replicas"
             self._leave_out(("stream_from", "stream_rate"), want)

@@ -11,7 +11,9 @@ from tightwire.comm.sizes import format_bytes
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout
+from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.formats import MADE, WeightFormats
+from tightwire.model.weights.packed_layer import pack_model, weight_codec
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import (
     EVERYTHING_RESIDENT,
@@ -19,10 +21,8 @@ from tightwire.model.weights.residency import (
     WeightPlan,
     WeightSizes,
     check_codec,
-    layer_images,
     spread,
 )
-from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.config.weights import WeightOptions
 from tightwire.server.plan.memory_budget import LEAST_CONTEXT, MemoryBudget, NotEnoughMemoryError
@@ -134,8 +134,8 @@ def decide_weights(
             f"--weights {options.weights}: this model has {num_layers} layers, which two buffers hold"
         )
     if prepared is None:
-        stored = layer_images(model, layout.shards[0], formats, getattr(torch, dtype), options.weight_codec)
-        check_codec(options.weight_codec, stored, formats)
+        packed = pack_model(model, layout.shards[0], formats, getattr(torch, dtype), weight_codec(options.weight_codec))
+        check_codec(options.weight_codec, packed.stored, formats)
     sizes = [WeightSizes(model, shard, formats, getattr(torch, dtype), options.weight_codec) for shard in layout.shards]
 
     def decide_moving(shared: bool) -> WeightDecision:
@@ -143,7 +143,6 @@ def decide_weights(
             return WeightPlan(
                 source="partition" if shared else "stream",
                 origin=origin,
-                num_nodes=num_nodes if shared else 1,
                 ranks_per_node=num_replicas // num_nodes if shared else 1,
                 codec=options.weight_codec,
                 streamed=spread(num_layers, num_streamed),
@@ -153,7 +152,7 @@ def decide_weights(
             )
 
         whole = num_replicas * sum(size.per_pass(plan(num_layers, "host")) for size in sizes)
-        origin = options.partition_load if shared else _origin(options, device, whole, host_bytes, files)
+        origin = "files" if shared else _origin(options, device, whole, host_bytes, files)
         share = _CACHE_SHARE[options.stream_policy]
         try:
             every = make_budget(plan(num_layers, origin), share)

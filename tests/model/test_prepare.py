@@ -29,8 +29,11 @@ from tightwire.model.parallel import TensorParallel
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import choose_formats
-from tightwire.model.weights.prepared.folder import Prepared, load_layer
+from tightwire.model.weights.layer_reader import PreparedLayers
+from tightwire.model.weights.packed_layer import layer_on_device
+from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.prepared.manifest import MANIFEST
+from tightwire.model.weights.residency import WeightPlan
 from tightwire.model.weights.resident import load_resident
 from tightwire.model.weights.source import LayerWeights, OuterWeights
 from tightwire.model.weights.streamed import StreamedWeights
@@ -58,6 +61,19 @@ def assert_same(got: LayerWeights | OuterWeights, want: LayerWeights | OuterWeig
     assert type(got) is type(want)
     unlike = [name for name in want.__slots__ if not same(getattr(got, name), getattr(want, name))]
     assert unlike == []
+
+
+def load_prepared(prepared: Prepared, rank: int) -> tuple[OuterWeights, list[LayerWeights]]:
+    """All tensors of one rank, verified."""
+    reader = PreparedLayers(prepared, rank, WeightPlan(verify=True), patience_s=1.0)
+    packed = reader.packed
+    outer = OuterWeights.of(packed.outer.tensors(reader.read_outer(lambda num_bytes: None)))
+    layers = [
+        layer_on_device(stored, plain, reader.read_layer(index, lambda num_bytes: None), CPU)
+        for index, (stored, plain) in enumerate(zip(packed.stored, packed.plain, strict=True))
+    ]
+    reader.close()
+    return outer, layers
 
 
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {  # kind, keys of config.json, --quantization
@@ -89,11 +105,10 @@ def test_holds_what_ranks_would_load(tmp_path: Path, name: str, tp: int, dtype: 
             device=CPU,
             formats=formats,
         )
-        assert_same(prepared.load_outer(shard.rank, CPU, verify=True), want.outer)
-        store, images = prepared.store(shard.rank, verify=True), prepared.images(shard.rank)
-        for index, layer in enumerate(want.layers):
-            assert_same(load_layer(store, index, images.plain[index], CPU), layer)
-        store.close()
+        outer, layers = load_prepared(prepared, shard.rank)
+        assert_same(outer, want.outer)
+        for got, layer in zip(layers, want.layers, strict=True):
+            assert_same(got, layer)
 
 
 @pytest.mark.parametrize("codec", ["int8-g64", "int4-g64"])
@@ -109,17 +124,15 @@ def test_a_codec_takes_the_layers_plain_matrices_and_nothing_else(tmp_path: Path
         loaded = load_resident(
             checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, device=CPU, formats=formats
         )
-        assert_same(prepared.load_outer(shard.rank, CPU), loaded.outer)
-        store = prepared.store(shard.rank)
-        for index, layer in enumerate(loaded.layers):
-            got = load_layer(store, index, prepared.images(shard.rank).plain[index], CPU)
+        outer, layers = load_prepared(prepared, shard.rank)
+        assert_same(outer, loaded.outer)
+        for got, layer in zip(layers, loaded.layers, strict=True):
             for name in layer.__slots__:
                 value = getattr(layer, name)
                 if isinstance(value, torch.Tensor) and value.dim() == 2:
                     made = parse_codec(codec)
                     value = made.decode(made.encode(value.flatten()), value.numel(), value.dtype).view(value.shape)
                 assert same(getattr(got, name), value), name
-        store.close()
 
 
 def test_shares_are_kept(tmp_path: Path) -> None:
@@ -147,15 +160,9 @@ def runner_of(checkpoint: Checkpoint, quantization: str) -> ModelRunner:
 def streamed_logits(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Of one rank, with layer 0 kept in memory and the others out of the file."""
     (group,) = in_process_groups(1)
-    store, images = prepared.store(0, verify=True), prepared.images(0)
-    weights = StreamedWeights(
-        prepared.load_outer(0, CPU),
-        {0: load_layer(store, 0, images.plain[0], CPU)},
-        store,
-        images.plain,
-        CPU,
-        timeout_s=20,
-    )
+    outer, layers = load_prepared(prepared, 0)
+    store = prepared.store(0, verify=True)
+    weights = StreamedWeights(outer, {0: layers[0]}, store, prepared.packed(0).plain, CPU, timeout_s=20)
     cache = make_kv_cache(
         prepared.config, prepared.layout.shards[0], num_blocks=8, block_size=16, dtype=torch.float32, device=CPU
     )
@@ -271,7 +278,7 @@ def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "pwrite", failing)
     words = "the disk is full; free some room" if code != errno.EIO else os.strerror(code)
-    with pytest.raises(PrepareError, match=f"out: cannot be written, and nothing of it was kept: {words}"):
+    with pytest.raises(PrepareError, match=f"out: cannot be written, and nothing was kept: {words}"):
         prepare(checkpoint, tmp_path / "out", PrepareOptions(tp=2))
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 

@@ -20,10 +20,10 @@ from tightwire.model.checkpoint.config import LlamaConfig, config_from_hf
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.export import config_to_hf
 from tightwire.model.checkpoint.random import RandomReader
+from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.open import open_checkpoint
 from tightwire.model.text.byte_tokenizer import MIN_VOCAB_SIZE, byte_backend
 from tightwire.model.text.tokenizer import Tokenizer
-from tightwire.model.weights.source import CheckpointReader
 from tightwire.training.config.tree import BPE, BYTES, ModelConfig, ShapeConfig
 from tightwire.training.start.tokenizer import train_bpe, with_template
 

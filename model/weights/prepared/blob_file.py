@@ -1,8 +1,8 @@
-"""A file of images, read in pieces by address: through the page cache or around it, never by page faults.
+"""A file of packed layers (blobs): written in order, read in pieces through the page cache or around it.
 
-What may pass (a disk's errors, a file server's, a file that is being copied anew) is tried again for as long as the caller has
-patience; what does not come is an error that says where and how much. Reads go where the caller wants them; only parts at odd
-addresses, read around the page cache, go through a buffer that the file keeps.
+Reads that fail temporarily (of a disk, a file server, a file that is being copied again) are retried for as long as the caller
+allows. Bytes go directly to the caller's memory; only unaligned parts that are read around the page cache go through a
+buffer of the file.
 """
 
 import errno
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import PAGE_BYTES, page_aligned
+from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.errors import WeightsError
-from tightwire.model.weights.layer_store import Moved
 from tightwire.model.weights.prepared.manifest import Blob
 
-PIECE_BYTES = 8 << 20  # of one read: enough for a disk to work on at many places, and a sign of life when it is slow
+PIECE_BYTES = 8 << 20  # of one read: enough to keep a disk busy, and often enough a sign of life from a slow one
 
 _LOG = logging.getLogger(__name__)
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # before the second attempt, and before any; each twice as long as the one before
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # pauses between attempts double from the first to the second
 _PATIENCE_S = 1.0
-_PASSING = (errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOMEM, errno.ESTALE)
+_TEMPORARY = (errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOMEM, errno.ESTALE)
 
 
-class _PassingError(Exception):
-    """It may go better the next time; says what went wrong, and what to do when it does not."""
+class _TemporaryError(Exception):
+    """A read that may succeed on the next attempt; ``advice`` is for the last one."""
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(what)
@@ -44,7 +44,7 @@ class BlobFile:
         """
         Args:
             direct: around the page cache; then addresses, offsets and sizes must be whole pages.
-            patience_s: for how long a read that may go better is tried again.
+            patience_s: how long reads that fail temporarily are retried.
         Raises:
             WeightsError: it cannot be opened so.
         """
@@ -60,17 +60,17 @@ class BlobFile:
         """Read ``view``'s bytes from ``offset`` on.
 
         Args:
-            view: at most PIECE_BYTES; larger ones are read as well, without a sign of life between.
+            view: usually at most PIECE_BYTES.
             what: for errors, such as ``layer 3``.
         Raises:
-            WeightsError: the file ends before, or fails, and does so for longer than there is patience.
+            WeightsError: the file ends before, or fails, for longer than ``patience_s``.
         """
         deadline_s, pause_s, attempt = time.monotonic() + self._patience_s, _PAUSE_S, 1
         while True:
             try:
                 self._fill_once(view, offset, what)
                 return
-            except _PassingError as error:
+            except _TemporaryError as error:
                 if time.monotonic() + pause_s > deadline_s:
                     raise WeightsError(f"{error} (tried {attempt} times); {error.advice}") from None
                 _LOG.warning("%s; trying again in %.1f s (attempt %d)", error, pause_s, attempt + 1)
@@ -79,19 +79,19 @@ class BlobFile:
             self._reopen()
 
     def scratch(self) -> memoryview:
-        """PIECE_BYTES and a page at either end, of whole pages: for the next read, and written over by the one after it."""
+        """PIECE_BYTES and a page at either end, page-aligned; overwritten by the next read."""
         if self._scratch is None:
             self._scratch = page_aligned(PIECE_BYTES + 2 * PAGE_BYTES, torch.device("cpu")).numpy().data
         return self._scratch
 
     def expect(self, offset: int, num_bytes: int) -> None:
-        """Have the kernel read this part into its cache, beside whatever else goes on; nothing when reads are direct."""
+        """Start reading this part into the page cache; does nothing when reads are direct."""
         if not self.direct:
             os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def forget(self) -> None:
-        """Drop the file from the page cache, so that what is read next comes from the disk."""
-        os.fsync(self._fd)  # what is not on the disk yet would stay
+        """Drop the file from the page cache, so that the next reads come from the disk."""
+        os.fsync(self._fd)  # pages that are not on the disk yet would stay
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
@@ -104,12 +104,12 @@ class BlobFile:
         got = 0
         while got < len(view):
             num_bytes = self._read(view[got:], offset + got, what)
-            # Around the page cache the next read must begin with a page too; only a file's end is none.
+            # Direct reads must start at whole pages; only the file's end may be within one.
             whole = num_bytes - num_bytes % PAGE_BYTES if self.direct and got + num_bytes < len(view) else num_bytes
             if not whole:
-                raise _PassingError(
+                raise _TemporaryError(
                     f"{self.path}: ends inside {what}: at byte {offset} {len(view)} bytes were wanted, and {got + num_bytes} came",
-                    "copy the folder again, or make it anew with `tightwire prepare`",
+                    "copy the folder again, or make it again with `tightwire prepare`",
                 )
             got += whole
 
@@ -119,12 +119,12 @@ class BlobFile:
         except OSError as error:
             failure = f"{self.path}: {what}, {len(view)} bytes at byte {offset}: cannot be read: {error.strerror}"
             advice = "look at the disk with `tightwire prepare --check` and at the kernel's log"
-            if error.errno in _PASSING:
-                raise _PassingError(failure, advice) from None
+            if error.errno in _TEMPORARY:
+                raise _TemporaryError(failure, advice) from None
             raise WeightsError(f"{failure}; {advice}") from None
 
     def _reopen(self) -> None:
-        """The file that has the name now, if any: a file server's may have been forgotten, a copy replaced by another."""
+        """Open the path again: a file server may have dropped the file, or a copy may have replaced it."""
         try:
             fd = os.open(self.path, self._flags)
         except OSError as error:
@@ -137,12 +137,12 @@ class BlobFile:
 def read_blob(
     file: BlobFile, blob: Blob, what: str, into: Tensor, moved: Moved, digest: "hashlib._Hash | None" = None
 ) -> None:
-    """Read one image, piece by piece; with a fresh ``digest``, compare its checksum as well.
+    """Read one blob, piece by piece; with a new ``digest``, compare its checksum as well.
 
     Args:
-        into: (blob bytes,) uint8 on the host; or PIECE_BYTES, written over and over, where only the checksum is wanted.
+        into: (blob bytes,) uint8 on the host; or PIECE_BYTES, overwritten again and again, to check the checksum only.
     Raises:
-        WeightsError: it does not come, or is not what was written.
+        WeightsError: it cannot be read, or is damaged.
     """
     view = into.numpy().data
     for start in range(0, blob.num_bytes, PIECE_BYTES):
@@ -155,18 +155,18 @@ def read_blob(
     if digest is not None and digest.hexdigest() != blob.sha256:
         raise WeightsError(
             f"{file.path}: {what} is damaged: its {blob.num_bytes} bytes from byte {blob.offset} on have sha256 "
-            f"{digest.hexdigest()}, and {blob.sha256} was written; copy the folder again, or make it anew with "
+            f"{digest.hexdigest()}, and {blob.sha256} was written; copy the folder again, or make it again with "
             "`tightwire prepare`"
         )
 
 
 def read_span(file: BlobFile, offset: int, what: str, into: Tensor, moved: Moved) -> None:
-    """Read part of an image, at any address: around the page cache through a buffer of whole pages.
+    """Read part of a blob at any offset; direct reads go through a buffer of whole pages.
 
     Args:
         into: (N,) uint8 on the host.
     Raises:
-        WeightsError: it does not come.
+        WeightsError: it cannot be read.
     """
     view = into.numpy().data
     scratch = file.scratch() if file.direct else None
@@ -183,7 +183,7 @@ def read_span(file: BlobFile, offset: int, what: str, into: Tensor, moved: Moved
 
 
 def reads_direct(path: Path) -> bool:
-    """Whether the file system of ``path``, a file of at least a page, allows reads around its page cache."""
+    """True when the file system of ``path``, a file of at least a page, supports direct reads."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
@@ -195,3 +195,32 @@ def reads_direct(path: Path) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+class BlobWriter:
+    """Writes packed layers to a new file and records the place and checksum of each. The caller handles OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self.blobs: list[Blob] = []
+        self._offset = 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def append(self, packed_bytes: Tensor, moved: Moved) -> None:
+        """Add (bytes,) uint8 on the host, whole pages; ``moved`` gets the bytes written."""
+        view, digest = packed_bytes.numpy().data, hashlib.sha256()
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            digest.update(piece)
+            written = 0
+            while written < len(piece):
+                written += os.pwrite(self._fd, piece[written:], self._offset + start + written)
+            moved(len(piece))
+        self.blobs.append(Blob(self._offset, len(view), digest.hexdigest()))
+        self._offset += len(view)
+
+    def sync(self) -> None:
+        """Wait until all of it is on the disk: some file systems report a full disk only here."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)

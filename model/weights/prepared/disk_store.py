@@ -1,4 +1,4 @@
-"""One rank's layers out of its file of a prepared folder, pass after pass."""
+"""Reads one rank's layers from its file of a prepared folder, pass after pass."""
 
 import hashlib
 from collections.abc import Sequence
@@ -6,8 +6,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tightwire.model.weights.image import Image
-from tightwire.model.weights.layer_store import LocalStore, Moved
+from tightwire.comm.protocols import Moved
+from tightwire.model.weights.layer_store import LocalStore
+from tightwire.model.weights.packed_layer import PackedLayer
 from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, BlobFile, read_blob, read_span, reads_direct
 from tightwire.model.weights.prepared.manifest import Blob
 
@@ -15,15 +16,15 @@ DISK_IO = ("auto", "direct", "buffered")
 
 
 def choose_io(asked: str, paths: Sequence[Path], available_bytes: int) -> str:
-    """Settle ``auto``: ``direct`` where the files together are larger than half of the memory that can still be taken.
+    """Resolve ``auto``: ``direct`` when the files together are larger than half of the available memory.
 
-    Passes read all of it in a circle. Of a page cache that is too small, least recently used goes first, which is what comes
-    next: nothing is ever found there, and a copy is paid for nothing.
+    Passes read the files in a circle. A page cache that is too small evicts the least recently used pages, which are the next
+    ones to be read: nothing is ever found there, and a copy is wasted.
 
     Args:
         paths: of all ranks on this host.
     Raises:
-        ValueError: ``direct`` cannot be had, or there is no such kind.
+        ValueError: the file system cannot read directly, or ``asked`` is unknown.
     """
     if asked not in DISK_IO:
         raise ValueError(f"reads from a disk are one of {', '.join(DISK_IO)}, got {asked!r}")
@@ -32,7 +33,7 @@ def choose_io(asked: str, paths: Sequence[Path], available_bytes: int) -> str:
     possible = all(reads_direct(path) for path in paths)
     if asked == "direct" and not possible:
         raise ValueError(
-            f"{paths[0].parent}: its file system reads nothing around the page cache, so direct reads cannot be had; use "
+            f"{paths[0].parent}: its file system cannot read around the page cache, so direct reads are not possible; use "
             "buffered ones, or put the folder on a local disk"
         )
     large = sum(path.stat().st_size for path in paths) > available_bytes // 2
@@ -47,7 +48,7 @@ class DiskStore(LocalStore):
     def __init__(
         self,
         path: Path,
-        images: Sequence[Image],
+        stored: Sequence[PackedLayer],
         blobs: Sequence[Blob],
         *,
         direct: bool,
@@ -56,14 +57,14 @@ class DiskStore(LocalStore):
     ) -> None:
         """
         Args:
-            images: how each layer lies in its blob.
+            stored: of each layer, in its blob.
             direct: read around the page cache.
-            verify: compare each layer's checksum the first time that it is read.
-            patience_s: for how long a read that may go better is tried again; damage never is.
+            verify: compare each layer's checksum when it is first read.
+            patience_s: how long reads that fail temporarily are retried; damage is not.
         Raises:
             WeightsError: the file cannot be opened so.
         """
-        self._images, self._blobs = images, blobs
+        self._stored, self._blobs = stored, blobs
         self._file = BlobFile(path, direct=direct, patience_s=patience_s)
         self._unverified = set(range(len(blobs)) if verify else ())
         self._next: dict[int, int] = {}
@@ -73,8 +74,8 @@ class DiskStore(LocalStore):
     def name(self) -> str:
         return f"{self._file.path} ({'around' if self._file.direct else 'through'} the page cache)"
 
-    def image(self, layer: int) -> Image:
-        return self._images[layer]
+    def packed(self, layer: int) -> PackedLayer:
+        return self._stored[layer]
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         digest = hashlib.sha256() if layer in self._unverified else None
@@ -84,10 +85,10 @@ class DiskStore(LocalStore):
         return into
 
     def read_part(self, layer: int, start: int, into: Tensor, moved: Moved) -> None:
-        """The bytes of the layer's image from ``start`` on, as many as ``into`` (N,) uint8 has; no checksum tells of them.
+        """Fill ``into`` (N,) uint8 with the layer's bytes from ``start`` on. No checksum covers a part.
 
         Raises:
-            WeightsError: they cannot be had.
+            WeightsError: they cannot be read.
         """
         read_span(self._file, self._blobs[layer].offset + start, f"layer {layer}", into, moved)
 
@@ -95,7 +96,7 @@ class DiskStore(LocalStore):
         self._file.close()
 
     def _expect_next(self, layer: int) -> None:
-        """Have the next layer's beginning on its way while the caller may be waiting for a buffer."""
+        """Start reading the next layer while the caller may wait for a buffer."""
         if self._last is not None:
             self._next[self._last] = layer
         self._last = layer

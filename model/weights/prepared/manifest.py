@@ -1,7 +1,6 @@
-"""What a prepared folder says of itself: which model, how it is cut and kept, where each image lies, with its checksum.
+"""The manifest of a prepared folder: the model, its split and formats, and the place and checksum of each blob.
 
-The manifest is written last and has a checksum of its own, so a folder that has one was finished, and a manifest that was
-changed is not believed.
+It is written last and has a checksum of its own: a folder with a manifest is complete, and a changed manifest is refused.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ _CUTS = ("query_heads", "kv_heads", "mlp_columns", "vocab_rows")
 
 
 class Blob(msgspec.Struct, frozen=True):
-    """One image's place in its file, both numbers whole pages."""
+    """A packed layer's place in its file; both numbers are whole pages."""
 
     offset: int
     num_bytes: int
@@ -28,9 +27,9 @@ class Blob(msgspec.Struct, frozen=True):
 
 
 class RankFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank's file holds: the outer tensors' image, then the layers' in order, without gaps."""
+    """One rank's file: the outer tensors, then the layers in order, without gaps."""
 
-    shard: dict[str, tuple[int, int]]  # first and end of each of the shard's ranges
+    shard: dict[str, tuple[int, int]]  # start and stop of each of the shard's ranges
     outer: Blob
     layers: tuple[Blob, ...]
 
@@ -44,14 +43,14 @@ class RankFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: str  # its name before it was prepared
+    model: str  # the name of the original
     dtype: Literal["float32", "bfloat16", "float16"]  # of plain numbers
     shares: tuple[float, ...] | None  # as of --tp-split
     codec: str  # of the layers' plain matrices
-    packed: dict[str, str]  # WeightFormats: matrix to format
-    plain: dict[str, str]  # matrix to how the checkpoint held it
+    packed: dict[str, str]  # WeightFormats: format by matrix
+    plain: dict[str, str]  # type in the checkpoint, by matrix
     ranks: tuple[RankFile, ...]
-    files: dict[str, str]  # sha256 of what else belongs to the model, by name
+    files: dict[str, str]  # sha256 of the other files, by name
 
     @property
     def tp(self) -> int:
@@ -77,7 +76,7 @@ def rank_file_name(rank: int, tp: int) -> str:
 
 
 def cuts_of(shard: Shard) -> dict[str, tuple[int, int]]:
-    """A shard as a manifest has it."""
+    """A shard in the manifest's form."""
     ranges: dict[str, range] = {name: getattr(shard, name) for name in _CUTS}
     return {name: (own.start, own.stop) for name, own in ranges.items()}
 
@@ -89,28 +88,28 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, as it was written.
+    """Read and check the manifest.
 
     Raises:
         ModelError: it cannot be read, is damaged, or is of another version.
     """
     path = folder / MANIFEST
-    again = "copy the folder again, or make it anew with `tightwire prepare`"
+    again = "copy the folder again, or make it again with `tightwire prepare`"
     try:
         envelope = msgspec.json.decode(path.read_bytes(), type=_Envelope)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: is damaged or no manifest of a prepared folder: {error}; {again}") from None
+        raise ModelError(f"{path}: is damaged or not the manifest of a prepared folder: {error}; {again}") from None
     if envelope.schema != SCHEMA:
         raise ModelError(
-            f"{path}: is of {envelope.schema!r}, and this version of Tightwire reads {SCHEMA!r}; make the folder anew "
+            f"{path}: has schema {envelope.schema!r}, and this version of Tightwire reads {SCHEMA!r}; make the folder again "
             "with this version's `tightwire prepare`, or serve it with the version that made it"
         )
     body = bytes(envelope.prepared)
     if hashlib.sha256(body).hexdigest() != envelope.sha256:
-        raise ModelError(f"{path}: is damaged: its checksum is another; {again}")
+        raise ModelError(f"{path}: is damaged: its checksum differs; {again}")
     try:
         return msgspec.json.decode(body, type=Manifest)
     except msgspec.DecodeError as error:
-        raise ModelError(f"{path}: says what this version of Tightwire does not understand: {error}; {again}") from None
+        raise ModelError(f"{path}: cannot be understood by this version of Tightwire: {error}; {again}") from None

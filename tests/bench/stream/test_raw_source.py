@@ -8,8 +8,8 @@ import torch
 
 from tightwire.bench.stream.raw_source import raw_copies, raw_gathers, raw_reads
 from tightwire.comm.group.partition_groups import in_process_partition
-from tightwire.model.weights.image import Image
 from tightwire.model.weights.layer_store import HostStore
+from tightwire.model.weights.packed_layer import PackedLayer
 from tightwire.model.weights.prepared.blob_file import reads_direct
 from tightwire.model.weights.prepared.manifest import Blob
 
@@ -17,11 +17,11 @@ SIZES = (8192, 4096, 12288)
 
 
 def test_copies_are_of_the_layers_that_stream() -> None:
-    images = [Image({}, torch.bfloat16, size) for size in SIZES]
+    layers_stored = [PackedLayer({}, torch.bfloat16, size) for size in SIZES]
     layers = {layer: torch.ones(SIZES[layer], dtype=torch.uint8) for layer in (0, 2)}
-    raw_copies(HostStore(images, layers), (0, 2), torch.device("cpu"))()
+    raw_copies(HostStore(layers_stored, layers), (0, 2), torch.device("cpu"))()
     with pytest.raises(KeyError):
-        raw_copies(HostStore(images, layers), (0, 1), torch.device("cpu"))()
+        raw_copies(HostStore(layers_stored, layers), (0, 1), torch.device("cpu"))()
 
 
 @pytest.mark.parametrize("direct", [False, True])

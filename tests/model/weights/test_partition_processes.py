@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 import pytest
 from harness import Ranks
-from helpers.comm.partition_bodies import Work, World, build, compute_as_process, open_peers, open_replica, walk
-from helpers.comm.partition_checks import NUM_LAYERS, PROMPTS, check_bytes, check_logits, plan_for
+from helpers.model.partition_bodies import Work, World, build, compute_as_process, open_peers, open_replica, walk
+from helpers.model.partition_checks import NUM_LAYERS, PROMPTS, check_bytes, check_logits, plan_for
 from tiny import make_tiny
 
 from tightwire.comm.buffers import check_order
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group
 from tightwire.comm.transport.segment import make_segment
-from tightwire.model.weights.residency import FILES, FIRST_TOUCH
 from tightwire.model.weights.streamed import StreamedWeights
 
 pytestmark = pytest.mark.alone
@@ -55,21 +54,20 @@ def fixture_four_ranks() -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize(
-    ("world", "codec", "origin", "shared_memory"),
+    ("world", "codec", "shared_memory"),
     [
-        (World(1, 2), "int8", FIRST_TOUCH, True),
-        (World(1, 3), "none", FILES, True),
-        (World(2, 2), "none", FIRST_TOUCH, True),
-        (World(2, 2), "int4", FILES, False),
-        (World(1, 4, num_nodes=2), "int4", FIRST_TOUCH, False),
+        (World(1, 2), "int8", True),
+        (World(1, 3), "none", True),
+        (World(2, 2), "int4", False),
+        (World(1, 4, num_nodes=2), "int4", False),
     ],
     ids=str,
 )
 def test_processes_share_as_threads_do(
-    world: World, codec: str, origin: str, shared_memory: bool, four_ranks: Ranks, tmp_path: Path
+    world: World, codec: str, shared_memory: bool, four_ranks: Ranks, tmp_path: Path
 ) -> None:
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
-    work = Work(str(location), plan_for(world, origin, codec), PROMPTS[: world.dp])
+    work = Work(str(location), plan_for(world, codec), PROMPTS[: world.dp])
     with joined(world, tmp_path, shared_memory=shared_memory) as place:
         done = four_ranks.run(compute_as_process, place, work)[: world.num_ranks]
     check_logits(world, work, done)
@@ -132,7 +130,7 @@ def _close_in_a_gather(group: Group, world: World, work: Work) -> bool:
         weights.close()
     peers.meet()
     weights.close()
-    return weights._thread.is_alive()
+    return weights.fetcher._thread.is_alive()
 
 
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shared-memory"])

@@ -19,10 +19,11 @@ from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights import layer_store
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.image import Image
+from tightwire.model.weights.layer_reader import CheckpointLayers
 from tightwire.model.weights.layer_store import CheckpointStore, HostStore, LayerStore, Moved, ThrottledStore
-from tightwire.model.weights.load_streamed import load_streamed
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan, WeightSizes, layer_images, spread
+from tightwire.model.weights.load import load_streamed
+from tightwire.model.weights.packed_layer import PackedLayer, pack_model
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan, WeightSizes, spread
 from tightwire.model.weights.streamed import StreamedWeights
 
 NUM_LAYERS = 6
@@ -97,7 +98,7 @@ def test_reading_decoding_and_computing_keep_their_order_whatever_the_delays(
         assert continue_prompts(local.engine, PROMPTS, max_tokens=10) == expected
         for weights in streamed_of(local):
             check_order(weights.pool.events)
-            read = weights._stages._read
+            read = weights.fetcher.read_pool
             assert read is not None
             check_order(read.events)
 
@@ -133,7 +134,7 @@ def test_encoded_weights_are_the_same_however_many_are_streamed(checkpoint: Chec
     for tp in (1, 2):
         with local_engine(checkpoint, tp=tp, weight_plan=plan_for(6, "host", codec)) as local:
             answers.append(continue_prompts(local.engine, PROMPTS, max_tokens=12))
-            assert all(not weights._stages._store.image(0).is_plain for weights in streamed_of(local))
+            assert all(not weights.store.packed(0).is_plain for weights in streamed_of(local))
     if codec == "int4":
         assert answers[0] != exact
 
@@ -148,8 +149,8 @@ class _Jittery:
     device = torch.device("cpu")
     has_memory = False
 
-    def image(self, layer: int) -> Image:
-        return self._store.image(layer)
+    def packed(self, layer: int) -> PackedLayer:
+        return self._store.packed(layer)
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         time.sleep(self._delays[layer % len(self._delays)])
@@ -195,11 +196,11 @@ def test_a_slow_source_is_as_slow_as_its_bytes_and_overlaps_with_computing(check
         start_s = time.perf_counter()
         continue_prompts(local.engine, [[5]], max_tokens=5)
         elapsed_s = time.perf_counter() - start_s
-        image_bytes = weights.pool.slots[0].buffer.nbytes
+        layer_bytes = weights.pool.slots[0].buffer.nbytes
         fetched = [event for event in weights.pool.events if event.kind == "filled"]
         assert len(fetched) >= 5 * 6
         # Two layers may have come before, and of others what a bucket holds at once.
-        assert elapsed_s >= (5 * 6 - 2) * image_bytes / 20e6 - 0.004
+        assert elapsed_s >= (5 * 6 - 2) * layer_bytes / 20e6 - 0.004
 
 
 class _Clock:
@@ -221,8 +222,8 @@ def test_an_emulated_wire_carries_on_while_its_reader_oversleeps_a_little(
 ) -> None:
     clock = _Clock(late_s)
     monkeypatch.setattr(layer_store, "time", clock)
-    image = Image({}, torch.float32, num_bytes=1000)
-    store = ThrottledStore(HostStore([image], {0: torch.zeros(1000, dtype=torch.uint8)}), 100_000)
+    layer = PackedLayer({}, torch.float32, num_bytes=1000)
+    store = ThrottledStore(HostStore([layer], {0: torch.zeros(1000, dtype=torch.uint8)}), 100_000)
     start_s = clock.perf_counter()
 
     for _ in range(100):
@@ -291,7 +292,7 @@ def test_nothing_is_allocated_for_a_pass(checkpoint: Checkpoint) -> None:
 
 
 def before_tensors(weights: StreamedWeights) -> Iterator[Tensor]:
-    for layer in weights._tensors.values():
+    for layer in weights._layers.values():
         for field in layer.__slots__:
             if isinstance(tensor := getattr(layer, field), Tensor):
                 yield tensor
@@ -304,10 +305,11 @@ def test_sizes_are_those_of_what_is_held(
     config, plan = checkpoint.config, plan_for(5, origin, codec)
     shard = make_layout(config, 1).shards[0]
     sizes = WeightSizes(config, shard, WeightFormats(), torch.float32, codec)
-    plain = layer_images(config, shard, WeightFormats(), torch.float32)
+    plain = pack_model(config, shard, WeightFormats(), torch.float32).plain
     stay = sizes.on_device(EVERYTHING_RESIDENT) - sum(plain[layer].num_bytes for layer in plan.streamed)
-    reading = {"dtype": torch.float32, "formats": WeightFormats(), "timeout_s": 60.0}
-    weights = load_streamed(checkpoint.reader(), config, shard, plan, device=torch.device("cpu"), **reading)
+    layers = CheckpointLayers(checkpoint.reader(), config, shard, plan, torch.float32, WeightFormats())
+    weights = load_streamed(layers, plan, device=torch.device("cpu"), timeout_s=60.0)
+    assert isinstance(weights, StreamedWeights)
     try:
         waiting = 0
         if isinstance(weights.store, HostStore):
@@ -321,7 +323,7 @@ def test_sizes_are_those_of_what_is_held(
         )
         resident = dict.fromkeys(plan.resident(NUM_LAYERS))
         beside = StreamedWeights(weights.outer, resident, weights.store, plain, torch.device("meta"), timeout_s=1.0)  # pyright: ignore[reportArgumentType]
-        decoded_from = beside._stages._on_device
+        decoded_from = beside.fetcher._stages.on_device
         assert sizes.in_pool(plan, "cuda") == stay + _slot_bytes(beside) + (
             0 if decoded_from is None else decoded_from.nbytes
         )

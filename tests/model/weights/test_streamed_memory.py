@@ -12,7 +12,7 @@ from tiny import make_tiny
 
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
-from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
+from tightwire.model.weights import WEIGHT_CODECS
 
 _MEASURE = """
 import json, sys, time, torch
@@ -21,9 +21,10 @@ from tightwire.comm.codec.codec import parse_codec
 from tightwire.model.open import open_checkpoint
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.load_streamed import load_prepared, load_streamed
+from tightwire.model.weights.layer_reader import CheckpointLayers, PreparedLayers
+from tightwire.model.weights.load import load_streamed
 from tightwire.model.weights.residency import WeightPlan, WeightSizes, spread
-from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
+from tightwire.model.weights import WEIGHT_CODECS
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -46,11 +47,10 @@ coder.decode(coder.encode(torch.ones(4096).bfloat16()), 4096, torch.bfloat16)
 before = peak_from_here()
 fetching = {"device": torch.device("cpu"), "timeout_s": 60.0}
 if prepared is None:
-    weights = load_streamed(
-        checkpoint.reader(), config, shard, plan, dtype=torch.bfloat16, formats=WeightFormats(), **fetching
-    )
+    reader = CheckpointLayers(checkpoint.reader(), config, shard, plan, torch.bfloat16, WeightFormats())
 else:
-    weights = load_prepared(prepared, 0, plan, **fetching)
+    reader = PreparedLayers(prepared, 0, plan, patience_s=1.0)
+weights = load_streamed(reader, plan, **fetching)
 
 def run_passes(count):
     for _ in range(count):

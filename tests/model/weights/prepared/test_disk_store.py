@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tightwire.comm.buffers import PAGE_BYTES, page_aligned
 from tightwire.model.checkpoint.errors import WeightsError
-from tightwire.model.weights.image import Image
+from tightwire.model.weights.packed_layer import PackedLayer
 from tightwire.model.weights.prepared import blob_file
 from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, reads_direct
 from tightwire.model.weights.prepared.disk_store import DiskStore, choose_io
@@ -42,8 +42,8 @@ def open_store(
     blobs = [
         Blob(offset, len(part), hashlib.sha256(part).hexdigest()) for offset, part in zip(offsets, content, strict=True)
     ]
-    images = [Image({}, torch.bfloat16, size) for size in SIZES]
-    return DiskStore(path, images, blobs, direct=direct, verify=verify, patience_s=patience_s)
+    stored = [PackedLayer({}, torch.bfloat16, size) for size in SIZES]
+    return DiskStore(path, stored, blobs, direct=direct, verify=verify, patience_s=patience_s)
 
 
 def read(store: DiskStore, layer: int) -> tuple[bytes, list[int]]:
@@ -165,7 +165,7 @@ def test_a_passing_error_is_tried_again_and_logged(
     assert all("layer 0" in text and str(path) in text for text in caplog.messages)
 
 
-def test_a_file_that_is_copied_anew_is_read_when_it_is_there(
+def test_a_file_that_is_copied_again_is_read_when_it_is_there(
     path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = path.read_bytes()

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny import make_tiny
 
+from tightwire.comm.buffers import page_aligned
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare, read_back
-from tightwire.model.weights.prepared.folder import load_layer
 from tightwire.model.weights.prepared.manifest import MANIFEST
 
 CPU = torch.device("cpu")
@@ -36,10 +36,10 @@ def test_a_damaged_blob_is_found_by_checksum_only(out: Path) -> None:
     assert open_checkpoint(str(out)).prepared == prepared
     (damage,) = read_back(out, prepared.manifest, lambda stage, fraction: None)
     assert "rank-1-of-2.weights: layer 1 is damaged" in damage
-    plain = prepared.images(1).plain[1]
-    load_layer(prepared.store(1), 1, plain, CPU)
+    buffer = page_aligned(prepared.packed(1).stored[1].num_bytes, CPU)
+    prepared.store(1).read(1, buffer, lambda num_bytes: None)
     with pytest.raises(WeightsError, match="layer 1 is damaged"):
-        load_layer(prepared.store(1, verify=True), 1, plain, CPU)
+        prepared.store(1, verify=True).read(1, buffer, lambda num_bytes: None)
 
 
 def test_every_damage_is_listed(out: Path) -> None:
@@ -72,7 +72,7 @@ def change_manifest(out: Path, old: str, new: str, *, believable: bool = False) 
     ("old", "new", "believable", "message"),
     [
         ("tightwire.prepared/1", "tightwire.prepared/2", False, "is of 'tightwire.prepared/2', and this version"),
-        ('"dtype": "float32"', '"dtype": "bfloat16"', False, "is damaged: its checksum is another"),
+        ('"dtype": "float32"', '"dtype": "bfloat16"', False, "is damaged: its checksum differs"),
         ('"dtype": "float32"', '"dtype": "bfloat16"', True, "does not go with config.json and this version"),
         ('"dtype": "float32"', '"dtype": "int3"', True, "does not understand: Invalid enum value 'int3'"),
         ('"codec": "none"', '"codec": "zip"', True, "does not go with config.json .* unknown codec 'zip'"),

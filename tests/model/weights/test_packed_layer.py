@@ -1,4 +1,4 @@
-"""A layer's image: every tensor at its place, encoded and back, the same bits as tensors of their own."""
+"""Packed layers: every tensor at its place, encoded and decoded, with the bits of separate tensors."""
 
 from pathlib import Path
 
@@ -12,28 +12,27 @@ from tightwire.comm.codec.codec import parse_codec
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
-from tightwire.model.weights.fill import fill
+from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.formats import choose_formats
-from tightwire.model.weights.fused import layer_tensors
-from tightwire.model.weights.image import Image, make_image
+from tightwire.model.weights.fused import layer_tensors, read_tensors
+from tightwire.model.weights.packed_layer import PackedLayer, pack_tensors
 from tightwire.model.weights.resident import load_resident
-from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
 
 CPU = torch.device("cpu")
 
 
-def images_of(
+def packed_of(
     checkpoint: Checkpoint, quantization: str, codec: str, rank: int, tp: int
-) -> tuple[Image, Image, torch.Tensor]:
-    """Plain and encoded image of layer 1, and a buffer that holds the plain one."""
+) -> tuple[PackedLayer, PackedLayer, torch.Tensor]:
+    """Layer 1 packed plain and encoded, and a buffer that holds the plain one."""
     config = checkpoint.config
     shard = make_layout(config, tp).shards[rank]
     formats = choose_formats(checkpoint.reader(), config, quantization)
     tensors = layer_tensors(config, shard, 1)
-    plain = make_image(tensors, formats, torch.bfloat16)
+    plain = pack_tensors(tensors, formats, torch.bfloat16)
     buffer = page_aligned(plain.num_bytes, CPU).fill_(99)
-    fill(checkpoint.reader(), tensors, plain.tensors(buffer))
-    return plain, make_image(tensors, formats, torch.bfloat16, parse_codec(WEIGHT_CODECS[codec])), buffer
+    read_tensors(checkpoint.reader(), tensors, plain.tensors(buffer))
+    return plain, pack_tensors(tensors, formats, torch.bfloat16, parse_codec(WEIGHT_CODECS[codec])), buffer
 
 
 def bits(matrix: Matrix) -> torch.Tensor:
@@ -42,7 +41,7 @@ def bits(matrix: Matrix) -> torch.Tensor:
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("source", [*sorted(VARIANTS), "Q8_0", "Q4_1", "int8", "int4"])
-def test_an_image_has_the_tensors_of_resident_weights(source: str, tp: int, tmp_path: Path) -> None:
+def test_a_packed_layer_has_the_tensors_of_resident_weights(source: str, tp: int, tmp_path: Path) -> None:
     if source in ("Q8_0", "Q4_1"):
         checkpoint, quantization = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", quant=source))), "auto"
     else:
@@ -54,7 +53,7 @@ def test_an_image_has_the_tensors_of_resident_weights(source: str, tp: int, tmp_
     if formats.packed and tp == 3:
         pytest.skip("three ranks would cut groups of 32, which check_split refuses")
     for rank in range(tp):
-        plain, _, buffer = images_of(checkpoint, quantization, "none", rank, tp)
+        plain, _, buffer = packed_of(checkpoint, quantization, "none", rank, tp)
         shard = make_layout(config, tp).shards[rank]
         resident = load_resident(
             checkpoint.reader(), config, shard, dtype=torch.bfloat16, device=CPU, formats=formats
@@ -64,13 +63,13 @@ def test_an_image_has_the_tensors_of_resident_weights(source: str, tp: int, tmp_
             assert matrix.shape == own.shape
             assert torch.equal(bits(matrix), bits(own)), field
         assert plain.num_bytes % 4096 == 0
-        assert all(piece.offset % 64 == 0 for piece in plain.pieces.values())
+        assert all(place.offset % 64 == 0 for place in plain.places.values())
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_encoded_matrices_come_back_as_the_codec_makes_them_and_all_else_as_it_was(codec: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m", **VARIANTS["mlp-bias"])))
-    plain, encoded, buffer = images_of(checkpoint, "auto", codec, 0, 2)
+    plain, encoded, buffer = packed_of(checkpoint, "auto", codec, 0, 2)
     stored, back = page_aligned(encoded.num_bytes, CPU).fill_(1), page_aligned(plain.num_bytes, CPU)
     encoded.encode(plain, buffer, stored)
     encoded.decode(stored, plain, back)
@@ -89,7 +88,7 @@ def test_encoded_matrices_come_back_as_the_codec_makes_them_and_all_else_as_it_w
             assert not torch.equal(came, matrix)
     again = page_aligned(encoded.num_bytes, CPU).fill_(2)
     encoded.encode(plain, buffer, again)
-    assert torch.equal(again, stored)  # what lies between pieces too: a checksum of the same weights is the same
+    assert torch.equal(again, stored)  # bytes between tensors too, so that a checksum of the same weights is the same
     assert encoded.num_bytes < plain.num_bytes
     with pytest.raises(ValueError, match="decode it first"):
         encoded.tensors(stored)
@@ -97,5 +96,5 @@ def test_encoded_matrices_come_back_as_the_codec_makes_them_and_all_else_as_it_w
 
 def test_packed_matrices_are_not_encoded_again(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", quant="Q4_1")))
-    plain, encoded, _ = images_of(checkpoint, "auto", "int4", 0, 1)
+    plain, encoded, _ = packed_of(checkpoint, "auto", "int4", 0, 1)
     assert plain == encoded

@@ -1,4 +1,4 @@
-"""Partitioned layers answer as a rank's own do, to the bit, and the bytes that pass are those of the formulas."""
+"""Partitioned layers give the logits of a rank's own, bit for bit, and send the bytes of the formulas."""
 
 import math
 import threading
@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from helpers.comm.partition_bodies import Work, World, build, settle
-from helpers.comm.partition_checks import NUM_LAYERS, PROMPTS, check_bytes, check_logits, plan_for, run_threads
+from helpers.model.partition_bodies import Work, World, build, settle
+from helpers.model.partition_checks import NUM_LAYERS, PROMPTS, check_bytes, check_logits, plan_for, run_threads
 from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import make_tiny
 from torch import Tensor
@@ -22,49 +22,56 @@ from tightwire.comm.errors import PeerLostError
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.group.partition_groups import in_process_partition
 from tightwire.comm.ledger.ledger import GATHERING
+from tightwire.comm.protocols import Moved
 from tightwire.comm.transport.in_process import InProcessTransport
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
+from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.image_reader import CheckpointImages
-from tightwire.model.weights.layer_store import Moved
-from tightwire.model.weights.partitioned import PartitionStore
-from tightwire.model.weights.residency import EVERYTHING_RESIDENT, FILES, FIRST_TOUCH, WeightSizes, layer_images
+from tightwire.model.weights.layer_reader import CheckpointLayers
+from tightwire.model.weights.packed_layer import pack_model
+from tightwire.model.weights.partition_store import LINE_BYTES, PartitionCut, PartitionStore
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
-from tightwire.model.weights.weight_codecs import WEIGHT_CODECS
+
+
+@pytest.mark.parametrize("num_bytes", [4096, 5 * 4096, 42 * 4096, 1 << 20])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_a_layer_is_cut_in_equal_parts_and_a_tail(num_bytes: int, num_ranks: int) -> None:
+    cut = PartitionCut(num_bytes, num_ranks)
+    tail_bytes = num_bytes - cut.tail_start
+    assert cut.part_bytes % LINE_BYTES == 0
+    assert 0 <= tail_bytes < num_ranks * LINE_BYTES
+    assert num_ranks * cut.kept_bytes == num_bytes + (num_ranks - 1) * tail_bytes
+    assert cut.pass_bytes * num_ranks == (num_ranks - 1) * (num_bytes - tail_bytes)
 
 
 @pytest.mark.parametrize(
-    ("world", "origin", "codec"),
+    ("world", "codec"),
     [
-        (World(1, 2), FILES, "none"),
-        (World(1, 3), FILES, "int4"),
-        (World(1, 3), FIRST_TOUCH, "none"),
-        (World(2, 2), FILES, "int8"),
-        (World(2, 2), FIRST_TOUCH, "int4"),
-        (World(1, 4, num_nodes=2), FILES, "none"),
-        (World(1, 4, num_nodes=2), FIRST_TOUCH, "int8"),
-        (World(2, 2, num_nodes=2), FIRST_TOUCH, "none"),
-        (World(2, 2, num_nodes=2), FILES, "int4"),
+        (World(1, 2), "none"),
+        (World(1, 3), "int4"),
+        (World(2, 2), "int8"),
+        (World(1, 4, num_nodes=2), "none"),
+        (World(2, 2, num_nodes=2), "int4"),
     ],
     ids=str,
 )
-def test_logits_are_those_of_weights_of_ones_own(world: World, origin: str, codec: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_weights_of_ones_own(world: World, codec: str, tmp_path: Path) -> None:
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
-    work = Work(str(location), plan_for(world, origin, codec), PROMPTS[: world.dp])
+    work = Work(str(location), plan_for(world, codec), PROMPTS[: world.dp])
     done = run_threads(world, work)
     check_logits(world, work, done)
     check_bytes(world, work, done)
 
 
 @pytest.mark.parametrize("num_streamed", [3, 5])
-@pytest.mark.parametrize("origin", [FILES, FIRST_TOUCH])
-def test_packed_weights_and_some_that_stay(origin: str, num_streamed: int, tmp_path: Path) -> None:
+def test_packed_weights_and_some_that_stay(num_streamed: int, tmp_path: Path) -> None:
     location = make_tiny_gguf(tmp_path / "m.gguf", quant="Q4_1", num_hidden_layers=NUM_LAYERS)
     world = World(1, 3)
-    work = Work(str(location), plan_for(world, origin, "none", num_streamed), PROMPTS[:3])
+    work = Work(str(location), plan_for(world, "none", num_streamed), PROMPTS[:3])
     done = run_threads(world, work)
     check_logits(world, work, done)
     check_bytes(world, work, done)
@@ -72,15 +79,14 @@ def test_packed_weights_and_some_that_stay(origin: str, num_streamed: int, tmp_p
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("codec", ["none", "int4"])
-@pytest.mark.parametrize("origin", [FILES, FIRST_TOUCH])
 @pytest.mark.parametrize("world", [World(1, 3), World(2, 4, num_nodes=2)], ids=str)
 def test_a_prepared_folder_is_read_in_parts_or_verified_whole(
-    world: World, origin: str, codec: str, verify: bool, tmp_path: Path
+    world: World, codec: str, verify: bool, tmp_path: Path
 ) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)))
     options = PrepareOptions(tp=world.tp, dtype="float32", codec=WEIGHT_CODECS[codec])
     prepare(checkpoint, tmp_path / "out", options)
-    plan = msgspec.structs.replace(plan_for(world, origin, codec), verify=verify)
+    plan = msgspec.structs.replace(plan_for(world, codec), verify=verify)
     work = Work(str(tmp_path / "out"), plan, PROMPTS[: world.dp])
     done = run_threads(world, work)
     check_bytes(world, work, done)
@@ -105,19 +111,19 @@ def loaded(world: World, work: Work, timeout_s: float = 120.0) -> Iterator[list[
             runner.close()
 
 
-@pytest.mark.parametrize("origin", [FILES, FIRST_TOUCH])
-def test_who_loads_long_is_waited_for(origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than a gather would wait."""
-    read, delays = CheckpointImages.read_layer, iter([1.2])
+def test_a_rank_that_loads_longer_than_a_gather_may_take_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, delays = CheckpointLayers.read_layer, iter([1.2])
 
-    def read_late(self: CheckpointImages, layer: int, moved: Moved) -> Tensor:
+    def read_late(self: CheckpointLayers, layer: int, moved: Moved, **options: bool) -> Tensor:
         time.sleep(next(delays, 0.0))
-        return read(self, layer, moved)
+        return read(self, layer, moved, **options)
 
-    monkeypatch.setattr(CheckpointImages, "read_layer", read_late)
+    monkeypatch.setattr(CheckpointLayers, "read_layer", read_late)
     world = World(1, 2)
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
-    with loaded(world, Work(str(location), plan_for(world, origin), PROMPTS[:2]), timeout_s=1.0) as weights:
+    with loaded(world, Work(str(location), plan_for(world), PROMPTS[:2]), timeout_s=1.0) as weights:
         assert [own.flow().num_layers for own in weights] == [2, 2]
 
 
@@ -125,14 +131,14 @@ def test_who_loads_long_is_waited_for(origin: str, tmp_path: Path, monkeypatch: 
 def test_sizes_are_those_of_what_is_held(codec: str, tmp_path: Path) -> None:
     world = World(1, 3)
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
-    work = Work(str(location), plan_for(world, FILES, codec, 5), PROMPTS[:3])
+    work = Work(str(location), plan_for(world, codec, 5), PROMPTS[:3])
     config = open_checkpoint(work.location).config
     shard = make_layout(config, 1).shards[0]
     sizes = WeightSizes(config, shard, WeightFormats(), torch.float32, codec)
-    plain = layer_images(config, shard, WeightFormats(), torch.float32)
+    plain = pack_model(config, shard, WeightFormats(), torch.float32).plain
     with loaded(world, work) as weights:
         for own in weights:
-            pools = [own.pool] if own._stages._read is None else [own.pool, own._stages._read]
+            pools = [own.pool] if own.fetcher.read_pool is None else [own.pool, own.fetcher.read_pool]
             store = own.store
             assert isinstance(store, PartitionStore)
             kept = sum(layer.whole.nbytes for layer in store._layers.values())
@@ -197,7 +203,7 @@ def test_bytes_that_do_not_come_once_all_are_there_are_given_up(
                     own.layer(layer)
                     own.release(layer)
             with pytest.raises(
-                WeightsError, match="layer 2 does not come from what ranks 0, 1 keep of it: nothing has"
+                WeightsError, match="layer 2 does not come from the parts that ranks 0, 1 keep: nothing has"
             ):
                 weights[0].layer(2)
         finally:
@@ -207,7 +213,7 @@ def test_bytes_that_do_not_come_once_all_are_there_are_given_up(
 def test_a_replica_that_leaves_is_named_in_the_others_pass(tmp_path: Path) -> None:
     world = World(1, 3)
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
-    with loaded(world, Work(str(location), plan_for(world, FILES, "int8"), PROMPTS[:3])) as weights:
+    with loaded(world, Work(str(location), plan_for(world, "int8"), PROMPTS[:3])) as weights:
         weights[2].close()
         for rank in (0, 1):
             with pytest.raises(PeerLostError, match=f"rank {rank} is without rank 2 of 3") as caught:

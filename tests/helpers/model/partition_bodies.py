@@ -68,7 +68,7 @@ class Work:
 
 @dataclass
 class Done:
-    """What came of it on one rank: logits of each pass that it had something to compute in, on its replica's first rank."""
+    """The result on one rank: logits of each pass with something to compute, on its replica's first rank."""
 
     logits: list[Tensor] = field(default_factory=list)
     across_bytes: int = 0
@@ -148,14 +148,14 @@ def walk(runner: ModelRunner) -> None:
 def compute(replica: Group, peers: PartitionPeers, work: Work, rank: int) -> Done:
     """Load, make the passes, end."""
     runner = build(replica, peers, work)
-    done = Done(across_bytes=peers.across.bytes_sent)
+    done = Done()
     try:
         number = rank // replica.world_size
         done.logits = run_passes(runner, number, work.prompts[number])
         weights = runner.weights
         assert isinstance(weights, StreamedWeights)
         done.num_gathered = settle(weights)
-        assert peers.across.bytes_sent == done.across_bytes, "something passed between nodes after loading"
+        done.across_bytes = peers.across.bytes_sent
         done.counts = [
             (count.op, count.algorithm, count.bytes_sent, count.exact_bytes) for count in peers.inside.ledger.counts()
         ]
@@ -174,7 +174,7 @@ def settle(weights: StreamedWeights) -> int:
         assert time.monotonic() < deadline, weights.pool._describe()
         time.sleep(0.001)
     check_order(weights.pool.events)
-    gathering = weights._stages._read or weights.pool
+    gathering = weights.fetcher.read_pool or weights.pool
     check_order(gathering.events)
     return sum(event.kind == "filled" for event in gathering.events)
 

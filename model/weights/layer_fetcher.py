@@ -1,0 +1,177 @@
+"""Brings streamed layers into two buffers on the device, in the order of passes, on a thread of its own.
+
+A layer is read from its store, copied to the device and decoded, as far as it needs each. When it needs more than reading,
+a second thread reads the next layer into another pair of buffers meanwhile.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.buffers import BufferPool, Slot
+from tightwire.comm.protocols import Moved
+from tightwire.model.checkpoint.errors import WeightsError
+from tightwire.model.weights.layer_store import LayerStore
+from tightwire.model.weights.packed_layer import PackedLayer
+
+NUM_BUFFERS = 2
+
+# Gloo cannot interrupt a wait before its deadline: a thread that waits there is left behind.
+_END_S = 5.0
+
+
+class LayerFetcher:
+    """Fetches the layers of ``order`` again and again, each as soon as a buffer of ``pool`` is free.
+
+    Cost: ``NUM_BUFFERS`` plain layers on ``device``; as many stored ones, on the store's device, when they are copied or
+    decoded; one stored layer on ``device`` when both differ.
+    """
+
+    def __init__(
+        self, store: LayerStore, plain: Sequence[PackedLayer], order: Sequence[int], device: torch.device
+    ) -> None:
+        """``plain``: of every layer of the model."""
+        self.store, self._plain, self._order = store, plain, order
+        self.pool = BufferPool(NUM_BUFFERS, max(plain[layer].num_bytes for layer in order), device, traced=True)
+        self.num_layers = self.num_bytes = 0  # fetched since the start; bytes as stored
+        self.fetch_s = 0.0  # without waits for other ranks; on CUDA until the copies were queued
+        self._stages = _Stages(store, plain, order, device, lambda num_bytes: self.pool.moved())
+        self._thread = threading.Thread(target=self._fetch, name="tightwire-weights", daemon=True)
+
+    def start(self) -> None:
+        self._stages.start()
+        self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        """True when all buffers hold their layers: nothing is fetched until one is released."""
+        return _all_filled(self.pool) and self._stages.is_full
+
+    @property
+    def read_pool(self) -> BufferPool | None:
+        """Buffers of stored layers; None when layers are read directly into ``pool``."""
+        return self._stages.pool
+
+    def late_since(self, layer: int, start_s: float) -> float:
+        """Seconds since ``start_s`` that the layer's read waited for other ranks."""
+        late_from_s, late_to_s = self.store.others_late(layer)
+        return max(0.0, min(late_to_s, time.perf_counter()) - max(late_from_s, start_s))
+
+    def close(self) -> None:
+        """End the threads; layers in use stay valid. May be called twice."""
+        self.pool.close(_closed())
+        self._stages.stop()
+        self.store.stop()
+        threads = [thread for thread in (self._thread, self._stages.thread) if thread is not None and thread.is_alive()]
+        for thread in threads:
+            thread.join(_END_S)
+        if not any(thread.is_alive() for thread in threads):
+            self.store.close()
+
+    def _fetch(self) -> None:
+        try:
+            with torch.inference_mode(), self._stages.queue():
+                for layer in cycle(self._order):
+                    slot = self.pool.fill(layer)
+                    start_s = time.perf_counter()
+                    self._stages.bring(layer, slot)
+                    self.pool.filled(layer)
+                    self.fetch_s += time.perf_counter() - start_s - self.late_since(layer, start_s)
+                    self.num_layers += 1
+                    self.num_bytes += self.store.packed(layer).num_bytes
+        except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
+            self.pool.close(error)
+
+
+class _Stages:
+    """A layer's way from its store into a buffer: read, copied to the device, decoded."""
+
+    def __init__(
+        self, store: LayerStore, plain: Sequence[PackedLayer], order: Sequence[int], device: torch.device, moved: Moved
+    ) -> None:
+        self._store, self._plain, self._order, self._moved = store, plain, order, moved
+        stored_bytes = max(store.packed(layer).num_bytes for layer in order)
+        encoded = any(not store.packed(layer).is_plain for layer in order)
+        self._same_device = store.device.type == device.type
+        self._arrived: dict[int, Tensor] = {}  # by layer, the store's bytes
+        self.pool: BufferPool | None = None
+        self.thread: threading.Thread | None = None
+        if encoded or not self._same_device:
+            room = 0 if store.has_memory else stored_bytes
+            self.pool = BufferPool(NUM_BUFFERS, room, store.device, pinned=not self._same_device, traced=True)
+            self.thread = threading.Thread(target=self._read_ahead, name="tightwire-read", daemon=True)
+        self.on_device = (
+            torch.empty(stored_bytes, dtype=torch.uint8, device=device) if encoded and not self._same_device else None
+        )
+        self._stream = _make_stream(device)
+        self._read_stream = _make_stream(store.device)
+
+    @property
+    def is_full(self) -> bool:
+        return self.pool is None or _all_filled(self.pool)
+
+    def queue(self) -> AbstractContextManager[object]:
+        """GPU work of this block runs beside the computation."""
+        return _queue(self._stream)
+
+    def start(self) -> None:
+        if self.thread is not None:
+            self.thread.start()
+
+    def bring(self, layer: int, slot: Slot) -> None:
+        plain, stored = self._plain[layer], self._store.packed(layer)
+        if self.pool is None:
+            target = slot.buffer[: stored.num_bytes]
+            source = self._store.read(layer, target, self._moved)
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+            return
+        self.pool.use(layer, math.inf)  # the pass that waits for the buffer has the deadline
+        source = self._arrived.pop(layer)
+        if stored.is_plain:
+            slot.buffer[: stored.num_bytes].copy_(source, non_blocking=True)
+        elif self.on_device is not None:
+            stored.decode(self.on_device[: stored.num_bytes].copy_(source, non_blocking=True), plain, slot.buffer)
+        else:
+            stored.decode(source, plain, slot.buffer)
+        if self._stream is not None and not self._same_device:
+            self._stream.synchronize()  # the next read must not overwrite a buffer that is still being copied
+        self.pool.release(layer)
+
+    def stop(self) -> None:
+        """End the reading thread after the ``read`` under way."""
+        if self.pool is not None:
+            self.pool.close(_closed())
+
+    def _read_ahead(self) -> None:
+        assert self.pool is not None
+        try:
+            with torch.inference_mode(), _queue(self._read_stream):
+                for layer in cycle(self._order):
+                    buffer = self.pool.fill(layer).buffer[: self._store.packed(layer).num_bytes]
+                    self._arrived[layer] = self._store.read(layer, buffer, self._moved)
+                    self.pool.filled(layer)
+        except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
+            self.pool.close(error)
+
+
+def _make_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def _queue(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _all_filled(pool: BufferPool) -> bool:
+    return all(slot.state == "filled" for slot in pool.slots)
+
+
+def _closed() -> WeightsError:
+    return WeightsError("these weights are closed")

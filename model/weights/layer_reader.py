@@ -1,0 +1,136 @@
+"""Reads one rank's packed layers when weights are loaded: from a checkpoint's tensors, or from a prepared folder's file."""
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.buffers import page_aligned
+from tightwire.comm.protocols import Moved
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.reader import CheckpointReader
+from tightwire.model.layout import Shard
+from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.fused import layer_tensors, outer_tensors, read_tensors
+from tightwire.model.weights.layer_store import CheckpointStore, LayerStore
+from tightwire.model.weights.packed_layer import PackedModel, pack_model, weight_codec
+from tightwire.model.weights.prepared.folder import Prepared
+from tightwire.model.weights.residency import WeightPlan
+
+_CPU = torch.device("cpu")
+
+
+class LayerReader(Protocol):
+    """One rank's layers, read in any order. ``packed.stored`` is their form in ``read_layer``."""
+
+    @property
+    def packed(self) -> PackedModel: ...
+
+    @property
+    def reads_parts(self) -> bool:
+        """False when a layer can only be read whole."""
+        ...
+
+    def read_outer(self, moved: Moved) -> Tensor:
+        """(packed bytes,) uint8 on the host, page-aligned.
+
+        Raises:
+            ModelError, WeightsError: it cannot be read.
+        """
+        ...
+
+    def read_layer(self, layer: int, moved: Moved, *, pinned: bool = False) -> Tensor:
+        """The same for a layer, in pinned memory if asked."""
+        ...
+
+    def read_part(self, layer: int, start: int, into: Tensor, moved: Moved) -> None:
+        """Fill ``into`` (N,) uint8 with the layer's bytes from ``start`` on. Only where ``reads_parts``.
+
+        Raises:
+            WeightsError: they cannot be read.
+        """
+        ...
+
+    def open_store(self) -> LayerStore:
+        """The streamed layers, read each time they are needed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class CheckpointLayers:
+    """Made from a checkpoint's tensors. Layers that stream from host memory are encoded when they are read."""
+
+    reads_parts = False  # tensors are read by rows, and a codec's groups of a layer cover all of its rows
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        config: LlamaConfig,
+        shard: Shard,
+        plan: WeightPlan,
+        dtype: torch.dtype,
+        formats: WeightFormats,
+    ) -> None:
+        self._reader, self._plan = reader, plan
+        self._outer = outer_tensors(config, shard)
+        self._layers = [layer_tensors(config, shard, layer) for layer in range(config.num_layers)]
+        packed = pack_model(
+            config, shard, formats, dtype, weight_codec("none" if plan.origin == "disk" else plan.codec)
+        )
+        stored = [
+            encoded if layer in plan.streamed else plain
+            for layer, (plain, encoded) in enumerate(zip(packed.plain, packed.stored, strict=True))
+        ]
+        self.packed = replace(packed, stored=tuple(stored))
+
+    def read_outer(self, moved: Moved) -> Tensor:
+        buffer = page_aligned(self.packed.outer.num_bytes, _CPU)
+        read_tensors(self._reader, self._outer, self.packed.outer.tensors(buffer), moved)
+        return buffer
+
+    def read_layer(self, layer: int, moved: Moved, *, pinned: bool = False) -> Tensor:
+        plain, stored = self.packed.plain[layer], self.packed.stored[layer]
+        kept = page_aligned(stored.num_bytes, _CPU, pinned=pinned)
+        whole = kept if stored.is_plain else page_aligned(plain.num_bytes, _CPU)
+        read_tensors(self._reader, self._layers[layer], plain.tensors(whole), moved)
+        if whole is not kept:
+            stored.encode(plain, whole, kept)
+        return kept
+
+    def read_part(self, layer: int, start: int, into: Tensor, moved: Moved) -> None:
+        raise NotImplementedError("a checkpoint's layers are read whole")
+
+    def open_store(self) -> LayerStore:
+        layers = {layer: self._layers[layer] for layer in self._plan.streamed}
+        return CheckpointStore(self._reader, self.packed.plain, layers)
+
+    def close(self) -> None:
+        """The reader belongs to the checkpoint."""
+
+
+class PreparedLayers:
+    """Read from one rank's file of a prepared folder. A checksum covers a whole layer, so verified ones have no parts."""
+
+    def __init__(self, prepared: Prepared, rank: int, plan: WeightPlan, patience_s: float) -> None:
+        """``patience_s``: how long reads that fail temporarily are retried."""
+        self.packed = prepared.packed(rank)
+        self.reads_parts = not plan.verify
+        self._prepared, self._rank, self._verify = prepared, rank, plan.verify
+        self._store = prepared.store(rank, plan.io, verify=plan.verify, patience_s=patience_s)
+
+    def read_outer(self, moved: Moved) -> Tensor:
+        return self._prepared.read_outer(self._rank, verify=self._verify, moved=moved)
+
+    def read_layer(self, layer: int, moved: Moved, *, pinned: bool = False) -> Tensor:
+        return self._store.read(layer, page_aligned(self.packed.stored[layer].num_bytes, _CPU, pinned=pinned), moved)
+
+    def read_part(self, layer: int, start: int, into: Tensor, moved: Moved) -> None:
+        self._store.read_part(layer, start, into, moved)
+
+    def open_store(self) -> LayerStore:
+        return self._store
+
+    def close(self) -> None:
+        self._store.close()

@@ -1,0 +1,168 @@
+"""Loads one rank's streamed or partitioned weights: resident layers to the device, streamed ones to their store."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.buffers import page_aligned
+from tightwire.comm.collectives.collectives import prepare_codecs
+from tightwire.comm.group.partition_groups import PartitionPeers
+from tightwire.comm.ledger.ledger import GATHERING
+from tightwire.model.weights.layer_reader import LayerReader
+from tightwire.model.weights.layer_store import HostStore, LayerStore, ThrottledStore
+from tightwire.model.weights.packed_layer import layer_on_device, weight_codec
+from tightwire.model.weights.partition_store import Kept, PartitionCut, PartitionStore
+from tightwire.model.weights.residency import WeightPlan
+from tightwire.model.weights.resident import ResidentWeights
+from tightwire.model.weights.source import LayerWeights, OuterWeights, WeightSource
+from tightwire.model.weights.streamed import StreamedWeights
+
+_CPU = torch.device("cpu")
+Progress = Callable[[float], None]
+
+
+def load_streamed(
+    reader: LayerReader,
+    plan: WeightPlan,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    progress: Progress = lambda fraction: None,
+) -> WeightSource:
+    """Load the resident layers to ``device``, and the streamed ones to the host if they wait there.
+
+    The reader is closed with the weights, or here if nothing is read later.
+
+    Args:
+        plan: with streamed layers or without.
+        timeout_s: longest time without a byte of a streamed layer.
+        progress: called with the share of the bytes read so far, 0 to 1.
+    Raises:
+        ModelError, WeightsError: something cannot be read.
+    Cost: ``WeightSizes`` of the plan; one layer more on the host while it is read.
+    """
+    loading = _Loading(reader, plan, device, progress, on_host=plan.streamed if plan.origin == "host" else ())
+    outer, resident = loading.load_resident()
+    if not plan.streamed:
+        reader.close()
+        return ResidentWeights(outer=outer, layers=tuple(resident.values()))
+    if plan.origin == "host":
+        pinned = device.type == "cuda"
+        store: LayerStore = HostStore(
+            reader.packed.stored, {layer: loading.read(layer, pinned=pinned) for layer in plan.streamed}
+        )
+        reader.close()
+    else:
+        store = reader.open_store()
+    if plan.bytes_per_s is not None:
+        store = ThrottledStore(store, plan.bytes_per_s)
+    progress(1.0)
+    return _start(outer, resident, store, reader, device, timeout_s)
+
+
+def load_partitioned(
+    reader: LayerReader,
+    plan: WeightPlan,
+    peers: PartitionPeers,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    progress: Progress = lambda fraction: None,
+) -> StreamedWeights:
+    """Load the resident layers to ``device``, and this rank's part of each streamed layer beside ``peers.inside``.
+
+    Every node has the files, and each rank reads the bytes that it keeps; a layer that cannot be read in parts is read whole
+    by every rank. Nothing is sent while loading. All ranks of the shard call this. The reader is closed; ``peers`` are
+    closed with the weights.
+
+    Args:
+        timeout_s: longest time without a byte of a streamed layer, once all ranks gather it.
+    Raises:
+        CommError: a rank is missing.
+        ModelError, WeightsError: something cannot be read.
+    """
+    codec = weight_codec(plan.codec)
+    prepare_codecs(device, codec)  # or the others would wait in a collective while this rank compiles
+    loading = _Loading(reader, plan, device, progress, on_host=plan.streamed)
+    try:
+        outer, resident = loading.load_resident()
+        kept = {layer: loading.read_kept(layer, peers) for layer in plan.streamed}
+        store = PartitionStore(reader.packed.stored, reader.packed.plain, kept, peers, codec)
+        peers.meet()  # a gather has a deadline, and a rank that still reads is not late
+        peers.count_as(GATHERING)
+        progress(1.0)
+        return _start(outer, resident, store, reader, device, timeout_s)
+    except BaseException:
+        peers.close()
+        raise
+    finally:
+        reader.close()
+
+
+def _start(
+    outer: OuterWeights,
+    resident: dict[int, LayerWeights],
+    store: LayerStore,
+    reader: LayerReader,
+    device: torch.device,
+    timeout_s: float,
+) -> StreamedWeights:
+    weights = StreamedWeights(outer, resident, store, reader.packed.plain, device, timeout_s=timeout_s)
+    weights.start()
+    return weights
+
+
+class _Loading:
+    """Reads layers and reports the share of bytes read. ``on_host``: layers read now that do not go to the device."""
+
+    def __init__(
+        self,
+        reader: LayerReader,
+        plan: WeightPlan,
+        device: torch.device,
+        progress: Progress,
+        *,
+        on_host: Iterable[int],
+    ) -> None:
+        self._reader, self._device, self._progress = reader, device, progress
+        packed = reader.packed
+        self._resident = plan.resident(len(packed.plain))
+        self._total_bytes = packed.outer.num_bytes
+        self._total_bytes += sum(packed.plain[layer].num_bytes for layer in (*self._resident, *on_host))
+        self._done_bytes = 0
+
+    def load_resident(self) -> tuple[OuterWeights, dict[int, LayerWeights]]:
+        packed, device = self._reader.packed, self._device
+        buffer = self._reader.read_outer(self._moved)
+        outer = OuterWeights.of(packed.outer.tensors(buffer.to(device)))
+        layers = {
+            layer: layer_on_device(packed.stored[layer], packed.plain[layer], self.read(layer), device)
+            for layer in self._resident
+        }
+        return outer, layers
+
+    def read(self, layer: int, *, pinned: bool = False) -> Tensor:
+        return self._reader.read_layer(layer, self._moved, pinned=pinned)
+
+    def read_kept(self, layer: int, peers: PartitionPeers) -> Kept:
+        """This rank's part of a layer and its tail, where ``peers.inside`` gathers."""
+        device = peers.inside.device
+        cut = PartitionCut(self._reader.packed.stored[layer].num_bytes, peers.at.per_node)
+        pinned = device.type == "cpu" and self._device.type == "cuda"
+        kept = Kept(cut, page_aligned(cut.kept_bytes, device, pinned=pinned))
+        places = ((peers.at.place * cut.part_bytes, kept.part), (cut.tail_start, kept.tail))
+        if not self._reader.reads_parts:
+            whole = self.read(layer)
+            for start, target in places:
+                target.copy_(whole[start : start + len(target)])
+            return kept
+        for start, target in places:
+            host = target if device.type == "cpu" else torch.empty(target.shape, dtype=torch.uint8)
+            self._reader.read_part(layer, start, host, self._moved)
+            target.copy_(host)
+        return kept
+
+    def _moved(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        self._progress(min(1.0, self._done_bytes / self._total_bytes))

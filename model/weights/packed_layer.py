@@ -1,0 +1,165 @@
+"""Packed layers: the place of each tensor of a layer in one run of bytes, which is moved as a whole.
+
+A plain packed layer has the tensors as the kernels read them; a buffer that holds one can be computed with. An encoded
+one has matrices of plain numbers as a codec's bytes, which are fewer, and is decoded to a plain one. Packed matrices,
+norms and biases are the same in both.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.buffers import PAGE_BYTES, page_aligned
+from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed_format import PackedFormat
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.layout import Shard
+from tightwire.model.weights import WEIGHT_CODECS
+from tightwire.model.weights.formats import WeightFormats
+from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors
+from tightwire.model.weights.source import LayerWeights
+
+_ALIGNMENT_BYTES = 64  # a cache line, and enough for every kernel
+
+_PLAIN = parse_codec("none")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One tensor's bytes in a packed layer."""
+
+    offset: int
+    num_bytes: int
+    shape: tuple[int, ...]
+    packed: PackedFormat | None
+    codec: Codec
+
+    @property
+    def num_elems(self) -> int:
+        return prod(self.shape)
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """A view."""
+        return buffer[self.offset : self.offset + self.num_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """The places of a layer's tensors, by their fields in ``LayerWeights`` (or ``OuterWeights``)."""
+
+    places: Mapping[str, Place]
+    dtype: torch.dtype  # of plain numbers
+    num_bytes: int  # whole pages, so that a file of layers can be read around the page cache
+
+    @property
+    def is_plain(self) -> bool:
+        return all(place.codec.exact for place in self.places.values())
+
+    def tensors(self, buffer: Tensor) -> dict[str, Matrix]:
+        """Views into a buffer that holds, or will hold, this layer.
+
+        Raises:
+            ValueError: the layer is encoded.
+        """
+        if not self.is_plain:
+            raise ValueError("an encoded layer has no tensors; decode it first")
+        return {field: self._view(place, buffer) for field, place in self.places.items()}
+
+    def encode(self, plain: "PackedLayer", source: Tensor, out: Tensor) -> None:
+        """Fill ``out`` with this layer from ``source``, which holds it as ``plain``. Bytes between tensors become 0."""
+        out[: self.num_bytes].zero_()
+        for place, whole, own in self._pairs(plain, source, out):
+            if place.codec.exact:
+                own.copy_(whole)
+            else:
+                place.codec.encode(whole.view(self.dtype), own)
+
+    def decode(self, source: Tensor, plain: "PackedLayer", out: Tensor) -> None:
+        """Fill ``out`` with the layer as ``plain`` from ``source``, which holds it as this one. Allocates nothing."""
+        for place, whole, own in self._pairs(plain, out, source):
+            if place.codec.exact:
+                whole.copy_(own)
+            else:
+                place.codec.decode(own, place.num_elems, self.dtype, whole.view(self.dtype))
+
+    def _pairs(
+        self, plain: "PackedLayer", plain_bytes: Tensor, own_bytes: Tensor
+    ) -> Iterator[tuple[Place, Tensor, Tensor]]:
+        """Each tensor's place here, its plain bytes and its own bytes."""
+        for field, place in self.places.items():
+            yield place, plain.places[field].of(plain_bytes), place.of(own_bytes)
+
+    def _view(self, place: Place, buffer: Tensor) -> Matrix:
+        own = place.of(buffer)
+        if place.packed is not None:
+            return PackedMatrix(own.view(place.shape[0], -1), place.packed)
+        return own.view(self.dtype).view(place.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedModel:
+    """All tensors of one rank as packed layers."""
+
+    outer: PackedLayer  # the tensors before and after the layers
+    plain: tuple[PackedLayer, ...]  # each layer, as the kernels read it
+    stored: tuple[PackedLayer, ...]  # each layer, as it is kept while it is not on the device
+
+    @property
+    def blobs(self) -> tuple[PackedLayer, ...]:
+        """In the order of a prepared folder's files."""
+        return self.outer, *self.stored
+
+
+def pack_model(
+    config: LlamaConfig, shard: Shard, formats: WeightFormats, dtype: torch.dtype, codec: Codec = _PLAIN
+) -> PackedModel:
+    """One rank's packed layers, stored through ``codec``.
+
+    The outer tensors are read once and stay plain: a codec would cost the embedding and the head accuracy and save no pass
+    any bytes.
+    """
+    layers = [layer_tensors(config, shard, index) for index in range(config.num_layers)]
+    plain = tuple(pack_tensors(tensors, formats, dtype) for tensors in layers)
+    stored = plain if codec.exact else tuple(pack_tensors(tensors, formats, dtype, codec) for tensors in layers)
+    return PackedModel(pack_tensors(outer_tensors(config, shard), formats, dtype), plain, stored)
+
+
+def pack_tensors(
+    tensors: Mapping[str, Fused], formats: WeightFormats, dtype: torch.dtype, codec: Codec = _PLAIN
+) -> PackedLayer:
+    """The places of ``tensors``. The codec applies to matrices of plain numbers."""
+    places: dict[str, Place] = {}
+    offset = 0
+    for field, fused in tensors.items():
+        packed = formats.of(fused)
+        own = codec if packed is None and fused.columns is not None else _PLAIN
+        if packed is not None:
+            num_bytes = fused.shape[0] * packed.row_bytes(fused.shape[1])
+        else:
+            num_bytes = own.wire_bytes(prod(fused.shape), dtype.itemsize)
+        places[field] = Place(offset, num_bytes, fused.shape, packed, own)
+        offset += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return PackedLayer(places, dtype, -(-offset // PAGE_BYTES) * PAGE_BYTES)
+
+
+def weight_codec(name: str) -> Codec:
+    """The codec of a ``--weight-codec``."""
+    return parse_codec(WEIGHT_CODECS[name])
+
+
+def layer_on_device(stored: PackedLayer, plain: PackedLayer, source: Tensor, device: torch.device) -> LayerWeights:
+    """The layer that ``source`` holds as ``stored``; ``source`` may become part of it.
+
+    Cost: the plain layer's bytes on ``device``, and for a while the stored one's when it is encoded.
+    """
+    kept = source.to(device)
+    if not stored.is_plain:
+        encoded, kept = kept, page_aligned(plain.num_bytes, device)
+        stored.decode(encoded, plain, kept)
+    tensors: dict[str, Any] = plain.tensors(kept)
+    return LayerWeights(**tensors)
