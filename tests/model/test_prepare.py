@@ -277,7 +277,7 @@ def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         return pwrite(fd, data[:5000], offset)  # a disk that is nearly full writes less than it is given
 
     monkeypatch.setattr(os, "pwrite", failing)
-    words = "the disk is full; free some room" if code != errno.EIO else os.strerror(code)
+    words = "the disk is full; free some space" if code != errno.EIO else os.strerror(code)
     with pytest.raises(PrepareError, match=f"out: cannot be written, and nothing was kept: {words}"):
         prepare(checkpoint, tmp_path / "out", PrepareOptions(tp=2))
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
@@ -294,7 +294,7 @@ def test_what_does_not_read_back_is_not_kept(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "pwrite", flipping)
     with pytest.raises(
-        PrepareError, match=r"does not come back as it was.*rank-0-of-1\.weights: embedding, norm and head"
+        PrepareError, match=r"bytes read back differ .*rank-0-of-1\.weights: embedding, norm and head"
     ):
         prepare(checkpoint, tmp_path / "out", PrepareOptions())
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
@@ -317,7 +317,7 @@ def test_force_replaces_a_prepared_folder_and_no_other(tmp_path: Path) -> None:
     checkpoint, before = open_checkpoint(str(tmp_path / "m")), (out / MANIFEST).read_bytes()
     with pytest.raises(ModelError, match="is a prepared folder already; replace it with --force"):
         prepare(checkpoint, out, PrepareOptions())
-    with pytest.raises(ModelError, match="is there already, and no prepared folder"):
+    with pytest.raises(ModelError, match="exists and is not a prepared folder"):
         prepare(checkpoint, tmp_path / "m", PrepareOptions(), force=True)
     with pytest.raises(ValueError, match="cannot split 4 query heads over 5 ranks"):
         prepare(checkpoint, out, PrepareOptions(tp=5), force=True)

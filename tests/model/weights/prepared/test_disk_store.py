@@ -235,8 +235,8 @@ def test_direct_reads_are_chosen_where_the_cache_is_too_small(path: Path, monkey
         choose_io("mmap", [path], 0)
 
 
-def test_direct_reads_that_cannot_be_had(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_reads_that_are_not_possible(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "preadv", FailingReads(99, errno.EINVAL))
     assert choose_io("auto", [path], 0) == "buffered"
-    with pytest.raises(ValueError, match="direct reads cannot be had; use buffered ones"):
+    with pytest.raises(ValueError, match="direct reads are not possible; use buffered ones"):
         choose_io("direct", [path], 0)

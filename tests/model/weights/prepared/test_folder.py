@@ -71,14 +71,14 @@ def change_manifest(out: Path, old: str, new: str, *, believable: bool = False) 
 @pytest.mark.parametrize(
     ("old", "new", "believable", "message"),
     [
-        ("tightwire.prepared/1", "tightwire.prepared/2", False, "is of 'tightwire.prepared/2', and this version"),
+        ("tightwire.prepared/1", "tightwire.prepared/2", False, "has schema 'tightwire.prepared/2', and this version"),
         ('"dtype": "float32"', '"dtype": "bfloat16"', False, "is damaged: its checksum differs"),
-        ('"dtype": "float32"', '"dtype": "bfloat16"', True, "does not go with config.json and this version"),
-        ('"dtype": "float32"', '"dtype": "int3"', True, "does not understand: Invalid enum value 'int3'"),
-        ('"codec": "none"', '"codec": "zip"', True, "does not go with config.json .* unknown codec 'zip'"),
-        ('"plain"', '"planes"', True, "does not understand: Object contains unknown field `planes`"),
-        ('"query_heads": [\n     0', '"query_heads": [\n     1', True, "rank 0's part is cut otherwise"),
-        ('"prepared":{', '"prepared":', False, "is damaged or no manifest"),
+        ('"dtype": "float32"', '"dtype": "bfloat16"', True, "does not match config.json and this version"),
+        ('"dtype": "float32"', '"dtype": "int3"', True, "cannot be understood by this version of Tightwire: Invalid enum value 'int3'"),
+        ('"codec": "none"', '"codec": "zip"', True, "does not match config.json .* unknown codec 'zip'"),
+        ('"plain"', '"planes"', True, "cannot be understood by this version of Tightwire: Object contains unknown field `planes`"),
+        ('"query_heads": [\n     0', '"query_heads": [\n     1', True, "rank 0's part is cut differently"),
+        ('"prepared":{', '"prepared":', False, "is damaged or not the manifest"),
     ],
 )
 def test_a_manifest_that_is_wrong_is_not_believed(
@@ -113,7 +113,7 @@ def test_a_left_over_folder_is_not_opened(out: Path) -> None:
 def test_another_configuration_is_noticed(out: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(ModelError, match="does not go with config.json"):
+    with pytest.raises(ModelError, match="does not match config.json"):
         open_checkpoint(str(out))
 
 
@@ -121,5 +121,5 @@ def test_reads_are_direct_or_buffered_by_the_time_that_a_store_is_opened(out: Pa
     prepared = open_checkpoint(str(out)).prepared
     assert prepared is not None
     assert "through the page cache" in prepared.store(0, prepared.choose_io("auto", 1 << 40)).name
-    with pytest.raises(ValueError, match="got 'auto'; `choose_io` settles auto"):
+    with pytest.raises(ValueError, match="got 'auto'; `choose_io` resolves auto"):
         prepared.store(0, "auto")
