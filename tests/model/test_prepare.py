@@ -293,9 +293,7 @@ def test_what_does_not_read_back_is_not_kept(tmp_path: Path, monkeypatch: pytest
         return pwrite(fd, written, offset)
 
     monkeypatch.setattr(os, "pwrite", flipping)
-    with pytest.raises(
-        PrepareError, match=r"bytes read back differ .*rank-0-of-1\.weights: embedding, norm and head"
-    ):
+    with pytest.raises(PrepareError, match=r"bytes read back differ .*rank-0-of-1\.weights: embedding, norm and head"):
         prepare(checkpoint, tmp_path / "out", PrepareOptions())
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
