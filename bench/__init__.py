@@ -1,1 +1,5 @@
-"""Benchmarks of a running server and of its parts. A bench talks to a server as any client would: over HTTP."""
+"""Measures the product: ``tightwire bench``, ``tune`` and ``doctor``. Open ``cli.py`` first, and ``report/__init__.py`` to write one.
+
+A bench is a folder. ``options.py`` declares flags and ``run.py`` is the course of every run; ``client.py`` measures one
+streamed request; ``RESULTS.md`` has the results.
+"""

@@ -1,10 +1,10 @@
 """One streamed request, measured at the client.
 
-The clock starts when the request is handed to the connection. Time spent waiting for a client slot belongs to the
-load generator (``load``), not to the server, and is never in a sample.
+The clock starts when the request is handed to the connection. Time that a request waits in the load generator
+(``serve.load``) is not the server's and is never in a sample.
 
-What this client computes it takes from a server on the same cores; aiohttp spends a third of httpx's time on an event
-(``bench/scripts/client_events.py``).
+The client takes CPU time from a server on the same cores, so it uses aiohttp: an event costs a third of what it costs with
+httpx.
 """
 
 import asyncio
@@ -44,21 +44,21 @@ class Prompt:
         return isinstance(self.content, list) and bool(self.content) and isinstance(self.content[0], dict)
 
     def body(self) -> dict[str, Any]:
-        """The fields of the request that say what is asked."""
+        """The prompt's fields of the request."""
         return {"messages" if self.is_chat else "prompt": self.content, "max_tokens": self.max_tokens}
 
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """What one request brought; times in seconds from when it was sent.
+    """The measurements of one request; times in seconds from when it was sent.
 
-    ``ttft_s`` is the first event with text. ``itl_s`` are the gaps between events with text: a server that puts several
-    tokens into one event has fewer and longer ones. ``num_generated`` is the server's own count (usage); where it sends
-    none, events with text are counted and ``usage`` is False.
+    ``ttft_s`` is the time of the first event with text. ``itl_s`` are the gaps between events with text: a server that puts
+    several tokens into one event has fewer and longer gaps. ``num_generated`` is the server's own count (usage); without it
+    events with text are counted and ``usage`` is False.
     """
 
     index: int = 0
-    sent_s: float = 0.0  # since the arm began
+    sent_s: float = 0.0  # since the load began
     late_s: float = 0.0  # how much later than planned it was sent (request-rate load only)
     ttft_s: float | None = None
     e2e_s: float | None = None
@@ -78,11 +78,11 @@ class Sample:
         return (self.e2e_s - self.ttft_s) / (self.num_generated - 1)
 
 
-_KEEP_ALIVE_S = 4.0  # shorter than servers keep an idle connection
+_KEEP_ALIVE_S = 4.0  # less than servers keep an idle connection open
 
 
 class BenchClient:
-    """Sends prompts to one server over connections that are kept open. Made inside a running event loop."""
+    """Sends prompts to one server over connections that stay open. Construct it inside a running event loop."""
 
     def __init__(self, remote: Remote, *, timeout_s: float, extra_body: Mapping[str, Any]) -> None:
         self._remote = remote
@@ -101,7 +101,7 @@ class BenchClient:
         )
 
     def send_fields(self, extra_body: Mapping[str, Any], *, asks_usage: bool = True) -> None:
-        """From now on, every request has these; ``asks_usage``: False for a server that refuses ``stream_options``."""
+        """Set the fields of every further request; ``asks_usage``: False for a server that refuses ``stream_options``."""
         usage = {"stream_options": {"include_usage": True}} if asks_usage else {}
         self._extra_body = {**usage, **extra_body}
 
@@ -121,8 +121,8 @@ class BenchClient:
         """Send one prompt and read its stream to the end; a failure is a sample with ``error``, never an exception.
 
         Args:
-            extra_body: fields of this request alone.
-            watch: called with each event once it has been timed, for what only one bench wants of it.
+            extra_body: fields of this request only.
+            watch: called with each event after it was timed.
         """
         url = f"{self._remote.base}/{'chat/completions' if prompt.is_chat else 'completions'}"
         body = json.dumps({**self._body(prompt), **(extra_body or {})}).encode()
@@ -157,13 +157,15 @@ class BenchClient:
             decoder = SseDecoder()
             async for chunk in response.content.iter_any():
                 for data in decoder.feed(chunk):
-                    # Events that came at once are as far apart as it takes to read one: a gap of 0 has no ratio.
+                    # Events that arrive together get the times at which they are read: a gap of 0 has no ratio.
                     reader.event(data, time.perf_counter())
             reader.end()
 
     async def _send(self, url: str, body: bytes) -> aiohttp.ClientResponse:
-        """A server may close a kept connection just when the next request comes (llama.cpp's does, RFC 9112 section 9.3.1);
-        that request goes out again, once, and its time runs on. A new connection that ends unanswered is an error."""
+        """Send a request; once more, with the clock running, if the server closed a kept connection at the same moment.
+
+        llama.cpp's server does so (RFC 9112 section 9.3.1). A new connection that ends without an answer is an error.
+        """
         connection = SimpleNamespace(is_new=False)
         try:
             return await self._post(url, body, connection)
@@ -243,6 +245,6 @@ class _StreamReader:
 
 
 def _count(counts: Any, name: str) -> int:
-    """0 for what a peer leaves out or has in another shape."""
+    """0 if a peer omits the count or sends it in another form."""
     number = counts.get(name) if isinstance(counts, dict) else None
     return number if isinstance(number, int) else 0

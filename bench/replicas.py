@@ -1,4 +1,4 @@
-"""Replicas on this machine for whoever measures: tp x dp rank processes, each with its replica's group and its peers.
+"""Starts replicas on this machine: tp x dp rank processes, each with the group of its replica and its partition peers.
 
     with open_replicas(tp=1, dp=2) as (ranks, plan):
         for rank, event in ranks.stream(measure, plan):        # on every rank: measure(world, plan) is a generator
@@ -7,7 +7,7 @@
         with join_replica(plan, world) as (replica, peers):
             runner = build_runner(..., replica, ..., peers=peers)
 
-``world`` has all ranks, for steps that begin together. Partitioned weights come while all of them make the same passes.
+``world`` has all ranks, for steps that begin together. Partitioned weights arrive only while all ranks run the same passes.
 """
 
 import os
@@ -28,12 +28,12 @@ from tightwire.comm.transport.segment import make_segment, why_unusable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaPlan:
-    """All that a rank needs to join; segments are paths, () where memory cannot be shared: then gloo carries everything."""
+    """What a rank needs to join. Segments are paths, () if memory cannot be shared: gloo then carries everything."""
 
     tp: int
     dp: int
     timeout_s: float
-    store_paths: tuple[str, ...]  # of the world, of each replica, of the peers
+    store_paths: tuple[str, ...]  # the world, then each replica, then the peers
     world_segment: str | None = None
     replica_segments: tuple[str, ...] = ()  # by replica
     peer_segments: tuple[str, ...] = ()  # by shard
@@ -50,9 +50,9 @@ def open_replicas(
     """The running ranks.
 
     Args:
-        shared_memory: what joins them; False: gloo. Default: shared memory where it can be had.
+        shared_memory: False: gloo. Default: shared memory where it is available.
     Raises:
-        LocalRankError: they could not join.
+        LocalRankError: the ranks could not join.
     """
     shares = why_unusable() is None if shared_memory is None else shared_memory
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ def open_replicas(
 
 @contextmanager
 def join_replica(plan: ReplicaPlan, world: Group) -> Iterator[tuple[Group, PartitionPeers]]:
-    """The group of this rank's replica, and the ranks with its shard."""
+    """The group of this rank's replica, and the ranks that have the same shard."""
     replica, shard = divmod(world.rank, plan.tp)
     own = _open(
         plan,

@@ -1,6 +1,6 @@
-"""Real text for the benches: English prose that comes with the project, or a file of the user's.
+"""Real text for the benches: English prose that comes with the project, or the user's file.
 
-``texts/ORIGIN.md`` says what the prose is and under which licence. Knows no tokenizer: whoever measures brings token ids.
+``texts/ORIGIN.md`` lists the sources and licences of the prose. Knows no tokenizer: the caller brings token ids.
 """
 
 import random
@@ -15,7 +15,7 @@ _PIECES = ("emma", "jargon", "opticks", "tom_sawyer")
 
 @cache
 def english_text() -> str:
-    """Some 330 000 characters, about 77 000 tokens of SmolLM2's tokenizer; the same in every run of this version."""
+    """330 000 characters, about 77 000 tokens of SmolLM2's tokenizer."""
     folder = files("tightwire.bench") / "texts"
     return "\n".join((folder / f"{piece}.txt").read_text(encoding="utf-8") for piece in _PIECES)
 
@@ -32,10 +32,10 @@ def english_words() -> tuple[str, ...]:
 
 
 def read_text(path: Path) -> str:
-    """A text of the user's.
+    """The text of a file.
 
     Raises:
-        ValueError: there is no such file, it cannot be read, or it is not UTF-8; says which.
+        ValueError: the file cannot be read or is not UTF-8.
     """
     try:
         return path.read_bytes().decode("utf-8")
@@ -49,7 +49,7 @@ def read_text(path: Path) -> str:
 
 
 class Passages:
-    """Pieces of one tokenized text, no two of which begin at the same token: none is a prefix of another by origin."""
+    """Passages of one tokenized text. No two begin at the same token, so none repeats the prefix of another."""
 
     def __init__(self, token_ids: Sequence[int], *, seed: int = 0) -> None:
         self._token_ids = list(token_ids)
@@ -57,10 +57,10 @@ class Passages:
         random.Random(seed).shuffle(self._starts)
 
     def take(self, num_tokens: int) -> list[int]:
-        """The next ``num_tokens`` consecutive ids, from a place that was not taken before, whatever the length then.
+        """``num_tokens`` consecutive ids from a start that was not used before.
 
         Raises:
-            ValueError: the text has no such place left; says how long it is.
+            ValueError: the text has no such start left.
         """
         last_start = len(self._token_ids) - num_tokens
         for index, start in enumerate(self._starts):
@@ -68,6 +68,6 @@ class Passages:
                 del self._starts[index]
                 return self._token_ids[start : start + num_tokens]
         raise ValueError(
-            f"the text has {len(self._token_ids)} tokens and no untaken place left for a passage of {num_tokens}; "
+            f"the text has {len(self._token_ids)} tokens and no unused start left for a passage of {num_tokens}; "
             "give a longer text"
         )

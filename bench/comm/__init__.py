@@ -1,1 +1,1 @@
-"""``tightwire bench comm``: every AllReduce by message size."""
+"""``tightwire bench comm``: times and checks every AllReduce by message size. Start at ``bench.py``."""

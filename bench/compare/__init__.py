@@ -1,1 +1,1 @@
-"""``tightwire bench compare``: what changed between two results of one bench."""
+"""``tightwire bench compare``: compares two results of one bench. Start at ``bench.py``."""

@@ -1,4 +1,4 @@
-"""Where a measurement was made: enough to know, a year later, whether two results can be compared."""
+"""Describes the machine, the packages and the checkout of a measurement, so that results can be compared later."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "transformers", "numpy", "httpx", "uvicorn")
 
 
 def describe_environment() -> dict[str, Any]:
-    """Facts about this machine and this checkout; says nothing of a server that runs elsewhere."""
+    """Facts about this machine and this checkout; a server under test may run elsewhere."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "os": platform.platform(),
@@ -34,7 +34,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def environment_facts(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    """What ``describe_environment`` found, as lines of a page."""
+    """The facts of ``describe_environment`` for a page."""
     packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
     return [
         ("time", environment["time"]),
@@ -47,15 +47,15 @@ def environment_facts(environment: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def without_password(text: str) -> str:
-    """URLs in ``text`` without what they say before the host: user and password."""
+    """``text`` with user and password removed from its URLs."""
     return re.sub(r"://[^/@]*@", "://***@", text)
 
 
 def _without_secrets(argv: Sequence[str]) -> list[str]:
-    """The command line as it may be kept in a file and shown to others."""
+    """The command line without API keys and passwords, fit to be published."""
     program, *rest = argv or [""]
     if Path(program).name in ("tightwire", "__main__.py"):
-        program = "tightwire"  # wherever it is installed
+        program = "tightwire"  # without the folder of the installation
     argv = [program, *rest]
     # argparse takes the beginnings of options too: --a, --api
     shown = [without_password(re.sub(r"^(--a(?:p[a-z-]*)?=).*", r"\1***", word)) for word in argv]
@@ -87,7 +87,7 @@ def git_revision() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    # Installed into a virtual environment inside another project, that project's commit would be a lie.
+    # Installed in a virtual environment inside another project, git would report that project's commit.
     return done.stdout.strip() or None if tracked.returncode == 0 else None
 
 

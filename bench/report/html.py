@@ -1,8 +1,7 @@
-"""The shell of a result's page: one file that needs no network, light or dark as the reader's system is, fit for a phone
-and for paper."""
+"""Renders the HTML page of a result: one file without network access, in light and dark, for screen, phone and print."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jinja2 import Environment
 from markupsafe import Markup
@@ -12,13 +11,13 @@ from tightwire.bench.report.table import Table, TableView
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A heading, then whichever parts there are: words, a drawing (``plots.draw``), a table."""
+    """A heading, then the parts that are given: words, a plot (``plots.draw``), a table."""
 
     title: str
     words: Sequence[str] = ()
     svg: str = ""
     table: Table | TableView | None = None
-    wide: bool = False  # as wide as the page, where others may stand side by side
+    wide: bool = False  # as wide as the page; other sections may stand side by side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +25,8 @@ class Page:
     title: str
     lead: str
     sections: Sequence[Section]
-    alarms: Sequence[str] = ()  # why the results are not to be trusted
-    facts: Sequence[tuple[str, str]] = field(default=())  # at the end: where and how this was measured
+    alarms: Sequence[str] = ()  # reasons not to trust the results
+    facts: Sequence[tuple[str, str]] = ()  # shown at the end: machine, versions, settings
 
 
 def render(page: Page) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MARKERS = "osD^vPX<>*"
-_MOST_STEPS = 400  # of an ECDF: more cannot be seen, and make the page heavy
+_MOST_STEPS = 400  # of an ECDF; more cannot be seen and enlarge the page
 _STRONG = 0.85  # opacity of the largest value
 _WEAK = 0.05  # of it, of the smallest
 _SHADES = 5  # shown beside the map
@@ -26,10 +26,10 @@ _SHADES = 5  # shown beside the map
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One line, or one set of points. ``number`` picks colour and marker, the same in every plot of a page.
+    """One line, or one set of points. ``number`` selects colour and marker, the same in every plot of a page.
 
-    There are ten colours; from the eleventh on they come again, with another marker. ``low`` and ``high`` are the ends of
-    an interval around each point; ``labels`` stand beside the points.
+    There are ten colours; the eleventh series has the first colour with another marker. ``low`` and ``high`` are the ends of
+    an interval around each point; ``labels`` are drawn beside the points.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
-    """``ticks``: places and labels on the x axis; None: matplotlib's own. ``line_y``: a level to compare with.
+    """``ticks``: positions and labels on the x axis; None: matplotlib's own. ``line_y``: a level to compare with.
 
-    ``from_zero``: a linear y axis begins at 0, so that what is twice as high is twice as much.
+    ``from_zero``: a linear y axis begins at 0, so that heights are proportional to values.
     """
 
-    name: str  # tells the plots of a page apart; letters and dashes
+    name: str  # unique on the page; letters and dashes
     title: str
     x_label: str
     y_label: str
@@ -64,7 +64,7 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One part of every bar, in the order of the bars; ``number`` picks its colour."""
+    """One part of every bar, in the order of the bars; ``number`` selects its colour."""
 
     name: str
     number: int
@@ -73,7 +73,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackedBars:
-    """Lying bars, the first on top, each made of the same parts."""
+    """Horizontal bars, the first on top, each made of the same parts."""
 
     name: str
     title: str
@@ -104,7 +104,7 @@ class Ecdf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeatMap:
-    """A number for each row and column, the larger the stronger its colour; None stays empty. ``log``: shades go by powers of ten."""
+    """A number for each row and column; larger is a stronger colour, None is empty. ``log``: logarithmic shades."""
 
     name: str
     title: str
@@ -120,7 +120,7 @@ class HeatMap:
 
 @singledispatch
 def draw(plot: object) -> str:
-    """The plot as an ``<svg>`` element as wide as its place."""
+    """The plot as a scalable ``<svg>`` element."""
     raise TypeError(f"no plot: {type(plot).__name__}")
 
 
@@ -210,7 +210,7 @@ def _draw_ecdf(plot: Ecdf) -> str:
 
 
 def _steps(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Places where the share rises and the share from there on, thinned out evenly where there are very many."""
+    """Values at which the share rises and the share from there on; at most ``_MOST_STEPS``, evenly chosen."""
     ordered = sorted(values)
     n = len(ordered)
     count = min(n, _MOST_STEPS)
@@ -243,7 +243,7 @@ def _draw_cell(axes: "Axes", x: float, y: float, number: int, shade: float) -> N
 
 
 def _draw_shades(axes: "Axes", plot: HeatMap, low: float, high: float) -> None:
-    """What the shades mean, from low (below) to high."""
+    """The scale of the shades, from low (below) to high."""
     for step in range(_SHADES):
         _draw_cell(axes, 0, step, plot.number, _WEAK + (1 - _WEAK) * step / (_SHADES - 1))
     labels = [_value_at(step / (_SHADES - 1), low, high, log=plot.log) for step in range(_SHADES)]
@@ -265,12 +265,12 @@ def _value_at(share: float, low: float, high: float, *, log: bool) -> float:
 
 
 def _spread(labels: Sequence[str], most: int) -> tuple[list[int], list[str]]:
-    """So many of the labels as find room, evenly."""
+    """At most ``most`` of the labels, evenly spaced."""
     every = max(1, math.ceil(len(labels) / most))
     return list(range(0, len(labels), every)), list(labels[::every])
 
 
-_LEGEND_ROOM = ((3, 18), (2, 32))  # columns, and letters that each then has room for
+_LEGEND_ROOM = ((3, 18), (2, 32))  # columns, and the letters that fit into each
 
 
 def _draw_legend(figure: "Figure") -> None:
@@ -286,7 +286,7 @@ def _draw_legend(figure: "Figure") -> None:
 
 
 def _number_log_axis(axis: "Axis") -> None:
-    """1, 2, 5, 10, ... written out, as far as they find room."""
+    """1, 2, 5, 10, ... written out, as far as there is room."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))

@@ -1,4 +1,4 @@
-"""The progress bar of all measurements: on stderr, gone when done, absent where stderr is no terminal."""
+"""The progress bar of all measurements: on stderr, removed when done, absent if stderr is not a terminal."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bar() -> Progress:
-    """Use it as a context; a task's ``total`` None shows that something goes on, without saying how far it is."""
+    """A context manager; a task with ``total`` None shows activity without a share done."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -25,7 +25,7 @@ def progress_bar() -> Progress:
 
 @contextmanager
 def paused(progress: Progress) -> Iterator[None]:
-    """Take the bar away while something is printed, whose first line would else begin behind it."""
+    """Hide the bar while something is printed; otherwise the first line would start behind the bar."""
     was_started = progress.live.is_started
     if was_started:
         progress.stop()

@@ -1,6 +1,6 @@
-"""How much of this machine others used: before a measurement, and while it ran (Linux).
+"""Measures how much of the CPU other processes used before and during a measurement (Linux).
 
-A median hides a neighbour who worked all along; the kernel's own accounts do not.
+A median does not show another process that was busy all the time; the kernel's counters do.
 """
 
 import os
@@ -12,14 +12,14 @@ from typing import Any
 
 from rich.console import Console
 
-_QUIET_SHARE = 0.1  # of the cores that others may use before it is worth a word
+_QUIET_SHARE = 0.1  # of the cores; results of a busier machine carry a note
 
 
 class OthersWatch:
-    """Core seconds that nobody of ours used, from its making to ``share``.
+    """CPU time of other processes, from construction to ``share``.
 
-    Ours are this process and all its descendants that have ended and been waited for, so ask when they have; and the
-    processes ``pids``, as long as they run.
+    Our own processes are this one, its descendants that have ended and been waited for (so call ``share`` after that), and
+    the processes ``pids`` while they run.
     """
 
     def __init__(self, pids: Sequence[int] = ()) -> None:
@@ -28,7 +28,7 @@ class OthersWatch:
         self._busy_s, self._own_s = _busy_s(), self._ours_s()
 
     def share(self) -> float:
-        """Of all cores, 0 to 1."""
+        """The share of all cores that other processes used, 0 to 1."""
         others_s = (_busy_s() - self._busy_s) - (self._ours_s() - self._own_s)
         cores = os.cpu_count() or 1
         return min(1.0, max(0.0, others_s / (cores * (time.monotonic() - self._began))))
@@ -38,7 +38,7 @@ class OthersWatch:
 
 
 def wait_for_quiet(below: float, timeout_s: float) -> float:
-    """Sleep until others use less than ``below`` of the cores; returns how much they used at last."""
+    """Sleep until others use less than ``below`` of the cores; returns the share at the end."""
     deadline = time.monotonic() + timeout_s
     while True:
         watch = OthersWatch()
@@ -49,18 +49,18 @@ def wait_for_quiet(below: float, timeout_s: float) -> float:
 
 
 def show_others(console: Console, result: Mapping[str, Any]) -> None:
-    """Why to read the figures with care, if at all."""
+    """Print a note if other processes used much of the machine."""
     if result.get("others_share", 0.0) > _QUIET_SHARE:
-        console.print(f"note: {_describe(result)}; times are too long by that\n", style="yellow", soft_wrap=True)
+        console.print(f"note: {_describe(result)}; times are too long\n", style="yellow", soft_wrap=True)
 
 
 def quiet_facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A line of a page; none of a run that was cut short."""
+    """For a page; empty for a run that was cut short."""
     return [("quiet", _describe(result))] if "others_share" in result else []
 
 
 def _busy_s() -> float:
-    """Seconds that all cores together have worked since boot; iowait is idle, guest time is within user time."""
+    """Busy seconds of all cores since boot; iowait is idle, guest time is part of user time."""
     user, nice, system, _, _, irq, softirq, steal = (
         int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     )

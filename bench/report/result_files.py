@@ -1,4 +1,4 @@
-"""The files of one run in a folder of the user's: JSON with every raw sample, CSV, an HTML page."""
+"""Writes the files of one run into the user's folder: JSON with all raw samples, CSV, an HTML page."""
 
 import argparse
 import csv
@@ -30,14 +30,14 @@ def add_flags(
 
 
 class ResultFiles:
-    """Names that nobody else uses, and writing that leaves whole files only.
+    """Files with unique names, each written as a whole.
 
-    Nothing lies in the folder before the first write, so a run that measured nothing leaves nothing. Writing again replaces
-    a file at once: rewrite after every block, and a crash loses one block at most.
+    The folder is empty before the first write, so a run that measured nothing leaves nothing. Writing again replaces a
+    file atomically: a bench that writes after every round loses at most one round in a crash.
 
     Raises:
-        ValueError: the folder cannot be made or written, or a page is wanted and nothing here draws plots; found out
-            before anything is measured.
+        ValueError: the folder cannot be created or written, or a page is wanted and matplotlib is missing; known before
+            anything is measured.
     """
 
     def __init__(self, folder: Path, label: str, kinds: Sequence[str] = KINDS) -> None:
@@ -57,14 +57,14 @@ class ResultFiles:
 
     @property
     def paths(self) -> list[str]:
-        """What has been written."""
+        """The files written so far."""
         return [str(self._path(kind)) for kind in self._kinds if kind in self._written]
 
     def write_json(self, result: Mapping[str, Any]) -> None:
         self._write("json", json.dumps(result) + "\n")
 
     def write_csv(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-        """Fields that are no column are left out; None is an empty cell."""
+        """Keys that are not columns are omitted; None is an empty cell."""
         text = StringIO(newline="")
         writer = csv.DictWriter(text, columns, extrasaction="ignore")
         writer.writeheader()
@@ -75,10 +75,10 @@ class ResultFiles:
         self._write("html", page)
 
     def _write(self, kind: str, text: str) -> None:
-        """Write beside, then rename: a reader, or a crash, never sees half a file.
+        """Write atomically: neither a reader nor a crash sees half a file.
 
         Raises:
-            ValueError: the file cannot be written (any more).
+            ValueError: the file cannot be written.
         """
         if kind not in self._kinds:
             raise ValueError(f"this run keeps {', '.join(self._kinds)}, not {kind}")
@@ -94,7 +94,7 @@ class ResultFiles:
         return self._folder / f"{self._stem}.{kind}"
 
     def _reserve(self) -> str:
-        """Runs that begin in the same second must not overwrite each other: whoever makes the first file has the name."""
+        """A free name for the files: the first run to create a file has it, so that runs of one second do not collide."""
         for suffix in ("", *(f"-{i}" for i in range(2, _MOST_RUNS))):
             stem = f"{self._start}{suffix}"
             try:

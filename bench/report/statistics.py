@@ -1,8 +1,8 @@
-"""What all benches compute from raw samples: a distribution, and how much slower or faster one sequence is than another.
+"""Statistics of raw samples: distributions, and the ratio of two sequences with its interval and verdict.
 
 ``compare`` takes medians, which one slow call does not move, and bootstraps their ratio, which needs no assumption about
-how times are distributed. It sees the noise within what it is given and nothing else: two runs of an hour apart differ by
-the machine's drift too, which is why arms that are to be compared are interleaved in random blocks (``paired``).
+the distribution of times. It sees only the noise within its samples. Two runs an hour apart also differ by the machine's
+drift, so arms to compare are interleaved in random rounds (``paired``).
 """
 
 import math
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 Verdict = Literal["faster", "slower", "no difference", "too few"]
 
-FLOOR = 0.01  # a ratio within 1 +- this is no difference, however sure
+FLOOR = 0.01  # a ratio within 1 +- this is no difference, however certain
 MIN_SAMPLES = 3
 _MOST_BATCHES = 20  # of one run
-_FAMILY = 12  # cells whose verdicts are read together
+_FAMILY = 12  # number of cells whose verdicts are read together
 # Student's t of 1 - 0.025 and of 1 - 0.025 / _FAMILY by degrees of freedom: up to 7 samples have too few orders for a
 # bootstrap. Its interval of three pairs leaves out the truth in 26 of 100 cases, of four in 11; five lean to one side by
 # chance in 1 of 16 cases, eight in 1 of 128.
@@ -94,21 +94,21 @@ def compare(
     seed: int = 0,
     worse_is_higher: bool = True,
 ) -> Comparison:
-    """How ``other`` relates to ``baseline``: the ratio of medians, its interval, and a word.
+    """How ``other`` relates to ``baseline``: the ratio of medians, its interval, and a verdict.
 
-    The word is ``faster`` or ``slower`` when the whole 95 % interval lies outside 1 +- ``FLOOR`` and the interval that a
-    dozen cells need together (Bonferroni: 1 - 0.05 / 12, so 99.6 %) leaves out 1. With 95 % alone every other A/A table of
-    a dozen cells would hold a false word; with this one in twenty does, and fewer where noise is below the floor. With less
-    than 8 samples there are too few ways to resample them: the wider interval is then Student's on logarithms, and the
-    printed one reaches at least as far as his. With less than ``MIN_SAMPLES`` the word is ``too few``.
+    The verdict is ``faster`` or ``slower`` when the whole 95 % interval lies outside 1 +- ``FLOOR`` and the wider interval
+    for a dozen cells (Bonferroni: 1 - 0.05 / 12, so 99.6 %) excludes 1. With 95 % alone every other A/A table of a dozen
+    cells would contain a false verdict; with the wider interval one in twenty does, and fewer where noise is below the
+    floor. Fewer than 8 samples can be resampled in too few ways: the wider interval is then Student's on logarithms, and
+    the printed one is at least as wide as Student's. With fewer than ``MIN_SAMPLES`` the verdict is ``too few``.
 
     Args:
-        baseline, other: positive, in one unit: seconds, or a rate with ``worse_is_higher=False``. Independent: requests
-            that were in one batch share their luck, so whoever has such gives one value for each batch.
-        paired: element i of both comes from the same random block; they are resampled together, so that what both have
-            in common (a busy machine, a long prompt) cancels.
+        baseline, other: positive, in one unit: seconds, or a rate with ``worse_is_higher=False``. Samples must be
+            independent: requests of one batch are not, so give one value for each batch.
+        paired: element i of both comes from the same round; they are resampled together, so that what both have in
+            common (a busy machine, a long prompt) cancels.
     Raises:
-        ValueError: nothing to compare, numbers that are not finite or not above 0, pairs without a partner.
+        ValueError: no samples, numbers that are not finite or not above 0, pairs without a partner.
     Source: percentile bootstrap, Efron 1979. Not BCa, whose jackknife does not hold for medians.
     Cost: 40 ms for 200 samples.
     """

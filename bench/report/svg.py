@@ -1,6 +1,6 @@
-"""A matplotlib figure as SVG that stands inside a page and takes the page's colours, light or dark.
+"""Turns a matplotlib figure into SVG that is embedded in a page and takes the page's colours, light or dark.
 
-Matplotlib draws with stand-in colours, each of which becomes a CSS variable afterwards: ``--ink``, ``--grid`` and ``--c0`` to
+Matplotlib draws with placeholder colours, which are then replaced by CSS variables: ``--ink``, ``--grid`` and ``--c0`` to
 ``--c9`` for the series. Needs the ``bench`` extra.
 """
 
@@ -33,12 +33,12 @@ _STYLE: dict[Any, Any] = {
 
 
 def colour(number: int) -> str:
-    """The stand-in of a series' colour; from the eleventh series on the ten come again."""
+    """The placeholder of a series' colour; the eleventh series has the colour of the first."""
     return f"#c0ff{number % NUM_COLOURS:02x}"
 
 
 def short_name(name: str) -> str:
-    """As a plot has room for it: of a policy's path the file's name alone."""
+    """``name`` as a plot has room for it: of a policy's path only the file name."""
     kind, colon, path = name.partition(":")
     return f"{kind}:{PurePath(path).stem}" if colon and "/" in path else name
 
@@ -60,7 +60,7 @@ class Canvas:
 
 @contextmanager
 def canvas(name: str, title: str, *, width: float = 5.6, height: float = 4.3) -> Iterator[Canvas]:
-    """Draw into ``figure`` and take ``svg()`` inside the block. ``name`` tells the plots of a page apart."""
+    """Draw into ``figure`` and call ``svg()`` inside the block. ``name`` is unique on its page."""
     import matplotlib
 
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
@@ -68,7 +68,7 @@ def canvas(name: str, title: str, *, width: float = 5.6, height: float = 4.3) ->
 
 
 def _inline(svg: str, name: str, title: str) -> str:
-    """Without the file's head, with names of its own, as wide as the page allows, and in the page's colours."""
+    """Without the file header, with ids that are unique on the page, scalable, and in the page's colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)

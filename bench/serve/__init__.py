@@ -1,1 +1,1 @@
-"""``tightwire bench serve``: load on any server that speaks OpenAI's dialect."""
+"""``tightwire bench serve``: measures any server with an OpenAI API under load. Start at ``bench.py``."""

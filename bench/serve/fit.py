@@ -1,7 +1,7 @@
-"""Before anything is measured: what the server understands, and how it counts tokens.
+"""Finds out, before the measurement, which fields a server accepts and how it counts tokens.
 
-Peers differ. Some refuse fields that they do not know (``ignore_eos``, ``stream_options``), and no tokenizer but the
-server's own says how long a prompt is.
+Servers differ: some refuse fields that they do not know (``ignore_eos``, ``stream_options``), and only the server's own
+tokenizer tells how long a prompt is.
 """
 
 import math
@@ -21,10 +21,10 @@ _REFUSED = ("HTTP 400", "HTTP 422")
 async def send_accepted_fields(
     client: BenchClient, body: Mapping[str, Any], probe: Prompt
 ) -> tuple[dict[str, Any], list[str]]:
-    """Make ``client`` send those fields of ``body`` that the server takes; returns them, and the names it refused.
+    """Make ``client`` send those fields of ``body`` that the server accepts; returns them, and the names it refused.
 
     Raises:
-        RemoteError: it refuses the request in every form; says what it answered to the full one.
+        RemoteError: it refuses the request in every form; has its answer to the full request.
     """
     without = {name: value for name, value in body.items() if name != "ignore_eos"}
     first_error: str | None = None
@@ -54,7 +54,7 @@ async def fit_prompt_length(client: BenchClient, workload: SyntheticWorkload, in
         sample = await client.measure(workload.probe(attempt))
         if error := sample.error:
             if error.startswith(_REFUSED) and not trials and workload.num_words >= _SHRINK:
-                # A word may be many tokens here, and so many words more than the context, where input_len tokens are not.
+                # A word may be many tokens here, so the prompt exceeds the context although input_len tokens do not.
                 workload.num_words //= _SHRINK
                 continue
             raise RemoteError(f"a trial request failed: {error}")
@@ -63,7 +63,7 @@ async def fit_prompt_length(client: BenchClient, workload: SyntheticWorkload, in
             return
         if words == 1 and counted > input_len:
             raise RemoteError(f"one word is already {counted} prompt tokens here, more than --input-len {input_len}")
-        # The slope between two trials leaves out the template's own tokens; near ones would only give noise.
+        # The slope between two trials excludes the template's tokens; trials close to each other would give noise.
         if not trials:
             tokens_per_word = counted / words
         elif abs(words - trials[-1][0]) > 2 and (slope := (counted - trials[-1][1]) / (words - trials[-1][0])) > 0:
@@ -73,15 +73,15 @@ async def fit_prompt_length(client: BenchClient, workload: SyntheticWorkload, in
     if not trials:
         raise RemoteError(f"a trial request failed: {error}")
     workload.num_words, counted = min(trials, key=lambda trial: abs(trial[1] - input_len))
-    # Random words have different lengths, and another prompt of as many is longer or shorter by a fraction of this; it is
-    # more than 2 % where a word is many tokens (bytes, say).
+    # Random words have different lengths, so prompts of equally many words differ by a fraction of this; it exceeds 2 % if
+    # a word is many tokens (of a byte tokenizer, for example).
     spread = tokens_per_word * math.sqrt(workload.num_words)
     if abs(counted - input_len) > max(2, 0.02 * input_len, spread):
         raise RemoteError(f"cannot make prompts of {input_len} tokens for this server; the nearest had {counted}")
 
 
 async def fit_scale(client: BenchClient, workload: MixedWorkload) -> None:
-    """Set ``workload.scale`` by the server's count of a short and a long prompt; as it is, where it does not count.
+    """Set ``workload.scale`` by the server's count of a short and a long prompt; unchanged if it sends no count.
 
     Raises:
         RemoteError: the server refuses a prompt, or counts no more tokens in the long one.
@@ -98,6 +98,6 @@ async def fit_scale(client: BenchClient, workload: MixedWorkload) -> None:
     if slope <= 0:
         raise RemoteError(
             f"this server counts {counts[0]} prompt tokens in {_FEW_WORDS} words and {counts[1]} in {_MANY_WORDS}; "
-            "prompts of a wanted length cannot be made by that"
+            "prompts of a given length cannot be made from these counts"
         )
     workload.scale = WordScale(tokens_per_word=slope, overhead=max(0.0, counts[0] - slope * _FEW_WORDS))

@@ -30,7 +30,7 @@ class Slo:
         return {name: limit for name, limit in limits.items() if limit is not None}
 
     def meets(self, sample: Sample) -> bool:
-        """A failed request meets nothing, nor does one without text a limit of TTFT; one token has no TPOT to exceed."""
+        """True if the request succeeded within all limits. No text exceeds any TTFT limit; one token has no TPOT."""
         if sample.error:
             return False
         taken = {"ttft_s": sample.ttft_s, "tpot_s": sample.tpot_s or 0.0, "e2e_s": sample.e2e_s}
@@ -39,14 +39,14 @@ class Slo:
         )
 
     def goodput(self, samples: Sequence[Sample], seconds: float) -> dict[str, float | dict[str, float]]:
-        """How many of the requests that were sent met all limits, their share, and how many a second."""
+        """The number of sent requests that met all limits, their share, and their number per second."""
         met = sum(map(self.meets, samples))
         share = met / len(samples) if samples else 0.0
         return {"slo": self.limits, "met": met, "share": share, "requests_per_s": met / (seconds or math.inf)}
 
 
 def parse_slo(text: str) -> Slo:
-    """``ttft=500ms,tpot=50ms,e2e=10s``, any of the three.
+    """The limits in ``ttft=500ms,tpot=50ms,e2e=10s``, any of the three.
 
     Raises:
         ValueError: another name, a name twice, or no duration.
@@ -146,7 +146,7 @@ def doubts(run: LoadRun, expected_generated: Sequence[int] | None = None) -> lis
             found.append(f"{short} of {len(ok)} answers ended before their length (is ignore_eos obeyed?)")
     if run.load.request_rate is not None and ok:
         late = statistics.fmean(sample.late_s for sample in run.samples)
-        # What a request waited in this client is not in its TTFT, so a wait that would show there must be told.
+        # Time that a request waits in this client is not in its TTFT, so a wait of that order must be reported.
         ttfts = [sample.ttft_s for sample in ok if sample.ttft_s is not None]
         gap_s = 1 / run.load.request_rate
         if late > 0.1 * (min(gap_s, statistics.median(ttfts)) if ttfts else gap_s):

@@ -1,7 +1,7 @@
-"""What a bench asks: synthetic prompts of given lengths, or a file of prompts. A prompt is handed out once.
+"""Workloads: generated prompts of given lengths, or a file of prompts. Each prompt is handed out once.
 
 A server with a prefix cache answers a repeated prompt many times faster, so a bench that repeats prompts measures
-the cache. Synthetic prompts share no beginning, within a run or between runs with different seeds.
+the cache. Random prompts share no beginning, within a run or between runs with different seeds.
 """
 
 import json
@@ -17,15 +17,15 @@ from tightwire.bench.client import Prompt
 from tightwire.bench.text import english_words
 
 # Means of ShareGPT's conversations in tokens: Kwon et al., "Efficient Memory Management for Large Language Model Serving
-# with PagedAttention", arXiv 2309.06180, section 6.1. The paper shows the spread as a histogram only; these sigmas are our
-# choice for its long tails.
+# with PagedAttention", arXiv 2309.06180, section 6.1. The paper shows only a histogram; these sigmas are our choice for
+# its long tails.
 SHAREGPT_INPUT_LEN, SHAREGPT_OUTPUT_LEN = 161, 338
 _INPUT_SIGMA, _OUTPUT_SIGMA = 1.1, 0.9
 _LEAST_TOKENS, _MOST_TOKENS = 4, 1024  # what load generators keep of ShareGPT
 
 
 class SyntheticWorkload:
-    """Random English words, ``num_words`` to a prompt; the same seed gives the same prompts."""
+    """Prompts of ``num_words`` random English words; the same seed gives the same prompts."""
 
     name = "random"
 
@@ -40,7 +40,7 @@ class SyntheticWorkload:
         return [self._prompt(self._random, self.output_len) for _ in range(count)]
 
     def probe(self, attempt: int) -> Prompt:
-        """A prompt of the present length that asks for one token, outside the sequence of ``take``."""
+        """A prompt of the current length that asks for one token, outside the sequence of ``take``."""
         return self._prompt(random.Random(f"{self._seed}/probe {attempt}"), 1)
 
     def _prompt(self, source: random.Random, output_len: int) -> Prompt:
@@ -51,7 +51,7 @@ class SyntheticWorkload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WordScale:
-    """How the server counts: ``tokens_per_word`` for each word, and ``overhead`` for the template of a prompt."""
+    """The server's token count: ``tokens_per_word`` for each word plus ``overhead`` for the prompt template."""
 
     tokens_per_word: float = 1.0
     overhead: float = 0.0
@@ -62,7 +62,7 @@ class WordScale:
 
 
 class MixedWorkload(ABC):
-    """What both share: a seed, a scale that is set when the server has been asked, prompts for asking it."""
+    """Generated prompts of different lengths; ``scale`` is set by the server's token count (``fit_scale``)."""
 
     name: str
     input_len: int  # mean prompt tokens
@@ -77,13 +77,13 @@ class MixedWorkload(ABC):
         return [self._next() for _ in range(count)]
 
     def probe(self, num_words: int) -> Prompt:
-        """A prompt of so many words that asks for one token, outside the sequence of ``take``."""
+        """A prompt of ``num_words`` words that asks for one token, outside the sequence of ``take``."""
         source = random.Random(f"{self._seed}/probe {num_words}")
         return Prompt(content=self._content("", _text(source, num_words)), max_tokens=1)
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What the result says of it."""
+        """Facts about the workload for the result."""
 
     @abstractmethod
     def _next(self) -> Prompt: ...
@@ -119,9 +119,9 @@ class ShareGptWorkload(MixedWorkload):
 
 
 class SharedPrefixWorkload(MixedWorkload):
-    """``num_groups`` groups of prompts, each with a long beginning in common and an end of its own; groups in random order.
+    """``num_groups`` groups of prompts; a group shares a long prefix, each prompt has its own end. Groups alternate randomly.
 
-    What a server with a prefix cache is for: the common part is a system prompt (chat) or a text's beginning.
+    This load suits a prefix cache: the prefix is a system prompt (chat) or the beginning of the text.
     """
 
     name = "shared-prefix"

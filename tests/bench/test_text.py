@@ -32,7 +32,7 @@ def test_passages_are_the_same_for_the_same_seed():
 def test_a_text_without_a_place_left_says_how_long_it_is():
     passages = Passages(range(10))
     passages.take(10)
-    with pytest.raises(ValueError, match="10 tokens and no untaken place left for a passage of 10"):
+    with pytest.raises(ValueError, match="10 tokens and no unused start left for a passage of 10"):
         passages.take(10)
 
 

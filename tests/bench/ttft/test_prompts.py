@@ -39,7 +39,7 @@ def test_prompts_have_exactly_as_many_tokens_and_begin_at_unlike_places() -> Non
 
 
 def test_a_text_that_is_used_up_says_so() -> None:
-    with pytest.raises(ValueError, match="no untaken place left"):
+    with pytest.raises(ValueError, match="no unused start left"):
         take("abcdefgh", [5] * 9)
 
 
