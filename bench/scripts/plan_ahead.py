@@ -18,11 +18,14 @@ import msgspec
 import torch
 from torch import Tensor
 
+from tightwire.comm.ledger.ledger import Spent
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Choice, Sampled, Sampler, SamplingRow
 from tightwire.model.step import StepPlan, ints
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.engine import Engine
+from tightwire.server.engine.request import RequestRules
+from tightwire.server.ipc.engine_stats import RankCounts
 from tightwire.server.ipc.messages import AddRequest
 
 _VOCAB = 512
@@ -42,6 +45,18 @@ class _Device:
         self.idle_s.append(max(0.0, now_s - self._end_s))
         self._end_s = max(now_s, self._end_s) + self._step_s
         return torch.zeros(len(ints(plan.logit_rows)), _VOCAB)
+
+    def broadcast(self, plans: Sequence[StepPlan]) -> None:
+        """There are no other ranks."""
+
+    def step_tokens(self) -> None:
+        return None
+
+    def comm_spent(self) -> Spent:
+        return Spent()
+
+    def counts(self) -> RankCounts:
+        return RankCounts()
 
     def wait_until(self, end_s: float) -> None:
         time.sleep(max(0.0, end_s - time.perf_counter()))
@@ -84,7 +99,7 @@ def _idle_us(plan_ahead: bool, num_seqs: int, num_steps: int, step_s: float) -> 
             num_blocks=num_seqs * -(-length // 16) + num_seqs,
             block_size=16,
         ),
-        vocab_size=_VOCAB,
+        rules=RequestRules(vocab_size=_VOCAB, max_model_len=length),
         plan_ahead=plan_ahead,
     )
     for index in range(num_seqs):

@@ -1,7 +1,7 @@
-"""The KV cache's blocks as numbers: who holds which, and which are free. Knows nothing of tensors or requests.
+"""Allocates the KV cache's blocks by number and counts their holders. Knows nothing of tensors or requests.
 
-A block may be held by several sequences that begin alike. One that nobody holds is free; if what it holds may be of use
-again it is kept as it is for as long as there are others to hand out, the longest unused goes first.
+Several sequences with the same beginning may hold one block. A block without holders is free. If it is marked as kept, its
+content stays as long as other blocks can be allocated; of kept blocks the least recently used is allocated first.
 """
 
 from collections import OrderedDict
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """A fixed number of blocks, each with the number of its holders."""
+    """A fixed number of blocks with a count of holders for each."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -17,13 +17,13 @@ class BlockPool:
         self.num_blocks = num_blocks
         # A stack, lowest number on top: a small load touches a small part of the cache.
         self._blank = list(range(num_blocks - 1, -1, -1))
-        self._unused: OrderedDict[int, None] = OrderedDict()  # kept and free, the longest unused first
+        self._unused: OrderedDict[int, None] = OrderedDict()  # kept and free, least recently used first
         self._kept = bytearray(num_blocks)
         self._num_holders = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that ``allocate`` could hand out, kept ones among them."""
+        """Blocks that ``allocate`` can return, kept ones included."""
         return len(self._blank) + len(self._unused)
 
     @property
@@ -31,10 +31,10 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks, all or none; what they held is lost.
+        """Allocate ``count`` blocks, all or none; their content is lost.
 
         Raises:
-            ValueError: fewer are free; callers look at ``num_free`` first.
+            ValueError: fewer are free; callers check ``num_free`` first.
         """
         if not 0 <= count <= self.num_free:
             raise ValueError(f"asked for {count} blocks, {self.num_free} of {self.num_blocks} are free")
@@ -45,22 +45,22 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Take one more hold of kept blocks."""
+        """Add a holder to each of these kept blocks."""
         for block in blocks:
-            assert self._kept[block], "only what is kept is known to hold something"
+            assert self._kept[block], "only a kept block has content to share"
             if not self._num_holders[block]:
                 del self._unused[block]
             self._num_holders[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Give up one hold of each. Of those that are kept the first ones will be handed out first.
+        """Remove a holder from each. Of kept blocks, the first of ``blocks`` are allocated again first.
 
         Raises:
-            ValueError: a block is free already or does not exist; those before it are given back.
+            ValueError: a block is already free or does not exist; those before it have been freed.
         """
         for block in blocks:
             if not 0 <= block < self.num_blocks or not self._num_holders[block]:
-                raise ValueError(f"block {block} is freed, but nobody owns it (blocks are 0 to {self.num_blocks - 1})")
+                raise ValueError(f"block {block} is freed but has no holder (blocks are 0 to {self.num_blocks - 1})")
             self._num_holders[block] -= 1
             if self._num_holders[block]:
                 continue
@@ -70,16 +70,16 @@ class BlockPool:
                 self._blank.append(block)
 
     def keep(self, block: int) -> None:
-        """What this block, which somebody holds, has in it may be of use to others, now and after it is free."""
-        assert self._num_holders[block], "a free block has nothing to keep"
+        """Mark a held block's content as useful to others, now and after it is free."""
+        assert self._num_holders[block], "a free block has no content to keep"
         self._kept[block] = 1
 
     def is_kept(self, block: int) -> bool:
-        """Whether it still has in it what it had when it was to be kept."""
+        """True if it still has the content that was marked."""
         return bool(self._kept[block])
 
     def spoil(self, blocks: Iterable[int]) -> None:
-        """What these blocks, which somebody holds, have in them is of no use to others."""
+        """Unmark these held blocks: others must not use their content."""
         for block in blocks:
-            assert self._num_holders[block], "a free block is spoiled by handing it out"
+            assert self._num_holders[block], "only a held block can be spoiled"
             self._kept[block] = 0

@@ -1,48 +1,50 @@
-"""Sequences that begin alike share the blocks of their common beginning: it is computed once.
+"""Lets sequences with the same beginning share the KV-cache blocks of that beginning, so it is computed once.
 
-A block is found by what is in it and by all that comes before: its key is the number of the entry for the block before
-it, and its own tokens. Keys are compared, not hashes of them, so no prompt can be made to meet another's blocks. The
-first block's key begins with the arm and the request's salt: keys and values depend on what summed them, and salted
-requests share with their like alone (whoever can time answers can tell what has been asked before).
+A block is found by its own tokens and everything before it: its key is the entry number of the block before it plus its
+own tokens. Keys are compared in full, not by hash, so no prompt can be made to match another's blocks. The first block's
+key starts with the AllReduce policy, because keys and values depend on how they were summed, and with the request's salt:
+salted requests share only with requests of the same salt (whoever can time answers can tell what was asked before).
 
-Kept are the prompts' blocks, whose numbers are the same bits in whatever company a prompt is computed (on a CPU, with an
-AllReduce that promises it: docs/architecture.md, "The same text whatever else runs"); so a hit changes nothing in the
-answer. Generated tokens may go through other kernels and another AllReduce than prompts do: their blocks
-are kept only where that was asked for.
+By default only blocks of prompts are cached. Their numbers are the same bits whatever a prompt is batched with (on a CPU,
+with an AllReduce that guarantees it: docs/architecture.md, "The same text whatever else runs"), so a hit does not change
+the answer. Generated tokens may go through other kernels and another AllReduce; their blocks are cached only with
+``prefix_cache`` "all".
 
-A block is entered when the step that fills it is planned: within each layer all keys and values of a step are written
-before any are read, so sequences of one step may share.
+A block is entered when the step that fills it is planned: in each layer all keys and values of a step are written before
+any are read, so sequences of one step can share.
 """
 
 from array import array
 from collections.abc import Hashable
 from itertools import count
 
+from tightwire.server.config.limits import Limits
 from tightwire.server.engine.block_pool import BlockPool
 from tightwire.server.engine.request import Request
 from tightwire.server.ipc.engine_stats import EngineCounters
 
 
 class PrefixCache:
-    """Entries for the kept blocks of one pool, at most one a block. Cost: about 0.3 kB an entry."""
+    """Entries for the cached blocks of one pool, at most one per block. Cost: about 0.3 kB per entry.
 
-    def __init__(
-        self, pool: BlockPool, block_size: int, *, counters: EngineCounters, with_answers: bool = False
-    ) -> None:
-        self._counters = counters
-        self._pool, self._block_size, self._with_answers = pool, block_size, with_answers
+    With ``limits.prefix_cache`` "none" it never finds or enters anything.
+    """
+
+    def __init__(self, pool: BlockPool, limits: Limits, counters: EngineCounters) -> None:
+        self._pool, self._block_size, self._counters = pool, limits.block_size, counters
+        self._enabled, self._with_answers = limits.prefix_cache != "none", limits.prefix_cache == "all"
         self._block_of: dict[Hashable, int] = {}
         self._key_of: list[Hashable] = [None] * pool.num_blocks
-        self._entry_of = [0] * pool.num_blocks  # its number, never given twice
+        self._entry_of = [0] * pool.num_blocks  # entry numbers, never used twice
         self._numbers = count(1)
 
     def advance(self, request: Request) -> int:
-        """Let ``request`` go on behind all that is kept of it, as it begins or as others have computed it since.
+        """Skip the tokens of ``request`` that are cached, from its start or from where it is; returns how many.
 
-        But for the last token, whose logits are needed. Gives the number of tokens that it need not compute.
+        The last token is never skipped, because its logits are needed.
         """
         before, prefix = request.num_computed, request.prefix or _root(request)
-        for index in range(request.num_entered_blocks, self._num_to_share(request)):
+        for index in range(request.num_entered_blocks, self._num_shareable(request)):
             block = self._find(self._key(request, index, prefix))
             if block is None:
                 break
@@ -57,10 +59,10 @@ class PrefixCache:
             request.num_entered_blocks, request.prefix = index + 1, prefix
         return request.num_computed - before
 
-    def num_kept(self, request: Request) -> int:
-        """How many tokens of ``request``, which has not begun, ``advance`` would spare it now."""
+    def num_cached(self, request: Request) -> int:
+        """The number of tokens that ``advance`` would skip for ``request``, which has not started."""
         prefix = _root(request)
-        for index in range(num_blocks := self._num_to_share(request)):
+        for index in range(num_blocks := self._num_shareable(request)):
             block = self._find(self._key(request, index, prefix))
             if block is None:
                 return index * self._block_size
@@ -68,15 +70,15 @@ class PrefixCache:
         return num_blocks * self._block_size
 
     def next_key(self, request: Request) -> Hashable:
-        """What the block will be known by that ``request`` computes next; None when it is none to share."""
+        """The key of the block that ``request`` computes next; None if it cannot be shared."""
         index = request.num_entered_blocks
-        if index >= self._num_to_share(request):
+        if index >= self._num_shareable(request):
             return None
         return self._key(request, index, request.prefix or _root(request))
 
     def count_query(self, request: Request) -> None:
-        """Count a request that begins, with what it finds then and later (``count_hits``)."""
-        if request.prompt_logprobs is None:
+        """Count a request that starts. Its hits, now and later, go to ``count_hits``."""
+        if self._enabled and request.prompt_logprobs is None:
             self._counters.num_prefix_queried_tokens += request.num_prompt_tokens
 
     def count_hits(self, request: Request, num_tokens: int) -> None:
@@ -84,10 +86,12 @@ class PrefixCache:
         self._counters.num_prefix_hit_tokens += num_tokens
 
     def enter(self, request: Request, num_tokens: int) -> None:
-        """After the next step ``num_tokens`` of ``request`` are computed: others may share the blocks they fill.
+        """Let others share the blocks that are full once ``num_tokens`` of ``request`` are computed, after the next step.
 
-        But for one that holds a token which nobody knows yet: the step after has it entered.
+        A block with a deferred token is entered one step later.
         """
+        if not self._enabled:
+            return
         num_tokens = min(num_tokens, request.num_known if self._with_answers else request.num_prompt_tokens)
         prefix = request.prefix or _root(request)
         for index in range(request.num_entered_blocks, num_tokens // self._block_size):
@@ -100,12 +104,12 @@ class PrefixCache:
             request.num_entered_blocks = index + 1
         request.prefix = prefix
 
-    def _num_to_share(self, request: Request) -> int:
-        """How many blocks ``request`` may have from others."""
-        if request.prompt_logprobs is not None:
-            return 0  # every token's logits are needed
+    def _num_shareable(self, request: Request) -> int:
+        """The number of blocks that ``request`` may take from others."""
+        if not self._enabled or request.prompt_logprobs is not None:  # scoring needs the logits of every token
+            return 0
         num_tokens = len(request.token_ids) - 1
-        if not self._with_answers:  # of a preempted one, generated tokens stay what their own kernels make of them
+        if not self._with_answers:  # a preempted sequence recomputes its generated tokens with their own kernels
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         return num_tokens // self._block_size
 
@@ -120,11 +124,11 @@ class PrefixCache:
     def _enter(self, block: int, key: Hashable) -> None:
         old_key = self._key_of[block]
         if self._block_of.get(old_key) == block:
-            del self._block_of[old_key]  # the block was handed out since
+            del self._block_of[old_key]  # the block has been allocated again since
         self._block_of[key] = block
         self._key_of[block], self._entry_of[block] = key, next(self._numbers)
         self._pool.keep(block)
 
 
 def _root(request: Request) -> Hashable:
-    return request.arm, request.cache_salt
+    return request.policy, request.cache_salt

@@ -1,9 +1,10 @@
-"""The replicas of the model as the engine sees them: a scheduler each, with its own cache blocks, and a step of all of them.
+"""The replicas of the model: chooses one for each new sequence, and makes one step of all of them.
 
-A sequence stays with the replica that it was given on arrival (``routing``); a preempted one comes back to it. With one
-replica this is its scheduler and nothing else.
+Each replica has its own scheduler and KV-cache blocks. A sequence stays with its replica, also after a preemption. With one
+replica this is just its scheduler.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -12,21 +13,24 @@ from tightwire.model.step import StepPlan, idle_plan, meeting_of
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.request import Request
-from tightwire.server.engine.routing import choose_replica
-from tightwire.server.engine.scheduled_step import Chunk
 from tightwire.server.engine.scheduler import Scheduler
+from tightwire.server.engine.step_builder import Chunk
 from tightwire.server.ipc.engine_stats import EngineCounters, ReplicaLoad
+
+# As a share of the larger of two loads. A replica may have this much more work than another for the sake of its prefix
+# cache: a cached prompt saves work once, while a running sequence slows its neighbours down until it ends.
+_NEAR_SHARE = 0.25
 
 
 class WorldStep(NamedTuple):
-    """A plan for each replica, and the sequences' parts in the order of all plans' rows, replica after replica."""
+    """One plan for each replica, and the sequences' chunks in the order of all plans' rows, replica after replica."""
 
     plans: list[StepPlan]
     chunks: list[Chunk]
 
 
 class Replicas:
-    """``schedule`` makes one step of all; everything else goes to the scheduler that a sequence was given to."""
+    """``schedule`` makes one step of all; other calls go to the scheduler of the sequence."""
 
     def __init__(
         self, limits: Limits, num_replicas: int, drafter: NgramDrafter | None, counters: EngineCounters
@@ -36,26 +40,23 @@ class Replicas:
         self._num_planned = 0
 
     def add(self, request: Request, replica: int | None = None) -> None:
-        """Queue a sequence; ``replica``: where, instead of where there is least to do."""
+        """Queue a sequence; ``replica``: overrides the choice."""
         request.replica = self._choose(request) if replica is None else replica
-        self._schedulers[request.replica].add(request)
+        self._schedulers[request.replica].sequences.add(request)
 
     def remove(self, request: Request, *, spoiled: bool = False) -> None:
-        self._schedulers[request.replica].remove(request, spoiled=spoiled)
+        self._schedulers[request.replica].sequences.remove(request, spoiled=spoiled)
 
-    def learn(self, request: Request, num_right: int) -> None:
-        self._schedulers[request.replica].learn(request, num_right)
-
-    def may_guess(self, num_seqs: int) -> bool:
-        return self._schedulers[0].may_guess(num_seqs)
+    def may_draft(self, num_seqs: int) -> bool:
+        return self._schedulers[0].may_draft(num_seqs)
 
     def limit_steps(self, num_tokens: int) -> None:
-        """The most that the next steps may take, each replica's for itself."""
+        """Set the most tokens that each replica's next steps may take."""
         for scheduler in self._schedulers:
             scheduler.step_tokens = num_tokens
 
     def schedule(self, now_s: float, *, ahead: bool = False) -> WorldStep | None:
-        """The next step of every replica that has something to do, an empty plan for the others; None when none has.
+        """The next step of every replica with work, an empty plan for the others; None if none has work.
 
         ``ahead``: as for ``Scheduler.schedule``; with one replica only.
         """
@@ -70,18 +71,23 @@ class Replicas:
         return WorldStep(plans, [chunk for step in steps if step for chunk in step.chunks])
 
     def loads(self) -> list[ReplicaLoad]:
-        return [
-            ReplicaLoad(
-                num_running=len(scheduler.running),
-                num_waiting=len(scheduler.waiting),
-                num_blocks=scheduler.pool.num_blocks,
-                num_free_blocks=scheduler.pool.num_free,
-            )
-            for scheduler in self._schedulers
-        ]
+        return [scheduler.sequences.load for scheduler in self._schedulers]
 
     def _choose(self, request: Request) -> int:
         if len(self._schedulers) == 1:
             return 0
-        cached = [0 if s.prefixes is None else s.prefixes.num_kept(request) for s in self._schedulers]
-        return choose_replica([scheduler.num_to_compute for scheduler in self._schedulers], cached)
+        all_sequences = [scheduler.sequences for scheduler in self._schedulers]
+        num_cached = [sequences.prefixes.num_cached(request) for sequences in all_sequences]
+        return choose_replica([sequences.num_to_compute for sequences in all_sequences], num_cached)
+
+
+def choose_replica(loads: Sequence[int], num_cached: Sequence[int]) -> int:
+    """Of the replicas with nearly the least load, the one with most of the prompt in its prefix cache.
+
+    Args:
+        loads: tokens that each replica has to compute, as far as known: the rest of its prompts, and one per running answer.
+        num_cached: tokens of the prompt that each replica has cached.
+    """
+    least = min(loads)
+    near = [replica for replica, load in enumerate(loads) if load - least <= _NEAR_SHARE * load]
+    return max(near, key=lambda replica: (num_cached[replica], -loads[replica], -replica))

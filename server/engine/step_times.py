@@ -1,8 +1,8 @@
-"""Where rank 0's time goes, as running totals: the difference of two readings says it for the sequence between them.
+"""Running totals of rank 0's time by kind of work; a sequence's times are the difference of two readings.
 
-Times are the host's. On CUDA a forward pass and its collectives are only enqueued, and the host waits for the device
-when it wants to know what was sampled, so there ``sampling`` holds what the device still had to do. Where steps are planned
-ahead, a step is launched in between, and is part of what a sequence waited for.
+Times are the host's. On CUDA a forward pass and its collectives are only enqueued, and the host waits for the device when it
+needs the sampled tokens, so ``sampling`` then includes the device's remaining work. With steps planned ahead, the next step
+is launched in between and counts as part of the wait.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 
 
 class Reading(NamedTuple):
-    """Totals since start at the moment ``at_s``; ``forward_s`` includes the collectives of ``comm``."""
+    """Totals since start at ``at_s``. ``forward_s`` includes the collectives of ``comm``."""
 
     at_s: float
     forward_s: float
@@ -25,7 +25,7 @@ class Reading(NamedTuple):
 
 
 class StepTimes:
-    """``clock``: seconds, the same clock in all processes of the host. ``comm``: what the ledger counted so far."""
+    """``clock``: seconds, the same clock in all processes of the host. ``comm``: the ledger's totals so far."""
 
     def __init__(self, clock: Callable[[], float], comm: Callable[[], Spent]) -> None:
         self._clock, self._comm = clock, comm
@@ -35,14 +35,14 @@ class StepTimes:
         return Reading(self._clock(), self._forward_s, self._sampling_s, self._comm())
 
     def forward(self, work: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        """``work(...)``, which is this rank's part of a forward pass."""
+        """Run ``work``, this rank's part of a forward pass."""
         start_s = self._clock()
         result = work(*args, **kwargs)
         self._forward_s += self._clock() - start_s
         return result
 
     def sampling(self, work: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        """``work(...)``, which chooses tokens or scores given ones."""
+        """Run ``work``, which chooses or scores tokens."""
         start_s = self._clock()
         result = work(*args, **kwargs)
         self._sampling_s += self._clock() - start_s
@@ -50,9 +50,9 @@ class StepTimes:
 
 
 def first_token(scheduled: Reading, sampled: Reading) -> FirstToken:
-    """How a sequence that was first scheduled at the one reading came to its first token at the other.
+    """The times of a sequence between its first scheduled step and its first token.
 
-    Other sequences' steps in between, or their share of its own, are in it: they are what it waited for.
+    They include other sequences' steps in between and their share of its own steps, because it waited for them.
     """
     comm_s = sampled.comm.seconds - scheduled.comm.seconds
     codec_s = None
@@ -61,7 +61,7 @@ def first_token(scheduled: Reading, sampled: Reading) -> FirstToken:
     return FirstToken(
         scheduled_s=scheduled.at_s,
         sampled_s=sampled.at_s,
-        # Differences of large totals may be a rounding below zero.
+        # A difference of large totals may be rounded below zero.
         compute_s=max(0.0, sampled.forward_s - scheduled.forward_s - comm_s),
         allreduce_s=max(0.0, comm_s - (codec_s or 0.0)),
         codec_s=codec_s,

@@ -101,13 +101,21 @@ class CommCount(msgspec.Struct, frozen=True, array_like=True):
     )
 
 
+class RankCounts(msgspec.Struct, frozen=True):
+    """What the ranks have moved since start, as rank 0 counts it."""
+
+    comm: list[CommCount] = []
+    stream: StreamCount | None = None  # set when layers stream
+    kv_offload: CacheCount | None = None  # set when the KV cache is on the host
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """The engine at the end of a step. The defaults are those of an engine before its first step."""
 
     loads: list[ReplicaLoad] = []  # one for each replica
     counters: EngineCounters = msgspec.field(default_factory=EngineCounters)
-    stream: StreamCount | None = None  # set when layers stream
-    kv_offload: CacheCount | None = None  # set when the KV cache is on the host
+    stream: StreamCount | None = None
+    kv_offload: CacheCount | None = None
     comm: list[CommCount] = []
 
     @property

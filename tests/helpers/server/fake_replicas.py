@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from helpers.server.fake_runner import FakeRunner
+from helpers.server.fake_runner import FakeRunner, OneRank
 from torch import Tensor
 
 from tightwire.model.step import StepPlan, ints
 from tightwire.server.config.limits import Limits
 
 
-class FakeReplicas:
+class FakeReplicas(OneRank):
     """The engine's runner, and what it broadcasts to. Every plan is held against what the others say of it."""
 
     def __init__(self, limits: Limits, num_replicas: int, vocab_size: int) -> None:

@@ -2,16 +2,19 @@
 wrong text. Used by the engine's and the scheduler's tests."""
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tightwire.comm.ledger.ledger import Spent
 from tightwire.model.step import StepPlan, ints
 from tightwire.server.config.limits import Limits
+from tightwire.server.ipc.engine_stats import RankCounts
 
 EMPTY = -1
-_GENERATED, _ARM = 1 << 16, 1 << 17  # beside a token id
+_GENERATED, _POLICY = 1 << 16, 1 << 17  # beside a token id
 
 
 def logits_after(context: list[int], vocab_size: int) -> np.ndarray:
@@ -20,10 +23,26 @@ def logits_after(context: list[int], vocab_size: int) -> np.ndarray:
     return np.random.default_rng(int.from_bytes(digest, "little")).normal(0.0, 2.0, vocab_size).astype(np.float32)
 
 
-class FakeRunner:
+class OneRank:
+    """The part of ``StepRunner`` that a rank alone does not need: it sends nothing and counts nothing."""
+
+    def broadcast(self, plans: Sequence[StepPlan]) -> None:
+        pass
+
+    def step_tokens(self) -> int | None:
+        return None
+
+    def comm_spent(self) -> Spent:
+        return Spent()
+
+    def counts(self) -> RankCounts:
+        return RankCounts()
+
+
+class FakeRunner(OneRank):
     """Keeps one token id per cache slot, as the model keeps keys and values, and checks every plan it gets.
 
-    ``tells_kinds``: what it keeps also depends on the arm, and on whether the row was generated or prompt, as a model's
+    ``tells_kinds``: what it keeps also depends on the policy, and on whether the row was generated or prompt, as a model's
     does whose kernels and AllReduces differ for these. ``counts_steps``: it has a part in every one.
     """
 
@@ -45,7 +64,7 @@ class FakeRunner:
         self.plans.append(plan)
         if self._tells_kinds:
             is_generated_T = np.arange(len(token_ids)) < plan.num_decode_rows
-            token_ids = token_ids + _GENERATED * is_generated_T + _ARM * plan.arm
+            token_ids = token_ids + _GENERATED * is_generated_T + _POLICY * plan.arm
         contexts = self._write(token_ids, query_lens, context_lens, tables)
         rows = [logits_after(contexts[row], self._vocab_size) for row in ints(plan.logit_rows)]
         return torch.from_numpy(np.stack(rows)) if rows else None

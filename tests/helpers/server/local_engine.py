@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from helpers.comm.fixed_policy import fixed_policy, make_arms
+from helpers.server.fake_runner import OneRank
 from torch import Tensor
 
 from tightwire.comm.group.group import Group, in_process_groups
@@ -26,7 +27,20 @@ from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
+from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.messages import AddRequest, Output
+
+
+class _LocalRunner(OneRank):
+    """Rank 0's runner and the inboxes of the others."""
+
+    def __init__(self, runner: ModelRunner, inboxes: "Sequence[queue.SimpleQueue[StepPlan | None]]", tp: int) -> None:
+        self._inboxes, self._tp = inboxes, tp
+        self.execute = runner.execute
+
+    def broadcast(self, plans: Sequence[StepPlan]) -> None:
+        for rank, inbox in enumerate(self._inboxes, start=1):
+            inbox.put(plans[rank // self._tp])
 
 
 @dataclass(frozen=True)
@@ -101,10 +115,6 @@ def local_engine(
     for thread in threads:
         thread.start()
 
-    def broadcast(plans: Sequence[StepPlan]) -> None:
-        for rank, inbox in enumerate(inboxes, start=1):
-            inbox.put(plans[rank // tp])
-
     try:
         limits = Limits(
             max_model_len=max_model_len,
@@ -116,13 +126,15 @@ def local_engine(
             max_step_blocks=slot_blocks,
         )
         engine = Engine(
-            runner=runners[0],
+            runner=_LocalRunner(runners[0], inboxes, tp),
             sampler=Sampler(config.vocab_size, torch.device("cpu")),
             limits=limits,
-            vocab_size=config.vocab_size,
-            eos_token_ids=config.eos_token_ids,
-            broadcast=broadcast,
-            arms=tuple(arms),
+            rules=RequestRules(
+                vocab_size=config.vocab_size,
+                max_model_len=max_model_len,
+                policies=tuple(arms),
+                eos_token_ids=frozenset(config.eos_token_ids),
+            ),
             drafter=drafter,
             plan_ahead=plan_ahead,
             num_replicas=dp,

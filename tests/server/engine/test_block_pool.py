@@ -29,7 +29,7 @@ def test_double_free_is_an_error() -> None:
     pool = BlockPool(4)
     (block,) = pool.allocate(1)
     pool.free([block])
-    with pytest.raises(ValueError, match=f"block {block} is freed, but nobody owns it"):
+    with pytest.raises(ValueError, match=f"block {block} is freed but has no holder"):
         pool.free([block])
     with pytest.raises(ValueError, match="block 4 is freed"):
         pool.free([4])

@@ -80,7 +80,7 @@ def draft_of(scheduler: Scheduler) -> dict[str, tuple[int, ...]]:
 
 def test_generated_tokens_bring_guesses_and_prompts_do_not() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request([1, 2, 3, 4, 5, 9], "again"))
+    scheduler.sequences.add(request([1, 2, 3, 4, 5, 9], "again"))
     assert draft_of(scheduler) == {"again": ()}  # and it gets the prompt's tokens again, one by one
     assert draft_of(scheduler) == {"again": ()}
     assert draft_of(scheduler) == {"again": (3, 4, 5)}
@@ -89,24 +89,24 @@ def test_generated_tokens_bring_guesses_and_prompts_do_not() -> None:
 def test_guesses_take_what_is_left_of_the_step() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=5, max_num_seqs=3)
     for name in ("a", "b", "c"):
-        scheduler.add(request([7, 7, 7, 7], name))
+        scheduler.sequences.add(request([7, 7, 7, 7], name))
     drafts = [draft_of(scheduler) for _ in range(8)]
     assert drafts[-1] == {"a": (7,), "b": (7,), "c": ()}
 
 
 def test_nobody_is_preempted_for_a_guess() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request([7] * 9, "a"))
-    scheduler.add(request([8] * 3, "b"))
+    scheduler.sequences.add(request([7] * 9, "a"))
+    scheduler.sequences.add(request([8] * 3, "b"))
     draft_of(scheduler)
-    scheduler.pool.allocate(scheduler.pool.num_free)
+    scheduler.sequences.pool.allocate(scheduler.sequences.pool.num_free)
     assert draft_of(scheduler) == {"a": (7,), "b": ()}  # b's block is full, and no other is free
     assert scheduler.counters.num_preemptions == 0
 
 
 def test_no_guess_goes_beyond_the_answers_end() -> None:
     scheduler = make_scheduler()
-    scheduler.add(request([7] * 8, max_tokens=3))
+    scheduler.sequences.add(request([7] * 8, max_tokens=3))
     draft_of(scheduler)
     assert draft_of(scheduler) == {"r": (7,)}
     assert draft_of(scheduler) == {"r": ()}
@@ -114,10 +114,10 @@ def test_no_guess_goes_beyond_the_answers_end() -> None:
 
 def test_in_a_crowd_nobody_guesses() -> None:
     scheduler = make_scheduler(max_drafting_seqs=1)
-    scheduler.add(request([7] * 8, "a"))
+    scheduler.sequences.add(request([7] * 8, "a"))
     draft_of(scheduler)
     assert draft_of(scheduler) == {"a": (7,)}
-    scheduler.add(request([7] * 8, "b"))
+    scheduler.sequences.add(request([7] * 8, "b"))
     draft_of(scheduler)
     assert draft_of(scheduler) == {"a": (), "b": ()}
 
@@ -134,10 +134,10 @@ def test_guesses_leave_room_for_waiting_prompts() -> None:
         Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, num_blocks=64, block_size=4),
         Greedy(max_tokens=64, longest=1, shortest=1),
     )
-    scheduler.add(request([7] * 4, "old", max_tokens=40))
+    scheduler.sequences.add(request([7] * 4, "old", max_tokens=40))
     draft_of(scheduler)
     assert draft_of(scheduler) == {"old": (7,) * 7}
-    scheduler.add(request([5] * 6, "late"))
+    scheduler.sequences.add(request([5] * 6, "late"))
     assert draft_of(scheduler) == {"old": (7,), "late": ()}
 
 
@@ -146,8 +146,8 @@ def test_guesses_that_failed_leave_everyone_a_block_for_the_next_token() -> None
         Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=64, num_blocks=8, block_size=4),
         Greedy(max_tokens=64, longest=1, shortest=1),
     )
-    scheduler.add(request([7] * 7, "a", max_tokens=20))
-    scheduler.add(request([8] * 3, "b", max_tokens=20))
+    scheduler.sequences.add(request([7] * 7, "a", max_tokens=20))
+    scheduler.sequences.add(request([8] * 3, "b", max_tokens=20))
     for _ in range(4):
         draft_of(scheduler)
     assert scheduler.counters.num_preemptions == 0

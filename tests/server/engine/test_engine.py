@@ -1,11 +1,12 @@
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.server.fake_runner import FakeRunner, logits_after
+from helpers.server.fake_runner import FakeRunner, OneRank, logits_after
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,8 +18,8 @@ from tightwire.model.step import StepPlan
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
-from tightwire.server.engine.request import Request
-from tightwire.server.ipc.engine_stats import CommCount
+from tightwire.server.engine.request import Request, RequestRules
+from tightwire.server.ipc.engine_stats import CommCount, RankCounts
 from tightwire.server.ipc.messages import AddRequest, FirstToken, Output, TokenLogprob
 
 VOCAB = 61
@@ -36,9 +37,12 @@ def plan_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return request.param
 
 
-def make_engine(limits: Limits = ROOMY, **options: Any) -> Engine:
+def make_engine(limits: Limits = ROOMY, *, policies: Sequence[str] = ("auto",), **options: Any) -> Engine:
     parts: dict[str, Any] = {"runner": FakeRunner(limits, VOCAB), "sampler": Sampler(VOCAB)} | PLANNING
-    return Engine(**(parts | options), limits=limits, vocab_size=VOCAB, eos_token_ids=[EOS])
+    rules = RequestRules(
+        vocab_size=VOCAB, max_model_len=limits.max_model_len, policies=policies, eos_token_ids=frozenset([EOS])
+    )
+    return Engine(**(parts | options), limits=limits, rules=rules)
 
 
 class OddGuesses(NgramDrafter):
@@ -314,7 +318,7 @@ def test_tokens_chosen_before_what_is_not_a_number_are_told() -> None:
 
 
 def test_what_the_runner_raises_goes_through() -> None:
-    class Failing:
+    class Failing(OneRank):
         def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
             raise ConnectionError("rank 1 is gone")
 
@@ -325,13 +329,16 @@ def test_what_the_runner_raises_goes_through() -> None:
 
 
 def test_plans_are_broadcast_before_they_run_and_stats_count() -> None:
-    runner, seen = FakeRunner(ROOMY, VOCAB), []
-    count = CommCount("all_reduce", "ring", "decode", 1, 2, 2, 0.5, 4)
-    engine = make_engine(
-        runner=runner,
-        broadcast=lambda plans: seen.append((plans[0].index, len(runner.plans))),
-        comm_counts=lambda: [count],
-    )
+    count, seen = CommCount("all_reduce", "ring", "decode", 1, 2, 2, 0.5, 4), []
+
+    class Watched(FakeRunner):
+        def broadcast(self, plans: Sequence[StepPlan]) -> None:
+            seen.append((plans[0].index, len(self.plans)))
+
+        def counts(self) -> RankCounts:
+            return RankCounts(comm=[count])
+
+    engine = make_engine(runner=Watched(ROOMY, VOCAB))
     engine.add(AddRequest("a", [5, 6, 7], params(max_tokens=4)))
     results = [engine.step() for _ in range(4)]
     assert not engine.has_work()
@@ -360,9 +367,7 @@ def test_penalty_tables_end_with_the_requests() -> None:
 
 def test_end_tokens_outside_the_vocabulary_are_refused_at_start() -> None:
     with pytest.raises(ValueError, match=r"end tokens \[70\]"):
-        Engine(
-            runner=FakeRunner(ROOMY, VOCAB), sampler=Sampler(VOCAB), limits=ROOMY, vocab_size=VOCAB, eos_token_ids=[70]
-        )
+        RequestRules(vocab_size=VOCAB, max_model_len=96, eos_token_ids=frozenset([70]))
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -445,15 +450,15 @@ def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
         for i in range(14)
     ]
     # With prefix_cache=all a prompt may lie in blocks of generated tokens.
-    tells_kinds, arms = prefix_cache == "prompts", ("auto", "ring")
+    tells_kinds, policies = prefix_cache == "prompts", ("auto", "ring")
 
     def answer_alone(message: AddRequest) -> Answer:
-        return alone(message, runner=FakeRunner(ROOMY, VOCAB, tells_kinds=tells_kinds), arms=arms)
+        return alone(message, runner=FakeRunner(ROOMY, VOCAB, tells_kinds=tells_kinds), policies=policies)
 
     possible = [m for m in waiting if len(m.prompt_token_ids) + m.params.max_tokens <= limits.max_model_len]
     wanted = {message.id: answer_alone(message) for message in possible}
     runner = FakeRunner(limits, VOCAB, tells_kinds=tells_kinds)
-    engine, answers, cancelled = make_engine(limits, runner=runner, drafter=drafter, arms=arms), {}, set()
+    engine, answers, cancelled = make_engine(limits, runner=runner, drafter=drafter, policies=policies), {}, set()
     arrivals = list(waiting)
     while arrivals or engine.has_work():
         while arrivals and rng.random() < 0.4:
@@ -534,7 +539,7 @@ def test_steps_without_rows_of_logits() -> None:
     assert torch.is_inference_mode_enabled() is False
 
 
-class Timed:
+class Timed(OneRank):
     """A runner whose every step takes a second, a quarter of it in collectives."""
 
     def __init__(self, limits: Limits) -> None:
@@ -545,9 +550,10 @@ class Timed:
         return self._runner.execute(plan, chosen_R)
 
     def engine(self, limits: Limits) -> Engine:
-        return make_engine(
-            limits, runner=self, clock=lambda: self.now_s, comm_spent=lambda: Spent(self.now_s / 4, self.now_s / 8)
-        )
+        return make_engine(limits, runner=self, clock=lambda: self.now_s)
+
+    def comm_spent(self) -> Spent:
+        return Spent(self.now_s / 4, self.now_s / 8)
 
 
 def test_the_first_token_says_what_was_done_since_its_first_step(plan_ahead: bool) -> None:

@@ -20,6 +20,7 @@ from tightwire.model.step import StepPlan, ints
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
+from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.messages import AddRequest, Output
 
 VOCAB = 61
@@ -28,7 +29,8 @@ ROOMY = Limits(max_model_len=96, max_num_seqs=8, max_num_batched_tokens=64, num_
 
 def make_engine(runner: FakeRunner, limits: Limits = ROOMY, **options: Any) -> Engine:
     parts: dict[str, Any] = {"sampler": Sampler(VOCAB), "plan_ahead": True}
-    return Engine(runner=runner, limits=limits, vocab_size=VOCAB, **(parts | options))
+    rules = RequestRules(vocab_size=VOCAB, max_model_len=limits.max_model_len)
+    return Engine(runner=runner, limits=limits, rules=rules, **(parts | options))
 
 
 def params(**changes: Any) -> SamplingParams:

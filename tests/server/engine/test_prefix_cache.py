@@ -6,8 +6,8 @@ from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.prefix_cache import PrefixCache
 from tightwire.server.engine.request import Request, make_request
-from tightwire.server.engine.scheduled_step import ScheduledStep
 from tightwire.server.engine.scheduler import Scheduler
+from tightwire.server.engine.step_builder import ScheduledStep
 from tightwire.server.ipc.messages import AddRequest
 
 BLOCK = 4
@@ -25,10 +25,10 @@ def make_scheduler(prefix_cache: str = "prompts", **changes: int) -> Scheduler:
 
 
 def request(
-    tokens: list[int], name: str = "r", *, salt: str = "", arm: int = 0, prompt_logprobs: int | None = None
+    tokens: list[int], name: str = "r", *, salt: str = "", policy: int = 0, prompt_logprobs: int | None = None
 ) -> Request:
     params = SamplingParams(max_tokens=30, prompt_logprobs=prompt_logprobs)
-    return make_request(AddRequest(name, tokens, params, cache_salt=salt), (), 0.0, arm)
+    return make_request(AddRequest(name, tokens, params, cache_salt=salt), (), 0.0, policy)
 
 
 def run(scheduler: Scheduler, token: int = 7) -> ScheduledStep:
@@ -43,10 +43,10 @@ def run(scheduler: Scheduler, token: int = 7) -> ScheduledStep:
 
 def finish(scheduler: Scheduler, sequence: Request, num_tokens: int = 1) -> None:
     """Run ``sequence``, alone, to its end."""
-    scheduler.add(sequence)
+    scheduler.sequences.add(sequence)
     for _ in range(num_tokens):
         run(scheduler)
-    scheduler.remove(sequence)
+    scheduler.sequences.remove(sequence)
 
 
 def shares(step: ScheduledStep) -> dict[str, tuple[int, int]]:
@@ -54,15 +54,15 @@ def shares(step: ScheduledStep) -> dict[str, tuple[int, int]]:
 
 
 def prefixes(scheduler: Scheduler) -> PrefixCache:
-    assert scheduler.prefixes is not None
-    return scheduler.prefixes
+    assert scheduler.sequences.prefixes is not None
+    return scheduler.sequences.prefixes
 
 
 def test_the_second_of_one_beginning_starts_behind_it() -> None:
     scheduler = make_scheduler()
     finish(scheduler, request(list(range(10))))
     second = request([*range(9), 50, 51])
-    scheduler.add(second)
+    scheduler.sequences.add(second)
 
     assert shares(run(scheduler)) == {"r": (8, 11)}
     assert second.num_cached_tokens == 8
@@ -72,86 +72,86 @@ def test_the_second_of_one_beginning_starts_behind_it() -> None:
 def test_the_last_token_is_computed_though_all_is_known() -> None:
     scheduler = make_scheduler()
     finish(scheduler, request(list(range(8))))
-    scheduler.add(request(list(range(8))))
+    scheduler.sequences.add(request(list(range(8))))
     assert shares(run(scheduler)) == {"r": (4, 8)}
 
 
 def test_sequences_of_one_step_share() -> None:
     scheduler = make_scheduler()
     first, second = request(list(range(10)), "first"), request(list(range(10)), "second")
-    scheduler.add(first)
-    scheduler.add(second)
+    scheduler.sequences.add(first)
+    scheduler.sequences.add(second)
     assert shares(run(scheduler)) == {"first": (0, 10), "second": (8, 10)}
     assert first.blocks[:2] == second.blocks[:2] and first.blocks[2] != second.blocks[2]
-    assert scheduler.pool.num_used == 4
+    assert scheduler.sequences.pool.num_used == 4
 
 
 def test_of_prompts_that_begin_alike_one_is_computed_and_the_others_go_on_behind_it() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=16)
     tokens = list(range(30))
     for name in ("first", "second"):
-        scheduler.add(request(tokens, name))
-    scheduler.add(request([*tokens[:20], 99], "third"))
+        scheduler.sequences.add(request(tokens, name))
+    scheduler.sequences.add(request([*tokens[:20], 99], "third"))
     assert shares(run(scheduler)) == {"first": (0, 16)}
     # What the others have alone comes beside its end.
     assert shares(run(scheduler)) == {"first": (16, 30), "second": (28, 29), "third": (20, 21)}
     assert shares(run(scheduler)) == {"first": (30, 31), "second": (29, 30), "third": (21, 22)}
-    assert [r.num_cached_tokens for r in scheduler.running] == [0, 28, 20]
+    assert [r.num_cached_tokens for r in scheduler.sequences.running] == [0, 28, 20]
     assert (scheduler.counters.num_prefix_queried_tokens, scheduler.counters.num_prefix_hit_tokens) == (81, 48)
 
 
 def test_many_copies_of_a_long_prompt_cost_one_of_them_and_their_ends() -> None:
     scheduler = make_scheduler(max_model_len=1024, num_blocks=400, max_num_seqs=8, max_num_batched_tokens=128)
     for number in range(8):
-        scheduler.add(request(list(range(999)), str(number)))
+        scheduler.sequences.add(request(list(range(999)), str(number)))
     rows = 0
-    while any(sequence.in_prompt for sequence in [*scheduler.waiting, *scheduler.running]):
+    while any(sequence.in_prompt for sequence in [*scheduler.sequences.waiting, *scheduler.sequences.running]):
         rows += sum(end - start for start, end in shares(run(scheduler)).values() if start < 999)
     assert rows == 999 + 7 * (999 - 996)
 
 
 def test_a_prompt_takes_over_what_another_computed_of_the_block_it_has_begun() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=6, max_num_seqs=3)
-    scheduler.add(request(list(range(20)), "scored", prompt_logprobs=0))
-    scheduler.add(request(list(range(20)), "plain"))
+    scheduler.sequences.add(request(list(range(20)), "scored", prompt_logprobs=0))
+    scheduler.sequences.add(request(list(range(20)), "plain"))
     steps = [shares(run(scheduler)) for _ in range(4)]
     assert sum(end - start for share in steps for name, (start, end) in share.items() if name == "plain") < 20
-    first, second = scheduler.running
+    first, second = scheduler.sequences.running
     assert list(first.blocks[:4]) == list(second.blocks[:4])
     for sequence in (first, second):
-        scheduler.remove(sequence)
-    assert scheduler.pool.num_used == 0
+        scheduler.sequences.remove(sequence)
+    assert scheduler.sequences.pool.num_used == 0
 
 
 def test_whoever_leads_may_go() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     first, second = request(list(range(30)), "first"), request(list(range(30)), "second")
     for sequence in (first, second):
-        scheduler.add(sequence)
+        scheduler.sequences.add(sequence)
     assert shares(run(scheduler)) == {"first": (0, 8)}
-    scheduler.remove(first)
+    scheduler.sequences.remove(first)
     assert shares(run(scheduler)) == {"second": (8, 16)}
 
 
 def test_the_same_tokens_after_another_beginning_are_not_the_same() -> None:
     scheduler = make_scheduler()
     finish(scheduler, request([1, 1, 1, 1, 5, 6, 7, 8, 9]))
-    scheduler.add(request([2, 2, 2, 2, 5, 6, 7, 8, 9]))
+    scheduler.sequences.add(request([2, 2, 2, 2, 5, 6, 7, 8, 9]))
     assert shares(run(scheduler)) == {"r": (0, 9)}
 
 
-@pytest.mark.parametrize(("other", "start"), [({}, 8), ({"salt": "mine"}, 0), ({"arm": 1}, 0)])
-def test_salts_and_arms_are_apart(other: dict[str, Any], start: int) -> None:
+@pytest.mark.parametrize(("other", "start"), [({}, 8), ({"salt": "mine"}, 0), ({"policy": 1}, 0)])
+def test_salts_and_policies_share_nothing(other: dict[str, Any], start: int) -> None:
     scheduler = make_scheduler()
     finish(scheduler, request(list(range(10))))
-    scheduler.add(request(list(range(10)), **other))
+    scheduler.sequences.add(request(list(range(10)), **other))
     assert shares(run(scheduler)) == {"r": (start, 10)}
 
 
 def test_of_one_salt_they_share() -> None:
     scheduler = make_scheduler()
     finish(scheduler, request(list(range(10)), salt="mine"))
-    scheduler.add(request(list(range(10)), salt="mine"))
+    scheduler.sequences.add(request(list(range(10)), salt="mine"))
     assert shares(run(scheduler)) == {"r": (8, 10)}
 
 
@@ -159,7 +159,7 @@ def test_an_echo_computes_every_token_and_others_may_use_them() -> None:
     scheduler = make_scheduler()
     finish(scheduler, request(list(range(10))))
     echo = request(list(range(10)), prompt_logprobs=0)
-    scheduler.add(echo)
+    scheduler.sequences.add(echo)
     assert shares(run(scheduler)) == {"r": (0, 10)}
     assert scheduler.counters.num_prefix_queried_tokens == 10  # nothing was looked for
 
@@ -168,7 +168,7 @@ def test_an_echo_computes_every_token_and_others_may_use_them() -> None:
 def test_answers_are_kept_where_that_was_asked_for(prefix_cache: str, start: int) -> None:
     scheduler = make_scheduler(prefix_cache)
     finish(scheduler, request([1, 2, 3, 4, 5]), num_tokens=6)  # its sixth token is not in the cache
-    scheduler.add(request([1, 2, 3, 4, 5, *[7] * 6]))
+    scheduler.sequences.add(request([1, 2, 3, 4, 5, *[7] * 6]))
     assert shares(run(scheduler)) == {"r": (start, 11)}
 
 
@@ -176,28 +176,28 @@ def test_the_ends_of_prompts_are_given_up_first() -> None:
     scheduler = make_scheduler(num_blocks=16)
     finish(scheduler, request(list(range(41))))
     finish(scheduler, request(list(range(100, 125))))  # 7 blocks: six blank ones, and the last that was kept
-    scheduler.add(request(list(range(41))))
+    scheduler.sequences.add(request(list(range(41))))
     assert shares(run(scheduler)) == {"r": (36, 41)}
 
 
 def test_what_came_to_nothing_is_not_shared() -> None:
     scheduler = make_scheduler()
     broken = request(list(range(10)))
-    scheduler.add(broken)
+    scheduler.sequences.add(broken)
     run(scheduler)
-    scheduler.remove(broken, spoiled=True)
-    scheduler.add(request(list(range(10))))
+    scheduler.sequences.remove(broken, spoiled=True)
+    scheduler.sequences.add(request(list(range(10))))
     assert shares(run(scheduler)) == {"r": (0, 10)}
 
 
 def test_a_preempted_sequence_comes_back_behind_its_own_prompt() -> None:
     scheduler = make_scheduler(num_blocks=16, max_num_seqs=2)
     old, young = request(list(range(20)), "old"), request(list(range(50, 70)), "young")
-    scheduler.add(old)
-    scheduler.add(young)
+    scheduler.sequences.add(old)
+    scheduler.sequences.add(young)
     while not scheduler.counters.num_preemptions:
         run(scheduler)
-    scheduler.remove(old)
+    scheduler.sequences.remove(old)
     assert shares(run(scheduler))["young"][0] > 0
     assert young.num_cached_tokens == 0  # of its first start
 
@@ -205,11 +205,11 @@ def test_a_preempted_sequence_comes_back_behind_its_own_prompt() -> None:
 def test_a_sequence_that_finds_no_room_holds_nothing() -> None:
     scheduler = make_scheduler(max_model_len=32, num_blocks=8, max_num_seqs=2)
     finish(scheduler, request(list(range(9))))
-    scheduler.add(request(list(range(20, 44)), "big"))
-    scheduler.add(request(list(range(9)), "next"))
+    scheduler.sequences.add(request(list(range(20, 44)), "big"))
+    scheduler.sequences.add(request(list(range(9)), "next"))
     assert shares(run(scheduler)) == {"big": (0, 24)}
-    assert scheduler.waiting[0].num_computed == 0 and not scheduler.waiting[0].blocks
-    assert scheduler.pool.num_used == 6
+    assert scheduler.sequences.waiting[0].num_computed == 0 and not scheduler.sequences.waiting[0].blocks
+    assert scheduler.sequences.pool.num_used == 6
 
 
 def test_there_is_never_more_than_an_entry_a_block() -> None:
@@ -217,17 +217,17 @@ def test_there_is_never_more_than_an_entry_a_block() -> None:
     for first in range(0, 3000, 30):
         finish(scheduler, request(list(range(first, first + 30))), num_tokens=5)
     assert len(prefixes(scheduler)._block_of) <= 16
-    assert scheduler.pool.num_used == 0
+    assert scheduler.sequences.pool.num_used == 0
 
 
 def test_what_a_preempted_sequence_generated_is_not_taken_from_anothers_prompt() -> None:
     scheduler = make_scheduler()
     first = request([1, 2, 3, 4, 5, 6], "first")
-    scheduler.add(first)
+    scheduler.sequences.add(first)
     for _ in range(11):
         run(scheduler)
-    scheduler.add(request([*first.token_ids, 9], "chat"))  # its prompt holds what first generated
+    scheduler.sequences.add(request([*first.token_ids, 9], "chat"))  # its prompt holds what first generated
     run(scheduler)
-    scheduler._preempt(first)  # as a step does that is short of blocks
+    scheduler.sequences.preempt(first)  # as a step does that is short of blocks
     starts = [shares(run(scheduler))["first"][0] for _ in range(2)]
     assert starts == [4, 6]  # the rest of its prompt, then its answer by the kernels of generated tokens

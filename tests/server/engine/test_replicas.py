@@ -1,6 +1,7 @@
 """Several replicas of the model under one engine: who computes what, and that no text depends on it."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import ints
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.engine import Engine
+from tightwire.server.engine.replicas import choose_replica
+from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.engine_stats import ReplicaLoad
 from tightwire.server.ipc.messages import AddRequest, Output
 
@@ -19,14 +22,15 @@ VOCAB = 61
 ROOMY = Limits(max_model_len=96, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=200, block_size=4)
 
 
-def make(limits: Limits = ROOMY, num_replicas: int = 2, **options: Any) -> tuple[Engine, FakeReplicas]:
+def make(
+    limits: Limits = ROOMY, num_replicas: int = 2, policies: Sequence[str] = ("auto",), **options: Any
+) -> tuple[Engine, FakeReplicas]:
     replicas = FakeReplicas(limits, num_replicas, VOCAB)
     engine = Engine(
         runner=replicas,
         sampler=Sampler(VOCAB),
         limits=limits,
-        vocab_size=VOCAB,
-        broadcast=replicas.broadcast,
+        rules=RequestRules(vocab_size=VOCAB, max_model_len=limits.max_model_len, policies=policies),
         num_replicas=num_replicas,
         **options,
     )
@@ -173,8 +177,8 @@ def test_preemption_stays_inside_a_replica() -> None:
     assert all(load.num_free_blocks == limits.num_blocks for load in engine.stats().loads)
 
 
-def test_arms_take_turns_in_each_replica_by_itself() -> None:
-    engine, replicas = make(arms=("auto", "ring"))
+def test_policies_take_turns_in_each_replica_by_itself() -> None:
+    engine, replicas = make(policies=("auto", "ring"))
     for replica in range(2):
         engine.add(request(f"own-{replica}", [5, 6]), replica)
     engine.add(AddRequest("other", [7, 8], SamplingParams(max_tokens=8, temperature=0.0), allreduce="ring"), 0)
@@ -188,3 +192,23 @@ def test_arms_take_turns_in_each_replica_by_itself() -> None:
 def test_steps_of_several_replicas_are_not_planned_ahead() -> None:
     with pytest.raises(ValueError, match="2 replicas cannot be planned ahead"):
         make(plan_ahead=True)
+
+
+@pytest.mark.parametrize(
+    ("loads", "num_cached", "chosen"),
+    [
+        ([0, 0], [0, 0], 0),
+        ([5, 3], [0, 0], 1),
+        ([3, 3, 2], [0, 0, 0], 2),
+        ([0, 0], [0, 16], 1),  # nothing to do anywhere: where the prompt is
+        ([8, 6], [32, 0], 0),  # as near as may be
+        ([9, 6], [32, 0], 1),
+        ([1, 0], [512, 0], 1),  # whoever is idle begins, and has the prompt too from then on
+        ([8, 7, 7], [16, 16, 0], 1),  # as much of it cached: where there is less to do
+        ([100, 90, 300], [0, 16, 4096], 1),
+    ],
+)
+def test_the_least_loaded_or_of_those_near_it_the_one_with_the_prompt(
+    loads: list[int], num_cached: list[int], chosen: int
+) -> None:
+    assert choose_replica(loads, num_cached) == chosen

@@ -10,8 +10,8 @@ from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.step import ints
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.request import Request, make_request
-from tightwire.server.engine.scheduled_step import ScheduledStep
 from tightwire.server.engine.scheduler import Scheduler
+from tightwire.server.engine.step_builder import ScheduledStep
 from tightwire.server.ipc.messages import AddRequest
 
 
@@ -22,11 +22,11 @@ def limits(*, prefix_cache: str = "none", max_step_blocks: int | None = None, **
 
 
 def request(
-    num_tokens: int, name: str = "r", *, max_tokens: int = 8, prompt_logprobs: int | None = None, arm: int = 0
+    num_tokens: int, name: str = "r", *, max_tokens: int = 8, prompt_logprobs: int | None = None, policy: int = 0
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
     message = AddRequest(name, list(range(1, num_tokens + 1)), params)
-    return make_request(message, eos_token_ids=(), arrival_s=0.0, arm=arm)
+    return make_request(message, eos_token_ids=(), arrival_s=0.0, policy=policy)
 
 
 def run(scheduler: Scheduler) -> ScheduledStep:
@@ -46,10 +46,10 @@ def shares(step: ScheduledStep) -> dict[str, tuple[int, int]]:
 
 def test_long_prefill_is_chunked_and_decodes_go_on() -> None:
     scheduler = Scheduler(limits())
-    scheduler.add(request(3, "short"))
+    scheduler.sequences.add(request(3, "short"))
     assert shares(run(scheduler)) == {"short": (0, 3)}
-    scheduler.add(request(40, "long"))
-    scheduler.add(request(20, "late"))
+    scheduler.sequences.add(request(40, "long"))
+    scheduler.sequences.add(request(20, "late"))
     assert shares(run(scheduler)) == {"short": (3, 4), "long": (0, 15)}
     assert shares(run(scheduler)) == {"short": (4, 5), "long": (15, 30)}
     last_of_prefill = run(scheduler)
@@ -61,26 +61,26 @@ def test_long_prefill_is_chunked_and_decodes_go_on() -> None:
 def test_short_prompts_do_not_wait_for_long_ones_nor_these_for_them() -> None:
     scheduler = Scheduler(limits(max_num_seqs=8))
     for name, num_tokens in (("long", 40), ("too long", 9), ("first", 5), ("second", 3), ("no more room", 1)):
-        scheduler.add(request(num_tokens, name, max_tokens=1))
+        scheduler.sequences.add(request(num_tokens, name, max_tokens=1))
     # Half of the step for those that it finishes, in order of age; the other half and what they leave is the oldest's.
     assert shares(run(scheduler)) == {"long": (0, 8), "first": (0, 5), "second": (0, 3)}
-    for done in scheduler.running[2:4]:
-        scheduler.remove(done)
-    scheduler.add(request(8, "new", max_tokens=1))
+    for done in scheduler.sequences.running[2:4]:
+        scheduler.sequences.remove(done)
+    scheduler.sequences.add(request(8, "new", max_tokens=1))
     assert shares(run(scheduler)) == {"long": (8, 23), "no more room": (0, 1)}
 
 
 def test_the_oldest_of_those_that_are_scored_is_never_kept_waiting() -> None:
     scheduler = Scheduler(limits(max_scored_rows=4))
-    scheduler.add(request(30, "old", prompt_logprobs=0))
-    scheduler.add(request(4, "young", prompt_logprobs=0))
+    scheduler.sequences.add(request(30, "old", prompt_logprobs=0))
+    scheduler.sequences.add(request(4, "young", prompt_logprobs=0))
     assert shares(run(scheduler)) == {"old": (0, 4)}
 
 
 def test_plan_is_packed_with_tables_as_wide_as_the_widest() -> None:
     scheduler = Scheduler(limits())
-    scheduler.add(request(3, "a", prompt_logprobs=0))
-    scheduler.add(request(6, "b"))
+    scheduler.sequences.add(request(3, "a", prompt_logprobs=0))
+    scheduler.sequences.add(request(6, "b"))
     plan = run(scheduler).plan
     assert ints(plan.token_ids).tolist() == [1, 2, 3, 1, 2, 3, 4, 5, 6]
     assert ints(plan.query_lens).tolist() == ints(plan.context_lens).tolist() == [3, 6]
@@ -95,40 +95,40 @@ def test_plan_is_packed_with_tables_as_wide_as_the_widest() -> None:
 def test_no_more_than_max_num_seqs_run() -> None:
     scheduler = Scheduler(limits(max_num_seqs=2))
     for name in "abc":
-        scheduler.add(request(2, name))
+        scheduler.sequences.add(request(2, name))
     assert list(shares(run(scheduler))) == ["a", "b"]
-    scheduler.remove(scheduler.running[0])
+    scheduler.sequences.remove(scheduler.sequences.running[0])
     assert list(shares(run(scheduler))) == ["b", "c"]
 
 
 def test_youngest_gives_way_and_returns_to_the_head_of_the_queue() -> None:
     scheduler = Scheduler(limits(num_blocks=16, max_model_len=64, max_num_batched_tokens=64))
     old, young, late = request(20, "old", max_tokens=44), request(20, "young", max_tokens=44), request(4, "late")
-    scheduler.add(old)
-    scheduler.add(young)
+    scheduler.sequences.add(old)
+    scheduler.sequences.add(young)
     run(scheduler)
-    scheduler.add(late)
+    scheduler.sequences.add(late)
     run(scheduler)
-    assert scheduler.running == [old, young, late]
-    while not scheduler.waiting:
+    assert scheduler.sequences.running == [old, young, late]
+    while not scheduler.sequences.waiting:
         run(scheduler)
-    assert list(scheduler.waiting) == [late]
-    while len(scheduler.waiting) < 2:
+    assert list(scheduler.sequences.waiting) == [late]
+    while len(scheduler.sequences.waiting) < 2:
         run(scheduler)
-    assert list(scheduler.waiting) == [young, late] and scheduler.counters.num_preemptions == 2
+    assert list(scheduler.sequences.waiting) == [young, late] and scheduler.counters.num_preemptions == 2
     assert young.num_computed == 0 and not young.blocks
-    assert scheduler.pool.num_used == len(old.blocks)
+    assert scheduler.sequences.pool.num_used == len(old.blocks)
 
 
 def test_preempted_does_not_return_before_there_is_room_to_go_on() -> None:
     scheduler = Scheduler(limits(num_blocks=16, max_num_batched_tokens=64))
     old, young = request(20, "old", max_tokens=44), request(20, "young", max_tokens=44)
-    scheduler.add(old)
-    scheduler.add(young)
+    scheduler.sequences.add(old)
+    scheduler.sequences.add(young)
     while len(old.token_ids) < 64:
         run(scheduler)
     assert scheduler.counters.num_preemptions == 1
-    scheduler.remove(old)
+    scheduler.sequences.remove(old)
     assert list(shares(run(scheduler))) == ["young"]
 
 
@@ -137,10 +137,10 @@ def test_what_a_younger_one_computes_again_does_not_stop_the_oldest() -> None:
     scheduler = Scheduler(limits(max_num_batched_tokens=4))
     old, young = request(12, "old"), request(2, "young", max_tokens=30)
     young.token_ids += [7] * 20
-    scheduler.add(old)
-    scheduler.add(young)
+    scheduler.sequences.add(old)
+    scheduler.sequences.add(young)
     scheduler.schedule(0.0)
-    scheduler.running, scheduler.waiting = [old, young], deque()
+    scheduler.sequences.running, scheduler.sequences.waiting = [old, young], deque()
     old.num_computed, young.num_computed = 4, 2
     assert shares(run(scheduler)) == {"old": (4, 8)}
     step = run(scheduler)
@@ -154,9 +154,9 @@ def test_generated_tokens_are_packed_before_prompts_whoever_is_older() -> None:
     scheduler = Scheduler(limits())
     old, young = request(30, "old"), request(2, "young", max_tokens=30)
     young.token_ids += [7] * 3
-    scheduler.add(old)
+    scheduler.sequences.add(old)
     run(scheduler)
-    scheduler.add(young)
+    scheduler.sequences.add(young)
     scheduler.schedule(0.0)
     old.num_computed, young.num_computed = 20, 2
     step = run(scheduler)
@@ -166,14 +166,14 @@ def test_generated_tokens_are_packed_before_prompts_whoever_is_older() -> None:
 
 def test_admission_leaves_room_for_prompts_under_way() -> None:
     scheduler = Scheduler(limits(num_blocks=16, max_num_batched_tokens=30))
-    scheduler.add(request(40, "long"))
-    scheduler.add(request(20, "next"))
+    scheduler.sequences.add(request(40, "long"))
+    scheduler.sequences.add(request(20, "next"))
     run(scheduler)
-    while scheduler.running[0].num_output_tokens < 8:
+    while scheduler.sequences.running[0].num_output_tokens < 8:
         # Once the long one's 40 tokens are in, 6 blocks are free: the next one's 20 tokens and a block to grow would
         # fit, but not the block the long one needs for its own answer.
         assert list(shares(run(scheduler))) == ["long"]
-    scheduler.remove(scheduler.running[0])
+    scheduler.sequences.remove(scheduler.sequences.running[0])
     assert list(shares(run(scheduler))) == ["next"]
     assert scheduler.counters.num_preemptions == 0
 
@@ -181,37 +181,39 @@ def test_admission_leaves_room_for_prompts_under_way() -> None:
 def test_victim_that_already_had_its_share_of_the_step_loses_it() -> None:
     scheduler = Scheduler(limits(num_blocks=16, max_num_batched_tokens=24, max_num_seqs=2))
     old, young = request(60, "old", max_tokens=4), request(2, "young")
-    scheduler.add(old)
+    scheduler.sequences.add(old)
     run(scheduler)
-    scheduler.running.append(young)  # admission would have kept it waiting: the prompt of the old one has no room
-    young.blocks.extend(scheduler.pool.allocate(9))
+    scheduler.sequences.running.append(
+        young
+    )  # admission would have kept it waiting: the prompt of the old one has no room
+    young.blocks.extend(scheduler.sequences.pool.allocate(9))
     young.token_ids.append(7)
     young.num_computed = 2
     step = run(scheduler)
-    assert shares(step) == {"old": (24, 47)} and list(scheduler.waiting) == [young]
+    assert shares(step) == {"old": (24, 47)} and list(scheduler.sequences.waiting) == [young]
     assert len(ints(step.plan.token_ids)) == 23
 
 
 def test_cancelled_blocks_are_free_at_once() -> None:
     scheduler = Scheduler(limits())
     one, two = request(9, "one"), request(30, "two")
-    scheduler.add(one)
-    scheduler.add(two)
+    scheduler.sequences.add(one)
+    scheduler.sequences.add(two)
     run(scheduler)
-    scheduler.remove(two)
-    assert scheduler.pool.num_used == len(one.blocks) == 3
-    scheduler.remove(one)
-    assert scheduler.pool.num_used == 0 and not scheduler.has_requests()
+    scheduler.sequences.remove(two)
+    assert scheduler.sequences.pool.num_used == len(one.blocks) == 3
+    scheduler.sequences.remove(one)
+    assert scheduler.sequences.pool.num_used == 0 and not scheduler.sequences
     assert scheduler.schedule(0.0) is None
 
 
 def test_scored_rows_are_bounded_per_step() -> None:
     scheduler = Scheduler(limits(max_scored_rows=5))
-    scheduler.add(request(9, "echo", prompt_logprobs=1))
-    scheduler.add(request(9, "other", prompt_logprobs=1))
+    scheduler.sequences.add(request(9, "echo", prompt_logprobs=1))
+    scheduler.sequences.add(request(9, "other", prompt_logprobs=1))
     first = run(scheduler)
     assert shares(first) == {"echo": (0, 5)}
-    echo = scheduler.running[0]
+    echo = scheduler.sequences.running[0]
     assert echo.prompt_logprobs is not None
     echo.prompt_logprobs.extend([None] * 5)
     second = run(scheduler)
@@ -229,12 +231,12 @@ def test_limits_that_cannot_work_are_refused() -> None:
         limits(block_size=0)
 
 
-def test_arms_take_turns_and_never_share_a_step() -> None:
+def test_policies_take_turns_and_never_share_a_step() -> None:
     scheduler = Scheduler(limits())
-    for name, arm in (("a", 0), ("b", 2), ("c", 0)):
-        scheduler.add(request(3, name, arm=arm))
+    for name, policy in (("a", 0), ("b", 2), ("c", 0)):
+        scheduler.sequences.add(request(3, name, policy=policy))
     seen = [(step.plan.arm, shares(step)) for step in (run(scheduler) for _ in range(5))]
-    # c waits for b, which came first; from then on every other step is of either arm.
+    # c waits for b, which came first; from then on every other step belongs to either policy.
     assert seen == [
         (0, {"a": (0, 3)}),
         (2, {"b": (0, 3)}),
@@ -244,32 +246,36 @@ def test_arms_take_turns_and_never_share_a_step() -> None:
     ]
 
 
-def test_a_step_of_one_arm_may_preempt_the_youngest_of_another() -> None:
+def test_a_step_of_one_policy_may_preempt_the_youngest_of_another() -> None:
     scheduler = Scheduler(limits(max_model_len=24, num_blocks=6))
-    scheduler.add(request(4, "old", max_tokens=20))
-    scheduler.add(request(4, "young", max_tokens=20, arm=1))
+    scheduler.sequences.add(request(4, "old", max_tokens=20))
+    scheduler.sequences.add(request(4, "young", max_tokens=20, policy=1))
     step = run(scheduler)
     while not scheduler.counters.num_preemptions:
         step = run(scheduler)
-    assert step.plan.arm == 0 and shares(step) == {"old": (12, 13)} and [r.id for r in scheduler.waiting] == ["young"]
+    assert (
+        step.plan.arm == 0
+        and shares(step) == {"old": (12, 13)}
+        and [r.id for r in scheduler.sequences.waiting] == ["young"]
+    )
     assert [shares(run(scheduler)) for _ in range(3)] == [{"old": (at, at + 1)} for at in (13, 14, 15)]  # no room yet
 
 
-def test_an_arm_that_finds_no_block_leaves_its_turn_to_another() -> None:
+def test_a_policy_that_finds_no_block_leaves_its_turn_to_another() -> None:
     scheduler = Scheduler(limits(max_model_len=16, num_blocks=6))
-    scheduler.add(request(9, "old", max_tokens=7))
-    scheduler.add(request(3, "young", arm=1))
+    scheduler.sequences.add(request(9, "old", max_tokens=7))
+    scheduler.sequences.add(request(3, "young", policy=1))
     steps = [run(scheduler) for _ in range(14)]
     # The fourteenth would be young's, for a third block that there is not.
     assert [step.plan.arm for step in steps] == [0, 1] * 6 + [0, 0]
     assert [step.plan.index for step in steps] == list(range(1, 15))
-    assert scheduler.counters.num_preemptions == 1 and [r.id for r in scheduler.waiting] == ["young"]
+    assert scheduler.counters.num_preemptions == 1 and [r.id for r in scheduler.sequences.waiting] == ["young"]
 
 
 def test_the_youngest_sit_out_a_step_that_may_have_only_so_many_blocks() -> None:
     scheduler = Scheduler(limits(max_step_blocks=16, max_num_batched_tokens=64))
     for name in ("old", "middle", "young"):
-        scheduler.add(request(16, name, max_tokens=40))
+        scheduler.sequences.add(request(16, name, max_tokens=40))
     assert shares(run(scheduler)) == {"old": (0, 16), "middle": (0, 16), "young": (0, 16)}  # 15 blocks, soon
     for _ in range(4):  # six blocks each would be 18
         assert list(shares(run(scheduler))) == ["old", "middle", "young"]
@@ -278,10 +284,10 @@ def test_the_youngest_sit_out_a_step_that_may_have_only_so_many_blocks() -> None
 
 def test_who_would_make_those_that_run_too_many_for_a_step_waits() -> None:
     scheduler = Scheduler(limits(max_step_blocks=16, max_num_batched_tokens=64))
-    scheduler.add(request(36, "long"))  # ten blocks with one to come
-    scheduler.add(request(24, "late"))  # seven
+    scheduler.sequences.add(request(36, "long"))  # ten blocks with one to come
+    scheduler.sequences.add(request(24, "late"))  # seven
     assert list(shares(run(scheduler))) == ["long"]
-    scheduler.remove(scheduler.running[0])
+    scheduler.sequences.remove(scheduler.sequences.running[0])
     assert list(shares(run(scheduler))) == ["late"]
 
 
@@ -306,27 +312,29 @@ def test_everyone_finishes_in_order_of_arrival_or_nearly(
             max_step_blocks=step_blocks,
         )
     )
-    requests = [request(prompt, str(i), max_tokens=out, arm=arm) for i, (prompt, out, arm) in enumerate(lengths)]
-    num_arms = len({arm for _, _, arm in lengths})
+    requests = [
+        request(prompt, str(i), max_tokens=out, policy=policy) for i, (prompt, out, policy) in enumerate(lengths)
+    ]
+    num_policies = len({policy for _, _, policy in lengths})
     for r in requests:
-        scheduler.add(r)
+        scheduler.sequences.add(r)
     waited = 0
-    # Even one at a time, one token at a time, the oldest finishes within its length and its arm's turns.
-    for _ in range(num_arms * sum(prompt + out for prompt, out, _ in lengths)):
-        if not scheduler.has_requests():
+    # Even one at a time, one token at a time, the oldest finishes within its length and its policy's turns.
+    for _ in range(num_policies * sum(prompt + out for prompt, out, _ in lengths)):
+        if not scheduler.sequences:
             break
-        oldest = scheduler.running[0] if scheduler.running else scheduler.waiting[0]
+        oldest = scheduler.sequences.running[0] if scheduler.sequences.running else scheduler.sequences.waiting[0]
         step = run(scheduler)
-        assert {chunk.request.arm for chunk in step.chunks} == {step.plan.arm}
+        assert {chunk.request.policy for chunk in step.chunks} == {step.plan.arm}
         waited = 0 if oldest in {chunk.request for chunk in step.chunks} else waited + 1
-        assert waited < num_arms
-        order = [int(r.id) for r in [*scheduler.running, *scheduler.waiting]]
+        assert waited < num_policies
+        order = [int(r.id) for r in [*scheduler.sequences.running, *scheduler.sequences.waiting]]
         assert order == sorted(order)
-        for r in list(scheduler.running):
+        for r in list(scheduler.sequences.running):
             if r.num_output_tokens >= r.params.max_tokens:
-                scheduler.remove(r)
-    assert not scheduler.has_requests()
-    assert scheduler.pool.num_used == 0
+                scheduler.sequences.remove(r)
+    assert not scheduler.sequences
+    assert scheduler.sequences.pool.num_used == 0
 
 
 def test_scheduling_costs_little() -> None:
@@ -335,7 +343,7 @@ def test_scheduling_costs_little() -> None:
         limits(max_num_seqs=64, max_num_batched_tokens=65536, max_model_len=2048, num_blocks=8192, block_size=16)
     )
     for i in range(64):
-        scheduler.add(request(1000, str(i), max_tokens=1000))
+        scheduler.sequences.add(request(1000, str(i), max_tokens=1000))
     run(scheduler)
     seconds = []
     for _ in range(20):
@@ -350,8 +358,8 @@ def test_a_recomputed_sequence_keeps_prompt_and_generated_tokens_apart() -> None
     scheduler = Scheduler(limits(max_num_batched_tokens=64))
     preempted = request(10, "a")
     preempted.token_ids += [1, 2, 3]  # generated before it was preempted
-    scheduler.add(preempted)
-    scheduler.add(request(7, "b"))
+    scheduler.sequences.add(preempted)
+    scheduler.sequences.add(request(7, "b"))
 
     first, second = run(scheduler), run(scheduler)
 

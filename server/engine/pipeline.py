@@ -1,0 +1,194 @@
+"""Launches steps on the ranks and collects their tokens, with at most one step planned ahead.
+
+A device need not wait for what the host does between two steps. Planning ahead, step N + 1 is launched while N runs; only
+then are N's tokens waited for. A sequence that continues has a row in N + 1 for its deferred token, which the device fills
+in (``model/step``). If the sequence turns out to have ended, that row was computed in vain. N + 1 is planned
+after N when it depends on N's result: prompts are scored, tokens are or may be drafted, a sampling parameter needs all
+tokens, or blocks run out.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tightwire.comm.ledger.ledger import Spent
+from tightwire.model.sampling.sampler import Choice, Sampler
+from tightwire.model.step import StepPlan
+from tightwire.model.transfer import Download
+from tightwire.server.engine.launched_step import LaunchedStep, NewTokens
+from tightwire.server.engine.replicas import Replicas
+from tightwire.server.engine.request import Request
+from tightwire.server.engine.step_builder import Chunk
+from tightwire.server.engine.step_times import StepTimes
+from tightwire.server.ipc.engine_stats import EngineCounters, RankCounts
+from tightwire.server.ipc.messages import TokenLogprob
+
+
+class StepRunner(Protocol):
+    """The ranks, as the engine on rank 0 uses them."""
+
+    def broadcast(self, plans: Sequence[StepPlan]) -> None:
+        """Send each replica's plan to its other ranks. Called before this rank runs the first one."""
+        ...
+
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
+        """Run one plan on this rank.
+
+        Args:
+            chosen_R: (R,) int32, the tokens chosen after the previous step, which deferred tokens stand for.
+        Returns:
+            (R, V) float32 logits for the ``logit_rows`` of all replicas, one replica after the other; None when R is 0.
+        """
+        ...
+
+    def step_tokens(self) -> int | None:
+        """The most tokens that each replica's next step may take; None: as its limits say."""
+        ...
+
+    def comm_spent(self) -> Spent:
+        """The time of all collectives so far."""
+        ...
+
+    def counts(self) -> RankCounts:
+        """Transfers and collectives so far."""
+        ...
+
+
+class Collected(NamedTuple):
+    """The result of one step."""
+
+    new: list[NewTokens]  # only of sequences that have not ended meanwhile
+    scored: list[Request]  # ended with their prompt's scores and nothing to generate
+    broken: list[Request]  # their prompt's scores are not numbers
+
+
+class StepPipeline:
+    """``next`` and ``collect`` take turns. Owns the step that runs ahead."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        sampler: Sampler,
+        replicas: Replicas,
+        times: StepTimes,
+        counters: EngineCounters,
+        *,
+        plan_ahead: bool,
+    ) -> None:
+        self._runner, self._sampler, self._replicas = runner, sampler, replicas
+        self._times, self._counters, self._plan_ahead = times, counters, plan_ahead
+        self._ahead: LaunchedStep | None = None  # launched before its predecessor was collected
+
+    def next(self) -> LaunchedStep | None:
+        """The step to collect now, launched here or ahead. With ``plan_ahead`` its successor is launched too, if possible."""
+        step, self._ahead = self._ahead, None
+        if step is None or not step.is_wanted:  # all its sequences have ended
+            step = self._launch(None)
+        if (
+            step is not None
+            and self._plan_ahead
+            and step.may_be_followed
+            and not self._replicas.may_draft(step.num_seqs)
+        ):
+            self._ahead = self._launch(step)
+        return step
+
+    def collect(self, step: LaunchedStep) -> Collected:
+        """Wait for the step; score prompts and choose tokens."""
+        self._times.sampling(step.forward_pass.wait)  # even without tokens: requests that arrive now join the next step
+        broken = [] if step.logits_RV is None else self._score_prompts(step, step.logits_RV)
+        scored = [c.request for c in step.chunks if not c.samples and c.end == len(c.request.token_ids)]
+        new = [new for new in step.new if step.has(new.chunk.request)]
+        if step.choice is not None:
+            self._take(step, step.choice)
+        elif step.logits_RV is not None:
+            self._choose(new, step.logits_RV)
+        return Collected(new, scored, broken)
+
+    def forget(self, request: Request) -> None:
+        """The sequence has ended."""
+        if self._ahead is not None:
+            self._ahead.drop(request)
+        self._sampler.release(request)
+
+    def _launch(self, last: LaunchedStep | None) -> LaunchedStep | None:
+        """Plan a step and launch it with the choice of its tokens, without waiting; None: there is no step now.
+
+        ``last``: the step that still runs.
+        """
+        begun = self._times.read()
+        if last is not None:
+            last.defer_tokens()
+        if (step_tokens := self._runner.step_tokens()) is not None:
+            self._replicas.limit_steps(step_tokens)
+        step = self._replicas.schedule(begun.at_s, ahead=last is not None)
+        if step is None:
+            if last is not None:
+                last.undo_defer()
+            return None
+        for chunk in step.chunks:
+            chunk.request.at_first_step = chunk.request.at_first_step or begun
+            chunk.request.num_computed = chunk.end
+        chosen_R = None if last is None or last.choice is None else last.choice.ids_R
+        self._runner.broadcast(step.plans)
+        logits_RV = self._times.forward(self._runner.execute, step.plans[0], chosen_R)
+        if logits_RV is None:
+            assert not any(plan.logit_rows for plan in step.plans), "the engine runs on rank 0, which has the logits"
+            logits_RV = torch.empty((0, 0))
+        self._counters.num_steps += 1
+        self._counters.num_steps_ahead += last is not None
+        launched = LaunchedStep(step.chunks, Download([logits_RV[:0]]))
+        if not launched.is_simple:
+            launched.logits_RV = logits_RV
+        elif launched.new:
+            requests = [new.chunk.request for new in launched.new]
+            waits = not self._plan_ahead
+            launched.choice = self._times.sampling(self._sampler.start, logits_RV, requests, waits=waits)
+        return launched
+
+    def _take(self, step: LaunchedStep, choice: Choice) -> None:
+        """Give each sequence the token that was chosen when the step was launched."""
+        result = self._times.sampling(choice.wait)
+        for new, token_id, score in zip(step.new, result.token_ids, result.scores, strict=True):
+            if step.has(new.chunk.request):
+                new.add(token_id, score)
+        if self._ahead is not None:
+            for row in result.late:  # the next step was launched without this token
+                self._ahead.drop(step.new[row].chunk.request)
+
+    def _choose(self, new: Sequence[NewTokens], logits_RV: Tensor) -> None:
+        """Choose each sequence's next token, and the following ones as long as its draft holds.
+
+        The logits after a right guess are those that the token itself would have led to. So the text is the same as without
+        drafts, to the bit, for drawn tokens too.
+        """
+        going_on = list(new)
+        while going_on:
+            rows = [each.row + len(each.token_ids) for each in going_on]
+            chosen_RV = logits_RV if len(rows) == len(logits_RV) else logits_RV[rows]
+            requests = [each.chunk.request for each in going_on]
+            result = self._times.sampling(self._sampler.sample, chosen_RV, requests)
+            for each, token_id, score in zip(going_on, result.token_ids, result.scores, strict=True):
+                each.add(token_id, score)
+            going_on = [each for each in going_on if each.draft_held]
+
+    def _score_prompts(self, step: LaunchedStep, logits_RV: Tensor) -> list[Request]:
+        """Score the chunks' prompt tokens; drops and returns the requests whose scores are not numbers."""
+        chunks = [(chunk, rows) for chunk, rows in step.scored if step.has(chunk.request)]
+        broken = [chunk.request for chunk, rows in chunks if not self._score(chunk, logits_RV[rows])]
+        for request in broken:
+            step.drop(request)
+        return broken
+
+    def _score(self, chunk: Chunk, logits_RV: Tensor) -> bool:
+        """Append the chunk's prompt logprobs; False when they are not numbers."""
+        request, positions = chunk.request, chunk.scored
+        assert request.prompt_logprobs is not None
+        targets = request.token_ids[positions.start + 1 : positions.stop + 1]
+        num_top = request.params.prompt_logprobs or 0
+        scores = self._times.sampling(self._sampler.score, logits_RV, targets, num_top)
+        request.prompt_logprobs.extend(TokenLogprob(*score) for score in scores)
+        return not any(math.isnan(score.logprob) for score in scores)

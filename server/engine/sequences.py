@@ -1,0 +1,112 @@
+"""Owns the waiting and running sequences of one replica and their KV-cache blocks: admits, grows, preempts, removes.
+
+Admission is first come, first served: a waiting sequence runs when there are blocks for all of its tokens and for the
+running ones to grow. A preempted sequence gives its blocks back and waits at the head of the queue, to be computed again.
+"""
+
+from collections import deque
+
+from tightwire.server.config.limits import Limits
+from tightwire.server.engine.block_pool import BlockPool
+from tightwire.server.engine.prefix_cache import PrefixCache
+from tightwire.server.engine.request import Request
+from tightwire.server.ipc.engine_stats import EngineCounters, ReplicaLoad
+
+
+class Sequences:
+    """``waiting`` and ``running`` are oldest first; every running sequence is older than every waiting one."""
+
+    def __init__(self, limits: Limits, counters: EngineCounters) -> None:
+        self.pool = BlockPool(limits.num_blocks)
+        self.prefixes = PrefixCache(self.pool, limits, counters)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._limits, self._counters = limits, counters
+
+    def __bool__(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def load(self) -> ReplicaLoad:
+        return ReplicaLoad(len(self.running), len(self.waiting), self.pool.num_blocks, self.pool.num_free)
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens left to compute as far as known, with cached tokens of waiting sequences."""
+        return sum(request.num_to_compute for requests in (self.running, self.waiting) for request in requests)
+
+    def add(self, request: Request) -> None:
+        """Queue a sequence whose prompt and max_tokens fit max_model_len."""
+        self.waiting.append(request)
+
+    def remove(self, request: Request, *, spoiled: bool = False) -> None:
+        """Forget a sequence that ended or was cancelled; its blocks are free at once.
+
+        ``spoiled``: others must not share what it computed.
+        """
+        (self.running if request in self.running else self.waiting).remove(request)
+        if spoiled:
+            self.pool.spoil(request.blocks)
+        else:
+            self.prefixes.enter(request, request.num_computed)  # a block may have been filled by a deferred token
+        self._free(request)
+
+    def admit(self, policy: int) -> None:
+        """Let waiting sequences of this policy run, in order, while there is room for them."""
+        wanted = sum(self._blocks_soon(request) - len(request.blocks) for request in self.running)
+        while self.waiting and self.waiting[0].policy == policy and len(self.running) < self._limits.max_num_seqs:
+            if self.running and wanted >= self.pool.num_free:
+                return
+            request = self.waiting[0]
+            num_cached = self.prefixes.advance(request)
+            wanted += self._blocks_soon(request) - len(request.blocks)
+            # The only sequence always has room.
+            if self.running and (wanted > self.pool.num_free or not self._fits_in_a_step(request)):
+                self._free(request)
+                return
+            self.running.append(self.waiting.popleft())
+            self.count_hits(request, num_cached)
+            self.prefixes.count_query(request)
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Allocate blocks for its next tokens; False when too few are free."""
+        missing = self._limits.blocks_for(request.num_computed + num_tokens) - len(request.blocks)
+        if missing > self.pool.num_free:
+            return False
+        if missing > 0:
+            request.blocks.extend(self.pool.allocate(missing))
+        return True
+
+    def preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._free(request)
+        request.was_preempted = True
+        self.waiting.appendleft(request)
+        self._counters.num_preemptions += 1
+
+    def count_hits(self, request: Request, num_tokens: int) -> None:
+        if not request.was_preempted:
+            self.prefixes.count_hits(request, num_tokens)
+
+    def _free(self, request: Request) -> None:
+        self.pool.free(reversed(request.blocks))  # so that the ends of cached prompts are reused first
+        del request.blocks[:]
+        request.num_computed = 0
+        request.num_entered_blocks, request.prefix = 0, None
+
+    def _fits_in_a_step(self, request: Request) -> bool:
+        """True if ``request`` and all running sequences can take part in one step, now and soon."""
+        if self._limits.max_step_blocks is None:
+            return True
+        together = [*self.running, request]
+        blocks = {block for each in together for block in each.blocks}
+        growth = sum(self._blocks_soon(each) - len(each.blocks) for each in together)
+        return len(blocks) + growth <= self._limits.max_step_blocks
+
+    def _blocks_soon(self, request: Request) -> int:
+        """The blocks that its tokens need, and one more.
+
+        Without this margin a preempted sequence would return, be computed again, and be preempted a few tokens later.
+        """
+        num_tokens = len(request.token_ids) + self._limits.block_size
+        return max(len(request.blocks), self._limits.blocks_for(min(num_tokens, self._limits.max_model_len)))

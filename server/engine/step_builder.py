@@ -1,0 +1,155 @@
+"""Puts one step together: how many tokens each sequence takes, within the step's budgets, and the plan that all ranks run.
+
+Budgets: tokens; rows of logits that score prompts; and, when keys and values come from the host, KV-cache blocks, where a
+block that several sequences share counts once.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tightwire.model.step import StepPlan, make_plan
+from tightwire.server.config.limits import Limits
+from tightwire.server.engine.request import Request
+
+
+class Chunk(NamedTuple):
+    """One sequence's part of a step: the positions [start, end) and the use of their logits."""
+
+    request: Request
+    start: int
+    end: int
+    scored: range  # positions whose logits score the next prompt token
+    samples: bool  # the last position's logits choose the next token
+    draft: Sequence[
+        int
+    ] = ()  # guesses of that token and the following ones, computed after ``end``; each has logits too
+
+    @property
+    def num_rows(self) -> int:
+        return self.end - self.start + len(self.draft)
+
+
+class ScheduledStep(NamedTuple):
+    """``chunks`` are in the order of the plan's rows; each has len(scored) + samples + len(draft) rows of logits."""
+
+    plan: StepPlan
+    chunks: list[Chunk]
+
+
+class StepBuilder:
+    """Takes sequences' tokens into the step. The scheduler has allocated the blocks for what a sequence takes."""
+
+    def __init__(self, limits: Limits, budget: int, *, ahead: bool = False) -> None:
+        """``budget``: tokens in all. ``ahead``: the step is planned while the previous one runs."""
+        self.ahead = ahead
+        self.preempted: set[Request] = set()
+        self.tokens: dict[Request, int] = {}
+        self._drafts: dict[Request, list[int]] = {}
+        self.budget = budget  # tokens that are left
+        self._scored_rows = limits.max_scored_rows
+        self._limits = limits
+        self._blocks: set[int] = set()  # of all sequences in the step, if blocks are limited
+        self._reserved: tuple[Request, int] | None = None  # blocks that the others leave for this sequence
+
+    def affordable(self, request: Request, reserved: int = 0) -> int:
+        """The number of its tokens that ``request`` can compute in this step, leaving ``reserved`` tokens of the budget."""
+        num_tokens = min(request.num_to_compute, self.budget - reserved)
+        if request.in_prompt:
+            # A chunk ends where the prompt does: recomputed output tokens must use the same kernels as before.
+            num_tokens = min(num_tokens, request.num_prompt_tokens - request.num_computed)
+        rows = request.rows_to_score(request.num_computed, request.num_computed + num_tokens)
+        if len(rows) > self._scored_rows:
+            num_tokens = rows.start + self._scored_rows - request.num_computed
+        return min(num_tokens, self._tokens_in_blocks(request))
+
+    def reserve(self, request: Request) -> None:
+        """Make the other sequences leave the blocks for the tokens that this one can take now."""
+        self._reserved = request, self._limits.blocks_for(request.num_computed + self.affordable(request))
+
+    def take(self, request: Request, num_tokens: int) -> None:
+        self.tokens[request] = num_tokens
+        if self._reserved is not None and self._reserved[0] is request:
+            self._reserved = None
+        self._take_blocks(request, num_tokens)
+        self.budget -= num_tokens
+        self._scored_rows -= len(request.rows_to_score(request.num_computed, request.num_computed + num_tokens))
+
+    def room_for_draft(self, request: Request) -> int:
+        """The number of draft tokens that ``request`` can add to its one token."""
+        return min(self.budget, self._scored_rows, self._tokens_in_blocks(request) - 1)
+
+    def take_draft(self, request: Request, draft: list[int]) -> None:
+        self._drafts[request] = draft
+        self._take_blocks(request, 1 + len(draft))
+        self.budget -= len(draft)
+        self._scored_rows -= len(draft)
+
+    def drop(self, request: Request) -> None:
+        """Leave out a preempted sequence. What it took from the budgets stays spent."""
+        self.preempted.add(request)
+        self.tokens.pop(request, None)
+
+    def chunks(self) -> list[Chunk]:
+        """Decode rows first, as ``StepPlan`` requires."""
+        shares = sorted(self.tokens.items(), key=lambda share: share[0].in_prompt)
+        return [_make_chunk(request, num_tokens, self._drafts.get(request, ())) for request, num_tokens in shares]
+
+    def _tokens_in_blocks(self, request: Request) -> int:
+        """The number of tokens of ``request`` that fit the blocks left for the step; not below 0."""
+        most = self._limits.max_step_blocks
+        if most is None:
+            return self.budget + 1  # no limit: a draft may take the whole budget, and its one token is already paid for
+        free = most - len(self._blocks) - sum(block not in self._blocks for block in request.blocks)
+        if self._reserved is not None and self._reserved[0] is not request:
+            free -= self._reserved[1]
+        room = (len(request.blocks) + free) * self._limits.block_size
+        return max(0, room - request.num_computed)
+
+    def _take_blocks(self, request: Request, num_tokens: int) -> None:
+        if self._limits.max_step_blocks is not None:
+            self._blocks.update(request.blocks[: self._limits.blocks_for(request.num_computed + num_tokens)])
+
+
+def make_step(index: int, chunks: list[Chunk], policy: int = 0) -> ScheduledStep:
+    """Pack the chunks into arrays, one sequence after the other."""
+    token_ids: list[int] = []
+    logit_rows: list[int] = []
+    block_tables = np.zeros((len(chunks), max(len(chunk.request.blocks) for chunk in chunks)), "<i4")
+    for b, (request, start, end, scored, samples, draft) in enumerate(chunks):
+        if scored:
+            logit_rows.extend(range(len(token_ids) + scored.start - start, len(token_ids) + scored.stop - start))
+        token_ids.extend(request.token_ids[start:end])
+        if samples:
+            logit_rows.extend(range(len(token_ids) - 1, len(token_ids) + len(draft)))
+            token_ids.extend(draft)
+        block_tables[b, : len(request.blocks)] = request.blocks
+    plan = make_plan(
+        index=index,
+        token_ids=token_ids,
+        query_lens=[chunk.num_rows for chunk in chunks],
+        context_lens=[chunk.start + chunk.num_rows for chunk in chunks],
+        block_tables=block_tables,
+        num_decode_rows=sum(c.num_rows for c in chunks if c.start >= c.request.num_prompt_tokens),
+        logit_rows=logit_rows,
+        arm=policy,
+        num_candidates=_candidates_needed(chunks),
+    )
+    return ScheduledStep(plan, chunks)
+
+
+def _make_chunk(request: Request, num_tokens: int, draft: Sequence[int]) -> Chunk:
+    """The next ``num_tokens`` of a sequence."""
+    start, end = request.num_computed, request.num_computed + num_tokens
+    complete = end == len(request.token_ids)
+    samples = complete and request.params.max_tokens > 0
+    return Chunk(request, start, end, request.rows_to_score(start, end), samples, draft)
+
+
+def _candidates_needed(chunks: Sequence[Chunk]) -> int:
+    """The number of best logits that is enough for every row; 0: all logits are needed, or there are no rows."""
+    if any(chunk.scored for chunk in chunks):
+        return 0
+    needed = [chunk.request.num_candidates for chunk in chunks if chunk.samples]
+    return max(needed) if needed and min(needed) else 0

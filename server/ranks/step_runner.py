@@ -1,0 +1,121 @@
+"""Runs the engine's steps on all ranks, from rank 0: sends plans to the other ranks, runs its own, counts transfers.
+
+Each rank gets its replica's plan, an empty one if its replica has nothing to do. Plans are sent before rank 0 runs its own,
+so that all ranks meet in the first collective.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from tightwire.comm.group.group import Group
+from tightwire.comm.group.partition_groups import PartitionPeers
+from tightwire.comm.ledger.ledger import LOADING, Count, Spent
+from tightwire.model.cache.offloaded_cache import OffloadedCache
+from tightwire.model.runner import ModelRunner
+from tightwire.model.step import StepPlan
+from tightwire.model.weights.streamed import StreamedWeights
+from tightwire.server.ipc.channels import Context, connect_sender
+from tightwire.server.ipc.engine_stats import CacheCount, CommCount, RankCounts
+from tightwire.server.ipc.messages import StopFollowing, StreamForecast, ToFollower
+from tightwire.server.ranks.reporter import Reporter
+from tightwire.server.ranks.stream_meter import StepSize, StreamMeter
+
+
+class RankZeroRunner:
+    """Implements ``engine.pipeline.StepRunner``."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        group: Group,
+        reporter: Reporter,
+        context: Context,
+        *,
+        vocab_size: int,
+        step_size: StepSize,
+        followers: Sequence[str],
+        num_replicas: int,
+        peers: PartitionPeers | None,
+    ) -> None:
+        """``followers``: addresses of ranks 1, 2, ... ``peers``: ranks that this one shares layers with, for the counts."""
+        self._runner, self._group, self._reporter = runner, group, reporter
+        self._vocab_size, self._step_size, self._num_replicas = vocab_size, step_size, num_replicas
+        self._ledgers = [group.ledger] if peers is None else [group.ledger, peers.across.ledger, peers.inside.ledger]
+        self._followers: list[zmq.Socket[bytes]] = [connect_sender(context, address) for address in followers]
+        self._encoder = msgspec.msgpack.Encoder()
+        self._warm_up_counts: dict[tuple[str, str, str], Count] = {}
+        self.meter: StreamMeter | None = None
+        if isinstance(runner.weights, StreamedWeights):
+            self.meter = StreamMeter(runner.weights, step_size, self._other_waits_s)
+
+    def close(self) -> None:
+        for socket in self._followers:
+            socket.close(linger=0)
+
+    def broadcast(self, plans: Sequence[StepPlan]) -> None:
+        encoded = [self._encoder.encode(plan) for plan in plans] if self._followers else []
+        per_replica = (1 + len(self._followers)) // self._num_replicas
+        for rank, follower in enumerate(self._followers, start=1):
+            follower.send(encoded[rank // per_replica])
+
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor:
+        self._reporter.begin("step", plan.index)
+        run = partial(self._runner.execute, plan, chosen_R)
+        logits_RV = run() if self.meter is None or not plan.token_ids else self.meter.run(run, plan)
+        if logits_RV is None:  # a step that only fills the cache; its end is still waited for on the device
+            return torch.empty(0, self._vocab_size, device=self._group.device)
+        return logits_RV
+
+    def stop_followers(self) -> None:
+        """Make the other ranks leave their loops."""
+        self._send_followers(StopFollowing())
+
+    def end_warm_up(self) -> None:
+        """Leave everything so far out of the counts, except the bytes that loading took."""
+        self._warm_up_counts = {count[:3]: count for count in self._all_counts() if count.phase != LOADING}
+        self._group.ledger.forget_latencies()
+
+    def step_tokens(self) -> int:
+        return self._step_size.tokens
+
+    def comm_spent(self) -> Spent:
+        return self._group.ledger.spent()
+
+    def counts(self) -> RankCounts:
+        return RankCounts(
+            comm=self._comm_counts(),
+            stream=None if self.meter is None else self.meter.count(),
+            kv_offload=self._cache_count(),
+        )
+
+    def stream_forecast(self) -> StreamForecast | None:
+        """The cost of streaming, after the warm-up; None if nothing streams."""
+        return None if self.meter is None else self.meter.forecast()
+
+    def _send_followers(self, message: ToFollower) -> None:
+        if self._followers:
+            encoded = self._encoder.encode(message)
+            for follower in self._followers:
+                follower.send(encoded)
+
+    def _comm_counts(self) -> list[CommCount]:
+        """Totals since the warm-up of the collectives that were used since; of loading, all."""
+        counts = [now.since(self._warm_up_counts.get(now[:3])) for now in self._all_counts()]
+        return [CommCount(*count) for count in counts if count.calls]
+
+    def _all_counts(self) -> list[Count]:
+        return [count for ledger in self._ledgers for count in ledger.counts()]
+
+    def _other_waits_s(self) -> float:
+        """Time that steps have waited for other replicas' logits, and for keys and values."""
+        meeting, cache = self._runner.meeting, self._cache_count()
+        return (0.0 if meeting is None else meeting.waited_s) + (0.0 if cache is None else cache.waited_s)
+
+    def _cache_count(self) -> CacheCount | None:
+        cache = self._runner.cache
+        return CacheCount(*cache.flow()) if isinstance(cache, OffloadedCache) else None
