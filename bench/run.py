@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 from tightwire.bench.options import OutputOptions
 from tightwire.bench.report.console import make_console
-from tightwire.bench.report.environment import describe_environment
-from tightwire.bench.report.html import Page, render
+from tightwire.bench.report.environment import describe_environment, environment_facts
+from tightwire.bench.report.html import Page, Section, render
 from tightwire.bench.report.progress import progress_bar
+from tightwire.bench.report.quiet import quiet_facts
 from tightwire.bench.report.result_files import ResultFiles
 from tightwire.bench.report.table import Metric, Table
 
@@ -64,9 +65,24 @@ class Bench(ABC):
         """The table of the CSV file; None: there is none."""
         return None
 
-    def page(self, result: Mapping[str, Any]) -> Page | None:
-        """The HTML page; None: there is none."""
-        return None
+    def sections(self, result: Mapping[str, Any]) -> list[Section]:
+        """Plots and tables of the HTML page; [] where there is no page."""
+        return []
+
+    def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
+        """The heading of the page and the line below it."""
+        return f"bench {self.verb}", self.label
+
+    def page(self, result: Mapping[str, Any]) -> Page:
+        """The sections with the error as alarm and all facts at the end."""
+        title, lead = self.title(result)
+        return Page(
+            title=title,
+            lead=lead,
+            sections=self.sections(result),
+            alarms=[result["error"]] if result["error"] else [],
+            facts=[*environment_facts(self._environment), *quiet_facts(self.facts), *_plain_facts(self.facts)],
+        )
 
     def show_end(self, result: Mapping[str, Any]) -> None:
         """Print what is worth saying at the end, of a run that failed too."""
@@ -112,8 +128,8 @@ class Bench(ABC):
         sys.stderr.write(f"tightwire bench {self.verb}: {words}\n")
 
     def _kinds(self) -> tuple[str, ...]:
-        has_csv, has_page = (getattr(type(self), name) is not getattr(Bench, name) for name in ("csv", "page"))
-        return ("json", *(["csv"] if has_csv else []), *(["html"] if has_page else []))
+        own = [name for name in ("csv", "sections", "page") if getattr(type(self), name) is not getattr(Bench, name)]
+        return ("json", *(["csv"] if "csv" in own else []), *(["html"] if own and own != ["csv"] else []))
 
     def _end(self, error: str | None, status: int) -> int:
         """A result that cannot be written is an error of the run, beside the one it has."""
@@ -124,8 +140,8 @@ class Bench(ABC):
         if self._files is not None and result["cells"]:
             try:
                 self._write(self._files, result)
-                if (page := self.page(result)) is not None:
-                    self._files.write_html(render(page))
+                if "html" in self._kinds():
+                    self._files.write_html(render(self.page(result)))
             except ValueError as unwritable:
                 self.say(str(unwritable))
                 result["error"] = "; ".join(filter(None, [error, str(unwritable)]))
@@ -139,6 +155,17 @@ class Bench(ABC):
         files.write_json(result)
         if (table := self.csv(result)) is not None:
             files.write_csv([column.key for column in table.columns], table.csv_rows())
+
+
+def _plain_facts(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Facts that are short: values, and mappings of values."""
+    shown = []
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{key} {inner}" for key, inner in value.items() if not isinstance(inner, (dict, list)))
+        if isinstance(value, (str, int, float)) and value != "" and name != "others_share":
+            shown.append((name.replace("_", " "), str(value)))
+    return shown
 
 
 def without_raw(value: Any) -> Any:

@@ -29,12 +29,12 @@ from tightwire.bench.comm.page import (
     PREDICTION_COLUMNS,
     describe_setting,
     is_wrong,
-    make_page,
+    make_sections,
 )
 from tightwire.bench.comm.ranks import open_ranks
 from tightwire.bench.comm.summary import Cells
 from tightwire.bench.options import parse_options
-from tightwire.bench.report.html import Page
+from tightwire.bench.report.html import Section
 from tightwire.bench.report.progress import paused
 from tightwire.bench.report.quiet import OthersWatch, show_others
 from tightwire.bench.report.table import Metric, Table, print_table
@@ -109,8 +109,12 @@ class CommBench(Bench):
     def csv(self, result: Mapping[str, Any]) -> Table:
         return Table(columns=[*LINK_COLUMNS, *CSV_COLUMNS] if result["links"] else CSV_COLUMNS, rows=result["cells"])
 
-    def page(self, result: Mapping[str, Any]) -> Page:
-        return make_page(result)
+    def sections(self, result: Mapping[str, Any]) -> list[Section]:
+        return make_sections(result)
+
+    def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
+        links = result["link_facts"] or [None]
+        return "AllReduce by message size", "; ".join(describe_setting(result, link) for link in links)
 
     def _measure_on(self, link: Link | None) -> None:
         with open_ranks(self._options.rank_options(link)) as (ranks, joined):

@@ -1,13 +1,11 @@
-"""The tables and the page of ``bench comm``: time and bandwidth by size, speed against error, every cell."""
+"""The columns and the page of ``bench comm``: time and bandwidth by size, speed against error, every cell."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tightwire.bench.comm.crossover import COLUMNS as CROSSOVER_COLUMNS
-from tightwire.bench.report.environment import environment_facts
-from tightwire.bench.report.html import Page, Section
-from tightwire.bench.report.plots import Plot, Series, draw
-from tightwire.bench.report.quiet import quiet_facts
+from tightwire.bench.report.html import Section
+from tightwire.bench.report.plots import lines, plot_section
 from tightwire.bench.report.table import Column, Row, Table
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.sizes import format_bytes
@@ -19,9 +17,11 @@ def _microseconds(seconds: float) -> str:
 
 
 _SIZE = Column("size", "size", format_bytes)
-_MEDIAN = Column("us median", "seconds.p50", _microseconds)
+_MEDIAN = Column("us median", "seconds.p50", _microseconds, 1e6)
 _ALGBW = Column("algbw GB/s", "algbw_bytes_per_s", ".3f", 1e-9)
 _BUSBW = Column("busbw GB/s", "busbw_bytes_per_s", ".3f", 1e-9)
+_ERROR = Column("rel. error", "relative_error", ".1e")
+_SPEED_UP = Column("x native", "speed_up_over_native", ".2f")
 CELL_COLUMNS = (
     Column("algorithm", "algorithm"),
     _MEDIAN,
@@ -29,8 +29,8 @@ CELL_COLUMNS = (
     _ALGBW,
     _BUSBW,
     Column("wire bytes", "wire_bytes", ",d"),
-    Column("rel. error", "relative_error", ".1e"),
-    Column("x native", "speed_up_over_native", ".2f"),
+    _ERROR,
+    _SPEED_UP,
 )
 LINK_COLUMNS = (Column("link", "link"),)
 PREDICTION_COLUMNS = (
@@ -68,50 +68,45 @@ def _describe_link(link: Mapping[str, Any]) -> str:
     return f"{link['name']} ({link['how']}{rate})"
 
 
-def make_page(result: Mapping[str, Any]) -> Page:
+def make_sections(result: Mapping[str, Any]) -> list[Section]:
     rows = result["cells"]
-    time = (
-        "time",
-        "Time by message size",
-        _MEDIAN,
-        1e6,
-        "Lower is faster. Where two lines cross, the best choice changes.",
-    )
-    busbw = ("busbw", "Bus bandwidth by message size", _BUSBW, 1e-9, "Message bytes over time, times 2 (N-1)/N.")
-    links = result["link_facts"]
-    if len(links) > 1:
-        lead = "; ".join(describe_setting(result, link) for link in links)
+    if len(result["links"]) > 1:
         plots = [_by_link(rows), _crossovers(result)]
     else:
-        lead = describe_setting(result, next(iter(links), None))
-        plots = [_by_size(rows, *time), _by_size(rows, *busbw), _speed_and_error(rows)]
-    sections = [*plots, *([_predictions(rows)] if links else []), _cells(rows)]
-    return Page(
-        title="AllReduce by message size",
-        lead=lead,
-        sections=[section for section in sections if section is not None],
-        alarms=[f"Wrong answer: {row['name']}: {fault}" for row in rows for fault in row["faults"]],
-        facts=[
-            *environment_facts(result["environment"]),
-            ("seed", str(result["seed"])),
-            *quiet_facts(result),
-            *(("link", ", ".join(f"{key} {value}" for key, value in link.items())) for link in links),
-        ],
-    )
+        plots = [
+            _by_size(rows, "time", "Time", _MEDIAN, "Lower is faster. Where two lines cross, the best choice changes."),
+            _by_size(rows, "busbw", "Bus bandwidth", _BUSBW, "Message bytes over time, times 2 (N-1)/N."),
+            _speed_and_error(rows),
+        ]
+    return [*plots, *([_predictions(rows)] if result["links"] else []), _cells(rows)]
+
+
+def _is_lossy(algorithm: str) -> bool:
+    return not parse_all_reduce(algorithm).lossless
+
+
+def _by_size(rows: Sequence[Row], name: str, title: str, y: Column, words: str) -> Section:
+    title = f"{title} by message size"
+    plot = lines(name, title, rows, by="algorithm", x=_SIZE, y=y, dashed=_is_lossy, ticks=True)
+    return plot_section(plot, f"{words} Dashed: quantized.")
 
 
 def _by_link(rows: Sequence[Row]) -> Section:
-    """Time by link rate at the largest size."""
     size = max(row["size"] for row in rows)
-    series = []
-    for number, algorithm in enumerate(_algorithms(rows)):
-        own = [row for row in rows if row["algorithm"] == algorithm and row["size"] == size and row["link_bytes_per_s"]]
-        own.sort(key=lambda row: row["link_bytes_per_s"])
-        x, y = [8e-6 * row["link_bytes_per_s"] for row in own], [1e3 * row["seconds"]["p50"] for row in own]
-        series.append(Series(name=algorithm, number=number, x=x, y=y, dashed=not parse_all_reduce(algorithm).lossless))
+    largest = [row for row in rows if row["size"] == size]
     title = f"Time of {format_bytes(size)} by link"
-    plot = Plot(name="links", title=title, x_label="link rate, Mbit/s", y_label="ms median", series=series)
-    return Section(title=title, words=["Lower is faster. Dashed: quantized."], svg=draw(plot))
+    rate = Column("link rate, Mbit/s", "link_bytes_per_s", ",.0f", 8e-6)
+    plot = lines("links", title, largest, by="algorithm", x=rate, y=_MEDIAN, dashed=_is_lossy)
+    return plot_section(plot, "Lower is faster. Dashed: quantized.")
+
+
+def _speed_and_error(rows: Sequence[Row]) -> Section:
+    """Speed against error at the largest size."""
+    size = max(row["size"] for row in rows)
+    largest = [row for row in rows if row["size"] == size and row["relative_error"]]
+    title = f"Speed and error at {format_bytes(size)}"
+    plot = lines("error", title, largest, by="algorithm", x=_ERROR, y=_SPEED_UP, log_y=False, joined=False, line_y=1.0)
+    return plot_section(plot, "Higher is faster, further left is more exact.")
 
 
 def _crossovers(result: Mapping[str, Any]) -> Section:
@@ -123,48 +118,6 @@ def _crossovers(result: Mapping[str, Any]) -> Section:
 def _predictions(rows: Sequence[Row]) -> Section:
     words = "Predicted: bytes that a rank sends over the link's rate, plus what the algorithm computes without a link."
     return Section(title="Prediction", words=[words], table=Table(columns=PREDICTION_COLUMNS, rows=rows), wide=True)
-
-
-def _by_size(rows: Sequence[Row], name: str, title: str, column: Column, scale: float, words: str) -> Section:
-    sizes = sorted({row["size"] for row in rows})
-    series = []
-    for number, algorithm in enumerate(_algorithms(rows)):
-        own = sorted((row for row in rows if row["algorithm"] == algorithm), key=lambda row: row["size"])
-        x, y = [row["size"] for row in own], [scale * column.value(row) for row in own]
-        series.append(Series(name=algorithm, number=number, x=x, y=y, dashed=not parse_all_reduce(algorithm).lossless))
-    ticks = (sizes, [format_bytes(size) for size in sizes])
-    plot = Plot(name=name, title=title, x_label="message size", y_label=column.name, series=series, ticks=ticks)
-    return Section(title=title, words=[f"{words} Dashed: quantized."], svg=draw(plot))
-
-
-def _speed_and_error(rows: Sequence[Row]) -> Section | None:
-    """Speed against error at the largest size; None where there is nothing to compare with."""
-    size = max(row["size"] for row in rows)
-    numbers = {name: number for number, name in enumerate(_algorithms(rows))}
-    series = [
-        Series(
-            name=row["algorithm"],
-            number=numbers[row["algorithm"]],
-            x=[row["relative_error"]],
-            y=[row["speed_up_over_native"]],
-        )
-        for row in rows
-        if row["size"] == size and row["speed_up_over_native"] is not None and row["relative_error"]
-    ]
-    if not series:
-        return None
-    title = f"Speed and error at {format_bytes(size)}"
-    plot = Plot(
-        name="error",
-        title=title,
-        x_label="relative error of the sum (root mean square)",
-        y_label="times as fast as native",
-        series=series,
-        log_y=False,
-        joined=False,
-        line_y=1.0,
-    )
-    return Section(title=title, words=["Higher is faster, further left is more exact."], svg=draw(plot))
 
 
 def _cells(rows: Sequence[Row]) -> Section:
@@ -183,7 +136,3 @@ def _cells(rows: Sequence[Row]) -> Section:
         "at each size is marked. The result of every call was checked."
     )
     return Section(title="Every cell", words=[words], table=table, wide=True)
-
-
-def _algorithms(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["algorithm"] for row in rows))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.bench.compare.match import Row, check_alike, chosen_metrics, differences, faults, rows
-from tightwire.bench.compare.page import COLUMNS, CSV_COLUMNS, describe_sides, make_page
+from tightwire.bench.compare.page import COLUMNS, CSV_COLUMNS, describe_sides, make_sections
 from tightwire.bench.compare.results import read_result
 from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_names, parse_options
-from tightwire.bench.report.html import Page
+from tightwire.bench.report.html import Section
 from tightwire.bench.report.table import Table, print_table
 from tightwire.bench.run import Bench, BenchFailedError
 
@@ -98,8 +98,11 @@ class CompareBench(Bench):
     def csv(self, result: Mapping[str, Any]) -> Table:
         return Table(columns=CSV_COLUMNS, rows=result["cells"])
 
-    def page(self, result: Mapping[str, Any]) -> Page:
-        return make_page(result)
+    def sections(self, result: Mapping[str, Any]) -> list[Section]:
+        return make_sections(result)
+
+    def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
+        return f"Two results of bench {result['kind']}", describe_sides(result)
 
     def _show(self) -> None:
         title = describe_sides(self.facts)

@@ -1,12 +1,11 @@
 """The columns and the page of ``bench compare``: every ratio with its interval, then the table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightwire.bench.report.environment import environment_facts
-from tightwire.bench.report.html import Page, Section
-from tightwire.bench.report.plots import Plot, Series, draw
-from tightwire.bench.report.table import Column, Table
+from tightwire.bench.report.html import Section
+from tightwire.bench.report.plots import Plot, Series, plot_section
+from tightwire.bench.report.table import Column, Row, Table
 
 _NUMBERS = (
     Column("A", "a", ",.4g"),
@@ -33,39 +32,24 @@ def describe_sides(result: Mapping[str, Any]) -> str:
     return f"bench {result['kind']}: A is {a}, B is {b}"
 
 
-def make_page(result: Mapping[str, Any]) -> Page:
-    metrics = list(dict.fromkeys(cell["metric"] for cell in result["cells"]))
-    return Page(
-        title=f"Two results of bench {result['kind']}",
-        lead=describe_sides(result),
-        sections=[*(_intervals(result, metric, number) for number, metric in enumerate(metrics, 1)), _table(result)],
-        alarms=[*result["faults"], *([result["conclusion"]] if result["regressions"] else [])],
-        facts=[
-            ("conclusion", result["conclusion"]),
-            *(("note", words) for words in result["differences"]),
-            *environment_facts(result["environment"]),
-        ],
-    )
+def make_sections(result: Mapping[str, Any]) -> list[Section]:
+    rows = [{**cell, "row": place} for place, cell in enumerate(result["cells"], 1)]
+    metrics = dict.fromkeys(cell["metric"] for cell in rows)
+    plots = [_intervals(rows, metric, number, metric in result["deciding"]) for number, metric in enumerate(metrics, 1)]
+    notes = Section(title="Notes", words=[result["conclusion"], *result["faults"], *result["differences"]], wide=True)
+    return [*plots, _table(rows), notes]
 
 
-def _intervals(result: Mapping[str, Any], metric: str, number: int) -> Section:
-    rows = {place: cell for place, cell in enumerate(result["cells"], 1) if cell["metric"] == metric}
-    places, cells = list(rows), list(rows.values())
-    series = Series(
-        name=metric,
-        number=number,
-        x=places,
-        y=[cell["ratio"] for cell in cells],
-        low=[cell["low"] for cell in cells],
-        high=[cell["high"] for cell in cells],
-    )
-    title = f"B / A: {metric}"
+def _intervals(rows: Sequence[Row], metric: str, number: int, decides: bool) -> Section:
+    own = [row for row in rows if row["metric"] == metric]
+    places = [row["row"] for row in own]
+    y, low, high = ([row[key] for row in own] for key in ("ratio", "low", "high"))
     plot = Plot(
         name=f"ratio-{number}",
-        title=title,
+        title=f"B / A: {metric}",
         x_label="row of the table",
         y_label="B / A",
-        series=[series],
+        series=[Series(name=metric, number=number, x=places, y=y, low=low, high=high)],
         ticks=(places, [str(place) for place in places]),
         log_x=False,
         log_y=False,
@@ -73,12 +57,11 @@ def _intervals(result: Mapping[str, Any], metric: str, number: int) -> Section:
         line_y=1.0,
         from_zero=False,
     )
-    decides = "It decides." if metric in result["deciding"] else "It does not decide."
-    return Section(title=title, words=[f"Above 1, B is higher. Bars are 95 % intervals. {decides}"], svg=draw(plot))
+    words = "It decides." if decides else "It does not decide."
+    return plot_section(plot, f"Above 1, B is higher. Bars are 95 % intervals. {words}")
 
 
-def _table(result: Mapping[str, Any]) -> Section:
-    rows = [{**cell, "row": place} for place, cell in enumerate(result["cells"], 1)]
+def _table(rows: Sequence[Row]) -> Section:
     table = Table(columns=[Column("row", "row", "d"), *COLUMNS], rows=rows, wrong=lambda cell: cell["regression"])
     words = (
         "A, B: medians. low, high: 95 % interval of B / A, which means nothing where the verdict is `too few`. n: samples; "

@@ -11,6 +11,7 @@ How to write a bench (``bench.comm`` is the example; 3 to 6 files: options, what
 4. ``cells()``: plain dicts with ``name`` and ``samples`` ({metric: [raw values, None where one is missing]}); other bulky
    data goes under ``raw``. The line on stdout leaves out ``samples`` and ``raw``. ``bench compare`` reads all benches so.
 5. Columns once: ``Column(heading, key, format, scale)``; ``Table(columns, rows)`` goes to ``print_table``, to ``Bench.csv``
-   and into a page's ``Section(table=...)``. A page is ``Page(title, lead, sections, alarms, facts)``; plots are values
-   (``report.plots``) for ``draw``, which alone imports matplotlib, so pages are imported at the top of the file.
+   and into a page's ``Section(table=...)``. ``Bench.sections`` returns the sections of the page; heading, error and facts are
+   added. Plots are values (``plots.lines(rows, by=..., x=column, y=column)``) for ``plot_section``; drawing alone imports
+   matplotlib, so pages are imported at the top of the file.
 """

@@ -5,12 +5,14 @@ extra; the values do not.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tightwire.bench.report.html import Section
 from tightwire.bench.report.svg import INK, NUM_COLOURS, canvas, colour, short_name
+from tightwire.bench.report.table import Column, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,6 +62,47 @@ class Plot:
     joined: bool = True  # lines between the points
     line_y: float | None = None
     from_zero: bool = True
+
+
+def lines(
+    name: str,
+    title: str,
+    rows: Sequence[Row],
+    *,
+    by: str,
+    x: Column,
+    y: Column,
+    dashed: Callable[[str], bool] = lambda series: False,
+    ticks: bool = False,
+    **style: Any,
+) -> Plot:
+    """A plot of column ``y`` over column ``x`` with a series for each value of the key ``by``; rows without either are left out.
+
+    ``ticks``: label each x as its column does. ``style``: further fields of ``Plot``.
+    """
+    names = list(dict.fromkeys(row[by] for row in rows))
+    known = [row for row in rows if x.value(row) is not None and y.value(row) is not None]
+    places = {x.value(row) * x.scale: x.text(row) for row in sorted(known, key=x.value)}
+    series = []
+    for number, label in enumerate(names):
+        own = sorted((row for row in known if row[by] == label), key=x.value)
+        if own:
+            xs, ys = ([column.value(row) * column.scale for row in own] for column in (x, y))
+            series.append(Series(name=label, number=number, x=xs, y=ys, dashed=dashed(label)))
+    return Plot(
+        name=name,
+        title=title,
+        x_label=x.name,
+        y_label=y.name,
+        series=series,
+        ticks=(list(places), list(places.values())) if ticks else None,
+        **style,
+    )
+
+
+def plot_section(plot: "Plot | StackedBars | Ecdf | HeatMap", *words: str) -> Section:
+    """A section of a page with nothing but the plot, its title, and a few words."""
+    return Section(title=plot.title, words=words, svg=draw(plot))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,14 +15,14 @@ import httpx
 from tightwire.bench.client import BenchClient, Prompt
 from tightwire.bench.options import parse_options
 from tightwire.bench.report.environment import without_password
-from tightwire.bench.report.html import Page
+from tightwire.bench.report.html import Section
 from tightwire.bench.report.progress import paused
 from tightwire.bench.report.table import Metric, Table, print_table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.serve.fit import fit_prompt_length, fit_scale, send_accepted_fields
 from tightwire.bench.serve.load import LoadRun, run_load
 from tightwire.bench.serve.options import ServeBenchOptions, Workload
-from tightwire.bench.serve.page import csv_table, describe_limits, latency_table, make_page, rate_table, warnings_of
+from tightwire.bench.serve.page import csv_table, describe_limits, latency_table, make_sections, rate_table, warnings_of
 from tightwire.bench.serve.summary import doubts, summarize
 from tightwire.bench.serve.workload import FileWorkload, SyntheticWorkload
 from tightwire.server.cli.remote import Remote, RemoteError, connect
@@ -86,8 +86,13 @@ class ServeBench(Bench):
     def csv(self, result: Mapping[str, Any]) -> Table:
         return csv_table(result["cells"])
 
-    def page(self, result: Mapping[str, Any]) -> Page:
-        return make_page(result)
+    def sections(self, result: Mapping[str, Any]) -> list[Section]:
+        return make_sections(result)
+
+    def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
+        server, workload = result["server"], result["workload"]
+        loads = ", ".join(cell["name"] for cell in result["cells"])
+        return f"{server['model']} under load", f"{server['url']}, {workload['name']} prompts, {loads}"
 
     async def _measure(self, remote: Remote, workload: Workload) -> None:
         options = self._options

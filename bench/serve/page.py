@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightwire.bench.report.environment import environment_facts
-from tightwire.bench.report.html import Page, Section
-from tightwire.bench.report.plots import Ecdf, Plot, Samples, Series, draw
+from tightwire.bench.report.html import Section
+from tightwire.bench.report.plots import Ecdf, Samples, lines, plot_section
 from tightwire.bench.report.table import Column, Row, Table
 
 _LATENCIES = {
@@ -19,13 +18,14 @@ _LATENCY_COLUMNS = (
     Column("n", "n", "d"),
     *(Column(name, name, ",.1f", 1e3) for name in ("mean", "std", "p50", "p90", "p95", "p99")),
 )
+_OUTPUT_RATE = Column("output tok/s", "output_tokens_per_s", ".1f")
 _RATE_COLUMNS = (
     Column("load", "name"),
     Column("requests", "requested", "d"),
     Column("succeeded", "succeeded", "d"),
     Column("seconds", "duration_s", ".2f"),
     Column("requests/s", "requests_per_s", ".2f"),
-    Column("output tok/s", "output_tokens_per_s", ".1f"),
+    _OUTPUT_RATE,
     Column("tok/s", "total_tokens_per_s", ".1f"),
     Column("in flight", "mean_in_flight", ".1f"),
 )
@@ -41,7 +41,7 @@ CSV_COLUMNS = tuple(
     )
 )
 _FEW_REQUESTS = 100  # with fewer, the 99th percentile is a weighted mean of the two slowest
-_MOST_POINTS = 600  # of one load in a plot of single requests
+_MOST_POINTS = 2000  # in a plot of single requests
 
 
 def latency_table(cells: Sequence[Row]) -> Table:
@@ -85,34 +85,23 @@ def describe_limits(cells: Sequence[Row]) -> list[str]:
     return [f"within limits: requests that met {words}"] if limits else []
 
 
-def make_page(result: Mapping[str, Any]) -> Page:
-    cells, server, workload = result["cells"], result["server"], result["workload"]
+def make_sections(result: Mapping[str, Any]) -> list[Section]:
+    cells = result["cells"]
     slo = next((cell["goodput"]["slo"] for cell in cells if cell["goodput"]), {})
+    requests = [{"load": cell["name"], **raw} for cell in cells for raw in cell["raw"] if raw["error"] is None]
     sections = [
         _ecdf(cells, "ttft_s", "TTFT", "From sending a request to the first text.", slo.get("ttft_s")),
         _ecdf(cells, "itl_s", "ITL", "Gaps between pieces of text; a piece may hold several tokens.", None),
         _throughput(cells),
-        _scatter(cells, "sent_s", "TTFT over the time of the run", "s since the load began"),
-        _scatter(cells, "num_prompt", "TTFT by length of the prompt", "prompt tokens"),
-        Section(title="Rates", words=describe_limits(cells), table=rate_table(cells), wide=True),
+        _scatter(requests, "time", "TTFT over the time of the run", Column("s since the load began", "sent_s")),
+        _scatter(requests, "length", "TTFT by length of the prompt", Column("prompt tokens", "num_prompt")),
+    ]
+    notes = [f"{cell['name']}: {words}" for cell in cells for words in warnings_of(cell)]
+    return [
+        *(section for section in sections if section is not None),
+        Section(title="Rates", words=[*describe_limits(cells), *notes], table=rate_table(cells), wide=True),
         Section(title="Latencies in milliseconds", words=[_LATENCY_WORDS], table=latency_table(cells), wide=True),
     ]
-    return Page(
-        title=f"{server['model']} under load",
-        lead=f"{server['url']}, {workload['name']} prompts, {', '.join(cell['name'] for cell in cells)}",
-        sections=[section for section in sections if section is not None],
-        alarms=[
-            *([f"Not complete: {result['error']}"] if result["error"] else []),
-            *(f"{cell['name']}: {words}" for cell in cells for words in warnings_of(cell)),
-        ],
-        facts=[
-            *environment_facts(result["environment"]),
-            ("server", f"{server['model']} at {server['url']}"),
-            ("fields it refused", ", ".join(server["refused"]) or "none"),
-            ("workload", ", ".join(f"{name} {value}" for name, value in workload.items())),
-            ("request", ", ".join(f"{name} {value}" for name, value in result["request"].items())),
-        ],
-    )
 
 
 _LATENCY_WORDS = (
@@ -131,8 +120,8 @@ def _ecdf(cells: Sequence[Row], key: str, name: str, words: str, limit_s: float 
         return None
     title = f"{name}: share at most this"
     limit = None if limit_s is None else limit_s * 1e3
-    svg = draw(Ecdf(name=key.replace("_", "-"), title=title, x_label=f"{name}, ms", samples=samples, line_x=limit))
-    return Section(title=title, words=[words if limit is None else f"{words} Dotted: the limit."], svg=svg)
+    plot = Ecdf(name=key.replace("_", "-"), title=title, x_label=f"{name}, ms", samples=samples, line_x=limit)
+    return plot_section(plot, words if limit is None else f"{words} Dotted: the limit.")
 
 
 def _latencies(requests: Sequence[Row], key: str) -> list[float]:
@@ -146,38 +135,16 @@ def _throughput(cells: Sequence[Row]) -> Section | None:
     if len(cells) < 2:
         return None
     by_rate = cells[0]["concurrency"] is None
-    x = [cell["request_rate"] if by_rate else cell["concurrency"] for cell in cells]
-    title = "Throughput by load"
-    plot = Plot(
-        name="throughput",
-        title=title,
-        x_label="requests sent per second" if by_rate else "requests in flight",
-        y_label="output tokens per second",
-        series=[Series(name="all requests", number=1, x=x, y=[cell["output_tokens_per_s"] for cell in cells])],
-        ticks=(x, [f"{each:g}" for each in x]),
-        log_y=False,
-    )
-    return Section(title=title, svg=draw(plot))
+    x = Column("requests per second", "request_rate", "g") if by_rate else Column("in flight", "concurrency", "g")
+    rows = [{**cell, "all": "all requests"} for cell in cells]
+    plot = lines("throughput", "Throughput by load", rows, by="all", x=x, y=_OUTPUT_RATE, ticks=True, log_y=False)
+    return plot_section(plot)
 
 
-def _scatter(cells: Sequence[Row], key: str, title: str, x_label: str) -> Section | None:
+def _scatter(requests: Sequence[Row], name: str, title: str, x: Column) -> Section | None:
     """One point for each request; None where all have the same x."""
-    series = []
-    for number, cell in enumerate(cells):
-        ok = [raw for raw in cell["raw"] if raw["error"] is None and raw["ttft_s"] is not None]
-        ok = ok[:: max(1, -(-len(ok) // _MOST_POINTS))]
-        x, y = [raw[key] for raw in ok], [raw["ttft_s"] * 1e3 for raw in ok]
-        series.append(Series(name=cell["name"], number=number, x=x, y=y))
-    if len({x for each in series for x in each.x}) < 2:
+    if len({x.value(row) for row in requests}) < 2:
         return None
-    plot = Plot(
-        name=key.replace("_", "-"),
-        title=title,
-        x_label=x_label,
-        y_label="TTFT, ms",
-        series=series,
-        log_x=False,
-        log_y=False,
-        joined=False,
-    )
-    return Section(title=title, svg=draw(plot))
+    shown = requests[:: max(1, -(-len(requests) // _MOST_POINTS))]
+    y = Column("TTFT, ms", "ttft_s", ".1f", 1e3)
+    return plot_section(lines(name, title, shown, by="load", x=x, y=y, log_x=False, log_y=False, joined=False))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tightwire.bench.options import OutputOptions
-from tightwire.bench.report.html import Page
+from tightwire.bench.report.html import Section
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
 
@@ -36,8 +36,11 @@ class Swim(Bench):
     def csv(self, result: Mapping[str, Any]) -> Table:
         return Table(columns=[Column("stroke", "name"), Column("s", "time.p50", ".1f")], rows=result["cells"])
 
-    def page(self, result: Mapping[str, Any]) -> Page:
-        return Page(title="Swimming", lead=str(result["error"]), sections=[])
+    def sections(self, result: Mapping[str, Any]) -> list[Section]:
+        return [Section(title="Every stroke", table=self.csv(result))]
+
+    def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
+        return "Swimming", result["pool"]
 
 
 def run(bench: Bench, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
@@ -57,7 +60,8 @@ def test_files_hold_the_samples_and_the_line_does_not(tmp_path: Path, capsys: py
     assert full["cells"][0]["samples"] == {"seconds": [1.0, None, 3.0]} and full["raw"] == [1, 2]
     assert full["metrics"][0]["name"] == "seconds"
     assert list(csv.reader(table.read_text().splitlines())) == [["name", "time.p50"], ["crawl", "2.0"]]
-    assert "<h1>Swimming</h1>" in page.read_text()
+    text = page.read_text()
+    assert "<h1>Swimming</h1>" in text and "<td>2.0</td>" in text and "<dt>pool</dt><dd>deep</dd>" in text
 
 
 @pytest.mark.parametrize(
