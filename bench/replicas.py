@@ -5,7 +5,7 @@
 
     def measure(world, plan):
         with join_replica(plan, world) as (replica, peers):
-            runner = build_runner(..., replica, ..., peers=peers)
+            runner = build_runner(..., RankGroups(replica, peers=peers), ...)
 
 ``world`` has all ranks, for steps that begin together. Partitioned weights arrive only while all ranks run the same passes.
 """

@@ -1,7 +1,7 @@
-"""Puts one rank's model together: weights, cache, layers, and the AllReduces it was given."""
+"""Builds one rank's runner: weights, cache, layers, and the AllReduces it was given."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,7 +16,7 @@ from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.decode_graphs import DecodeGraphs, cuda_capture, graph_sizes
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.llama import Llama
-from tightwire.model.logits_gather import LogitsMeeting
+from tightwire.model.logits_gather import LogitsGather
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import WeightFormats
@@ -27,122 +27,139 @@ from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.resident import load_resident
 from tightwire.model.weights.source import WeightSource
 
-_PATIENCE_SHARE = 0.75  # of the fetch timeout
+# Share of the fetch timeout for retries of a read: its error must come before that of the pass that waits for the layer.
+_PATIENCE_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroups:
+    """One rank's groups.
+
+    Args:
+        replica: the ranks that the model is split over.
+        routes: their AllReduces; None for a replica of one rank.
+        world: the ranks of all replicas; None: there is one replica.
+        peers: the ranks that hold the same shard, for partitioned weights; closed with the runner.
+    """
+
+    replica: Group
+    routes: Routes | None = None
+    world: Group | None = None
+    peers: PartitionPeers | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerOptions:
+    """Sizes and modes of one rank's runner.
+
+    Args:
+        dtype: of activations, cache, and weights that are not packed.
+        slot_blocks: the cache is on the host, and the device holds this many blocks of two layers, the most that a step may
+            need; None: the cache is on the device.
+        formats: of weight matrices; default: all plain. A prepared folder has its own.
+        weight_plan: which layers are streamed, and from where.
+        fetch_timeout_s: longest time without a byte of a layer, of weights or of the cache.
+        overlap: on CPU, compute one half of a prefill step while the other half is summed.
+        most_rows: prefill steps with more rows go through each layer in several parts; None: in one.
+        graphs_up_to: on CUDA, decode steps of up to this many rows are captured as graphs; on all ranks together.
+    """
+
+    dtype: torch.dtype
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    slot_blocks: int | None = None
+    formats: WeightFormats = field(default_factory=WeightFormats)
+    weight_plan: WeightPlan = EVERYTHING_RESIDENT
+    fetch_timeout_s: float = 60.0
+    overlap: bool = False
+    most_rows: int | None = None
+    graphs_up_to: int = 0
 
 
 def build_runner(
     config: LlamaConfig,
     source: CheckpointReader | Prepared,
-    group: Group,
     layout: Layout,
-    *,
-    routes: Routes | None,
-    dtype: torch.dtype,
-    max_model_len: int,
-    num_blocks: int,
-    block_size: int,
-    slot_blocks: int | None = None,
-    formats: WeightFormats | None = None,
-    weight_plan: WeightPlan = EVERYTHING_RESIDENT,
-    peers: PartitionPeers | None = None,
-    fetch_timeout_s: float = 60.0,
+    groups: RankGroups,
+    options: RunnerOptions,
     progress: Callable[[float], None] = lambda fraction: None,
-    overlap: bool = False,
-    most_rows: int | None = None,
-    graphs_up_to: int = 0,
-    world: Group | None = None,
 ) -> ModelRunner:
-    """Load this rank's weights onto ``group.device`` and return what executes step plans.
+    """Load this rank's weights onto its device and return the runner.
 
     Args:
-        source: of the weights: a checkpoint, or a prepared folder, which was cut as ``layout`` and is kept in its own ways.
-        routes: what sums each of the model's messages; None for a group of one.
-        dtype: of activations, cache, and weights that are not packed.
-        slot_blocks: the cache lies on the host, and the device has room for so many blocks of two layers, which is the most
-            that a step may need; None: it lies on the device.
-        formats: how weight matrices are kept; default: all as plain numbers.
-        weight_plan: which layers are streamed, and from where.
-        peers: the ranks that hold the same weights, for a plan of partitioned ones; closed with the runner.
-        fetch_timeout_s: longest that not one byte of a layer may come, be it weights or its part of the cache.
+        source: a checkpoint, or a prepared folder that was cut as ``layout``.
         progress: called with the share of weight bytes loaded, 0 to 1.
-        overlap: on CPU, compute one half of a step with a prompt while the other half is summed.
-        most_rows: steps with a prompt that have more go through each layer in several parts; default: in one.
-        world: the ranks of all replicas, of which ``group`` is one; None: it is the only one.
-        graphs_up_to: on CUDA, steps of up to so many generated rows are captured as graphs; all ranks do it together.
     Raises:
-        ValueError: the plan and ``peers`` do not go together.
+        ValueError: the weight plan and the peers do not match.
         ModelError: the checkpoint lacks a tensor or holds it in another shape.
     """
-    shard = layout.shards[group.rank]
-    device = group.device
-    formats = formats or WeightFormats()
-    weights = _load_weights(
-        source,
-        config,
-        shard,
-        weight_plan,
-        peers,
-        dtype=dtype,
-        formats=formats,
-        fetching={"device": device, "timeout_s": fetch_timeout_s, "progress": progress},
-    )
-    sizes = {"num_blocks": num_blocks, "block_size": block_size, "dtype": dtype, "device": device}
-    cache: CacheSource
-    if slot_blocks is None:
-        cache = make_kv_cache(config, shard, **sizes)
-    else:
-        cache = OffloadedCache(config, shard, slot_blocks=slot_blocks, timeout_s=fetch_timeout_s, **sizes)
-    parallel = TensorParallel(group, layout, routes)
-    model = Llama(config, parallel, weights, cache, max_model_len)
+    replica, world = groups.replica, groups.world
+    shard, plan = layout.shards[replica.rank], options.weight_plan
+    weights = _load_weights(config, source, shard, groups, options, progress)
+    cache = _make_cache(config, shard, options, replica.device)
+    parallel = TensorParallel(replica, layout, groups.routes)
+    model = Llama(config, parallel, weights, cache, options.max_model_len)
     graphs = None
-    moving = bool(weight_plan.streamed) or slot_blocks is not None
-    if graphs_up_to and device.type == "cuda" and not moving:  # a graph knows one address of a layer
+    moving = bool(plan.streamed) or options.slot_blocks is not None
+    if options.graphs_up_to and replica.device.type == "cuda" and not moving:  # a graph knows one address of a layer
         graphs = DecodeGraphs(
             model.forward,
-            sizes=graph_sizes(graphs_up_to),
-            num_arms=parallel.num_arms,
-            max_blocks=-(-max_model_len // block_size),
-            device=device,
+            sizes=graph_sizes(options.graphs_up_to),
+            num_policies=parallel.num_policies,
+            max_blocks=-(-options.max_model_len // options.block_size),
+            device=replica.device,
             capture=cuda_capture(torch.cuda.graph_pool_handle()),
-            ledger=group.ledger,
+            ledger=replica.ledger,
         )
     return ModelRunner(
         model,
-        cache,
-        group.ledger,
-        weights,
-        graphs,
-        lane=CommLane(group.ledger) if overlap else None,
-        most_rows=most_rows,
-        meeting=None if world is None else LogitsMeeting(world, layout),
-        lockstep=weight_plan.source == "partition",
+        replica.ledger,
+        graphs=graphs,
+        lane=CommLane(replica.ledger) if options.overlap else None,
+        most_rows=options.most_rows,
+        logits_gather=None if world is None else LogitsGather(world, layout),
+        lockstep=plan.source == "partition",
+    )
+
+
+def _make_cache(config: LlamaConfig, shard: Shard, options: RunnerOptions, device: torch.device) -> CacheSource:
+    sizes = {"num_blocks": options.num_blocks, "block_size": options.block_size}
+    if options.slot_blocks is None:
+        return make_kv_cache(config, shard, **sizes, dtype=options.dtype, device=device)
+    return OffloadedCache(
+        config,
+        shard,
+        **sizes,
+        slot_blocks=options.slot_blocks,
+        timeout_s=options.fetch_timeout_s,
+        dtype=options.dtype,
+        device=device,
     )
 
 
 def _load_weights(
-    source: CheckpointReader | Prepared,
     config: LlamaConfig,
+    source: CheckpointReader | Prepared,
     shard: Shard,
-    plan: WeightPlan,
-    peers: PartitionPeers | None,
-    *,
-    dtype: torch.dtype,
-    formats: WeightFormats,
-    fetching: dict[str, Any],
+    groups: RankGroups,
+    options: RunnerOptions,
+    progress: Callable[[float], None],
 ) -> WeightSource:
-    """``fetching``: device, timeout and progress."""
-    if not isinstance(source, Prepared) and plan.source == "resident":
-        device, progress = fetching["device"], fetching["progress"]
-        return load_resident(source, config, shard, dtype=dtype, formats=formats, device=device, progress=progress)
+    plan, device, dtype, timeout_s = options.weight_plan, groups.replica.device, options.dtype, options.fetch_timeout_s
     reader: LayerReader
     if isinstance(source, Prepared):
-        # The store's own error must be raised before that of the pass that waits for the layer.
-        reader = PreparedLayers(source, shard.rank, plan, _PATIENCE_SHARE * fetching["timeout_s"])
+        reader = PreparedLayers(source, shard.rank, plan, _PATIENCE_SHARE * timeout_s)
+    elif plan.source == "resident":
+        return load_resident(
+            source, config, shard, dtype=dtype, device=device, formats=options.formats, progress=progress
+        )
     else:
-        reader = CheckpointLayers(source, config, shard, plan, dtype, formats)
-    if plan.source == "partition":
-        return load_partitioned(reader, plan, _checked(peers, plan), **fetching)
-    return load_streamed(reader, plan, **fetching)
+        reader = CheckpointLayers(source, config, shard, plan, dtype, options.formats)
+    if plan.source != "partition":
+        return load_streamed(reader, plan, device=device, timeout_s=timeout_s, progress=progress)
+    peers = _checked(groups.peers, plan)
+    return load_partitioned(reader, plan, peers, device=device, timeout_s=timeout_s, progress=progress)
 
 
 def _checked(peers: PartitionPeers | None, plan: WeightPlan) -> PartitionPeers:

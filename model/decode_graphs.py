@@ -1,11 +1,11 @@
-"""Forward passes of generated rows as CUDA graphs: captured once for each number of rows, replayed with one launch.
+"""Decode steps as CUDA graphs: captured once for each number of rows, replayed with one launch.
 
 A decode step of a large model is hundreds of short kernels, and the host takes longer to launch them than the device to run
-them. A graph holds the launches, the AllReduces between ranks among them, with the addresses they had when it was
-captured; so what changes from step to step is written into tensors that stay. A step of B rows takes the graph of the next
-size, its last rows padding: no context, a slot that is none, a token whose result nobody reads.
+them. A graph holds the launches, including the AllReduces, with the addresses of their tensors at capture; so the inputs of
+each step are written into the same tensors. A step of B rows uses the graph of the next size, with padding as its last
+rows: no context, slot -1, and a result that nobody reads.
 
-Which graph a step takes follows from the plan alone, so all ranks take the same.
+The plan alone determines the graph, so all ranks use the same one.
 """
 
 import bisect
@@ -23,21 +23,21 @@ Replay = Callable[[], Tensor]
 
 
 class Capture(Protocol):
-    """Makes a replay of ``run``: it does again what ``run`` did, with the numbers that its tensors hold by then."""
+    """Returns a function that repeats ``run`` with the numbers that its tensors hold by then."""
 
     def __call__(self, run: Callable[[], Tensor]) -> Replay: ...
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of rows to capture: few rows are padded little, many by at most eight."""
+    """Numbers of rows to capture; padding is at most seven rows."""
     sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
     return (*sizes, *range(8, max_num_seqs, 8), max_num_seqs)
 
 
 class DecodeGraphs:
-    """Graphs of ``forward`` for ``sizes`` rows and every arm, captured when they are made.
+    """Graphs of ``forward`` for ``sizes`` rows and every policy, captured here.
 
-    Cost: per size and arm some ten milliseconds to capture and a few MB; all share one pool of activations.
+    Cost: per size and policy some ten milliseconds to capture and a few MB; all share one pool of activations.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DecodeGraphs:
         forward: Callable[[Batch], Tensor],
         *,
         sizes: Sequence[int],
-        num_arms: int,
+        num_policies: int,
         max_blocks: int,
         device: torch.device,
         capture: Capture,
@@ -53,33 +53,33 @@ class DecodeGraphs:
     ) -> None:
         self._sizes = sorted(sizes)
         ledger.phase = "decode"
-        # The largest first: the smaller ones find their activations' memory in the pool.
+        # The largest first: the smaller ones reuse its activations' memory in the pool.
         self._graphs = {
-            (size, arm): _Graph(forward, size, arm, max_blocks, device, capture, ledger)
+            (size, policy): _Graph(forward, size, policy, max_blocks, device, capture, ledger)
             for size in reversed(self._sizes)
-            for arm in range(num_arms)
+            for policy in range(num_policies)
         }
 
     def fits(self, arrays: StepArrays) -> bool:
-        """Whether this step has a graph: it has only generated tokens, one a sequence, and not too many."""
+        """True when the step has a graph: decode rows only, one a sequence, and not too many."""
         num_rows = len(arrays.token_ids_T)
-        return arrays.num_decode_rows == num_rows <= self._sizes[-1] and arrays.has_a_token_each
+        return arrays.num_decode_rows == num_rows <= self._sizes[-1] and arrays.has_one_token_each
 
-    def run(self, arrays: StepArrays, arm: int, chosen_R: Tensor | None = None) -> Tensor:
-        """(B, D) hidden states, valid until the next step. ``chosen_R``: what the step's references stand for."""
+    def run(self, arrays: StepArrays, policy: int, chosen_R: Tensor | None = None) -> Tensor:
+        """(B, D) hidden states, valid until the next step. ``chosen_R``: the tokens that were deferred."""
         num_rows = len(arrays.token_ids_T)
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
-        return self._graphs[size, arm].run(arrays, chosen_R)[:num_rows]
+        return self._graphs[size, policy].run(arrays, chosen_R)[:num_rows]
 
 
 class _Graph:
-    """One size and arm: its inputs, side by side in one tensor that a step fills with one copy, and its replay."""
+    """One size and policy: its inputs, side by side in one tensor that a step fills with one copy, and its replay."""
 
     def __init__(
         self,
         forward: Callable[[Batch], Tensor],
         size: int,
-        arm: int,
+        policy: int,
         max_blocks: int,
         device: torch.device,
         capture: Capture,
@@ -100,12 +100,12 @@ class _Graph:
             context_lens_B=context_lens,
             block_tables_BM=tables.view(size, max_blocks),
             num_decode_rows=size,
-            arm=arm,
+            policy=policy,
         )
         self._token_ids_T = token_ids
         self._pad(0)
         overwrite(self._device, self._host)
-        forward(batch)  # compiles kernels and takes workspaces, which a capture must not
+        forward(batch)  # compiles kernels and allocates workspaces, which a capture must not do
         before = {count[:3]: count for count in ledger.counts()}
         self._replay = capture(lambda: forward(batch))
         self._counts = [count.since(before.get(count[:3])) for count in ledger.counts()]
@@ -138,7 +138,7 @@ class _Graph:
 def cuda_capture(pool: Any) -> Capture:
     """Capture into graphs that share ``pool`` (``torch.cuda.graph_pool_handle()``).
 
-    A capture raises RuntimeError when something in it cannot be captured, or memory runs out.
+    A capture raises RuntimeError when an operation cannot be captured, or memory runs out.
     """
 
     def capture(run: Callable[[], Tensor]) -> Replay:
@@ -149,7 +149,7 @@ def cuda_capture(pool: Any) -> Capture:
                 result = run()
         except RuntimeError as error:
             raise RuntimeError(
-                f"a step of generated tokens could not be captured as a CUDA graph; with --no-cuda-graphs none is: {error}"
+                f"a decode step could not be captured as a CUDA graph; --no-cuda-graphs captures none: {error}"
             ) from error
 
         def replay() -> Tensor:

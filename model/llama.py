@@ -41,13 +41,13 @@ class Llama:
     ) -> None:
         self._config = config
         self._parallel = parallel
-        self._weights = weights
-        self._cache = cache
+        self.weights = weights
+        self.cache = cache
         self._angles = rope_table(config, max_positions, cache.device)
         sites = [(site, layer) for layer in range(config.num_layers) for site in ("o_proj", "down_proj")]
-        # The sum after each part, for each arm. Part 2l is layer l's attention, part 2l + 1 its MLP.
+        # The sum after each part, for each policy. Part 2l is layer l's attention, part 2l + 1 its MLP.
         self._sums = [
-            [parallel.row_sums(site, layer, arm) for site, layer in sites] for arm in range(parallel.num_arms)
+            [parallel.row_sums(site, layer, policy) for site, layer in sites] for policy in range(parallel.num_policies)
         ]
         self._spans = weights.spans
         if cache.layers_at_a_time is not None:
@@ -91,23 +91,23 @@ class Llama:
         update_TD: Tensor | None = None
         for span in self._spans:
             for index in span:
-                layers.place(index, self._weights.layer(index))
+                layers.place(index, self.weights.layer(index))
             update_TD = yield from self._run_span(span, layers, batch, update_TD)
             for index in span:
-                self._weights.release(index)
-                self._cache.release(index)
+                self.weights.release(index)
+                self.cache.release(index)
         assert update_TD is not None, "a model has at least one layer"
         return layers.residual_TD + update_TD
 
     def _eager(self, batch: Batch, residual_TD: Tensor) -> EagerLayers:
-        return EagerLayers(self._config, self._parallel.shard, self._cache, self._angles, batch, residual_TD)
+        return EagerLayers(self._config, self._parallel.shard, self.cache, self._angles, batch, residual_TD)
 
     def _run_span(
         self, span: range, layers: EagerLayers | DecodeProgram, batch: Batch, update_TD: Tensor | None
     ) -> Generator[Collective, Tensor, Tensor]:
         """The parts of these layers, each followed by its sum over the ranks."""
         first, stop = 2 * span.start, 2 * span.stop
-        sums = self._sums[batch.arm][first:stop]
+        sums = self._sums[batch.policy][first:stop]
         if isinstance(layers, DecodeProgram):
             if not any(sums):
                 return layers.run_parts(first, stop, update_TD)
@@ -131,8 +131,8 @@ class Llama:
         return None if kernel_sums is None else (kernel_sums, [row_sums.label for row_sums in known])
 
     def _embed(self, batch: Batch) -> Tensor:
-        table, dtype = self._weights.outer.embedding, self._cache.dtype
-        return self._parallel.embed(table, batch.token_ids_T, batch.arm, dtype)
+        table, dtype = self.weights.outer.embedding, self.cache.dtype
+        return self._parallel.embed(table, batch.token_ids_T, batch.policy, dtype)
 
     @torch.inference_mode()
     def last_chosen(self, chosen_R: Tensor | None, num: int) -> Tensor:
@@ -142,14 +142,14 @@ class Llama:
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor, num_candidates: int = 0) -> Tensor | None:
         """(R, V) float32 on rank 0, None elsewhere; see ``TensorParallel.logits``."""
-        outer = self._weights.outer
+        outer = self.weights.outer
         normed_RD = rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps)
         return self._parallel.logits(normed_RD, outer.head, num_candidates)
 
     @torch.inference_mode()
     def local_logits(self, hidden_RD: Tensor) -> Tensor:
         """(R, local V) float32: this rank's columns."""
-        outer = self._weights.outer
+        outer = self.weights.outer
         return linear_to_float(rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps), outer.head)
 
 

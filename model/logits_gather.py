@@ -1,9 +1,8 @@
-"""Where data-parallel replicas meet: rank 0 gets the logits of all their rows, to choose tokens for every sequence.
+"""Gathers the logits of data-parallel replicas on rank 0, which chooses tokens for every sequence.
 
-A replica is a whole model, split over the ranks of a tensor-parallel group of its own. In a step each replica runs a plan of
-its own, and then every rank of every replica sends rank 0 its columns of its replica's rows, or the best few of them where
-those decide (``model.candidates``). Rank 0 puts them together as if one replica had computed them all: what a row holds
-does not depend on the replica.
+A replica is a whole model, split over a tensor-parallel group of its own. In a step each replica runs its own plan; then every
+rank of every replica sends rank 0 its columns of the replica's rows, or only the best few of them where those suffice
+(``sampling.candidates``). Rank 0 joins them as if one replica had computed all rows: a row does not depend on the replica.
 """
 
 import time
@@ -23,57 +22,60 @@ from tightwire.model.step import ints
 _FLOAT_BYTES = 4
 
 
-class _Brought(NamedTuple):
-    """By one replica."""
+class _Rows(NamedTuple):
+    """One replica's rows of logits in a step."""
 
     num_rows: int
     num_candidates: int  # 0: all logits
 
 
-class LogitsMeeting:
-    """One rank's place in it. ``world``: the ranks of all replicas, replica after replica, each in the layout's order."""
+class LogitsGather:
+    """One rank's side of the gather."""
 
     def __init__(self, world: Group, layout: Layout) -> None:
+        """``world``: the ranks of all replicas, replica after replica, each in the layout's order."""
         self._world = world
         self._vocab_rows = [shard.vocab_rows for shard in layout.shards]
         self._replica, self._place = divmod(world.rank, len(self._vocab_rows))
         self._sizes = [len(rows) for rows in self._vocab_rows]
-        self.num_begun = 0  # all ranks begin the same ones
-        self.waited_s = 0.0  # until all had brought theirs, their way included
+        self.num_begun = 0  # gathers, in the same order on all ranks
+        self.waited_s = 0.0  # in gathers: for the slowest rank, and for the bytes
 
-    def gather(self, meeting: bytes, local_RV: Tensor | None) -> Tensor | None:
+    def gather(self, sizes: bytes, local_RV: Tensor | None) -> Tensor | None:
         """(R, V) float32 on rank 0, replica after replica; None elsewhere.
 
         Args:
-            meeting: of the step's plan.
-            local_RV: this rank's columns of its replica's rows; None where it has none.
+            sizes: the plan's ``gather_sizes``.
+            local_RV: this rank's columns of its replica's rows; None if it has no rows.
         Raises:
-            PeerLostError: a rank of any replica is gone.
+            PeerLostError: a rank of a replica is gone.
         Cost: each rank but 0 sends the largest of all ranks' messages: 4 R local_V bytes, or 8 R num_candidates.
         """
-        brought = [_Brought(*pair) for pair in ints(meeting).reshape(-1, 2).tolist()]
+        replicas = [_Rows(*pair) for pair in ints(sizes).reshape(-1, 2).tolist()]
         self.num_begun += 1
         self._world.ledger.site = "logits"
-        sizes = [self._message_bytes(replica, place) for replica in brought for place in range(len(self._sizes))]
-        message, start_s = self._message(local_RV, brought[self._replica]), time.perf_counter()
-        received = gather_to_root(self._world, message, sizes)
+        message_bytes = [
+            self._message_bytes(replica, place) for replica in replicas for place in range(len(self._sizes))
+        ]
+        message, start_s = self._message(local_RV, replicas[self._replica]), time.perf_counter()
+        received = gather_to_root(self._world, message, message_bytes)
         self.waited_s += time.perf_counter() - start_s
         if received is None:
             return None
         num_places = len(self._sizes)
         rows = [
             self._joined(received[d * num_places : (d + 1) * num_places], replica)
-            for d, replica in enumerate(brought)
+            for d, replica in enumerate(replicas)
             if replica.num_rows
         ]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    def _message_bytes(self, replica: _Brought, place: int) -> int:
+    def _message_bytes(self, replica: _Rows, place: int) -> int:
         if candidates_pay(replica.num_candidates, self._sizes):
             return KEY_BYTES * replica.num_rows * replica.num_candidates
         return _FLOAT_BYTES * replica.num_rows * self._sizes[place]
 
-    def _message(self, local_RV: Tensor | None, replica: _Brought) -> Tensor:
+    def _message(self, local_RV: Tensor | None, replica: _Rows) -> Tensor:
         if local_RV is None:
             return torch.empty(0, dtype=torch.uint8, device=self._world.device)
         if candidates_pay(replica.num_candidates, self._sizes):
@@ -81,8 +83,8 @@ class LogitsMeeting:
             return as_bytes(best_candidates(local_RV, replica.num_candidates, first_id).contiguous().view(-1))
         return as_bytes(local_RV.contiguous().view(-1))
 
-    def _joined(self, messages: Sequence[Tensor], replica: _Brought) -> Tensor:
-        """One replica's rows, of its ranks' messages."""
+    def _joined(self, messages: Sequence[Tensor], replica: _Rows) -> Tensor:
+        """One replica's rows from its ranks' messages."""
         if candidates_pay(replica.num_candidates, self._sizes):
             keys = [message.view(torch.int64).view(replica.num_rows, -1) for message in messages]
             return scatter_candidates(torch.cat(keys, dim=1), self._vocab_rows[-1].stop)

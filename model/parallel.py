@@ -1,8 +1,8 @@
-"""Tensor parallelism: the only place in the model where the ranks of a replica meet.
+"""Tensor parallelism: the only model file that calls collectives among the ranks of a replica.
 
-Column-parallel matrices (q, k, v, gate, up) need nothing here: each rank multiplies its own rows. Their row-parallel
-partners (o, down) leave every rank with a partial sum, and one AllReduce makes it whole: two per layer. The embedding
-and the head are split over the vocabulary.
+Column-parallel matrices (q, k, v, gate, up) need none: each rank multiplies its own rows. Their row-parallel partners (o,
+down) give every rank a partial sum, and an AllReduce adds them up: two per layer. The embedding and the head are split over
+the vocabulary.
 
 Source: Megatron-LM, arXiv 1909.08053, section 3.
 """
@@ -28,41 +28,39 @@ from tightwire.model.sampling.candidates import best_candidates, candidates_pay,
 
 @dataclass(frozen=True, slots=True)
 class RowSums:
-    """The AllReduces of one row-parallel matrix: for prompt rows and for generated rows, maybe one and the same."""
+    """The AllReduces of one row-parallel matrix for prefill rows and for decode rows; both may be the same object."""
 
-    label: str  # matrix and layer, as the ledger's trace shows them
+    label: str  # matrix and layer, for the ledger's trace
     prompt: AllReduce
     generated: AllReduce
 
 
 class TensorParallel:
-    """One rank's view of the split: its shard, the group, and the AllReduces it was given.
-
-    ``num_arms``: how many sets of AllReduces there are; each forward pass goes by one of them.
-    """
+    """One rank's shard, its group, and its AllReduces: ``num_policies`` sets, of which each forward pass uses one."""
 
     def __init__(self, group: Group, layout: Layout, routes: Routes | None) -> None:
-        """``routes``: not needed by a single rank."""
+        """``routes``: None for a single rank."""
         self.shard = layout.shards[group.rank]
         self._group = group
         self._layout = layout
         self._routes = routes
-        self.num_arms = 1 if routes is None else len(routes.arms)
+        self.num_policies = 1 if routes is None else len(routes.arms)
         self._embedding_sums = [
-            None if routes is None else routes.all_reduce("embed", 0, "prefill", arm) for arm in range(self.num_arms)
+            None if routes is None else routes.all_reduce("embed", 0, "prefill", policy)
+            for policy in range(self.num_policies)
         ]
 
-    def row_sums(self, site: str, layer: int, arm: int = 0) -> RowSums | None:
-        """What sums the parts of ``site``'s matrix in ``layer``, to be given to ``sum_rows``; None for one rank."""
+    def row_sums(self, site: str, layer: int, policy: int = 0) -> RowSums | None:
+        """The AllReduces of ``site``'s matrix in ``layer``, for ``sum_rows``; None for one rank."""
         if self._routes is None:
             return None
         return RowSums(
-            f"{site} {layer}", *(self._routes.all_reduce(site, layer, phase, arm) for phase in ("prefill", "decode"))
+            f"{site} {layer}", *(self._routes.all_reduce(site, layer, phase, policy) for phase in ("prefill", "decode"))
         )
 
-    def embed(self, local_table_VD: Matrix, token_ids_T: Tensor, arm: int, dtype: torch.dtype) -> Tensor:
+    def embed(self, local_table_VD: Matrix, token_ids_T: Tensor, policy: int, dtype: torch.dtype) -> Tensor:
         """(T, D) embeddings in ``dtype``. Each token is known to one rank; the others add exact zeros."""
-        embedding_sum = self._embedding_sums[arm]
+        embedding_sum = self._embedding_sums[policy]
         if embedding_sum is None:
             return embedding(token_ids_T, local_table_VD, dtype)
         self._group.ledger.site = "embed"
@@ -75,7 +73,7 @@ class TensorParallel:
         """The first ``num`` of the tokens that rank 0 chose after the last step, on every rank.
 
         Args:
-            chosen_R: (R,) int32 on rank 0, not looked at elsewhere.
+            chosen_R: (R,) int32 on rank 0, ignored elsewhere.
         Raises:
             ValueError: rank 0 has fewer.
         Cost: rank 0 sends the W - 1 others 4 num bytes.
@@ -84,15 +82,15 @@ class TensorParallel:
             chosen_R = torch.empty(num, dtype=torch.int32, device=self._group.device)
         elif chosen_R is None or len(chosen_R) < num:
             given = "none" if chosen_R is None else len(chosen_R)
-            raise ValueError(f"the plan refers to {num} tokens chosen after the last step, and {given} were given")
+            raise ValueError(f"the plan defers {num} tokens to the last step, and {given} were given")
         self._group.ledger.site = "chosen"
         return broadcast(self._group, chosen_R[:num])
 
     def sum_rows(self, partial_TD: Tensor, sums: RowSums | None, *, num_single_rows: int) -> Tensor:
-        """(T, D): what the ranks' partial results add up to.
+        """(T, D): the sum of the ranks' partial results.
 
-        The first ``num_single_rows`` rows are generated tokens, the others prompt. Where the two are summed by
-        different algorithms they travel apart, so what a row becomes does not depend on its neighbours' kind.
+        The first ``num_single_rows`` rows are decode rows, the others prefill rows. When different algorithms sum the two,
+        they travel separately, so a row's bits do not depend on the kind of the other rows.
         """
         if sums is None:
             return partial_TD
@@ -108,7 +106,7 @@ class TensorParallel:
         return torch.cat([generated_TD, sums.prompt(partial_TD[num_single_rows:])])
 
     def sums_in_kernel(self, generated: Iterable[AllReduce], rows_TD: Tensor) -> KernelSums | None:
-        """What lets one kernel make all these sums of messages like ``rows_TD``; None where one of them cannot be."""
+        """Lets one kernel make all these sums of messages like ``rows_TD``; None when one of them is not possible there."""
         found = {kernel_sums(all_reduce, rows_TD.numel(), rows_TD.element_size()) for all_reduce in generated}
         return found.pop() if len(found) == 1 else None
 
@@ -116,8 +114,8 @@ class TensorParallel:
         """(R, V) float32 on rank 0, None on the others.
 
         Args:
-            num_candidates: with several ranks, that many of each row's best are kept, at the least, and the others may
-                become minus infinity; 0: all.
+            num_candidates: with several ranks, at least this many of each row's best logits are kept, and the others may
+                become minus infinity; 0: all are kept.
         Cost: each rank sends W - 1 times R max_vocab_rows numbers of float32, or 8 R num_candidates bytes; the gather is to all.
         """
         local_RV = linear_to_float(hidden_RD, local_head_VD)

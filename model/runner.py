@@ -1,4 +1,6 @@
-"""Turns a step plan into tensors, runs the model, and gives rank 0 its logits. One runner per rank."""
+"""Runs step plans on the model and returns the logits on rank 0. One runner per rank."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -6,51 +8,47 @@ from torch import Tensor
 
 from tightwire.comm.lane import CommLane
 from tightwire.comm.ledger.ledger import Ledger
-from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.decode_graphs import DecodeGraphs
 from tightwire.model.llama import Llama
-from tightwire.model.logits_gather import LogitsMeeting
+from tightwire.model.logits_gather import LogitsGather
 from tightwire.model.step import StepPlan, ints
 from tightwire.model.step_arrays import Batch, StepArrays, cut, cut_row, cut_up, num_deferred, resolve_deferred
 from tightwire.model.transfer import upload
-from tightwire.model.weights.source import WeightSource
 
 
 class ModelRunner:
-    """Executes plans in order. All ranks of a group execute the same plans.
+    """Executes plans in order. All ranks of a replica execute the same plans.
 
-    Of several replicas each executes plans of its own, one in every step, which may be empty.
+    With several replicas each executes its own plan in every step, which may be empty.
     """
 
     def __init__(
         self,
         model: Llama,
-        cache: CacheSource,
         ledger: Ledger,
-        weights: WeightSource,
+        *,
         graphs: DecodeGraphs | None = None,
         lane: CommLane | None = None,
         most_rows: int | None = None,
-        *,
-        meeting: LogitsMeeting | None = None,
+        logits_gather: LogitsGather | None = None,
         lockstep: bool = False,
     ) -> None:
-        """``graphs``: replayed for the steps that have one; None: every step is run kernel by kernel.
-
-        ``most_rows``: longer steps with a prompt go through each layer in several parts; None: in one.
-        ``meeting``: where the replicas' logits meet; None: there is one replica.
-        ``lockstep``: weights come to all replicas together, and one with nothing to compute goes through the layers too.
-        ``lane``: where one half of a step with a prompt is summed while the other is computed; None: nowhere.
         """
-        self._model, self._graphs, self._lane = model, graphs, lane
-        self._ledger, self._most_rows = ledger, most_rows
-        self.weights, self.cache = weights, cache
-        self.meeting, self.lockstep = meeting, lockstep
-        self._block_size = cache.block_size
-        self._device = cache.device
+        Args:
+            graphs: replayed for the steps that have one; None: every step runs kernel by kernel.
+            lane: sums one half of a prefill step while the other is computed; None: steps are not halved.
+            most_rows: longer prefill steps go through each layer in several parts; None: in one.
+            logits_gather: of all replicas; None: there is one replica.
+            lockstep: all replicas stream weights together, so one with nothing to compute goes through the layers too.
+        """
+        self._model, self._ledger, self._graphs, self._lane = model, ledger, graphs, lane
+        self._most_rows = most_rows
+        self.weights, self.cache = model.weights, model.cache
+        self.logits_gather, self.lockstep = logits_gather, lockstep
+        self._device = model.cache.device
 
     def close(self) -> None:
-        """End what fetches weights, keys and values. May be called twice."""
+        """End the threads that fetch weights, keys and values. May be called twice."""
         self.weights.close()
         self.cache.close()
 
@@ -60,79 +58,58 @@ class ModelRunner:
         On CUDA the host only launches it, and waits for nothing.
 
         Args:
-            chosen_R: on rank 0, the tokens (R,) int32 chosen after the last step, if the plan refers to any.
+            chosen_R: on rank 0, the tokens (R,) int32 chosen after the last step, if the plan defers any.
         Returns:
             Logits (R, V) float32 of ``plan.logit_rows`` on rank 0; None on other ranks, and when R is 0. With
-            ``plan.num_candidates`` those beside the best may be minus infinity. With ``plan.meeting`` those of all replicas.
+            ``plan.num_candidates`` all but the best may be minus infinity. With ``plan.gather_sizes`` the rows are those of
+            all replicas.
         """
-        # A step with any prompt in it sends messages of a prompt's size: that is what the two phases tell apart.
+        # A step with any prompt in it sends messages of a prompt's size, so it counts as prefill.
         self._ledger.phase = "decode" if plan.is_decode else "prefill"
         hidden_TD = self._hidden(plan, chosen_R)
         rows_R = ints(plan.logit_rows)
-        if plan.meeting:
-            assert self.meeting is not None, "a plan of several replicas, and there is one"
+        if plan.gather_sizes:
+            assert self.logits_gather is not None, "a plan of several replicas, and there is one"
             local_RV = None
             if hidden_TD is not None and len(rows_R):
                 local_RV = self._model.local_logits(hidden_TD[self._to_device(rows_R)])
-            return self.meeting.gather(plan.meeting, local_RV)
+            return self.logits_gather.gather(plan.gather_sizes, local_RV)
         if hidden_TD is None or not len(rows_R):
             return None
         return self._model.logits(hidden_TD[self._to_device(rows_R)], plan.num_candidates)
 
     def _hidden(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
-        """(T, D) after the last layer; None where the plan has no tokens."""
+        """(T, D) after the last layer; None if the plan has no tokens."""
         if not plan.token_ids:
             if self.lockstep:
                 self._walk()
             return None
-        arrays = self.cache.begin(self._arrays(plan))
+        arrays = self.cache.begin(StepArrays.from_plan(plan, self.cache.block_size))
         num_chosen = num_deferred(arrays.token_ids_T)
         chosen_R = self._model.last_chosen(chosen_R, num_chosen) if num_chosen else None
         if self._graphs is not None and self._graphs.fits(arrays):
-            return self._graphs.run(arrays, plan.arm, chosen_R)
-        parts = [self._batch(part, plan.arm, chosen_R) for part in self._parts(arrays)]
+            return self._graphs.run(arrays, plan.policy, chosen_R)
+        parts = [self._batch(part, plan.policy, chosen_R) for part in self._parts(arrays)]
         return self._model.forward(*parts, lane=self._lane if len(parts) > 1 else None)
 
     def _walk(self) -> None:
-        """One pass over the layers, as every step makes one, without computing."""
+        """One pass over the layers without computing."""
         for span in self.weights.spans:
             for index in span:
                 self.weights.layer(index)
             for index in span:
                 self.weights.release(index)
 
-    def _parts(self, arrays: StepArrays) -> list[StepArrays]:
-        """The step, or what it is cut into: to fit, or else to be summed one half beside the other."""
+    def _parts(self, arrays: StepArrays) -> Sequence[StepArrays]:
+        """The step, or its parts: cut to fit, or in two halves for the lane."""
         num_rows, num_decode_rows = len(arrays.token_ids_T), arrays.num_decode_rows
         if self._most_rows is not None and num_rows > max(self._most_rows, num_decode_rows):
             return cut_up(arrays, self._most_rows)
         if self._lane is not None and (row := cut_row(num_rows, num_decode_rows)):
-            return list(cut(arrays, row))
+            return cut(arrays, row)
         return [arrays]
 
-    def _arrays(self, plan: StepPlan) -> StepArrays:
-        query_lens_B, context_lens_B = ints(plan.query_lens), ints(plan.context_lens)
-        block_tables_BM = ints(plan.block_tables).reshape(len(query_lens_B), -1)
-        query_start_B1 = np.zeros(len(query_lens_B) + 1, dtype=np.int32)
-        np.cumsum(query_lens_B, out=query_start_B1[1:])
-        sequence_T = np.repeat(np.arange(len(query_lens_B)), query_lens_B)
-        first_position_B = context_lens_B - query_lens_B
-        positions_T = (
-            np.arange(query_start_B1[-1], dtype=np.int32) + (first_position_B - query_start_B1[:-1])[sequence_T]
-        )
-        block, offset = positions_T // self._block_size, positions_T % self._block_size
-        slots_T = block_tables_BM[sequence_T, block] * self._block_size + offset
-        return StepArrays(
-            token_ids_T=ints(plan.token_ids),
-            positions_T=positions_T,
-            slots_T=slots_T,
-            query_start_B1=query_start_B1,
-            context_lens_B=context_lens_B,
-            block_tables_BM=block_tables_BM,
-            num_decode_rows=plan.num_decode_rows,
-        )
-
-    def _batch(self, arrays: StepArrays, arm: int, chosen_R: Tensor | None) -> Batch:
+    def _batch(self, arrays: StepArrays, policy: int, chosen_R: Tensor | None) -> Batch:
         token_ids_T = self._to_device(arrays.token_ids_T)
         return Batch(
             token_ids_T=token_ids_T if chosen_R is None else resolve_deferred(token_ids_T, chosen_R),
@@ -142,7 +119,7 @@ class ModelRunner:
             context_lens_B=self._to_device(arrays.context_lens_B),
             block_tables_BM=self._to_device(arrays.block_tables_BM),
             num_decode_rows=arrays.num_decode_rows,
-            arm=arm,
+            policy=policy,
         )
 
     def _to_device(self, array: np.ndarray) -> Tensor:

@@ -1,7 +1,7 @@
-"""The step plan: everything a rank needs to run one forward pass, small enough to send at every step.
+"""The step plan: the input of one forward pass, small enough to send to every rank at every step.
 
-Made by the scheduler on rank 0, encoded with msgspec, the same on every rank. Integer arrays travel as little-endian
-int32 bytes, because a list of a few thousand Python ints costs more to encode than the step's scheduling.
+The scheduler on rank 0 makes it, and all ranks of a replica get the same one. Integer arrays travel as little-endian int32
+bytes, because a list of a few thousand Python ints costs more to encode than the step costs to schedule.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ _INT_BYTES = 4
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One forward pass over B sequences, T new tokens in all, packed without padding.
 
-    Rows are ordered by sequence; a sequence's new tokens are the last ``query_lens[b]`` of its ``context_lens[b]``.
-    Generated tokens come before prompts, and no sequence has both: kernels differ for the two, and which of them a token
-    gets must not depend on what it is batched with.
+    Rows are ordered by sequence; a sequence's new tokens are the last ``query_lens[b]`` of its ``context_lens[b]``. Decode
+    rows come before prefill rows, and no sequence has both: kernels differ for the two, and the kernel of a token must not
+    depend on the rest of the batch.
     """
 
     index: int  # counts up by one; a rank that sees a gap stops
-    token_ids: bytes  # (T,) int32; a negative one refers to what the last step chose (``references``)
+    token_ids: bytes  # (T,) int32; a negative one is a deferred token (``deferred_token``)
     query_lens: bytes  # (B,) int32
-    context_lens: bytes  # (B,) int32, tokens in the cache once this step has written its own
+    context_lens: bytes  # (B,) int32, tokens in the cache after this step
     block_tables: bytes  # (B, max_blocks) int32, row-major, unused entries 0
-    num_decode_rows: int  # the first so many rows of T are tokens the model generated, the others are prompt
+    num_decode_rows: int  # these rows of T come first: tokens that the model generated; the others are prompt
     logit_rows: bytes  # (R,) int32 rows of T whose logits rank 0 needs; may be empty
-    arm: int = 0  # which of the AllReduces that the model was given sum this step
-    num_candidates: int = 0  # so many of each row's best logits are wanted of every rank; 0: all
-    # Where several replicas run a step each, what all of them bring: (replicas, 2) int32, logit rows and candidates, the same
-    # for every replica. Empty: no replica but the first has rows, or there is no other.
-    meeting: bytes = b""
+    policy: int = 0  # the number of the set of AllReduces that sums this step
+    num_candidates: int = 0  # each rank keeps at least this many of a row's best logits; 0: all
+    # With several replicas: (replicas, 2) int32, logit rows and candidates of each, the same in every replica's plan. Empty
+    # when only the first replica has rows.
+    gather_sizes: bytes = b""
 
     @property
     def num_rows(self) -> int:
@@ -59,10 +59,10 @@ def make_plan(
     num_decode_rows: int,
     logit_rows: ArrayLike,
     index: int = 0,
-    arm: int = 0,
+    policy: int = 0,
     num_candidates: int = 0,
 ) -> StepPlan:
-    """A plan of numbers that are not packed yet; ``ints`` unpacks them."""
+    """A plan from numbers that are not packed yet; ``ints`` unpacks them."""
     return StepPlan(
         index=index,
         token_ids=_packed(token_ids),
@@ -71,24 +71,24 @@ def make_plan(
         block_tables=_packed(block_tables),
         num_decode_rows=num_decode_rows,
         logit_rows=_packed(logit_rows),
-        arm=arm,
+        policy=policy,
         num_candidates=num_candidates,
     )
 
 
 def idle_plan(index: int) -> StepPlan:
-    """Of a replica that has nothing to compute in a step."""
+    """The plan of a replica that has nothing to compute in a step."""
     return make_plan(
         index=index, token_ids=(), query_lens=(), context_lens=(), block_tables=(), num_decode_rows=0, logit_rows=()
     )
 
 
-def meeting_of(plans: Sequence[StepPlan]) -> bytes:
-    """What the replicas that run ``plans`` bring to rank 0, as ``StepPlan.meeting`` has it."""
-    brought = [(plan.num_logit_rows, plan.num_candidates) for plan in plans]
-    if not any(num_rows for num_rows, _ in brought[1:]):
+def gather_sizes(plans: Sequence[StepPlan]) -> bytes:
+    """``StepPlan.gather_sizes`` of the replicas' plans for one step."""
+    sizes = [(plan.num_logit_rows, plan.num_candidates) for plan in plans]
+    if not any(num_rows for num_rows, _ in sizes[1:]):
         return b""
-    return _packed(brought)
+    return _packed(sizes)
 
 
 def deferred_token(index: int) -> int:
@@ -100,7 +100,7 @@ def deferred_token(index: int) -> int:
 
 
 def ints(data: bytes) -> np.ndarray:
-    """What a plan packs, in one dimension; a view of ``data``."""
+    """Unpack a plan's numbers, in one dimension; a view of ``data``."""
     return np.frombuffer(data, "<i4")
 
 

@@ -161,7 +161,7 @@ class PlayedRanks:
             context_lens_B=(positions_BL[:, -1] + 1).int(),
             block_tables_BM=tables_BM.int(),
             num_decode_rows=num_sequences if is_decode else 0,
-            arm=arm,
+            policy=arm,
         )
         hidden_TD = self._on_ranks(lambda rank: self._models[arm][rank].forward(batch))[0]
         normed_TD = rms_norm(hidden_TD, self._final_norm_D, self._config.norm_eps)

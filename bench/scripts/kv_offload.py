@@ -19,7 +19,7 @@ import torch
 
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.sizes import format_bytes
-from tightwire.model.build import build_runner
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.offloaded_cache import OffloadedCache
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
@@ -40,14 +40,15 @@ def main() -> int:
         build_runner(
             config,
             checkpoint.reader(),
-            in_process_groups(1)[0],
             make_layout(config, 1),
-            routes=None,
-            dtype=torch.bfloat16,
-            max_model_len=longest,
-            num_blocks=num_blocks,
-            slot_blocks=slot_blocks,
-            block_size=_BLOCK,
+            RankGroups(in_process_groups(1)[0]),
+            RunnerOptions(
+                dtype=torch.bfloat16,
+                max_model_len=longest,
+                num_blocks=num_blocks,
+                slot_blocks=slot_blocks,
+                block_size=_BLOCK,
+            ),
         )
         for slot_blocks in (None, num_blocks)
     ]

@@ -24,7 +24,7 @@ from tightwire.bench.stream.cells import Load
 from tightwire.bench.stream.steps import BLOCK_SIZE, make_step
 from tightwire.comm.group.group import in_process_groups
 from tightwire.model import eager_layers, parallel
-from tightwire.model.build import build_runner
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
@@ -60,14 +60,15 @@ def main() -> int:
     runner = build_runner(
         config,
         checkpoint.reader(),
-        in_process_groups(1)[0],
         layout,
-        routes=None,
-        dtype=torch.bfloat16,
-        max_model_len=longest,
-        num_blocks=max(given.rows) * -(-longest // BLOCK_SIZE),
-        block_size=BLOCK_SIZE,
-        formats=formats,
+        RankGroups(in_process_groups(1)[0]),
+        RunnerOptions(
+            dtype=torch.bfloat16,
+            max_model_len=longest,
+            num_blocks=max(given.rows) * -(-longest // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            formats=formats,
+        ),
     )
     prompt = make_step(Load(False, given.prompt_len), 0, config.vocab_size, seed=0)
     layer_weights = config.num_layers * config.layer_matrix_elems

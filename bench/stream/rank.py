@@ -13,7 +13,7 @@ from tightwire.comm.group.group import Group
 from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import one_for_all
-from tightwire.model.build import build_runner
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint
 from tightwire.model.runner import ModelRunner
@@ -53,17 +53,17 @@ class Rank:
         return build_runner(
             self._config,
             prepared or self._checkpoint.reader(),
-            self.group,
             self._layout,
-            routes=self._routes,
-            dtype=self._dtype,
-            max_model_len=longest,
-            num_blocks=max(-(-longest // BLOCK_SIZE), each * max(self.options.batches)),
-            block_size=BLOCK_SIZE,
-            formats=self._formats,
-            weight_plan=plan,
-            peers=peers,
-            fetch_timeout_s=self.options.timeout_s,
+            RankGroups(self.group, routes=self._routes, peers=peers),
+            RunnerOptions(
+                dtype=self._dtype,
+                max_model_len=longest,
+                num_blocks=max(-(-longest // BLOCK_SIZE), each * max(self.options.batches)),
+                block_size=BLOCK_SIZE,
+                formats=self._formats,
+                weight_plan=plan,
+                fetch_timeout_s=self.options.timeout_s,
+            ),
         )
 
     def step_bytes(self, plan: WeightPlan) -> int:

@@ -133,7 +133,7 @@ def make_step(index: int, chunks: list[Chunk], policy: int = 0) -> ScheduledStep
         block_tables=block_tables,
         num_decode_rows=sum(c.num_rows for c in chunks if c.start >= c.request.num_prompt_tokens),
         logit_rows=logit_rows,
-        arm=policy,
+        policy=policy,
         num_candidates=_candidates_needed(chunks),
     )
     return ScheduledStep(plan, chunks)

@@ -21,7 +21,7 @@ from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
 from tightwire.comm.policy.routes import Routes
 from tightwire.comm.transport.throttled import held_rate, throttle_group
 from tightwire.kernels.cpu.vector.allocator import keep_freed_memory
-from tightwire.model.build import build_runner
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.offloaded_cache import OffloadedCache
 from tightwire.model.layout import Layout, Shard, make_layout
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
@@ -72,8 +72,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             runner = _load(checkpoint, layout, formats, group, comm.routes, work, progress, world, peers)
         pools = _pools(runner)
         reporter.num_fetched = lambda: sum(pool.num_moves for pool in pools)
-        if (meeting := runner.meeting) is not None:
-            reporter.num_meetings = lambda: meeting.num_begun
+        if (logits_gather := runner.logits_gather) is not None:
+            reporter.num_meetings = lambda: logits_gather.num_begun
         _await_others(store, identity, reporter, "load")
         keep_freed_memory()  # a step's activations come and go; thousands of page faults a prompt would go with them
         with _take_place(identity, work, checkpoint, group, runner, reporter, peers) as place:
@@ -221,23 +221,22 @@ def _load(
     return build_runner(
         checkpoint.config,
         checkpoint.prepared or checkpoint.reader(),
-        group,
         layout,
-        routes=routes,
-        dtype=getattr(torch, work.plan.dtype),
-        max_model_len=work.plan.max_model_len,
-        num_blocks=work.plan.num_blocks,
-        slot_blocks=work.plan.slot_blocks,
-        block_size=work.config.engine.block_size,
-        formats=formats,
-        weight_plan=work.plan.weights,
-        peers=peers,
-        fetch_timeout_s=work.config.weights.fetch_timeout_s,
-        progress=progress,
-        most_rows=work.config.engine.max_num_batched_tokens if work.plan.weights.max_parts > 1 else None,
-        overlap=work.plan.overlap,
-        graphs_up_to=work.config.engine.max_num_seqs if work.config.engine.cuda_graphs else 0,
-        world=world,
+        RankGroups(group, routes=routes, world=world, peers=peers),
+        RunnerOptions(
+            dtype=getattr(torch, work.plan.dtype),
+            max_model_len=work.plan.max_model_len,
+            num_blocks=work.plan.num_blocks,
+            slot_blocks=work.plan.slot_blocks,
+            block_size=work.config.engine.block_size,
+            formats=formats,
+            weight_plan=work.plan.weights,
+            fetch_timeout_s=work.config.weights.fetch_timeout_s,
+            most_rows=work.config.engine.max_num_batched_tokens if work.plan.weights.max_parts > 1 else None,
+            overlap=work.plan.overlap,
+            graphs_up_to=work.config.engine.max_num_seqs if work.config.engine.cuda_graphs else 0,
+        ),
+        progress,
     )
 
 

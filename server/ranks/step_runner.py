@@ -113,8 +113,8 @@ class RankZeroRunner:
 
     def _other_waits_s(self) -> float:
         """Time that steps have waited for other replicas' logits, and for keys and values."""
-        meeting, cache = self._runner.meeting, self._cache_count()
-        return (0.0 if meeting is None else meeting.waited_s) + (0.0 if cache is None else cache.waited_s)
+        gather, cache = self._runner.logits_gather, self._cache_count()
+        return (0.0 if gather is None else gather.waited_s) + (0.0 if cache is None else cache.waited_s)
 
     def _cache_count(self) -> CacheCount | None:
         cache = self._runner.cache

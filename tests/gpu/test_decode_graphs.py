@@ -12,7 +12,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from tightwire.comm.group.group import open_process_group
 from tightwire.comm.group.topology import Topology
-from tightwire.model.build import build_runner
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
@@ -28,14 +28,15 @@ def _runner(folder: Path, device: torch.device, graphs_up_to: int) -> ModelRunne
     return build_runner(
         checkpoint.config,
         checkpoint.reader(),
-        open_process_group(Topology(0, 1), store=HashStore(), device=device),
         make_layout(checkpoint.config, 1),
-        routes=None,
-        dtype=torch.float32,
-        max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
-        num_blocks=16 * _MAX_BLOCKS,
-        block_size=_BLOCK_SIZE,
-        graphs_up_to=graphs_up_to,
+        RankGroups(open_process_group(Topology(0, 1), store=HashStore(), device=device)),
+        RunnerOptions(
+            dtype=torch.float32,
+            max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
+            num_blocks=16 * _MAX_BLOCKS,
+            block_size=_BLOCK_SIZE,
+            graphs_up_to=graphs_up_to,
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from tightwire.comm.buffers import check_order
 from tightwire.comm.group.group import open_process_group
 from tightwire.comm.group.topology import Topology
-from tightwire.model.build import build_runner
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.offloaded_cache import OffloadedCache
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
@@ -31,14 +31,15 @@ def _runner(folder: Path, device: torch.device, slot_blocks: int | None) -> Mode
     return build_runner(
         checkpoint.config,
         checkpoint.reader(),
-        open_process_group(Topology(0, 1), store=HashStore(), device=device),
         make_layout(checkpoint.config, 1),
-        routes=None,
-        dtype=torch.float32,
-        max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
-        num_blocks=_NUM_BLOCKS,
-        slot_blocks=slot_blocks,
-        block_size=_BLOCK_SIZE,
+        RankGroups(open_process_group(Topology(0, 1), store=HashStore(), device=device)),
+        RunnerOptions(
+            dtype=torch.float32,
+            max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
+            num_blocks=_NUM_BLOCKS,
+            slot_blocks=slot_blocks,
+            block_size=_BLOCK_SIZE,
+        ),
     )
 
 

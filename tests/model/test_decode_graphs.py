@@ -25,10 +25,10 @@ class Model:
         self.ledger.begin("all_reduce", "one-shot", 100 * len(batch.token_ids_T))
         self.ledger.end(50 * len(batch.token_ids_T))
         columns = (batch.token_ids_T, batch.positions_T, batch.slots_T, batch.context_lens_B)
-        return torch.cat([torch.stack(columns, 1), batch.block_tables_BM], 1) + 1000 * batch.arm
+        return torch.cat([torch.stack(columns, 1), batch.block_tables_BM], 1) + 1000 * batch.policy
 
 
-def make_graphs(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8), num_arms: int = 1) -> DecodeGraphs:
+def make_graphs(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8), num_policies: int = 1) -> DecodeGraphs:
     def capture(run: Callable[[], Tensor]) -> Replay:
         run()
         batch = model.batches[-1]
@@ -37,7 +37,7 @@ def make_graphs(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8), num_arms: i
     return DecodeGraphs(
         model.forward,
         sizes=sizes,
-        num_arms=num_arms,
+        num_policies=num_policies,
         max_blocks=_MAX_BLOCKS,
         device=torch.device("cpu"),
         capture=capture,
@@ -89,7 +89,7 @@ def test_rows_beyond_the_steps_are_padding_though_they_held_something_before() -
     assert batch.query_start_B1.tolist() == [0, 1, 2, 3, 4] and batch.num_decode_rows == 4
 
 
-def test_references_are_replaced_in_the_graphs_own_tokens() -> None:
+def test_deferred_tokens_are_resolved_in_the_graphs_own_tokens() -> None:
     graphs = make_graphs(Model())
     arrays = step(3)
     arrays.token_ids_T[:] = [-2, 9, -1]
@@ -98,8 +98,8 @@ def test_references_are_replaced_in_the_graphs_own_tokens() -> None:
     assert torch.equal(hidden[:, 1:7], wanted(arrays)[:, 1:])
 
 
-def test_arms_have_graphs_of_their_own() -> None:
-    graphs = make_graphs(Model(), num_arms=2)
+def test_each_policy_has_its_own_graphs() -> None:
+    graphs = make_graphs(Model(), num_policies=2)
     arrays = step(3)
     assert torch.equal(graphs.run(arrays, 1)[:, :7], wanted(arrays, 1))
     assert torch.equal(graphs.run(arrays, 0)[:, :7], wanted(arrays, 0))

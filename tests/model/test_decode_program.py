@@ -14,7 +14,7 @@ from torch import Tensor
 from tightwire.comm.group.group import in_process_groups
 from tightwire.kernels.cpu.vector.simd import bf16_products_usable
 from tightwire.model import decode_program
-from tightwire.model.build import build_runner
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
@@ -29,14 +29,15 @@ def _runner(model: Path, dtype: torch.dtype, quantization: str = "auto") -> Mode
     return build_runner(
         checkpoint.config,
         checkpoint.reader(),
-        in_process_groups(1)[0],
         make_layout(checkpoint.config, 1),
-        routes=None,
-        dtype=dtype,
-        max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
-        num_blocks=32 * _MAX_BLOCKS,
-        block_size=_BLOCK_SIZE,
-        formats=choose_formats(checkpoint.reader(), checkpoint.config, quantization),
+        RankGroups(in_process_groups(1)[0]),
+        RunnerOptions(
+            dtype=dtype,
+            max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
+            num_blocks=32 * _MAX_BLOCKS,
+            block_size=_BLOCK_SIZE,
+            formats=choose_formats(checkpoint.reader(), checkpoint.config, quantization),
+        ),
     )
 
 

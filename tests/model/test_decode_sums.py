@@ -22,7 +22,7 @@ from tightwire.comm.group.group import Group
 from tightwire.comm.ledger.ledger import Event
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 from tightwire.model import decode_program
-from tightwire.model.build import build_runner
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.decode_program import DecodeProgram
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
@@ -42,14 +42,15 @@ def _runner(group: Group, model: Path, dtype: torch.dtype = torch.float32, quant
     return build_runner(
         checkpoint.config,
         checkpoint.reader(),
-        group,
         make_layout(checkpoint.config, group.world_size),
-        routes=make_arms({name: fixed_policy(name) for name in _ARMS}, group),
-        dtype=dtype,
-        max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
-        num_blocks=32 * _MAX_BLOCKS,
-        block_size=_BLOCK_SIZE,
-        formats=choose_formats(checkpoint.reader(), checkpoint.config, quantization),
+        RankGroups(group, routes=make_arms({name: fixed_policy(name) for name in _ARMS}, group)),
+        RunnerOptions(
+            dtype=dtype,
+            max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
+            num_blocks=32 * _MAX_BLOCKS,
+            block_size=_BLOCK_SIZE,
+            formats=choose_formats(checkpoint.reader(), checkpoint.config, quantization),
+        ),
     )
 
 
@@ -63,7 +64,7 @@ def _plan(lens: Sequence[tuple[int, int]], *, generated: bool, arm: int = 0) -> 
         block_tables=np.arange(len(lens) * _MAX_BLOCKS),
         num_decode_rows=num_rows if generated else 0,
         logit_rows=range(num_rows),
-        arm=arm,
+        policy=arm,
     )
 
 

@@ -1,4 +1,4 @@
-"""Rank 0 gets every replica's rows, whole or the best of them, in order; bytes as stated; an idle replica brings none."""
+"""Rank 0 gets every replica's rows in order, all logits or the best; the bytes are the formula's; an idle replica sends none."""
 
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ from tightwire.comm.collectives.collectives import gather_to_root_bytes
 from tightwire.comm.group.group import Group
 from tightwire.model.checkpoint.config import config_from_hf
 from tightwire.model.layout import make_layout
-from tightwire.model.logits_gather import LogitsMeeting
-from tightwire.model.step import StepPlan, make_plan, meeting_of
+from tightwire.model.logits_gather import LogitsGather
+from tightwire.model.step import StepPlan, gather_sizes, make_plan
 
 CONFIG = config_from_hf(tiny_config())
 
@@ -40,16 +40,16 @@ def rows_of(replica: int, num_rows: int) -> Tensor:
     return torch.randn(num_rows, CONFIG.vocab_size, generator=generator)
 
 
-def _meet(world: Group, tp: int, brought: list[Brings]) -> tuple[Tensor | None, int]:
+def _gather(world: Group, tp: int, brought: list[Brings]) -> tuple[Tensor | None, int]:
     layout = make_layout(CONFIG, tp, None)
-    meeting = LogitsMeeting(world, layout)
+    gather = LogitsGather(world, layout)
     replica, place = divmod(world.rank, tp)
     own = layout.shards[place].vocab_rows
     num_rows = brought[replica].num_rows
     local_RV = rows_of(replica, num_rows)[:, own.start : own.stop] if num_rows else None
     sent_before = world.bytes_sent
-    gathered = meeting.gather(meeting_of([plan_of(brings) for brings in brought]), local_RV)
-    assert meeting.num_begun == 1
+    gathered = gather.gather(gather_sizes([plan_of(brings) for brings in brought]), local_RV)
+    assert gather.num_begun == 1
     return gathered, world.bytes_sent - sent_before
 
 
@@ -65,8 +65,8 @@ def _meet(world: Group, tp: int, brought: list[Brings]) -> tuple[Tensor | None, 
         (1, [Brings(0), Brings(2, 1)]),
     ],
 )
-def test_rows_of_all_replicas_meet_in_order(tp: int, brought: list[Brings]) -> None:
-    met = run_in_process(tp * len(brought), _meet, tp, brought)
+def test_rows_of_all_replicas_are_gathered_in_order(tp: int, brought: list[Brings]) -> None:
+    met = run_in_process(tp * len(brought), _gather, tp, brought)
 
     gathered = met[0][0]
     assert gathered is not None and all(rows is None for rows, _ in met[1:])
@@ -85,6 +85,6 @@ def test_rows_of_all_replicas_meet_in_order(tp: int, brought: list[Brings]) -> N
     assert [sent for _, sent in met] == [gather_to_root_bytes(rank, sizes) for rank in range(len(met))]
 
 
-def test_nobody_meets_where_the_first_replica_alone_has_rows() -> None:
-    assert meeting_of([plan_of(Brings(3)), plan_of(Brings(0))]) == b""
-    assert meeting_of([plan_of(Brings(3))]) == b""
+def test_nothing_is_gathered_when_only_the_first_replica_has_rows() -> None:
+    assert gather_sizes([plan_of(Brings(3)), plan_of(Brings(0))]) == b""
+    assert gather_sizes([plan_of(Brings(3))]) == b""

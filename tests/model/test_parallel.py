@@ -127,6 +127,6 @@ def test_what_rank_0_chose_is_known_to_all(world_size: int) -> None:
     assert run_in_process(world_size, _last_chosen, 2) == [[5, 6]] * world_size
 
 
-def test_a_plan_that_refers_to_more_than_was_chosen_is_refused() -> None:
-    with pytest.raises(ValueError, match="refers to 4 tokens chosen after the last step, and 3 were given"):
+def test_a_plan_that_defers_more_tokens_than_were_chosen_is_refused() -> None:
+    with pytest.raises(ValueError, match="defers 4 tokens to the last step, and 3 were given"):
         run_in_process(1, _last_chosen, 4)

@@ -19,7 +19,7 @@ from tiny import VARIANTS, make_tiny
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.group.group import in_process_groups
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
-from tightwire.model.build import build_runner
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.kv_cache import make_kv_cache
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
 from tightwire.model.layout import make_layout
@@ -146,14 +146,15 @@ def runner_of(checkpoint: Checkpoint, quantization: str) -> ModelRunner:
     return build_runner(
         checkpoint.config,
         checkpoint.reader(),
-        group,
         make_layout(checkpoint.config, 1),
-        routes=None,
-        dtype=torch.float32,
-        max_model_len=128,
-        num_blocks=8,
-        block_size=16,
-        formats=choose_formats(checkpoint.reader(), checkpoint.config, quantization),
+        RankGroups(group),
+        RunnerOptions(
+            dtype=torch.float32,
+            max_model_len=128,
+            num_blocks=8,
+            block_size=16,
+            formats=choose_formats(checkpoint.reader(), checkpoint.config, quantization),
+        ),
     )
 
 
@@ -167,7 +168,7 @@ def streamed_logits(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> lis
         prepared.config, prepared.layout.shards[0], num_blocks=8, block_size=16, dtype=torch.float32, device=CPU
     )
     model = Llama(prepared.config, TensorParallel(group, prepared.layout, None), weights, cache, 128)
-    runner = ModelRunner(model, cache, group.ledger, weights)
+    runner = ModelRunner(model, group.ledger)
     weights.start()
     try:
         return [prompt_logits(runner, prompt) for prompt in prompts]

@@ -18,12 +18,12 @@ from tightwire.comm.buffers import check_order
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.partition_groups import PartitionPeers, PartitionPlace, join_partition
 from tightwire.comm.group.topology import Topology
-from tightwire.model.build import build_runner
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan, make_plan
-from tightwire.model.weights.formats import choose_formats
+from tightwire.model.weights.formats import WeightFormats, choose_formats
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.streamed import StreamedWeights
 
@@ -109,16 +109,20 @@ def build(replica: Group, peers: PartitionPeers | None, work: Work) -> ModelRunn
     return build_runner(
         config,
         prepared or checkpoint.reader(),
-        replica,
         make_layout(config, replica.world_size),
-        routes=make_arms({"fixed": fixed_policy("one-shot")}, replica) if replica.world_size > 1 else None,
-        dtype=getattr(torch, work.dtype),
-        max_model_len=_BLOCK_SIZE * _NUM_BLOCKS,
-        num_blocks=_NUM_BLOCKS,
-        block_size=_BLOCK_SIZE,
-        formats=None if reader is None else choose_formats(reader, config, work.quantization),
-        weight_plan=work.plan,
-        peers=peers,
+        RankGroups(
+            replica,
+            routes=make_arms({"fixed": fixed_policy("one-shot")}, replica) if replica.world_size > 1 else None,
+            peers=peers,
+        ),
+        RunnerOptions(
+            dtype=getattr(torch, work.dtype),
+            max_model_len=_BLOCK_SIZE * _NUM_BLOCKS,
+            num_blocks=_NUM_BLOCKS,
+            block_size=_BLOCK_SIZE,
+            formats=WeightFormats() if reader is None else choose_formats(reader, config, work.quantization),
+            weight_plan=work.plan,
+        ),
     )
 
 

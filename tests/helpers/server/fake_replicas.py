@@ -1,4 +1,4 @@
-"""Replicas without weights: a ``FakeRunner`` for each, whose logits come together as ``model.logits_meeting`` has it."""
+"""Replicas without weights: a ``FakeRunner`` for each, whose logits are gathered as by ``model.logits_gather``."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ class FakeReplicas(OneRank):
     def broadcast(self, plans: Sequence[StepPlan]) -> None:
         assert len(plans) == len(self.runners) and any(plan.token_ids for plan in plans)
         assert {plan.index for plan in plans} == {len(self.steps) + 1}
-        assert len({plan.meeting for plan in plans}) == 1
+        assert len({plan.gather_sizes for plan in plans}) == 1
         self.steps.append(plans)
 
     def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
@@ -32,9 +32,9 @@ class FakeReplicas(OneRank):
         ]
         brought = [0 if rows is None else len(rows) for rows in logits]
         if any(brought[1:]):
-            assert ints(plan.meeting).reshape(-1, 2)[:, 0].tolist() == brought
+            assert ints(plan.gather_sizes).reshape(-1, 2)[:, 0].tolist() == brought
         else:
-            assert not plan.meeting
+            assert not plan.gather_sizes
         rows = [rows for rows in logits if rows is not None]
         return torch.cat(rows) if rows else None
 

@@ -64,7 +64,7 @@ class FakeRunner(OneRank):
         self.plans.append(plan)
         if self._tells_kinds:
             is_generated_T = np.arange(len(token_ids)) < plan.num_decode_rows
-            token_ids = token_ids + _GENERATED * is_generated_T + _POLICY * plan.arm
+            token_ids = token_ids + _GENERATED * is_generated_T + _POLICY * plan.policy
         contexts = self._write(token_ids, query_lens, context_lens, tables)
         rows = [logits_after(contexts[row], self._vocab_size) for row in ints(plan.logit_rows)]
         return torch.from_numpy(np.stack(rows)) if rows else None

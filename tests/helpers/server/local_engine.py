@@ -15,7 +15,7 @@ from torch import Tensor
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.policy.rules import Policy
-from tightwire.model.build import build_runner
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint
 from tightwire.model.runner import ModelRunner
@@ -92,19 +92,21 @@ def local_engine(
         build_runner(
             config,
             checkpoint.reader(),
-            group,
             layout,
-            routes=make_arms(arms, group) if tp > 1 else None,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            slot_blocks=slot_blocks,
-            formats=formats,
-            overlap=overlap,
-            weight_plan=weight_plan,
-            most_rows=most_rows,
-            world=worlds[number] if worlds else None,
+            RankGroups(
+                group, routes=make_arms(arms, group) if tp > 1 else None, world=worlds[number] if worlds else None
+            ),
+            RunnerOptions(
+                dtype=dtype,
+                max_model_len=max_model_len,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                slot_blocks=slot_blocks,
+                formats=formats,
+                overlap=overlap,
+                weight_plan=weight_plan,
+                most_rows=most_rows,
+            ),
         )
         for number, group in enumerate(groups)
     ]

@@ -101,12 +101,12 @@ def test_drawn_and_scored_ones_are_what_one_replica_makes_of_them() -> None:
     assert told[0] == told[1]
 
 
-def test_one_sequence_alone_leaves_the_others_without_a_step_or_a_meeting() -> None:
+def test_one_sequence_alone_leaves_the_others_without_a_step_or_a_gather() -> None:
     engine, replicas = make()
     engine.add(request("a", [5, 6, 7]))
     drain(engine)
     assert replicas.runners[1].plans == []
-    assert not any(plan.meeting for plans in replicas.steps for plan in plans)
+    assert not any(plan.gather_sizes for plans in replicas.steps for plan in plans)
 
 
 @pytest.mark.parametrize("replica", [0, 1])
@@ -183,8 +183,8 @@ def test_policies_take_turns_in_each_replica_by_itself() -> None:
         engine.add(request(f"own-{replica}", [5, 6]), replica)
     engine.add(AddRequest("other", [7, 8], SamplingParams(max_tokens=8, temperature=0.0), allreduce="ring"), 0)
     outputs = drain(engine)
-    assert {plan.arm for plan in replicas.runners[0].plans} == {0, 1}
-    assert {plan.arm for plan in replicas.runners[1].plans} == {0}
+    assert {plan.policy for plan in replicas.runners[0].plans} == {0, 1}
+    assert {plan.policy for plan in replicas.runners[1].plans} == {0}
     assert tokens(outputs["own-1"]) == tokens(outputs["own-0"]) == greedy([5, 6], 8)
     assert len(replicas.runners[1].plans) == 8 and len(replicas.runners[0].plans) == 16
 

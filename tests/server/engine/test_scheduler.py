@@ -235,7 +235,7 @@ def test_policies_take_turns_and_never_share_a_step() -> None:
     scheduler = Scheduler(limits())
     for name, policy in (("a", 0), ("b", 2), ("c", 0)):
         scheduler.sequences.add(request(3, name, policy=policy))
-    seen = [(step.plan.arm, shares(step)) for step in (run(scheduler) for _ in range(5))]
+    seen = [(step.plan.policy, shares(step)) for step in (run(scheduler) for _ in range(5))]
     # c waits for b, which came first; from then on every other step belongs to either policy.
     assert seen == [
         (0, {"a": (0, 3)}),
@@ -254,7 +254,7 @@ def test_a_step_of_one_policy_may_preempt_the_youngest_of_another() -> None:
     while not scheduler.counters.num_preemptions:
         step = run(scheduler)
     assert (
-        step.plan.arm == 0
+        step.plan.policy == 0
         and shares(step) == {"old": (12, 13)}
         and [r.id for r in scheduler.sequences.waiting] == ["young"]
     )
@@ -267,7 +267,7 @@ def test_a_policy_that_finds_no_block_leaves_its_turn_to_another() -> None:
     scheduler.sequences.add(request(3, "young", policy=1))
     steps = [run(scheduler) for _ in range(14)]
     # The fourteenth would be young's, for a third block that there is not.
-    assert [step.plan.arm for step in steps] == [0, 1] * 6 + [0, 0]
+    assert [step.plan.policy for step in steps] == [0, 1] * 6 + [0, 0]
     assert [step.plan.index for step in steps] == list(range(1, 15))
     assert scheduler.counters.num_preemptions == 1 and [r.id for r in scheduler.sequences.waiting] == ["young"]
 
@@ -325,7 +325,7 @@ def test_everyone_finishes_in_order_of_arrival_or_nearly(
             break
         oldest = scheduler.sequences.running[0] if scheduler.sequences.running else scheduler.sequences.waiting[0]
         step = run(scheduler)
-        assert {chunk.request.policy for chunk in step.chunks} == {step.plan.arm}
+        assert {chunk.request.policy for chunk in step.chunks} == {step.plan.policy}
         waited = 0 if oldest in {chunk.request for chunk in step.chunks} else waited + 1
         assert waited < num_policies
         order = [int(r.id) for r in [*scheduler.sequences.running, *scheduler.sequences.waiting]]
