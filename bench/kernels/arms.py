@@ -6,6 +6,7 @@ Every arm has several sets of buffers and uses another one in each call, so that
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,6 @@ from tightwire.comm.codec.codec import parse_codec
 from tightwire.kernels import block_quant
 from tightwire.kernels.linear import linear
 from tightwire.kernels.spec import block_quant as reference
-from tightwire.kernels.spec.block_format import BlockFormat
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, dequantize_reference, quantize
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS
 
@@ -30,7 +30,7 @@ _CALLS_PER_GRAPH = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """``call(i)`` runs it on the buffers of set i modulo the number of sets; ``is_right`` checks the last results."""
+    """``call(i)`` runs it on the buffers of set i modulo the number of sets; ``is_right`` checks the answer."""
 
     name: str
     codec: str = ""
@@ -41,15 +41,8 @@ class Arm:
 
 def copy_arm(num_bytes: int, device: torch.device) -> Arm:
     """torch's copy of ``num_bytes``: the limit that memory sets."""
-    sets = [
-        (torch.ones(num_bytes, dtype=torch.uint8, device=device), _bytes(num_bytes, device)) for _ in _sets(num_bytes)
-    ]
-    return Arm(
-        name="copy",
-        call=lambda i: sets[i % len(sets)][1].copy_(sets[i % len(sets)][0]),
-        moved_bytes=2 * num_bytes,
-        is_right=lambda: torch.equal(*sets[0]),
-    )
+    x_N = torch.arange(num_bytes, device=device).to(torch.uint8)
+    return _arm("copy", "", lambda: (x_N.clone(), x_N.clone()), lambda x, out: out.copy_(x), 2 * num_bytes, lambda: x_N)
 
 
 def codec_arms(name: str, num_bytes: int, dtype: torch.dtype, device: torch.device) -> Iterator[Arm]:
@@ -61,73 +54,70 @@ def codec_arms(name: str, num_bytes: int, dtype: torch.dtype, device: torch.devi
     generator = torch.Generator(device=device).manual_seed(0)
     x_N = torch.randn(num_elems, generator=generator, device=device).to(dtype)
     encoded = reference.encode_reference(x_N, fmt)
-    yield _encode(name, fmt, x_N, encoded)
-    yield _decode(name, fmt, x_N, encoded)
-    yield _decode_add(name, fmt, x_N, encoded)
-    yield _decode_reduce_encode(name, fmt, x_N, encoded)
+    plain_bytes, encoded_bytes = x_N.nbytes, encoded.nbytes
+    bufs = [encoded] * _NUM_SUMMED
 
+    def decode_added() -> Tensor:
+        sum_N = torch.ones(num_elems, device=device)
+        reference.decode_add_reference(encoded, fmt, sum_N)
+        return sum_N
 
-def _encode(name: str, fmt: BlockFormat, x_N: Tensor, encoded: Tensor) -> Arm:
-    sets = [(x_N.clone(), torch.empty_like(encoded)) for _ in _sets(x_N.nbytes)]
-    return Arm(
-        name="encode",
-        codec=name,
-        call=lambda i: block_quant.encode(sets[i % len(sets)][0], fmt, sets[i % len(sets)][1]),
-        moved_bytes=x_N.nbytes + encoded.nbytes,
-        is_right=lambda: torch.equal(sets[0][1], encoded),
+    yield _arm(
+        "encode",
+        name,
+        lambda: (x_N.clone(), torch.empty_like(encoded)),
+        lambda x_N, out: block_quant.encode(x_N, fmt, out),
+        plain_bytes + encoded_bytes,
+        lambda: encoded,
+    )
+    yield _arm(
+        "decode",
+        name,
+        lambda: (encoded.clone(), torch.empty_like(x_N)),
+        lambda buf, out: block_quant.decode(buf, fmt, num_elems, dtype, out),
+        plain_bytes + encoded_bytes,
+        lambda: reference.decode_reference(encoded, fmt, num_elems, dtype),
+    )
+    yield _arm(
+        "decode-add",
+        name,
+        lambda: (encoded.clone(), torch.zeros(num_elems, device=device)),
+        lambda buf, sum_N: block_quant.decode_add(buf, fmt, sum_N),
+        encoded_bytes + 8 * num_elems,
+        decode_added,
+    )
+    yield _arm(
+        "decode-reduce-encode",
+        name,
+        lambda: ([buf.clone() for buf in bufs], torch.empty_like(encoded)),
+        lambda bufs, out: block_quant.decode_reduce_encode(bufs, fmt, fmt, num_elems, out),
+        (_NUM_SUMMED + 1) * encoded_bytes,
+        lambda: reference.decode_reduce_encode_reference(bufs, fmt, fmt, num_elems),
     )
 
 
-def _decode(name: str, fmt: BlockFormat, x_N: Tensor, encoded: Tensor) -> Arm:
-    sets = [(encoded.clone(), torch.empty_like(x_N)) for _ in _sets(x_N.nbytes)]
-    num_elems, dtype = x_N.numel(), x_N.dtype
-    return Arm(
-        name="decode",
-        codec=name,
-        call=lambda i: block_quant.decode(sets[i % len(sets)][0], fmt, num_elems, dtype, sets[i % len(sets)][1]),
-        moved_bytes=x_N.nbytes + encoded.nbytes,
-        is_right=lambda: torch.equal(sets[0][1], reference.decode_reference(encoded, fmt, num_elems, dtype)),
-    )
-
-
-def _decode_add(name: str, fmt: BlockFormat, x_N: Tensor, encoded: Tensor) -> Arm:
-    sets = [(encoded.clone(), torch.zeros(x_N.numel(), device=x_N.device)) for _ in _sets(4 * x_N.numel())]
+def _arm(
+    name: str,
+    codec: str,
+    make_set: Callable[[], tuple[Any, Tensor]],
+    run: Callable[[Any, Tensor], object],
+    moved_bytes: int,
+    expected: Callable[[], Tensor],
+) -> Arm:
+    """``make_set`` gives input and output; ``expected`` is the output of one run that starts from ones."""
+    sets = [make_set() for _ in _sets(moved_bytes)]
 
     def is_right() -> bool:
-        # The timed calls have accumulated sums; one more call starts from a known sum.
-        sets[0][1].fill_(1.0)
-        block_quant.decode_add(sets[0][0], fmt, sets[0][1])
-        want = torch.ones_like(sets[0][1])
-        reference.decode_add_reference(encoded, fmt, want)
-        return torch.equal(sets[0][1], want)
+        source, out = sets[0]
+        out.fill_(1)
+        run(source, out)
+        return torch.equal(out, expected())
 
     return Arm(
-        name="decode-add",
-        codec=name,
-        call=lambda i: block_quant.decode_add(sets[i % len(sets)][0], fmt, sets[i % len(sets)][1]),
-        moved_bytes=encoded.nbytes + 8 * x_N.numel(),
-        is_right=is_right,
-    )
-
-
-def _decode_reduce_encode(name: str, fmt: BlockFormat, x_N: Tensor, encoded: Tensor) -> Arm:
-    sets = [
-        ([encoded.clone() for _ in range(_NUM_SUMMED)], torch.empty_like(encoded))
-        for _ in _sets(_NUM_SUMMED * encoded.nbytes)
-    ]
-    num_elems = x_N.numel()
-
-    def is_right() -> bool:
-        bufs = [encoded] * _NUM_SUMMED
-        return torch.equal(sets[0][1], reference.decode_reduce_encode_reference(bufs, fmt, fmt, num_elems))
-
-    return Arm(
-        name="decode-reduce-encode",
-        codec=name,
-        call=lambda i: block_quant.decode_reduce_encode(
-            sets[i % len(sets)][0], fmt, fmt, num_elems, sets[i % len(sets)][1]
-        ),
-        moved_bytes=(_NUM_SUMMED + 1) * encoded.nbytes,
+        name=name,
+        codec=codec,
+        call=lambda i: run(*sets[i % len(sets)]),
+        moved_bytes=moved_bytes,
         is_right=is_right,
     )
 
@@ -176,10 +166,6 @@ def _is_product(result_TO: Tensor, x_TD: Tensor, weight: Matrix) -> bool:
 
 def _sets(num_bytes: int, most: int = _MAX_SETS) -> range:
     return range(max(1, min(most, _SETS_BYTES // max(1, num_bytes))))
-
-
-def _bytes(num_bytes: int, device: torch.device) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def seconds_per_call(
