@@ -19,12 +19,12 @@ from tightwire.bench.report.html import Section
 from tightwire.bench.report.progress import paused
 from tightwire.bench.report.table import Metric, Table, print_table
 from tightwire.bench.run import Bench, BenchFailedError
-from tightwire.bench.serve.fit import fit_prompt_length, fit_scale, send_accepted_fields
+from tightwire.bench.serve.fit import fit_scale, send_accepted_fields
 from tightwire.bench.serve.load import LoadRun, run_load
 from tightwire.bench.serve.options import ServeBenchOptions, Workload
 from tightwire.bench.serve.page import csv_table, describe_limits, latency_table, make_sections, rate_table, warnings_of
 from tightwire.bench.serve.summary import doubts, summarize
-from tightwire.bench.serve.workload import FileWorkload, SyntheticWorkload
+from tightwire.bench.serve.workload import FileWorkload
 from tightwire.server.cli.remote import Remote, RemoteError, connect
 
 _WITHOUT = {
@@ -187,10 +187,6 @@ async def _fit(client: BenchClient, workload: Workload) -> dict[str, Any]:
     """Fit prompts to their lengths; returns the workload's facts for the result."""
     if isinstance(workload, FileWorkload):
         return {"prompts": len(workload)}
-    if isinstance(workload, SyntheticWorkload):
-        input_len = workload.num_words
-        await fit_prompt_length(client, workload, input_len)
-        return {"input_len": input_len, "output_len": workload.output_len, "num_words": workload.num_words}
     await fit_scale(client, workload)
     return {**workload.facts(), "tokens_per_word": workload.scale.tokens_per_word}
 

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tightwire.bench.client import BenchClient, Prompt
-from tightwire.bench.serve.workload import MixedWorkload, SyntheticWorkload, WordScale
+from tightwire.bench.serve.workload import GeneratedWorkload, WordScale
 from tightwire.server.cli.remote import RemoteError
 
 _FIT_ATTEMPTS = 8
 _SHRINK = 4
-_FEW_WORDS, _MANY_WORDS = 24, 280
 _REFUSED = ("HTTP 400", "HTTP 422")
 
 
@@ -40,26 +39,29 @@ async def send_accepted_fields(
     raise RemoteError(f"a trial request failed: {first_error}")
 
 
-async def fit_prompt_length(client: BenchClient, workload: SyntheticWorkload, input_len: int) -> None:
-    """Set ``workload.num_words`` so that the server counts ``input_len`` prompt tokens, chat template included.
+async def fit_scale(client: BenchClient, workload: GeneratedWorkload) -> None:
+    """Set ``workload.scale`` so that the server counts ``input_len`` tokens in a prompt, chat template included.
+
+    Unchanged for a server that sends no count.
 
     Raises:
-        RemoteError: the server refuses the prompt, or no number of words comes within 2 % of the length (where a word is many
-            tokens, within what prompts of equally many words differ by).
+        RemoteError: the server refuses the prompt, or no number of words comes within 2 % of the length (if a word is many
+            tokens: within the difference between prompts of equally many words).
     """
+    input_len, words = workload.input_len, workload.input_len
     tokens_per_word = 1.0
     error: str | None = None
     trials: list[tuple[int, int]] = []
     for attempt in range(_FIT_ATTEMPTS):
-        sample = await client.measure(workload.probe(attempt))
+        sample = await client.measure(workload.probe(words, attempt))
         if error := sample.error:
-            if error.startswith(_REFUSED) and not trials and workload.num_words >= _SHRINK:
+            if error.startswith(_REFUSED) and not trials and words >= _SHRINK:
                 # A word may be many tokens here, so the prompt exceeds the context although input_len tokens do not.
-                workload.num_words //= _SHRINK
+                words //= _SHRINK
                 continue
             raise RemoteError(f"a trial request failed: {error}")
-        words, counted = workload.num_words, sample.num_prompt
-        if not sample.usage or counted == input_len:
+        counted = sample.num_prompt
+        if not sample.usage:
             return
         if words == 1 and counted > input_len:
             raise RemoteError(f"one word is already {counted} prompt tokens here, more than --input-len {input_len}")
@@ -69,35 +71,15 @@ async def fit_prompt_length(client: BenchClient, workload: SyntheticWorkload, in
         elif abs(words - trials[-1][0]) > 2 and (slope := (counted - trials[-1][1]) / (words - trials[-1][0])) > 0:
             tokens_per_word = slope
         trials.append((words, counted))
-        workload.num_words = max(1, words + round((input_len - counted) / max(1.0, tokens_per_word)))
+        if counted == input_len:
+            break
+        words = max(1, words + round((input_len - counted) / max(1.0, tokens_per_word)))
     if not trials:
         raise RemoteError(f"a trial request failed: {error}")
-    workload.num_words, counted = min(trials, key=lambda trial: abs(trial[1] - input_len))
+    words, counted = min(trials, key=lambda trial: abs(trial[1] - input_len))
     # Random words have different lengths, so prompts of equally many words differ by a fraction of this; it exceeds 2 % if
     # a word is many tokens (of a byte tokenizer, for example).
-    spread = tokens_per_word * math.sqrt(workload.num_words)
+    spread = tokens_per_word * math.sqrt(words)
     if abs(counted - input_len) > max(2, 0.02 * input_len, spread):
         raise RemoteError(f"cannot make prompts of {input_len} tokens for this server; the nearest had {counted}")
-
-
-async def fit_scale(client: BenchClient, workload: MixedWorkload) -> None:
-    """Set ``workload.scale`` by the server's count of a short and a long prompt; unchanged if it sends no count.
-
-    Raises:
-        RemoteError: the server refuses a prompt, or counts no more tokens in the long one.
-    """
-    counts: list[int] = []
-    for num_words in (_FEW_WORDS, _MANY_WORDS):
-        sample = await client.measure(workload.probe(num_words))
-        if sample.error:
-            raise RemoteError(f"a trial request failed: {sample.error}")
-        if not sample.usage:
-            return
-        counts.append(sample.num_prompt)
-    slope = (counts[1] - counts[0]) / (_MANY_WORDS - _FEW_WORDS)
-    if slope <= 0:
-        raise RemoteError(
-            f"this server counts {counts[0]} prompt tokens in {_FEW_WORDS} words and {counts[1]} in {_MANY_WORDS}; "
-            "prompts of a given length cannot be made from these counts"
-        )
-    workload.scale = WordScale(tokens_per_word=slope, overhead=max(0.0, counts[0] - slope * _FEW_WORDS))
+    workload.scale = WordScale(tokens_per_word=tokens_per_word, overhead=input_len - tokens_per_word * words)

@@ -14,14 +14,14 @@ from tightwire.bench.serve.workload import (
     SHAREGPT_INPUT_LEN,
     SHAREGPT_OUTPUT_LEN,
     FileWorkload,
-    MixedWorkload,
+    GeneratedWorkload,
+    RandomWorkload,
     SharedPrefixWorkload,
     ShareGptWorkload,
-    SyntheticWorkload,
 )
 
 _WORKLOADS = ("random", "sharegpt", "shared-prefix")
-Workload = SyntheticWorkload | MixedWorkload | FileWorkload
+Workload = GeneratedWorkload | FileWorkload
 
 
 def _parse_workload(text: str) -> str | Path:
@@ -142,14 +142,11 @@ class ServeBenchOptions(OutputOptions):
         input_len, output_len = self.input_len or input_len, self.output_len or output_len
         if isinstance(self.workload, Path):
             return FileWorkload(self.workload, output_len=output_len, reuse=self.reuse_prompts)
-        common: dict[str, Any] = {"output_len": output_len, "seed": self.seed, "chat": self.endpoint == "chat"}
-        if self.workload == "random":
-            return SyntheticWorkload(num_words=input_len, **common)
-        if self.workload == "sharegpt":
-            return ShareGptWorkload(input_len=input_len, **common)
-        return SharedPrefixWorkload(
-            input_len=input_len, prefix_len=self.prefix_len, num_groups=self.prefix_groups, **common
-        )
+        chat = self.endpoint == "chat"
+        common: dict[str, Any] = {"input_len": input_len, "output_len": output_len, "seed": self.seed, "chat": chat}
+        if self.workload == "shared-prefix":
+            return SharedPrefixWorkload(prefix_len=self.prefix_len, num_groups=self.prefix_groups, **common)
+        return {"random": RandomWorkload, "sharegpt": ShareGptWorkload}[str(self.workload)](**common)
 
     def requests_of(self, load: int) -> int:
         return self.num_requests[load if len(self.num_requests) > 1 else 0]

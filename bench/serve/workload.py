@@ -24,31 +24,6 @@ _INPUT_SIGMA, _OUTPUT_SIGMA = 1.1, 0.9
 _LEAST_TOKENS, _MOST_TOKENS = 4, 1024  # what load generators keep of ShareGPT
 
 
-class SyntheticWorkload:
-    """Prompts of ``num_words`` random English words; the same seed gives the same prompts."""
-
-    name = "random"
-
-    def __init__(self, *, num_words: int, output_len: int, seed: int, chat: bool = False) -> None:
-        self.num_words = num_words
-        self.output_len = output_len
-        self._seed = seed
-        self._chat = chat
-        self._random = random.Random(f"{seed}/prompts")
-
-    def take(self, count: int) -> list[Prompt]:
-        return [self._prompt(self._random, self.output_len) for _ in range(count)]
-
-    def probe(self, attempt: int) -> Prompt:
-        """A prompt of the current length that asks for one token, outside the sequence of ``take``."""
-        return self._prompt(random.Random(f"{self._seed}/probe {attempt}"), 1)
-
-    def _prompt(self, source: random.Random, output_len: int) -> Prompt:
-        text = _text(source, self.num_words)
-        content = [{"role": "user", "content": text}] if self._chat else text
-        return Prompt(content=content, max_tokens=output_len)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WordScale:
     """The server's token count: ``tokens_per_word`` for each word plus ``overhead`` for the prompt template."""
@@ -61,14 +36,16 @@ class WordScale:
         return max(1, round((num_tokens - self.overhead) / self.tokens_per_word))
 
 
-class MixedWorkload(ABC):
-    """Generated prompts of different lengths; ``scale`` is set by the server's token count (``fit_scale``)."""
+class GeneratedWorkload(ABC):
+    """Prompts of random English words; the same seed gives the same prompts.
+
+    ``scale`` is set by the server's token count (``fit_scale``). Until then a word counts as one token.
+    """
 
     name: str
-    input_len: int  # mean prompt tokens
-    output_len: int  # mean tokens to generate
 
-    def __init__(self, *, seed: int, chat: bool) -> None:
+    def __init__(self, *, input_len: int, output_len: int, seed: int, chat: bool = False) -> None:
+        self.input_len, self.output_len = input_len, output_len  # of sharegpt the means, of shared-prefix the end alone
         self.scale = WordScale()
         self._seed, self._chat = seed, chat
         self._random = random.Random(f"{seed}/prompts")
@@ -76,14 +53,14 @@ class MixedWorkload(ABC):
     def take(self, count: int) -> list[Prompt]:
         return [self._next() for _ in range(count)]
 
-    def probe(self, num_words: int) -> Prompt:
+    def probe(self, num_words: int, attempt: int = 0) -> Prompt:
         """A prompt of ``num_words`` words that asks for one token, outside the sequence of ``take``."""
-        source = random.Random(f"{self._seed}/probe {num_words}")
+        source = random.Random(f"{self._seed}/probe {attempt}")
         return Prompt(content=self._content("", _text(source, num_words)), max_tokens=1)
 
-    @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Facts about the workload for the result."""
+        return {"input_len": self.input_len, "output_len": self.output_len}
 
     @abstractmethod
     def _next(self) -> Prompt: ...
@@ -95,22 +72,30 @@ class MixedWorkload(ABC):
         return [*system, {"role": "user", "content": text}]
 
 
-class ShareGptWorkload(MixedWorkload):
+class RandomWorkload(GeneratedWorkload):
+    """All prompts have ``input_len`` tokens and share no words."""
+
+    name = "random"
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "num_words": self.scale.words(self.input_len)}
+
+    def _next(self) -> Prompt:
+        text = _text(self._random, self.scale.words(self.input_len))
+        return Prompt(content=self._content("", text), max_tokens=self.output_len)
+
+
+class ShareGptWorkload(GeneratedWorkload):
     """Lengths of prompts and answers as in ShareGPT: log-normal, independent, 4 to 1024 tokens; no words shared."""
 
     name = "sharegpt"
 
-    def __init__(self, *, input_len: int, output_len: int, seed: int, chat: bool = False) -> None:
-        super().__init__(seed=seed, chat=chat)
-        self.input_len, self.output_len = input_len, output_len
-
     def facts(self) -> dict[str, Any]:
-        return {
-            "input_len": self.input_len,
-            "output_len": self.output_len,
-            "lengths": f"log-normal of these means before cutting to {_LEAST_TOKENS} to {_MOST_TOKENS} tokens, "
-            f"sigma {_INPUT_SIGMA} and {_OUTPUT_SIGMA}",
-        }
+        lengths = (
+            f"log-normal of these means before cutting to {_LEAST_TOKENS} to {_MOST_TOKENS} tokens, sigma {_INPUT_SIGMA} and "
+            f"{_OUTPUT_SIGMA}"
+        )
+        return {**super().facts(), "lengths": lengths}
 
     def _next(self) -> Prompt:
         num_words = self.scale.words(_log_normal(self._random, self.input_len, _INPUT_SIGMA))
@@ -118,7 +103,7 @@ class ShareGptWorkload(MixedWorkload):
         return Prompt(content=self._content("", _text(self._random, num_words)), max_tokens=max_tokens)
 
 
-class SharedPrefixWorkload(MixedWorkload):
+class SharedPrefixWorkload(GeneratedWorkload):
     """``num_groups`` groups of prompts; a group shares a long prefix, each prompt has its own end. Groups alternate randomly.
 
     This load suits a prefix cache: the prefix is a system prompt (chat) or the beginning of the text.
@@ -126,20 +111,14 @@ class SharedPrefixWorkload(MixedWorkload):
 
     name = "shared-prefix"
 
-    def __init__(
-        self, *, prefix_len: int, num_groups: int, input_len: int, output_len: int, seed: int, chat: bool = False
-    ) -> None:
-        super().__init__(seed=seed, chat=chat)
+    def __init__(self, *, prefix_len: int, num_groups: int, **common: Any) -> None:
+        super().__init__(**common)
         self.prefix_len, self.num_groups = prefix_len, num_groups
-        self.input_len, self.output_len = input_len, output_len  # of the end alone
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "input_len": self.prefix_len + self.input_len,
-            "output_len": self.output_len,
-            "prefix_len": self.prefix_len,
-            "prefix_groups": self.num_groups,
-        }
+        input_len = self.prefix_len + self.input_len
+        prefixes = {"prefix_len": self.prefix_len, "prefix_groups": self.num_groups}
+        return {**super().facts(), "input_len": input_len, **prefixes}
 
     def _next(self) -> Prompt:
         group = self._random.randrange(self.num_groups)

@@ -5,8 +5,8 @@ from typing import cast
 import pytest
 
 from tightwire.bench.client import BenchClient, Prompt, Sample
-from tightwire.bench.serve.fit import fit_prompt_length
-from tightwire.bench.serve.workload import SyntheticWorkload
+from tightwire.bench.serve.fit import fit_scale
+from tightwire.bench.serve.workload import RandomWorkload
 from tightwire.server.cli.remote import RemoteError
 
 
@@ -20,19 +20,20 @@ class _ByteServer:
         return Sample(num_prompt=len(cast(str, prompt.content)) + self._overhead, usage=True)
 
 
-async def _fitted(seed: int, input_len: int, overhead: int = 0) -> SyntheticWorkload:
-    workload = SyntheticWorkload(num_words=32, output_len=8, seed=seed)
-    await fit_prompt_length(cast(BenchClient, _ByteServer(overhead)), workload, input_len)
-    return workload
+async def _fitted(seed: int, input_len: int, overhead: int = 0) -> int:
+    """The number of words that make ``input_len`` tokens."""
+    workload = RandomWorkload(input_len=input_len, output_len=8, seed=seed)
+    await fit_scale(cast(BenchClient, _ByteServer(overhead)), workload)
+    return workload.scale.words(input_len)
 
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_words_of_many_tokens_come_as_near_as_words_can(seed: int) -> None:
     short, long, templated = await _fitted(seed, 30), await _fitted(seed, 600), await _fitted(seed, 660, overhead=60)
     # A word and its blank are 6.1 bytes on average.
-    assert 3 <= short.num_words <= 8
-    assert 89 <= long.num_words <= 109
-    assert 89 <= templated.num_words <= 109
+    assert 3 <= short <= 8
+    assert 89 <= long <= 109
+    assert 89 <= templated <= 109
 
 
 async def test_a_server_that_takes_no_prompt_is_quoted() -> None:
@@ -41,9 +42,7 @@ async def test_a_server_that_takes_no_prompt_is_quoted() -> None:
             return Sample(error="HTTP 400: too long")
 
     with pytest.raises(RemoteError, match="a trial request failed: HTTP 400: too long"):
-        await fit_prompt_length(
-            cast(BenchClient, Full()), SyntheticWorkload(num_words=1 << 17, output_len=8, seed=0), 30
-        )
+        await fit_scale(cast(BenchClient, Full()), RandomWorkload(input_len=1 << 17, output_len=8, seed=0))
 
 
 async def test_a_count_that_does_not_follow_the_words_is_refused() -> None:
@@ -52,7 +51,7 @@ async def test_a_count_that_does_not_follow_the_words_is_refused() -> None:
             return Sample(num_prompt=20, usage=True)
 
     with pytest.raises(RemoteError, match="cannot make prompts of 3000 tokens .* the nearest had 20"):
-        await fit_prompt_length(cast(BenchClient, Deaf()), SyntheticWorkload(num_words=1, output_len=8, seed=0), 3000)
+        await fit_scale(cast(BenchClient, Deaf()), RandomWorkload(input_len=3000, output_len=8, seed=0))
 
 
 async def test_a_template_that_is_longer_is_said_to_be() -> None:

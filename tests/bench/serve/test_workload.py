@@ -9,18 +9,18 @@ import pytest
 from tightwire.bench.client import Prompt
 from tightwire.bench.serve.workload import (
     FileWorkload,
-    MixedWorkload,
+    GeneratedWorkload,
+    RandomWorkload,
     SharedPrefixWorkload,
     ShareGptWorkload,
-    SyntheticWorkload,
     WordScale,
 )
 from tightwire.bench.text import english_words
 from tightwire.model.open import open_checkpoint
 
 
-def synthetic(seed: int = 1, num_words: int = 32) -> SyntheticWorkload:
-    return SyntheticWorkload(num_words=num_words, output_len=8, seed=seed)
+def synthetic(seed: int = 1, num_words: int = 32) -> RandomWorkload:
+    return RandomWorkload(input_len=num_words, output_len=8, seed=seed)
 
 
 def first_words(prompts: list[Prompt], count: int) -> set[str]:
@@ -37,21 +37,21 @@ def test_a_seed_gives_the_same_prompts_whatever_they_are_taken_in() -> None:
 
 def test_no_two_prompts_share_the_beginning_that_a_prefix_cache_would_keep() -> None:
     workload = synthetic()
-    prompts = [*workload.take(500), *(workload.probe(i) for i in range(5)), *synthetic(seed=2).take(500)]
+    prompts = [*workload.take(500), *(workload.probe(32, i) for i in range(5)), *synthetic(seed=2).take(500)]
 
     assert len(first_words(prompts, 4)) == len(prompts)
 
 
 def test_prompts_have_the_number_of_words_asked_for_now() -> None:
     workload = synthetic(num_words=7)
-    workload.num_words = 9
+    workload.scale = WordScale(tokens_per_word=2.0, overhead=-11.0)
 
     assert [len(str(prompt.content).split()) for prompt in workload.take(3)] == [9, 9, 9]
-    assert workload.probe(0).max_tokens == 1
+    assert workload.probe(9).max_tokens == 1
 
 
 def test_chat_prompts_are_messages() -> None:
-    prompt = SyntheticWorkload(num_words=3, output_len=8, seed=1, chat=True).take(1)[0]
+    prompt = RandomWorkload(input_len=3, output_len=8, seed=1, chat=True).take(1)[0]
 
     assert prompt.is_chat
     assert prompt.body()["messages"][0]["role"] == "user"
@@ -185,6 +185,6 @@ def sharegpt(seed: int) -> ShareGptWorkload:
 
 
 @pytest.mark.parametrize("make", [shared, sharegpt])
-def test_a_seed_repeats_the_prompts(make: Callable[[int], MixedWorkload]) -> None:
+def test_a_seed_repeats_the_prompts(make: Callable[[int], GeneratedWorkload]) -> None:
     assert make(4).take(9) == make(4).take(9)
     assert make(4).take(9) != make(5).take(9)
