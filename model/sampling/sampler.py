@@ -77,9 +77,9 @@ class Sampler:
         self._batch: _Batch | None = None
 
     @property
-    def num_penalty_slots(self) -> int:
-        """Sequences the penalty tables have room for; 0 while no live sequence has penalties."""
-        return self._penalties.num_slots
+    def num_penalized(self) -> int:
+        """The number of live sequences with penalties that have been sampled."""
+        return self._penalties.num_rows
 
     def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
         """Next token of each row, waited for; arguments as for ``start``."""

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from tightwire.comm.link.wire import LinkFacts
+from tightwire.server.api.trace import CommTotals
 from tightwire.server.ipc.engine_stats import ReplicaLoad
 from tightwire.server.ipc.messages import CommChoice, SelfTestVerdict
 
@@ -59,22 +60,13 @@ class Health(Struct):
     reason: str = ""
 
 
-class CommCost(Struct, frozen=True):
+class CommCost(CommTotals, frozen=True, kw_only=True):
     """Collectives of one kind on rank 0 since start: totals as in CommTotals, and the time of one collective.
 
     ``p50_us`` and ``p99_us`` are of the newest 512 at most; null until they are known. ``algbw_gb_per_s``: gigabytes of
     message per second; null without a measured time. On CUDA all times are those to enqueue.
     """
 
-    op: str
-    algorithm: str
-    phase: str
-    calls: int
-    bytes_sent: int
-    exact_bytes: int
-    seconds: float
-    message_bytes: int
-    codec_seconds: float | None
     mean_us: float | None
     p50_us: float | None
     p99_us: float | None

@@ -1,41 +1,14 @@
 """The parts that every route is given: the engine, the loaded model, HTTP options, metrics."""
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from tokenizers import Tokenizer as Backend
-
+from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.detokenize import TokenTable
 from tightwire.server.api.errors import unavailable
 from tightwire.server.api.metrics import Metrics
 from tightwire.server.config.http import HttpOptions
 from tightwire.server.ipc.engine_client import EngineClient, EngineState, Phase
-
-
-class TextTokenizer(Protocol):
-    """The part of ``model.text.tokenizer.Tokenizer`` that routes use."""
-
-    @property
-    def backend(self) -> Backend:
-        """The ``tokenizers`` object, for the bytes of single tokens."""
-        ...
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The prompt of a conversation, ready for the assistant's turn.
-
-        Raises:
-            ChatTemplateError: the model's template rejects these messages.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +43,7 @@ class ModelInfo:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
     info: ModelInfo
-    tokenizer: TextTokenizer
+    tokenizer: Tokenizer
     tokens: TokenTable
 
 
@@ -85,7 +58,7 @@ class ModelSlot:
     def model(self) -> ServedModel | None:
         return self._model
 
-    def fill(self, *, info: ModelInfo, tokenizer: TextTokenizer) -> None:
+    def fill(self, *, info: ModelInfo, tokenizer: Tokenizer) -> None:
         """Raises ValueError if text from this tokenizer cannot be streamed."""
         self._model = ServedModel(info=info, tokenizer=tokenizer, tokens=TokenTable(tokenizer.backend))
 

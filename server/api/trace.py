@@ -43,23 +43,13 @@ class Timing(Struct, frozen=True):
     send_s: float
 
 
-class CommTotals(Struct, frozen=True):
+class CommTotals(CommCount, frozen=True, array_like=False):
     """Collectives of one kind on rank 0.
 
     ``exact_bytes``: what they would have sent with nothing quantized. ``message_bytes``: of the tensors given to them.
     ``seconds`` includes waiting for slower ranks; ``codec_seconds`` is the part spent encoding and decoding (null: inside a
     fused kernel, unknown).
     """
-
-    op: str
-    algorithm: str
-    phase: str
-    calls: int
-    bytes_sent: int
-    exact_bytes: int
-    seconds: float
-    message_bytes: int
-    codec_seconds: float | None
 
 
 class CommSpan(Struct, frozen=True):
@@ -171,11 +161,8 @@ class RequestTrace:
         first, first_s = self._comm_at_first, self._first_output_s
         if first_s is None:
             first, first_s = end, end_s
-        counters = [
-            _difference(now, before)
-            for key, now in end.items()
-            if now.calls > (before := start.get(key, _zero(now))).calls
-        ]
+        differences = [_difference(now, start.get(key)) for key, now in end.items()]
+        counters = [difference for difference in differences if difference.calls]
         bytes_sent = sum(counter.bytes_sent for counter in counters)
         exact_bytes = sum(counter.exact_bytes for counter in counters)
         return CommReport(
@@ -220,15 +207,13 @@ class RequestTrace:
         return {(count.op, count.algorithm, count.phase): count for count in stats.comm} if stats else {}
 
 
-def _zero(count: CommCount) -> CommCount:
-    return CommCount(count.op, count.algorithm, count.phase, 0, 0, 0, 0.0, 0)
-
-
-def _difference(now: CommCount, before: CommCount) -> CommTotals:
+def _difference(now: CommCount, before: CommCount | None) -> CommTotals:
+    if before is None:
+        return CommTotals(*msgspec.structs.astuple(now))
     return CommTotals(
-        op=now.op,
-        algorithm=now.algorithm,
-        phase=now.phase,
+        now.op,
+        now.algorithm,
+        now.phase,
         calls=now.calls - before.calls,
         bytes_sent=now.bytes_sent - before.bytes_sent,
         exact_bytes=now.exact_bytes - before.exact_bytes,

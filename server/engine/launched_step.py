@@ -102,7 +102,7 @@ class LaunchedStep:
     @property
     def may_be_followed(self) -> bool:
         """True if the next step can be planned before this one's tokens are known."""
-        return self.is_simple and not any(new.chunk.request.params.needs_tokens for new in self.new)
+        return self.is_simple and not any(new.chunk.request.needs_tokens for new in self.new)
 
     def defer_tokens(self) -> None:
         """Put deferred tokens in place of those being chosen, so that the next step can be planned."""

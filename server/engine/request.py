@@ -42,6 +42,7 @@ class Request:
     # Entries so far, the first None; None if not requested, or already sent.
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_candidates: int = 0  # the number of best logits that decide its next token; 0: all may
+    needs_tokens: bool = False  # the sampler needs every token so far, so no step is planned ahead of them
 
     @property
     def num_output_tokens(self) -> int:
@@ -137,4 +138,5 @@ def make_request(message: AddRequest, eos_token_ids: Iterable[int], arrival_s: f
         cache_salt=message.cache_salt,
         prompt_logprobs=None if params.prompt_logprobs is None else [None],
         num_candidates=candidates_needed(params),
+        needs_tokens=params.needs_tokens,
     )

@@ -71,22 +71,23 @@ def test_new_tokens_are_counted_as_they_come() -> None:
     assert logits[0].tolist() == [0, -1, 0, -3] + [0] * 8  # the prompt's own 1 and 2 do not count
 
 
-def test_slots_are_reused_clean_and_given_up_at_the_end() -> None:
+def test_counts_end_with_their_sequence() -> None:
     tables = PenaltyTables(VOCAB, torch.device("cpu"))
-    assert tables.num_slots == 0
+    assert tables.num_rows == 0
     first, second = row([1], [2, 2], repetition_penalty=2.0), row([4], [5], repetition_penalty=2.0)
     tables.apply_(torch.zeros(2, VOCAB), [0, 1], [first, second])
-    assert tables.num_slots == 2
+    assert tables.num_rows == 2
     tables.release(first)
     tables.release(first)
+    assert tables.num_rows == 1
     third = row([7], [8], repetition_penalty=2.0)
     logits = torch.ones(2, VOCAB)
     tables.apply_(logits, [0, 1], [second, third])
-    assert tables.num_slots == 2
+    assert tables.num_rows == 2
     assert (logits == 0.5).nonzero().tolist() == [[0, 4], [0, 5], [1, 7], [1, 8]]
     tables.release(second)
     tables.release(third)
-    assert tables.num_slots == 0
+    assert tables.num_rows == 0
 
 
 def test_has_penalties() -> None:
