@@ -1,1 +1,1 @@
-"""Chooses the next tokens from logits. Start with `sampler`."""
+"""Chooses the next tokens from logits. Start with `sampler`; `parameters` has the request's parameters."""

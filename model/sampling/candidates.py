@@ -1,10 +1,10 @@
-"""The best few logits of a row in place of all of them: what ranks that share a vocabulary need to send.
+"""Lets ranks that share a vocabulary send only the best few logits of a row.
 
-A greedy token is decided by the best logit, one drawn with top_k by the k best. So each rank sends as many of its own
-part, eight bytes each, where the whole row of a vocabulary of 128,000 is 256 kB from each of two ranks: at 200 Mbit/s ten
-milliseconds a token.
+A greedy token depends on the best logit only, a token drawn with top_k on the k best. Each rank sends that many of its own
+part, eight bytes each. A whole row of a vocabulary of 128,000 is 256 kB from each of two ranks, ten milliseconds per token
+at 200 Mbit/s.
 
-A candidate is one int64 (``kernels.best_number``), of which larger is better, and of equal logits the lowest id's.
+A candidate is one int64 (``kernels.best_number``): larger is better; of equal logits, the lowest id.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from tightwire.model.sampling.draw import largest_keys
 from tightwire.model.sampling.parameters import SamplingParams
 
 KEY_BYTES = 8
-MAX_CANDIDATES = 256  # of a rank and row; beyond, selecting them costs more than sending the row
+MAX_CANDIDATES = 256  # per rank and row; selecting more costs more than sending the row
 
 
 def candidates_needed(params: SamplingParams) -> int:
-    """How many of the best logits decide the next token; 0: all of them may.
+    """The number of best logits that decide the next token; 0: all may.
 
-    Logits that the draw (``draw``) cannot tell apart, once the best one is subtracted in float32 and its weights are
-    rounded, stand in order of id there and in their own order here: at top_k's edge another of them may be kept.
+    ``draw`` subtracts the best logit in float32 and rounds the weights; it orders logits that become equal by id, while
+    candidates keep their own order. So at the edge of top_k a different one of them may be kept.
     """
     if params.needs_all_logits:
         return 0
@@ -34,12 +34,12 @@ def candidates_needed(params: SamplingParams) -> int:
 
 
 def candidates_pay(num_candidates: int, local_vocab_sizes: Sequence[int]) -> bool:
-    """Whether so many of each row are sent in place of all, by ranks that have so many columns of it each."""
+    """True if sending this many logits of each row is cheaper than all, for ranks with these numbers of columns."""
     return 0 < num_candidates <= min(local_vocab_sizes) and num_candidates * KEY_BYTES < 4 * max(local_vocab_sizes)
 
 
 def best_candidates(logits_RV: Tensor, count: int, first_id: int) -> Tensor:
-    """(R, count) keys of each row's best logits; ``first_id`` is that of column 0. A NaN is the best of all."""
+    """(R, count) keys of each row's best logits; ``first_id`` is that of column 0. A NaN counts as the best."""
     if count == 1:
         return best_keys(logits_RV, first_id)[:, None]
     ids_V = torch.arange(first_id, first_id + logits_RV.shape[1], device=logits_RV.device)

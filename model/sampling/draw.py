@@ -1,14 +1,13 @@
-"""Draws one token per row from a filtered distribution, so that a row's outcome depends on that row alone.
+"""Draws one token per row from a filtered distribution; the result depends on that row alone.
 
-Probabilities become integers: ``weight = floor(exp((logit - max) / temperature) * 2^40)``. Integer sums do not depend
-on their order, so neither the batch a row stands in, nor the path taken through it (bounded top-k, full sort), nor the
-device's scan algorithm can change which token a uniform number lands on. What is lost, tokens less likely than the
-best by 2^40, is lost in float32 as well.
+Probabilities become integers: ``weight = floor(exp((logit - max) / temperature) * 2^40)``. Integer sums do not depend on
+their order. So neither the rest of the batch, nor the path taken (bounded top-k, full sort), nor the device's scan algorithm
+changes which token a uniform number selects. Tokens less likely than the best by 2^40 are lost, as in float32.
 
-Sorted rows keep weight and token id in one int64, ``weight << 20 | (2^20 - 1 - id)``: keys are unique, equal weights
-stand in order of id, and any top-k or sort algorithm gives the same order.
+Sorted rows keep weight and token id in one int64, ``weight << 20 | (2^20 - 1 - id)``: keys are unique, equal weights are in
+order of id, and every top-k or sort algorithm gives the same order.
 
-Knows tensors only: no requests, no penalties.
+Knows only tensors, not requests or penalties.
 """
 
 from dataclasses import dataclass
@@ -20,21 +19,21 @@ from torch import Tensor
 _WEIGHT_BITS = 40
 _ID_BITS = 20
 _ID_MASK = (1 << _ID_BITS) - 1
-UNSETTLED = -2  # in place of a token: the row is still to be sorted whole
+UNSETTLED = -2  # in place of a token: the whole row must be sorted first
 MAX_VOCAB_SIZE = 1 << _ID_BITS  # 40 + 20 bits: keys, and sums over the whole vocabulary, stay below 2^63
 
-# How many of the best tokens are looked at before the whole row is sorted. Language models put 95 % on a few dozen.
+# The number of best tokens that are tried before the whole row is sorted. Language models put 95 % on a few dozen.
 _WIDTH = 1024
-# Rows worked on at once on a CPU: temporaries of 8 rows of 49152 stay in the cache (32 rows at once: 3 times slower).
+# Rows processed at once on a CPU: temporaries of 8 rows of 49152 stay in the cache (32 rows at once: 3 times slower).
 _CPU_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filters:
-    """How each of R rows is narrowed; all tensors are (R, 1) and on the device of the logits.
+    """Filters of R rows; all tensors are (R, 1) and on the device of the logits.
 
-    Applied in this order, each on what the one before left: temperature, min_p, top_k, top_p. ``top_k_R1`` and
-    ``top_p_R1`` are both None where no row needs them: such rows are drawn without any sorting.
+    Applied in this order, each to the result of the previous one: temperature, min_p, top_k, top_p. ``top_k_R1`` and
+    ``top_p_R1`` are both None if no row needs them; such rows are drawn without sorting.
     """
 
     temperature_R1: Tensor  # float32, above 0
@@ -60,29 +59,29 @@ def mix_seed(seed: int) -> int:
 
 
 def uniforms(mixed_seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
-    """The one number in [0, 1) that belongs to each (seed, position); 53 bits, float64.
+    """One number in [0, 1) for each (seed, position); 53 bits, float64.
 
-    Counter-based (output ``position`` of the splitmix64 stream), so nothing is carried from token to token and a
-    preempted sequence goes on where it was. R numbers made on the host, where uint64 has real shifts, and sent along
-    with the step: ten tensor operations on R elements would cost more launches than the draw itself.
+    Counter-based (output ``position`` of the splitmix64 stream), so there is no state from token to token and a preempted
+    sequence continues with the same numbers. Computed on the host, where uint64 has logical shifts: ten tensor operations
+    on R elements would cost more launches than the draw itself.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
-    counter = positions_R.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)  # wraps, as it should
+    counter = positions_R.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)  # wraps around by design
     return (_splitmix64(mixed_seeds_R + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def draw(logits_RV: Tensor, best_R: Tensor, filters: Filters, uniform_R: Tensor, *, waits: bool = True) -> Tensor:
     """Inverse-CDF draw of one token id per row.
 
-    Which rows are to be sorted whole only the device knows. Either the host waits for it to say so, or such rows get
-    ``UNSETTLED``, and are drawn again later.
+    Only the device knows which rows must be sorted as a whole. Either the host waits for that, or such rows get
+    ``UNSETTLED`` and are drawn again later.
 
     Args:
-        logits_RV: float32, -inf allowed, each row's maximum finite (a row where it is not gives some id below V).
+        logits_RV: float32, -inf allowed, each row's maximum finite (otherwise the row gives some id below V).
         best_R: each row's maximum.
         uniform_R: float64 in [0, 1).
-        waits: whether the host may wait for the device.
+        waits: True if the host may wait for the device.
     Returns:
         (R,) int64.
     """
@@ -117,14 +116,14 @@ def _weights(logits_RV: Tensor, best_R1: Tensor, filters: Filters) -> Tensor:
 def _draw_sorted(
     keys_RV: Tensor, total_R1: Tensor, filters: Filters, uniform_R1: Tensor, width: int, *, waits: bool
 ) -> Tensor:
-    """Draw among the ``width`` best tokens; rows whose cut lies beyond them are sorted whole."""
+    """Draw among the ``width`` best tokens; rows that need more are sorted as a whole."""
     assert filters.top_k_R1 is not None and filters.top_p_R1 is not None
     vocab_size = keys_RV.shape[1]
     keys_RC = largest_keys(keys_RV, width)
     weights_RC = keys_RC >> _ID_BITS
     up_to_RC = weights_RC.cumsum(-1)
 
-    # Mass that top_k leaves; known when the k best are here, or when nothing has weight beyond what is here.
+    # The mass that top_k leaves. Known if the k best are among these, or if no other token has weight.
     inside_R1 = filters.top_k_R1 <= width
     last_R1 = up_to_RC[:, -1:]
     limit_R1 = torch.where(inside_R1, up_to_RC.gather(1, filters.top_k_R1.clamp(max=width) - 1), total_R1)
@@ -132,7 +131,7 @@ def _draw_sorted(
     reached_R1 = (filters.top_k_R1 >= vocab_size) & (last_R1.double() >= wanted_R1)
     settled_R1 = inside_R1 | reached_R1 | (last_R1 >= total_R1)
 
-    # A token stays while those before it have not yet reached the wanted mass: the smallest set with mass >= top_p.
+    # A token is kept while those before it have not reached the wanted mass: the smallest set with mass >= top_p.
     kept_RC = (up_to_RC - weights_RC).double() < wanted_R1
     num_kept_R1 = torch.minimum(kept_RC.sum(-1, keepdim=True), filters.top_k_R1).clamp_(1, width)
     place_R1 = _land(up_to_RC, up_to_RC.gather(1, num_kept_R1 - 1), uniform_R1).clamp_(max=width - 1)
@@ -168,7 +167,7 @@ def largest_keys(keys_RV: Tensor, width: int) -> Tensor:
 
 
 def _land(up_to_RC: Tensor, mass_R1: Tensor, uniform_R1: Tensor) -> Tensor:
-    """Index of the first entry whose running sum exceeds ``uniform * mass``; entries of weight 0 are never it."""
+    """Index of the first entry whose running sum exceeds ``uniform * mass``; never an entry of weight 0."""
     target_R1 = torch.minimum((uniform_R1 * mass_R1.double()).long(), mass_R1 - 1)
     return torch.searchsorted(up_to_RC, target_R1, right=True)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the model's own distribution, before any processing, and the best beside them."""
+"""Computes log-probabilities of tokens and of the most likely tokens, in the model's distribution before sampling filters."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +15,7 @@ _DEVICE_ROWS = 64  # about 60 MB of temporaries for 49152 tokens
 
 
 class TokenScore(NamedTuple):
-    """``rank`` is the token's place, from 1, in the order of ``top``: by probability, equal ones by token id."""
+    """``rank`` is the token's place, from 1, in the order of ``top``: by probability, then by token id."""
 
     token_id: int
     logprob: float
@@ -24,16 +24,16 @@ class TokenScore(NamedTuple):
 
 
 def score_tokens(logits_RV: Tensor, target_R: Tensor, top_n: list[int]) -> list[TokenScore]:
-    """Score ``target_R[r]`` under row r, with the ``top_n[r]`` best tokens beside it.
+    """Score ``target_R[r]`` under row r, with the ``top_n[r]`` best tokens.
 
-    Every row is computed on its own (log_softmax works row by row), so results do not depend on the other rows.
-    Works through a few rows at a time, whose temporaries take about 20 V bytes each.
+    A row's result does not depend on the other rows, because log_softmax works row by row. A few rows are processed at a
+    time; temporaries take about 20 V bytes each.
     """
     return Scoring(logits_RV, target_R, top_n).wait()
 
 
 class Scoring:
-    """``score_tokens`` under way on the device; ``wait`` gives what it gives."""
+    """``score_tokens`` running on the device; ``wait`` returns its result."""
 
     def __init__(self, logits_RV: Tensor, target_R: Tensor, top_n: list[int]) -> None:
         num_rows = _CPU_ROWS if logits_RV.is_cpu else _DEVICE_ROWS
@@ -66,8 +66,8 @@ def _to_scores(found: Sequence[Tensor], top_n: list[int]) -> list[TokenScore]:
 
 
 def _sort_keys(logits_RV: Tensor) -> Tensor:
-    """Unique int64 keys that sort like (logit, lower id first), so that equal logits have one order everywhere."""
-    bits = (logits_RV + 0.0).view(torch.int32)  # + 0.0 makes the two zeros one
-    bits = bits ^ ((bits >> 31) & 0x7FFF_FFFF)  # negative floats count downwards
+    """Unique int64 keys in the order of (logit, lower id first), so that equal logits have the same order everywhere."""
+    bits = (logits_RV + 0.0).view(torch.int32)  # + 0.0 makes both zeros equal
+    bits = bits ^ ((bits >> 31) & 0x7FFF_FFFF)  # the bits of negative floats sort in reverse
     ids = torch.arange(_ID_MASK, _ID_MASK - logits_RV.shape[1], -1, device=logits_RV.device)
     return bits.long().bitwise_left_shift_(_ID_BITS).add_(ids)

@@ -1,10 +1,10 @@
-"""Chooses the next token of every sequence in the batch, in batched tensor operations on the logits' device.
+"""Chooses the next token of every sequence in the batch, with batched tensor operations on the logits' device.
 
-Order, as in vLLM: logit_bias, then stop tokens banned below min_tokens; repetition, frequency and presence penalties;
-temperature; min_p; top_k; top_p; one draw. Temperature 0 takes the largest logit after penalties, the lowest id among
-equals. Logprobs are of the distribution before all of this.
+Order, as in vLLM: logit_bias; stop tokens banned below min_tokens; repetition, frequency and presence penalties;
+temperature; min_p; top_k; top_p; one draw. Temperature 0 takes the largest logit after penalties, of equal ones the lowest
+id. Logprobs are of the distribution before all of this.
 
-A row's outcome depends on that row alone: see ``draw`` for how, and the tests for bit-identity over batch compositions.
+A row's result depends on that row alone (see ``draw``); tests check bit-identity over batch compositions.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,37 +23,37 @@ from tightwire.model.transfer import Download, upload
 
 
 class SamplingRow(Protocol):
-    """What the sampler reads of a sequence. Compared by identity; the object lives as long as the sequence."""
+    """The part of a sequence that the sampler reads. Compared by identity; the object lives as long as the sequence."""
 
     params: SamplingParams
-    stop_ids: frozenset[int]  # banned while fewer than min_tokens tokens are out
+    stop_ids: frozenset[int]  # banned until min_tokens tokens are generated
     token_ids: list[int]  # prompt, then output
     num_prompt_tokens: int
 
 
 class Sampled(NamedTuple):
-    """One entry per row. ``token_ids`` is -1 where no logit was finite enough to choose by (NaN, inf, all banned)."""
+    """One entry per row. ``token_ids`` is -1 if the best logit is not finite (NaN, inf, all banned)."""
 
     token_ids: list[int]
-    scores: list[TokenScore | None]  # None where params.logprobs is None
-    late: Sequence[int] = ()  # rows whose token the device did not know (``Choice.ids_R``)
+    scores: list[TokenScore | None]  # None if params.logprobs is None
+    late: Sequence[int] = ()  # rows whose token was not in ``Choice.ids_R``
 
 
 class Choice:
-    """Tokens being chosen on the device. ``ids_R``, (R,) int32, are there for what the device does next.
+    """Tokens being chosen on the device. The device's next step can use ``ids_R``, (R,) int32.
 
-    A row whose top_p reaches beyond the best 1024 tokens has a negative number there, because only the host can have it
-    sorted whole: ``wait`` does, and says which rows were ``late``.
+    A row whose top_p reaches beyond the best 1024 tokens has a negative number there, because the host must have the whole
+    row sorted first. ``wait`` does that, and reports such rows as ``late``.
     """
 
     def __init__(self, ids_R: Tensor, scoring: "_Scored | None", choose_late: "Callable[[], Choice] | None") -> None:
-        """``choose_late``: keeps the logits; None where nothing can be late."""
+        """``choose_late``: draws with sorting; keeps the logits. None if no row can be late."""
         self.ids_R = ids_R
         self._scoring, self._choose_late = scoring, choose_late
         self._download = Download([ids_R])
 
     def wait(self) -> Sampled:
-        """What was chosen, once the device has come so far."""
+        """Wait for the device and return the tokens."""
         token_ids = self._download.wait()[0].tolist()
         if self._choose_late is not None and UNSETTLED in token_ids:
             late = [row for row, token_id in enumerate(token_ids) if token_id == UNSETTLED]
@@ -82,25 +82,25 @@ class Sampler:
         return self._penalties.num_rows
 
     def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-        """Next token of each row, waited for; arguments as for ``start``."""
+        """The next token of each row; arguments as for ``start``."""
         return self.start(logits_RV, rows, waits=True).wait()
 
     @torch.inference_mode()
     def start(self, logits_RV: Tensor, rows: Sequence[SamplingRow], *, waits: bool) -> Choice:
-        """Have the next token of each row chosen.
+        """Start to choose the next token of each row.
 
         Args:
-            logits_RV: (R, V) float32, left as it is.
-            rows: the R sequences the logits belong to; ``token_ids`` ends with the token the logits follow. Unless a row
-                has penalties it is of no account which token that is.
-            waits: whether the host may wait for the device; if not, it does nowhere unless there are penalties.
+            logits_RV: (R, V) float32, not modified.
+            rows: the R sequences of the logits; ``token_ids`` ends with the token before the logits. That token may be
+                deferred, unless the row's parameters need all tokens (``SamplingParams.needs_tokens``).
+            waits: True if the host may wait for the device. If False, it waits only for penalties.
         """
         if logits_RV.shape != (len(rows), self._vocab_size):
             raise ValueError(f"expected logits ({len(rows)}, {self._vocab_size}), got {tuple(logits_RV.shape)}")
         batch = self._prepared(rows)
         positions_R = np.array([len(row.token_ids) - row.num_prompt_tokens for row in rows], np.uint64)
         processed_RV = self._processed(logits_RV, batch, positions_R)
-        best_R, greedy_R = processed_RV.max(-1)  # the first of equal ones, hence the lowest id
+        best_R, greedy_R = processed_RV.max(-1)  # of equal logits the first, so the lowest id
 
         @torch.inference_mode()
         def choose(*, waits: bool) -> Choice:
@@ -119,12 +119,12 @@ class Sampler:
 
     @torch.inference_mode()
     def score(self, logits_RV: Tensor, targets: Sequence[int], top_n: int) -> list[TokenScore]:
-        """Logprob of ``targets[r]`` under row r, for prompts; memory beside the logits is bounded."""
+        """Logprob of ``targets[r]`` under row r, for prompts. Memory use is bounded."""
         target_R = torch.tensor(targets, dtype=torch.int64, device=logits_RV.device)
         return score_tokens(logits_RV, target_R, [top_n] * len(targets))
 
     def release(self, row: SamplingRow) -> None:
-        """Forget a sequence that has ended."""
+        """Forget a sequence that ended."""
         self._penalties.release(row)
         if self._batch is not None and any(row is held for held in self._batch.rows):
             self._batch = None
@@ -140,7 +140,7 @@ class Sampler:
         return batch
 
     def _processed(self, logits_RV: Tensor, batch: "_Batch", positions_R: np.ndarray) -> Tensor:
-        """Logits after bias, bans and penalties; the very same tensor when there are none."""
+        """Logits after bias, bans and penalties; the same tensor if there are none."""
         banned = batch.banned_at(positions_R)
         if batch.bias is None and not banned and not batch.penalized:
             return logits_RV
@@ -169,7 +169,7 @@ class _Bias(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _DrawGroup:
-    """Rows drawn alike, with their parameters as tensors; ``index`` is None when they are the whole batch."""
+    """Rows with the same kind of draw, and their parameters as tensors; ``index`` is None for the whole batch."""
 
     rows: list[int]
     index: Tensor | None
@@ -179,7 +179,7 @@ class _DrawGroup:
     def draw_into(
         self, ids_R: Tensor, logits_RV: Tensor, best_R: Tensor, positions_R: np.ndarray, *, waits: bool
     ) -> Tensor:
-        """``ids_R`` with this group's entries drawn."""
+        """``ids_R`` with this group's entries replaced by drawn tokens."""
         numbers = uniforms(self.mixed_seeds, positions_R[self.rows])
         uniform = upload(numbers, torch.float64, logits_RV.device)
         if self.index is None:
@@ -189,7 +189,7 @@ class _DrawGroup:
 
 
 class _Batch:
-    """Everything about a batch that does not change from step to step."""
+    """The data of a batch that do not change from step to step."""
 
     def __init__(self, rows: list[SamplingRow], vocab_size: int, device: torch.device) -> None:
         self.rows = rows
@@ -207,7 +207,7 @@ class _Batch:
         self.groups = [self._group(chosen, device) for chosen in (in_order, ranked) if chosen]
 
     def banned_at(self, positions_R: np.ndarray) -> list[tuple[int, int]]:
-        """(row, stop id) of the rows that may not end yet, with so many tokens out."""
+        """(row, stop id) of the rows that must not end yet, after this many generated tokens."""
         return [
             (r, token_id)
             for r in self._short

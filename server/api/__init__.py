@@ -1,1 +1,1 @@
-"""OpenAI's dialect: schemas, prompts, responses, streams. Start with `schemas`."""
+"""OpenAI's API: request bodies, prompts, answers, streams, errors, metrics. Start with `answer`."""

@@ -1,1 +1,1 @@
-"""Schedules sequences into steps. Start with `engine`."""
+"""Turns requests into steps and steps into tokens, on rank 0. Start with `engine`."""

@@ -1,1 +1,1 @@
-"""The HTTP application. Start with `app`."""
+"""The HTTP application: listener, middleware, API key, request parsing, routes. Start with `app`."""

@@ -1,1 +1,1 @@
-"""The HTTP routes, one router per file, each made by a function of the ``Serving`` it is given."""
+"""The HTTP routes, one router per file. Start with `generation`."""
