@@ -3,11 +3,11 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tightwire.bench.compare.match import Row, check_alike, chosen_metrics, differences, faults, rows
+from tightwire.bench.compare.match import check_alike, chosen_metrics, compare_cells, differences, faults
 from tightwire.bench.compare.page import COLUMNS, CSV_COLUMNS, describe_sides, make_sections
 from tightwire.bench.compare.results import read_result
 from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_names, parse_options
@@ -72,7 +72,7 @@ class CompareBench(Bench):
         a, b = read_result(options.a), read_result(options.b)
         check_alike(a, b)
         metrics = chosen_metrics(a, options.metrics)
-        self._cells = [_plain(row, options.tolerance) for row in rows(a, b, metrics)]
+        self._cells = compare_cells(a, b, metrics, options.tolerance)
         if not self._cells:
             raise ValueError(f"no cell has {' or '.join(metric.name for metric in metrics)} in both results")
         self.facts = {
@@ -115,22 +115,6 @@ class CompareBench(Bench):
         for words in self.facts["faults"]:
             self.console.print(words, style="red", markup=False, soft_wrap=True)
         self.console.print(self.facts["conclusion"], markup=False, soft_wrap=True)
-
-
-def _plain(row: Row, tolerance: float) -> dict[str, Any]:
-    metric, comparison = row.metric, asdict(row.comparison)
-    verdicts = {"faster": metric.better, "slower": metric.worse}
-    return {
-        "cell": row.cell,
-        "metric": metric.name,
-        "unit": metric.unit,
-        "a": row.a * metric.scale,
-        "b": row.b * metric.scale,
-        "paired": row.paired,
-        **comparison,
-        "verdict": verdicts.get(row.comparison.verdict, row.comparison.verdict),
-        "regression": metric.decides and row.regressed(tolerance),
-    }
 
 
 def _conclude(facts: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:

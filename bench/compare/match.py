@@ -2,55 +2,24 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
 from tightwire.bench.compare.results import Cell, Result, Samples
-from tightwire.bench.report.statistics import Comparison, compare
+from tightwire.bench.report.statistics import compare
 from tightwire.bench.report.table import Metric
 
 # Where these facts differ, a ratio tells of machines or settings and not of the program.
-_FACTS = (
-    *("environment.cpu", "environment.usable_cores", "environment.os", "environment.python", "environment.packages"),
-    *("environment.tightwire", "environment.git_revision", "server.model", "server.refused", "workload", "request"),
-    *(
-        "model",
-        "dtype",
-        "device",
-        "device_name",
-        "tp",
-        "ranks",
-        "nodes",
-        "transport",
-        "links",
-        "link.name",
-        "link.emulation",
-    ),
-    *("link.how", "comm.link.name", "comm.link.emulation", "options", "text", "window"),
-    *("num_layers", "hidden_size", "weights"),
+_FACTS = tuple(
+    """
+    environment.cpu environment.usable_cores environment.os environment.python environment.packages environment.tightwire
+    environment.git_revision server.model server.refused workload request model dtype device device_name tp ranks nodes
+    transport links link.name link.how link.emulation comm.link.name comm.link.emulation options text window num_layers
+    hidden_size weights
+    """.split()
 )
 _FREE = ("seed", "num_words", "tokens_per_word")  # differ from run to run by design
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One metric of one cell in both results; ``a`` and ``b`` are medians of batches, in the samples' own unit."""
-
-    cell: str
-    metric: Metric
-    a: float
-    b: float
-    paired: bool
-    comparison: Comparison
-
-    def regressed(self, tolerance: float) -> bool:
-        """Worse, and the whole interval is beyond the tolerance."""
-        if self.comparison.verdict != "slower":
-            return False
-        if self.metric.worse_is_higher:
-            return self.comparison.low > 1 + tolerance
-        return self.comparison.high < 1 - tolerance
 
 
 def check_alike(a: Result, b: Result) -> None:
@@ -70,10 +39,10 @@ def check_alike(a: Result, b: Result) -> None:
         raise ValueError(f"ratios are to the baseline, which is {mine} in {a.path} and {other} in {b.path}")
 
 
-def rows(a: Result, b: Result, metrics: Sequence[Metric]) -> list[Row]:
-    """Every metric of every cell that is in both, in the order of ``a``."""
+def compare_cells(a: Result, b: Result, metrics: Sequence[Metric], tolerance: float) -> list[dict[str, Any]]:
+    """Every metric of every cell that is in both results, in the order of ``a``: medians, ratio, interval, verdict."""
     others = {cell.name: cell for cell in b.cells}
-    same = a.pairing is not None and a.pairing == b.pairing
+    pairs = a.pairing is not None and a.pairing == b.pairing
     found = []
     for cell in a.cells:
         if cell.name not in others:
@@ -83,8 +52,8 @@ def rows(a: Result, b: Result, metrics: Sequence[Metric]) -> list[Row]:
         for metric in metrics:
             mine, its = cell.samples.get(metric.name), other.samples.get(metric.name)
             if mine and its:
-                row = _row(cell.name, metric, _batched(mine, batch), _batched(its, batch), same=same)
-                found.append(row)
+                compared = _compare(metric, _batched(mine, batch), _batched(its, batch), tolerance, pairs=pairs)
+                found.append({"cell": cell.name, "metric": metric.name, "unit": metric.unit, **compared})
     return found
 
 
@@ -96,19 +65,21 @@ def _batched(samples: Samples, batch: int) -> Samples:
     return {number: median(values) for number, values in batches.items()}
 
 
-def _row(name: str, metric: Metric, mine: Samples, its: Samples, *, same: bool) -> Row:
+def _compare(metric: Metric, mine: Samples, its: Samples, tolerance: float, *, pairs: bool) -> dict[str, Any]:
     shared = sorted(mine.keys() & its.keys())
-    paired = same and bool(shared)
+    paired = pairs and bool(shared)
     before = [mine[i] for i in shared] if paired else list(mine.values())
     after = [its[i] for i in shared] if paired else list(its.values())
-    return Row(
-        cell=name,
-        metric=metric,
-        a=median(before),
-        b=median(after),
-        paired=paired,
-        comparison=compare(before, after, paired=paired, worse_is_higher=metric.worse_is_higher),
-    )
+    found = compare(before, after, paired=paired, worse_is_higher=metric.worse_is_higher)
+    beyond = found.low > 1 + tolerance if metric.worse_is_higher else found.high < 1 - tolerance
+    return {
+        "a": median(before) * metric.scale,
+        "b": median(after) * metric.scale,
+        "paired": paired,
+        **asdict(found),
+        "verdict": {"faster": metric.better, "slower": metric.worse}.get(found.verdict, found.verdict),
+        "regression": metric.decides and found.verdict == "slower" and beyond,
+    }
 
 
 def faults(a: Result, b: Result, tolerance: float) -> list[str]:
