@@ -11,13 +11,21 @@ from tightwire.bench.report.statistics import compare
 from tightwire.bench.report.table import Metric
 
 # Where these facts differ, a ratio tells of machines or settings and not of the program.
-_FACTS = tuple(
-    """
-    environment.cpu environment.usable_cores environment.os environment.python environment.packages environment.tightwire
-    environment.git_revision server.model server.refused workload request model dtype device device_name tp ranks nodes
-    transport links link.name link.how link.emulation comm.link.name comm.link.emulation options text window num_layers
-    hidden_size weights
-    """.split()
+_FACTS = (
+    *("environment.cpu", "environment.usable_cores", "environment.os", "environment.python", "environment.packages"),
+    *("environment.tightwire", "environment.git_revision", "server.model", "server.refused", "workload", "request"),
+    *("model", "dtype", "device", "device_name", "tp", "ranks", "nodes", "transport", "links", "link.name", "link.how"),
+    *(
+        "link.emulation",
+        "comm.link.name",
+        "comm.link.emulation",
+        "options",
+        "text",
+        "window",
+        "num_layers",
+        "hidden_size",
+    ),
+    "weights",
 )
 _FREE = ("seed", "num_words", "tokens_per_word")  # differ from run to run by design
 
