@@ -21,8 +21,8 @@ from torch import Tensor
 from tightwire.comm.buffers import page_aligned
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
+from tightwire.model.checkpoint.config import config_to_hf
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
-from tightwire.model.checkpoint.export import config_to_hf
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.whole_folder import whole_folder
 from tightwire.model.layout import Layout, make_layout

@@ -26,9 +26,8 @@ from peer_process import PeerProcess, StartError, free_port
 from turns import Load, TurnError, bench
 
 from tightwire.bench.report.environment import describe_environment
-from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.export import config_to_hf
 from tightwire.model.open import Checkpoint, open_checkpoint
 
 _HERE = Path(__file__).resolve().parent

@@ -1,4 +1,4 @@
-"""The paged KV cache of one rank: fixed blocks of P tokens, named by a block table."""
+"""The paged KV cache of one rank: fixed blocks of P tokens, listed in block tables."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,15 +12,15 @@ from tightwire.model.step_arrays import StepArrays
 
 
 class CacheSource(Protocol):
-    """Hands out each layer's keys and values to the passes of one step after the other.
+    """Provides each layer's keys and values to passes, step after step.
 
-    What ``layer(i)`` gives is valid until ``release(i)`` has been called as often; several passes of a step may share a
+    The result of ``layer(i)`` is valid until ``release(i)`` has been called as often; several passes of a step may share a
     layer.
     """
 
     @property
     def num_blocks(self) -> int:
-        """That the tables of a step may name once it has begun."""
+        """Blocks that the tables of a step may contain after ``begin``."""
         ...
 
     @property
@@ -39,38 +39,38 @@ class CacheSource(Protocol):
 
     @property
     def layers_at_a_time(self) -> int | None:
-        """How many a pass may have at once; None: all."""
+        """Layers that a pass may hold at once; None: all."""
         ...
 
     def begin(self, step: StepArrays) -> StepArrays:
-        """The step that comes next, with its blocks named as ``layer`` will have them."""
+        """Prepare the next step; returns it with the block numbers of ``layer``'s results."""
         ...
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """(N, local_K, P, E) each, keys and values; waits until they are there.
+        """Keys and values (N, local_K, P, E) each; waits until they are on the device.
 
         Raises:
-            CacheError: they do not come.
+            CacheError: they do not arrive.
         """
         ...
 
     def release(self, index: int) -> None: ...
 
     def close(self) -> None:
-        """End whatever brings layers. May be called twice."""
+        """End the threads that fetch layers. May be called twice."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCache:
-    """``CacheSource`` with keys and values of all layers on the device, where blocks are never moved or copied.
+    """``CacheSource`` with all layers on the device; blocks are never moved or copied.
 
     A block holds the same tokens in every layer and on every rank.
 
     Layout (N, K, P, E): one block of one head is contiguous, which is what an attention kernel reads at a time.
     """
 
-    layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values (N, local_K, P, E) of each
+    layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values (N, local_K, P, E)
 
     @property
     def num_blocks(self) -> int:
@@ -103,10 +103,10 @@ class KVCache:
         return self.layers[index]
 
     def release(self, index: int) -> None:
-        """Nothing to give back."""
+        """Layers stay."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """There are no threads."""
 
     @property
     def _first(self) -> Tensor:

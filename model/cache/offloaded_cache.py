@@ -1,12 +1,12 @@
-"""A KV cache on the host, of which the device has only what the layer in hand and the next one need.
+"""A KV cache on the host, of which the device holds only the blocks of the current layer and the next one.
 
-Two slots on the device each have room for one layer's blocks of one step. A thread of its own brings the blocks of
-layer i + 1 while layer i is computed, and takes those of layer i that got new tokens back to the host, before the slot is
-filled for layer i + 2. Only blocks of the step's sequences travel, each once however many sequences share it. For the time
-of the step they are numbered by their place in the slot.
+Two buffers on the device each have room for one layer's blocks of one step. A thread fetches the blocks of layer i + 1 while
+layer i is computed, and saves those of layer i that got new tokens to the host, before the buffer is filled for layer i + 2.
+Only blocks of the step's sequences travel, each once even if several sequences share it. During the step they are numbered
+by their place in the buffer.
 
-What a step reads was written by steps before it, whose blocks have all been taken back by then: one thread does both, in
-order. ``comm.buffers`` has the conditions, and a trace that proves them. Source: FlexGen, arXiv 2303.06865.
+A step reads what earlier steps wrote, and their blocks are all saved by then: one thread does both, in order.
+``comm.buffers`` checks the order with a trace. Source: FlexGen, arXiv 2303.06865.
 """
 
 import queue
@@ -14,43 +14,44 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tightwire.comm.buffers import BufferPool, page_aligned
 from tightwire.kernels.cpu.row_runs import copy_runs
-from tightwire.model.cache.step_blocks import gather_blocks, runs_of
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import CacheError
 from tightwire.model.layout import Shard
 from tightwire.model.step_arrays import StepArrays
 
-NUM_SLOTS = 2
+NUM_BUFFERS = 2
 
 
 class CacheFlow(NamedTuple):
-    """What has travelled since the start, and how long passes waited for it."""
+    """Bytes moved since the start, and the time that passes waited for them."""
 
     num_bytes: int  # both ways
-    waited_s: float  # until the layer a pass asked for was there; beside CUDA the host alone
+    waited_s: float  # for layers; with CUDA only the host's waits
 
 
 class _Moves(NamedTuple):
-    """What one step moves in every layer: runs of blocks, (R, 3) int64 each."""
+    """The runs of blocks that one step moves in every layer, (R, 3) int64 each."""
 
     fetch: Tensor  # first block, first place, count
     save: Tensor  # first place, first block, count
 
 
 class OffloadedCache:
-    """``CacheSource`` whose layers lie on the host: pinned beside CUDA; where the device is the CPU, in the same memory.
+    """``CacheSource`` whose layers are on the host, pinned with CUDA; on a CPU both sides are the same memory.
 
-    Layout on both sides (N, 2, K, P, E) a layer, so a block's keys and values travel as one piece.
+    Layout on both sides (N, 2, K, P, E) a layer, so a block's keys and values travel together.
 
-    Cost: the cache on the host, ``NUM_SLOTS`` layers of ``slot_blocks`` blocks on the device; on every step the way of the
-    first layer, which nothing is computed beside, and what of the others' takes longer than computing.
+    Cost: the cache on the host, ``NUM_BUFFERS`` layers of ``slot_blocks`` blocks on the device. Every step waits for the
+    first layer, and for the others as far as they take longer than computing.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class OffloadedCache:
         """
         Args:
             slot_blocks: most blocks that a step may need.
-            timeout_s: longest that nothing may come, while a pass waits for a layer.
+            timeout_s: longest time without a byte while a pass waits for a layer.
         """
         block_shape = (2, shard.local_kv_heads, block_size, config.head_dim)
         block_bytes = dtype.itemsize * torch.Size(block_shape).numel()
@@ -78,11 +79,11 @@ class OffloadedCache:
         memory = page_aligned(config.num_layers * num_blocks * block_bytes, torch.device("cpu"))
         self._pinned = _Pinned(memory) if device.type == "cuda" else None
         self._host = memory.view(dtype).view(config.num_layers, num_blocks, *block_shape)
-        self.pool = BufferPool(NUM_SLOTS, slot_blocks * block_bytes, device, saves=True, traced=True)
+        self.pool = BufferPool(NUM_BUFFERS, slot_blocks * block_bytes, device, saves=True, traced=True)
         self._slots = [slot.buffer.view(dtype).view(slot_blocks, *block_shape) for slot in self.pool.slots]
         self._keys_and_values = [(blocks[:, 0], blocks[:, 1]) for blocks in self._slots]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._users: dict[int, tuple[int, int]] = {}  # by layer in use: how many passes, and in which slot
+        self._users: dict[int, tuple[int, int]] = {}  # by layer in use: the number of passes, and the buffer
         self._num_bytes, self._waited_s = 0, 0.0
         self._steps: queue.SimpleQueue[_Moves | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._move, name="tightwire-kv-cache", daemon=True)
@@ -93,10 +94,10 @@ class OffloadedCache:
         return 1
 
     def begin(self, step: StepArrays) -> StepArrays:
-        """The step with places for blocks; its first layers are on their way from now on.
+        """The step with places instead of blocks; fetching starts.
 
         Raises:
-            ValueError: it needs more blocks than a slot has room for.
+            ValueError: it needs more blocks than a buffer holds.
         """
         renamed, blocks = gather_blocks(step, self.block_size)
         blocks_N, read_I, written_J = blocks.blocks_N, blocks.read_I, blocks.written_J
@@ -144,12 +145,12 @@ class OffloadedCache:
             with torch.inference_mode(), self._queue():
                 for moves in self._each_step():
                     for layer in range(self._num_layers):
-                        if layer >= NUM_SLOTS:
-                            self._save(layer - NUM_SLOTS, moves.save)
+                        if layer >= NUM_BUFFERS:
+                            self._save(layer - NUM_BUFFERS, moves.save)
                         self._fetch(layer, moves.fetch)
-                    for layer in range(max(0, self._num_layers - NUM_SLOTS), self._num_layers):
+                    for layer in range(max(0, self._num_layers - NUM_BUFFERS), self._num_layers):
                         self._save(layer, moves.save)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for a layer raises it
+        except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
             self.pool.close(error)
 
     def _each_step(self) -> Iterator[_Moves]:
@@ -173,14 +174,14 @@ class OffloadedCache:
         self.pool.moved()
 
     def _queue(self) -> AbstractContextManager[object]:
-        """What a GPU is told to do in here it does beside computing."""
+        """GPU work of this block runs beside the computation."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 class _Pinned:
-    """Host memory that a GPU may copy to and from by itself, until it is freed.
+    """Host memory registered with CUDA for asynchronous copies, until it is freed.
 
-    Registered where it lies: torch's own pinned memory comes in powers of two, up to twice of what was asked for.
+    torch's own pinned memory comes in powers of two, up to twice the requested size.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -193,3 +194,42 @@ class _Pinned:
             torch.cuda.synchronize()  # copies that were queued
             torch.cuda.check_error(self._runtime.cudaHostUnregister(self._memory.data_ptr()))
             self._memory = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepBlocks:
+    """The blocks that a step reads or writes, each once. A block's place is its index on the device during the step."""
+
+    blocks_N: np.ndarray  # int32, ascending: the block at each place
+    read_I: np.ndarray  # places, ascending, that earlier steps wrote and this one reads
+    written_J: np.ndarray  # places, ascending, that get keys and values of new tokens
+
+
+def gather_blocks(step: StepArrays, block_size: int) -> tuple[StepArrays, StepBlocks]:
+    """The step's blocks, and the step with places instead of blocks; table entries that no sequence needs become 0."""
+    tables_BM = step.block_tables_BM
+    query_lens_B = np.diff(step.query_start_B1)
+    needed_BM = _first_blocks(step.context_lens_B, tables_BM, block_size)
+    blocks_N, places_U = np.unique(tables_BM[needed_BM], return_inverse=True)
+    places_BM = np.zeros_like(tables_BM)
+    places_BM[needed_BM] = places_U
+    read_BM = _first_blocks(step.context_lens_B - query_lens_B, tables_BM, block_size)
+    block_T, offset_T = np.divmod(step.slots_T, block_size)
+    place_T = np.searchsorted(blocks_N, block_T).astype(np.int32)
+    blocks = StepBlocks(blocks_N, np.unique(places_BM[read_BM]), np.unique(place_T))
+    return replace(step, slots_T=place_T * block_size + offset_T, block_tables_BM=places_BM), blocks
+
+
+def runs_of(sources_I: np.ndarray, targets_I: np.ndarray) -> np.ndarray:
+    """(R, 3) int64: first source, first target, count. Both inputs ascend; a run continues while both go up by one."""
+    if not len(sources_I):
+        return np.zeros((0, 3), np.int64)
+    breaks = np.flatnonzero((np.diff(sources_I) != 1) | (np.diff(targets_I) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    counts = np.diff(np.concatenate((starts, [len(sources_I)])))
+    return np.stack((sources_I[starts], targets_I[starts], counts), axis=1).astype(np.int64)
+
+
+def _first_blocks(num_tokens_B: np.ndarray, tables_BM: np.ndarray, block_size: int) -> np.ndarray:
+    """(B, M) bool: the entries for each sequence's first ``num_tokens_B`` tokens."""
+    return np.arange(tables_BM.shape[1]) < -(-num_tokens_B // block_size)[:, None]

@@ -1,4 +1,4 @@
-"""What shape of Llama this is: one frozen value, read from a Hugging Face config.json or from GGUF metadata."""
+"""The sizes and constants of a Llama as one frozen value, read from and written to a Hugging Face config.json."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from tightwire.model.checkpoint.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context.
+    """Stretching of rotary frequencies beyond the trained context.
 
     ``kind``: ``none``, ``linear`` (positions divided by ``factor``) or ``llama3`` (long wavelengths divided, short
     ones kept, a smooth ramp between; Llama 3.1 report).
@@ -44,7 +44,7 @@ class LlamaConfig:
     tied_embeddings: bool = False
     attention_bias: bool = False  # on q, k, v and o
     mlp_bias: bool = False  # on gate, up and down
-    dtype: str = "bfloat16"  # the checkpoint's own
+    dtype: str = "bfloat16"  # of the checkpoint
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -73,21 +73,21 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def config_from_hf(
     config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, default_dtype: str = "bfloat16"
 ) -> LlamaConfig:
-    """Read a config.json, and generation_config.json beside it where there is one.
+    """Read a config.json, and the generation_config.json beside it if there is one.
 
-    A key left out means what it means to transformers. End tokens are those of both files, generation's first:
-    instruct models often name the end of a turn only there.
+    Missing keys have transformers' defaults. End tokens are those of both files, generation's first: instruct models often
+    name the end of a turn only there.
 
     Raises:
-        ModelError: another architecture, rope kind, activation or a quantized checkpoint, or a size that is missing
-            or makes no sense; names what was found and what is supported.
+        ModelError: another architecture, rope kind or activation, a quantized checkpoint, or a size that is missing or
+            invalid; names what was found and what is supported.
     """
     try:
         return _config_from_hf(config, generation or {}, default_dtype)
     except ModelError:
         raise
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ModelError(f"config.json: a value has the wrong type or makes no sense: {error}") from None
+        raise ModelError(f"config.json: a value has the wrong type or is invalid: {error}") from None
 
 
 def _config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any], default_dtype: str) -> LlamaConfig:
@@ -102,7 +102,7 @@ def _config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any], de
         raise ModelError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     head_dim = _size(config, "head_dim", hidden // heads)
     if head_dim % 2:
-        raise ModelError(f"config.json: head_dim={head_dim} is odd; rotary embeddings turn pairs")
+        raise ModelError(f"config.json: head_dim={head_dim} is odd; rotary embeddings rotate pairs")
     theta, scaling = _rope_from_hf(config)
     dtype = config.get("dtype") or config.get("torch_dtype") or default_dtype
     if dtype not in _DTYPES:
@@ -184,10 +184,51 @@ def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
 
 
 def _ids(key: str, *values: int | Sequence[int] | None) -> tuple[int, ...]:
-    """All ids named, in order, each once."""
+    """All ids, in order, each once."""
     ids: list[int] = []
     for value in values:
         ids += [value] if isinstance(value, int) else list(value or ())
     if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
         raise ModelError(f"config.json: {key} must be a token id or a list of them, got {ids}")
     return tuple(dict.fromkeys(ids))
+
+
+def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """The object of a config.json, which ``config_from_hf`` reads back as the same, and transformers opens."""
+    exported: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope_to_hf(config.rope_scaling),
+        "tie_word_embeddings": config.tied_embeddings,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "torch_dtype": config.dtype,
+        "bos_token_id": config.bos_token_id,
+    }
+    if config.eos_token_ids:
+        exported["eos_token_id"] = list(config.eos_token_ids)
+    return exported
+
+
+def _rope_to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
+    if scaling.kind == "none":
+        return None
+    rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        rope |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    return rope

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tightwire.model.cache.offloaded_cache import NUM_SLOTS
+from tightwire.model.cache.offloaded_cache import NUM_BUFFERS
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
@@ -88,7 +88,7 @@ def _rank_bytes(
         activations=_activation_bytes(config, shard, options, elem, device, max_parts, num_gathered),
         runtime=_RUNTIME_BYTES[device],
         block=config.num_layers * layer_block,
-        slot=NUM_SLOTS * layer_block if options.kv_offload else 0,
+        slot=NUM_BUFFERS * layer_block if options.kv_offload else 0,
     )
 
 

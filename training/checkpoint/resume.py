@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 import tightwire
-from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.checkpoint.export import config_to_hf
+from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
 from tightwire.training.checkpoint.files import keys_in, read_pieces
 from tightwire.training.checkpoint.folders import checkpoints_in, read_about
 from tightwire.training.checkpoint.optimizer_state import has_flat_state

@@ -1,17 +1,24 @@
 """config.json in all its spellings, and what is refused."""
 
+import json
+from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.model.tiny_gguf import make_tiny_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import VARIANTS, tiny_config
+from transformers import AutoConfig
 from transformers import LlamaConfig as HfConfig
 
-from tightwire.model.checkpoint.config import RopeScaling, config_from_hf
+from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling, config_from_hf, config_to_hf
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.random import RANDOM_SHAPES
 from tightwire.model.layout import make_layout
+from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.fused import layer_tensors
 
 LLAMA3_SCALING = {
@@ -139,3 +146,32 @@ def test_counts_the_numbers_in_a_layers_matrices() -> None:
     config = config_from_hf(tiny_config())
     tensors = layer_tensors(config, make_layout(config, 1).shards[0], 0).values()
     assert config.layer_matrix_elems == sum(prod(each.shape) for each in tensors if each.columns is not None)
+
+
+CONFIGS = {name: config_from_hf(tiny_config(**keys)) for name, keys in VARIANTS.items()} | RANDOM_SHAPES
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_comes_back_the_same(name: str) -> None:
+    exported = json.loads(json.dumps(config_to_hf(CONFIGS[name])))
+    assert config_from_hf(exported) == CONFIGS[name]
+
+
+def test_end_tokens_keep_their_order() -> None:
+    config = replace(CONFIGS["plain"], eos_token_ids=(9, 3, 5), bos_token_id=7, dtype="float16")
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+def test_of_a_gguf(tmp_path: Path) -> None:
+    config = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", **VARIANTS["rope-linear"]))).config
+    assert config.rope_scaling.kind == "linear"
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+@pytest.mark.parametrize("name", ["plain", "rope-linear", "rope-llama3", "head-dim"])
+def test_transformers_reads_the_same_sizes(tmp_path: Path, name: str) -> None:
+    config: LlamaConfig = CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert (theirs.head_dim, theirs.num_key_value_heads) == (config.head_dim, config.num_kv_heads)
+    assert config_from_hf(theirs.to_dict()) == config
