@@ -65,9 +65,7 @@ class KernelBenchOptions(OutputOptions):
         metavar="SIZE,SIZE",
         parse=_parse_sizes,
     )
-    ranks: tuple[int, ...] = option(
-        (2, 4), "numbers of ranks that one process plays", metavar="N,N", parse=parse_integers
-    )
+    ranks: tuple[int, ...] = option((2, 4), "numbers of simulated ranks", metavar="N,N", parse=parse_integers)
     repeats: int = option(50, "samples of each", metavar="N")
     seconds_per_arm: float = option(2.0, "fewer samples, but at least three, where they would take longer", metavar="S")
 
@@ -137,7 +135,7 @@ class KernelBench(Bench):
         if "all-reduces" in options.parts and on_cuda:
             for world_size in options.ranks:
                 cells = list(self._rank_cells(world_size))
-                title = f"{world_size} ranks played by buffers and streams of one process on one device: us, no link"
+                title = f"{world_size} ranks simulated by buffers and streams of one process on one GPU: us, no link"
                 self._add(cells, title, "size", "algorithm", _us)
         elif "all-reduces" in options.parts:
             self.console.print("the AllReduce kernels need a GPU, and were not timed\n")
@@ -190,9 +188,9 @@ class KernelBench(Bench):
 
     def _rank_cells(self, world_size: int) -> Iterator[dict[str, Any]]:
         # Imports Triton, which a CPU host may not have.
-        from tightwire.bench.kernels.played_ranks import ALGORITHMS, PlayedRanks
+        from tightwire.bench.kernels.simulated_ranks import ALGORITHMS, SimulatedRanks
 
-        ranks = PlayedRanks(world_size, self._device)
+        ranks = SimulatedRanks(world_size, self._device)
         for size in self._options.rank_sizes:
             for algorithm in ALGORITHMS:
                 name = f"{algorithm} {format_bytes(size)} over {world_size}"

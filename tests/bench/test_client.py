@@ -49,7 +49,7 @@ async def test_separators_of_unicode_do_not_cut_an_event() -> None:
     assert len(sample.itl_s) == 1
 
 
-async def test_the_request_carries_what_was_asked() -> None:
+async def test_the_request_has_the_given_fields() -> None:
     fake = FakeServer()
 
     await measure(fake, ignore_eos=True, temperature=0)
@@ -67,7 +67,7 @@ async def test_the_request_carries_what_was_asked() -> None:
     assert fake.bodies[1]["messages"] == [{"role": "user", "content": "Hi"}]
 
 
-async def test_a_usage_of_another_shape_counts_nothing() -> None:
+async def test_malformed_usage_counts_nothing() -> None:
     odd = {"prompt_tokens": "12", "completion_tokens": None, "prompt_tokens_details": [3]}
 
     sample = await measure(FakeServer(odd_usage=odd), stream_options={"include_usage": True})
@@ -91,21 +91,21 @@ async def test_without_usage_events_with_text_are_counted() -> None:
         ({"first_token_s": 5.0}, "no end of the answer within 0.2 s"),
     ],
 )
-async def test_what_goes_wrong_is_the_samples_error(behaviour: dict[str, Any], says: str) -> None:
+async def test_a_failure_is_the_samples_error(behaviour: dict[str, Any], says: str) -> None:
     sample = await measure(FakeServer(**behaviour), timeout_s=0.2 if "first_token_s" in behaviour else 10.0)
 
     assert says in (sample.error or "")
     assert sample.tpot_s is None
 
 
-async def test_a_server_that_is_gone_is_an_error_too() -> None:
+async def test_a_missing_server_is_the_samples_error() -> None:
     async with BenchClient(Remote(base="http://127.0.0.1:9/v1", model="m"), timeout_s=5.0, extra_body={}) as client:
         sample = await client.measure(PROMPT)
 
     assert (sample.error or "").startswith("connection: ")
 
 
-async def test_what_cannot_be_sent_is_an_error_too() -> None:
+async def test_an_invalid_url_is_the_samples_error() -> None:
     remote = Remote(base="http://user:word@127.0.0.1:9/v1", model="m", headers={"Authorization": "Bearer key"})
     async with BenchClient(remote, timeout_s=5.0, extra_body={}) as client:
         sample = await client.measure(PROMPT)
@@ -123,7 +123,7 @@ async def test_what_cannot_be_sent_is_an_error_too() -> None:
         ({"http_proxy": "http://p:1", "no_proxy": "far.example"}, "http://far.example/v1", None),
     ],
 )
-def test_the_environments_proxy(
+def test_the_proxy_of_the_environment_is_used(
     environment: dict[str, str], url: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
@@ -170,7 +170,7 @@ async def _close_after(num_answers: int) -> AsyncIterator[tuple[str, list[int]]]
             await closed.acquire()
 
 
-async def test_a_kept_connection_that_the_server_closes_is_no_failure() -> None:
+async def test_a_closed_kept_connection_is_no_failure() -> None:
     async with _close_after(1) as (base, requests):
         async with BenchClient(Remote(base=base, model="m"), timeout_s=10.0, extra_body={}) as client:
             errors = [(await client.measure(PROMPT)).error for _ in range(3)]
@@ -178,7 +178,7 @@ async def test_a_kept_connection_that_the_server_closes_is_no_failure() -> None:
         assert requests == [0, 1, 0, 1, 0]  # the second and the third were sent again
 
 
-async def test_a_new_connection_that_ends_unanswered_is_a_failure() -> None:
+async def test_a_new_connection_without_an_answer_is_a_failure() -> None:
     async with _close_after(0) as (base, requests):
         async with BenchClient(Remote(base=base, model="m"), timeout_s=10.0, extra_body={}) as client:
             sample = await client.measure(PROMPT)

@@ -29,14 +29,14 @@ def test_passages_are_the_same_for_the_same_seed():
     assert Passages(range(50), seed=3).take(8) == Passages(range(50), seed=3).take(8)
 
 
-def test_a_text_without_a_place_left_says_how_long_it_is():
+def test_a_text_without_an_unused_start_is_an_error():
     passages = Passages(range(10))
     passages.take(10)
     with pytest.raises(ValueError, match="10 tokens and no unused start left for a passage of 10"):
         passages.take(10)
 
 
-def test_a_file_that_is_no_text_is_named(tmp_path: Path):
+def test_the_error_names_an_unreadable_file(tmp_path: Path):
     (tmp_path / "latin").write_bytes("caf\xe9".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin: is not UTF-8 text \(byte 3 is 0xe9\)"):
         read_text(tmp_path / "latin")

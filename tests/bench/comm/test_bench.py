@@ -102,7 +102,7 @@ def test_every_kind_of_wrong_answer_fails_the_run_by_name(capsys: pytest.Capture
     }
 
 
-def test_a_rank_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_rank_ends_the_run_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:
     options = CommBenchOptions(
         algorithms=("one-shot",), sizes=(1024,), transport="process-group", repeats=3, timeout_s=5
     )
@@ -113,7 +113,7 @@ def test_a_rank_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search("ZeroDivisionError: on purpose|lost rank 1", error)
 
 
-def test_what_cannot_be_had_is_refused_and_leaves_no_file(
+def test_an_unavailable_transport_is_refused_and_leaves_no_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(comm_ranks, "why_unusable", lambda: "this system has none")
@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert "cannot be written" in text and "KiB" not in text
 
 
-def test_over_a_real_wire_between_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kernel_link_between_two_nodes_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         EmulatedNetwork(parse_link("1gbit")).close()
     except NoEmulatedNetworkError as error:
@@ -179,7 +179,7 @@ def test_without_namespaces_the_link_is_throttled_and_the_result_says_so(
         assert cell["seconds"]["min"] >= cell["wire_bytes"] / 10e6
 
 
-def test_over_several_links_predictions_and_crossovers_stand_beside_the_times(
+def test_several_links_give_predictions_and_crossovers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(*_: object, **__: object) -> EmulatedNetwork:

@@ -55,7 +55,7 @@ def test_names_sizes_and_nodes() -> None:
         (["--dtype", "int8"], "must be one of bfloat16, float16, float32"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_options(argv)
 

@@ -49,7 +49,7 @@ def test_a_run_cut_short_keeps_the_calls_that_all_ranks_made() -> None:
     assert row["samples"]["seconds"] == [4.0] and row["speed_up_over_native"] is None
 
 
-def test_bits_are_compared_once_all_ranks_have_told_theirs() -> None:
+def test_bits_are_compared_once_all_ranks_reported() -> None:
     cells = Cells(2)
     cells.add(0, _checked("ring", digest="a", error=0.0))
     assert cells.faults() == []

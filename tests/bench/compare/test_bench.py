@@ -93,7 +93,7 @@ def test_a_result_against_itself_shows_no_difference(
     assert "no regression" in text
 
 
-def test_what_became_slower_beyond_the_tolerance_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slowdown_beyond_the_tolerance_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, result, text = compare(tmp_path, serve("a"), serve("b", ttft=1.2, tpot=0.8, seed=2), capsys=capsys)
 
     assert status == 1
@@ -114,13 +114,13 @@ def test_what_became_slower_beyond_the_tolerance_fails(tmp_path: Path, capsys: p
         (["--metric", "ttft_s,tpot_s"], 1),
     ],
 )
-def test_tolerance_and_metrics_are_the_users(
+def test_the_user_sets_tolerance_and_metrics(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], status: int
 ) -> None:
     assert compare(tmp_path, serve("a"), serve("b", ttft=1.2), *argv, capsys=capsys)[0] == status
 
 
-def test_the_same_prompts_are_compared_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_prompts_are_compared_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slower = serve("a", ttft=1.03)  # of the same requests, whose lengths vary far more than that
 
     _, paired, _ = compare(tmp_path, serve("a"), slower, capsys=capsys)
@@ -132,7 +132,7 @@ def test_the_same_prompts_are_compared_one_by_one(tmp_path: Path, capsys: pytest
     assert apart["differences"] == []  # another seed is another draw of the same workload
 
 
-def test_of_ttft_the_ratio_to_the_baseline_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ttft_is_decided_by_the_ratio_to_the_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fast = ttft("a", flash=0.7)
 
     slow_day = compare(tmp_path, fast, ttft("b", flash=0.7, drift=1.5), capsys=capsys)
@@ -152,7 +152,7 @@ def test_of_ttft_the_ratio_to_the_baseline_decides(tmp_path: Path, capsys: pytes
     assert (row["a"], row["b"]) == (pytest.approx(0.7, rel=0.03), pytest.approx(0.9, rel=0.03))
 
 
-def test_benches_of_calls_and_of_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comm_and_quality_results_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def comm(scale: float) -> dict[str, Any]:
         cells = [{"algorithm": "ring", "size": 4096, "samples_s": [1e-4 * scale * x for x in noise(str(scale), 20)]}]
         return {"schema": "tightwire.bench.comm/1", "environment": ENVIRONMENT, "cells": cells, "error": None}
@@ -203,7 +203,7 @@ def test_a_file_of_version_1_is_compared_with_one_of_version_2(
     assert (cell["n"], cell["ratio"]) == (30, pytest.approx(1.5))
 
 
-def test_unlike_circumstances_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_environments_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = serve("b", environment={**ENVIRONMENT, "cpu": "another", "git_revision": "def"}, error="interrupted")
     other["arms"].append({"load": "concurrency 2", "samples": []})
 
@@ -220,7 +220,7 @@ def test_unlike_circumstances_are_told(tmp_path: Path, capsys: pytest.CaptureFix
         assert any(words in found for found in result["differences"]) and words.split(" differs")[0] in text
 
 
-def test_requests_of_one_batch_are_one_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_of_one_batch_count_as_one_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Eight batches, each of four requests with one luck: as 32 samples they would seem to be surely slower."""
 
     def batches(name: str) -> list[dict[str, Any]]:
@@ -244,7 +244,7 @@ def test_requests_of_one_batch_are_one_sample(tmp_path: Path, capsys: pytest.Cap
     assert {(cell["verdict"], cell["n"]) for cell in result["cells"]} == {("no difference", 8)}
 
 
-def test_neighbouring_calls_are_one_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_neighbouring_calls_count_as_one_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = [{"algorithm": "ring", "size": 4096, "samples_s": noise("calls", 1000)}]
     result = {"schema": "tightwire.bench.comm/1", "environment": ENVIRONMENT, "cells": cells, "error": None}
 
@@ -253,7 +253,7 @@ def test_neighbouring_calls_are_one_sample(tmp_path: Path, capsys: pytest.Captur
     assert compared["cells"][0]["n"] == 20
 
 
-def test_loads_that_were_given_twice_are_compared_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_loads_are_compared_separately(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     twice = serve("a")
     twice["arms"] = [serve("a")["arms"][0], serve("x", ttft=1.5)["arms"][0]]
 
@@ -263,7 +263,7 @@ def test_loads_that_were_given_twice_are_compared_each(tmp_path: Path, capsys: p
     assert verdicts(result, "ttft_s") == {"concurrency 1": "no difference", "concurrency 1 (2)": "no difference"}
 
 
-def test_requests_that_fail_are_a_fault_of_b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_requests_are_a_fault_of_b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failing = serve("a")
     for sample in failing["arms"][0]["samples"][:20]:
         sample |= {"ttft_s": None, "tpot_s": None, "e2e_s": None, "itl_s": [], "error": "HTTP 500"}
@@ -278,7 +278,7 @@ def test_requests_that_fail_are_a_fault_of_b(tmp_path: Path, capsys: pytest.Capt
     assert result["faults"][0] in text.replace("\n", "") and result["faults"][0] in Path(result["files"][2]).read_text()
 
 
-def test_what_has_no_ratio_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_without_a_ratio_are_left_out_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     at_once = serve("b")
     for sample in at_once["arms"][0]["samples"][:3]:
         sample["tpot_s"] = 0.0  # all tokens of these came in one piece
@@ -290,7 +290,7 @@ def test_what_has_no_ratio_is_left_out_and_told(tmp_path: Path, capsys: pytest.C
     assert any("concurrency 1 has tpot_s of 0" in words for words in result["differences"])
 
 
-def test_too_few_samples_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_samples_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = serve("a")
     few["arms"][0]["samples"] = few["arms"][0]["samples"][:2]
 
@@ -300,7 +300,7 @@ def test_too_few_samples_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "3 of them have too few samples to tell" in text
 
 
-def test_brackets_in_names_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_brackets_in_names_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     named = serve("a", label="[/b]")
     named["arms"][0]["load"] = "flash[int8]"
 
@@ -338,7 +338,7 @@ def test_files_and_a_page_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture
         (serve("b"), ["--metric", "speed"], "no metric 'speed' to compare; it has ttft_s, tpot_s, e2e_s, itl_s"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
+def test_incomparable_files_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], b: Any, argv: list[str], says: str
 ) -> None:
     status, result, text = compare(tmp_path, serve("a"), b, *argv, capsys=capsys)
@@ -347,7 +347,7 @@ def test_what_cannot_be_compared_is_refused(
     assert says in result["error"] and says in text
 
 
-def test_ratios_to_unlike_baselines_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ratios_to_different_baselines_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = ttft("b", flash=1.0, baseline="native#2")
 
     status, result, _ = compare(tmp_path, ttft("a", flash=1.0), other, capsys=capsys)

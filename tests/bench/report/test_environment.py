@@ -23,6 +23,6 @@ def test_secrets_of_the_command_line_are_not_kept(argv: list[str], monkeypatch: 
 
 
 @pytest.mark.parametrize("program", ["/opt/somewhere/bin/tightwire", "/opt/somewhere/tightwire/__main__.py"])
-def test_where_the_program_is_installed_is_nobodys_business(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installation_folder_is_not_kept(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [program, "bench"])
     assert describe_environment()["command"] == ["tightwire", "bench"]

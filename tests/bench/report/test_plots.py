@@ -49,7 +49,7 @@ PLOTS = {
 
 
 @pytest.mark.parametrize("kind", PLOTS)
-def test_a_plot_stands_in_the_page(kind: str) -> None:
+def test_a_plot_is_drawn_as_inline_svg(kind: str) -> None:
     plot = PLOTS[kind]
 
     svg = draw(plot)
@@ -63,7 +63,7 @@ def test_a_plot_stands_in_the_page(kind: str) -> None:
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg)) <= ids
 
 
-def test_a_plot_of_nothing_has_its_words_and_no_warning() -> None:
+def test_an_empty_plot_has_its_labels_and_no_warning() -> None:
     svg = draw(Plot(name="empty", title="Nothing yet", x_label="x words", y_label="y words", series=[], log_x=False))
 
     assert "x words" in svg and "y words" in svg
@@ -78,19 +78,19 @@ def test_a_plot_of_nothing_has_its_words_and_no_warning() -> None:
         ("heat map", ["c1", "c2", "r1", "r3", "dB", "algorithm", "100"]),
     ],
 )
-def test_its_words_are_text(kind: str, words: list[str]) -> None:
+def test_labels_are_text(kind: str, words: list[str]) -> None:
     texts = {(element.text or "").strip() for element in ElementTree.fromstring(draw(PLOTS[kind])).iter()}
 
     assert set(words) <= texts
 
 
-def test_very_many_samples_do_not_make_a_heavy_page() -> None:
+def test_many_samples_are_thinned_out() -> None:
     many = Samples(name="a", number=0, values=[i**0.5 for i in range(200_000)])
 
     assert len(draw(Ecdf(name="x", title="t", x_label="ms", samples=[many]))) < 60_000
 
 
-def test_what_is_no_plot_is_refused() -> None:
+def test_other_values_are_refused() -> None:
     with pytest.raises(TypeError, match="no plot: str"):
         draw("a plot")
 

@@ -6,7 +6,7 @@ from rich.progress import Progress
 from tightwire.bench.report.progress import paused
 
 
-def test_the_bar_is_away_while_something_is_printed() -> None:
+def test_the_bar_is_hidden_while_something_is_printed() -> None:
     progress = Progress(console=Console(file=StringIO(), force_terminal=True), transient=True)
 
     with progress:
@@ -16,7 +16,7 @@ def test_the_bar_is_away_while_something_is_printed() -> None:
         assert progress.live.is_started
 
 
-def test_a_bar_that_is_not_shown_stays_so() -> None:
+def test_a_hidden_bar_stays_hidden() -> None:
     out = StringIO()
     progress = Progress(console=Console(file=out), disable=True)
 

@@ -9,13 +9,13 @@ from tightwire.bench.report import result_files
 from tightwire.bench.report.result_files import ResultFiles
 
 
-def test_nothing_lies_in_the_folder_until_something_was_measured(tmp_path: Path) -> None:
+def test_the_folder_is_empty_until_something_was_measured(tmp_path: Path) -> None:
     files = ResultFiles(tmp_path / "new" / "folder", "a")
 
     assert list((tmp_path / "new" / "folder").iterdir()) == [] and files.paths == []
 
 
-def test_what_is_written_is_whole_and_may_be_written_again(tmp_path: Path) -> None:
+def test_files_are_written_whole_and_can_be_rewritten(tmp_path: Path) -> None:
     files = ResultFiles(tmp_path, "a")
 
     files.write_json({"n": 1})
@@ -30,7 +30,7 @@ def test_what_is_written_is_whole_and_may_be_written_again(tmp_path: Path) -> No
     assert len(list(tmp_path.iterdir())) == 3  # nothing is left beside
 
 
-def test_runs_of_the_same_second_have_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_the_same_second_have_different_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Noon(result_files.datetime):
         @classmethod
         def now(cls, tz: object = None) -> "Noon":
@@ -52,7 +52,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> N
         ResultFiles(tmp_path / "file", "a")
 
 
-def test_a_folder_that_vanishes_is_told(tmp_path: Path) -> None:
+def test_a_deleted_folder_is_an_error(tmp_path: Path) -> None:
     files = ResultFiles(tmp_path / "folder", "a")
     os.rmdir(tmp_path / "folder")
 

@@ -32,7 +32,7 @@ def test_no_values_have_no_distribution() -> None:
 
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize("count", [3, 5, 8, 20])
-def test_a_against_a_is_no_difference(count: int, paired: bool) -> None:
+def test_equal_distributions_show_no_difference(count: int, paired: bool) -> None:
     verdicts = []
     for seed in range(24):
         drift = noisy(seed + 1000, count, 0.2) if paired else 1.0
@@ -43,7 +43,7 @@ def test_a_against_a_is_no_difference(count: int, paired: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [5, 8, 20])
-def test_a_third_more_is_seen_through_noise(count: int) -> None:
+def test_a_third_more_is_found_despite_noise(count: int) -> None:
     got = pairs(noisy(1, count, 0.05), 1.33 * noisy(2, count, 0.05), paired=False)
 
     assert got.verdict == "slower"
@@ -52,7 +52,7 @@ def test_a_third_more_is_seen_through_noise(count: int) -> None:
     assert pairs(1.33 * noisy(2, count, 0.05), noisy(1, count, 0.05), paired=False).verdict == "faster"
 
 
-def test_of_a_rate_more_is_faster() -> None:
+def test_a_higher_rate_is_faster() -> None:
     assert pairs(noisy(1, 20), 2 * noisy(2, 20), paired=False, rate=True).verdict == "faster"
     assert pairs(2 * noisy(1, 20), noisy(2, 20), paired=False, rate=True).verdict == "slower"
 
@@ -67,12 +67,12 @@ def test_pairs_cancel_what_both_have_in_common() -> None:
     assert together.high - together.low < (apart.high - apart.low) / 2
 
 
-def test_less_than_the_floor_is_no_difference_however_sure() -> None:
+def test_less_than_the_floor_is_no_difference() -> None:
     assert pairs(noisy(1, 200, 1e-4), 1.005 * noisy(2, 200, 1e-4), paired=False).verdict == "no difference"
     assert pairs(noisy(1, 200, 1e-4), 1.02 * noisy(2, 200, 1e-4), paired=False).verdict == "slower"
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+def test_the_interval_covers_the_truth_at_its_stated_rate() -> None:
     inside = 0
     for seed in range(60):
         got = pairs(noisy(seed, 15, 0.2), 1.2 * noisy(seed + 500, 15, 0.2), paired=False)
@@ -81,7 +81,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     assert inside / 60 > 0.95 - 3 * (0.05 * 0.95 / 60) ** 0.5
 
 
-def test_two_samples_say_nothing() -> None:
+def test_two_samples_are_too_few() -> None:
     assert compare([1.0, 1.0], [9.0, 9.0], paired=False).verdict == "too few"
 
 
@@ -102,13 +102,13 @@ def test_a_seed_repeats_the_interval() -> None:
         ([1.0, 2.0], [1.0], True, "pairs need a partner each, got 2 and 1"),
     ],
 )
-def test_what_has_no_ratio_is_refused(a: list[float], b: list[float], paired: bool, says: str) -> None:
+def test_values_without_a_ratio_are_refused(a: list[float], b: list[float], paired: bool, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         compare(a, b, paired=paired)
 
 
 @pytest.mark.parametrize(("count", "paired"), [(3, True), (4, True), (3, False)])
-def test_few_samples_have_an_interval_as_wide_as_they_deserve(count: int, paired: bool) -> None:
+def test_few_samples_have_a_wide_interval(count: int, paired: bool) -> None:
     inside = 0
     for seed in range(60):
         got = pairs(noisy(seed, count, 0.1), noisy(seed + 500, count, 0.1), paired=paired)

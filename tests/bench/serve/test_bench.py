@@ -59,7 +59,9 @@ def test_no_prompt_is_sent_twice_and_a_seed_repeats_the_run(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("tokens_per_word", [1, 2])
-def test_prompts_are_fitted_to_the_servers_own_count(capsys: pytest.CaptureFixture[str], tokens_per_word: int) -> None:
+def test_prompt_lengths_follow_the_servers_token_count(
+    capsys: pytest.CaptureFixture[str], tokens_per_word: int
+) -> None:
     fake = FakeServer(tokens_per_word=tokens_per_word, template_tokens=10)
 
     _, result, _ = bench(fake, "--endpoint", "chat", "--input-len", "100", capsys=capsys)
@@ -69,7 +71,7 @@ def test_prompts_are_fitted_to_the_servers_own_count(capsys: pytest.CaptureFixtu
     assert "messages" in fake.bodies[0]
 
 
-def test_prompts_that_fit_are_found_where_the_first_trial_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_first_trial_beyond_the_context_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeServer(tokens_per_word=5, context=120)
 
     status, result, _ = bench(fake, "--input-len", "100", capsys=capsys)
@@ -125,7 +127,7 @@ def test_prompts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("unknown", ["ignore_eos", "stream_options"])
-def test_a_peer_that_refuses_a_field_is_measured_without_it(unknown: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_field_that_the_server_refuses_is_left_out(unknown: str, capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeServer(refuses_fields=(unknown,))
 
     status, result, text = bench(fake, capsys=capsys)
@@ -137,7 +139,9 @@ def test_a_peer_that_refuses_a_field_is_measured_without_it(unknown: str, capsys
     assert unknown not in fake.bodies[-1]
 
 
-def test_without_usage_what_is_unknown_is_said_to_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unknown_counts_are_marked_when_the_server_sends_no_usage(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     _, result, text = bench(FakeServer(usage=False), "--output", str(tmp_path), capsys=capsys)
 
     (cell,) = result["cells"]
@@ -161,7 +165,7 @@ def test_goodput_counts_the_requests_within_all_limits(capsys: pytest.CaptureFix
     assert tight["cells"][0]["goodput"]["met"] == 0
 
 
-def test_prompts_that_begin_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_prefix_workload(capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeServer(tokens_per_word=2)
 
     argv = ("--workload", "shared-prefix", "--prefix-len", "40", "--prefix-groups", "2", "--num-requests", "12")
@@ -174,7 +178,7 @@ def test_prompts_that_begin_alike(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["workload"]["tokens_per_word"] == 2
 
 
-def test_lengths_as_in_sharegpt(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sharegpt_workload(capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeServer(template_tokens=3)
 
     status, result, _ = bench(fake, "--workload", "sharegpt", "--num-requests", "40", capsys=capsys)
@@ -187,7 +191,7 @@ def test_lengths_as_in_sharegpt(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["cells"][0]["generated_tokens"] == sum(asked)
 
 
-def test_figures_that_may_mislead_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doubtful_figures_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, text = bench(FakeServer(ends_after=2, cached_tokens=5), capsys=capsys)
 
     assert "6 of 6 answers ended before their length" in text
@@ -205,7 +209,7 @@ def test_figures_that_may_mislead_are_marked(capsys: pytest.CaptureFixture[str])
         ({"template_tokens": 50}, [], "one word is already 51 prompt tokens here, more than --input-len 12"),
     ],
 )
-def test_nothing_usable_is_a_clear_failure(
+def test_an_unusable_server_is_a_clear_failure(
     behaviour: dict[str, Any], argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, result, text = bench(FakeServer(**behaviour), *argv, capsys=capsys)
@@ -215,9 +219,7 @@ def test_nothing_usable_is_a_clear_failure(
     assert says in text
 
 
-def test_a_server_that_dies_in_the_middle_leaves_what_was_measured(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_samples_are_kept_when_the_server_dies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     fake = FakeServer(refuses=(503, "rank 1 died"), refuses_from=2 + 1 + 5)
 
     status, result, _ = bench(
@@ -230,7 +232,7 @@ def test_a_server_that_dies_in_the_middle_leaves_what_was_measured(
     assert len(json.loads(Path(result["files"][0]).read_text())["cells"][0]["raw"]) == 15
 
 
-def test_a_server_that_dies_near_the_end_is_a_failure_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_dies_near_the_end_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeServer(refuses=(503, "rank 1 died"), refuses_from=2 + 1 + 4)
 
     status, result, text = bench(fake, "--warmups", "1", capsys=capsys)
@@ -296,7 +298,7 @@ def test_bad_options_are_refused(argv: list[str], says: str, capsys: pytest.Capt
     assert says in capsys.readouterr().err
 
 
-def test_an_unknown_bench_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_bench_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["swim"]) == 2
     assert "unknown bench 'swim'; choose one of comm, compare, kernels" in capsys.readouterr().err
     assert main(["--help"]) == 0

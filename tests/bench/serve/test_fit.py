@@ -28,7 +28,7 @@ async def _fitted(seed: int, input_len: int, overhead: int = 0) -> int:
 
 
 @pytest.mark.parametrize("seed", range(40))
-async def test_words_of_many_tokens_come_as_near_as_words_can(seed: int) -> None:
+async def test_lengths_are_fitted_when_a_word_is_many_tokens(seed: int) -> None:
     short, long, templated = await _fitted(seed, 30), await _fitted(seed, 600), await _fitted(seed, 660, overhead=60)
     # A word and its blank are 6.1 bytes on average.
     assert 3 <= short <= 8
@@ -36,7 +36,7 @@ async def test_words_of_many_tokens_come_as_near_as_words_can(seed: int) -> None
     assert 89 <= templated <= 109
 
 
-async def test_a_server_that_takes_no_prompt_is_quoted() -> None:
+async def test_the_servers_refusal_is_in_the_error() -> None:
     class Full(_ByteServer):
         async def measure(self, prompt: Prompt) -> Sample:
             return Sample(error="HTTP 400: too long")
@@ -45,7 +45,7 @@ async def test_a_server_that_takes_no_prompt_is_quoted() -> None:
         await fit_scale(cast(BenchClient, Full()), RandomWorkload(input_len=1 << 17, output_len=8, seed=0))
 
 
-async def test_a_count_that_does_not_follow_the_words_is_refused() -> None:
+async def test_a_count_independent_of_the_words_is_refused() -> None:
     class Deaf(_ByteServer):
         async def measure(self, prompt: Prompt) -> Sample:
             return Sample(num_prompt=20, usage=True)
@@ -54,6 +54,6 @@ async def test_a_count_that_does_not_follow_the_words_is_refused() -> None:
         await fit_scale(cast(BenchClient, Deaf()), RandomWorkload(input_len=3000, output_len=8, seed=0))
 
 
-async def test_a_template_that_is_longer_is_said_to_be() -> None:
+async def test_a_template_longer_than_the_prompt_is_refused() -> None:
     with pytest.raises(RemoteError, match="one word is already .* more than --input-len 30"):
         await _fitted(0, 30, overhead=100)

@@ -35,7 +35,7 @@ async def run(load: Load, server: Server) -> LoadRun:
 
 
 @pytest.mark.parametrize("concurrency", [1, 5, 12, 40])
-async def test_a_closed_loop_keeps_exactly_so_many_in_flight(concurrency: int) -> None:
+async def test_a_closed_loop_keeps_its_concurrency(concurrency: int) -> None:
     server = Server()
 
     arm = await run(Load(concurrency=concurrency), server)
@@ -45,7 +45,7 @@ async def test_a_closed_loop_keeps_exactly_so_many_in_flight(concurrency: int) -
     assert sorted(sample.index for sample in arm.samples) == list(range(12))
 
 
-async def test_waiting_for_a_slot_is_before_the_sending() -> None:
+async def test_a_request_is_sent_after_it_waited_for_its_turn() -> None:
     arm = await run(Load(concurrency=1), Server(0.02))
 
     sent = [sample.sent_s for sample in arm.samples]
@@ -65,7 +65,7 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
     assert [sample.sent_s - sample.late_s for sample in arm.samples] == pytest.approx(arrivals(12, 200.0, 1))
 
 
-async def test_a_server_that_is_gone_is_asked_no_more() -> None:
+async def test_no_requests_go_to_a_server_that_is_gone() -> None:
     server = Server(0.0, error="connection: refused")
 
     closed = await run(Load(concurrency=2), server)
@@ -94,7 +94,7 @@ def test_bursts_keep_the_rate_and_spread_the_gaps(burstiness: float) -> None:
     assert statistics.stdev(gaps) == pytest.approx(spread, rel=0.1)
 
 
-async def test_refusing_what_is_too_much_is_not_being_gone() -> None:
+async def test_status_429_does_not_stop_the_load() -> None:
     full, gone = Server(error="HTTP 429: queue full"), Server(error="HTTP 503: rank 1 died")
 
     assert (await run(Load(concurrency=1), full)).stopped is None

@@ -40,7 +40,7 @@ def test_tpot_is_the_time_after_the_first_token_over_the_tokens_after_it() -> No
     assert sample(error="broke off").tpot_s is None
 
 
-def test_an_arm_without_success_has_no_latencies() -> None:
+def test_a_load_without_success_has_no_latencies() -> None:
     summary = summarize(arm(sample(error="gone")))
 
     assert summary["ttft_s"] is None
@@ -60,13 +60,13 @@ def test_clean_figures_raise_no_doubt() -> None:
         ({"ttft_s": None}, "1 of 2 answers have no text"),
     ],
 )
-def test_what_spoils_figures_is_said(fields: dict[str, object], says: str) -> None:
+def test_doubts_name_their_reason(fields: dict[str, object], says: str) -> None:
     (doubt,) = doubts(arm(sample(), sample(1, **fields)), expected_generated=[3, 3])
 
     assert says in doubt
 
 
-def test_a_client_that_cannot_hold_the_rate_is_noticed() -> None:
+def test_a_client_that_cannot_hold_the_rate_is_reported() -> None:
     load = Load(request_rate=10.0)
 
     assert doubts(arm(sample(late_s=0.001), load=load)) == []
@@ -75,7 +75,7 @@ def test_a_client_that_cannot_hold_the_rate_is_noticed() -> None:
     assert "cannot hold the rate" in doubts(arm(sample(late_s=0.001, ttft_s=0.005), load=load))[0]
 
 
-def test_ten_failures_in_a_row_stop_an_arm_but_scattered_ones_do_not() -> None:
+def test_ten_failures_in_a_row_stop_a_load_but_scattered_ones_do_not() -> None:
     scattered = arm(*(sample(i, error="full" if i % 2 else None) for i in range(40)))
     in_a_row = arm(*(sample(i, error="connection: refused") for i in range(10)))
 
@@ -94,7 +94,7 @@ def test_durations_have_units() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=", "ttft=-1s", "ttft=0", "p99=1s", "ttft=1s,ttft=1s", "ttft=1min"])
-def test_what_is_no_limit_is_refused(text: str) -> None:
+def test_bad_limits_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="such as ttft=500ms"):
         parse_slo(text)
 
@@ -111,11 +111,11 @@ def test_what_is_no_limit_is_refused(text: str) -> None:
         (Slo(e2e_s=9.0), {"error": "HTTP 500"}, False),
     ],
 )
-def test_a_request_meets_all_limits_or_does_not(slo: Slo, fields: dict[str, object], meets: bool) -> None:
+def test_a_request_must_meet_all_limits(slo: Slo, fields: dict[str, object], meets: bool) -> None:
     assert slo.meets(request(**fields)) is meets
 
 
-def test_goodput_is_of_all_that_were_sent() -> None:
+def test_goodput_is_a_share_of_all_sent_requests() -> None:
     goodput = Slo(ttft_s=0.5).goodput([request(), request(ttft_s=0.6), request(error="gone"), request()], 2.0)
 
     assert (goodput["met"], goodput["share"], goodput["requests_per_s"]) == (2, 0.5, 1.0)

@@ -27,7 +27,7 @@ def first_words(prompts: list[Prompt], count: int) -> set[str]:
     return {" ".join(str(prompt.content).split()[:count]) for prompt in prompts}
 
 
-def test_a_seed_gives_the_same_prompts_whatever_they_are_taken_in() -> None:
+def test_a_seed_gives_the_same_prompts_however_they_are_taken() -> None:
     together = synthetic().take(10)
     apart = synthetic()
 
@@ -35,14 +35,14 @@ def test_a_seed_gives_the_same_prompts_whatever_they_are_taken_in() -> None:
     assert synthetic(seed=2).take(10) != together
 
 
-def test_no_two_prompts_share_the_beginning_that_a_prefix_cache_would_keep() -> None:
+def test_no_two_prompts_share_a_prefix() -> None:
     workload = synthetic()
     prompts = [*workload.take(500), *(workload.probe(32, i) for i in range(5)), *synthetic(seed=2).take(500)]
 
     assert len(first_words(prompts, 4)) == len(prompts)
 
 
-def test_prompts_have_the_number_of_words_asked_for_now() -> None:
+def test_prompt_words_follow_the_scale() -> None:
     workload = synthetic(num_words=7)
     workload.scale = WordScale(tokens_per_word=2.0, overhead=-11.0)
 
@@ -58,7 +58,7 @@ def test_chat_prompts_are_messages() -> None:
     assert prompt.body()["max_tokens"] == 8
 
 
-def test_words_are_unlike_and_plain() -> None:
+def test_words_are_distinct_and_plain() -> None:
     assert len(set(english_words())) == len(english_words()) > 500
     assert all(word.isascii() and word.isalpha() and word.islower() for word in english_words())
 
@@ -79,7 +79,7 @@ def write_lines(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_a_file_gives_its_prompts_in_order_each_once(tmp_path: Path) -> None:
+def test_a_file_gives_each_prompt_once_in_order(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     path = write_lines(
         tmp_path / "p.jsonl", {"prompt": "a"}, "", {"prompt": [1, 2], "max_tokens": 3}, {"messages": messages}
@@ -95,7 +95,7 @@ def test_a_file_gives_its_prompts_in_order_each_once(tmp_path: Path) -> None:
         workload.take(1)
 
 
-def test_a_file_starts_over_when_that_is_wished(tmp_path: Path) -> None:
+def test_a_file_starts_over_with_reuse(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
 
     taken = FileWorkload(path, output_len=9, reuse=True).take(5)
@@ -120,14 +120,14 @@ def test_a_file_starts_over_when_that_is_wished(tmp_path: Path) -> None:
         ({"prompt": "a", "max_tokens": True}, "max_tokens must be"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: object, says: str) -> None:
+def test_the_error_names_the_bad_line(tmp_path: Path, line: object, says: str) -> None:
     path = write_lines(tmp_path / "p.jsonl", {"prompt": "fine"}, line)
 
     with pytest.raises(ValueError, match=says):
         FileWorkload(path, output_len=9)
 
 
-def test_a_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_or_empty_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read prompts from .*none\.jsonl"):
         FileWorkload(tmp_path / "none.jsonl", output_len=9)
     with pytest.raises(ValueError, match="holds no prompts"):
@@ -142,7 +142,7 @@ def shared(seed: int = 1, *, chat: bool = False) -> SharedPrefixWorkload:
     return SharedPrefixWorkload(prefix_len=60, num_groups=3, input_len=20, output_len=8, seed=seed, chat=chat)
 
 
-def test_sharegpt_lengths_have_the_means_that_were_asked_for_and_long_tails() -> None:
+def test_sharegpt_lengths_have_the_given_means_and_long_tails() -> None:
     prompts = ShareGptWorkload(input_len=100, output_len=150, seed=1).take(4000)
     inputs, outputs = [count_words(prompt) for prompt in prompts], [prompt.max_tokens for prompt in prompts]
 
@@ -153,7 +153,7 @@ def test_sharegpt_lengths_have_the_means_that_were_asked_for_and_long_tails() ->
         assert 4 <= min(lengths) < 20 and 800 < max(lengths) <= 1024
 
 
-def test_lengths_are_counted_as_the_server_counts() -> None:
+def test_lengths_follow_the_scale() -> None:
     workload = ShareGptWorkload(input_len=100, output_len=150, seed=1)
     plain = [count_words(prompt) for prompt in workload.take(50)]
     other = ShareGptWorkload(input_len=100, output_len=150, seed=1)
@@ -163,7 +163,7 @@ def test_lengths_are_counted_as_the_server_counts() -> None:
     assert scaled == max(1, round((first - 10) / 2))
 
 
-def test_a_prefix_is_shared_within_its_group_and_nothing_else_is() -> None:
+def test_only_the_prefix_of_a_group_is_shared() -> None:
     prompts = [str(prompt.content).split() for prompt in shared().take(60)]
     groups = {key: list(group) for key, group in groupby(sorted(prompts), key=lambda words: tuple(words[:60]))}
 

@@ -22,7 +22,7 @@ _SEND_BYTES = 16 << 20
 _TIMEOUT_S = 5.0
 
 
-class PlayedRanks:
+class SimulatedRanks:
     """``world_size`` ranks on ``device``."""
 
     def __init__(self, world_size: int, device: torch.device) -> None:
