@@ -42,12 +42,12 @@ class Row:
         ({"temperature": 0.0, "repetition_penalty": 1.1}, 0),
     ],
 )
-def test_how_many_logits_decide(params: dict[str, Any], needed: int) -> None:
+def test_candidates_needed(params: dict[str, Any], needed: int) -> None:
     assert candidates_needed(SamplingParams(max_tokens=1, **params)) == needed
 
 
 def _joined(logits_RV: Tensor, count: int, cuts: list[int]) -> Tensor:
-    """As ranks that hold the columns between ``cuts`` would send and join them."""
+    """Candidates of ranks that hold the columns between ``cuts``, joined."""
     bounds = [0, *sorted(cuts), VOCAB]
     keys = [best_candidates(logits_RV[:, first:stop], count, first) for first, stop in pairwise(bounds)]
     return scatter_candidates(torch.cat(keys, dim=1), VOCAB)
@@ -61,10 +61,10 @@ def _joined(logits_RV: Tensor, count: int, cuts: list[int]) -> Tensor:
     cuts=st.sets(st.integers(10, 80), max_size=3).filter(lambda s: all(abs(a - b) >= 10 for a in s for b in s - {a})),
     top_k=st.sampled_from([0, 1, 2, 5, 10]),
 )
-def test_the_sampler_chooses_as_it_would_from_whole_rows(
+def test_candidates_give_the_same_choice_as_whole_rows(
     seed: int, dtype: torch.dtype, levels: int, cuts: set[int], top_k: int
 ) -> None:
-    """Few levels: many logits are equal, and the lowest ids go first wherever the cuts are."""
+    """With few levels many logits are equal; the lowest ids come first for any cuts."""
     random = torch.Generator().manual_seed(seed)
     logits_RV = torch.randint(-levels, levels, (4, VOCAB), generator=random).to(dtype) * 0.01
     rows = [Row(temperature=0.7 if top_k else 0.0, top_k=top_k, top_p=0.9, min_p=0.05, seed=r) for r in range(4)]
@@ -74,7 +74,7 @@ def test_the_sampler_chooses_as_it_would_from_whole_rows(
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("odd", [float("nan"), -float("nan"), float("inf")])
-def test_what_is_not_a_number_comes_through(count: int, odd: float) -> None:
+def test_nan_candidates_are_kept(count: int, odd: float) -> None:
     logits_RV = torch.zeros(2, VOCAB)
     logits_RV[1, 60] = odd
     joined_RV = _joined(logits_RV, count, [45])
@@ -82,7 +82,7 @@ def test_what_is_not_a_number_comes_through(count: int, odd: float) -> None:
     assert Sampler(VOCAB).sample(joined_RV, rows).token_ids == [0, -1]
 
 
-def test_zeros_of_either_sign_are_equal_and_all_minus_infinity_is_no_choice() -> None:
+def test_zeros_of_both_signs_are_equal_and_all_minus_infinity_is_no_choice() -> None:
     logits_RV = torch.full((2, VOCAB), -torch.inf)
     logits_RV[0, 50], logits_RV[0, 20] = 0.0, -0.0
     joined_RV = _joined(logits_RV, 1, [45])
@@ -113,7 +113,7 @@ def test_ranks_send_eight_bytes_a_candidate(num_candidates: int) -> None:
 
 
 @pytest.mark.parametrize("num_candidates", [0, 60, 102])
-def test_all_are_sent_where_that_is_less_or_all_are_wanted(num_candidates: int) -> None:
+def test_whole_rows_are_sent_when_smaller_or_needed(num_candidates: int) -> None:
     (logits_RV, sent), *_ = run_in_process(3, _logits, num_candidates)
     assert logits_RV is not None and logits_RV.isfinite().all()
     assert sent == 2 * 3 * make_layout(config_from_hf(tiny_config()), 3, None).max_vocab_rows * 4

@@ -32,7 +32,7 @@ def draw_many(logits: np.ndarray, f: Filters, uniform: np.ndarray) -> np.ndarray
 def reference_share(
     logits: np.ndarray, temperature: float, min_p: float, top_k: int, top_p: float
 ) -> tuple[np.ndarray, float]:
-    """Filtered distribution, each filter on the renormalized rest of the one before; ties in order of id.
+    """The filtered distribution; each filter is applied to the renormalized result of the previous one, ties by id.
 
     Also how near a cut comes to top_p or min_p: within rounding it may fall on either side.
     """
@@ -62,7 +62,7 @@ def reference_share(
     top_p=st.sampled_from([1.0, 0.99, 0.7, 0.2, 0.001]),
     ties=st.booleans(),
 )
-def test_shares_follow_the_filtered_distribution(
+def test_draws_follow_the_filtered_distribution(
     seed: int, vocab: int, spread: float, temperature: float, min_p: float, top_k: int, top_p: float, ties: bool
 ) -> None:
     logits = np.random.default_rng(seed).normal(0, spread, vocab).astype(np.float32)
@@ -81,8 +81,8 @@ def test_shares_follow_the_filtered_distribution(
 @pytest.mark.parametrize("top_p", [0.1, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("top_k", [0, 500, 1023, 1024, 1025, 3000])
 @pytest.mark.parametrize("spread", [0.01, 8.0])
-def test_cuts_beyond_the_first_look(top_p: float, top_k: int, spread: float) -> None:
-    """Vocabulary larger than the bounded look: nearly flat rows need the whole sort, peaked ones do not."""
+def test_rows_that_need_the_whole_sort(top_p: float, top_k: int, spread: float) -> None:
+    """With a vocabulary above the width, nearly flat rows need the whole sort, peaked ones do not."""
     vocab = 4000
     logits = np.random.default_rng(3).normal(0, spread, vocab).astype(np.float32)
     wanted, near = reference_share(logits, 1.0, 0.0, top_k, top_p)
@@ -93,7 +93,7 @@ def test_cuts_beyond_the_first_look(top_p: float, top_k: int, spread: float) -> 
     assert not got[wanted == 0].any()
 
 
-def test_ends_of_the_interval() -> None:
+def test_uniform_numbers_at_the_ends_of_the_interval() -> None:
     logits = np.array([-np.inf, 2.0, 1.0, -np.inf], np.float32)
     last = np.array([0.0, 1 - 2.0**-53])
     assert draw_many(logits, filters(vocab=4), last).tolist() == [1, 2]
@@ -102,7 +102,7 @@ def test_ends_of_the_interval() -> None:
     assert draw_many(logits, filters(temperature=1e30, vocab=4), last).tolist() == [1, 2]
 
 
-def test_equal_tokens_are_cut_in_order_of_id() -> None:
+def test_equal_tokens_are_filtered_in_order_of_id() -> None:
     logits = np.zeros(3000, np.float32)
     for top_k in (3, 1500):
         drawn = draw_many(logits, filters(top_k=top_k, vocab=3000), np.linspace(0, 1, 3001)[:-1])
@@ -111,7 +111,7 @@ def test_equal_tokens_are_cut_in_order_of_id() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
-def test_rows_without_numbers_stay_inside_the_vocabulary(bad: float, top_p: float) -> None:
+def test_nan_rows_give_an_id_in_the_vocabulary(bad: float, top_p: float) -> None:
     drawn = draw_many(np.full(1500, bad, np.float32), filters(top_p=top_p, vocab=1500), np.array([0.0, 0.5, 0.999]))
     assert ((drawn >= 0) & (drawn < 1500)).all()
 
@@ -144,7 +144,7 @@ def test_splitmix64_matches_its_published_sequence() -> None:
 
 
 @pytest.mark.parametrize("along", ["seeds", "positions"])
-def test_uniform_numbers_are_even_and_unrelated(along: str) -> None:
+def test_uniform_numbers_are_uniform_and_uncorrelated(along: str) -> None:
     n = 20000
     seeds = np.array([mix_seed(s) for s in (range(n) if along == "seeds" else [5] * n)], np.uint64)
     positions = np.arange(n, dtype=np.uint64) if along == "positions" else np.zeros(n, np.uint64)

@@ -1,4 +1,4 @@
-"""Every sampling parameter declares what it needs, and one that does not is never cut off by a shortcut."""
+"""Every sampling parameter declares what it needs, so no shortcut ignores it."""
 
 from typing import Annotated, Any
 

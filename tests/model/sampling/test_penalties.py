@@ -60,7 +60,7 @@ def test_against_token_by_token(rows: list[tuple[list[int], list[int], float, fl
     np.testing.assert_allclose(got[1:].numpy(), np.stack(wanted), atol=1e-5)
 
 
-def test_new_tokens_are_counted_as_they_come() -> None:
+def test_new_tokens_are_counted() -> None:
     tables = PenaltyTables(VOCAB, torch.device("cpu"))
     r = row([1, 2], [], frequency_penalty=1.0)
     for token_id, count in [(3, 1.0), (3, 2.0), (1, 1.0), (3, 3.0)]:

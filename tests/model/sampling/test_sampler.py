@@ -40,7 +40,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_greedy_takes_the_largest_and_the_lowest_id_among_equals(device: str) -> None:
+def test_greedy_takes_the_largest_logit_with_the_lowest_id(device: str) -> None:
     logits = logits_of(0, 3, 5000)
     logits[1, [4000, 77, 999]] = 50.0
     logits[2] = 0.0
@@ -50,14 +50,14 @@ def test_greedy_takes_the_largest_and_the_lowest_id_among_equals(device: str) ->
 
 
 @pytest.mark.parametrize("kw", [{"temperature": 1e-6}, {"temperature": 1e-30}, {"temperature": 1.0, "top_k": 1}])
-def test_other_ways_to_say_greedy(kw: dict[str, Any]) -> None:
+def test_other_greedy_parameters(kw: dict[str, Any]) -> None:
     logits = logits_of(1, 1, 50)
     logits[0, [40, 9]] = 20.0
     assert Sampler(50).sample(logits, [row(**kw)]).token_ids == [9]
 
 
 def test_order_is_bias_then_bans_then_penalties() -> None:
-    """Each step decides here, so any other order gives another token."""
+    """Every stage changes the result here, so another order gives another token."""
     logits = torch.tensor([[0.0, 0.0, 9.0, 4.0, 3.0, 1.0]])
     first = row(logit_bias={STOP: 50.0, 3: -3.5}, min_tokens=1, repetition_penalty=4.0)
     # 2 banned in spite of its bias; 3: 0.5; 4 in the prompt: 3 / 4 = 0.75; 5 in the prompt: (1 + 0) / 4
@@ -77,7 +77,7 @@ def test_min_tokens_ends_after_that_many() -> None:
     assert got == [3, 3, STOP]
 
 
-def test_logits_are_left_as_they_are(device: str) -> None:
+def test_logits_are_not_modified(device: str) -> None:
     logits = logits_of(2, 2, 100).to(device)
     before = logits.clone()
     rows = [
@@ -110,20 +110,20 @@ def random_row(rng: random.Random, vocab: int) -> Row:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(2, 24))
-def test_outcomes_do_not_depend_on_the_batch(seed: int, num_rows: int) -> None:
+def test_results_do_not_depend_on_the_batch(seed: int, num_rows: int) -> None:
     check_batch_independence(seed, num_rows, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(5))
-def test_outcomes_do_not_depend_on_the_batch_cuda(seed: int) -> None:
+def test_results_do_not_depend_on_the_batch_cuda(seed: int) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; the test above checks the same on the CPU")
     check_batch_independence(seed, 20, "cuda")
 
 
 def check_batch_independence(seed: int, num_rows: int, device: str) -> None:
-    """Tokens, logprobs and ranks are bit-identical alone, all together, and in random company step after step."""
+    """Tokens, logprobs and ranks are bit-identical alone, all together, and in random batches."""
     vocab, rng = 4999, random.Random(seed)
     rows = [random_row(rng, vocab) for _ in range(num_rows)]
     logits = logits_of(seed % 1000, num_rows, vocab, spread=rng.choice([0.2, 3.0])).to(device)
@@ -138,8 +138,8 @@ def check_batch_independence(seed: int, num_rows: int, device: str) -> None:
     assert everyone.token_ids == [one.token_ids[0] for one in alone]
 
 
-def test_a_choice_that_nobody_waits_for_is_the_same_and_says_what_came_late(device: str) -> None:
-    """Of rows drawn with top_p some reach beyond the best 1024 of flat logits; the other kinds are known in time."""
+def test_a_choice_without_waiting_is_the_same_and_reports_late_rows(device: str) -> None:
+    """With flat logits some top_p rows need more than the best 1024; other rows do not."""
     vocab = 4999
     logits = logits_of(5, 6, vocab, spread=0.5)
     logits[4] = float("nan")
@@ -215,7 +215,7 @@ def test_score_of_given_targets() -> None:
 
 @pytest.mark.parametrize("kw", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}, {"logprobs": 2}])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_rows_that_are_not_numbers_are_told_and_harm_no_one(kw: dict[str, Any], bad: float) -> None:
+def test_nan_rows_are_reported_and_affect_no_other_row(kw: dict[str, Any], bad: float) -> None:
     logits = logits_of(7, 2, 300)
     logits[0, 17] = bad
     sampled = Sampler(300).sample(logits, [row(**kw), row()])
@@ -238,14 +238,14 @@ def test_release_forgets() -> None:
     assert sampler.num_penalized == 0
 
 
-def test_wrong_shapes_are_named() -> None:
+def test_wrong_shapes_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"expected logits \(1, 20\), got \(2, 20\)"):
         Sampler(20).sample(torch.zeros(2, 20), [row()])
     with pytest.raises(ValueError, match="vocabularies of 1 to 1048576 tokens, got 2000000"):
         Sampler(2_000_000)
 
 
-def test_costs_little_at_batch_one() -> None:
+def test_cost_at_batch_one() -> None:
     """Greedy under 0.3 ms, seeded top_p under 1.5 ms for 49152 tokens; the limits leave room for a busy machine."""
     logits = logits_of(10, 1, 49152, spread=3.0)
     for r, limit_s in [(row(), 1e-3), (row(temperature=0.8, top_p=0.9, seed=3), 5e-3)]:

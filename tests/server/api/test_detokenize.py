@@ -1,4 +1,4 @@
-"""Streamed text equals the tokenizer's own decoding of all ids, for both kinds of decoders and whatever the ids."""
+"""Streamed text equals the tokenizer's decoding of all ids, for both kinds of decoders and any ids."""
 
 import random
 
@@ -12,7 +12,7 @@ from tightwire.server.api.detokenize import Detokenizer, StopStrings, TokenTable
 
 
 def _byte_level() -> Tokenizer:
-    """All single bytes, tokens that hold pieces of characters, special tokens, added text with a space."""
+    """All single bytes, tokens with parts of characters, special tokens, an added token with a space."""
     alphabet = byte_characters()
     texts = [bytes([byte]) for byte in range(256)]
     texts += ["🙂".encode()[:2], "🙂".encode()[2:], "你好".encode()[1:5], b" hello", "é".encode(), b"\xe4\xbd", b"\n\n"]
@@ -80,8 +80,8 @@ def test_stream_equals_decode_for_any_ids(name: str, ids: list[int]) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(deadline=None)
 @given(text=st.text(max_size=12))
-def test_whole_text_is_never_emitted_by_half_characters(name: str, text: str) -> None:
-    """Every prefix of what was emitted is a prefix of the text: no U+FFFD that is taken back, nothing twice."""
+def test_emitted_text_never_changes(name: str, text: str) -> None:
+    """What was emitted so far is always a prefix of the text: no temporary U+FFFD, nothing twice."""
     first_byte = 1 if name.startswith("sentencepiece") else 0  # id of byte 0
     ids = [byte + first_byte for byte in text.encode()]
     expected = text.removeprefix(" ") if name == "sentencepiece" else text
@@ -92,12 +92,12 @@ def test_whole_text_is_never_emitted_by_half_characters(name: str, text: str) ->
     assert emitted == expected
 
 
-def test_characters_are_emitted_as_soon_as_they_are_whole() -> None:
+def test_a_character_is_emitted_when_it_is_complete() -> None:
     ids = list("né🙂".encode())
     assert _stream(TokenTable(BACKENDS["byte level"]), ids) == ["n", "", "é", "", "", "", "🙂", ""]
 
 
-def test_a_broken_character_is_held_only_while_it_can_be_completed() -> None:
+def test_an_invalid_character_is_held_only_while_it_can_be_completed() -> None:
     assert _stream(TokenTable(BACKENDS["byte level"]), [0xF0, 0x9F, 0x61, 0xFF, 0xE4]) == ["", "", "�a", "�", "", "�"]
 
 
@@ -107,14 +107,14 @@ def test_a_byte_run_is_emitted_by_the_token_that_ends_it() -> None:
     assert _stream(TokenTable(backend), [*run, _id("sentencepiece", "▁Hello")]) == ["", "", "", "", "好\n Hello", ""]
 
 
-def test_leading_space_is_kept_after_a_text() -> None:
+def test_leading_space_is_kept_after_text() -> None:
     backend = BACKENDS["sentencepiece"]
     ids = [_id("sentencepiece", "▁Hello")] * 2
     assert "".join(_stream(TokenTable(backend), ids)) == "Hello Hello"
     assert "".join(_stream(TokenTable(backend), ids, after_text=True)) == " Hello Hello"
 
 
-def test_single_tokens_read_as_openai_writes_them() -> None:
+def test_single_tokens_are_written_as_openai_does() -> None:
     table = TokenTable(BACKENDS["byte level"])
     spaced = TokenTable(BACKENDS["sentencepiece"])
     assert [table.text_of(id_) for id_ in (0x61, 0xE4, 0x20)] == ["a", "bytes:\\xe4", " "]
@@ -126,7 +126,7 @@ def test_single_tokens_read_as_openai_writes_them() -> None:
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Metaspace()])
-def test_other_decoders_are_refused_by_name(decoder: decoders.Decoder | None) -> None:
+def test_unsupported_decoders_are_rejected_by_name(decoder: decoders.Decoder | None) -> None:
     backend = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     if decoder is not None:
         backend.decoder = decoder
@@ -144,7 +144,7 @@ def _filtered(stops: list[str], pieces: list[str], *, include: bool = False) -> 
 
 
 def _reference(stops: list[str], text: str, *, include: bool) -> tuple[str, str | None]:
-    """Read character by character: the first stop string to be complete ends the text; of several the longest."""
+    """Character by character: the stop string that is complete first ends the text; of several, the longest."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -168,7 +168,7 @@ def test_stop_strings_do_not_depend_on_token_boundaries(stops: list[str], text: 
     assert _filtered(stops, pieces, include=include) == _reference(stops, text, include=include)
 
 
-def test_only_what_could_begin_a_stop_string_is_held_back() -> None:
+def test_only_a_possible_start_of_a_stop_string_is_held_back() -> None:
     stop_strings = StopStrings(["<stop>", "\n\n"])
     assert [stop_strings.push(piece) for piece in ("a<", "st", "x<<", "s\n", "b")] == ["a", "", "<stx<", "<s", "\nb"]
     assert stop_strings.flush() == ""
@@ -177,8 +177,8 @@ def test_only_what_could_begin_a_stop_string_is_held_back() -> None:
     assert stop_strings.hit is None
 
 
-def test_long_output_costs_the_same_per_token() -> None:
-    """Bytes looked at grow with the output, not with its square: a run of 100,000 tokens stays under seconds."""
+def test_cost_per_token_does_not_grow_with_the_output() -> None:
+    """Cost is linear in the output: 100,000 tokens take under seconds."""
     table = TokenTable(BACKENDS["byte level"])
     for token in (0x61, 0x80):  # text, and bytes that are never a character
         assert len("".join(_stream(table, [token] * 100_000))) == 100_000

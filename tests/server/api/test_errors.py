@@ -1,4 +1,4 @@
-"""What goes wrong inside reaches the client as an error object, in a frame if the stream has begun."""
+"""Errors reach the client as error objects; in a started stream, as an error event."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ def _frames(response: httpx.Response) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_death_in_mid_stream_is_a_frame_and_done(
+async def test_engine_death_in_a_stream_is_an_error_event_and_done(
     client: httpx.AsyncClient, engine: FakeEngine, path: str
 ) -> None:
     engine.dies_after = 3
@@ -42,7 +42,9 @@ async def test_death_in_mid_stream_is_a_frame_and_done(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_death_before_the_first_token_is_503(client: httpx.AsyncClient, engine: FakeEngine, stream: bool) -> None:
+async def test_engine_death_before_the_first_token_is_503(
+    client: httpx.AsyncClient, engine: FakeEngine, stream: bool
+) -> None:
     engine.dies_after = 0
     response = await client.post("/v1/completions", json={"prompt": "a", "stream": stream})
     assert response.status_code == 503
@@ -51,14 +53,14 @@ async def test_death_before_the_first_token_is_503(client: httpx.AsyncClient, en
     assert again.status_code == 503 and "has failed: rank 1 was killed" in again.json()["error"]["message"]
 
 
-async def test_death_in_the_middle_of_a_whole_answer_is_503(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_engine_death_without_stream_is_503(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.dies_after = 5
     response = await client.post("/v1/completions", json={"prompt": "a"})
     assert response.status_code == 503
 
 
 @pytest.mark.parametrize(("reason", "status"), [("error", 500), ("cancelled", 503)])
-async def test_sequence_the_engine_gives_up(
+async def test_sequence_that_the_engine_ends_with_an_error(
     client: httpx.AsyncClient, engine: FakeEngine, reason: str, status: int
 ) -> None:
     engine.gives_up = reason
@@ -81,7 +83,7 @@ async def test_stream_without_finish_reason_is_an_error() -> None:
     assert "finish reason" in json.loads(_frames(streamed)[-2])["error"]["message"]
 
 
-async def test_unforeseen_error_is_a_plain_500_and_a_log_record(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unexpected_error_is_a_500_without_details_and_a_log_record(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeEngine):
         async def submit(self, requests: Sequence[AddRequest]) -> AsyncGenerator[Output, None]:
             raise RuntimeError("secret detail")

@@ -1,4 +1,4 @@
-"""A client that hangs up, streaming or not, stops the engine's work; whatever happens, a stream ends in order."""
+"""A client that disconnects, streaming or not, cancels its sequences; every stream ends properly."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ PROMPT = {"prompt": "a", "max_tokens": 50, "n": 3}
 
 
 class Caller:
-    """Calls an ASGI app as a server does, and can hang up in the middle, which httpx's transport cannot."""
+    """Calls an ASGI app as a server does, and can disconnect in the middle, unlike httpx's transport."""
 
     def __init__(self, app: FastAPI, body: dict[str, Any], *, path: str = "/v1/completions") -> None:
         self._app = app
@@ -85,7 +85,7 @@ async def test_disconnect_while_the_client_reads_slowly(engine: FakeEngine) -> N
     assert engine.live == set() and len(engine.cancelled) == 3
 
 
-async def test_server_that_cancels_the_request_frees_it_too(engine: FakeEngine) -> None:
+async def test_cancelling_the_response_task_cancels_the_sequences(engine: FakeEngine) -> None:
     engine.hangs_after = 4
     call = asyncio.create_task(Caller(app_for(engine), {**PROMPT, "stream": True}).run())
     await asyncio.wait_for(engine.hanging.wait(), timeout=60)
@@ -107,7 +107,7 @@ async def test_finished_request_cancels_nothing(engine: FakeEngine) -> None:
     assert b"content-length" not in headers
 
 
-async def test_unless_gone_gives_the_result_or_the_error() -> None:
+async def test_cancel_on_disconnect_returns_the_result_or_raises() -> None:
     async def never() -> dict[str, Any]:
         await asyncio.Event().wait()
         raise AssertionError

@@ -1,4 +1,4 @@
-"""The metrics page: names and units as documented, values that follow what happened, no registry shared."""
+"""The metrics page: documented names and units, correct values, one registry per app."""
 
 import asyncio
 
@@ -45,7 +45,7 @@ async def test_one_request_is_counted_and_timed(client: httpx.AsyncClient) -> No
     assert values["tightwire_comm_exact_bytes_total.all_reduce.decode.native"] == 12000
 
 
-async def test_verdicts_of_the_self_test_are_gauges(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_self_test_results_are_gauges(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     name = "tightwire_comm_selftest_ok"
     assert not any(key.startswith(name) for key in await _values(client))
     verdicts = [SelfTestVerdict("ring", True, "2 sizes"), SelfTestVerdict("flash-int8", False, "off by 3")]
@@ -94,12 +94,12 @@ async def test_openmetrics_when_asked_for(client: httpx.AsyncClient) -> None:
     assert open_metrics.text.endswith("# EOF\n")
 
 
-def test_two_apps_in_one_process_do_not_meet() -> None:
+def test_two_apps_in_one_process_have_separate_registries() -> None:
     app_for(FakeEngine())
     app_for(FakeEngine())
 
 
-def test_an_engine_before_its_first_step_is_at_zero() -> None:
+def test_before_the_first_step_all_metrics_are_zero() -> None:
     page, _ = Metrics(lambda: None).render("")
     assert b"tightwire_requests_waiting 0.0" in page
     assert b"tightwire_startup_seconds" not in page
@@ -115,7 +115,7 @@ def test_every_engine_counter_is_a_metric() -> None:
         assert f"\ntightwire_{info.name}_total {values[name]}.0\n" in page.decode()
 
 
-def test_the_time_to_ready_is_told_where_the_bench_looks_for_it() -> None:
+def test_startup_seconds_has_the_form_that_the_bench_reads() -> None:
     page, _ = Metrics(lambda: None, lambda: 3.25).render("")
     found = STARTUP_METRIC.search(page.decode())
     assert found is not None and float(found.group(1)) == 3.25

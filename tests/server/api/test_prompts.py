@@ -1,4 +1,4 @@
-"""From bodies to sequences: seeds, defaults that depend on the model, and work that must not hold up the loop."""
+"""From bodies to sequences: seeds, defaults that depend on the model, tokenizing off the event loop."""
 
 import threading
 from dataclasses import replace

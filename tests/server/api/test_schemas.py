@@ -1,4 +1,4 @@
-"""Bad input: a 400-something that names the field and says what to do, and a server that goes on."""
+"""Invalid input: a 4xx that names the field and says what to do."""
 
 from typing import Any
 
@@ -150,7 +150,7 @@ async def _refused(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), BAD_SAMPLING)
-async def test_bad_sampling_is_refused_in_both_dialects(
+async def test_invalid_sampling_is_rejected_in_both_dialects(
     client: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], param: str, message: str
 ) -> None:
     for path, text in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [USER]})):
@@ -161,7 +161,7 @@ async def test_bad_sampling_is_refused_in_both_dialects(
 
 
 @pytest.mark.parametrize(("body", "param", "message"), BAD_COMPLETIONS)
-async def test_bad_completions_are_refused(
+async def test_invalid_completions_are_rejected(
     client: httpx.AsyncClient, engine: FakeEngine, body: dict[str, Any], param: str, message: str
 ) -> None:
     error = await _refused(client, "/v1/completions", body)
@@ -171,7 +171,7 @@ async def test_bad_completions_are_refused(
 
 
 @pytest.mark.parametrize(("body", "param", "message"), BAD_CHATS)
-async def test_bad_chats_are_refused(
+async def test_invalid_chats_are_rejected(
     client: httpx.AsyncClient, engine: FakeEngine, body: dict[str, Any], param: str, message: str
 ) -> None:
     error = await _refused(client, "/v1/chat/completions", body)
@@ -181,7 +181,7 @@ async def test_bad_chats_are_refused(
 
 
 @pytest.mark.parametrize(("content", "message"), BAD_BYTES)
-async def test_bad_json_is_refused(client: httpx.AsyncClient, content: bytes, message: str) -> None:
+async def test_invalid_json_is_rejected(client: httpx.AsyncClient, content: bytes, message: str) -> None:
     headers = {"content-type": "application/json"}
     for path in ("/v1/completions", "/tokenize"):
         response = await client.post(path, content=content, headers=headers)
@@ -198,7 +198,7 @@ async def test_content_type_must_be_json(client: httpx.AsyncClient, content_type
     assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
-async def test_compressed_bodies_are_refused(client: httpx.AsyncClient) -> None:
+async def test_compressed_bodies_are_rejected(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/completions", json={"prompt": "a"}, headers={"content-encoding": "gzip"})
     assert response.status_code == 415
 
@@ -228,31 +228,33 @@ async def test_unknown_model_is_404(client: httpx.AsyncClient) -> None:
         ("/detokenize", {"tokens": "abc"}, "tokens"),
     ],
 )
-async def test_bad_tokenize_bodies(client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str) -> None:
+async def test_invalid_tokenize_bodies_are_rejected(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
+) -> None:
     assert (await _refused(client, path, body))["param"] == param
 
 
-async def test_escaped_backslash_before_u0000_is_no_nul(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_escaped_backslash_before_u0000_is_not_a_nul(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     headers = {"content-type": "application/json; charset=utf-8"}
     response = await client.post("/v1/completions", content=rb'{"prompt": "\\u0000"}', headers=headers)
     assert response.status_code == 200
     assert bytes(engine.submitted[0].prompt_token_ids) == rb"\u0000"
 
 
-async def test_all_problems_are_named(client: httpx.AsyncClient) -> None:
+async def test_every_invalid_field_is_named(client: httpx.AsyncClient) -> None:
     error = await _refused(client, "/v1/completions", {"prompt": "a", "n": 0, "top_p": 7, "x": 1})
     assert error["param"] == "n"
     assert "and problems in top_p, x" in error["message"]
 
 
-def test_no_field_is_both_served_and_not() -> None:
+def test_no_field_is_in_two_tables() -> None:
     assert not IGNORED_FIELDS & set(UNSUPPORTED_FIELDS)
     for body in (CompletionBody, ChatBody):
         assert not set(body.model_fields) & (IGNORED_FIELDS | set(UNSUPPORTED_FIELDS))
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED_FIELDS))
-def test_neutral_values_pass_and_others_do_not(name: str) -> None:
+def test_unsupported_fields_accept_only_neutral_values(name: str) -> None:
     neutral, _ = UNSUPPORTED_FIELDS[name]
     for value in neutral:
         assert check_fields({"prompt": "a", name: value}, CompletionBody).prompt == ["a"]

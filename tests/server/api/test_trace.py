@@ -78,7 +78,7 @@ def test_a_whole_answer_ends_with_its_first_token(clock: Clock) -> None:
     assert trace.timing is not None and (trace.timing.ttft_s, trace.timing.send_s) == (21.0, 1.0)
 
 
-def test_coding_in_a_fused_kernel_is_not_known(clock: Clock) -> None:
+def test_codec_time_in_a_fused_kernel_is_unknown(clock: Clock) -> None:
     trace = make_trace(clock, streamed=False)
     clock.now_s = 31.0
     trace.saw(token(FirstToken(20.0, 30.0, compute_s=4.0, allreduce_s=4.0, codec_s=None, sampling_s=0.5)))
@@ -101,9 +101,7 @@ async def ask(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, An
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("how", [{}, {"n": 3}, {"stream": True}, {"stream": True, "n": 3, "max_tokens": 1}], ids=str)
-async def test_an_answer_says_where_the_time_went_when_asked(
-    client: httpx.AsyncClient, path: str, how: dict[str, Any]
-) -> None:
+async def test_timing_is_in_the_answer_on_request(client: httpx.AsyncClient, path: str, how: dict[str, Any]) -> None:
     start_s = time.monotonic()
     extra = await ask(client, path, **how, tightwire=ASKED)
     seconds = time.monotonic() - start_s
@@ -114,7 +112,7 @@ async def test_an_answer_says_where_the_time_went_when_asked(
     assert await ask(client, path, **how) == {}
 
 
-async def test_beside_what_ranks_exchanged_and_after_an_echo(client: httpx.AsyncClient) -> None:
+async def test_timing_with_comm_and_echo(client: httpx.AsyncClient) -> None:
     both = ASKED | {"comm": True}
     extra = await ask(client, "/v1/completions", stream=True, echo=True, max_tokens=0, tightwire=both)
 
@@ -122,7 +120,7 @@ async def test_beside_what_ranks_exchanged_and_after_an_echo(client: httpx.Async
     assert_adds_up(extra["timing"])
 
 
-async def test_an_engine_that_says_nothing_of_it(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_timing_is_null_without_a_first_token(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.tells_times = False
 
     assert await ask(client, "/v1/completions", tightwire=ASKED) == {"timing": None}
@@ -137,7 +135,7 @@ async def test_metrics_sum_the_parts_of_every_request(client: httpx.AsyncClient)
         assert f'tightwire_time_to_first_token_part_seconds_count{{part="{part[:-2]}"}} 2.0' in page
 
 
-def test_of_a_real_server(tmp_path: Path) -> None:
+def test_timing_and_comm_of_a_real_server(tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "tiny")
     options = ("--tp", "2", "--port", "0", "--kv-cache-memory", "16MiB", "--allreduce", "flash-int8")
     body = {"prompt": "hello " * 20, "max_tokens": 4, "ignore_eos": True, "tightwire": {"timing": True, "comm": True}}

@@ -5,7 +5,7 @@ import pytest
 from tightwire.server.engine.block_pool import BlockPool
 
 
-def test_every_block_is_handed_out_once() -> None:
+def test_every_block_is_allocated_once() -> None:
     pool = BlockPool(5)
     taken = pool.allocate(3) + pool.allocate(2)
     assert sorted(taken) == [0, 1, 2, 3, 4]
@@ -14,7 +14,7 @@ def test_every_block_is_handed_out_once() -> None:
     assert sorted(pool.allocate(3)) == sorted(taken[1:4])
 
 
-def test_nothing_is_taken_when_not_all_can_be() -> None:
+def test_allocation_is_all_or_nothing() -> None:
     pool = BlockPool(4)
     pool.allocate(2)
     with pytest.raises(ValueError, match="asked for 3 blocks, 2 of 4 are free"):
@@ -38,7 +38,7 @@ def test_double_free_is_an_error() -> None:
     assert pool.num_free == 4
 
 
-def test_a_kept_block_is_handed_out_after_blank_ones_the_longest_unused_first() -> None:
+def test_kept_blocks_are_allocated_last_in_lru_order() -> None:
     pool = BlockPool(4)
     taken = pool.allocate(3)
     for block in taken[:2]:
@@ -50,7 +50,7 @@ def test_a_kept_block_is_handed_out_after_blank_ones_the_longest_unused_first() 
     assert not pool.is_kept(taken[0])
 
 
-def test_a_shared_block_is_free_when_its_last_holder_gives_it_up() -> None:
+def test_a_shared_block_is_free_after_its_last_holder() -> None:
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
     pool.keep(block)

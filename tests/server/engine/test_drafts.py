@@ -32,24 +32,24 @@ def request(tokens: list[int], name: str = "r", max_tokens: int = 20) -> Request
         ([0, 256, 1, 0x00010000, 0x00000001, 0x01000000, 1], []),  # the same bytes, across tokens
     ],
 )
-def test_the_longest_end_that_recurs_is_followed_as_it_was(tokens: list[int], draft: list[int]) -> None:
+def test_drafts_follow_the_longest_recurring_end(tokens: list[int], draft: list[int]) -> None:
     assert DRAFTER.draft(request(tokens), room=10) == draft
 
 
-def test_a_draft_keeps_to_the_room_there_is() -> None:
+def test_a_draft_is_limited_by_room() -> None:
     again = request([1, 2, 3, 4, 5, 6, 1, 2, 3])
     assert DRAFTER.draft(again, room=1) == [4]
     assert DRAFTER.draft(again, room=0) == DRAFTER.draft(again, room=-3) == []
 
 
-def test_it_follows_a_text_that_grows() -> None:
+def test_drafts_use_new_tokens() -> None:
     growing = request([1, 2, 3])
     assert DRAFTER.draft(growing, 3) == []
     growing.token_ids += [9, 1, 2]
     assert DRAFTER.draft(growing, 3) == [3, 9, 1]
 
 
-def test_failing_guesses_get_shorter_and_lengthen_again() -> None:
+def test_drafts_shorten_after_failures_and_lengthen_again() -> None:
     again = request([1, 2, 3, 4, 5, 6, 1, 2, 3])
     DRAFTER.learn(again, 0)
     assert DRAFTER.draft(again, 3) == [4]
@@ -69,7 +69,7 @@ def make_scheduler(**changes: Any) -> Scheduler:
 
 
 def draft_of(scheduler: Scheduler) -> dict[str, tuple[int, ...]]:
-    """Run a step in which no guess holds."""
+    """Run a step in which every guess is wrong."""
     step = scheduler.schedule(0.0)
     assert step is not None
     for chunk in step.chunks:
@@ -78,7 +78,7 @@ def draft_of(scheduler: Scheduler) -> dict[str, tuple[int, ...]]:
     return {chunk.request.id: tuple(chunk.draft) for chunk in step.chunks}
 
 
-def test_generated_tokens_bring_guesses_and_prompts_do_not() -> None:
+def test_only_decode_rows_have_drafts() -> None:
     scheduler = make_scheduler()
     scheduler.sequences.add(request([1, 2, 3, 4, 5, 9], "again"))
     assert draft_of(scheduler) == {"again": ()}  # and it gets the prompt's tokens again, one by one
@@ -86,7 +86,7 @@ def test_generated_tokens_bring_guesses_and_prompts_do_not() -> None:
     assert draft_of(scheduler) == {"again": (3, 4, 5)}
 
 
-def test_guesses_take_what_is_left_of_the_step() -> None:
+def test_drafts_use_the_rest_of_the_step() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=5, max_num_seqs=3)
     for name in ("a", "b", "c"):
         scheduler.sequences.add(request([7, 7, 7, 7], name))
@@ -94,7 +94,7 @@ def test_guesses_take_what_is_left_of_the_step() -> None:
     assert drafts[-1] == {"a": (7,), "b": (7,), "c": ()}
 
 
-def test_nobody_is_preempted_for_a_guess() -> None:
+def test_drafts_preempt_nobody() -> None:
     scheduler = make_scheduler()
     scheduler.sequences.add(request([7] * 9, "a"))
     scheduler.sequences.add(request([8] * 3, "b"))
@@ -104,7 +104,7 @@ def test_nobody_is_preempted_for_a_guess() -> None:
     assert scheduler.counters.num_preemptions == 0
 
 
-def test_no_guess_goes_beyond_the_answers_end() -> None:
+def test_drafts_end_with_the_answer() -> None:
     scheduler = make_scheduler()
     scheduler.sequences.add(request([7] * 8, max_tokens=3))
     draft_of(scheduler)
@@ -112,7 +112,7 @@ def test_no_guess_goes_beyond_the_answers_end() -> None:
     assert draft_of(scheduler) == {"r": ()}
 
 
-def test_in_a_crowd_nobody_guesses() -> None:
+def test_no_drafts_with_many_sequences() -> None:
     scheduler = make_scheduler(max_drafting_seqs=1)
     scheduler.sequences.add(request([7] * 8, "a"))
     draft_of(scheduler)
@@ -123,13 +123,13 @@ def test_in_a_crowd_nobody_guesses() -> None:
 
 
 class Greedy(NgramDrafter):
-    """Guesses as much as there is room for, rightly or not."""
+    """Guesses as many tokens as there is room for."""
 
     def draft(self, request: Request, room: int) -> list[int]:
         return [7] * max(0, room)
 
 
-def test_guesses_leave_room_for_waiting_prompts() -> None:
+def test_drafts_leave_room_for_waiting_prompts() -> None:
     scheduler = Scheduler(
         Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, num_blocks=64, block_size=4),
         Greedy(max_tokens=64, longest=1, shortest=1),
@@ -141,7 +141,7 @@ def test_guesses_leave_room_for_waiting_prompts() -> None:
     assert draft_of(scheduler) == {"old": (7,), "late": ()}
 
 
-def test_guesses_that_failed_leave_everyone_a_block_for_the_next_token() -> None:
+def test_failed_drafts_leave_a_block_for_each_next_token() -> None:
     scheduler = Scheduler(
         Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=64, num_blocks=8, block_size=4),
         Greedy(max_tokens=64, longest=1, shortest=1),

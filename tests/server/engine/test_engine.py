@@ -32,7 +32,7 @@ PLANNING: dict[str, Any] = {}
 
 @pytest.fixture(params=[False, True], ids=["one-by-one", "ahead"], autouse=True)
 def plan_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Everything here holds whether or not steps are planned ahead."""
+    """Every test here runs with and without planning ahead."""
     monkeypatch.setitem(PLANNING, "plan_ahead", request.param)
     return request.param
 
@@ -46,7 +46,7 @@ def make_engine(limits: Limits = ROOMY, *, policies: Sequence[str] = ("auto",), 
 
 
 class OddGuesses(NgramDrafter):
-    """Rightly guesses as many tokens as the text's length has left when divided by four, and then wrongly."""
+    """Guesses (text length modulo four) right tokens, then wrong ones."""
 
     def draft(self, request: Request, room: int) -> list[int]:
         text = list(request.token_ids)
@@ -113,7 +113,7 @@ def greedy_reference(prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def test_greedy_is_the_models_own_text() -> None:
+def test_greedy_text() -> None:
     answer = alone(AddRequest("a", [5, 6, 7], params(max_tokens=20)))
     assert answer.token_ids == greedy_reference([5, 6, 7], 20)
     assert answer.finish_reason == "length" and answer.queue_s is not None and answer.queue_s >= 0
@@ -234,7 +234,7 @@ def answer_entry(token_id: int) -> TokenLogprob:
         ([5], {"prompt_logprobs": -1}, "logprobs must be at least 0"),
     ],
 )
-def test_what_cannot_run_gets_an_error_and_disturbs_nobody(
+def test_invalid_requests_get_an_error_and_affect_nobody(
     prompt: list[int], changes: dict[str, Any], message: str
 ) -> None:
     engine, answers = make_engine(), {}
@@ -245,7 +245,7 @@ def test_what_cannot_run_gets_an_error_and_disturbs_nobody(
     assert answers["good"].token_ids == greedy_reference([5, 6], 8)
 
 
-def test_cancel_frees_blocks_at_once_and_tells_the_client_once(plan_ahead: bool) -> None:
+def test_cancel_frees_blocks_at_once_and_has_one_output(plan_ahead: bool) -> None:
     engine, answers = make_engine(), {}
     for token_id, name in enumerate("abc"):
         engine.add(AddRequest(name, [token_id] * 10, params(max_tokens=50)))
@@ -262,7 +262,7 @@ def test_cancel_frees_blocks_at_once_and_tells_the_client_once(plan_ahead: bool)
     assert engine.stats().counters.num_steps == 1 + plan_ahead
 
 
-def test_an_id_may_be_used_again_with_other_params() -> None:
+def test_an_id_can_be_reused() -> None:
     engine, first, second = make_engine(), {}, {}
     engine.add(AddRequest("a", [5, 6], params(temperature=1.0, seed=1, logit_bias={3: 9.0}, max_tokens=5)))
     drain(engine, first)
@@ -281,7 +281,7 @@ def test_a_second_request_of_a_live_id_is_ignored(caplog: pytest.LogCaptureFixtu
 
 
 class _BrokenRows(FakeRunner):
-    """Gives a NaN in the last row of its first step."""
+    """Returns a NaN in the last row of its first step."""
 
     def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
         logits = super().execute(plan, chosen_R)
@@ -291,7 +291,7 @@ class _BrokenRows(FakeRunner):
 
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 1.0, "top_p": 0.9}, {"max_tokens": 0, "prompt_logprobs": 1}])
-def test_logits_that_are_not_numbers_end_only_their_own_request(changes: dict[str, Any]) -> None:
+def test_nan_logits_end_only_their_own_request(changes: dict[str, Any]) -> None:
     engine, answers = make_engine(runner=_BrokenRows(ROOMY, VOCAB)), {}
     engine.add(AddRequest("good", [5, 6], params()))
     engine.add(AddRequest("bad", [7, 1], params(**changes)))
@@ -301,7 +301,7 @@ def test_logits_that_are_not_numbers_end_only_their_own_request(changes: dict[st
     assert engine.stats().total.num_free_blocks == ROOMY.num_blocks
 
 
-def test_tokens_chosen_before_what_is_not_a_number_are_told() -> None:
+def test_tokens_before_nan_logits_are_sent() -> None:
     class Broken(FakeRunner):
         def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
             logits = super().execute(plan, chosen_R)
@@ -317,7 +317,7 @@ def test_tokens_chosen_before_what_is_not_a_number_are_told() -> None:
     assert answers["a"].finish_reason == "error" and "not finite" in (answers["a"].message or "")
 
 
-def test_what_the_runner_raises_goes_through() -> None:
+def test_runner_exceptions_propagate() -> None:
     class Failing(OneRank):
         def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
             raise ConnectionError("rank 1 is gone")
@@ -353,7 +353,7 @@ def test_plans_are_broadcast_before_they_run_and_stats_count() -> None:
     assert (stats.total.num_running, stats.total.num_waiting) == (0, 0)
 
 
-def test_penalty_tables_end_with_the_requests() -> None:
+def test_penalty_counts_end_with_the_requests() -> None:
     sampler = Sampler(VOCAB)
     engine, answers = make_engine(sampler=sampler), {}
     for i in range(5):
@@ -365,13 +365,13 @@ def test_penalty_tables_end_with_the_requests() -> None:
     assert sampler.num_penalized == 0
 
 
-def test_end_tokens_outside_the_vocabulary_are_refused_at_start() -> None:
+def test_end_tokens_outside_the_vocabulary_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"end tokens \[70\]"):
         RequestRules(vocab_size=VOCAB, max_model_len=96, eos_token_ids=frozenset([70]))
 
 
 def random_params(rng: random.Random) -> SamplingParams:
-    """Any mixture of knobs."""
+    """Any mixture of parameters."""
     return SamplingParams(
         max_tokens=rng.choice([1, 3, 10, 25]),
         temperature=rng.choice([0.0, 0.7, 1.5]),
@@ -413,7 +413,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     drafter=None,
     step_blocks=None,
 )
-def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
+def test_mixed_load_gives_each_request_the_answer_it_gets_alone(
     seed: int,
     num_blocks: int,
     max_num_seqs: int,
@@ -484,8 +484,8 @@ def test_mixed_load_gives_everyone_the_answer_it_gets_alone(
     assert (stats.counters.num_prefix_queried_tokens > 0) == (prefix_cache != "none")
 
 
-def test_a_pool_a_third_of_the_need_preempts_and_still_answers_right() -> None:
-    """The fuzz above draws its own sizes; this one is sure to preempt, in prefill and in decode."""
+def test_a_pool_too_small_by_two_thirds_preempts_and_answers_correctly() -> None:
+    """The fuzz test above draws its sizes; this one certainly preempts, in prefill and in decode."""
     rng = random.Random(7)
     limits = Limits(max_model_len=48, max_num_seqs=8, max_num_batched_tokens=24, num_blocks=25, block_size=4)
     messages = [
@@ -509,7 +509,7 @@ def test_a_pool_a_third_of_the_need_preempts_and_still_answers_right() -> None:
 
 
 def test_preempted_in_the_middle_of_an_echo() -> None:
-    """The old one outgrows the pool while the echo is prefilled a token per step; nothing is scored twice."""
+    """The older sequence outgrows the pool while the echo is prefilled one token per step; nothing is scored twice."""
     limits = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=2, num_blocks=16, block_size=4)
     engine, answers = make_engine(limits), {}
     prompt = [i * 5 % VOCAB for i in range(40)]
@@ -530,7 +530,7 @@ def test_same_seed_same_text_other_seed_other_text() -> None:
 
 
 def test_steps_without_rows_of_logits() -> None:
-    """A prefill chunk that is not the last asks for no logits, and the runner returns None."""
+    """A prefill chunk before the last has no logit rows, and the runner returns None."""
     limits = Limits(max_model_len=96, max_num_seqs=1, max_num_batched_tokens=4, num_blocks=24, block_size=4)
     engine = make_engine(limits)
     engine.add(AddRequest("a", [5] * 10, params()))
@@ -556,7 +556,7 @@ class Timed(OneRank):
         return Spent(self.now_s / 4, self.now_s / 8)
 
 
-def test_the_first_token_says_what_was_done_since_its_first_step(plan_ahead: bool) -> None:
+def test_first_token_times_count_from_the_first_step(plan_ahead: bool) -> None:
     """A prompt of five steps that comes while another sequence generates: the steps were for both.
 
     Planned ahead, one step more is launched before a token is told; this runner has it done by then.
@@ -579,7 +579,7 @@ def test_the_first_token_says_what_was_done_since_its_first_step(plan_ahead: boo
     )
 
 
-def test_a_preemption_before_the_first_token_is_part_of_its_time() -> None:
+def test_first_token_times_include_a_preemption() -> None:
     limits = Limits(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=2, num_blocks=16, block_size=4)
     timed, told = Timed(limits), []
     engine = timed.engine(limits)

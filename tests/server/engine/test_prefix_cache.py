@@ -42,7 +42,7 @@ def run(scheduler: Scheduler, token: int = 7) -> ScheduledStep:
 
 
 def finish(scheduler: Scheduler, sequence: Request, num_tokens: int = 1) -> None:
-    """Run ``sequence``, alone, to its end."""
+    """Run ``sequence`` alone to its end."""
     scheduler.sequences.add(sequence)
     for _ in range(num_tokens):
         run(scheduler)
@@ -58,7 +58,7 @@ def prefixes(scheduler: Scheduler) -> PrefixCache:
     return scheduler.sequences.prefixes
 
 
-def test_the_second_of_one_beginning_starts_behind_it() -> None:
+def test_a_second_sequence_starts_after_the_shared_prefix() -> None:
     scheduler = make_scheduler()
     finish(scheduler, request(list(range(10))))
     second = request([*range(9), 50, 51])
@@ -69,7 +69,7 @@ def test_the_second_of_one_beginning_starts_behind_it() -> None:
     assert (scheduler.counters.num_prefix_queried_tokens, scheduler.counters.num_prefix_hit_tokens) == (21, 8)
 
 
-def test_the_last_token_is_computed_though_all_is_known() -> None:
+def test_the_last_token_is_always_computed() -> None:
     scheduler = make_scheduler()
     finish(scheduler, request(list(range(8))))
     scheduler.sequences.add(request(list(range(8))))
@@ -86,7 +86,7 @@ def test_sequences_of_one_step_share() -> None:
     assert scheduler.sequences.pool.num_used == 4
 
 
-def test_of_prompts_that_begin_alike_one_is_computed_and_the_others_go_on_behind_it() -> None:
+def test_a_shared_prefix_is_computed_by_one_sequence() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=16)
     tokens = list(range(30))
     for name in ("first", "second"):
@@ -100,7 +100,7 @@ def test_of_prompts_that_begin_alike_one_is_computed_and_the_others_go_on_behind
     assert (scheduler.counters.num_prefix_queried_tokens, scheduler.counters.num_prefix_hit_tokens) == (81, 48)
 
 
-def test_many_copies_of_a_long_prompt_cost_one_of_them_and_their_ends() -> None:
+def test_copies_of_a_long_prompt_cost_one_prompt_and_their_ends() -> None:
     scheduler = make_scheduler(max_model_len=1024, num_blocks=400, max_num_seqs=8, max_num_batched_tokens=128)
     for number in range(8):
         scheduler.sequences.add(request(list(range(999)), str(number)))
@@ -110,7 +110,7 @@ def test_many_copies_of_a_long_prompt_cost_one_of_them_and_their_ends() -> None:
     assert rows == 999 + 7 * (999 - 996)
 
 
-def test_a_prompt_takes_over_what_another_computed_of_the_block_it_has_begun() -> None:
+def test_a_started_block_is_replaced_by_a_cached_one() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=6, max_num_seqs=3)
     scheduler.sequences.add(request(list(range(20)), "scored", prompt_logprobs=0))
     scheduler.sequences.add(request(list(range(20)), "plain"))
@@ -123,7 +123,7 @@ def test_a_prompt_takes_over_what_another_computed_of_the_block_it_has_begun() -
     assert scheduler.sequences.pool.num_used == 0
 
 
-def test_whoever_leads_may_go() -> None:
+def test_the_computing_sequence_can_be_cancelled() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     first, second = request(list(range(30)), "first"), request(list(range(30)), "second")
     for sequence in (first, second):
@@ -133,7 +133,7 @@ def test_whoever_leads_may_go() -> None:
     assert shares(run(scheduler)) == {"second": (8, 16)}
 
 
-def test_the_same_tokens_after_another_beginning_are_not_the_same() -> None:
+def test_equal_blocks_after_different_prefixes_are_not_shared() -> None:
     scheduler = make_scheduler()
     finish(scheduler, request([1, 1, 1, 1, 5, 6, 7, 8, 9]))
     scheduler.sequences.add(request([2, 2, 2, 2, 5, 6, 7, 8, 9]))
@@ -148,14 +148,14 @@ def test_salts_and_policies_share_nothing(other: dict[str, Any], start: int) -> 
     assert shares(run(scheduler)) == {"r": (start, 10)}
 
 
-def test_of_one_salt_they_share() -> None:
+def test_equal_salts_share() -> None:
     scheduler = make_scheduler()
     finish(scheduler, request(list(range(10)), salt="mine"))
     scheduler.sequences.add(request(list(range(10)), salt="mine"))
     assert shares(run(scheduler)) == {"r": (8, 10)}
 
 
-def test_an_echo_computes_every_token_and_others_may_use_them() -> None:
+def test_an_echo_computes_every_token_and_shares_them() -> None:
     scheduler = make_scheduler()
     finish(scheduler, request(list(range(10))))
     echo = request(list(range(10)), prompt_logprobs=0)
@@ -165,14 +165,14 @@ def test_an_echo_computes_every_token_and_others_may_use_them() -> None:
 
 
 @pytest.mark.parametrize(("prefix_cache", "start"), [("prompts", 4), ("all", 8), ("none", 0)])
-def test_answers_are_kept_where_that_was_asked_for(prefix_cache: str, start: int) -> None:
+def test_answers_are_cached_with_prefix_cache_all(prefix_cache: str, start: int) -> None:
     scheduler = make_scheduler(prefix_cache)
     finish(scheduler, request([1, 2, 3, 4, 5]), num_tokens=6)  # its sixth token is not in the cache
     scheduler.sequences.add(request([1, 2, 3, 4, 5, *[7] * 6]))
     assert shares(run(scheduler)) == {"r": (start, 11)}
 
 
-def test_the_ends_of_prompts_are_given_up_first() -> None:
+def test_ends_of_prompts_are_evicted_first() -> None:
     scheduler = make_scheduler(num_blocks=16)
     finish(scheduler, request(list(range(41))))
     finish(scheduler, request(list(range(100, 125))))  # 7 blocks: six blank ones, and the last that was kept
@@ -180,7 +180,7 @@ def test_the_ends_of_prompts_are_given_up_first() -> None:
     assert shares(run(scheduler)) == {"r": (36, 41)}
 
 
-def test_what_came_to_nothing_is_not_shared() -> None:
+def test_spoiled_blocks_are_not_shared() -> None:
     scheduler = make_scheduler()
     broken = request(list(range(10)))
     scheduler.sequences.add(broken)
@@ -190,7 +190,7 @@ def test_what_came_to_nothing_is_not_shared() -> None:
     assert shares(run(scheduler)) == {"r": (0, 10)}
 
 
-def test_a_preempted_sequence_comes_back_behind_its_own_prompt() -> None:
+def test_a_preempted_sequence_returns_after_its_cached_prompt() -> None:
     scheduler = make_scheduler(num_blocks=16, max_num_seqs=2)
     old, young = request(list(range(20)), "old"), request(list(range(50, 70)), "young")
     scheduler.sequences.add(old)
@@ -202,7 +202,7 @@ def test_a_preempted_sequence_comes_back_behind_its_own_prompt() -> None:
     assert young.num_cached_tokens == 0  # of its first start
 
 
-def test_a_sequence_that_finds_no_room_holds_nothing() -> None:
+def test_a_sequence_that_is_not_admitted_holds_no_blocks() -> None:
     scheduler = make_scheduler(max_model_len=32, num_blocks=8, max_num_seqs=2)
     finish(scheduler, request(list(range(9))))
     scheduler.sequences.add(request(list(range(20, 44)), "big"))
@@ -212,7 +212,7 @@ def test_a_sequence_that_finds_no_room_holds_nothing() -> None:
     assert scheduler.sequences.pool.num_used == 6
 
 
-def test_there_is_never_more_than_an_entry_a_block() -> None:
+def test_at_most_one_entry_per_block() -> None:
     scheduler = make_scheduler("all", num_blocks=16)
     for first in range(0, 3000, 30):
         finish(scheduler, request(list(range(first, first + 30))), num_tokens=5)
@@ -220,7 +220,7 @@ def test_there_is_never_more_than_an_entry_a_block() -> None:
     assert scheduler.sequences.pool.num_used == 0
 
 
-def test_what_a_preempted_sequence_generated_is_not_taken_from_anothers_prompt() -> None:
+def test_a_preempted_sequence_does_not_take_its_answer_from_a_prompt() -> None:
     scheduler = make_scheduler()
     first = request([1, 2, 3, 4, 5, 6], "first")
     scheduler.sequences.add(first)

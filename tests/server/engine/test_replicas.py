@@ -1,4 +1,4 @@
-"""Several replicas of the model under one engine: who computes what, and that no text depends on it."""
+"""Several replicas under one engine: the distribution of work, and texts that do not depend on it."""
 
 import random
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def prompts_of(number: int, seed: int = 1) -> list[list[int]]:
     return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 30))] for _ in range(number)]
 
 
-def test_sequences_are_shared_out_and_each_gets_its_own_text() -> None:
+def test_sequences_are_distributed_and_each_gets_its_own_text() -> None:
     engine, replicas = make()
     prompts = prompts_of(12)
     for number, prompt in enumerate(prompts):
@@ -84,7 +84,7 @@ def test_sequences_are_shared_out_and_each_gets_its_own_text() -> None:
     assert stats.counters.num_generation_tokens == 12 * 8
 
 
-def test_drawn_and_scored_ones_are_what_one_replica_makes_of_them() -> None:
+def test_draws_and_scores_equal_those_of_one_replica() -> None:
     params = [{"temperature": 1.0, "seed": 7 + n, "logprobs": 2, "prompt_logprobs": 1} for n in range(6)]
     told = []
     for num_replicas in (1, 3):
@@ -101,7 +101,7 @@ def test_drawn_and_scored_ones_are_what_one_replica_makes_of_them() -> None:
     assert told[0] == told[1]
 
 
-def test_one_sequence_alone_leaves_the_others_without_a_step_or_a_gather() -> None:
+def test_idle_replicas_get_empty_plans_and_no_gather() -> None:
     engine, replicas = make()
     engine.add(request("a", [5, 6, 7]))
     drain(engine)
@@ -110,7 +110,7 @@ def test_one_sequence_alone_leaves_the_others_without_a_step_or_a_gather() -> No
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_a_sequence_may_be_sent_to_a_replica_by_number(replica: int) -> None:
+def test_a_sequence_can_be_sent_to_a_given_replica(replica: int) -> None:
     engine, replicas = make()
     engine.add(request("a", [5, 6, 7]), replica)
     assert tokens(drain(engine)["a"]) == greedy([5, 6, 7], 8)
@@ -118,7 +118,7 @@ def test_a_sequence_may_be_sent_to_a_replica_by_number(replica: int) -> None:
     assert [bool(plan.token_ids) for plan in replicas.steps[0]] == [n == replica for n in range(2)]
 
 
-def test_a_chat_goes_on_where_its_beginning_is_kept() -> None:
+def test_a_chat_continues_on_the_replica_with_its_prefix() -> None:
     engine, replicas = make()
     first, second = [7] * 24, [8] * 24
     for number, prompt in enumerate((first, second)):
@@ -133,7 +133,7 @@ def test_a_chat_goes_on_where_its_beginning_is_kept() -> None:
     assert engine.stats().counters.num_prefix_hit_tokens == 24
 
 
-def test_a_long_prompt_in_one_replica_does_not_hold_up_another_ones_answers() -> None:
+def test_a_long_prompt_does_not_delay_another_replica() -> None:
     limits = Limits(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=8, num_blocks=60, block_size=4)
     engine, replicas = make(limits)
     engine.add(request("long", [3] * 80, max_tokens=2), 0)
@@ -177,7 +177,7 @@ def test_preemption_stays_inside_a_replica() -> None:
     assert all(load.num_free_blocks == limits.num_blocks for load in engine.stats().loads)
 
 
-def test_policies_take_turns_in_each_replica_by_itself() -> None:
+def test_policies_take_turns_in_each_replica() -> None:
     engine, replicas = make(policies=("auto", "ring"))
     for replica in range(2):
         engine.add(request(f"own-{replica}", [5, 6]), replica)
@@ -208,7 +208,5 @@ def test_steps_of_several_replicas_are_not_planned_ahead() -> None:
         ([100, 90, 300], [0, 16, 4096], 1),
     ],
 )
-def test_the_least_loaded_or_of_those_near_it_the_one_with_the_prompt(
-    loads: list[int], num_cached: list[int], chosen: int
-) -> None:
+def test_choose_replica(loads: list[int], num_cached: list[int], chosen: int) -> None:
     assert choose_replica(loads, num_cached) == chosen

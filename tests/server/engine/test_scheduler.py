@@ -16,7 +16,7 @@ from tightwire.server.ipc.messages import AddRequest
 
 
 def limits(*, prefix_cache: str = "none", max_step_blocks: int | None = None, **changes: int) -> Limits:
-    """Without a prefix cache, because these tests' prompts all begin alike."""
+    """Without a prefix cache, because all prompts of these tests share a prefix."""
     values = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 64, "block_size": 4}
     return Limits(**(values | changes), prefix_cache=prefix_cache, max_step_blocks=max_step_blocks)
 
@@ -30,7 +30,7 @@ def request(
 
 
 def run(scheduler: Scheduler) -> ScheduledStep:
-    """One step, as the engine does it: computed, and a token for those that sample."""
+    """Run one step as the engine does: compute, and add a token to each sequence that samples."""
     step = scheduler.schedule(0.0)
     assert step is not None
     for chunk in step.chunks:
@@ -44,7 +44,7 @@ def shares(step: ScheduledStep) -> dict[str, tuple[int, int]]:
     return {chunk.request.id: (chunk.start, chunk.end) for chunk in step.chunks}
 
 
-def test_long_prefill_is_chunked_and_decodes_go_on() -> None:
+def test_long_prefill_is_chunked_and_decode_continues() -> None:
     scheduler = Scheduler(limits())
     scheduler.sequences.add(request(3, "short"))
     assert shares(run(scheduler)) == {"short": (0, 3)}
@@ -58,7 +58,7 @@ def test_long_prefill_is_chunked_and_decodes_go_on() -> None:
     assert shares(run(scheduler)) == {"short": (6, 7), "long": (40, 41), "late": (5, 19)}
 
 
-def test_short_prompts_do_not_wait_for_long_ones_nor_these_for_them() -> None:
+def test_short_and_long_prompts_do_not_delay_each_other() -> None:
     scheduler = Scheduler(limits(max_num_seqs=8))
     for name, num_tokens in (("long", 40), ("too long", 9), ("first", 5), ("second", 3), ("no more room", 1)):
         scheduler.sequences.add(request(num_tokens, name, max_tokens=1))
@@ -70,7 +70,7 @@ def test_short_prompts_do_not_wait_for_long_ones_nor_these_for_them() -> None:
     assert shares(run(scheduler)) == {"long": (8, 23), "no more room": (0, 1)}
 
 
-def test_the_oldest_of_those_that_are_scored_is_never_kept_waiting() -> None:
+def test_the_oldest_scored_prompt_always_progresses() -> None:
     scheduler = Scheduler(limits(max_scored_rows=4))
     scheduler.sequences.add(request(30, "old", prompt_logprobs=0))
     scheduler.sequences.add(request(4, "young", prompt_logprobs=0))
@@ -101,7 +101,7 @@ def test_no_more_than_max_num_seqs_run() -> None:
     assert list(shares(run(scheduler))) == ["b", "c"]
 
 
-def test_youngest_gives_way_and_returns_to_the_head_of_the_queue() -> None:
+def test_the_youngest_is_preempted_to_the_head_of_the_queue() -> None:
     scheduler = Scheduler(limits(num_blocks=16, max_model_len=64, max_num_batched_tokens=64))
     old, young, late = request(20, "old", max_tokens=44), request(20, "young", max_tokens=44), request(4, "late")
     scheduler.sequences.add(old)
@@ -120,7 +120,7 @@ def test_youngest_gives_way_and_returns_to_the_head_of_the_queue() -> None:
     assert scheduler.sequences.pool.num_used == len(old.blocks)
 
 
-def test_preempted_does_not_return_before_there_is_room_to_go_on() -> None:
+def test_a_preempted_sequence_returns_only_with_room_to_grow() -> None:
     scheduler = Scheduler(limits(num_blocks=16, max_num_batched_tokens=64))
     old, young = request(20, "old", max_tokens=44), request(20, "young", max_tokens=44)
     scheduler.sequences.add(old)
@@ -132,8 +132,8 @@ def test_preempted_does_not_return_before_there_is_room_to_go_on() -> None:
     assert list(shares(run(scheduler))) == ["young"]
 
 
-def test_what_a_younger_one_computes_again_does_not_stop_the_oldest() -> None:
-    """The oldest is in the middle of its prompt, the younger has 20 generated tokens to compute again."""
+def test_recomputation_does_not_stop_the_oldest() -> None:
+    """The oldest is in the middle of its prompt; the younger one has 20 generated tokens to recompute."""
     scheduler = Scheduler(limits(max_num_batched_tokens=4))
     old, young = request(12, "old"), request(2, "young", max_tokens=30)
     young.token_ids += [7] * 20
@@ -150,7 +150,7 @@ def test_what_a_younger_one_computes_again_does_not_stop_the_oldest() -> None:
     assert step.plan.num_decode_rows == 4
 
 
-def test_generated_tokens_are_packed_before_prompts_whoever_is_older() -> None:
+def test_decode_rows_come_before_prompt_rows() -> None:
     scheduler = Scheduler(limits())
     old, young = request(30, "old"), request(2, "young", max_tokens=30)
     young.token_ids += [7] * 3
@@ -164,7 +164,7 @@ def test_generated_tokens_are_packed_before_prompts_whoever_is_older() -> None:
     assert step.plan.num_decode_rows == 3
 
 
-def test_admission_leaves_room_for_prompts_under_way() -> None:
+def test_admission_leaves_room_for_running_prompts() -> None:
     scheduler = Scheduler(limits(num_blocks=16, max_num_batched_tokens=30))
     scheduler.sequences.add(request(40, "long"))
     scheduler.sequences.add(request(20, "next"))
@@ -178,7 +178,7 @@ def test_admission_leaves_room_for_prompts_under_way() -> None:
     assert scheduler.counters.num_preemptions == 0
 
 
-def test_victim_that_already_had_its_share_of_the_step_loses_it() -> None:
+def test_a_preempted_sequence_loses_its_share_of_the_step() -> None:
     scheduler = Scheduler(limits(num_blocks=16, max_num_batched_tokens=24, max_num_seqs=2))
     old, young = request(60, "old", max_tokens=4), request(2, "young")
     scheduler.sequences.add(old)
@@ -220,7 +220,7 @@ def test_scored_rows_are_bounded_per_step() -> None:
     assert [chunk.scored for chunk in second.chunks] == [range(5, 8), range(2)]
 
 
-def test_limits_that_cannot_work_are_refused() -> None:
+def test_impossible_limits_are_an_error() -> None:
     with pytest.raises(
         ValueError, match="holds 15 blocks of 4 = 60 tokens, less than one sequence of max_model_len=64"
     ):
@@ -261,7 +261,7 @@ def test_a_step_of_one_policy_may_preempt_the_youngest_of_another() -> None:
     assert [shares(run(scheduler)) for _ in range(3)] == [{"old": (at, at + 1)} for at in (13, 14, 15)]  # no room yet
 
 
-def test_a_policy_that_finds_no_block_leaves_its_turn_to_another() -> None:
+def test_a_policy_without_blocks_passes_its_turn() -> None:
     scheduler = Scheduler(limits(max_model_len=16, num_blocks=6))
     scheduler.sequences.add(request(9, "old", max_tokens=7))
     scheduler.sequences.add(request(3, "young", policy=1))
@@ -272,7 +272,7 @@ def test_a_policy_that_finds_no_block_leaves_its_turn_to_another() -> None:
     assert scheduler.counters.num_preemptions == 1 and [r.id for r in scheduler.sequences.waiting] == ["young"]
 
 
-def test_the_youngest_sit_out_a_step_that_may_have_only_so_many_blocks() -> None:
+def test_the_youngest_skip_a_step_with_limited_blocks() -> None:
     scheduler = Scheduler(limits(max_step_blocks=16, max_num_batched_tokens=64))
     for name in ("old", "middle", "young"):
         scheduler.sequences.add(request(16, name, max_tokens=40))
@@ -282,7 +282,7 @@ def test_the_youngest_sit_out_a_step_that_may_have_only_so_many_blocks() -> None
     assert list(shares(run(scheduler))) == ["old", "middle"]
 
 
-def test_who_would_make_those_that_run_too_many_for_a_step_waits() -> None:
+def test_admission_respects_the_blocks_of_a_step() -> None:
     scheduler = Scheduler(limits(max_step_blocks=16, max_num_batched_tokens=64))
     scheduler.sequences.add(request(36, "long"))  # ten blocks with one to come
     scheduler.sequences.add(request(24, "late"))  # seven
@@ -299,7 +299,7 @@ def test_who_would_make_those_that_run_too_many_for_a_step_waits() -> None:
     extra_budget=st.integers(0, 20),
     step_blocks=st.none() | st.integers(15, 25),
 )
-def test_everyone_finishes_in_order_of_arrival_or_nearly(
+def test_nobody_starves(
     lengths: list[tuple[int, int, int]], num_blocks: int, max_num_seqs: int, extra_budget: int, step_blocks: int | None
 ) -> None:
     """No starvation: running stays older than waiting, and the total number of steps is bounded."""
@@ -337,7 +337,7 @@ def test_everyone_finishes_in_order_of_arrival_or_nearly(
     assert scheduler.sequences.pool.num_used == 0
 
 
-def test_scheduling_costs_little() -> None:
+def test_scheduling_takes_under_a_millisecond() -> None:
     """Under 1 ms for 64 decoding sequences of 1000 tokens; the limit leaves room for a busy machine."""
     scheduler = Scheduler(
         limits(max_num_seqs=64, max_num_batched_tokens=65536, max_model_len=2048, num_blocks=8192, block_size=16)
@@ -354,7 +354,7 @@ def test_scheduling_costs_little() -> None:
     assert np.min(seconds) < 2e-3
 
 
-def test_a_recomputed_sequence_keeps_prompt_and_generated_tokens_apart() -> None:
+def test_recomputation_separates_prompt_and_decode_rows() -> None:
     scheduler = Scheduler(limits(max_num_batched_tokens=64))
     preempted = request(10, "a")
     preempted.token_ids += [1, 2, 3]  # generated before it was preempted

@@ -1,4 +1,4 @@
-"""Where rank 0's time goes: readings of a clock that moves only when work is done, so every second is accounted for."""
+"""Times by kind of work, with a clock that moves only when work is done."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tightwire.server.engine.step_times import StepTimes, first_token
 
 
 class Work:
-    """Moves the clock on; some of a forward pass is collectives, some of those is coding."""
+    """Advances the clock. Part of a forward pass is collectives, part of those is codec time."""
 
     def __init__(self) -> None:
         self.now_s, self.comm = 100.0, Spent(7.0, 3.0, 0)
@@ -35,7 +35,7 @@ def times(work: Work) -> StepTimes:
     return times
 
 
-def test_two_steps_and_what_lies_between(work: Work, times: StepTimes) -> None:
+def test_times_of_two_steps_and_the_time_between(work: Work, times: StepTimes) -> None:
     scheduled = times.read()
     work.now_s += 0.25  # the plan
     assert times.forward(work.forward, 4.0, comm=3.0, codec=1.0) == "logits"
@@ -48,7 +48,7 @@ def test_two_steps_and_what_lies_between(work: Work, times: StepTimes) -> None:
     assert (first.compute_s, first.allreduce_s, first.codec_s, first.sampling_s) == (2.5, 2.5, 1.0, 0.125)
 
 
-def test_one_fused_call_makes_the_coding_part_of_the_allreduce(work: Work, times: StepTimes) -> None:
+def test_codec_time_is_unknown_after_a_fused_call(work: Work, times: StepTimes) -> None:
     scheduled = times.read()
     times.forward(work.forward, 4.0, comm=3.0, codec=1.0)
     times.forward(work.forward, 4.0, comm=3.0, unsplit=1)
@@ -57,7 +57,7 @@ def test_one_fused_call_makes_the_coding_part_of_the_allreduce(work: Work, times
     assert (first.compute_s, first.allreduce_s, first.codec_s) == (2.0, 6.0, None)
 
 
-def test_no_part_is_negative_when_clocks_round(work: Work, times: StepTimes) -> None:
+def test_no_part_is_negative_after_rounding(work: Work, times: StepTimes) -> None:
     scheduled = times.read()
     times.forward(work.forward, 1.0, comm=1.0 + 1e-9, codec=1.0 + 2e-9)
     first = first_token(scheduled, times.read())

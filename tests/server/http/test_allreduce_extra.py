@@ -1,4 +1,4 @@
-"""One server, several AllReduces: each request is summed by the one it names, to the byte, and /comm lists them all."""
+"""A server with several AllReduces: each request uses the one it names, to the byte, and /comm lists all."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def _ask(url: str, allreduce: str | None, endpoint: str = "completions") -> dict
 
 
 def _sums(answer: dict[str, Any]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Calls and bytes of the AllReduces that ran for an answer."""
+    """Calls and bytes of an answer's AllReduces."""
     counters = answer["tightwire"]["comm"]["counters"]
     return {(c["algorithm"], c["phase"]): (c["calls"], c["bytes_sent"]) for c in counters if c["op"] == "all_reduce"}
 
@@ -48,7 +48,7 @@ def _expected(*messages: tuple[str, str, int, int]) -> dict[tuple[str, str], tup
     }
 
 
-def test_each_request_is_summed_by_the_allreduce_it_names(tmp_path: Path) -> None:
+def test_each_request_uses_the_allreduce_that_it_names(tmp_path: Path) -> None:
     path = tmp_path / "mix.json"
     path.write_text(json.dumps(_POLICY))
     model, by_file = make_tiny(tmp_path / "tiny"), f"policy:{path}"

@@ -163,20 +163,20 @@ async def test_prompt_logprobs_in_vllms_form(client: httpx.AsyncClient) -> None:
     assert answer["choices"][0]["logprobs"] is None
 
 
-async def test_cached_prompt_tokens_are_told_once_a_prompt(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_cached_prompt_tokens_are_counted_once_per_prompt(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.num_cached_tokens = 5
     answer = await _ask(client, "/v1/completions", prompt=["seven..", "another"], n=2, max_tokens=2)
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 10}
 
 
-async def test_a_salt_reaches_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_cache_salt_reaches_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     await _ask(client, "/v1/completions", prompt="a", cache_salt="mine", max_tokens=1)
     await _ask(client, "/v1/chat/completions", **CHAT, max_tokens=1)
     assert [request.cache_salt for request in engine.submitted] == ["mine", ""]
 
 
 @pytest.mark.parametrize("salt", ["", "a" * 257, 5])
-async def test_a_salt_that_is_none_is_refused(client: httpx.AsyncClient, salt: Any) -> None:
+async def test_invalid_cache_salt_is_rejected(client: httpx.AsyncClient, salt: Any) -> None:
     response = await client.post("/v1/completions", json={"prompt": "a", "cache_salt": salt})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "cache_salt"
@@ -190,7 +190,7 @@ async def test_stop_string_ends_text_and_cancels_the_sequence(client: httpx.Asyn
     assert not engine.live
 
 
-async def test_stop_string_in_the_output_when_wanted(client: httpx.AsyncClient) -> None:
+async def test_stop_string_is_kept_on_request(client: httpx.AsyncClient) -> None:
     body = {"prompt": "a", "stop": "wor", "include_stop_str_in_output": True, "max_tokens": 50}
     answer = await _ask(client, "/v1/completions", **body)
     assert answer["choices"][0]["text"] == "Hello, wor"
@@ -201,7 +201,7 @@ async def test_stop_string_waits_for_min_tokens(client: httpx.AsyncClient) -> No
     assert answer["choices"][0]["text"] == "Hello, wor"
 
 
-async def test_stop_token_is_not_text_unless_wanted(client: httpx.AsyncClient) -> None:
+async def test_stop_token_is_text_only_on_request(client: httpx.AsyncClient) -> None:
     body: dict[str, Any] = {"prompt": "a", "stop_token_ids": [ord("w")], "max_tokens": 50}
     answer = await _ask(client, "/v1/completions", **body)
     kept = await _ask(client, "/v1/completions", **body, include_stop_str_in_output=True)
@@ -232,7 +232,7 @@ async def test_sampling_parameters_reach_the_engine(client: httpx.AsyncClient, e
     assert params.max_tokens == 4
 
 
-async def test_fields_of_openai_that_ask_for_nothing_are_accepted(client: httpx.AsyncClient) -> None:
+async def test_neutral_openai_fields_are_accepted(client: httpx.AsyncClient) -> None:
     harmless = {
         "user": "me",
         "metadata": {"a": "b"},
@@ -293,7 +293,7 @@ async def test_comm_report_is_the_difference_over_the_request(client: httpx.Asyn
     assert events[-1]["choices"] == [] and events[-1]["tightwire"]["comm"]["bytes_sent"] > 0
 
 
-async def test_while_loading_only_liveness_and_metrics_answer(engine: FakeEngine) -> None:
+async def test_while_loading_only_liveness_and_metrics_respond(engine: FakeEngine) -> None:
     engine.state = EngineState(phase=Phase.LOADING, reason="rank 0: weights 40%")
     async with _client(app_for(engine, loaded=False)) as client:
         assert (await client.get("/health/live")).status_code == 200
@@ -314,7 +314,7 @@ async def test_an_engine_without_its_tokenizer_is_not_ready(engine: FakeEngine) 
         assert (await client.get("/health")).json() == {"status": "loading", "reason": "tokenizer"}
 
 
-async def test_draining_refuses_new_work_and_still_tells_of_itself(
+async def test_draining_rejects_new_work_and_still_reports_status(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     engine.state = EngineState(phase=Phase.DRAINING)

@@ -1,4 +1,4 @@
-"""Taking the address, or saying why not."""
+"""Binding the address, and the errors when that fails."""
 
 import socket
 
@@ -8,14 +8,14 @@ from tightwire.server.config.http import HttpOptions
 from tightwire.server.http.listener import PortTakenError, open_listener, url_of
 
 
-def test_a_free_port_is_taken_and_named() -> None:
+def test_a_free_port_is_bound_and_named() -> None:
     with open_listener(HttpOptions(port=0)) as listener:
         port = listener.getsockname()[1]
         assert url_of(listener) == f"http://127.0.0.1:{port}"
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
 
 
-def test_small_writes_leave_at_once() -> None:
+def test_small_writes_are_sent_at_once() -> None:
     with (
         open_listener(HttpOptions(port=0)) as listener,
         socket.create_connection(listener.getsockname(), timeout=5),
@@ -24,7 +24,7 @@ def test_small_writes_leave_at_once() -> None:
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_a_taken_port_is_refused() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     with open_listener(HttpOptions(port=0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(PortTakenError, match=rf"127.0.0.1:{port} is in use by another program; choose another"):
@@ -40,6 +40,6 @@ def test_a_port_is_free_again_at_once() -> None:
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no such host"])
-def test_an_address_of_another_machine_is_refused(host: str) -> None:
+def test_an_address_of_another_machine_is_an_error(host: str) -> None:
     with pytest.raises(PortTakenError, match=f"cannot listen on {host}:0"):
         open_listener(HttpOptions(host=host, port=0))

@@ -1,4 +1,4 @@
-"""The official client against the app on a real socket: what users' programs do, and the exceptions they catch."""
+"""OpenAI's client against the app on a real socket: common calls and exceptions."""
 
 import asyncio
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def served() -> Iterator[tuple[str, FakeEngine]]:
 
 @pytest.fixture
 def engine(served: tuple[str, FakeEngine]) -> FakeEngine:
-    """The served engine, put back to its defaults."""
+    """The served engine, reset to its defaults."""
     _, engine = served
     vars(engine).update(vars(FakeEngine()))
     return engine
@@ -101,7 +101,7 @@ def test_models(openai_client: OpenAI) -> None:
     assert openai_client.models.retrieve("tiny").owned_by == "tightwire"
 
 
-def test_prompt_of_a_chat_is_what_tokenize_says(openai_client: OpenAI, engine: FakeEngine) -> None:
+def test_chat_prompt_equals_tokenize(openai_client: OpenAI, engine: FakeEngine) -> None:
     openai_client.chat.completions.create(**CHAT)
     assert engine.submitted[0].prompt_token_ids == byte_tokenizer().encode_chat(CHAT["messages"])
 
@@ -135,14 +135,14 @@ def test_exceptions_are_the_ones_programs_catch(openai_client: OpenAI, engine: F
     assert loading.value.status_code == 503
 
 
-def test_death_in_mid_stream_raises_in_the_client(openai_client: OpenAI, engine: FakeEngine) -> None:
+def test_engine_death_in_a_stream_raises_in_the_client(openai_client: OpenAI, engine: FakeEngine) -> None:
     engine.dies_after = 3
     with pytest.raises(openai.APIError, match="rank 1 was killed"):
         list(openai_client.chat.completions.create(**CHAT, stream=True))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_client_that_leaves_frees_its_sequences(
+async def test_client_disconnect_frees_its_sequences(
     served: tuple[str, FakeEngine], engine: FakeEngine, stream: bool
 ) -> None:
     engine.token_s, engine.script = 0.01, lambda request: [65] * 10_000

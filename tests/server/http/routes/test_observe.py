@@ -1,4 +1,4 @@
-"""GET /comm and /comm/trace over a scripted engine; health and metrics have files of their own."""
+"""GET /comm and /comm/trace over a scripted engine. Health and metrics have their own files."""
 
 import httpx
 import msgspec
@@ -9,7 +9,7 @@ from tightwire.server.ipc.engine_client import EngineUnavailableError, RankSilen
 from tightwire.server.ipc.messages import CommChoice, CommSetup, SelfTestVerdict
 
 
-async def test_comm_says_how_ranks_sum_and_what_it_costs(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_comm_lists_policies_and_cost(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     idle = (await client.get("/comm")).json()
     assert (idle["choices"], idle["self_test"], idle["transport"]) == ([], [], "none")
     assert idle["counters"][0]["mean_us"] is None and idle["counters"][0]["algbw_gb_per_s"] is None
@@ -33,9 +33,7 @@ async def test_comm_says_how_ranks_sum_and_what_it_costs(client: httpx.AsyncClie
     assert (policy["bytes_sent"], policy["exact_bytes"], policy["saved_bytes"]) == (3000, 4500, 1500)
 
 
-async def test_a_trace_is_a_file_of_all_ranks_for_as_long_as_was_asked(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_trace_has_all_ranks_for_the_requested_time(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     response = await client.get("/comm/trace", params={"seconds": 0.5})
     assert response.headers["content-disposition"].startswith('attachment; filename="tightwire-collectives-')
     assert {event["pid"] for event in response.json()["traceEvents"] if event["ph"] == "X"} == {0, 1}
@@ -44,7 +42,7 @@ async def test_a_trace_is_a_file_of_all_ranks_for_as_long_as_was_asked(
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "30.1", "nan", "inf", "soon", ""])
-async def test_a_traces_length_is_bounded(client: httpx.AsyncClient, engine: FakeEngine, seconds: str) -> None:
+async def test_trace_length_is_limited(client: httpx.AsyncClient, engine: FakeEngine, seconds: str) -> None:
     response = await client.get("/comm/trace", params={"seconds": seconds})
     assert response.status_code == 400
     error = response.json()["error"]
@@ -52,7 +50,7 @@ async def test_a_traces_length_is_bounded(client: httpx.AsyncClient, engine: Fak
     assert engine.recordings == []
 
 
-async def test_a_trace_takes_no_other_parameter(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_trace_rejects_other_parameters(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     response = await client.get("/comm/trace", params={"seconds": "1", "second": "1"})
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, "second", "unknown_parameter")
@@ -67,7 +65,7 @@ async def test_a_trace_takes_no_other_parameter(client: httpx.AsyncClient, engin
         (EngineUnavailableError("rank 1 was killed"), 503, "unavailable"),
     ],
 )
-async def test_a_trace_that_cannot_be_had_says_why(
+async def test_a_failed_trace_says_why(
     client: httpx.AsyncClient,
     engine: FakeEngine,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Steps planned while the last one runs: the same answers, tokens nobody knew put in, rows computed for nothing dropped."""
+"""Steps planned ahead: the same answers, deferred tokens filled in, unneeded rows dropped."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +80,7 @@ class _WatchedSampler(Sampler):
 
 
 @pytest.mark.parametrize("plan_ahead", [False, True])
-def test_a_step_runs_before_the_one_before_it_is_waited_for(plan_ahead: bool) -> None:
+def test_a_step_is_launched_before_its_predecessor_is_waited_for(plan_ahead: bool) -> None:
     seen: list[str] = []
     engine = make_engine(_Watched(seen), sampler=_WatchedSampler(seen), plan_ahead=plan_ahead)
     engine.add(AddRequest("a", [5, 6], params(max_tokens=3)))
@@ -95,8 +95,8 @@ def test_a_step_runs_before_the_one_before_it_is_waited_for(plan_ahead: bool) ->
     assert engine.stats().counters.num_steps_ahead == (2 if plan_ahead else 0)
 
 
-def test_plans_refer_to_what_the_last_step_chooses_by_its_place() -> None:
-    """A prompt in chunks chooses nothing for two steps; those that generate are counted without it."""
+def test_deferred_tokens_are_numbered_by_their_row() -> None:
+    """A chunked prompt chooses no token for two steps; only rows with a choice are numbered."""
     runner = FakeRunner(ROOMY, VOCAB)
     engine = make_engine(runner, Limits(**{**_values(ROOMY), "max_num_batched_tokens": 8}))
     engine.add(AddRequest("a", [5, 6], params()))
@@ -112,7 +112,7 @@ def _values(limits: Limits) -> dict[str, Any]:
     return {name: getattr(limits, name) for name in limits.__dataclass_fields__}
 
 
-def test_a_row_behind_a_stop_token_is_dropped() -> None:
+def test_a_row_after_a_stop_token_is_dropped() -> None:
     text = greedy_text([5, 6], 12)
     runner = FakeRunner(ROOMY, VOCAB)
     engine = make_engine(runner)
@@ -126,7 +126,7 @@ def test_a_row_behind_a_stop_token_is_dropped() -> None:
     assert (stats.counters.num_generation_tokens, stats.total.num_free_blocks) == (4 + 7, ROOMY.num_blocks)
 
 
-def test_what_was_launched_for_those_that_have_all_ended_is_waited_for_by_nobody() -> None:
+def test_a_step_whose_sequences_all_ended_is_not_waited_for() -> None:
     seen: list[str] = []
     engine = make_engine(_Watched(seen), sampler=_WatchedSampler(seen))
     text = greedy_text([5, 6], 2)
@@ -139,7 +139,7 @@ def test_what_was_launched_for_those_that_have_all_ended_is_waited_for_by_nobody
     assert engine.stats().counters.num_steps_ahead == 3  # the first step of the new one was behind nothing
 
 
-def test_one_of_an_id_that_comes_again_gets_nothing_of_what_the_old_one_left_behind() -> None:
+def test_a_reused_id_gets_no_tokens_of_its_predecessor() -> None:
     engine = make_engine(FakeRunner(ROOMY, VOCAB))
     engine.add(AddRequest("a", [5, 6], params(max_tokens=30)))
     engine.add(AddRequest("other", [8], params(max_tokens=9)))
@@ -153,7 +153,7 @@ def test_one_of_an_id_that_comes_again_gets_nothing_of_what_the_old_one_left_beh
     assert tokens_of(others) == greedy_text([8], 9)
 
 
-def test_a_row_behind_scores_that_are_not_numbers_is_dropped() -> None:
+def test_a_row_after_nan_logits_is_dropped() -> None:
     class Broken(FakeRunner):
         def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
             logits_RV = super().execute(plan, chosen_R)
@@ -175,8 +175,8 @@ def test_a_row_behind_scores_that_are_not_numbers_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", ["prompts", "all"])
-def test_no_block_is_shared_by_a_token_that_nobody_knows(prefix_cache: str) -> None:
-    """Blocks of four, filled by generated tokens; who asks for the same text later finds them, and the right ones."""
+def test_a_block_with_a_deferred_token_is_not_shared(prefix_cache: str) -> None:
+    """Generated tokens fill blocks of four; a later request with the same text finds the right ones."""
     limits = Limits(**{**_values(ROOMY), "prefix_cache": prefix_cache})
     runner = FakeRunner(limits, VOCAB)
     engine = make_engine(runner, limits)
@@ -194,7 +194,7 @@ def test_no_block_is_shared_by_a_token_that_nobody_knows(prefix_cache: str) -> N
     [{"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.5}],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_sequence_with_penalties_is_waited_for(changes: dict[str, float]) -> None:
+def test_no_step_ahead_of_penalties(changes: dict[str, float]) -> None:
     answers = []
     for plan_ahead in (False, True):
         engine = make_engine(FakeRunner(ROOMY, VOCAB), plan_ahead=plan_ahead)
@@ -205,7 +205,7 @@ def test_a_sequence_with_penalties_is_waited_for(changes: dict[str, float]) -> N
     assert engine.stats().counters.num_steps_ahead == 20 - 8 - 1  # once it has ended
 
 
-def test_scored_prompts_are_waited_for() -> None:
+def test_no_step_ahead_of_scored_prompts() -> None:
     limits = Limits(**{**_values(ROOMY), "max_num_batched_tokens": 8})
     engine = make_engine(FakeRunner(limits, VOCAB), limits)
     engine.add(AddRequest("a", [5] * 20, params(prompt_logprobs=1, max_tokens=4)))
@@ -213,7 +213,7 @@ def test_scored_prompts_are_waited_for() -> None:
     assert (engine.stats().counters.num_steps, engine.stats().counters.num_steps_ahead) == (3 + 3, 2)
 
 
-def test_where_tokens_may_be_guessed_a_step_is_waited_for() -> None:
+def test_no_step_ahead_of_possible_drafts() -> None:
     limits = Limits(**{**_values(ROOMY), "max_drafting_seqs": 1})
     engine = make_engine(FakeRunner(limits, VOCAB), limits, drafter=NgramDrafter(max_tokens=3, longest=2, shortest=1))
     engine.add(AddRequest("alone", [5, 6, 5], params(max_tokens=60)))
@@ -226,8 +226,8 @@ def test_where_tokens_may_be_guessed_a_step_is_waited_for() -> None:
     assert engine.stats().counters.num_steps_ahead > 0
 
 
-def test_nobody_is_preempted_for_a_step_ahead() -> None:
-    """Two fill the pool when the older is about to end: its blocks are waited for."""
+def test_a_step_ahead_preempts_nobody() -> None:
+    """Two sequences fill the pool when the older one is about to end: the step waits for its blocks."""
     limits = Limits(max_model_len=24, max_num_seqs=2, max_num_batched_tokens=24, num_blocks=6, block_size=4)
     engine = make_engine(FakeRunner(limits, VOCAB), limits)
     stop = greedy_text([5] * 3, 10)[9]
@@ -248,7 +248,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def _answers(
     checkpoint: Checkpoint, tp: int, plan_ahead: bool, **options: Any
 ) -> tuple[dict[str, tuple[Any, ...]], Engine]:
-    """Everything that is told of requests of all kinds, but times."""
+    """All outputs of requests of all kinds, without times."""
     stem = [72, 101, 108, 108, 111] * 5
     requests = [
         ("greedy", [5, 9, 200], {"temperature": 0.0}),
@@ -284,10 +284,10 @@ def _answers(
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
-def test_a_real_models_answers_are_the_same_to_the_bit(
+def test_answers_of_a_real_model_are_bit_identical(
     tp: int, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a draw reaches beyond the best few tokens, so that the next step had the wrong one in it."""
+    """Also when a draw needs more than the best few tokens, so that the next step was launched with a wrong one."""
     monkeypatch.setattr(draw, "_WIDTH", 16)
     options: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 12}
     (wanted, _), (told, engine) = (_answers(checkpoint, tp, plan_ahead, **options) for plan_ahead in (False, True))
@@ -300,7 +300,7 @@ def test_a_real_models_answers_are_the_same_to_the_bit(
     assert wanted["stops"][3] == "stop" and len(wanted["stops"][0]) > 1
 
 
-def test_answers_are_the_same_when_sequences_are_preempted(checkpoint: Checkpoint) -> None:
+def test_answers_are_the_same_with_preemptions(checkpoint: Checkpoint) -> None:
     options: dict[str, Any] = {"num_blocks": 17, "max_num_seqs": 6, "max_num_batched_tokens": 24}
     (wanted, _), (told, engine) = (_answers(checkpoint, 2, plan_ahead, **options) for plan_ahead in (False, True))
     assert told == wanted
@@ -312,10 +312,8 @@ def test_answers_are_the_same_when_sequences_are_preempted(checkpoint: Checkpoin
     )
 
 
-def test_choices_that_come_late_make_the_next_row_one_for_nothing(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With one token looked at before a row is sorted whole, hardly a draw is settled in time."""
+def test_late_choices_drop_the_next_row(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a width of one token, hardly any draw is settled without the whole sort."""
     monkeypatch.setattr(draw, "_WIDTH", 1)
     settings = {"temperature": 1.5, "top_p": 0.99, "seed": 3, "max_tokens": 12}
     texts, num_steps = [], []
