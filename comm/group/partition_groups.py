@@ -1,10 +1,8 @@
-"""The ranks that hold the same weights: who they are among tp x dp ranks on several nodes, and their groups.
+"""The ranks of a node that hold the same weights, among tp x dp ranks on several nodes.
 
-Rank d * tp + t holds shard t, for replica d. What the ranks of one node hold twice, each of them could keep a part of, and
-have the rest from the others when it is needed (hpZ of ZeRO++, arXiv 2306.10209): *inside* is their group. *Across* are the
-ranks that have one's own place on the other nodes; with them a node's copy is made, once, when weights are loaded.
-
-Neither is shared with anything else: what they carry goes on beside the AllReduces, on a thread of its own.
+Rank d * tp + t holds shard t, for replica d. Ranks of one node with the same shard can each keep a part of it and gather the
+rest when they need it (hpZ of ZeRO++, arXiv 2306.10209). Nothing else uses their group: it works beside the AllReduces, on a
+thread of its own.
 """
 
 from collections.abc import Callable
@@ -13,13 +11,11 @@ from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.collectives.collectives import broadcast
 from tightwire.comm.errors import CommError
-from tightwire.comm.group.group import Group, in_process_groups
-from tightwire.comm.group.nodes import join_legs, renumbered
+from tightwire.comm.group.group import Group, in_process_groups, open_process_group
+from tightwire.comm.group.nodes import renumbered
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.ledger.ledger import Ledger
 
@@ -32,11 +28,7 @@ _LOAD_DEADLINE = timedelta(hours=24)
 
 @dataclass(frozen=True, slots=True)
 class PartitionPlace:
-    """Where a rank stands among those with its shard: ``num_nodes`` nodes with ``per_node`` of them each.
-
-    All that is shared out is shared out in the order of ``index``: place by place, and of a place node by node. So neighbours
-    are on different nodes, and what a node keeps of one place lies together.
-    """
+    """A rank's place among those with its shard: ``num_nodes`` nodes with ``per_node`` of them each."""
 
     tp: int
     topology: Topology
@@ -78,16 +70,13 @@ class PartitionPlace:
 
     @property
     def index(self) -> int:
-        return self.place * self.num_nodes + self.node
+        """Among all ranks of the shard, node by node."""
+        return self.node * self.per_node + self.place
 
     @property
     def inside(self) -> tuple[int, ...]:
         """The ranks of this node, as the world numbers them."""
         return tuple(self._rank(self.node, place) for place in range(self.per_node))
-
-    @property
-    def across(self) -> tuple[int, ...]:
-        return tuple(self._rank(node, self.place) for node in range(self.num_nodes))
 
     def _rank(self, node: int, place: int) -> int:
         return node * self.topology.ranks_per_node + place * self.tp + self.shard
@@ -95,49 +84,36 @@ class PartitionPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionPeers:
-    """One rank's groups among those with its shard. Their ledgers are their own: ``across`` has what passes between nodes.
+    """One rank's group of those that share its weights on its node, with a ledger of its own.
 
-    ``meet`` waits without a deadline until all of them, on all nodes, have called it as often.
+    ``meet`` waits without a deadline until all ranks of the shard, on all nodes, have called it as often.
     """
 
     at: PartitionPlace
     inside: Group
-    across: Group
     meet: Callable[[], None]
 
     def count_as(self, phase: str) -> None:
-        """From now on the ledgers have what passes under this phase, for the site ``weights``."""
-        for leg in (self.inside, self.across):
-            leg.ledger.phase, leg.ledger.site = phase, "weights"
+        """From now on the ledger counts under this phase, for the site ``weights``."""
+        self.inside.ledger.phase, self.inside.ledger.site = phase, "weights"
 
-    def run(self, leg: Group, fn: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        """``fn(...)``, which talks over ``leg``, one of the two groups.
+    def run(self, fn: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        """``fn(...)``, which uses the group ``inside``.
 
         Raises:
-            CommError: as the leg's transport says, but with ranks numbered as in the world.
+            CommError: of the group's transport, with ranks numbered as in the world.
         """
         try:
             return fn(*args, **kwargs)
         except CommError as error:
-            where, ranks = ("inside", self.at.inside) if leg is self.inside else ("across", self.at.across)
+            ranks, topology = self.at.inside, self.at.topology
             culprits = [ranks[rank] for rank in error.ranks]
-            topology, where = self.at.topology, f"with whom it shares weights {where} nodes"
+            where = "with whom it shares weights inside nodes"
             raise renumbered(error, ranks, where, topology.rank, topology.world_size, culprits) from error
 
-    def share(self, x: Tensor, index: int) -> Tensor:
-        """``x`` of the rank with that ``index``, on all that hold its shard; those give a tensor of its shape and dtype.
-
-        Cost: that rank sends (n-1) M to other nodes; on each of the n nodes one sends (R-1) M inside.
-        """
-        place, node = divmod(index, self.at.num_nodes)
-        if self.at.place == place:
-            x = self.run(self.across, broadcast, self.across, x, node)
-        return self.run(self.inside, broadcast, self.inside, x, place)
-
     def close(self) -> None:
-        """Drop the connections. May be called twice, and by another thread than the one that waits for others."""
+        """Drop the connections. May be called twice, and by another thread than the one that waits."""
         self.inside.close()
-        self.across.close()
 
 
 def join_partition(
@@ -160,19 +136,18 @@ def join_partition(
     Raises:
         CollectiveTimeoutError: some ranks did not join in time; names them as their group does.
     """
-
     name = f"{name}/shard-{at.shard}"
-    inside, across = join_legs(
-        Topology(at.node * at.per_node + at.place, at.num_ranks, num_nodes=at.num_nodes),
+    inside = open_process_group(
+        Topology(at.place, at.per_node),
         store=store,
         device=device,
         timeout_s=timeout_s,
         join_timeout_s=join_timeout_s,
-        name=name,
+        name=f"{name}/node-{at.node}",
         interface=interface,
-        segment_fd=segment_fd,
+        segment_fd=segment_fd if at.per_node > 1 else None,
     )
-    return PartitionPeers(at=at, inside=inside, across=across, meet=_meeting(store, name, at))
+    return PartitionPeers(at=at, inside=inside, meet=_make_meet(store, name, at))
 
 
 def in_process_partition(
@@ -180,26 +155,22 @@ def in_process_partition(
 ) -> list[PartitionPeers]:
     """By rank of the world, all in this process; give each to a thread of its own. ``timeout_s``: of collectives."""
     places = [PartitionPlace(tp, Topology(rank, world_size, num_nodes=num_nodes)) for rank in range(world_size)]
-    groups: dict[tuple[str, tuple[int, ...]], list[Group]] = {}
+    groups: dict[tuple[int, ...], list[Group]] = {}
     store = HashStore()
-
-    def group_of(leg: str, ranks: tuple[int, ...], rank: int) -> Group:
-        if (leg, ranks) not in groups:
-            groups[leg, ranks] = in_process_groups(len(ranks), timeout_s, [Ledger() for _ in ranks])
-        return groups[leg, ranks][ranks.index(rank)]
-
+    for at in places:
+        if at.inside not in groups:
+            groups[at.inside] = in_process_groups(at.per_node, timeout_s, [Ledger() for _ in at.inside])
     return [
         PartitionPeers(
             at=at,
-            inside=group_of("inside", at.inside, rank),
-            across=group_of("across", at.across, rank),
-            meet=_meeting(store, f"shard-{at.shard}", at, timedelta(seconds=meet_timeout_s)),
+            inside=groups[at.inside][at.place],
+            meet=_make_meet(store, f"shard-{at.shard}", at, timedelta(seconds=meet_timeout_s)),
         )
-        for rank, at in enumerate(places)
+        for at in places
     ]
 
 
-def _meeting(store: Store, name: str, at: PartitionPlace, deadline: timedelta = _LOAD_DEADLINE) -> Callable[[], None]:
+def _make_meet(store: Store, name: str, at: PartitionPlace, deadline: timedelta = _LOAD_DEADLINE) -> Callable[[], None]:
     met = PrefixStore(f"tightwire/{name}/met", store)
     times = 0
 

@@ -16,8 +16,7 @@ from typing import NamedTuple
 from tightwire.comm.ledger.series import Series
 from tightwire.comm.ledger.totals import NUM_RECENT, Totals
 
-# Phases of what passes beside steps: parts of layers that are handed out while loading, and gathered for every pass.
-LOADING, GATHERING = "loading", "weights"
+GATHERING = "weights"  # the phase of partitioned layers, which are gathered beside steps
 
 _MAX_EVENTS = 1 << 16  # of a recording that nobody takes away: some 15 s of a small model's decoding, 20 MB
 

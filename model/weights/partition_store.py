@@ -118,7 +118,7 @@ class PartitionStore:
         start, exact_bytes = kept.cut.tail_start, self._exact_bytes[layer]
         self._await_others(layer)
         moved(0)  # from here on the bytes are on their way
-        self._peers.run(inside, all_gather_into, inside, kept.part, into[:start], self._codec, exact_bytes, moved)
+        self._peers.run(all_gather_into, inside, kept.part, into[:start], self._codec, exact_bytes, moved)
         into[start:].copy_(kept.tail)
         moved(kept.tail.nbytes)
         return into
@@ -132,7 +132,7 @@ class PartitionStore:
             return
         start_s = time.perf_counter()
         self._late[layer] = start_s, math.inf
-        self._peers.run(self._peers.inside, self._peers.inside.transport.barrier)
+        self._peers.run(self._peers.inside.transport.barrier)
         self._late[layer] = start_s, time.perf_counter()
 
     def stop(self) -> None:

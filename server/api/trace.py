@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from tightwire.comm.ledger.ledger import GATHERING, LOADING
+from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.server.api.metrics import Metrics
 from tightwire.server.ipc.engine_client import EngineClient
 from tightwire.server.ipc.engine_stats import CommCount
@@ -225,7 +225,7 @@ def _difference(now: CommCount, before: CommCount | None) -> CommTotals:
 
 def _seconds(counts: _CommCounts) -> float:
     """The time that steps waited for; layers are gathered while steps compute."""
-    return sum(count.seconds for count in counts.values() if count.phase not in (LOADING, GATHERING))
+    return sum(count.seconds for count in counts.values() if count.phase != GATHERING)
 
 
 def _span(seconds: float, comm_seconds: float) -> CommSpan:

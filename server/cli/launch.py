@@ -185,14 +185,9 @@ def describe_layout(decision: Decision, ready: Mapping[int, Ready]) -> str:
         f"rank {rank_name(rank, len(shards), num_replicas)}: {shard.local_heads} heads, {shard.local_kv_heads} KV heads, "
         f"{len(shard.mlp_columns)} of {mlp_size} MLP columns, {len(shard.vocab_rows)} vocabulary rows; "
         f"{format_bytes(ready[rank].weight_bytes)} of weights, at most "
-        f"{format_bytes(ready[rank].peak_host_bytes)} of host memory so far{_handed_out(ready[rank])}{_cores(ready[rank])}"
+        f"{format_bytes(ready[rank].peak_host_bytes)} of host memory so far{_cores(ready[rank])}"
         for rank, shard in enumerate(num_replicas * shards)
     )
-
-
-def _handed_out(ready: Ready) -> str:
-    """What reading together has cost the wire between nodes, if anything."""
-    return f"; {format_bytes(ready.loading_bytes)} sent to other nodes while loading" if ready.loading_bytes else ""
 
 
 def _cores(ready: Ready) -> str:

@@ -196,7 +196,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     comm: CommSetup | None = None
     cores: tuple[int, ...] = ()  # that it keeps to; none: it runs where the kernel puts it
     stream: StreamForecast | None = None  # rank 0: where layers stream
-    loading_bytes: int = 0  # of partitioned layers, sent to other nodes while they were loaded
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -81,8 +81,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                 place.warm_up()
             num_bytes = _weight_bytes(checkpoint, layout.shards[group.rank], formats, work)
             setup = msgspec.structs.replace(comm.setup, link=link)
-            sent = 0 if peers is None else peers.across.bytes_sent
-            reporter.send(_ready(identity, num_bytes, setup, cores, place.stream_forecast(), sent))
+            reporter.send(_ready(identity, num_bytes, setup, cores, place.stream_forecast()))
             place.serve()
     finally:
         if runner is not None:
@@ -289,7 +288,6 @@ def _ready(
     setup: CommSetup,
     cores: tuple[int, ...],
     stream: StreamForecast | None,
-    loading_bytes: int,
 ) -> Ready:
     return Ready(
         rank=identity.rank,
@@ -298,5 +296,4 @@ def _ready(
         comm=setup,
         cores=cores,
         stream=stream,
-        loading_bytes=loading_bytes,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.partition_groups import PartitionPeers
-from tightwire.comm.ledger.ledger import LOADING, Count, Spent
+from tightwire.comm.ledger.ledger import Count, Spent
 from tightwire.model.cache.offloaded_cache import OffloadedCache
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan
@@ -45,7 +45,7 @@ class RankZeroRunner:
         """``followers``: addresses of ranks 1, 2, ... ``peers``: ranks that this one shares layers with, for the counts."""
         self._runner, self._group, self._reporter = runner, group, reporter
         self._vocab_size, self._step_size, self._num_replicas = vocab_size, step_size, num_replicas
-        self._ledgers = [group.ledger] if peers is None else [group.ledger, peers.across.ledger, peers.inside.ledger]
+        self._ledgers = [group.ledger] if peers is None else [group.ledger, peers.inside.ledger]
         self._followers: list[zmq.Socket[bytes]] = [connect_sender(context, address) for address in followers]
         self._encoder = msgspec.msgpack.Encoder()
         self._warm_up_counts: dict[tuple[str, str, str], Count] = {}
@@ -76,8 +76,8 @@ class RankZeroRunner:
         self._send_followers(StopFollowing())
 
     def end_warm_up(self) -> None:
-        """Leave everything so far out of the counts, except the bytes that loading took."""
-        self._warm_up_counts = {count[:3]: count for count in self._all_counts() if count.phase != LOADING}
+        """Leave everything so far out of the counts."""
+        self._warm_up_counts = {count[:3]: count for count in self._all_counts()}
         self._group.ledger.forget_latencies()
 
     def step_tokens(self) -> int:

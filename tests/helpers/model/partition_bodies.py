@@ -71,7 +71,6 @@ class Done:
     """The result on one rank: logits of each pass with something to compute, on its replica's first rank."""
 
     logits: list[Tensor] = field(default_factory=list)
-    across_bytes: int = 0
     num_gathered: int = 0  # layers
     counts: list[tuple[str, str, int, int]] = field(default_factory=list)  # op, algorithm, bytes, bytes if exact
 
@@ -159,7 +158,6 @@ def compute(replica: Group, peers: PartitionPeers, work: Work, rank: int) -> Don
         weights = runner.weights
         assert isinstance(weights, StreamedWeights)
         done.num_gathered = settle(weights)
-        done.across_bytes = peers.across.bytes_sent
         done.counts = [
             (count.op, count.algorithm, count.bytes_sent, count.exact_bytes) for count in peers.inside.ledger.counts()
         ]
