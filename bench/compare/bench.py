@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.bench.compare.match import check_alike, chosen_metrics, compare_cells, differences, faults
-from tightwire.bench.compare.page import COLUMNS, CSV_COLUMNS, describe_sides, make_sections
 from tightwire.bench.compare.results import read_result
 from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_names, parse_options
 from tightwire.bench.report.html import Section
-from tightwire.bench.report.table import Table, print_table
+from tightwire.bench.report.plots import Plot, Series, plot_section
+from tightwire.bench.report.table import Column, Row, Table, print_table
 from tightwire.bench.run import Bench, BenchFailedError
 
 _DESCRIPTION = """Compare two results of one bench: for every cell the ratio B / A of medians, its bootstrap 95 % interval
@@ -21,6 +21,23 @@ beyond the tolerance, or requests failed in B that did not fail in A; 2: the fil
 in flight together count as one sample, and so do neighbours of many samples. An interval covers the noise inside each run,
 not how the machine drifts between two runs: run both again before you believe a small difference. Of bench ttft the ratio
 to the baseline decides, in which that drift cancels."""
+
+_NUMBERS = (
+    Column("A", "a", ",.4g"),
+    Column("B", "b", ",.4g"),
+    Column("B / A", "ratio", ".3f"),
+    Column("low", "low", ".3f"),
+    Column("high", "high", ".3f"),
+    Column("n", "n", "d"),
+)
+_COLUMNS = (
+    Column("cell", "cell"),
+    Column("metric", "metric"),
+    Column("unit", "unit"),
+    *_NUMBERS,
+    Column("verdict", "verdict"),
+)
+_CSV_COLUMNS = (*_COLUMNS, Column("paired", "paired"), Column("regression", "regression"))
 
 
 def _parse_share(text: str) -> float:
@@ -96,19 +113,19 @@ class CompareBench(Bench):
         return self._cells
 
     def csv(self, result: Mapping[str, Any]) -> Table:
-        return Table(columns=CSV_COLUMNS, rows=result["cells"])
+        return Table(columns=_CSV_COLUMNS, rows=result["cells"])
 
     def sections(self, result: Mapping[str, Any]) -> list[Section]:
-        return make_sections(result)
+        return _make_sections(result)
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
-        return f"Two results of bench {result['kind']}", describe_sides(result)
+        return f"Two results of bench {result['kind']}", _describe_sides(result)
 
     def _show(self) -> None:
-        title = describe_sides(self.facts)
+        title = _describe_sides(self.facts)
         print_table(
             self.console,
-            Table(title=title, columns=COLUMNS, rows=self._cells, wrong=lambda cell: cell["regression"]),
+            Table(title=title, columns=_COLUMNS, rows=self._cells, wrong=lambda cell: cell["regression"]),
         )
         for words in self.facts["differences"]:
             self.console.print(f"note: {words}", style="yellow", markup=False, soft_wrap=True)
@@ -128,3 +145,49 @@ def _conclude(facts: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
     few = sum(cell["verdict"] == "too few" for cell in cells if cell["metric"] in facts["deciding"])
     unsure = f"; {few} of them have too few samples to tell: measure more" if few else ""
     return f"no regression: by {deciding}, no cell of B is surely worse by more than {limit}{unsure}"
+
+
+def _describe_sides(result: Mapping[str, Any]) -> str:
+    a, b = (
+        f"{side['path']} ({side['label']})" if side["label"] else side["path"] for side in (result["a"], result["b"])
+    )
+    return f"bench {result['kind']}: A is {a}, B is {b}"
+
+
+def _make_sections(result: Mapping[str, Any]) -> list[Section]:
+    rows = [{**cell, "row": place} for place, cell in enumerate(result["cells"], 1)]
+    metrics = dict.fromkeys(cell["metric"] for cell in rows)
+    plots = [_intervals(rows, metric, number, metric in result["deciding"]) for number, metric in enumerate(metrics, 1)]
+    notes = Section(title="Notes", words=[result["conclusion"], *result["faults"], *result["differences"]], wide=True)
+    return [*plots, _table(rows), notes]
+
+
+def _intervals(rows: Sequence[Row], metric: str, number: int, decides: bool) -> Section:
+    own = [row for row in rows if row["metric"] == metric]
+    places = [row["row"] for row in own]
+    y, low, high = ([row[key] for row in own] for key in ("ratio", "low", "high"))
+    plot = Plot(
+        name=f"ratio-{number}",
+        title=f"B / A: {metric}",
+        x_label="row of the table",
+        y_label="B / A",
+        series=[Series(name=metric, number=number, x=places, y=y, low=low, high=high)],
+        ticks=(places, [str(place) for place in places]),
+        log_x=False,
+        log_y=False,
+        joined=False,
+        line_y=1.0,
+        from_zero=False,
+    )
+    words = "It decides." if decides else "It does not decide."
+    return plot_section(plot, f"Above 1, B is higher. Bars are 95 % intervals. {words}")
+
+
+def _table(rows: Sequence[Row]) -> Section:
+    table = Table(columns=[Column("row", "row", "d"), *_COLUMNS], rows=rows, wrong=lambda cell: cell["regression"])
+    words = (
+        "A, B: medians. low, high: 95 % interval of B / A, which means nothing where the verdict is `too few`. n: samples; "
+        "requests that were in flight together are one, and so are neighbours of many. A verdict needs more than this "
+        "interval: a wider one, with which a dozen verdicts are right together."
+    )
+    return Section(title="Every cell", words=[words], table=table, wide=True)
