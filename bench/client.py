@@ -1,4 +1,4 @@
-"""One streamed request, measured at the client.
+"""Measures one streamed request at the client, and defines the prompt and the sample of every bench that sends requests.
 
 The clock starts when the request is handed to the connection. Time that a request waits in the load generator
 (``serve.load``) is not the server's and is never in a sample.

@@ -1,4 +1,4 @@
-"""The course of every bench run: measure, keep files after each round, print one line of JSON, return the exit code."""
+"""Runs a bench: measures, keeps files after each round, prints one line of JSON, returns the exit code."""
 
 import json
 import sys
