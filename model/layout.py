@@ -1,13 +1,12 @@
-"""Which part of the model each rank holds: every half of a layer split as evenly as it can be.
+"""The split of a model over ranks: attention and MLP of every layer, each as evenly as possible.
 
-Attention is cut between query heads. A cut inside the group of a KV head has that head kept by both ranks, which costs its
-key and value weights and its place in the cache twice: SmolLM2's nine heads in three groups go to two ranks as
-five and four, with two KV heads each. The MLP can be cut at any column and is cut evenly. It does not make up for
-the heads: ranks wait for each other after the attention and again after the MLP, so a layer takes as long as the slowest
-attention and then the slowest MLP, and fewer columns for the rank with more heads would only make the other's MLP the
-slower.
+Attention is cut between query heads. When a cut falls inside the group of a KV head, both ranks keep that head, which costs
+its key and value weights and its place in the cache twice: SmolLM2's nine heads in three groups go to two ranks as five and
+four, with two KV heads each. The MLP can be cut at any column and is cut evenly. It does not compensate for the heads: ranks
+wait for each other after the attention and again after the MLP, so fewer columns for the rank with more heads would only
+make the other rank's MLP slower.
 
-Knows sizes only: no tensors, no files, no devices.
+Sizes only: no tensors, no files, no devices.
 """
 
 import math
@@ -18,15 +17,15 @@ from itertools import pairwise
 from tightwire.kernels.spec.attention import HeadGroups
 from tightwire.model.checkpoint.config import LlamaConfig
 
-# MLP columns are dealt in units of this many: numbers of packed weights that share a scale, and a cache line of 16 bits.
-# The same for plain weights, so that a model is cut alike however it is kept.
+# MLP columns are dealt in units of this many: numbers of packed weights that share a scale, and a cache line of 16-bit ones.
+# Plain weights are cut in the same places, so the split does not depend on the formats.
 _COLUMN_UNIT = 32
 _VOCAB_UNIT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One rank's part, as ranges over the whole model's heads, columns and rows."""
+    """One rank's ranges of the whole model's heads, columns and rows."""
 
     rank: int
     world_size: int
@@ -44,20 +43,20 @@ class Shard:
         return len(self.kv_heads)
 
     def head_groups(self, heads_per_kv_head: int) -> HeadGroups:
-        """Which of this rank's query heads share a KV head: those of the model's that it has."""
+        """The groups of this rank's query heads that share a KV head."""
         skipped = self.query_heads.start % heads_per_kv_head
         return HeadGroups.of_part(self.local_heads, self.local_kv_heads, heads_per_kv_head, skipped)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The shards of all ranks; equal as far as heads allow, or following ``shares``."""
+    """The shards of all ranks, as equal as heads allow, or following ``shares``."""
 
     shards: tuple[Shard, ...]
 
     @property
     def max_vocab_rows(self) -> int:
-        """Rows every rank pads its logits to, because a gather wants equal sizes."""
+        """Rows to which every rank pads its logits, because a gather needs equal sizes."""
         return max(len(shard.vocab_rows) for shard in self.shards)
 
 
@@ -65,7 +64,7 @@ def make_layout(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
     """Split ``config`` over ``world_size`` ranks in proportion to ``shares`` (default: equal).
 
     Raises:
-        ValueError: more ranks than query heads, MLP columns or vocabulary rows, or not one share above 0 for each rank.
+        ValueError: more ranks than query heads, MLP columns or vocabulary rows, or shares that are not one above 0 per rank.
     """
     shares = _normalized(config, world_size, shares)
     heads = _split_heads(config, shares)
@@ -104,33 +103,33 @@ def _normalized(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
 def _split_heads(config: LlamaConfig, shares: list[float]) -> list[tuple[range, range]]:
     """Query heads and KV heads of each rank, both contiguous and in rank order.
 
-    No rank gets more KV heads than one would if they were dealt whole, as a cache is as long as the rank with most has
-    memory for. Of such cuts that by which the slowest rank multiplies least, then the one that keeps fewest KV heads twice,
-    then the most even one; ties to lower ranks.
+    No rank gets more KV heads than if whole groups were dealt, because the rank with the most limits the length of the cache.
+    Among such cuts: the least work for the slowest rank, then the fewest KV heads kept twice, then the most even cut; ties go
+    to lower ranks.
     """
     heads = range(config.num_heads + 1)
     whole = [head for head in heads if head % config.heads_per_kv_head == 0]
-    # Where packed columns allow it, and weights that are not packed are cut alike; if that is no slower than whole KV heads.
+    # First the places where packed columns can be cut (plain weights are cut there too), if that is no slower than whole groups.
     aligned = [head for head in heads if head * config.head_dim % _COLUMN_UNIT == 0 or head in (0, config.num_heads)]
     least_whole = _HeadCuts(config, shares, whole).least_cost
     for places in (aligned, sorted({*aligned, *whole}), heads):
         cuts = _HeadCuts(config, shares, places)
         if cuts.least_cost < math.inf and cuts.least_cost <= least_whole:
             return cuts.best()
-    raise AssertionError("dealt whole, or each among some ranks, heads can always be cut")
+    raise AssertionError("heads can always be cut, in whole groups or each group among some ranks")
 
 
 class _HeadCuts:
-    """The ways to cut query heads at some of ``places``, the first and the last of them included, for each rank to have some."""
+    """The ways to cut query heads at some of ``places``, always the first and the last, so that each rank gets some."""
 
     def __init__(self, config: LlamaConfig, shares: list[float], places: Sequence[int]) -> None:
         self._per_kv, self._shares, self._places = config.heads_per_kv_head, shares, places
         self._end, num_kv = len(places) - 1, config.num_kv_heads
         self._most_kv = 1 if len(shares) > num_kv else max(_apportion(num_kv, shares, unit=1, at_least=1))
-        self.least_cost = self._least_cost()  # that all ranks can keep to; inf: there is no cut
+        self.least_cost = self._least_cost()  # the smallest cost limit for all ranks; inf: there is no cut
 
     def best(self) -> list[tuple[range, range]]:
-        # Of the ranks behind, by the cut before them: KV heads kept, unevenness, the cuts themselves.
+        # For the ranks from here on, by the cut before them: KV heads kept, unevenness, and the cuts.
         found: dict[int, tuple[int, float, tuple[int, ...]]] = {self._end: (0, 0.0, ())}
         for rank in reversed(range(len(self._shares))):
             behind, found = found, {}
@@ -154,7 +153,7 @@ class _HeadCuts:
         return least.get(0, math.inf)
 
     def _parts(self, rank: int, limit: float) -> Iterator[tuple[int, int]]:
-        """What ``rank`` may have at no more than this cost, the smaller parts behind one cut first."""
+        """Cuts before and after ``rank``'s heads that cost at most ``limit``, smaller parts first."""
         for start in range(rank, self._end):
             for stop in range(start + 1, self._end + 1):
                 if len(self._heads(start, stop)[1]) > self._most_kv or self._cost(rank, start, stop) > limit:
@@ -167,7 +166,7 @@ class _HeadCuts:
         return query, range(query.start // self._per_kv, -(-query.stop // self._per_kv))
 
     def _cost(self, rank: int, start: int, stop: int) -> float:
-        """Rows of projections for a share of 1: queries' and outputs', keys' and values'."""
+        """Rows of the projections of queries, outputs, keys and values, for a share of 1."""
         return 2 * sum(map(len, self._heads(start, stop))) / self._shares[rank]
 
 

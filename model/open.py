@@ -1,6 +1,6 @@
-"""Opens whatever the user named as a model: a known name, a folder, a repo id, a .gguf, or random weights.
+"""Opens a model by what the user named: a known name, a folder, a repo id, a .gguf, or random weights.
 
-Everything that can be refused is refused here, from headers alone, before a rank starts to read weights.
+Unsupported models are refused here, from headers alone, before a rank reads weights.
 """
 
 import re
@@ -34,9 +34,9 @@ _HUB_WEIGHTS = ["model.safetensors", "model-*.safetensors"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A model that exists and can be served; nothing but headers has been read.
+    """A model that exists and can be served; only headers have been read.
 
-    ``location`` opens the same model in another process without a network: pass it to ``open_checkpoint``.
+    ``location`` is for ``open_checkpoint`` in another process, and needs no network.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Checkpoint:
     config: LlamaConfig
     reader: Callable[[], CheckpointReader]
     tokenizer: Callable[[], Tokenizer]
-    prepared: Prepared | None = None  # the folder that ``tightwire prepare`` made; then ``reader`` raises ModelError
+    prepared: Prepared | None = None  # a folder made by ``tightwire prepare``; ``reader`` raises ModelError for one
 
     @property
     def path(self) -> Path | None:
@@ -81,7 +81,7 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
 
 
 def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:
-    """How its matrices are kept: as they were prepared, or as ``choose_formats`` settles it.
+    """The formats of its matrices: those of the prepared folder, or ``choose_formats``'s.
 
     Raises:
         ValueError: a matrix that cannot be packed so.
@@ -94,7 +94,7 @@ def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:
 def _open_file(path: Path) -> Checkpoint:
     if path.suffix == ".gguf":
         return _open_gguf(path)
-    raise ModelError(f"{path}: is not a .gguf file; for safetensors name the folder that also holds config.json")
+    raise ModelError(f"{path}: is not a .gguf file; for safetensors give the folder that also holds config.json")
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -137,14 +137,14 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_prepared(folder: Path) -> Checkpoint:
-    """The files that make the folder a model of its own are a Hugging Face folder's; the weights are cut for their ranks."""
+    """Configuration and tokenizer are as in a Hugging Face folder; the weights are cut for their ranks."""
     config = _folder_config(folder)
     prepared = open_prepared(folder, config)
 
     def no_reader() -> CheckpointReader:
         raise ModelError(
-            f"{folder}: is prepared for streaming, cut for its ranks; it serves with `tightwire serve {folder} --tp "
-            f"{prepared.tp}`, and everything else wants the model that it was made from ({prepared.manifest.model})"
+            f"{folder}: is prepared for streaming, cut for its ranks; `tightwire serve {folder} --tp {prepared.tp}` serves it, and "
+            f"everything else needs the original model ({prepared.manifest.model})"
         )
 
     return Checkpoint(
@@ -172,7 +172,7 @@ def _states_dtype(folder: Path) -> bool:
 
 
 def _open_random(model: str, seed: int) -> Checkpoint:
-    """Real sizes, random numbers, and a tokenizer of bytes, whose end tokens the configuration then names."""
+    """Real sizes, random numbers, and a tokenizer of bytes, whose special tokens replace the configuration's."""
     shape = model.removeprefix(_RANDOM)
     location = model
     if shape in RANDOM_SHAPES:
@@ -201,7 +201,7 @@ def _open_random(model: str, seed: int) -> Checkpoint:
 
 
 def _fetch_repo(repo_id: str) -> Path:
-    """The repo's files in the hub's own cache: small ones first, so that an unsupported model costs no download."""
+    """Fetch the repo into the hub's own cache, small files first: an unsupported model costs no download of weights."""
     from huggingface_hub import snapshot_download  # 0.3 s to import, and most models are local
 
     try:
@@ -210,7 +210,7 @@ def _fetch_repo(repo_id: str) -> Path:
         return Path(snapshot_download(repo_id, allow_patterns=[*_HUB_SMALL_FILES, *_HUB_WEIGHTS]))
     except ModelError:
         raise
-    except Exception as error:  # noqa: BLE001 - network, hub and disk each raise their own
+    except Exception as error:  # noqa: BLE001 - network, hub and disk raise different types
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise ModelError(
             f"no such folder: {repo_id!r}, and the repo of that name could not be fetched: {reason}"

@@ -1,4 +1,4 @@
-"""Rotary position tables: the cosine and sine of every position a model may see, made once at start-up."""
+"""Rotary position tables: cosine and sine of every position, computed once at start-up."""
 
 import math
 
@@ -11,8 +11,8 @@ from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 def rope_table(config: LlamaConfig, max_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position x frequency, both (max_positions, E/2) float32.
 
-    Frequencies are ``theta ** (-2i/E)``, stretched as ``config.rope_scaling`` says. Computed in float32, as
-    transformers does: the tables of the two must agree to the bit for token parity in float32.
+    Frequencies are ``theta ** (-2i/E)``, stretched as ``config.rope_scaling`` says. Computed in float32 as in
+    transformers, because token parity in float32 needs equal bits.
     Cost: 4 E bytes a position.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim

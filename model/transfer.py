@@ -1,7 +1,7 @@
-"""Copies between the host and a device that the host does not wait for.
+"""Asynchronous copies between the host and a device.
 
-Pinned memory is read and written by the device itself, in turn with its kernels. torch's allocator hands such memory to
-nobody else before the copy is done, so the host may forget at once what it sent.
+The device reads and writes pinned memory itself, in order with its kernels. torch's allocator does not reuse such memory
+before the copy is done, so the host may drop the source at once.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def upload(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def overwrite(target: Tensor, host: Tensor) -> None:
-    """Copy ``host`` into ``target``, which is as large. ``host`` may be written again at once."""
+    """Copy ``host`` into ``target`` of the same size. ``host`` may be overwritten at once."""
     target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
 
 
@@ -26,7 +26,7 @@ class Download:
     """Tensors on their way to the host."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """The copies begin when all that the device was given so far is done."""
+        """The copies begin after all work that the device has been given so far."""
         self._event: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in tensors):
             tensors = [_pinned_copy(tensor) for tensor in tensors]
@@ -35,7 +35,7 @@ class Download:
         self._tensors = list(tensors)
 
     def wait(self) -> list[Tensor]:
-        """The tensors on the host, as soon as they are there."""
+        """Wait for the tensors on the host."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors

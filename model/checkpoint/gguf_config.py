@@ -1,4 +1,4 @@
-"""A GGUF's metadata as a ``LlamaConfig``."""
+"""Reads a ``LlamaConfig`` from a GGUF's metadata."""
 
 import math
 from typing import Any
@@ -9,8 +9,11 @@ from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf_file import GgufFile
 
-_DTYPE_OF_TYPE_ID = {0: "float32", 1: "float16"}  # anything else, bf16 and quantized, is served as bfloat16
-# Tokens that end a turn in known chat formats; older files name only the one that ends a document.
+_DTYPE_OF_TYPE_ID = {
+    0: "float32",
+    1: "float16",
+}  # everything else, such as bf16 and quantized types, is served as bfloat16
+# Tokens that end a turn in known chat formats; older files list only the one that ends a document.
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>")
 _ROPE_FREQS = "rope_freqs.weight"
 
@@ -19,7 +22,7 @@ def config_from_gguf(file: GgufFile) -> LlamaConfig:
     """Read sizes, rope and token ids.
 
     Raises:
-        ModelError: another architecture or rope kind, experts, layers of unlike sizes, or a size that is missing.
+        ModelError: another architecture or rope kind, experts, layers of different sizes, or a size that is missing.
     """
     try:
         return _config_from_gguf(file)
@@ -73,7 +76,7 @@ def _size(file: GgufFile, key: str, default: int | None = None) -> int:
 
 
 def _vocab_size(file: GgufFile) -> int:
-    """The embedding's rows: some files' own count leaves out the padding."""
+    """The embedding's rows, because some files' own count omits the padding."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
@@ -86,7 +89,7 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _shortest_float(value: float) -> float:
-    """The decimal that was meant: a float32 1e-5 reads as 9.999999747378752e-06."""
+    """The shortest decimal of a float32: 1e-5 reads as 9.999999747378752e-06."""
     return float(f"{value:.6g}")
 
 
@@ -121,7 +124,7 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
 
 
 def _llama3_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
-    """Recover Llama 3's scaling: its largest divisor is the factor; the rest must follow from the released values."""
+    """Recover Llama 3's scaling: its largest divisor is the factor; the others must follow from the released values."""
     tensor = file.tensors[_ROPE_FREQS]
     if tensor.type_id != 0 or tensor.shape != (head_dim // 2,):
         raise ModelError(f"{file.path}: {_ROPE_FREQS} has an unexpected type or shape {tensor.shape}")
@@ -141,7 +144,7 @@ def _llama3_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
 
 
 def llama3_divisor(scaling: RopeScaling, wavelength: float) -> float:
-    """By how much Llama 3's scaling divides the frequency with this wavelength, in positions."""
+    """The divisor that Llama 3's scaling applies to the frequency with this wavelength, in positions."""
     if wavelength < scaling.original_max_positions / scaling.high_freq_factor:
         return 1.0
     if wavelength > scaling.original_max_positions / scaling.low_freq_factor:

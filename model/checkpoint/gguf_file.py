@@ -1,7 +1,7 @@
-"""The header of a .gguf file: metadata and the table of tensors, without the cost of decoding what nobody asked for.
+"""The header of a .gguf file: metadata and the table of tensors; arrays are decoded on request.
 
 ``gguf.GGUFReader`` builds numpy views of every token and merge of the vocabulary, two seconds for SmolLM2; every rank
-would pay that to read a handful of scalars. Here arrays are skipped over and decoded when asked for.
+would pay that to read a few scalars. Here arrays are skipped until they are requested.
 
 Source: the format's description, ggml/docs/gguf.md of ggml-org; checked against ``gguf.GGUFReader`` in the tests.
 """
@@ -27,7 +27,7 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies. ``shape`` is row-major: (rows, columns), the reverse of the file's order."""
+    """A tensor's place in the file. ``shape`` is row-major: (rows, columns), the reverse of the file's order."""
 
     name: str
     shape: tuple[int, ...]

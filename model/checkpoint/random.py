@@ -1,7 +1,7 @@
-"""Random weights that need no file: each number is a hash of (seed, tensor name, row, column).
+"""Random weights without a file: each number is a hash of (seed, tensor name, row, column).
 
-Any slice can be made alone, on the device it is for, and comes out the same bits whatever the split: ranks of a
-benchmark hold parts of one and the same model, and TP 1 equals TP N.
+Any slice can be computed alone, on its device, with the same bits for every split: ranks of a benchmark hold parts of one
+model, and TP 1 equals TP N.
 """
 
 import math
@@ -18,7 +18,7 @@ from tightwire.model.checkpoint.names import expected_tensors
 from tightwire.model.checkpoint.reader import growth_of, store_rows
 from tightwire.model.checkpoint.weight_file import row_chunks
 
-# As Llama's own initialisation: keeps activations of any depth in range.
+# Llama's own initialization, which keeps activations of any depth in range.
 _STD = 0.02
 _INT32 = 2**32
 
@@ -28,7 +28,7 @@ _LONG = {
     "tied_embeddings": True,
     "rope_scaling": RopeScaling(kind="llama3", factor=32.0),
 }
-# The released models' shapes; the token ids are those of the byte tokenizer that goes with random weights.
+# The shapes of the released models.
 RANDOM_SHAPES: dict[str, LlamaConfig] = {
     "llama-3.2-1b": LlamaConfig(
         num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, head_dim=64, mlp_size=8192, **_LLAMA3, **_LONG
@@ -60,7 +60,7 @@ RANDOM_SHAPES: dict[str, LlamaConfig] = {
 
 
 class RandomReader:
-    """``CheckpointReader`` that computes what it is asked for: norms 1, everything else uniform with std 0.02."""
+    """``CheckpointReader`` that computes its numbers: norms are 1, everything else is uniform with std 0.02."""
 
     def __init__(self, config: LlamaConfig, seed: int) -> None:
         self._shapes = dict(expected_tensors(config))
@@ -83,9 +83,9 @@ class RandomReader:
             out.fill_(1.0)
             return
         key = zlib.crc32(name.encode()) ^ (self._seed * 0x9E3779B1 % _INT32)
-        is_bias = len(shape) == 1  # the first column of a matrix of the same height
+        is_bias = len(shape) == 1  # computed as the first column of a matrix
         columns = columns or range(1 if is_bias else shape[-1])
-        # 8-byte rows in the estimate: the hash and its float copy live beside each other.
+        # 8 bytes a number in the estimate: the hash and its float copy exist together.
         for chunk in row_chunks(rows, 8 * len(columns) * max(growth_of(out), 1 if out.device.type == "cuda" else 4)):
             piece = _uniform(key, chunk, columns, out.device)
             store_rows(out, chunk.start - rows.start, piece.squeeze(1) if is_bias else piece, name)
@@ -98,7 +98,7 @@ def _uniform(key: int, rows: range, columns: range, device: torch.device) -> Ten
     row_R1 = _mix(_as_int32(row_R * 0x85EBCA6B + key)).unsqueeze(1)
     column_C = _as_int32(torch.arange(columns.start, columns.stop, dtype=torch.int64, device=device) * 0x9E3779B1)
     bits_RC = _mix(row_R1 + column_C)
-    # 24 bits: what a float32 holds exactly, so that rounding cannot differ between devices.
+    # 24 bits fit a float32 exactly, so rounding cannot differ between devices.
     return bits_RC.bitwise_right_shift_(8).float().mul_(_STD * math.sqrt(3) / 2**23)
 
 

@@ -1,7 +1,7 @@
-"""Reads slices of tensors out of one or several .safetensors files.
+"""Reads slices of tensors from one or several .safetensors files.
 
-The header is parsed here rather than by the safetensors library: every size is checked against the file before
-anything is read, so a truncated download is named in the first second instead of failing in the middle of a load.
+The header is parsed here rather than by the safetensors library: every size is checked against the file first, so a truncated
+download is reported in the first second instead of in the middle of a load.
 """
 
 import json
@@ -49,7 +49,7 @@ class SafetensorsReader:
         return self._entry(name).shape
 
     def dtype_name(self, name: str) -> str:
-        """``float32``, ``bfloat16``, ``float16``: how the file stores it."""
+        """The file's type: ``float32``, ``bfloat16``, ``float16`` or ``float64``."""
         return str(_DTYPES[self._entry(name).dtype]).removeprefix("torch.")
 
     def stored_as(self, name: str) -> str:
@@ -83,7 +83,7 @@ class SafetensorsReader:
 def _takes_as_stored(
     out: Matrix, dtype: torch.dtype, shape: tuple[int, ...], columns: range | None
 ) -> TypeGuard[Tensor]:
-    """Whether whole rows go into host memory as the file holds them: read there, and copied nowhere."""
+    """True when whole rows can be read directly into ``out``, without conversion."""
     return (
         isinstance(out, Tensor)
         and out.dtype == dtype
@@ -95,11 +95,11 @@ def _takes_as_stored(
 
 
 def _files(folder: Path) -> list[Path]:
-    """The shards the index names, or the single file."""
+    """The files of the index, or the single file."""
     if (index := folder / _INDEX).is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{index}: no weight_map in it")
+            raise ModelError(f"{index}: has no weight_map")
         paths = [folder / shard for shard in sorted(set(weight_map.values()))]
         missing = [path.name for path in paths if not path.is_file()]
         if missing:
@@ -119,7 +119,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path}: holds no JSON object")
+        raise ModelError(f"{path}: is not a JSON object")
     return value
 
 
@@ -149,7 +149,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 
 def _entry(path: Path, file: WeightFile, data_start: int, name: str, info: dict[str, Any]) -> _Entry:
-    """One line of the header, its size checked against its shape."""
+    """One entry of the header; its size is checked against its shape."""
     begin, end = info["data_offsets"]
     entry = _Entry(file, info["dtype"], tuple(info["shape"]), data_start + begin)
     if entry.dtype in _DTYPES and (begin < 0 or end - begin != math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize):

@@ -1,7 +1,6 @@
-"""A checkpoint's file, read slice by slice, so that no second copy of the weights ever exists.
+"""Reads slices of a checkpoint's file, without a second copy of the weights.
 
-Read, not mapped: weights are touched once and in order, where a page fault for every page costs several times what a read
-does, and a model larger than the memory beside it would push its own pages out before they are needed again.
+Files are read, not mapped: weights are used once and in order, where a page fault per page costs several times a read.
 """
 
 import mmap
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from tightwire.model.checkpoint.errors import ModelError
 
-# Bytes handled at a time: large enough that Python's share of a copy vanishes, small beside any rank's weights.
+# Bytes per piece: large enough that Python's share of a copy vanishes, small next to any rank's weights.
 CHUNK_BYTES = 8 << 20
 
 
@@ -38,10 +37,10 @@ class WeightFile:
         self._scratch = threading.local()
 
     def rows(self, offset: int, num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
-        """(rows, bytes), read into memory that this thread's next ``rows`` uses again.
+        """(rows, bytes), read into memory that this thread's next ``rows`` reuses.
 
         Raises:
-            ModelError: the file ends before, or cannot be read.
+            ModelError: the file ends too early, or cannot be read.
         """
         num_bytes = num_rows * row_bytes
         room = getattr(self._scratch, "bytes", None)
@@ -54,7 +53,7 @@ class WeightFile:
         """Fill ``out_B``, contiguous, with the bytes from ``offset`` on.
 
         Raises:
-            ModelError: the file ends before, or cannot be read.
+            ModelError: the file ends too early, or cannot be read.
         """
         done = 0
         while done < len(out_B):
@@ -64,7 +63,7 @@ class WeightFile:
                 raise ModelError(f"{self.path}: cannot be read at {offset + done}: {error.strerror}") from None
             if got == 0:
                 raise ModelError(
-                    f"{self.path}: ends at {offset + done}, {len(out_B) - done} bytes early; was it cut since it was opened?"
+                    f"{self.path}: ends at {offset + done}, {len(out_B) - done} bytes early; was it truncated since it was opened?"
                 )
             done += got
 

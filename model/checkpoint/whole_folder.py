@@ -1,7 +1,7 @@
-"""A folder that appears whole or not at all: it is filled under another name beside its place, and renamed at the end.
+"""Makes a folder that appears complete or not at all: it is filled under a temporary name and renamed at the end.
 
-The other name is ``NAME.partial-PID``; who fills it holds a lock on it, which ends with the process however that ends. So
-what a killed process left is known by its name and by its lock being free, and the next one removes it.
+The temporary name is ``NAME.partial-PID``, and the process holds a lock on it, which the system releases when the process
+ends. A leftover of a killed process is recognized by its name and its free lock, and the next process removes it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def is_partial(folder: Path) -> bool:
-    """Whether the name is one of a folder that is being filled, or was left so."""
+    """True when the name is that of an unfinished folder."""
     return re.search(re.escape(_PARTIAL) + r"\d+(-old)?$", folder.name) is not None
 
 
@@ -32,11 +32,11 @@ def is_partial(folder: Path) -> bool:
 def whole_folder(
     out: Path, *, check_replaced: Callable[[Path], object], say: Callable[[str], object] = lambda line: None
 ) -> Iterator[Path]:
-    """A new folder to be filled. When the block ends it is on the disk under the name ``out``; when it raises, gone.
+    """Yield an empty folder to fill. At the end of the block it is on the disk as ``out``; after an exception it is gone.
 
     Args:
-        check_replaced: given ``out`` where there is such a folder with something in it; raises if that is to stay.
-        say: told what others left and was removed.
+        check_replaced: called with ``out`` when it exists and is not empty; raises if it must stay.
+        say: gets a line about each leftover that was removed.
     Raises:
         ModelError: ``out`` cannot be made here, or another process is making it.
         OSError: of the disk.
@@ -49,7 +49,7 @@ def whole_folder(
         yield partial
         for path in [*partial.iterdir(), partial]:
             _sync(path)
-        check_place(out, check_replaced)  # it has been a while
+        check_place(out, check_replaced)  # it may have changed since
         _put(partial, out)
         _sync(out.parent)
     finally:
@@ -60,21 +60,19 @@ def whole_folder(
 def check_place(out: Path, check_replaced: Callable[[Path], object]) -> None:
     """
     Raises:
-        ModelError: ``whole_folder`` could not make ``out`` here.
+        ModelError: ``whole_folder`` cannot make ``out`` here.
     """
     if not out.parent.is_dir():
         raise ModelError(f"{out}: there is no folder {out.parent}; make it first")
     if out.is_dir():
         if os.path.ismount(out):
-            raise ModelError(
-                f"{out}: is where a file system is mounted; give a folder inside it, such as {out / 'model'}"
-            )
+            raise ModelError(f"{out}: is a mount point; give a folder inside it, such as {out / 'model'}")
         if any(out.iterdir()):
             check_replaced(out)
     elif os.path.lexists(out):
-        raise ModelError(f"{out}: is there already and no folder; give another name")
+        raise ModelError(f"{out}: exists and is not a folder; give another name")
     if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise ModelError(f"{out.parent}: may not be written to; give another place")
+        raise ModelError(f"{out.parent}: is not writable; give another place")
 
 
 def _remove_leftovers(out: Path, say: Callable[[str], object]) -> None:
@@ -84,7 +82,7 @@ def _remove_leftovers(out: Path, say: Callable[[str], object]) -> None:
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
-            continue  # gone meanwhile, or none of ours
+            continue  # gone meanwhile, or not ours
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -93,13 +91,13 @@ def _remove_leftovers(out: Path, say: Callable[[str], object]) -> None:
             ) from None
         else:
             shutil.rmtree(path, ignore_errors=True)
-            say(f"removed {path}, which was left unfinished")
+            say(f"removed {path}, an unfinished leftover")
         finally:
             os.close(lock)
 
 
 def _make_locked(partial: Path) -> tuple[Path, int]:
-    """The folder and its lock; another process may take a new folder for a leftover before it is locked."""
+    """Make and lock the folder. Another process may remove it as a leftover before it is locked; then try again."""
     while True:
         partial.mkdir()
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
@@ -111,7 +109,7 @@ def _make_locked(partial: Path) -> tuple[Path, int]:
 
 
 def _put(partial: Path, out: Path) -> None:
-    """Rename; where ``out`` holds something it is what ``partial`` names afterwards, or gone."""
+    """Rename ``partial`` to ``out``. An old ``out`` is at ``partial`` afterwards, or gone."""
     try:
         partial.rename(out)
         return
@@ -123,7 +121,7 @@ def _put(partial: Path, out: Path) -> None:
         return
     if (code := ctypes.get_errno()) not in _NO_EXCHANGE:
         raise OSError(code, os.strerror(code), str(out))
-    old = partial.with_name(partial.name + "-old")  # a file system that cannot do both at once
+    old = partial.with_name(partial.name + "-old")  # for file systems that cannot exchange names
     out.rename(old)
     try:
         partial.rename(out)

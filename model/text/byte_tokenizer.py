@@ -1,7 +1,7 @@
-"""A tokenizer without training data: one token per byte of UTF-8. Goes with random weights and with tiny test models.
+"""A tokenizer without training data, one token per byte of UTF-8, for random weights and tiny test models.
 
-Ids 0..255 are the bytes, then four special tokens. Ids beyond, up to the model's vocabulary, are never produced by
-encoding but a random model samples them, so each has a text of its own (`` w300``).
+Ids 0 to 255 are the bytes, followed by four special tokens. Encoding never produces the ids beyond, up to the model's
+vocabulary, but a random model samples them, so each has a text (`` w300``).
 """
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -24,7 +24,7 @@ def byte_backend(vocab_size: int) -> Backend:
     """A ``tokenizers.Tokenizer`` with exactly ``vocab_size`` tokens.
 
     Raises:
-        ModelError: fewer than 260, which bytes and special tokens take.
+        ModelError: fewer than 260, which the bytes and special tokens need.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ModelError(f"a byte tokenizer needs a vocab_size of at least {MIN_VOCAB_SIZE}, got {vocab_size}")

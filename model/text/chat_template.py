@@ -1,8 +1,7 @@
-"""Renders messages with a model's own Jinja template, in a sandbox, the way transformers does.
+"""Renders messages with a model's own Jinja template, in a sandbox, as transformers does.
 
-Templates come with checkpoints and are written against transformers' environment: its whitespace settings, its
-``raise_exception``, ``strftime_now`` and ``tojson``, and ``generation`` blocks, which mark what was generated and
-print as if they were not there.
+Checkpoints' templates expect transformers' environment: its whitespace settings, ``raise_exception``, ``strftime_now`` and
+``tojson``, and ``generation`` blocks, which mark generated text and print their body.
 """
 
 import json
@@ -20,7 +19,7 @@ from tightwire.model.checkpoint.errors import ChatTemplateError
 
 
 class ChatTemplate:
-    """One compiled template with the special tokens it may name (``bos_token``, ``eos_token``, ...)."""
+    """One compiled template and the special tokens for it (``bos_token``, ``eos_token``, ...)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
@@ -30,7 +29,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str:
-        """Raises ChatTemplateError with the template's own words when it refuses these messages."""
+        """Raises ChatTemplateError with the template's own message when it refuses these messages."""
         values = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
@@ -53,7 +52,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class _GenerationBlock(jinja2.ext.Extension):
     """``{% generation %}...{% endgeneration %}``: prints its body."""
 
-    tags = {"generation"}  # noqa: RUF012 - the type jinja2 asks for
+    tags = {"generation"}  # noqa: RUF012 - the type that jinja2 requires
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -67,7 +66,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML characters, which would put ``\\u003c`` before the model."""
+    """Jinja's own filter would escape HTML characters, such as ``<`` to ``\\u003c``."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

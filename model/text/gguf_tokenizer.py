@@ -1,4 +1,4 @@
-"""A tokenizer out of GGUF metadata: byte-level BPE (``gpt2``) or SentencePiece BPE (``llama``)."""
+"""Reads a tokenizer from GGUF metadata: byte-level BPE (``gpt2``) or SentencePiece BPE (``llama``)."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from tightwire.model.text.tokenizer import Tokenizer
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
 
-# How Llama 3 cuts text into words before BPE. Source: tokenizer.json of meta-llama/Meta-Llama-3-8B.
+# Llama 3's split of text into words before BPE. Source: tokenizer.json of meta-llama/Meta-Llama-3-8B.
 _LLAMA3_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -25,7 +25,7 @@ def _gpt2_words() -> pre_tokenizers.PreTokenizer:
 
 
 def _smollm_words() -> pre_tokenizers.PreTokenizer:
-    """GPT-2's words, with every digit a word of its own."""
+    """GPT-2's words; every digit is a separate word."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_words()])
 
 
@@ -38,7 +38,7 @@ def _llama3_words() -> pre_tokenizers.PreTokenizer:
     )
 
 
-# By ``tokenizer.ggml.pre``, llama.cpp's name for the way of cutting words.
+# By ``tokenizer.ggml.pre``, llama.cpp's name of the pre-tokenizer.
 _WORDS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": _gpt2_words,
     "gpt-2": _gpt2_words,
@@ -51,7 +51,7 @@ _LLAMA3_NAMES = ("llama-bpe", "llama-v3", "llama3")
 
 
 def tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
-    """Raises ModelError for a tokenizer model or word cutter that is not supported, by name."""
+    """Raises ModelError for an unsupported tokenizer model or pre-tokenizer, by name."""
     tokens: list[str] = file.get("tokenizer.ggml.tokens", [])
     if not tokens:
         raise ModelError(f"{file.path}: has no tokenizer (tokenizer.ggml.tokens is missing)")
@@ -75,15 +75,15 @@ def tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
 
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> Backend:
-    cutter = file.get("tokenizer.ggml.pre", "default")
-    if cutter not in _WORDS:
+    pre_tokenizer = file.get("tokenizer.ggml.pre", "default")
+    if pre_tokenizer not in _WORDS:
         raise ModelError(
-            f"{file.path}: pre-tokenizer {cutter!r} is not supported; supported: {', '.join(sorted(_WORDS))}"
+            f"{file.path}: pre-tokenizer {pre_tokenizer!r} is not supported; supported: {', '.join(sorted(_WORDS))}"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", [])]
     vocab = {token: index for index, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=cutter in _LLAMA3_NAMES))
-    backend.pre_tokenizer = _WORDS[cutter]()
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer in _LLAMA3_NAMES))
+    backend.pre_tokenizer = _WORDS[pre_tokenizer]()
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -105,7 +105,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Backend:
     )
     prefix_space = bool(file.get("tokenizer.ggml.add_space_prefix", True))
     to_spaces = normalizers.Replace(" ", _SPACE)
-    # Before every stretch of text, also after a special token, as Llama 2 was trained and llama.cpp does.
+    # Before every run of text, also after a special token, as in Llama 2's training and llama.cpp.
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), to_spaces]) if prefix_space else to_spaces
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix_space else steps)
@@ -113,9 +113,9 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Backend:
 
 
 def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the pair whose joined piece scores best; BPE wants that order as a list of pairs.
+    """SentencePiece joins the pair whose joined piece scores best; BPE needs that order as a list of pairs.
 
-    Source: ``generate_merges`` of transformers' SentencePiece converter, whose order of ties this keeps.
+    Source: ``generate_merges`` of transformers' SentencePiece converter, with the same order of ties.
     """
     merges: list[tuple[float, str, str]] = []
     for piece, index in vocab.items():
@@ -128,7 +128,7 @@ def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tupl
 
 
 def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:
-    """Control tokens are skipped in decoded text; user-defined ones are text that is never split."""
+    """Control tokens are left out of decoded text; user-defined ones are text that is never split."""
     for kind, special in ((_CONTROL, True), (_UNKNOWN, True), (_USER_DEFINED, False)):
         chosen = [
             AddedToken(token, special=special, normalized=False)
@@ -139,7 +139,7 @@ def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:
 
 
 def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str, str]) -> None:
-    """What ``encode(..., add_special_tokens=True)`` puts around a text; llama.cpp's defaults where no key says."""
+    """Set the tokens that ``encode(..., add_special_tokens=True)`` puts around a text; llama.cpp's defaults without keys."""
     is_llama2 = file.get("tokenizer.ggml.model") == "llama"
     is_llama3 = file.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
     add_bos = file.get("tokenizer.ggml.add_bos_token", is_llama2 or is_llama3)
@@ -152,11 +152,11 @@ def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str,
 
 
 def _set_template(backend: Backend, bos: str | None, eos: str | None) -> None:
-    """Make ``encode`` with special tokens put these around every text."""
+    """Put these tokens around every text that is encoded with special tokens."""
     used = {text: backend.token_to_id(text) for text in (bos, eos) if text is not None}
     missing = [text for text, token_id in used.items() if token_id is None]
     if missing:
-        raise ModelError(f"the tokenizer is to add {', '.join(missing)} to texts, but has no such token")
+        raise ModelError(f"the tokenizer should add {', '.join(missing)} to texts, but has no such token")
     template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
     backend.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=[(text, token_id) for text, token_id in used.items() if token_id is not None]

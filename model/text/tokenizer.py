@@ -1,7 +1,7 @@
-"""Text to token ids and back, and messages to a prompt, for every kind of checkpoint.
+"""Converts text to token ids and back, and messages to a prompt, for every kind of checkpoint.
 
-Built on the ``tokenizers`` library directly: importing transformers costs each process two seconds and 200 MB, and is
-done only for folders that have no tokenizer.json.
+It uses the ``tokenizers`` library directly: importing transformers costs each process two seconds and 200 MB, and is needed
+only for folders without a tokenizer.json.
 """
 
 import json
@@ -19,7 +19,7 @@ from tightwire.model.text.chat_template import ChatTemplate
 
 
 class Tokenizer:
-    """What the server asks of a tokenizer. Thread-safe."""
+    """One model's tokenizer and chat template. Thread-safe."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Tokenizer:
         bos_token_id: int | None,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        """``special_tokens``: texts by role, such as ``{"bos_token": "<s>"}``, as chat templates name them."""
+        """``special_tokens``: texts by role, such as ``{"bos_token": "<s>"}``, by the names of chat templates."""
         self._backend = backend
         self._chat_template_source = chat_template
         self._special_tokens = dict(special_tokens)
@@ -39,21 +39,21 @@ class Tokenizer:
 
     @property
     def backend(self) -> Backend:
-        """The library's own object, for what streams token by token."""
+        """The library's own object, for streaming token by token."""
         return self._backend
 
     @cached_property
     def vocab_size(self) -> int:
-        """Ids run from 0 to one less. A model's own vocabulary may be padded beyond."""
+        """The largest id plus one. The model's vocabulary may be padded beyond."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of ``text``; with special tokens, what the model wants around a plain prompt (often a BOS)."""
-        # Of the library's ways the one that does not note where in the text each token was: a third less time.
+        """Ids of ``text``; with special tokens, also those that the model expects around a prompt (often a BOS)."""
+        # This method of the library does not record each token's place in the text and takes a third less time.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; incomplete UTF-8 becomes U+FFFD, ids without a token nothing."""
+        """Text of ``ids``; incomplete UTF-8 becomes U+FFFD, ids without a token are left out."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     @property
@@ -63,7 +63,7 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt text for ``messages`` (``{"role", "content"}``); further variables reach the template.
+        """The prompt text for ``messages`` (``{"role", "content"}``); further variables are passed to the template.
 
         Raises:
             ChatTemplateError: no chat template, or it refuses these messages.
@@ -73,11 +73,11 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Ids of ``render_chat``. The template writes the BOS itself where there is one: none is added here."""
+        """Ids of ``render_chat``. The template itself writes a BOS if the model needs one."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Write what ``tokenizer_from_folder`` opens as this tokenizer; its ids of BOS and EOS stand in config.json."""
+        """Write the files that ``tokenizer_from_folder`` opens as this tokenizer; the ids of BOS and EOS are in config.json."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._special_tokens}
         if self._chat_template_source is not None:
             config["chat_template"] = self._chat_template_source
@@ -94,7 +94,7 @@ class Tokenizer:
 def tokenizer_from_folder(folder: Path, *, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     """From tokenizer.json with tokenizer_config.json beside it; through transformers when there is only another kind.
 
-    tokenizer.json alone decides what goes around a text: as in transformers 5, ``add_bos_token`` is not looked at.
+    tokenizer.json alone determines the special tokens around a text: as in transformers 5, ``add_bos_token`` is ignored.
 
     Raises:
         ModelError: there is no tokenizer, or it cannot be read.
@@ -117,9 +117,9 @@ def _read_backend(folder: Path) -> Backend:
     if path.is_file():
         try:
             backend = Backend.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        except Exception as error:  # noqa: BLE001 - the library raises no narrower type
             raise ModelError(f"{path}: cannot be read: {error}") from None
-        # Training leftovers some files carry; a server must neither cut nor fill prompts.
+        # Some files have leftovers of training; a server must neither truncate nor pad prompts.
         backend.no_truncation()
         backend.no_padding()
         return backend
@@ -131,14 +131,14 @@ def _convert_with_transformers(folder: Path) -> Backend:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
-    except Exception as error:  # noqa: BLE001 - each of many tokenizer classes raises its own
+    except Exception as error:  # noqa: BLE001 - the many tokenizer classes raise different types
         raise ModelError(
-            f"{folder}: has no tokenizer.json, and transformers could not make one of what is there: {error}"
+            f"{folder}: has no tokenizer.json, and transformers could not make one from its files: {error}"
         ) from None
 
 
 def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """A file of its own wins over the key; of several named templates, the default one."""
+    """A separate file has priority over the key; of several named templates, the default one is used."""
     for name in ("chat_template.jinja", "chat_template.json"):
         if (path := folder / name).is_file():
             return path.read_text() if name.endswith(".jinja") else read_json(path).get("chat_template")
@@ -150,7 +150,7 @@ def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and the like; older folders keep them in a file of their own."""
+    """``bos_token`` and similar ones; older folders have them in a separate file."""
     older = folder / "special_tokens_map.json"
     values = {**(read_json(older) if older.is_file() else {}), **config}
     tokens: dict[str, str] = {}
@@ -162,7 +162,7 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _add_missing_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
-    """Tokens added after training are in both files as a rule; some folders have them in the configuration only."""
+    """Add the tokens that only the configuration has; most folders have added tokens in both files."""
     for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(token["content"]) is None:
             backend.add_tokens([AddedToken(**token)])

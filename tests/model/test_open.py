@@ -106,7 +106,7 @@ def test_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json \(no \.gguf either\)"):
         open_checkpoint(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"name the folder that also holds config\.json"):
+    with pytest.raises(ModelError, match=r"give the folder that also holds config\.json"):
         open_checkpoint(str(tmp_path / "model.safetensors"))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json: cannot be read as JSON"):

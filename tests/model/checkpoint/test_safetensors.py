@@ -121,7 +121,7 @@ def test_damaged_header_and_index(tmp_path: Path) -> None:
     (folder / SHARD).write_bytes((8).to_bytes(8, "little") + b"{broken}" + bytes(100))
     assert "header is damaged" in opening(folder)
     (folder / "model.safetensors.index.json").write_text("[]")
-    assert "holds no JSON object" in opening(folder)
+    assert "is not a JSON object" in opening(folder)
 
 
 @pytest.fixture(scope="module")

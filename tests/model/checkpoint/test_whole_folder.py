@@ -130,8 +130,8 @@ def test_files_named_alike_are_left_alone(tmp_path: Path) -> None:
     ("place", "message"),
     [
         ("missing/out", "there is no folder .*missing; make it first"),
-        ("file", "is there already and no folder"),
-        ("/", "is where a file system is mounted"),
+        ("file", "exists and is not a folder"),
+        ("/", "is a mount point"),
     ],
 )
 def test_places_that_are_refused(tmp_path: Path, place: str, message: str) -> None:
@@ -143,7 +143,7 @@ def test_places_that_are_refused(tmp_path: Path, place: str, message: str) -> No
 
 def test_a_folder_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(ModelError, match="may not be written to; give another place"):
+    with pytest.raises(ModelError, match="is not writable; give another place"):
         whole_folder(tmp_path / "out", check_replaced=refuse).__enter__()
 
 

@@ -170,5 +170,5 @@ def test_what_a_killed_run_leaves_is_neither_opened_nor_kept(
     assert prepare(["--check", str(left)]) == 2
     assert "was not finished by `tightwire prepare`" in capsys.readouterr().err
     assert prepare([str(model), str(out)]) == 0
-    assert f"removed {left}, which was left unfinished" in capsys.readouterr().err
+    assert f"removed {left}, an unfinished leftover" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large.json", "out", "tiny"]

@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(tmp_path: Path) -> None:
     ("name", "folder", "words"),
     [
         ("metrics.jsonl", True, "the log .*metrics.jsonl cannot be written"),
-        ("model", False, "export.folder: .*model: is there already and no folder"),
+        ("model", False, "export.folder: .*model: exists and is not a folder"),
     ],
 )
 def test_what_stands_in_the_way_is_seen_in_the_beginning(tmp_path: Path, name: str, folder: bool, words: str) -> None:
