@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tightwire.kernels.cpu.best_number import MAX_ID, keys_of
 from tightwire.model.transfer import Download
 
-_ID_BITS = 20
-_ID_MASK = (1 << _ID_BITS) - 1
 _CPU_ROWS = 8  # temporaries stay in the cache
 _DEVICE_ROWS = 64  # about 60 MB of temporaries for 49152 tokens
 
@@ -50,10 +49,11 @@ class Scoring:
 def _score(logits_RV: Tensor, target_R: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(R,) targets, their logprobs and ranks, and (R, C) the best tokens and their logprobs."""
     logprob_RV = logits_RV.log_softmax(-1)
-    keys_RV = _sort_keys(logits_RV)
+    # Unique keys, so that equal logits have the same order everywhere: the lower id first.
+    keys_RV = keys_of(logits_RV, torch.arange(logits_RV.shape[1], device=logits_RV.device))
     target_R1 = target_R[:, None]
     rank_R = (keys_RV > keys_RV.gather(1, target_R1)).sum(-1) + 1
-    top_RC = _ID_MASK - (keys_RV.topk(min(top_n, logits_RV.shape[1])).values & _ID_MASK)
+    top_RC = MAX_ID - (keys_RV.topk(min(top_n, logits_RV.shape[1])).values & MAX_ID)
     return target_R, logprob_RV.gather(1, target_R1)[:, 0], rank_R, top_RC, logprob_RV.gather(1, top_RC)
 
 
@@ -63,11 +63,3 @@ def _to_scores(found: Sequence[Tensor], top_n: list[int]) -> list[TokenScore]:
         TokenScore(token_id, logprob, rank, list(zip(best_ids[:num], best[:num], strict=True)))
         for token_id, logprob, rank, best_ids, best, num in columns
     ]
-
-
-def _sort_keys(logits_RV: Tensor) -> Tensor:
-    """Unique int64 keys in the order of (logit, lower id first), so that equal logits have the same order everywhere."""
-    bits = (logits_RV + 0.0).view(torch.int32)  # + 0.0 makes both zeros equal
-    bits = bits ^ ((bits >> 31) & 0x7FFF_FFFF)  # the bits of negative floats sort in reverse
-    ids = torch.arange(_ID_MASK, _ID_MASK - logits_RV.shape[1], -1, device=logits_RV.device)
-    return bits.long().bitwise_left_shift_(_ID_BITS).add_(ids)

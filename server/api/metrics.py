@@ -47,7 +47,7 @@ class Metrics:
         )
         self._ttft_parts = Summary(
             "tightwire_time_to_first_token_part_seconds",
-            "Where the time to the first token went, of requests whose first text was sent",
+            "Parts of the time to the first token, for requests whose first text was sent",
             ["part"],
             registry=self.registry,
         )

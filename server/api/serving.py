@@ -47,20 +47,16 @@ class ServedModel:
     tokens: TokenTable
 
 
+@dataclass(slots=True)
 class ModelSlot:
     """Holds the model once it is loaded. The code that starts the ranks fills it before the engine becomes ready."""
 
-    def __init__(self) -> None:
-        self.startup_s: float | None = None  # from the process's start to the model's first answer
-        self._model: ServedModel | None = None
-
-    @property
-    def model(self) -> ServedModel | None:
-        return self._model
+    startup_s: float | None = None  # from the process's start to the model's first answer
+    model: ServedModel | None = None
 
     def fill(self, *, info: ModelInfo, tokenizer: Tokenizer) -> None:
         """Raises ValueError if text from this tokenizer cannot be streamed."""
-        self._model = ServedModel(info=info, tokenizer=tokenizer, tokens=TokenTable(tokenizer.backend))
+        self.model = ServedModel(info=info, tokenizer=tokenizer, tokens=TokenTable(tokenizer.backend))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
