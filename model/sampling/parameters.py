@@ -11,7 +11,7 @@ import msgspec
 
 
 class Needs(enum.Enum):
-    """What a parameter needs once it differs from its default."""
+    """The input that a parameter needs once it differs from its default."""
 
     BEST_LOGITS = "the logits of the tokens that may be drawn"
     ALL_LOGITS = "all logits: it may change which are the best, or it reports on all of them"
@@ -35,15 +35,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: Annotated[float, Needs.TOKENS] = 0.0
     repetition_penalty: Annotated[float, Needs.TOKENS] = 1.0
     logit_bias: Annotated[dict[int, float], Needs.ALL_LOGITS] = {}
-    logprobs: Annotated[int | None, Needs.ALL_LOGITS] = (
-        None  # the number of best tokens beside each chosen one; None: off
-    )
-    prompt_logprobs: Annotated[int | None, Needs.BEST_LOGITS] = (
-        None  # scored from logits of their own (``Chunk.scored``)
-    )
-    stop_token_ids: Annotated[
-        tuple[int, ...], Needs.BEST_LOGITS
-    ] = ()  # the engine adds the model's own unless ignore_eos
+    # The number of best tokens to report for each chosen token; None: no logprobs.
+    logprobs: Annotated[int | None, Needs.ALL_LOGITS] = None
+    # The same for the prompt's tokens. They are scored from logits of their own (``Chunk.scored``).
+    prompt_logprobs: Annotated[int | None, Needs.BEST_LOGITS] = None
+    # The engine adds the model's end tokens, unless ignore_eos.
+    stop_token_ids: Annotated[tuple[int, ...], Needs.BEST_LOGITS] = ()
     min_tokens: Annotated[int, Needs.ALL_LOGITS] = 0  # stop tokens are banned before this many tokens
     ignore_eos: Annotated[bool, Needs.BEST_LOGITS] = False
 
@@ -71,7 +68,7 @@ _GREEDY_BELOW = 1e-5
 
 
 def declared_needs(kind: type[msgspec.Struct]) -> dict[str, Needs | None]:
-    """What each field declares; None for a field that declares nothing, which is taken for ``Needs.TOKENS``."""
+    """The declaration of each field. None, for a field without one, counts as ``Needs.TOKENS``."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         name: next((mark for mark in getattr(hints[name], "__metadata__", ()) if isinstance(mark, Needs)), None)

@@ -27,7 +27,7 @@ class TokenEntry:
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice. The last delta of a choice has ``finish_reason``."""
+    """New text and tokens of one choice. The last delta of a choice has ``finish_reason``."""
 
     index: int
     text: str = ""

@@ -61,7 +61,7 @@ class CommSpan(Struct, frozen=True):
 
 
 class CommReport(Struct, frozen=True):
-    """What rank 0 exchanged while this request ran.
+    """The collectives of rank 0 while this request ran.
 
     ``bytes_sent`` and ``exact_bytes`` are sums over ``counters``; ``saved_bytes`` is their difference. ``shared`` is always
     true: a step serves all running requests, so these numbers include other requests' tokens.

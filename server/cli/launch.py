@@ -16,9 +16,8 @@ from tightwire.comm.sizes import format_bytes
 from tightwire.model.open import Checkpoint
 from tightwire.server.api.serving import ModelInfo, ModelSlot
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.http.app import make_app
+from tightwire.server.http.app import HttpServer, make_app
 from tightwire.server.http.listener import url_of
-from tightwire.server.http.uvicorn_server import HttpServer
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import CommSetup, Ready
 from tightwire.server.plan.devices import process_age_s

@@ -15,7 +15,7 @@ class Request:
     """A sequence's tokens, the number of them in the KV cache, and their blocks.
 
     Prefill, decode and recomputation look the same: ``token_ids`` is prompt then output; ``num_computed`` of them have keys
-    and values in ``blocks``, or will have once the launched steps are done; the rest is to be computed. When a step leaves
+    and values in ``blocks``, or will have once the launched steps are done; the rest is still to compute. When a step leaves
     nothing to compute, its last row of logits gives the next token. Until that token is known, the last of ``token_ids``
     may be deferred (``model/step``).
     """

@@ -1,5 +1,12 @@
-"""Puts the HTTP application together: routes, error envelope, API key, request id. Has no engine, processes or globals."""
+"""Puts the HTTP application together (routes, error envelope, API key, request id), and runs it with uvicorn."""
 
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any, Self
+
+import uvicorn
 from fastapi import FastAPI
 
 from tightwire import __version__
@@ -16,6 +23,8 @@ from tightwire.server.http.routes.observe import observe_router
 from tightwire.server.http.routes.tokenize import tokenize_router
 from tightwire.server.ipc.engine_client import EngineClient
 
+_KEEP_ALIVE_S = 75  # longer than common clients keep an idle connection, so that the client closes it, not the server
+_LAST_RESPONSES_S = 3
 _DESCRIPTION = "OpenAI's API for one Llama model, split over ranks. Every error is an ErrorBody."
 
 
@@ -43,3 +52,34 @@ def make_app(*, engine: EngineClient, slot: ModelSlot, http: HttpOptions) -> Fas
         app.add_middleware(RequireKey, api_key=http.api_key)
     app.add_middleware(RequestScope)  # the last one added is the outermost
     return app
+
+
+class HttpServer(uvicorn.Server):
+    """Serves while its context is open; when it closes, finishes the last responses."""
+
+    def __init__(self, app: Any, listener: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_LAST_RESPONSES_S,
+            )
+        )
+        self._listener = listener
+        self._serving: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._serving = asyncio.create_task(self.serve(sockets=[self._listener]), name="http")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._serving is not None
+        self.should_exit = True
+        await self._serving
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ignore signals: ``launch`` drains the engine before this server closes."""
+        yield

@@ -18,7 +18,7 @@ _ACCEPTED = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 def arrived_s(request: Request) -> float:
-    """When the request's headers had been received, on the clock of ``time.monotonic``."""
+    """The arrival of the request's headers, on the clock of ``time.monotonic``."""
     return request.state.arrived_s
 
 

@@ -102,7 +102,7 @@ class CommCount(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankCounts(msgspec.Struct, frozen=True):
-    """What the ranks have moved since start, as rank 0 counts it."""
+    """Transfers and collectives since start, as rank 0 counts them."""
 
     comm: list[CommCount] = []
     stream: StreamCount | None = None  # set when layers stream
