@@ -11,6 +11,8 @@ from tightwire.kernels.cpu.vector import simd
 from tightwire.kernels.cpu.vector.jit import helper
 from tightwire.kernels.cpu.vector.numbers import load_numbers, rounded, store_numbers, store_rounded
 
+COUNTS = (1, 7, 15, 16)
+
 
 @helper
 def _exp2(source: int, target: int) -> None:
@@ -93,26 +95,26 @@ def test_rounding_is_torch_rounding(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(simd.NUMBER_KIND))
-@pytest.mark.parametrize("count", [1, 7, 15, 16])
-def test_what_is_stored_rounded_is_what_rounding_gives(dtype: torch.dtype, count: int) -> None:
+def test_numbers_are_stored_as_they_are_rounded(dtype: torch.dtype) -> None:
     x, rounded = torch.randn(16), torch.empty(16)
     x[0] = 1e-40
-    out = torch.full((16,), 7.0, dtype=dtype)
-    _store_rounded(x.data_ptr(), out.data_ptr(), simd.NUMBER_KIND[dtype], count)
     _round(x.data_ptr(), simd.NUMBER_KIND[dtype], rounded.data_ptr())
-    assert torch.equal(out[:count].float(), rounded[:count])
-    assert (out[count:] == 7.0).all()
+    for count in COUNTS:
+        out = torch.full((16,), 7.0, dtype=dtype)
+        _store_rounded(x.data_ptr(), out.data_ptr(), simd.NUMBER_KIND[dtype], count)
+        assert torch.equal(out[:count].float(), rounded[:count])
+        assert (out[count:] == 7.0).all()
 
 
 @pytest.mark.parametrize("source", list(simd.NUMBER_KIND))
-@pytest.mark.parametrize("target", list(simd.NUMBER_KIND))
-@pytest.mark.parametrize("count", [1, 7, 15, 16])
-def test_conversion_touches_count_numbers_and_no_more(source: torch.dtype, target: torch.dtype, count: int) -> None:
+def test_conversion_touches_count_numbers_and_no_more(source: torch.dtype) -> None:
     x = torch.randn(16).to(source)
-    out = torch.full((16,), 7.0, dtype=target)
-    _convert(x.data_ptr(), simd.NUMBER_KIND[source], out.data_ptr(), simd.NUMBER_KIND[target], count)
-    assert torch.equal(out[:count], x[:count].to(target))
-    assert (out[count:] == 7.0).all()
+    for target, kind in simd.NUMBER_KIND.items():
+        for count in COUNTS:
+            out = torch.full((16,), 7.0, dtype=target)
+            _convert(x.data_ptr(), simd.NUMBER_KIND[source], out.data_ptr(), kind, count)
+            assert torch.equal(out[:count], x[:count].to(target)), (target, count)
+            assert (out[count:] == 7.0).all(), (target, count)
 
 
 def test_transpose() -> None:
@@ -160,20 +162,20 @@ def _run_tile(
 
 
 @pytest.mark.parametrize("kind", list(simd.NUMBER_KIND.values()))
-@pytest.mark.parametrize("depth", [1, 31, 32, 100])
-def test_tile_dot_gives_the_same_bits_in_any_shape(kind: int, depth: int) -> None:
+def test_tile_dot_gives_the_same_bits_in_any_shape(kind: int) -> None:
     dtype = next(dtype for dtype, its_kind in simd.NUMBER_KIND.items() if its_kind == kind)
-    b = torch.randn(4, depth).to(dtype)
-    a = torch.randn(4, depth).to(dtype)
-    if not (kind == simd.BFLOAT16 and simd.bf16_products_usable()):
-        a = a.float()
-    whole = _run_dot(4, 4, kind, a, b)
-    bound = (depth + 5) * 2**-24 * (a.double().abs() @ b.double().abs().T)
-    assert ((whole.double() - a.double() @ b.double().T).abs() <= bound).all()
-    for rows, columns in ((2, 4), (1, 4), (3, 2), (2, 3), (3, 1), (1, 1)):
-        for tiles_ahead in (0, 2):
-            part = _run_dot(rows, columns, kind, a[4 - rows :], b[4 - columns :], tiles_ahead=tiles_ahead)
-            assert torch.equal(part, whole[4 - rows :, 4 - columns :])
+    for depth in (1, 31, 32, 100):
+        b = torch.randn(4, depth).to(dtype)
+        a = torch.randn(4, depth).to(dtype)
+        if not (kind == simd.BFLOAT16 and simd.bf16_products_usable()):
+            a = a.float()
+        whole = _run_dot(4, 4, kind, a, b)
+        bound = (depth + 5) * 2**-24 * (a.double().abs() @ b.double().abs().T)
+        assert ((whole.double() - a.double() @ b.double().T).abs() <= bound).all()
+        for rows, columns in ((2, 4), (1, 4), (3, 2), (2, 3), (3, 1), (1, 1)):
+            for tiles_ahead in (0, 2):
+                part = _run_dot(rows, columns, kind, a[4 - rows :], b[4 - columns :], tiles_ahead=tiles_ahead)
+                assert torch.equal(part, whole[4 - rows :, 4 - columns :]), (depth, rows, columns)
 
 
 @cache

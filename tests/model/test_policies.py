@@ -1,4 +1,4 @@
-"""Several policies in one model: each request's text and messages are those of its own, whoever runs beside it."""
+"""Several policies in one model: each request gets the text and the messages of its own policy."""
 
 from pathlib import Path
 
@@ -10,31 +10,31 @@ from tightwire.model.open import open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.ipc.messages import AddRequest
 
-_ARMS = {name: fixed_policy(name) for name in ("one-shot", "flash:int4-g64,int4-g64", "ring")}
+_POLICIES = {name: fixed_policy(name) for name in ("one-shot", "flash:int4-g64,int4-g64", "ring")}
 _PROMPTS = [[5], [72, 101, 108, 108, 111], list(range(40, 100))]
 
 
-def test_requests_of_unlike_arms_get_the_text_of_a_server_of_their_own(tmp_path: Path) -> None:
+def test_requests_of_different_policies_get_the_text_of_a_server_with_that_policy(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
     alone = {}
-    for name in _ARMS:
+    for name in _POLICIES:
         with local_engine(checkpoint, tp=2, all_reduce=name, max_model_len=128) as local:
             alone[name] = continue_prompts(local.engine, _PROMPTS, max_tokens=12)
     settings = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    with local_engine(checkpoint, tp=2, all_reduce=_ARMS, max_model_len=128, max_num_batched_tokens=64) as local:
+    with local_engine(checkpoint, tp=2, all_reduce=_POLICIES, max_model_len=128, max_num_batched_tokens=64) as local:
         for number, prompt in enumerate(_PROMPTS):
-            for name in (None, *_ARMS):  # None: the first
+            for name in (None, *_POLICIES):  # None: the first
                 local.engine.add(AddRequest(f"{number} {name}", prompt, settings, allreduce=name))
         outputs = run_to_end(local.engine)
         counted = {count.algorithm for count in local.groups[1].ledger.counts() if count.op == "all_reduce"}
-    assert counted == set(_ARMS)
-    for name in (None, *_ARMS):
+    assert counted == set(_POLICIES)
+    for name in (None, *_POLICIES):
         texts = [[t for out in outputs[f"{n} {name}"] for t in out.token_ids] for n in range(len(_PROMPTS))]
         assert texts == alone[name or "one-shot"], name
     assert alone["flash:int4-g64,int4-g64"] != alone["one-shot"], "the codec shows in the text"
 
 
-def test_an_arm_that_there_is_not_ends_that_request_alone(tmp_path: Path) -> None:
+def test_an_unknown_policy_ends_only_its_request(tmp_path: Path) -> None:
     settings = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     with local_engine(open_checkpoint(str(make_tiny(tmp_path))), max_model_len=64) as local:
         local.engine.add(AddRequest("wrong", [1], settings, allreduce="ring"))
