@@ -17,13 +17,13 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tightwire.bench.report.result_files import check_label
 from tightwire.comm.sizes import format_bytes, parse_bytes
 from tightwire.server.config.flags import convert
 
 REQUIRED: Any = MISSING  # as the default of an ``option`` that must be given
 _Options = TypeVar("_Options")
 _Number = TypeVar("_Number", int, float)
-_MAX_LABEL_CHARS = 100  # a file name has at most 255 bytes, and a date follows
 
 
 def option(
@@ -48,19 +48,6 @@ def option(
     if default_factory is not None:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def check_label(label: str) -> str:
-    """
-    Raises:
-        ValueError: no file name can begin with ``label``, or the file would lie outside of ``--output``.
-    """
-    if not label.isprintable() or "/" in label or not 0 < len(label) <= _MAX_LABEL_CHARS:
-        raise ValueError(
-            f"--label begins the names of files, so it has 1 to {_MAX_LABEL_CHARS} characters and no slash, got {label!r}; "
-            "the folder is --output's"
-        )
-    return label
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,6 @@ alone and, of several links, says at which rate quantizing stops paying.
 """
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,10 +150,9 @@ class CommBenchOptions(OutputOptions):
         return tuple(sorted(names, key=lambda name: name != "native"))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns 0, 1 for a wrong answer or a rank that failed, 2 for bad options, 130 after Ctrl-C."""
     description = "Time every AllReduce between processes of this machine, and check every result."
-    argv = sys.argv[1:] if argv is None else argv
     return CommBench(parse_options(CommBenchOptions, argv, verb="comm", description=description)).run()
 
 

@@ -1,7 +1,6 @@
 """``tightwire bench compare A.json B.json``: tells whether B became worse than A."""
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,9 +67,8 @@ class CompareOptions(OutputOptions):
             raise ValueError(f"--tolerance must be at least 0, got {self.tolerance:g}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns 0 without a regression, 1 with one or where B failed, 2 for what cannot be compared, 130 after Ctrl-C."""
-    argv = sys.argv[1:] if argv is None else argv
     return CompareBench(parse_options(CompareOptions, argv, verb="compare", description=_DESCRIPTION)).run()
 
 

@@ -5,7 +5,6 @@ one core; the AllReduce kernels need a GPU.
 """
 
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,13 +91,12 @@ class KernelBenchOptions(OutputOptions):
         return torch.device("cuda", 0) if on_cuda else torch.device("cpu")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns 0, 1 for a wrong answer, 2 for bad options, 130 after Ctrl-C."""
     description = (
         "Time codecs against a copy of memory and matrix products by rows on one core and, on a GPU, codecs and the "
         "AllReduce kernels with buffers of one process as ranks. Checks every answer."
     )
-    argv = sys.argv[1:] if argv is None else argv
     return KernelBench(parse_options(KernelBenchOptions, argv, verb="kernels", description=description)).run()
 
 

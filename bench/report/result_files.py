@@ -15,7 +15,21 @@ from typing import Any
 from tightwire.comm.atomic_file import write_atomic
 
 KINDS = ("json", "csv", "html")
+_MAX_LABEL_CHARS = 100  # a file name has at most 255 bytes, and a date follows
 _MOST_RUNS = 100  # of one label in one second
+
+
+def check_label(label: str) -> str:
+    """
+    Raises:
+        ValueError: no file name can begin with ``label``, or the file would lie outside of ``--output``.
+    """
+    if not label.isprintable() or "/" in label or not 0 < len(label) <= _MAX_LABEL_CHARS:
+        raise ValueError(
+            f"--label begins the names of files, so it has 1 to {_MAX_LABEL_CHARS} characters and no slash, got {label!r}; "
+            "the folder is --output's"
+        )
+    return label
 
 
 def add_flags(

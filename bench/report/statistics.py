@@ -50,26 +50,10 @@ def describe(values: Sequence[float]) -> Distribution | None:
     """The distribution of ``values``; None when there are none."""
     if not values:
         return None
-    ordered = sorted(values)
-    return Distribution(
-        n=len(ordered),
-        mean=statistics.fmean(ordered),
-        std=statistics.stdev(ordered) if len(ordered) > 1 else 0.0,
-        min=ordered[0],
-        p50=percentile(ordered, 50),
-        p90=percentile(ordered, 90),
-        p95=percentile(ordered, 95),
-        p99=percentile(ordered, 99),
-        max=ordered[-1],
-    )
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest of the sorted values, as numpy does by default."""
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    low, p50, p90, p95, p99, high = np.percentile(values, [0, 50, 90, 95, 99, 100]).tolist()
+    std = statistics.stdev(values) if len(values) > 1 else 0.0
+    mean = statistics.fmean(values)
+    return Distribution(n=len(values), mean=mean, std=std, min=low, p50=p50, p90=p90, p95=p95, p99=p99, max=high)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

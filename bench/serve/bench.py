@@ -6,7 +6,6 @@ for each load warm up, measure, print, keep. Results are kept when the server di
 
 import asyncio
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,10 +33,9 @@ _WITHOUT = {
 STARTUP_METRIC = re.compile(r"^tightwire_startup_seconds(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns 0, 1 when there is nothing usable or a load was cut short, 2 for bad options, 130 after Ctrl-C."""
     description = "Put load on a running OpenAI-compatible server, Tightwire or another, and measure it at the client."
-    argv = sys.argv[1:] if argv is None else argv
     return ServeBench(parse_options(ServeBenchOptions, argv, verb="serve", description=description)).run()
 
 
