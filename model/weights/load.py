@@ -55,10 +55,8 @@ def load_streamed(
         reader.close()
     else:
         store = reader.open_store()
-    if plan.bytes_per_s is not None:
-        store = ThrottledStore(store, plan.bytes_per_s)
     progress(1.0)
-    return _start(outer, resident, store, reader, device, timeout_s)
+    return _start(outer, resident, store, plan, reader, device, timeout_s)
 
 
 def load_partitioned(
@@ -92,7 +90,7 @@ def load_partitioned(
         peers.meet()  # a gather has a deadline, and a rank that still reads is not late
         peers.count_as(GATHERING)
         progress(1.0)
-        return _start(outer, resident, store, reader, device, timeout_s)
+        return _start(outer, resident, store, plan, reader, device, timeout_s)
     except BaseException:
         peers.close()
         raise
@@ -104,10 +102,13 @@ def _start(
     outer: OuterWeights,
     resident: dict[int, LayerWeights],
     store: LayerStore,
+    plan: WeightPlan,
     reader: LayerReader,
     device: torch.device,
     timeout_s: float,
 ) -> StreamedWeights:
+    if plan.bytes_per_s is not None:
+        store = ThrottledStore(store, plan.bytes_per_s)
     weights = StreamedWeights(outer, resident, store, reader.packed.plain, device, timeout_s=timeout_s)
     weights.start()
     return weights
