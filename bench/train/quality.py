@@ -1,26 +1,26 @@
-"""What compression does to the loss of a language model that `tightwire train` trains: ZeRO++, and DGC with pieces left out.
+"""Compares the held-out loss of compressed training with that of dense training, over several seeds.
 
-    python bench/scripts/training_quality.py [--arms NAME,...] [--seeds 0,1,2] [--jobs 1] [--output DIR] [key=value ...]
-    python bench/scripts/training_quality.py --report-only --output DIR
+    python -m tightwire.bench.train.quality [--arms NAME,...] [--seeds 0,1,2] [--jobs 1] [--output DIR] [key=value ...]
+    python -m tightwire.bench.train.quality --report-only --output DIR
 
-Each arm is a run of the product: ``training_quality.yaml`` with the arm's values over it, then those given, on four ranks
-of two nodes, which are threads. A seed's arms have the same first weights and the same batches. SGD's rate is dense's best with seed 7. AdamW, ZeRO-3:
+Each arm is a training run: ``quality.yaml``, the arm's own values, then the given ones, on four ranks of two nodes, which
+are threads. The arms of a seed start from the same weights and read the same batches. Arms with AdamW and ZeRO-3:
 
-    zero3           nothing compressed
+    zero3           no compression
     zero++          qwZ, hpZ and qgZ: weights in int8, a copy on each node, gradients in int4 on both hops
 
-Momentum SGD on four replicas, of which DGC and top-k send 0.1 % after a warm-up of sparsity in the first fifth:
+Arms with momentum SGD on four replicas. DGC and top-k send 0.1 % of the gradient after the sparsity has risen over the
+first fifth of the steps. The learning rate is the best one for dense training with seed 7:
 
-    sgd             nothing compressed
+    sgd             no compression
     dgc             momentum correction, momentum factor masking, local clipping
-    dense-start     the same, warmed up as in the article's example: dense steps, then 98.4 and 99.6 %
-    no-correction   top-k beneath the optimizer's momentum, the article's equation 5
-    no-masking      momentum goes on where it was sent
-    no-warm-up      0.1 % from the first step on
+    dense-start     the same, with the warm-up of the article's example: dense steps, then 98.4 and 99.6 %
+    no-correction   top-k without momentum correction, the article's equation 5
+    no-masking      DGC without momentum factor masking
+    no-warm-up      0.1 % from the first step
 
-The last three run after all seeds of the others. A run goes on from its last checkpoint when it was interrupted, and
-finished ones are kept; with other values than theirs the folder is refused. Writes training-quality.json (all curves)
-and training-quality.svg to DIR, and prints a Markdown table; with --report-only of what there is.
+An interrupted run continues from its last checkpoint, and a finished run is kept. A folder that holds a run with other
+values is refused. Writes training-quality.json (all curves) and training-quality.svg, and prints a Markdown table.
 """
 
 import argparse
@@ -54,9 +54,9 @@ from tightwire.training.run.run import Run
 from tightwire.training.run.setup import Ranks, check_ranks, engine_options
 
 _CONFIG = Path(__file__).resolve().with_suffix(".yaml")
-_ROOT = _CONFIG.parent.parent  # where its patterns begin
+_ROOT = _CONFIG.parents[2]  # the patterns of data.files are relative to it
 _RANKS, _NODES = 4, 2
-_TIMEOUT_S = 86400.0  # for another rank: the threads of a process that may be stopped for hours
+_TIMEOUT_S = 86400.0  # of a collective: the process may be suspended for hours
 _LAST_STEPS = 100  # over which training losses and bytes are averaged
 
 _ZERO = (
@@ -71,7 +71,7 @@ _ZERO_PP = (
     "parallel.reduce_across_codec=int4",
 )
 _SGD = ("optimizer={name: sgd, lr: 0.05, weight_decay: 0, options: {momentum: 0.9}}", "parallel.sharding=none")
-# Eight matrices of norm 0.35 together have about the norm 1 that is the default of optimizer.clip_norm.
+# Eight matrices of norm 0.35 have a joint norm of about 1, the default of optimizer.clip_norm.
 _CLIPPED_LOCALLY = ("optimizer.clip_norm=null", "parallel.between.clip_norm=0.35")
 _SPARSE = ("parallel.between.sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999]", *_CLIPPED_LOCALLY)
 _DGC = (*_SGD, "optimizer.options={}", "parallel.between.kind=dgc", "parallel.between.momentum=0.9", *_SPARSE)
@@ -85,17 +85,17 @@ ARMS = {
     "no-masking": (*_DGC, "parallel.between.mask_momentum=false"),
     "no-warm-up": (*_DGC, "parallel.between.sparsity=[0.999]"),
 }
-_DENSE = {"zero3": "zero3", "zero++": "zero3"}  # what an arm is measured against; the others: sgd
+_DENSE = {"zero3": "zero3", "zero++": "zero3"}  # the baseline of each arm; sgd for the others
 _TITLES = {"zero3": "AdamW", "sgd": "momentum SGD"}
 _ABLATIONS = ("no-correction", "no-masking", "no-warm-up")
-# Shares of the steps that are dense, and over which the sparsities are gone through, in equal spans.
+# Shares of the steps: dense steps first, then equal spans for each sparsity.
 _WARM_UP = (0.0, 0.25)
 _OTHER_WARM_UP = {"dense-start": (0.1, 0.15)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """What the log of one arm with one seed says."""
+    """The log of one arm with one seed."""
 
     arm: str
     seed: int
@@ -108,7 +108,7 @@ class Curve:
 
 
 def order_runs(arms: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
-    """(arm, seed) of each run: seed by seed, what is asked of compression first, and then what becomes of it in pieces."""
+    """(arm, seed) of each run: all seeds of the main arms first, then those of the ablations."""
     ablations = [arm for arm in arms if arm in _ABLATIONS]
     others = [arm for arm in arms if arm not in _ABLATIONS]
     return [(arm, seed) for group in (others, ablations) for seed in seeds for arm in group]
@@ -126,16 +126,16 @@ def make_config(arm: str, seed: int, output: Path, overrides: Sequence[str] = ()
 
 
 def train(config: TrainConfig) -> None:
-    """To the end, from the last checkpoint if there is one.
+    """Train to the end, from the last checkpoint if there is one.
 
     Raises:
-        ValueError: the folder has a run with other values.
+        ValueError: the folder holds a run with other values.
     """
     folder = Path(config.run)
     if (folder / "config.yaml").exists():
         before = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         if before != to_values(config):
-            raise ValueError(f"{folder} holds a run with other values, see its config.yaml; give another --output")
+            raise ValueError(f"{folder} holds a run with other values, see its config.yaml; choose another --output")
         if is_finished(read_log(folder / LOG), config.schedule.steps):
             return
     torch.set_num_threads(1)
@@ -162,7 +162,7 @@ def is_finished(lines: Iterable[dict[str, Any]], steps: int) -> bool:
 
 
 def read_curve(folder: Path) -> Curve:
-    """Of a run's folder, ARM-SEED."""
+    """Read the log in a run's folder, which is named ARM-SEED."""
     arm, _, seed = folder.name.rpartition("-")
     lines = read_log(folder / LOG)
     steps, evaluations = ([line for line in lines if key in line] for key in ("loss", "held_out_loss"))
@@ -180,7 +180,7 @@ def read_curve(folder: Path) -> Curve:
 
 
 def summarize(curves: Sequence[Curve]) -> list[dict[str, Any]]:
-    """A row for each arm, of its finished runs; ``behind``: its final held-out loss over that of dense with its seed, - 1."""
+    """One row per arm with finished runs. ``behind``: final held-out loss / that of the dense arm with the same seed - 1."""
     finished = {(curve.arm, curve.seed): curve for curve in curves if curve.finished}
     rows = []
     for arm in ARMS:
@@ -222,7 +222,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Held-out losses, AdamW's arms beside SGD's: the mean over the finished seeds, from the lowest to the highest."""
+    """Plot held-out losses of AdamW's and SGD's arms: the mean over finished seeds, and the range from lowest to highest."""
     finished = [curve for curve in curves if curve.finished]
     shown = [dense for dense in _TITLES if any(_DENSE.get(curve.arm, "sgd") == dense for curve in finished)]
     figure = Figure(figsize=(5.5 * max(1, len(shown)), 4.8), layout="constrained")
@@ -244,7 +244,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
 
 
 def report(output: Path) -> str:
-    """Write the JSON and the plot of all runs in ``output``; the table."""
+    """Write JSON and plot of all runs in ``output``; return the table."""
     curves = [read_curve(log.parent) for log in sorted(output.glob(f"*/{LOG}")) if read_log(log)]
     rows = summarize(curves)
     result = {
@@ -276,12 +276,12 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over all arms' values")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override the arms' values")
     parser.add_argument("--arms", type=_arms, default=list(ARMS))
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, about a core each (%(default)s)")
     parser.add_argument("--output", type=lambda text: Path(text).resolve(), default=Path("training-quality").resolve())
-    parser.add_argument("--report-only", action="store_true", help="train nothing")
+    parser.add_argument("--report-only", action="store_true", help="only report on the runs in --output")
     return parser
 
 

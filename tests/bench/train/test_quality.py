@@ -1,15 +1,14 @@
-"""benchmarks/training_quality: what its table reckons, and that an interrupted arm goes on and a finished one stays."""
+"""The summary of compressed training against dense training; an interrupted arm continues and a finished one is kept."""
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tightwire.bench.train import quality
 from tightwire.training.run.evaluate import Evaluator
 
-_BENCHMARKS = Path(__file__).resolve().parents[3] / "bench" / "scripts"
 _TINY = (
     "model.shape={hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 16}",
     "data.sequence_tokens=8",
@@ -21,13 +20,7 @@ _TINY = (
 )
 
 
-@pytest.fixture
-def quality(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(_BENCHMARKS))
-    return importlib.import_module("training_quality")
-
-
-def test_an_arm_is_measured_against_dense_of_its_seed(quality: Any, tmp_path: Path) -> None:
+def test_an_arm_is_measured_against_dense_of_its_seed(tmp_path: Path) -> None:
     def curve(arm: str, seed: int, held_out: float, finished: bool = True) -> Any:
         return quality.Curve(
             arm=arm,
@@ -55,7 +48,7 @@ def test_an_arm_is_measured_against_dense_of_its_seed(quality: Any, tmp_path: Pa
     assert "<svg" in (tmp_path / "curves.svg").read_text()
 
 
-def test_all_seeds_of_what_is_asked_run_before_the_ablations(quality: Any) -> None:
+def test_all_seeds_of_what_is_asked_run_before_the_ablations() -> None:
     assert quality.order_runs(["sgd", "no-masking", "dgc"], [0, 1]) == [
         *(("sgd", 0), ("dgc", 0), ("sgd", 1), ("dgc", 1)),
         *(("no-masking", 0), ("no-masking", 1)),
@@ -72,15 +65,13 @@ def test_all_seeds_of_what_is_asked_run_before_the_ablations(quality: Any) -> No
     ],
 )
 def test_sparsity_is_at_its_height_after_a_fifth_of_the_steps(
-    quality: Any, tmp_path: Path, arm: str, first: float | None, fifth: float, last: float
+    tmp_path: Path, arm: str, first: float | None, fifth: float, last: float
 ) -> None:
     between = quality.make_config(arm, 0, tmp_path, ["schedule={steps: 100, warmup_steps: 10}"]).parallel.between
     assert [between.sparsity_at(step) for step in (0, 19, 20, 99)] == [first, fifth, last, last]
 
 
-def test_an_interrupted_arm_goes_on_and_a_finished_one_stays(
-    quality: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_arm_goes_on_and_a_finished_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"document {i} of many, {i * i}" for i in range(40)))
     tiny = [*_TINY, f"data.files=[{text}]", "parallel.between.dense_below=64"]
