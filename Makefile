@@ -48,10 +48,10 @@ check: $(installed_dev)
 gpu-test: $(installed_dev)
 	$(pytest) -m "gpu or multi_gpu" $(ARGS)
 
-# `tightwire serve` beside those of vLLM, llama.cpp and transformers that bench/peers/install.sh has installed.
+# `tightwire serve` beside the servers of vLLM, llama.cpp and transformers that bench/peers/install.sh installed.
 bench: $(installed)
 	$(bin)/tightwire pull
-	$(bin)/python bench/peers/run.py $(ARGS)
+	$(bin)/tightwire bench peers $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -15,6 +15,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "tightwire.bench.kernels.bench:main",
         "time codecs and products on one core, AllReduce kernels on one GPU",
     ),
+    "peers": ("tightwire.bench.peers.run:main", "compare with other servers: vLLM, llama.cpp, transformers"),
     "quality": ("tightwire.bench.quality.bench:main", "measure the accuracy that a quantized AllReduce costs"),
     "serve": ("tightwire.bench.serve.bench:main", "put load on a running server: TTFT, TPOT, throughput"),
     "stream": ("tightwire.bench.stream.bench:main", "time steps with streamed weights"),

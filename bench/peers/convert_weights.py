@@ -1,11 +1,10 @@
-"""The same weights in the forms that the peers read, made once from one GGUF file.
+"""Converts one GGUF file to the forms that the peers read. ``run`` starts it in the environment of transformers.
 
     PEERS/transformers/bin/python bench/peers/convert_weights.py MODEL.gguf FOLDER
 
-Makes ``FOLDER/hf`` (bfloat16 safetensors and a tokenizer, for vLLM and transformers), ``FOLDER/f16.gguf`` and
-``FOLDER/bf16.gguf`` (for llama.cpp, which would otherwise multiply by the file's own 4-bit numbers). Every matrix is what
-the packed numbers stand for, rounded once to 16 bits, which is also what `tightwire serve --dtype bfloat16` holds. Runs in
-the environment of transformers: reading a GGUF needs its `accelerate`.
+Makes ``FOLDER/hf`` (bfloat16 safetensors and a tokenizer, for vLLM and transformers), and ``FOLDER/f16.gguf`` and
+``FOLDER/bf16.gguf`` for llama.cpp. Every matrix is dequantized and rounded once to 16 bits, as `tightwire serve
+--quantization none` does.
 """
 
 import argparse
@@ -39,8 +38,8 @@ def main() -> int:
 
 
 def make_folder(source: Path, target: Path) -> None:
-    """A Hugging Face folder in bfloat16. No end tokens in generation_config.json, because `transformers serve` knows no
-    ``ignore_eos``: every answer is to run to the length that was asked for."""
+    """Write a Hugging Face folder in bfloat16. `transformers serve` has no ``ignore_eos``, so generation_config.json names no
+    end token: every answer runs to the requested length."""
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     plain = GgufConfig(dequantize=True)
@@ -55,7 +54,7 @@ def make_folder(source: Path, target: Path) -> None:
 
 
 def make_gguf(source: Path, target: Path, name: str) -> None:
-    """The same file with 16-bit matrices; vectors stay float32."""
+    """Write the same file with 16-bit matrices; vectors stay float32."""
     matrices, file_type = _GGUF_TYPES[name]
     reader = GGUFReader(source)
     unfinished = target.with_suffix(".unfinished")

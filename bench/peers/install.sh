@@ -1,10 +1,10 @@
 #!/bin/sh
-# Install peers into a folder, each where run.py looks for it.
+# Install peers into a folder, each where `tightwire bench peers` looks for it.
 #
 #   bench/peers/install.sh DIR [vllm] [transformers] [llama.cpp]      (all three if none is named)
 #
 # Variables: PYTHON (3.11 or newer), PIP_FLAGS (such as --extra-index-url URL, where the default index offers no CPU build of
-# torch), LLAMA_CMAKE_FLAGS (in place of those that are chosen for this CPU, for llama.cpp's build), JOBS (of that build).
+# torch), LLAMA_CMAKE_FLAGS (replace the flags chosen for this CPU), JOBS (of llama.cpp's build).
 set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -22,8 +22,8 @@ environment() {
     "$dir/$1/bin/pip" install $pip_flags -r "$here/$1.txt"
 }
 
-# Each vector extension that the kernel announces, by name. Not -march=native: where a virtual machine announces matrix units
-# that it does not have, that program ends with an illegal instruction. So AMX is left out.
+# Name each vector extension that the kernel reports. -march=native would include AMX, which some virtual machines report
+# without having it; llama.cpp then ends with an illegal instruction.
 llama_cpu_flags() {
     has=$(sed -n 's/^flags[^:]*://p' /proc/cpuinfo 2>/dev/null | head -n 1)
     [ -n "$has" ] || return 0 # no x86, or no Linux: llama.cpp's own choice
@@ -38,8 +38,8 @@ llama_cpu_flags() {
     echo "$chosen"
 }
 
-# The sources of llama.cpp that llama-cpp-python's package has inside: its server is llama.cpp's own program, not the Python
-# wrapper, which answers one request at a time.
+# Build llama.cpp's own server from the sources inside llama-cpp-python's package. The package's Python server answers one
+# request at a time and is not measured.
 llama_cpp() {
     work=$dir/llama.cpp
     mkdir -p "$work"

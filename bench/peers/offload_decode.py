@@ -1,8 +1,8 @@
-"""Seconds a step that transformers takes with accelerate's offloading: weights come in for each step, nothing ahead of time.
+"""Times decode steps of transformers with accelerate's offloading. ``streaming`` starts it in the peer's environment.
 
-Started by streaming.py with a model's folder. Each line of stdin is one order as JSON, ``{"arm", "batch", "steps"}``; its answer
-is a line of stdout, ``{"seconds": [...], "tokens": [...]}``. Arms: resident, cpu (``cpu_offload``), disk (``disk_offload``). As in
-Tightwire, embedding, last norm and head stay; what is brought in is the layers.
+Each line of stdin is an order as JSON, ``{"arm", "batch", "steps"}``; the answer is a line of stdout, ``{"seconds": [...],
+"tokens": [...]}``. Arms: resident, cpu (``cpu_offload``), disk (``disk_offload``). As in Tightwire, only the layers are
+offloaded; embedding, last norm and head stay on the device.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import torch
-from accelerate import cpu_offload, disk_offload
+from accelerate import cpu_offload, disk_offload  # pyright: ignore[reportMissingImports] - of the peer's environment
 from transformers import AutoModelForCausalLM
 
 
@@ -52,7 +52,7 @@ def _load(given: argparse.Namespace, arm: str, folder: str) -> Any:
 
 
 def _steps(model: Any, given: argparse.Namespace, batch: int, steps: int) -> dict[str, Any]:
-    """Greedy decode steps behind a prompt of the context's length; the first is not timed."""
+    """Greedy decode steps after a prompt that fills the context; the first step is not timed."""
     prompt = torch.arange(3, 3 + given.context - 1, device=given.device).repeat(batch, 1)
     done = model(prompt, use_cache=True)
     cache, tokens_B1 = done.past_key_values, done.logits[:, -1:].argmax(-1)
@@ -74,8 +74,8 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _say(what: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 

@@ -1,12 +1,12 @@
-"""How near to what the device can do `tightwire serve` comes, and transformers beside it. One command, no peer to install.
+"""Compares `tightwire serve` with the device's own rates and with transformers. Needs no installed peer.
 
-    python bench/peers/roofline.py random:llama-3-8b                        # on a GPU; some minutes
-    python bench/peers/roofline.py smollm2-135m --prompt-len 512 --crowd 8  # on a CPU
+    python -m tightwire.bench.peers.roofline random:llama-3-8b                        # on a GPU; some minutes
+    python -m tightwire.bench.peers.roofline smollm2-135m --prompt-len 512 --crowd 8  # on a CPU
 
-The rate of copies and of matrix products is measured first, on the idle device. Then one server is put under the load of
-`tightwire bench serve`: one request with a short prompt, whose later tokens each read all weights once; one with a long
-prompt, whose first token takes all its products; and many at once. Then transformers generates from random weights of the
-same shape, with a static cache and compiled. Prints a Markdown table; the last line of stdout is one JSON object.
+First it measures copies and matrix products on the idle device. Then one server gets three loads from `tightwire bench
+serve`: short prompts one by one, whose later tokens each read all weights once; long prompts, whose first token takes all
+products; and many requests at once. Then transformers generates with random weights of the same shape, a static cache and
+torch.compile. Prints a Markdown table; the last line of stdout is one JSON object.
 """
 
 import argparse
@@ -15,33 +15,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from arms import Arm
-from peer_process import PeerProcess, StartError, free_port
-from turns import Load, TurnError, bench
 
+from tightwire.bench.peers.arms import Arm
+from tightwire.bench.peers.load import Load, LoadError, bench
+from tightwire.bench.peers.process import PeerProcess, StartError, free_port
 from tightwire.bench.report.environment import describe_environment
 from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import Checkpoint, open_checkpoint
 
-_HERE = Path(__file__).resolve().parent
+_TRANSFORMERS = Path(__file__).resolve().with_name("transformers_decode.py")
 _SHORT_PROMPT = 128
 
 
-def main() -> int:
-    given = _parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    given = _parser().parse_args(argv)
     try:
         checkpoint = open_checkpoint(given.model)
         rates = measure_rates(given.device)
         loads = measure_server(given, checkpoint)
         peer = None if given.no_peer else measure_transformers(given, checkpoint.config)
-    except (ModelError, StartError, TurnError, subprocess.SubprocessError) as error:
+    except (ModelError, StartError, LoadError, subprocess.SubprocessError) as error:
         sys.stderr.write(f"roofline: {error}\n")
         return 1
     result = summarize(given, checkpoint.config, rates, loads, peer)
@@ -50,13 +50,10 @@ def main() -> int:
 
 
 def measure_rates(device: str) -> dict[str, float]:
-    """Bytes a second read and written by a copy, and operations a second of bfloat16 products.
-
-    On a CPU of float32 ones if they are faster, as they are where nothing multiplies bfloat16: kernels widen it there.
-    """
+    """Bytes a second read and written by a copy, and FLOP/s of bfloat16 products (on a CPU of float32, if that is faster)."""
     rates = {"copy_bytes_per_s": _copy_rate(device), "product_flops": _product_rate(device)}
     if device == "cuda":
-        torch.cuda.empty_cache()  # the server is another process
+        torch.cuda.empty_cache()  # the server, another process, needs the memory
     return rates
 
 
@@ -87,10 +84,10 @@ def _least_s(work: Callable[[], object], device: str) -> float:
 
 
 def measure_server(given: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """What `bench serve` says of each load.
+    """The result of `bench serve` for each load.
 
     Raises:
-        StartError, TurnError: the server did not come up or did not answer.
+        StartError, LoadError: the server did not start or did not answer.
     """
     longest = max(given.prompt_len + 2, _SHORT_PROMPT + given.output_len)
     command = [sys.executable, "-m", "tightwire", "serve", given.model, "--tp", str(given.tp), "--device", given.device]
@@ -119,13 +116,13 @@ def _load(arm: Arm, concurrency: int, requests: int, input_len: int, output_len:
 
 
 def measure_transformers(given: argparse.Namespace, config: LlamaConfig) -> dict[str, float]:
-    """In a process of its own, which takes the memory with it.
+    """Run transformers in a process of its own, so that its memory is freed.
 
     Raises:
-        subprocess.SubprocessError: it failed; its own words are on stderr.
+        subprocess.SubprocessError: it failed; its error is on stderr.
     """
     shape = json.dumps(config_to_hf(config))
-    command = [sys.executable, str(_HERE / "transformers_decode.py"), shape, "--device", given.device]
+    command = [sys.executable, str(_TRANSFORMERS), shape, "--device", given.device]
     command += ["--prompt-len", str(_SHORT_PROMPT), "--output-len", str(given.output_len)]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=given.start_timeout, check=True)
     return json.loads(done.stdout.decode().splitlines()[-1])
@@ -138,14 +135,11 @@ def summarize(
     loads: dict[str, dict[str, Any]],
     peer: dict[str, float] | None,
 ) -> dict[str, Any]:
-    """Times, and their share of what the device could do.
-
-    Weights are counted as plain bfloat16, whose reading is the least that a generated token takes.
-    """
+    """Times and their share of the device's rates. Weights count as bfloat16, which a generated token must read once."""
     layers = config.num_layers * config.layer_matrix_elems
     weight_bytes = 2 * (layers + config.vocab_size * config.hidden_size)
     prompt_len = loads["prompt"]["prompt_tokens"] / loads["prompt"]["succeeded"]
-    # Half of the square is masked; a product with keys and one with values, two operations a number.
+    # Products with keys and with values, two operations each; the mask removes half of the square.
     in_attention = 2 * prompt_len**2 * config.num_layers * config.num_heads * config.head_dim
     prompt_flops = 2 * layers * prompt_len + in_attention
     token_s, ttft_s = loads["one"]["tpot_s"]["p50"], loads["prompt"]["ttft_s"]["p50"]
@@ -194,23 +188,30 @@ def _table(result: dict[str, Any]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Serving beside the device's own rates, and beside transformers.")
+    parser = argparse.ArgumentParser(description="Compare serving with the device's own rates and with transformers.")
     add = parser.add_argument
-    add("model", nargs="?", default="random:llama-3-8b", help="as `tightwire serve` takes it (%(default)s)")
-    add(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        choices=("cpu", "cuda"),
-        help="(%(default)s)",
-    )
+    add("model", nargs="?", default="random:llama-3-8b", help="see `tightwire serve` (%(default)s)")
+    devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
+    add("--device", default=devices[0], choices=devices, help="(%(default)s)")
     add("--tp", type=int, default=1, help="ranks (%(default)s)")
-    add("--quantization", default="none", help="as `tightwire serve` takes it (%(default)s)")
-    add("--prompt-len", type=int, default=8190, help="of the long prompt, cut to the model's context (%(default)s)")
+    add("--quantization", default="none", help="see `tightwire serve` (%(default)s)")
+    add(
+        "--prompt-len",
+        type=int,
+        default=8190,
+        help="tokens of the long prompt, at most the model's context (%(default)s)",
+    )
     add("--output-len", type=int, default=64, help="tokens to generate (%(default)s)")
-    add("--crowd", type=int, default=64, help="requests at once (%(default)s)")
+    add("--crowd", type=int, default=64, help="requests in flight (%(default)s)")
     add("--batched-tokens", type=int, default=8192, help="--max-num-batched-tokens of the server (%(default)s)")
-    add("--no-peer", action="store_true", help="leave transformers out")
-    add("--start-timeout", type=float, default=240.0, metavar="S", help="of the server, and of the peer (%(default)s)")
+    add("--no-peer", action="store_true", help="do not measure transformers")
+    add(
+        "--start-timeout",
+        type=float,
+        default=240.0,
+        metavar="S",
+        help="limit for the start of the server and for transformers (%(default)s)",
+    )
     return parser
 
 

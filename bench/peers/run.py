@@ -1,17 +1,10 @@
-"""vLLM, llama.cpp and transformers beside `tightwire serve`: the same weights, prompts, lengths and machine, in one session.
+"""``tightwire bench peers``: measures other servers beside `tightwire serve` on the same weights, prompts and machine.
 
-    python bench/peers/run.py --peers DIR [--servers tightwire-tp2,vllm,...] [--rounds 5] [--output DIR]
-
-README.md beside this file says how the peers are installed. All servers are started, their answers are checked, then each
-round puts the same load on one after the other, in random order, with `tightwire bench serve`; idle ones are watched. A
-server that does not start, answers wrongly or fails is reported and left out. Prints a Markdown table; the last line of
-stdout is one JSON object; --output keeps raw samples, logs, JSON and an HTML page.
-
-Exit status: 0; 1 when no server could be measured; 2 for bad options; 130 after Ctrl-C (what was measured is kept).
+It starts all servers, checks their answers, then puts the same load on one after the other, in random order, round by
+round, with `tightwire bench serve`. A server that does not start, answers wrongly or fails is reported and left out.
+README.md says how to install the peers.
 """
 
-import argparse
-import json
 import math
 import os
 import signal
@@ -19,210 +12,202 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, DEFAULT_ARMS, Arm, NotInstalled, Setup, make_arm, running_arm
-from page import make_page, markdown
-from rounds import Peer, Rounds, plain_load, plain_peers, say
-from summary import summarize
-from turns import CHECK_PROMPTS, Load
-
-from tightwire.bench.report.environment import describe_environment
+from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names, parse_options
+from tightwire.bench.peers import report
+from tightwire.bench.peers.arms import ARMS, DEFAULT_ARMS, Arm, NotInstalled, Setup, make_arm, running_arm
+from tightwire.bench.peers.load import CHECK_PROMPTS, Load
+from tightwire.bench.peers.rounds import Peer, Rounds, say
+from tightwire.bench.report.html import Section
 from tightwire.bench.report.quiet import wait_for_quiet
-from tightwire.bench.report.result_files import ResultFiles
+from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import open_checkpoint
 
-_HERE = Path(__file__).resolve().parent
+_CONVERT = Path(__file__).resolve().with_name("convert_weights.py")
 _QUIET = 0.1  # share of the cores that others may use
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeersOptions(OutputOptions):
+    servers: tuple[str, ...] = option(
+        tuple(DEFAULT_ARMS.split(",")),
+        f"of {', '.join(ARMS)}; also tightwire-tpN:ALGORITHM, and NAME=URL of a running server; the first one is the baseline",
+        metavar="A,B",
+        parse=parse_names,
+    )
+    peers: Path | None = option(None, "where install.sh put the peers (the cache folder)", metavar="DIR")
+    weights: Path | None = option(
+        None, "where the peers' forms of the weights are kept (with the peers)", metavar="DIR"
+    )
+    model: str = option("smollm2-135m", "a name or a .gguf file")
+    rounds: int = option(5, "turns of each server; below 5 there is no verdict", metavar="N")
+    concurrency: tuple[int, ...] = option((1, 8, 32), "requests in flight", metavar="N,N", parse=parse_integers)
+    num_requests: tuple[int, ...] = option(
+        (3, 8, 32), "in a turn, for each of --concurrency", metavar="N,N", parse=parse_integers
+    )
+    input_len: int = option(128, "prompt tokens", metavar="N")
+    output_len: int = option(32, "tokens to generate", metavar="N")
+    seed: int = option(1, "of prompts and of the order of turns", metavar="N")
+    time_limit: float = option(math.inf, "start no round that would end later", metavar="S")
+    start_timeout: float = option(900.0, "longest start of a server", metavar="S")
+    wait_for_quiet: float = option(0.0, "longest wait for other programs to finish", metavar="S")
+
+    def __post_init__(self) -> None:
+        if len(self.num_requests) != len(self.concurrency) or min([*self.num_requests, *self.concurrency]) < 1:
+            raise ValueError(
+                f"--num-requests takes one number above 0 for each of the {len(self.concurrency)} of --concurrency, "
+                f"got {','.join(map(str, self.num_requests))}"
+            )
+        if not self.time_limit > 0:
+            raise ValueError(f"--time-limit must be above 0 s, got {self.time_limit:g}")
+        if self.rounds < 1:
+            raise ValueError(f"--rounds must be at least 1, got {self.rounds}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    given = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no server is to outlive this
-    try:
-        load = _load(given)
-        arms, missing = _arms(given)
-        files = ResultFiles(given.output, "peers", ("json", "html")) if given.output else None
-    except (ValueError, ModelError) as error:
-        parser.error(str(error))
-    with tempfile.TemporaryDirectory() as scratch:
-        return _run(given, arms, missing, load, files, given.output or Path(scratch))
+    """Returns 0, 1 when no server could be measured, 2 for bad options, 130 after Ctrl-C (measured rounds are kept)."""
+    options = parse_options(
+        PeersOptions,
+        sys.argv[1:] if argv is None else argv,
+        verb="peers",
+        description="Compare servers on the same weights, in turns under the same load.",
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no server may outlive this process
+    return PeersBench(options).run()
 
 
-def _run(
-    given: argparse.Namespace,
-    arms: Sequence[Arm],
-    missing: Sequence[Peer],
-    load: Load,
-    files: ResultFiles | None,
-    folder: Path,
-) -> int:
-    began = time.perf_counter()
-    rounds = Rounds(arms, load, seed=given.seed, folder=folder, start_s=given.start_timeout)
-    done, error = 0, None
+class PeersBench(Bench):
+    verb = "peers"
+    metrics = report.METRICS
+    failures = ((ValueError, 2), (ModelError, 2))
 
-    def result() -> dict[str, Any]:
-        peers = plain_peers([*rounds.peers, *missing])
-        return {
-            "schema": "tightwire.bench.peers/1",
-            "environment": describe_environment(),
-            "load": plain_load(load),
-            "rounds": done,
-            "rounds_asked": given.rounds,
-            "seed": given.seed,
+    def __init__(self, options: PeersOptions) -> None:
+        super().__init__(options)
+        self._options = options
+        self._load = Load(
+            concurrency=options.concurrency,
+            num_requests=options.num_requests,
+            input_len=options.input_len,
+            output_len=options.output_len,
+        )
+        self._missing: list[Peer] = []
+        self._rounds: Rounds | None = None
+        self._done = 0
+
+    def measure(self) -> None:
+        options = self._options
+        arms = self._arms()
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = options.output or Path(scratch)
+            self._rounds = Rounds(arms, self._load, seed=options.seed, folder=folder, start_s=options.start_timeout)
+            with self._rounds as rounds:
+                self._measure(rounds)
+
+    def _measure(self, rounds: Rounds) -> None:
+        options, began = self._options, time.perf_counter()
+        wait_for_quiet(_QUIET, options.wait_for_quiet)
+        rounds.start()
+        longest_s = 0.0
+        while rounds.running and self._done < options.rounds:
+            round_began = time.perf_counter()
+            if round_began + longest_s >= began + options.time_limit:
+                break
+            rounds.take_turns(self._done + 1)
+            longest_s = max(longest_s, time.perf_counter() - round_began)
+            self._done += 1
+            self.keep()
+        if not any(peer.turns for peer in rounds.peers):
+            raise BenchFailedError("no server could be measured")
+
+    def cells(self) -> list[dict[str, Any]]:
+        return report.summarize([peer.plain() for peer in self._peers()], self._options.seed)
+
+    def _peers(self) -> list[Peer]:
+        return [*(self._rounds.peers if self._rounds else []), *self._missing]
+
+    def result(self, error: str | None) -> dict[str, Any]:
+        self.facts = {
+            "load": asdict(self._load),
+            "rounds": self._done,
+            "rounds_asked": self._options.rounds,
+            "seed": self._options.seed,
             "check_prompts": list(CHECK_PROMPTS),
-            "took_s": time.perf_counter() - began,
-            "cells": summarize(peers, given.seed),
-            "peers": peers,
-            "error": error,
+            "peers": [peer.plain() for peer in self._peers()],
         }
+        return super().result(error)
 
-    try:
-        with rounds:
-            wait_for_quiet(_QUIET, given.wait_for_quiet)
-            rounds.start()
-            longest_s = 0.0
-            while rounds.running and done < given.rounds and time.perf_counter() + longest_s < began + given.time_limit:
-                round_began = time.perf_counter()
-                rounds.take_turns(done + 1)
-                longest_s = max(longest_s, time.perf_counter() - round_began)
-                done += 1
-                _keep(files, result())
-    except KeyboardInterrupt:
-        error = "interrupted"
-    if not any(peer.turns for peer in rounds.peers):
-        error = error or "no server could be measured"
-    whole = result()
-    _keep(files, whole)
-    sys.stdout.write(markdown(whole) + "\n")
-    sys.stdout.write(json.dumps(_short(whole, files.paths if files else [])) + "\n")
-    return 130 if error == "interrupted" else 1 if error else 0
+    def show_end(self, result: Mapping[str, Any]) -> None:
+        if result["peers"]:
+            sys.stdout.write(report.markdown(result) + "\n")
 
+    def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
+        load = self._load
+        return (
+            "Servers side by side, same weights, one machine",
+            f"{load.input_len} prompt tokens, {load.output_len} generated; {result['rounds']} rounds, each server once in each, in "
+            "random order; all servers up, one at a time under load. " + "; ".join(report.doubts(result)),
+        )
 
-def _arms(given: argparse.Namespace) -> tuple[list[Arm], list[Peer]]:
-    """The servers that can be measured, and those whose programs are not there."""
-    arms: list[Arm] = []
-    missing: list[Peer] = []
-    setup: Setup | None = None
-    for word in given.servers:
-        running = running_arm(word)
-        if running is not None:
-            arms.append(running)
-            continue
-        setup = setup or _setup(given)
-        try:
-            arms.append(make_arm(word, setup))
-        except NotInstalled as error:
-            say(f"{word} is left out: {error}")
-            missing.append(Peer(arm=Arm(name=word, numbers="-"), fault=str(error)))
-    names = [arm.name for arm in arms]
-    if len(set(names)) < len(names):
-        raise ValueError(f"--servers needs every server once, got {', '.join(names)}")
-    if setup and any(str(setup.weights) in word for arm in arms for word in arm.command):
-        _convert(setup)
-    return arms, missing
+    def sections(self, result: Mapping[str, Any]) -> list[Section]:
+        return report.make_sections(result)
+
+    def _arms(self) -> list[Arm]:
+        """The servers that can be measured; those whose programs are missing go to ``_missing``."""
+        arms: list[Arm] = []
+        setup: Setup | None = None
+        for word in self._options.servers:
+            if (running := running_arm(word)) is not None:
+                arms.append(running)
+                continue
+            setup = setup or _make_setup(self._options)
+            try:
+                arms.append(make_arm(word, setup))
+            except NotInstalled as error:
+                say(f"{word} is left out: {error}")
+                self._missing.append(Peer(arm=Arm(name=word, numbers="-"), fault=str(error)))
+        names = [arm.name for arm in arms]
+        if len(set(names)) < len(names):
+            raise ValueError(f"--servers must name each server once, got {', '.join(names)}")
+        if setup and any(str(setup.weights) in word for arm in arms for word in arm.command):
+            _convert(setup)
+        return arms
 
 
-def _convert(setup: Setup) -> None:
-    """Make the peers' forms of the weights where they are not there yet."""
-    if all((setup.weights / name).exists() for name in ("hf", "f16.gguf", "bf16.gguf")):
-        return
-    say(f"converting {setup.gguf.name} for the peers, in {setup.weights}")
-    python = setup.peers / "transformers" / "bin" / "python"
-    command = [str(python), str(_HERE / "convert_weights.py"), str(setup.gguf), str(setup.weights)]
-    try:
-        subprocess.run(command, check=True, stdout=sys.stderr)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ValueError(
-            f"the peers' weights could not be made ({error}); this needs the transformers peer: "
-            f"bench/peers/install.sh {setup.peers} transformers"
-        ) from error
-
-
-def _setup(given: argparse.Namespace) -> Setup:
-    path = open_checkpoint(given.model).path
+def _make_setup(options: PeersOptions) -> Setup:
+    path = open_checkpoint(options.model).path
     if path is None or path.suffix != ".gguf":
         raise ValueError(
-            f"--model must be or have a .gguf file, which all servers' weights are made from, got {given.model}"
+            f"--model must have a .gguf file, because the weights of all servers are made from it, got {options.model}"
         )
+    peers = options.peers or cache_folder() / "peers"
     return Setup(
-        model=given.model,
+        model=options.model,
         gguf=path,
-        weights=(given.weights or given.peers / "weights" / path.stem).absolute(),
-        peers=given.peers,
+        weights=(options.weights or peers / "weights" / path.stem).absolute(),
+        peers=peers,
         num_threads=len(os.sched_getaffinity(0)),
     )
 
 
-def _load(given: argparse.Namespace) -> Load:
-    numbers = given.num_requests
-    if len(numbers) != len(given.concurrency) or min([*numbers, *given.concurrency]) < 1:
+def _convert(setup: Setup) -> None:
+    """Make the peers' forms of the weights unless they exist."""
+    if all((setup.weights / name).exists() for name in ("hf", "f16.gguf", "bf16.gguf")):
+        return
+    say(f"converting {setup.gguf.name} for the peers, in {setup.weights}")
+    python = setup.peers / "transformers" / "bin" / "python"
+    try:
+        subprocess.run([str(python), str(_CONVERT), str(setup.gguf), str(setup.weights)], check=True, stdout=sys.stderr)
+    except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(
-            f"--num-requests takes one number above 0 for each of the {len(given.concurrency)} of --concurrency, "
-            f"got {','.join(map(str, numbers))}"
-        )
-    if not given.time_limit > 0:
-        raise ValueError(f"--time-limit must be above 0 s, got {given.time_limit:g}")
-    if given.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, got {given.rounds}")
-    return Load(
-        concurrency=given.concurrency, num_requests=numbers, input_len=given.input_len, output_len=given.output_len
-    )
-
-
-def _keep(files: ResultFiles | None, result: dict[str, Any]) -> None:
-    if files is not None:
-        files.write_json(result)
-        files.write_html(make_page(result))
-
-
-def _short(result: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """Without the turns, which the JSON file has."""
-    peers = [{key: value for key, value in peer.items() if key != "turns"} for peer in result["peers"]]
-    return {**result, "peers": peers, "files": list(paths)}
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Servers of the same weights side by side, taking turns under one load."
-    )
-    add = parser.add_argument
-    add("--servers", type=lambda text: text.split(","), default=list(DEFAULT_ARMS), metavar="A,B",
-        help=f"of {', '.join(ARMS)}; also tightwire-tpN:ALGORITHM, and NAME=URL of a server that runs already; the first is "
-        f"what the others are compared with ({','.join(DEFAULT_ARMS)})")  # fmt: skip
-    add(
-        "--peers",
-        type=Path,
-        default=cache_folder() / "peers",
-        metavar="DIR",
-        help="where they are installed (%(default)s)",
-    )
-    add("--weights", type=Path, metavar="DIR", help="where the peers' forms of the weights are kept (with the peers)")
-    add("--model", default="smollm2-135m", help="a name or a .gguf file (%(default)s)")
-    add("--rounds", type=int, default=5, help="turns of each server; below 5 no verdict is given (%(default)s)")
-    add("--concurrency", type=_integers, default=(1, 8, 32), metavar="N,N", help="requests in flight (1,8,32)")
-    add(
-        "--num-requests", type=_integers, default=(3, 8, 32), metavar="N,N", help="in a turn, for each of them (3,8,32)"
-    )
-    add("--input-len", type=int, default=128, help="prompt tokens (%(default)s)")
-    add("--output-len", type=int, default=32, help="tokens to generate (%(default)s)")
-    add("--seed", type=int, default=1, help="of prompts and of the order of turns (%(default)s)")
-    add("--time-limit", type=float, default=math.inf, metavar="S", help="no round that would end later (none)")
-    add("--start-timeout", type=float, default=900.0, metavar="S", help="longest one may take to start (%(default)s)")
-    add(
-        "--wait-for-quiet", type=float, default=0.0, metavar="S", help="wait so long for others to finish (%(default)s)"
-    )
-    add("--output", type=Path, metavar="DIR", help="keep raw samples, logs, JSON and an HTML page there")
-    return parser
+            f"cannot convert the weights for the peers ({error}); this needs the transformers peer: "
+            f"bench/peers/install.sh {setup.peers} transformers"
+        ) from error
 
 
 if __name__ == "__main__":

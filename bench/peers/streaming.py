@@ -1,11 +1,11 @@
-"""Streamed weights beside accelerate's offloading of transformers: the same model, numbers and threads, in turns.
+"""Compares streamed weights with accelerate's offloading of transformers, in turns, on one model folder.
 
-    python bench/peers/streaming.py MODEL_FOLDER --peer-python ~/.cache/tightwire/peers/transformers/bin/python
+    python -m tightwire.bench.peers.streaming FOLDER --peer-python ~/.cache/tightwire/peers/transformers/bin/python
 
-The environment is `install.sh DIR transformers`'s. A round times each arm once, in random order: decode steps with resident
-weights, with layers from the host's memory (`cpu_offload`), and from files (`disk_offload`), here and there. On both sides the
-layers come in, and embedding, last norm and head stay. Whoever is not timed is idle. Prints a Markdown table; the last line of
-stdout is one JSON object.
+`install.sh DIR transformers` makes that environment. A round times each arm once, in random order: decode steps with resident
+weights, with layers from host memory (`cpu_offload`), and with layers from files (`disk_offload`). On both sides only the
+layers are streamed; embedding, last norm and head stay resident. Prints a Markdown table; the last line of stdout is one
+JSON object.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT
 
-_PEER = Path(__file__).resolve().parent / "offload_decode.py"
+_PEER = Path(__file__).resolve().with_name("offload_decode.py")
 _PAIRS = {"resident": "resident", "host none": "cpu", "disk none": "disk"}  # ours: theirs
 _END_S = 20.0
 _Samples = dict[tuple[str, str, int], list[float]]  # seconds of each round, by side, arm and batch
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """All rounds, and what the two sides answered."""
+    """Run all rounds; return times and answers of both sides."""
     torch.set_num_threads(given.threads)
     options = StreamBenchOptions(
         model=given.model, batches=tuple(given.batches), context=given.context, dtype=given.dtype, device=given.device
@@ -91,13 +91,13 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 def _answers(
     given: argparse.Namespace, runners: dict[str, ModelRunner], group: Group, peer: "Peer"
 ) -> dict[str, list[int]]:
-    """What each arm of both sides continues the same prompt with."""
+    """The tokens that each arm of both sides generates for the same prompt."""
     prompt, count = list(range(3, 3 + given.context - 1)), given.steps
     found = {f"tightwire {name}": greedy_tokens(runner, group, prompt, count) for name, runner in runners.items()}
     for theirs in _PAIRS.values():
         found[f"accelerate {theirs}"] = peer.steps(theirs, 1, count)["tokens"][:count]
     if len({tuple(tokens) for name, tokens in found.items() if name.startswith("tightwire")}) > 1:
-        raise ValueError(f"streamed weights answer otherwise than resident ones: {found}")
+        raise ValueError(f"streamed weights generate other tokens than resident ones: {found}")
     return found
 
 
@@ -134,11 +134,11 @@ def _cell(samples: _Samples, ours: str, batch: int) -> dict[str, Any]:
 
 
 class PeerError(Exception):
-    """The other side could not be started, or ended."""
+    """offload_decode.py did not start, or ended."""
 
 
 class Peer:
-    """offload_decode.py in its own environment; idle unless asked."""
+    """offload_decode.py in its own environment; it is idle between orders."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         flags = ["--dtype", given.dtype, "--device", given.device, "--context", str(given.context)]
@@ -166,11 +166,11 @@ class Peer:
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            raise PeerError(f"{_PEER.name} ended with status {self._process.wait()}; it has said above why")
+            raise PeerError(f"{_PEER.name} ended with status {self._process.wait()}; its error is above")
         return json.loads(line)
 
     def close(self) -> None:
-        """It ends by itself, and takes its files away; unless it does not."""
+        """Closing its input ends the process, which then removes its files; kill it if that takes too long."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
@@ -193,27 +193,34 @@ def _alone(device: str) -> Group:
 
 
 def _table(result: dict[str, Any]) -> str:
-    lines = ["| weights | batch | tightwire, ms | accelerate, ms | times as long |", "|---|---|---|---|---|"]
+    lines = ["| weights | batch | tightwire, ms | accelerate, ms | accelerate / tightwire |", "|---|---|---|---|---|"]
     for cell in result["cells"]:
         ratio = cell["accelerate_over_tightwire"]
         words = f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
         times = f"{cell['tightwire_s'] * 1e3:,.1f} | {cell['accelerate_s'] * 1e3:,.1f}"
         lines.append(f"| {cell['weights']} | {cell['batch']} | {times} | {words} |")
-    return "\n".join([*lines, "", f"others used {result['others_share']:.0%} of the cores"])
+    return "\n".join([*lines, "", f"other programs used {result['others_share']:.0%} of the cores"])
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Streamed weights beside accelerate's offloading, in turns.")
+    parser = argparse.ArgumentParser(description="Compare streamed weights with accelerate's offloading, in turns.")
     add = parser.add_argument
     add("model", help="a folder with config.json and safetensors")
-    add("--peer-python", required=True, metavar="PATH", help="of an environment with transformers and accelerate")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of both sides (%(default)s)")
+    add(
+        "--peer-python", required=True, metavar="PATH", help="Python of an environment with transformers and accelerate"
+    )
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="(%(default)s)")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="(%(default)s)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of both sides (%(default)s)")
-    add("--context", type=int, default=64, help="tokens of each sequence (%(default)s)")
-    add("--batches", type=_numbers, default=[1, 8], help="(1,8)")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="(%(default)s)")
+    add("--context", type=int, default=64, help="tokens per sequence (%(default)s)")
+    add("--batches", type=_numbers, default=[1, 8], help="sequences per step (1,8)")
     add("--rounds", type=int, default=5, help="(%(default)s)")
-    add("--steps", type=int, default=3, help="of an arm in a round, timed; their median counts (%(default)s)")
+    add(
+        "--steps",
+        type=int,
+        default=3,
+        help="timed steps of an arm in a round, of which the median counts (%(default)s)",
+    )
     return parser
 
 

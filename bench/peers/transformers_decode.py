@@ -1,6 +1,6 @@
-"""Seconds a token that transformers' `generate` takes on random weights: one sequence, static cache, compiled.
+"""Times transformers' `generate` with random weights: one sequence, static cache, compiled. ``roofline`` starts it.
 
-Started by roofline.py with the shape as JSON; the last line of stdout is one JSON object.
+The argument is the model's config.json; the last line of stdout is one JSON object.
 """
 
 import argparse

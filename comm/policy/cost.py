@@ -41,9 +41,9 @@ class LinkCost:
     sum_melem: float = 0.0  # adding exactly, where ``mib`` does not hold it
 
 
-# Where each comes from: shared memory and gloo from `bench comm` and bench/scripts/all_reduce.py with 2 ranks on two cores
+# Where each comes from: shared memory and gloo from `bench comm` with 2 ranks on two cores
 # of a server CPU, rounded (gloo through the loopback interface: a real network has its own bandwidth); encoding and
-# decoding there from bench/scripts/codec.py, one core, and adding from bench/scripts/limited_link.py; the two for CUDA are
+# decoding there from `bench kernels`, one core, and adding from `bench comm --link`; the two for CUDA are
 # published figures of PCIe boxes (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier), not measured
 # here.
 LINK_COSTS: Mapping[tuple[str, str], LinkCost] = {

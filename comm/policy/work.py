@@ -57,7 +57,7 @@ def coded_elem_bytes(codec: Codec, setting: Setting) -> float:
 
 
 def _effort(codec: Codec) -> float:
-    """How many times as long ``codec`` takes as int8, by bench/scripts/codec.py; 0: it is exact, and takes nothing."""
+    """How many times as long ``codec`` takes as int8, by `bench kernels`; 0: it is exact, and takes nothing."""
     fmt = codec.format
     if fmt is None:
         return 0.0

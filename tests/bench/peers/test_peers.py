@@ -1,6 +1,5 @@
-"""The peers' bench, with fake servers: equal prompts for all, wrong and dead servers left out visibly, nothing left running."""
+"""`bench peers` with fake servers: equal prompts for all, wrong and dead servers are reported, no process is left."""
 
-import importlib
 import json
 import os
 import sys
@@ -11,17 +10,9 @@ from typing import Any
 import pytest
 from helpers.server.fake_openai import FakeServer, running
 
-_FOLDER = Path(__file__).resolve().parents[3] / "bench" / "peers"
+from tightwire.bench.peers import arms, process, report, rounds, run
+
 _SHORT = ["--rounds", "1", "--concurrency", "1,2", "--num-requests", "1,2", "--input-len", "8", "--output-len", "4"]
-
-
-@pytest.fixture(autouse=True)
-def _scripts_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(_FOLDER))
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
@@ -29,7 +20,7 @@ def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
 ) -> None:
     with running(FakeServer()) as one, running(FakeServer()) as two, running(FakeServer(answer=["no"])) as wrong:
         servers = f"one={one.url},two={two.url},wrong={wrong.url},dead=http://127.0.0.1:9"
-        status = _module("run").main(["--servers", servers, *_SHORT, "--output", str(tmp_path)])
+        status = run.main(["--servers", servers, *_SHORT, "--output", str(tmp_path)])
 
     printed = capsys.readouterr().out.splitlines()
     result = json.loads(printed[-1])
@@ -39,9 +30,9 @@ def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
     assert "greedy answers are not those" in faults["wrong"]
     assert "does not answer" in faults["dead"]
     assert [body["prompt"] for body in one.bodies] == [body["prompt"] for body in two.bodies]
-    measured = {(cell["server"], cell["concurrency"], cell["figure"]) for cell in result["cells"]}
-    figures = ("ttft_s", "tpot_s", "output_tokens_per_s")
-    assert measured == {(name, count, figure) for name in ("one", "two") for count in (1, 2) for figure in figures}
+    measured = {(cell["server"], cell["concurrency"], *cell["medians"]) for cell in result["cells"]}
+    metrics = ("ttft_s", "tpot_s", "output_tokens_per_s")
+    assert measured == {(name, count, *metrics) for name in ("one", "two") for count in (1, 2)}
     kept = json.loads(Path(result["files"][0]).read_text())
     assert kept["peers"][1]["turns"][0]["loads"][0]["ttft_s"]["n"] == 1
     assert "dead was left out" in Path(result["files"][1]).read_text()
@@ -49,7 +40,7 @@ def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
 
 
 def test_without_any_server_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _module("run").main(["--servers", "dead=http://127.0.0.1:9", *_SHORT]) == 1
+    assert run.main(["--servers", "dead=http://127.0.0.1:9", *_SHORT]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"] == "no server could be measured"
 
 
@@ -73,12 +64,11 @@ def test_an_interrupted_run_keeps_its_rounds_and_says_so(
             raise KeyboardInterrupt
         return {"cells": [_MEASURED], "files": []}
 
-    rounds = _module("rounds")
     monkeypatch.setattr(rounds, "warm_up", lambda *_: None)
     monkeypatch.setattr(rounds, "bench", interrupted_in_round_two)
     with running(FakeServer()) as one:
         options = ["--servers", f"one={one.url}", *_SHORT, "--rounds", "2", "--output", str(tmp_path)]
-        status = _module("run").main(options)
+        status = run.main(options)
 
     printed = capsys.readouterr().out.splitlines()
     result = json.loads(printed[-1])
@@ -98,28 +88,27 @@ def test_no_round_begins_that_would_end_after_the_time_limit(
         now_s += 30.0
         return {"cells": [_MEASURED], "files": []}
 
-    monkeypatch.setattr(_module("rounds"), "warm_up", lambda *_: None)
-    monkeypatch.setattr(_module("rounds"), "bench", half_a_minute)
-    monkeypatch.setattr(_module("run").time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(rounds, "warm_up", lambda *_: None)
+    monkeypatch.setattr(rounds, "bench", half_a_minute)
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now_s)
     with running(FakeServer()) as one:
-        status = _module("run").main(["--servers", f"one={one.url}", *_SHORT, "--rounds", "9", "--time-limit", "100"])
+        status = run.main(["--servers", f"one={one.url}", *_SHORT, "--rounds", "9", "--time-limit", "100"])
 
     printed = capsys.readouterr().out.splitlines()
     assert (status, json.loads(printed[-1])["rounds"]) == (0, 3)
-    assert "- the time was up: 3 of 9 rounds" in printed
+    assert "- the time limit was reached: 3 of 9 rounds" in printed
 
 
 def test_a_reason_is_the_error_that_the_log_names() -> None:
     fault = "ended with status 1:\nTraceback (most recent call last):\n  raise it\nRuntimeError: no such unit\nsee http://a/value_error"
-    assert _module("summary").reason(fault) == "ended with status 1: RuntimeError: no such unit"
-    assert _module("summary").reason("the load did not end") == "the load did not end"
+    assert report.reason(fault) == "ended with status 1: RuntimeError: no such unit"
+    assert report.reason("the load did not end") == "the load did not end"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_peers_multiply_in_what_this_cpu_is_fast_at(
     dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    arms = _module("arms")
     monkeypatch.setattr(arms, "torch_has_bfloat16_products", lambda: dtype == "bfloat16")
     for program in ("vllm/bin/python", "transformers/bin/transformers"):
         path = tmp_path / program
@@ -136,16 +125,18 @@ def test_peers_multiply_in_what_this_cpu_is_fast_at(
     ("options", "message"),
     [
         (["--servers", "vlm"], "unknown server 'vlm'"),
-        (["--servers", "a=http://x,a=http://y"], "every server once"),
+        (["--servers", "a=http://x,a=http://y"], "each server once"),
         (["--num-requests", "1,2"], "one number above 0 for each of the 3"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--time-limit", "-1"], "--time-limit must be above 0 s"),
     ],
 )
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        _module("run").main(["--servers", "a=http://127.0.0.1:9", *options])
-    assert error.value.code == 2
+    try:
+        status = run.main(["--servers", "a=http://127.0.0.1:9", *options])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
     assert message in capsys.readouterr().err
 
 
@@ -157,34 +148,33 @@ def test_ratios_pair_the_rounds_that_both_servers_have() -> None:
 
     base = peer("ours", {n: 0.1 * n for n in range(1, 7)})
     other = peer("theirs", {n: 0.2 * n for n in range(1, 6)})
-    cells = _module("summary").summarize([base, other], seed=0)
+    cells = report.summarize([base, other], seed=0)
 
-    comparison = cells[1]["comparison"]
-    assert cells[0]["comparison"] is None
+    comparison = cells[1]["comparisons"]["ttft_s"]
+    assert cells[0]["comparisons"] == {}
     assert (comparison["ratio"], comparison["verdict"], comparison["n"]) == (pytest.approx(2.0), "slower", 5)
 
 
 def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
-    module = _module("peer_process")
-    process = module.PeerProcess(
+    server = process.PeerProcess(
         [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"], {}, port=1, log=tmp_path / "log"
     )
-    with pytest.raises(module.StartError, match="(?s)status 3.*no such file"):
-        process.wait_ready("/health", 20.0)
+    with pytest.raises(process.StartError, match="(?s)status 3.*no such file"):
+        server.wait_ready("/health", 20.0)
 
 
 def test_stop_ends_the_processes_that_a_server_started(tmp_path: Path) -> None:
     script = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
-    process = _module("peer_process").PeerProcess([sys.executable, "-c", script], {}, port=1, log=tmp_path / "log")
+    server = process.PeerProcess([sys.executable, "-c", script], {}, port=1, log=tmp_path / "log")
     deadline = time.monotonic() + 20.0
-    while len(process.pids()) < 2 and time.monotonic() < deadline:
+    while len(server.pids()) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    pids = process.pids()
+    pids = server.pids()
 
-    process.stop()
+    server.stop()
 
     assert len(pids) == 2
-    assert process.pids() == []
+    assert server.pids() == []
     assert not any(_runs(pid) for pid in pids)
 
 

@@ -1,15 +1,13 @@
-"""Streamed weights beside accelerate's, with a fake other side: every arm in every round, answers kept, failures said."""
+"""The comparison with accelerate, with a fake peer: every arm in every round, answers kept, failures reported."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny import make_tiny
 
-_FOLDER = Path(__file__).resolve().parents[3] / "bench" / "peers"
+from tightwire.bench.peers import streaming
 
 _FAKE = """#!{python}
 import json, sys
@@ -23,21 +21,13 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(name="streaming")
-def fixture_streaming(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(_FOLDER))
-    return importlib.import_module("streaming")
-
-
 def _executable(path: Path, text: str) -> str:
     path.write_text(text)
     path.chmod(0o755)
     return str(path)
 
 
-def test_both_sides_take_turns_and_are_compared(
-    streaming: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_both_sides_take_turns_and_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model, log = make_tiny(tmp_path / "m", num_hidden_layers=4, max_position_embeddings=1024), tmp_path / "orders"
     peer = _executable(tmp_path / "peer", _FAKE.format(python=sys.executable, log=str(log)))
 
@@ -65,7 +55,7 @@ def test_both_sides_take_turns_and_are_compared(
 
 @pytest.mark.parametrize(("peer", "words"), [("#!/bin/sh\nexit 3\n", "ended with status 3"), (None, "cannot be run")])
 def test_another_side_that_does_not_come_up_is_said(
-    streaming: Any, peer: str | None, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    peer: str | None, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     model = make_tiny(tmp_path / "m", num_hidden_layers=4)
     path = str(tmp_path / "none") if peer is None else _executable(tmp_path / "peer", peer)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tightwire.bench.train import quality
+from tightwire.training.config.between import DenseOptions, QuantizedOptions
 from tightwire.training.run.evaluate import Evaluator
 
 _TINY = (
@@ -68,6 +69,7 @@ def test_sparsity_is_at_its_height_after_a_fifth_of_the_steps(
     tmp_path: Path, arm: str, first: float | None, fifth: float, last: float
 ) -> None:
     between = quality.make_config(arm, 0, tmp_path, ["schedule={steps: 100, warmup_steps: 10}"]).parallel.between
+    assert not isinstance(between, (DenseOptions, QuantizedOptions))
     assert [between.sparsity_at(step) for step in (0, 19, 20, 99)] == [first, fifth, last, last]
 
 

@@ -1,6 +1,6 @@
 """Many calls in a row over shared memory, with more ranks than cores: no hang, no wrong sum.
 
-10,000 calls with two ranks, 3,000 with three, 300 with eight; ``bench/scripts/stress.py`` makes any number with any ranks.
+10,000 calls with two ranks, 3,000 with three, 300 with eight.
 """
 
 import pytest

@@ -1,16 +1,16 @@
-"""What is done to one running server: its answers are checked, then `tightwire bench serve` puts load on it."""
+"""Checks the answers of one running server, then puts load on it with `tightwire bench serve`."""
 
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-from arms import Arm
 
+from tightwire.bench.peers.arms import Arm
 from tightwire.server.cli.remote import RemoteError, SseDecoder, choice_text, first_choice, parse_event
 
 CHECK_PROMPTS = (
@@ -19,20 +19,19 @@ CHECK_PROMPTS = (
     "The opposite of hot is",
     "One, two, three, four, five, six,",
 )
-CHECK_TOKENS = 16
-_CHECK_CHARS = 6  # that an answer must share with the first server's: its first word or two
-_MOST_UNLIKE = 1  # answers; numbers of another precision may lead one of them elsewhere
-_WARMUPS = 1  # in each turn, after the turn that only warms up
+_CHECK_TOKENS = 16
+_CHECK_CHARS = 6  # that an answer must share with the first server's: one or two words
+_MAX_DIFFERENT = 1  # answers; another precision may change one of them
 _TURN_S = 600.0
 
 
-class TurnError(Exception):
-    """The server did not do what was asked; says what came instead."""
+class LoadError(Exception):
+    """The server did not do what was asked; the message says what happened instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What every server gets in a round: the same prompts, by the round's seed."""
+    """The load that every server gets in a round; the round's seed fixes the prompts."""
 
     concurrency: tuple[int, ...]
     num_requests: tuple[int, ...]  # for each concurrency
@@ -41,23 +40,23 @@ class Load:
 
 
 def answers(arm: Arm, url: str) -> list[str]:
-    """Its greedy answers to the prompts of the check.
+    """The server's greedy answers to the check prompts.
 
     Raises:
-        TurnError: it does not answer.
+        LoadError: it does not answer.
     """
     try:
-        # llama.cpp closes kept connections at times of its own, which here would look like no answer.
+        # llama.cpp closes idle connections, which would look like a missing answer.
         headers = {"Connection": "close"}
         with httpx.Client(timeout=120.0, trust_env=False, base_url=url, headers=headers) as client:
             model = arm.model or client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
             return [_answer(client, model, prompt) for prompt in CHECK_PROMPTS]
     except (httpx.HTTPError, RemoteError, ValueError, KeyError, IndexError) as error:
-        raise TurnError(f"it does not answer a plain prompt: {type(error).__name__}: {error}") from error
+        raise LoadError(f"it does not answer a plain prompt: {type(error).__name__}: {error}") from error
 
 
 def _answer(client: httpx.Client, model: str, prompt: str) -> str:
-    body = {"model": model, "prompt": prompt, "max_tokens": CHECK_TOKENS, "temperature": 0, "stream": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": _CHECK_TOKENS, "temperature": 0, "stream": True}
     decoder = SseDecoder()
     text = ""
     with client.stream("POST", "/v1/completions", json=body) as response:
@@ -69,60 +68,59 @@ def _answer(client: httpx.Client, model: str, prompt: str) -> str:
 
 
 def compare_answers(reference: Sequence[str], got: Sequence[str]) -> None:
-    """A fast wrong answer is worth nothing.
+    """Accept ``got`` if it begins like ``reference``, up to what different rounding explains.
 
     Raises:
-        TurnError: more of them than a difference in rounding explains begin with something else.
+        LoadError: too many answers begin differently.
     """
-    unlike = [
+    different = [
         f"{prompt!r}: {theirs!r} instead of {ours!r}"
         for prompt, ours, theirs in zip(CHECK_PROMPTS, reference, got, strict=True)
         if ours[:_CHECK_CHARS] != theirs[:_CHECK_CHARS]
     ]
-    if len(unlike) > _MOST_UNLIKE:
-        raise TurnError("its greedy answers are not those of the first server; " + "; ".join(unlike))
+    if len(different) > _MAX_DIFFERENT:
+        raise LoadError("its greedy answers are not those of the first server; " + "; ".join(different))
 
 
 def warm_up(arm: Arm, url: str, load: Load) -> None:
-    """Every number of requests in flight once, with a few tokens, so that what is made at first use is made.
+    """Run every concurrency once with few tokens, so that first-use work is not measured.
 
     Raises:
-        TurnError: the load did not end well.
+        LoadError: the load failed.
     """
-    short = Load(concurrency=load.concurrency, num_requests=load.concurrency, input_len=load.input_len, output_len=4)
-    bench(arm, url, short, seed=0, output=None)
+    bench(arm, url, replace(load, num_requests=load.concurrency, output_len=4), seed=0, output=None)
 
 
 def bench(arm: Arm, url: str, load: Load, *, seed: int, output: Path | None) -> dict[str, Any]:
-    """One turn; the result of `bench serve`, raw samples included where there is an ``output``.
+    """Run one turn and return the result of `bench serve`; ``output``: the folder for raw samples.
 
     Raises:
-        TurnError: the load did not end well, or requests failed.
+        LoadError: the load did not finish, or requests failed.
     """
     command = [sys.executable, "-m", "tightwire", "bench", "serve", "--url", url, "--seed", str(seed)]
     command += ["--concurrency", _numbers(load.concurrency), "--num-requests", _numbers(load.num_requests)]
-    command += ["--input-len", str(load.input_len), "--output-len", str(load.output_len), "--warmups", str(_WARMUPS)]
+    command += ["--input-len", str(load.input_len), "--output-len", str(load.output_len), "--warmups", "1"]
     command += ["--model", arm.model] if arm.model else []
     command += [] if arm.ignore_eos else ["--no-ignore-eos"]
-    command += ["--output", str(output), "--label", f"{_file_name(arm.name)}-seed{seed}"] if output else []
+    command += ["--output", str(output), "--label", f"{file_name(arm)}-seed{seed}"] if output else []
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TURN_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise TurnError(f"the load did not end within {_TURN_S:g} s") from error
+        raise LoadError(f"the load did not end within {_TURN_S:g} s") from error
     lines = done.stdout.decode().splitlines()
     if done.returncode != 0 or not lines:
         said = (done.stderr.decode() or done.stdout.decode()).strip()[-500:]
-        raise TurnError(f"bench serve ended with status {done.returncode}:\n{said}")
+        raise LoadError(f"bench serve ended with status {done.returncode}:\n{said}")
     result = json.loads(lines[-1])
-    for load_result in result["cells"]:
-        if load_result["failed"] or not load_result["ttft_s"]:
-            raise TurnError(f"{load_result['name']}: {load_result['failed']} requests failed: {load_result['errors']}")
+    for one in result["cells"]:
+        if one["failed"] or not one["ttft_s"]:
+            raise LoadError(f"{one['name']}: {one['failed']} requests failed: {one['errors']}")
     return result
+
+
+def file_name(arm: Arm) -> str:
+    return "".join(char if char.isalnum() or char in ".-" else "-" for char in arm.name)
 
 
 def _numbers(values: Sequence[int]) -> str:
     return ",".join(map(str, values))
-
-
-def _file_name(name: str) -> str:
-    return "".join(char if char.isalnum() or char in ".-" else "-" for char in name)
