@@ -20,7 +20,7 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
         x_N: (N,) float32, bfloat16 or float16, contiguous.
         out: (fmt.encoded_bytes(N),) uint8, contiguous.
     Raises:
-        ValueError: a tensor that is not so. The same goes for the functions below.
+        ValueError: another dtype, shape or layout. The same holds for the functions below.
     """
     return _kernels(x_N.device.type).encode(x_N, fmt, out)
 
@@ -45,5 +45,5 @@ def decode_reduce_encode(
 
 @cache
 def _kernels(device_type: str) -> ModuleType:
-    """These four functions for tensors of a device; imported when used, as not all machines have numba and Triton."""
+    """The module with these four functions for a device; imported on first use, as not all machines have Triton."""
     return import_module(f"tightwire.kernels.{'cuda' if device_type == 'cuda' else 'cpu'}.block_quant")

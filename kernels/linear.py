@@ -1,4 +1,4 @@
-"""Matrix product with the weights stored (out, in), as plain numbers or packed."""
+"""Matrix product with weights stored (out, in), as plain numbers or packed."""
 
 from importlib import import_module
 from typing import Any
@@ -12,34 +12,33 @@ from tightwire.kernels.cpu.linear_widened import linear_widened, rows_are_indepe
 from tightwire.kernels.packed import dequantize
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 
-# Packed weights are unpacked so many numbers at a time where another product takes them then: little beside a model.
+# Numbers of packed weights that are unpacked at a time for torch's product: little memory next to a model.
 _UNPACKED_ELEMS = 1 << 22
 
 
 def linear(
-    x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None = None, *, num_single_rows: int | None = None
+    x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None = None, *, num_decode_rows: int | None = None
 ) -> Tensor:
     """``x @ weight.T + bias``, summed in float32 and rounded once.
 
-    On CPU a row's bits depend on that row alone, so a sequence gets the same logits whatever runs beside it. torch's
+    On CPU a row's bits depend on that row alone, so a sequence gets the same logits in any batch. torch's
     product has that property in bfloat16 (but for a single row) and not in float32, and it wastes bandwidth when rows
-    are few; so there is a kernel of our own. Microseconds of ours against F.linear on one thread of a Zen 5 core
+    are few, so this has a kernel of its own. Microseconds of this kernel / F.linear on one thread of a Zen 5 core
     (AVX512-BF16), torch 2.13, 3072 outputs of 576 inputs, weights out of cache:
 
         rows            1           4          16          64          512
         bfloat16   142 / 228   127 / 231   176 / 324   628 / 669   4953 / 3970
         float32    293 / 438   263 / 573   446 / 969  1283 / 2603  10105 / 17802
 
-    Packed weights stay packed in memory, and x as it is: on CPU the result is that of the same numbers in float32, bit for
-    bit, and rounded; but where the CPU multiplies bfloat16 in pairs (AVX512-BF16) and x is bfloat16, they are rounded to
-    it first, as all weights are there. Single rows unpack on their way through the registers; on CUDA in a kernel of
-    Triton's.
+    Packed weights stay packed in memory. On CPU the result is that of the same numbers in float32, bit for bit, and rounded;
+    but when the CPU multiplies bfloat16 in pairs (AVX512-BF16) and x is bfloat16, the weights are rounded to it first. For
+    decode rows they are unpacked in registers.
 
     Args:
-        num_single_rows: that many rows, the first, come one by one or a few at a time (generated tokens); the rest are
-            blocks of many (prompts), which in bfloat16 on CPU are torch's: faster there, and by far where the CPU has
-            matrix units, and widened where it has no units for bfloat16 at all. Which kernel a row gets must depend on
-            what it is and not on how many came with it. None: all.
+        num_decode_rows: the number of decode rows, which come first, one or a few at a time. The rest are prefill rows,
+            many at a time, which in bfloat16 on CPU go to torch: faster, especially with matrix units; widened to float32
+            where the CPU has no bfloat16 units. A row's kernel must depend on its kind and not on the number of rows in the
+            batch. None: all.
     Raises:
         ValueError: on CPU, shapes or dtypes that do not match, or rows that are not contiguous.
     """
@@ -47,18 +46,18 @@ def linear(
     if not on_cpu and isinstance(weight_OD, Tensor):
         return F.linear(x_TD, weight_OD, bias_O)
     one_product = on_cpu and x_TD.dtype != torch.bfloat16
-    if num_single_rows is None or num_single_rows >= len(x_TD) or one_product:
+    if num_decode_rows is None or num_decode_rows >= len(x_TD) or one_product:
         return _single_product(x_TD, weight_OD, bias_O)
-    if num_single_rows == 0:
+    if num_decode_rows == 0:
         return _block_product(x_TD, weight_OD, bias_O)
-    few, block = x_TD[:num_single_rows], x_TD[num_single_rows:]
+    few, block = x_TD[:num_decode_rows], x_TD[num_decode_rows:]
     return torch.cat([_single_product(few, weight_OD, bias_O), _block_product(block, weight_OD, bias_O)])
 
 
 def linear_to_float(x_RD: Tensor, weight_OD: Matrix) -> Tensor:
-    """``linear`` without the rounding: float32 sums, for logits, where the best ones may be a single 16-bit number.
+    """``linear`` without the rounding: float32 sums, for logits, whose best ones may round to one 16-bit number.
 
-    Costs and raises what ``linear`` does.
+    Cost and errors are those of ``linear``.
     """
     if x_RD.device.type == "cpu":
         return linear_to_float_cpu(x_RD, weight_OD)
@@ -87,13 +86,13 @@ def _block_product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None) -> Te
 
 
 def _torch_product(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-    if len(x_TD) == 1:  # alone it would take another path and get other bits
+    if len(x_TD) == 1:  # torch has another kernel, with other bits, for a single row
         return F.linear(x_TD.expand(2, -1), weight_OD, bias_O)[:1]
     return F.linear(x_TD, weight_OD, bias_O)
 
 
 def _unpacked_product(x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None) -> Tensor:
-    """torch's product, with matrix units where there are any, and some rows of the weights at a time."""
+    """torch's product, with matrix units if there are any, for some rows of the weights at a time."""
     num_outputs, num_inputs = weight_OD.shape
     at_once = max(1, _UNPACKED_ELEMS // num_inputs)
     parts = []
@@ -105,5 +104,5 @@ def _unpacked_product(x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | No
 
 
 def _triton() -> Any:
-    """Imported when a GPU asks for it: a CPU host need not have Triton."""
+    """Imported on first use: a CPU host need not have Triton."""
     return import_module("tightwire.kernels.cuda.linear_packed")

@@ -63,7 +63,7 @@ class EagerLayers:
     def _attention(self, x_TD: Tensor, weights: LayerWeights, index: int) -> Tensor:
         """(T, D). Only rank 0 has the bias, so the sum over the ranks adds it once."""
         batch, head_dim, num_decode = self._batch, self._config.head_dim, self._batch.num_decode_rows
-        qkv_TO = linear(x_TD, weights.qkv, weights.qkv_bias, num_single_rows=num_decode)
+        qkv_TO = linear(x_TD, weights.qkv, weights.qkv_bias, num_decode_rows=num_decode)
         qkv_THE = qkv_TO.view(-1, self._shard.local_heads + 2 * self._shard.local_kv_heads, head_dim)
         keys_NKPE, values_NKPE = self._cache.layer(index)  # may still be on the way until here
         q_THE = rotate_and_cache(qkv_THE, self._cos_TE, self._sin_TE, keys_NKPE, values_NKPE, batch.slots_T)
@@ -79,10 +79,10 @@ class EagerLayers:
             groups=self._head_groups,
         )
         return linear(
-            mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias, num_single_rows=num_decode
+            mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias, num_decode_rows=num_decode
         )
 
     def _mlp(self, x_TD: Tensor, weights: LayerWeights) -> Tensor:
         num_decode = self._batch.num_decode_rows
-        gated_TF = swiglu(linear(x_TD, weights.gate_up, weights.gate_up_bias, num_single_rows=num_decode))
-        return linear(gated_TF, weights.down, weights.down_bias, num_single_rows=num_decode)
+        gated_TF = swiglu(linear(x_TD, weights.gate_up, weights.gate_up_bias, num_decode_rows=num_decode))
+        return linear(gated_TF, weights.down, weights.down_bias, num_decode_rows=num_decode)

@@ -117,7 +117,7 @@ class Llama:
         for part, row_sums in enumerate(sums, start=first):
             partial_TD = layers.run(part, update_TD)
             update_TD = yield partial(
-                self._parallel.sum_rows, partial_TD, row_sums, num_single_rows=batch.num_decode_rows
+                self._parallel.sum_rows, partial_TD, row_sums, num_decode_rows=batch.num_decode_rows
             )
         assert update_TD is not None, "a span has at least one layer"
         return update_TD

@@ -86,24 +86,24 @@ class TensorParallel:
         self._group.ledger.site = "chosen"
         return broadcast(self._group, chosen_R[:num])
 
-    def sum_rows(self, partial_TD: Tensor, sums: RowSums | None, *, num_single_rows: int) -> Tensor:
+    def sum_rows(self, partial_TD: Tensor, sums: RowSums | None, *, num_decode_rows: int) -> Tensor:
         """(T, D): the sum of the ranks' partial results.
 
-        The first ``num_single_rows`` rows are decode rows, the others prefill rows. When different algorithms sum the two,
+        The first ``num_decode_rows`` rows are decode rows, the others prefill rows. When different algorithms sum the two,
         they travel separately, so a row's bits do not depend on the kind of the other rows.
         """
         if sums is None:
             return partial_TD
         ledger = self._group.ledger
         ledger.site = sums.label
-        if num_single_rows == 0 or sums.prompt is sums.generated:
+        if num_decode_rows == 0 or sums.prompt is sums.generated:
             return sums.prompt(partial_TD)
-        if num_single_rows == len(partial_TD):
+        if num_decode_rows == len(partial_TD):
             return sums.generated(partial_TD)
         step_phase, ledger.phase = ledger.phase, "decode"
-        generated_TD = sums.generated(partial_TD[:num_single_rows])
+        generated_TD = sums.generated(partial_TD[:num_decode_rows])
         ledger.phase = step_phase
-        return torch.cat([generated_TD, sums.prompt(partial_TD[num_single_rows:])])
+        return torch.cat([generated_TD, sums.prompt(partial_TD[num_decode_rows:])])
 
     def sums_in_kernel(self, generated: Iterable[AllReduce], rows_TD: Tensor) -> KernelSums | None:
         """Lets one kernel make all these sums of messages like ``rows_TD``; None when one of them is not possible there."""

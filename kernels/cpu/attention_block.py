@@ -1,4 +1,4 @@
-"""What CPU attention does with one block of keys for a tile of query rows: scores, their softmax, the values' sum.
+"""CPU attention of one block of keys and a tile of query rows: scores, their softmax, the values' sum.
 
 Addresses, not tensors; ``attention_cpu_kernels`` walks tiles and blocks, and says how numbers lie.
 """

@@ -71,7 +71,7 @@ def decode_reduce_encode(
 ) -> Tensor:
     """``block_quant.decode_reduce_encode``; the sum never leaves the first-level cache."""
     if not bufs:
-        raise ValueError("decode_reduce_encode wants at least one message to add, got none")
+        raise ValueError("decode_reduce_encode needs at least one message to add, got none")
     for buf in bufs:
         _check_message(buf, fmt, num_elems)
     out = _bytes_for(num_elems, out_fmt, out)

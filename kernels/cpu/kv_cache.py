@@ -14,12 +14,12 @@ def write_kv_cpu(k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKP
     strides, dtype = k_cache_NKPE.stride(), k_cache_NKPE.dtype
     if v_TKE.shape != shape or (num_kv_heads, head_dim) != (cache_heads, cache_dim) or len(slot_T) != num_tokens:
         raise ValueError(
-            "write_kv wants k and v (T, K, E), caches (N, K, P, E) and slots (T,); "
+            "write_kv needs k and v (T, K, E), caches (N, K, P, E) and slots (T,); "
             f"got {tuple(shape)}, {tuple(v_TKE.shape)}, {tuple(k_cache_NKPE.shape)} and {tuple(slot_T.shape)}"
         )
     if k_TKE.dtype != dtype or v_TKE.dtype != dtype or v_cache_NKPE.dtype != dtype or slot_T.dtype != torch.int32:
         raise ValueError(
-            "write_kv wants k, v and caches in one dtype and int32 slots; "
+            "write_kv needs k, v and caches in one dtype and int32 slots; "
             f"got {k_TKE.dtype}, {v_TKE.dtype}, {dtype}, {v_cache_NKPE.dtype} and {slot_T.dtype}"
         )
     if (
@@ -30,7 +30,7 @@ def write_kv_cpu(k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKP
         or v_TKE.stride(2) != 1
         or slot_T.stride(0) != 1
     ):
-        raise ValueError("write_kv wants caches alike, and contiguous heads, cache blocks and slots")
+        raise ValueError("write_kv needs caches alike, and contiguous heads, cache blocks and slots")
     number_bytes = k_cache_NKPE.element_size()
     wrong = write_slots(
         k_TKE.data_ptr(),

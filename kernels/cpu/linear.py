@@ -104,7 +104,7 @@ def useful_threads(num_rows: int, num_weights: int) -> int:
 def _check(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
     if x.shape[1] != weight.shape[1] or (bias is not None and bias.shape[0] != weight.shape[0]):
         raise ValueError(
-            "linear wants x (T, D), weight (O, D) and bias (O,) or None; "
+            "linear needs x (T, D), weight (O, D) and bias (O,) or None; "
             f"got {tuple(x.shape)}, {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"
         )
     stored = weight.format.name if isinstance(weight, PackedMatrix) else weight.dtype
@@ -114,12 +114,12 @@ def _check(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
         or (bias is not None and bias.dtype != x.dtype)
     ):
         raise ValueError(
-            f"linear wants x, weight (unless packed) and bias in one of {', '.join(map(str, NUMBER_KIND))}; "
+            f"linear needs x, weight (unless packed) and bias in one of {', '.join(map(str, NUMBER_KIND))}; "
             f"got {x.dtype}, {stored} and {None if bias is None else bias.dtype}"
         )
     strides = weight.blocks_OB.stride() if isinstance(weight, PackedMatrix) else weight.stride()
     if x.stride(1) != 1 or strides[1] != 1 or (bias is not None and bias.stride(0) != 1):
-        raise ValueError(f"linear wants contiguous rows; got strides {x.stride()} and {strides}")
+        raise ValueError(f"linear needs contiguous rows; got strides {x.stride()} and {strides}")
 
 
 def _make_tiles(kind: int) -> Any:

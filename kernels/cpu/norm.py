@@ -35,12 +35,12 @@ def add_rms_norm_cpu(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: f
 def _check(x: Tensor, residual: Tensor, weight: Tensor) -> None:
     if residual.shape != x.shape or weight.shape[0] != x.shape[1] or x.stride(1) != 1 or residual.stride(1) != 1:
         raise ValueError(
-            "rms_norm wants x and residual (T, D) with contiguous rows and weight (D,); "
+            "rms_norm needs x and residual (T, D) with contiguous rows and weight (D,); "
             f"got {tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
         )
     if x.dtype not in NUMBER_KIND or weight.dtype != x.dtype or residual.dtype != x.dtype or weight.stride(0) != 1:
         raise ValueError(
-            f"rms_norm wants x, residual and weight in one of {', '.join(map(str, NUMBER_KIND))}; "
+            f"rms_norm needs x, residual and weight in one of {', '.join(map(str, NUMBER_KIND))}; "
             f"got {x.dtype}, {residual.dtype} and {weight.dtype}"
         )
 

@@ -37,16 +37,16 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     num_tokens, _, head_dim = x.shape
     if head_dim % 2 or cos.shape != (num_tokens, head_dim // 2) or sin.shape != cos.shape:
         raise ValueError(
-            "rope wants x (T, H, E) with E even, cos and sin (T, E/2); "
+            "rope needs x (T, H, E) with E even, cos and sin (T, E/2); "
             f"got {tuple(x.shape)}, {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
     if x.dtype not in NUMBER_KIND or cos.dtype != torch.float32 or sin.dtype != torch.float32:
         raise ValueError(
-            f"rope wants x in one of {', '.join(map(str, NUMBER_KIND))}, cos and sin in float32; "
+            f"rope needs x in one of {', '.join(map(str, NUMBER_KIND))}, cos and sin in float32; "
             f"got {x.dtype}, {cos.dtype} and {sin.dtype}"
         )
     if x.stride(2) != 1 or cos.stride(1) != 1 or sin.stride(1) != 1:
-        raise ValueError("rope wants the last dimension of x, cos and sin contiguous")
+        raise ValueError("rope needs the last dimension of x, cos and sin contiguous")
 
 
 @kernel

@@ -30,9 +30,9 @@ def copy_runs(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
             f"{tuple(source_MX.shape[1:])} {source_MX.dtype}"
         )
     if not (target_NX.is_contiguous() and source_MX.is_contiguous() and runs_R3.is_contiguous()):
-        raise ValueError("copy_runs wants contiguous tensors")
+        raise ValueError("copy_runs needs contiguous tensors")
     if runs_R3.dtype != torch.int64 or runs_R3.dim() != 2 or runs_R3.shape[1] != 3:
-        raise ValueError(f"copy_runs wants runs (R, 3) in int64, got {tuple(runs_R3.shape)} {runs_R3.dtype}")
+        raise ValueError(f"copy_runs needs runs (R, 3) in int64, got {tuple(runs_R3.shape)} {runs_R3.dtype}")
     wrong = check_runs(runs_R3.data_ptr(), len(runs_R3), len(source_MX), len(target_NX))
     if wrong >= 0:
         raise ValueError(

@@ -15,7 +15,7 @@ def swiglu_cpu(gate_up_T2F: Tensor) -> Tensor:
     num_tokens, columns = gate_up_T2F.shape
     if columns % 2 or gate_up_T2F.dtype not in NUMBER_KIND or gate_up_T2F.stride(1) != 1:
         raise ValueError(
-            f"swiglu wants (T, 2F) with contiguous rows in one of {', '.join(map(str, NUMBER_KIND))}; "
+            f"swiglu needs (T, 2F) with contiguous rows in one of {', '.join(map(str, NUMBER_KIND))}; "
             f"got {tuple(gate_up_T2F.shape)} {gate_up_T2F.dtype} with strides {gate_up_T2F.stride()}"
         )
     out_TF = torch.empty((num_tokens, columns // 2), dtype=gate_up_T2F.dtype)

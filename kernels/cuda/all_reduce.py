@@ -1,6 +1,6 @@
-"""AllReduces as one kernel per process, over memory that the processes map of each other.
+"""AllReduces as one kernel per process, over memory that all processes map.
 
-Every process owns a *peer buffer*: the header of ``barrier``, two buffers to send from, one for its sums. A kernel
+Every process owns a *peer buffer*: the header of ``barrier``, two send buffers, and one for its sums. A kernel
 
     one-shot    copies its numbers into its send buffer | waits | adds all processes' numbers
     two-shot    copies them, one slot for each process  | waits | adds its own slot and publishes the sums | waits |
@@ -9,14 +9,14 @@ Every process owns a *peer buffer*: the header of ``barrier``, two buffers to se
 Sums are float32 in the processes' order, rounded once; a quantized slice goes through its owner's bytes too. So all
 processes get the same bits, those of the generic algorithms (comm/all_reduce).
 
-No wait at the end: call n sends from buffer n % 2, and this process's kernel n + 1 has met the peers' kernels n + 1, which
-began after their kernels n were done, before kernel n + 2 writes that buffer again. Likewise a slot of sums is written
-after the first meeting of a call, when the peers have done with the call before. For this every block takes part in every
-call, with nothing to do when the message is short, and one stream runs all calls of a process. The number of the call is
-counted on the device, so a captured CUDA graph can be replayed among other calls.
+There is no wait at the end: call n sends from buffer n % 2. Before kernel n + 2 writes that buffer again, kernel n + 1 has
+passed a barrier with the peers' kernels n + 1, which began after their kernels n ended. Likewise a slot of sums is written
+after the first barrier of a call, when the peers have finished the call before. Therefore every block takes part in every
+call, even with nothing to do, and one stream runs all calls of a process. Calls are counted on the device, so a captured
+CUDA graph can be replayed among other calls.
 
-Everything that is read was written by the block of the same number, at most on another process; blocks do not wait for
-other blocks. The longest message of a launch is what the buffers hold; ``comm.transport.peer_all_reduce`` cuts longer ones.
+A block reads only what blocks of the same number wrote, in any process; blocks do not wait for other blocks. The buffers
+limit the message of a launch; ``comm.transport.peer_all_reduce`` cuts longer ones.
 """
 
 from dataclasses import dataclass
@@ -31,22 +31,22 @@ from tightwire.kernels.cuda.numbers import ANY, ROWS
 from tightwire.kernels.spec.block_format import BlockFormat
 
 _ALIGNMENT = 128  # of slots, in bytes
-# Numbers per block and turn of its loop: few while a message is short and would not occupy all blocks otherwise.
+# Numbers per block and iteration: few for short messages, which would not occupy all blocks otherwise.
 _SHORT_ELEMS, _LONG_ELEMS = 1024, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PeerBuffers:
-    """What a process knows of all processes' peer buffers.
+    """A process's view of all processes' peer buffers.
 
     Args:
-        addresses: (W,) int64 on the kernels' device: where each process's buffer begins, as this process maps it.
-        rank: which of them is this process's.
+        addresses: (W,) int64 on the kernels' device: the start of each process's buffer, as this process maps it.
+        rank: of this process.
         send_bytes: size of a send buffer; the buffer for the sums holds a W-th of it.
         num_blocks: of every launch; at most what the device runs at once.
-        failure: one int32 that the kernels write and the host reads without asking the device (pinned memory): 0, or a
-            bit for each process that did not come in time.
-        memory: whatever must live as long as the addresses.
+        failure: one int32 that the kernels write and the host reads without synchronizing (pinned memory): 0, or a bit
+            for each process that was late.
+        memory: an object that must live as long as the addresses.
     """
 
     addresses: Tensor
@@ -81,7 +81,7 @@ def one_shot(x_N: Tensor, out_N: Tensor, peers: PeerBuffers, max_polls: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one launch takes of every process's slice: numbers ``start`` to ``start + num_elems`` of each.
+    """The part of every process's slice that one launch handles: numbers ``start`` to ``start + num_elems`` of each.
 
     Slice j is numbers j * ``slice_elems`` to (j + 1) * ``slice_elems`` of the message, as far as there are any.
     """
@@ -113,8 +113,8 @@ def two_shot(
     """Fill one ``part`` of every slice of ``out_N`` with the sums of all processes' contiguous ``x_N``; all call alike.
 
     Args:
-        fmt: how the slots are sent; None: as they are.
-        out_fmt: how the sums are shared; None: rounded to the numbers' type.
+        fmt: of the slots on the wire; None: plain numbers.
+        out_fmt: of the sums on the wire; None: rounded to the numbers' type.
     """
     assert part.num_elems <= max_part_elems(peers, x_N.element_size(), fmt, out_fmt), f"{part} is too long"
     plan = _plan(part.num_elems, peers.num_blocks, fmt, out_fmt)

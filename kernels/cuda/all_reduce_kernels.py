@@ -1,12 +1,12 @@
-"""The kernels of ``all_reduce_triton``, which says how they work and what must hold of their arguments."""
+"""The kernels of ``cuda.all_reduce``, which explains them and their arguments."""
 
-# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl
 
-from tightwire.kernels.cuda.barrier import begin_call, end_call, meet
+from tightwire.kernels.cuda.barrier import begin_call, end_call, wait_for_peers
 from tightwire.kernels.cuda.block_tiles import decode_row, encode_row, stays_rotated
 from tightwire.kernels.cuda.numbers import add_tiles, load_tiles, store_tiles
 
@@ -16,7 +16,7 @@ def _stays_rotated(fmt, out_fmt):
     return fmt is not None and out_fmt is not None and stays_rotated(fmt, out_fmt)
 
 
-# One kernel for every rank: a rank of 1 compiled by itself would keep the others waiting.
+# One kernel for every rank: otherwise rank 1, which Triton would specialize, compiles again while the others wait.
 @triton.jit(do_not_specialize=["rank", "max_polls"])
 def one_shot_kernel(
     x,
@@ -40,11 +40,11 @@ def one_shot_kernel(
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
     num_rows = tl.cdiv(num_elems, ELEMS)
-    row = first  # no range(): NumPy 2.4 and the interpreter of Triton 3.6 do not agree on what can count
+    row = first  # no range(): the interpreter of Triton 3.6 fails on it with NumPy 2.4
     while row < num_rows:
         _share(x, headers, rank, send, row, num_elems, None, ROWS, ELEMS, TILES, BEYOND)
         row += step
-    late = meet(headers, rank, max_polls, WORLD)
+    late = wait_for_peers(headers, rank, max_polls, WORLD)
     valid = (late == 0) & (dead == 0)
     row = first
     while row < num_rows:
@@ -91,7 +91,7 @@ def two_shot_kernel(
         while row < num_rows:
             _share(x + slot_start, headers, rank, slot, row, slot_elems, fmt, ROWS, ELEMS, TILES, BEYOND)
             row += step
-    late = meet(headers, rank, max_polls, WORLD)
+    late = wait_for_peers(headers, rank, max_polls, WORLD)
 
     slot_start, slot_elems = _slot(rank, num_elems, slice_elems, part_start, part_elems)
     slot = send + rank * slot_bytes
@@ -101,8 +101,8 @@ def two_shot_kernel(
     while row < num_rows:
         _add(x, own_sums, headers, slot, row, slot_elems, True, fmt, out_fmt, WORLD, ROWS, ELEMS, TILES, BEYOND)
         row += step
-    # Who missed the first meeting is to blame; the others may still be waiting there.
-    late_again = meet(headers, rank, tl.where(late == 0, max_polls, 0), WORLD)
+    # A process that missed the first barrier is the late one; the others may still be waiting there.
+    late_again = wait_for_peers(headers, rank, tl.where(late == 0, max_polls, 0), WORLD)
     late = tl.where(late == 0, late_again, late)
 
     valid = (late == 0) & (dead == 0)
@@ -188,7 +188,7 @@ def _collect(
 
 @triton.jit
 def _slot(owner, num_elems, slice_elems, part_start, part_elems):
-    """Where this launch's part of an owner's slice begins in the message, and how long it is, maybe 0."""
+    """The start of this launch's part of an owner's slice in the message, and its length, maybe 0."""
     start = tl.cast(owner, tl.int64) * slice_elems + part_start
     left = tl.minimum(slice_elems - part_start, num_elems - start)
     return start, tl.maximum(tl.minimum(left, part_elems), 0).to(tl.int32)

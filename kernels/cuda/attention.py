@@ -1,14 +1,14 @@
-"""Paged causal attention on a GPU. ``attention`` has the reference and says more.
+"""Paged causal attention on a GPU; ``kernels.attention`` documents the arguments.
 
-Rows of prompts and generated rows have a kernel each (``attention_triton_prefill``, ``attention_triton_decode``): tiles of
-queries fill the matrix units for the first, chunks of keys fill the device for the second. Which of them a row goes
-through changes its last bits, and is decided by what the row is, as in ``linear``.
+Prefill rows and decode rows have a kernel each (``attention_prefill``, ``attention_decode``): tiles of queries fill the matrix
+units for the first, chunks of keys fill the device for the second. The kernel changes a row's last bits, and depends only on
+the kind of the row, as in ``linear``.
 
-Which bits a row gets depends on its own sequence alone: key tiles and chunks begin at position 0 and have one size
-whatever the batch, a row of a matrix product does not know of the tile's other rows, and a tile of keys that a row does not
-see changes nothing. The other sequences, how a prompt was cut into chunks, and how many programs share a row's keys
-change no bit. The one exception: an inf or NaN among the values of a prompt's later tokens reaches the earlier rows of their
-tile, because 0 times either is NaN.
+A row's bits depend on its own sequence alone: key tiles and chunks begin at position 0 and have one size for all batches, a
+row of a matrix product does not depend on the tile's other rows, and a tile of keys that a row does not see changes
+nothing. Other sequences, the cuts of a prompt into chunks, and the number of programs that share a row's keys change no
+bit. The one exception: an inf or NaN among the values of a prompt's later tokens reaches the earlier rows of their tile,
+because 0 times either is NaN.
 """
 
 import math
@@ -16,8 +16,8 @@ import math
 import torch
 from torch import Tensor
 
-from tightwire.kernels.cuda.attention_decode import attend_generated_rows
-from tightwire.kernels.cuda.attention_prefill import attend_prompt_rows
+from tightwire.kernels.cuda.attention_decode import attend_decode_rows
+from tightwire.kernels.cuda.attention_prefill import attend_prefill_rows
 from tightwire.kernels.spec.attention import HeadGroups, check_attention, even_groups
 
 _LOG2_E = 1 / math.log(2)
@@ -37,16 +37,15 @@ def paged_attention(
     num_decode_rows: int = 0,
     groups: HeadGroups | None = None,
 ) -> Tensor:
-    """``attention.paged_attention`` for CUDA tensors; see there. Nothing waits for the device or reads its numbers.
+    """``attention.paged_attention`` for CUDA tensors. The host does not wait for the device.
 
-    Lengths and blocks that cannot be right are not seen. A generated row whose context length is 0 is padding and comes out
-    as zeros.
+    Invalid lengths and blocks are not detected. A decode row with a context length of 0 is padding and becomes zeros.
 
     Args:
         scale: above 0.
         num_decode_rows: of the first sequences; a sequence that begins before this row ends there or earlier.
     Raises:
-        ValueError: shapes, dtypes or strides that do not fit together, or heads that the kernels have no room for.
+        ValueError: shapes, dtypes or strides that do not match, or heads that are too large for the kernels.
     """
     groups = groups or even_groups(q_THE, k_cache_NKPE)
     check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, groups)
@@ -55,16 +54,16 @@ def paged_attention(
     out_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=q_THE.dtype, device=q_THE.device)
     arguments = q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, scale * _LOG2_E
     if num_decode_rows:
-        attend_generated_rows(*arguments, num_decode_rows, groups, out_THE)
+        attend_decode_rows(*arguments, num_decode_rows, groups, out_THE)
     if num_decode_rows < num_tokens:
-        attend_prompt_rows(*arguments, num_decode_rows, groups, out_THE)
+        attend_prefill_rows(*arguments, num_decode_rows, groups, out_THE)
     return out_THE
 
 
 def _check(q_THE: Tensor, k_cache_NKPE: Tensor, scale: float, num_decode_rows: int, per_kv_head: int) -> None:
     num_tokens, _, head_dim = q_THE.shape
     if k_cache_NKPE.dtype != q_THE.dtype:
-        raise ValueError(f"attention on a GPU wants q in the caches' {k_cache_NKPE.dtype}, got {q_THE.dtype}")
+        raise ValueError(f"attention on a GPU needs q in the caches' {k_cache_NKPE.dtype}, got {q_THE.dtype}")
     if head_dim > _MAX_HEAD_DIM or per_kv_head > _MAX_HEADS_PER_KV_HEAD:
         raise ValueError(
             f"attention on a GPU takes heads of at most {_MAX_HEAD_DIM} numbers and {_MAX_HEADS_PER_KV_HEAD} query heads "
@@ -72,6 +71,6 @@ def _check(q_THE: Tensor, k_cache_NKPE: Tensor, scale: float, num_decode_rows: i
         )
     if not scale > 0 or not 0 <= num_decode_rows <= num_tokens:
         raise ValueError(
-            f"attention on a GPU wants a scale above 0 and 0 to {num_tokens} generated rows; "
+            f"attention on a GPU needs a scale above 0 and 0 to {num_tokens} decode rows; "
             f"got {scale} and {num_decode_rows}"
         )

@@ -1,14 +1,14 @@
-"""Attention of generated rows on a GPU: each row's keys in chunks of CHUNK_KEYS, spread over programs, then merged.
+"""Attention of decode rows on a GPU: each row's keys in chunks of CHUNK_KEYS, spread over programs, then merged.
 
-A generated row reads all its keys and values for a handful of query heads, so memory is what takes time, and one program a
-row would leave most of the device idle. Chunks are cut at multiples of CHUNK_KEYS, whatever the batch, and merged in
-order, each into its own place of a scratch tensor; how many programs share a row's chunks is free, and chosen to fill the
-device. So a row's bits depend on its own keys alone, as those of a split chosen by the batch would not.
+A decode row reads all its keys and values for a few query heads, so memory bandwidth is the limit, and one program a row
+would leave most of the device idle. Chunks are cut at multiples of CHUNK_KEYS for all batches, each written to its own
+place of a scratch tensor, and merged in order. The number of programs that share a row's chunks is chosen to fill the
+device. So a row's bits depend on its own keys alone.
 
 Source: Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
 
-# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import torch
@@ -26,11 +26,11 @@ from tightwire.kernels.spec.attention import HeadGroups
 CHUNK_KEYS = 256
 _MERGED_AT_ONCE = 16  # chunks
 
-# Triton spends them on the block table's entries, the keys and values that depend on those, and the arithmetic: of 5, two
-# key tiles are under way at once, in 38 KiB of shared memory; of 3 and 4 it is one.
+# Triton uses them for the block table's entries, the keys and values that depend on those, and the arithmetic: with 5, two
+# key tiles are in flight, in 38 KiB of shared memory; with 3 and 4, one.
 NUM_STAGES = 5
 
-# A program without work costs about a nanosecond of the device, one too few an idle processor: several for each of them.
+# A program without work costs about a nanosecond, a missing one an idle processor: several for each of them.
 _PROGRAMS_PER_PROCESSOR = 16
 _INTERPRETED_PROCESSORS = 1
 
@@ -38,7 +38,7 @@ _INTERPRETED_PROCESSORS = 1
 _SCRATCH_BYTES = 64 << 20
 
 
-def attend_generated_rows(
+def attend_decode_rows(
     q_THE: Tensor,
     k_cache_NKPE: Tensor,
     v_cache_NKPE: Tensor,
@@ -54,9 +54,9 @@ def attend_generated_rows(
 ) -> None:
     """``attention.paged_attention`` for the first ``num_rows`` rows, into ``out_THE``.
 
-    A row of a sequence whose context length is shorter than its rows may have no keys at all: it comes out as zeros.
+    A row without keys, of a sequence whose context is shorter than its rows, becomes zeros.
 
-    Cost: one launch where the block table has room for one chunk, otherwise two for each round of rows; scratch memory of
+    Cost: one launch if the block table has room for one chunk, otherwise two for each round of rows; scratch memory of
     4 (E + 2) bytes a head and chunk of the table.
     """
     _, num_heads, head_dim = q_THE.shape
@@ -116,7 +116,7 @@ def keys_at_once(width: int, dtype: torch.dtype) -> int:
 
 
 def _scratch(q_THE: Tensor, num_rows: int, max_chunks: int) -> tuple[Tensor, Tensor]:
-    """Room for the chunks' weighted sums of values, and for their maxima and sums of weights; unused for one chunk."""
+    """Scratch for the chunks' weighted sums of values, and for their maxima and sums of weights; empty for one chunk."""
     _, num_heads, head_dim = q_THE.shape
     shape = (num_rows, max_chunks, num_heads) if max_chunks > 1 else (0, 0, 0)
     sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THE.device)
@@ -131,7 +131,7 @@ def _num_processors(device: torch.device) -> int:
 
 @triton.jit
 def _keys_of_row(row, query_start, context_lens, num_seqs):
-    """A packed row's sequence, and how many keys it sees: its own is the last."""
+    """A packed row's sequence, and the number of keys it sees; its own key is the last."""
     seq = sequence_of(row, query_start, num_seqs, 0, 1, 0)
     return seq, tl.load(context_lens + seq) - (tl.load(query_start + seq + 1) - row) + 1
 
@@ -255,5 +255,5 @@ def _merge_chunks(
 
 @triton.jit
 def _divisor(total):
-    """A row without keys has weights of 0 in all, and is 0 / 1."""
+    """1 for a row without keys, whose weights add up to 0."""
     return tl.where(total == 0, 1.0, total)

@@ -1,13 +1,13 @@
-"""Attention of prompt rows on a GPU: one program a tile of queries, with an online softmax over tiles of keys.
+"""Attention of prefill rows on a GPU: one program a tile of queries, with an online softmax over tiles of keys.
 
 A program takes up to QUERIES tokens of one sequence, times the query heads of one KV head. Key tiles that all its rows see
-whole need no masks; those at the diagonal do; those beyond are not visited. Which tile is whose a program finds out from
-``query_start`` on the device, so the host launches a number of programs that it knows without reading the device's numbers.
+whole need no masks; those at the diagonal do; those beyond are skipped. A program finds its tile from ``query_start`` on the
+device, so the host need not read the device to know the number of programs.
 
 Source: FlashAttention-2, arXiv 2307.08691.
 """
 
-# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import torch
@@ -24,7 +24,7 @@ from tightwire.kernels.spec.attention import HeadGroups
 def tile_sizes(width: int, heads_per_kv_head: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Rows of a tile, keys of a key tile, and warps, for heads padded to ``width`` numbers.
 
-    The same for every batch, or a row's bits would depend on it. Two key tiles under way fit the 99 KiB of shared memory
+    The same for every batch, or a row's bits would depend on it. Two key tiles in flight fit the 99 KiB of shared memory
     that a program gets on an L40 or RTX 4090, and with up to 32 heads a KV head ptxas finds registers for them on all GPUs
     from the A100 to the H200 (in float32 it spills up to four of a thread's).
     """
@@ -35,7 +35,7 @@ def tile_sizes(width: int, heads_per_kv_head: int, dtype: torch.dtype) -> tuple[
     return padded(heads_per_kv_head, rows), keys, 8
 
 
-def attend_prompt_rows(
+def attend_prefill_rows(
     q_THE: Tensor,
     k_cache_NKPE: Tensor,
     v_cache_NKPE: Tensor,

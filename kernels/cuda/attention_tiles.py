@@ -1,14 +1,14 @@
-"""What the GPU's two attention kernels share: finding a sequence in the packed batch, and attending one tile of keys.
+"""Parts of both GPU attention kernels: finding a sequence in the packed batch, and attending one tile of keys.
 
 A tile of R rows belongs to one sequence and one KV head: some tokens times the query heads of that KV head, so keys and
 values are read once for all of them. Its state is each row's largest score (in powers of two), the sum of its weights
 under that maximum, and the weighted sum of the values.
 
-Keys come in tiles that begin at multiples of their size from position 0. A tile of which a row sees nothing leaves the
-row's state as it is, to the bit: weights of 0, a rescaling by 1.
+Keys come in tiles that begin at multiples of their size from position 0. A tile of which a row sees nothing does not
+change the row's state: weights of 0, a rescaling by 1.
 """
 
-# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import triton
@@ -81,7 +81,7 @@ def attend_keys(
     """The state of a tile after the keys at ``first`` to ``first + KEYS``, of which a row sees those up to its position.
 
     ``blocks`` is the sequence's row of the block table, ``head_place`` where the KV head begins in a block, PAGE the
-    tokens in one. WHOLE: every row sees every key. Otherwise what lies at ``end`` or after is not read, be it NaN.
+    tokens in one. WHOLE: every row sees every key. Otherwise keys from ``end`` on are not read; they may be NaN.
     """
     maximum_R, total_R, sum_RE = state
     dtype: tl.constexpr = k_cache.dtype.element_ty
@@ -112,7 +112,7 @@ def attend_keys(
 
 @triton.jit
 def no_keys(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The state of a tile that has attended nothing."""
+    """The initial state of a tile."""
     return (
         tl.full((ROWS,), LOWEST, tl.float32),
         tl.zeros((ROWS,), tl.float32),

@@ -1,7 +1,7 @@
-"""Block quantization on a GPU: what ``block_quant`` specifies, to the byte, in one pass over memory each.
+"""Block quantization on a GPU: the reference's bytes, in one pass over memory per function.
 
-``block_quant`` sends CUDA tensors here. In Triton's interpreter (TRITON_INTERPRET=1 before the first import of triton)
-the same kernels take CPU tensors, which is how they are tested where there is no GPU.
+In Triton's interpreter (TRITON_INTERPRET=1 before the first import of triton)
+the same kernels take CPU tensors, which is how they are tested without a GPU.
 """
 
 import torch
@@ -41,7 +41,7 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
     """``block_quant.decode_reference``, into ``out`` when given.
 
     Raises:
-        ValueError: ``buf`` or ``out`` is not what ``num_elems`` need.
+        ValueError: ``buf`` or ``out`` does not fit ``num_elems``.
     """
     _check_bytes(buf, fmt, num_elems)
     if out is None:
@@ -59,7 +59,7 @@ def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
     """``block_quant.decode_add_reference``.
 
     Raises:
-        ValueError: ``buf`` is not what ``sum_N`` needs, or that is not a contiguous float32 vector.
+        ValueError: ``buf`` does not fit ``sum_N``, or ``sum_N`` is not a contiguous float32 vector.
     """
     num_elems = sum_N.numel()
     _check_bytes(buf, fmt, num_elems)
@@ -79,10 +79,10 @@ def decode_reduce_encode(
     """``block_quant.decode_reduce_encode_reference``, into ``out`` when given; the sum never leaves the registers.
 
     Raises:
-        ValueError: no ``bufs``, or one of them or ``out`` is not what ``num_elems`` need.
+        ValueError: no ``bufs``, or one of them or ``out`` does not fit ``num_elems``.
     """
     if not bufs:
-        raise ValueError("decode_reduce_encode wants at least one buffer to add")
+        raise ValueError("decode_reduce_encode needs at least one buffer to add")
     for buf in bufs:
         _check_bytes(buf, fmt, num_elems)
     out = _bytes_for(out_fmt.encoded_bytes(num_elems), bufs[0], out)
@@ -94,9 +94,9 @@ def decode_reduce_encode(
 
 
 class TilePlan:
-    """How kernels that handle these formats together cut a message: into blocks of ``rows`` times ``elems`` numbers.
+    """The cut of a message into blocks of ``rows`` times ``elems`` numbers, for kernels that handle these formats together.
 
-    ``program_elems``: numbers in a block; default: what suits long messages.
+    ``program_elems``: numbers in a block; the default suits long messages.
     """
 
     def __init__(self, *formats: BlockFormat, program_elems: int | None = None) -> None:
@@ -118,7 +118,7 @@ class TilePlan:
 def _check_numbers(x_N: Tensor) -> None:
     if x_N.dim() != 1 or not x_N.is_contiguous() or x_N.dtype not in NUMBERS:
         raise ValueError(
-            f"block quantization wants a contiguous vector of one of {', '.join(map(str, NUMBERS))}; "
+            f"block quantization needs a contiguous vector of one of {', '.join(map(str, NUMBERS))}; "
             f"got {tuple(x_N.shape)} of {x_N.dtype} with strides {x_N.stride()}"
         )
 

@@ -1,10 +1,10 @@
 """The sections of a block-quantized message (``block_format``), read and written inside a Triton kernel.
 
-Codes come as tiles (``block_tiles``): numbers that share a byte stand at one place of different tiles, so a plane is packed
+Codes come as tiles (``block_tiles``): numbers that share a byte are at one place of different tiles, so a plane is packed
 and unpacked by shifts within each thread.
 """
 
-# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import triton
@@ -59,7 +59,7 @@ def load_codes(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles
 
 @triton.jit
 def _unpacked(pieces, tile: tl.constexpr, bits: tl.constexpr):
-    """Of a plane's bytes, the fields that belong to ``tile``."""
+    """The fields of a plane's bytes that belong to ``tile``."""
     return _field(pieces[tile % len(pieces)], bits * (tile // len(pieces)), bits)
 
 
@@ -70,7 +70,7 @@ def _field(code, shift: tl.constexpr, bits: tl.constexpr):
 
 @triton.jit
 def load_bf16(source, section: tl.constexpr, group_B, num_groups, kept_B, fmt: tl.constexpr):
-    """(B,) the groups' own numbers as float32. Read byte by byte, because a message may lie at an odd address."""
+    """(B,) the groups' own numbers as float32. Read byte by byte, because a message may have an odd address."""
     place_B = num_groups * fmt.section_offsets[section] + 2 * group_B
     low_B = tl.load(source + place_B, mask=kept_B).to(tl.int32)
     high_B = tl.load(source + place_B + 1, mask=kept_B).to(tl.int32)

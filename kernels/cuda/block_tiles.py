@@ -1,17 +1,17 @@
 """Block quantization inside a Triton kernel: numbers in registers to bytes in memory, and back. Launches nothing.
 
-``block_quant_triton`` and ``all_reduce_kernels`` build their kernels from these functions; ``block_quant`` is the specification
+``cuda.block_quant`` and ``cuda.all_reduce_kernels`` build their kernels from these functions; ``block_quant`` is the specification
 and ``block_format`` the layout, kept to the byte.
 
 A kernel holds B groups of g numbers as R tiles of shape (B, W), W = g / R: number e of a group is in column e % W of tile
-e // W. With R = 8 / (the narrowest plane's bits), or a multiple, the numbers that share a byte stand at one place of
+e // W. With R = 8 / (the narrowest plane's bits), or a multiple, the numbers that share a byte are at one place of
 different tiles, so a plane is packed and unpacked by shifts within each thread and no lane is moved.
 
 The same source runs compiled, and in Triton's interpreter on CPU memory. So there is no inline assembly; a division is
 ``div_rn``; kernels that encode must be launched with ``enable_fp_fusion=False``, as a fused multiply-add rounds otherwise.
 """
 
-# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false
 
@@ -41,7 +41,7 @@ _TO_WHOLE = tl.constexpr(12582912.0)
 
 @triton.constexpr_function
 def stays_rotated(fmt, out_fmt):
-    """Whether a sum of messages in ``fmt`` that is encoded as ``out_fmt`` is taken of the rotated numbers."""
+    """True when a sum of messages in ``fmt`` that is encoded as ``out_fmt`` is computed from rotated numbers."""
     return fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
 
 
@@ -61,7 +61,7 @@ def decode_row(
 ):
     """The numbers ``row_B * elems`` to ``(row_B + 1) * elems`` of a message of ``num_elems`` at ``source``, as tiles.
 
-    ``rotated``: leave them rotated. What is ``beyond`` the end is anything.
+    ``rotated``: leave them rotated. Numbers ``beyond`` the end are undefined.
     """
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = elems // fmt.group_elems
@@ -85,7 +85,7 @@ def encode_row(
     elems: tl.constexpr,
     beyond: tl.constexpr,
 ):
-    """The inverse of ``decode_row``; the last group is filled up as the format wants it. ``rotated``: they are already."""
+    """The inverse of ``decode_row``; the last group is filled up as the format requires. ``rotated``: the numbers already are."""
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = elems // fmt.group_elems
     per_group: tl.constexpr = len(tiles) // per_row
@@ -125,7 +125,7 @@ def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, beyond: tl.co
     Groups from ``num_groups`` on are left out.
     """
     top: tl.constexpr = FLOAT8_MAX if fmt.float8 else (fmt.max_code if fmt.has_zeros else fmt.max_level)
-    own: tl.constexpr = len(fmt.plane_bits)  # where the sections of the groups' own numbers begin: the scales
+    own: tl.constexpr = len(fmt.plane_bits)  # the start of the sections of the groups' own numbers: the scales
     kept_B = None if beyond == NOTHING else group_B < num_groups
 
     low_B, high_B, finite_B = _extremes(tiles)
@@ -181,7 +181,7 @@ def _decode(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.conste
         for r in tl.static_range(num_tiles):
             tiles = tiles + ((codes[r] - fmt.max_level).to(tl.float32) * scale_B1,)
     if fmt.spikes:
-        for i in tl.static_range(2):  # the maximum last: it stands where both are one number
+        for i in tl.static_range(2):  # the maximum last: it wins when both are one number
             spike_B1 = load_bf16(source, own + 2 + i, group_B, num_groups, kept_B, fmt)[:, None]
             section = source + num_groups * fmt.section_offsets[own + 4 + i]
             place_B1 = tl.load(section + group_B, mask=kept_B).to(tl.int32)[:, None]
@@ -266,7 +266,7 @@ def _from_key(key):
 
 @triton.jit
 def _first_place(tiles, value_B):
-    """(B,) the first place of ``value_B`` in each group; g where it is nowhere (a group with a NaN)."""
+    """(B,) the first place of ``value_B`` in each group; g if it has none (a group with a NaN)."""
     width: tl.constexpr = tiles[0].shape[1]
     elems: tl.constexpr = width * len(tiles)
     place_B = tl.full(value_B.shape, elems, tl.int32)

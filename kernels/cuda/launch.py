@@ -1,13 +1,13 @@
-"""How the project's Triton kernels are launched."""
+"""Launches Triton kernels."""
 
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-# Kernels count on 128 threads where they say how many numbers each has.
+# Kernels whose comments state numbers per thread assume 128 threads.
 NUM_WARPS = 4
-NUM_STAGES = 3  # loads of a loop's next rounds that are under way at once; Triton's own default
+NUM_STAGES = 3  # iterations of a loop whose loads are in flight at once; Triton's own default
 
 
 def launch(
@@ -20,12 +20,12 @@ def launch(
 ) -> None:
     """Run ``num_programs`` of ``kernel`` on ``device``, in its current stream; CPU tensors go to Triton's interpreter.
 
-    Multiplications and additions stay apart: fused they round once where the references round twice.
+    Multiplications and additions are not fused: fused ones round once where the references round twice.
     """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[(num_programs,)](*args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
 
 
 def padded(size: int, at_least: int = 1) -> int:
-    """The sides of a kernel's tiles are powers of two: the smallest that holds ``size`` numbers."""
+    """The smallest power of two that holds ``size`` numbers, as the sides of tiles must be."""
     return max(at_least, 1 << (size - 1).bit_length())

@@ -1,10 +1,10 @@
 """Products with packed weights on a GPU: blocks are read once, unpacked in registers, and multiplied there.
 
-For few rows, where a product takes as long as its weights take to come from memory. ``linear`` has the reference, and says
-which rows come here. Each program makes a tile of the result, block after block of the weights' rows.
+For decode rows, whose products are limited by reading the weights. Each program computes a tile of the result, block after
+block of the weights' rows.
 """
 
-# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import torch
@@ -17,7 +17,7 @@ from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
 from tightwire.kernels.spec.packed import PackedMatrix
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
-_ROWS = tl.constexpr(16)  # of a tile: the fewest that matrix units take
+_ROWS = tl.constexpr(16)  # of a tile: the minimum of matrix units
 _OUTPUTS = tl.constexpr(32)
 _HALF = tl.constexpr(16)  # numbers of a group that share bytes with the other sixteen, and the depth of one product
 
@@ -28,7 +28,7 @@ def linear_packed(
     """``linear.linear_reference``, equal to it but for the order of the float32 sum: weights are rounded to x's dtype too.
 
     Args:
-        out_dtype: what the sum is rounded to; None: the dtype of x.
+        out_dtype: of the result; None: the dtype of x.
     Raises:
         ValueError: shapes or dtypes that do not match.
     """
@@ -47,12 +47,12 @@ def linear_packed(
 def _check(x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> None:
     if x.shape[1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]) or x.stride(1) != 1:
         raise ValueError(
-            "linear wants x (T, D) with contiguous rows, weight (O, D) and bias (O,) or None; "
+            "linear needs x (T, D) with contiguous rows, weight (O, D) and bias (O,) or None; "
             f"got {tuple(x.shape)}, {weight.shape} and {None if bias is None else tuple(bias.shape)}"
         )
     if x.dtype not in _NUMBERS or (bias is not None and (bias.dtype != x.dtype or bias.stride(0) != 1)):
         raise ValueError(
-            f"linear wants x and bias in one of {', '.join(map(str, _NUMBERS))}; "
+            f"linear needs x and bias in one of {', '.join(map(str, _NUMBERS))}; "
             f"got {x.dtype} and {None if bias is None else bias.dtype}"
         )
 
@@ -72,7 +72,7 @@ def _packed_product(
     PACKED: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """``halves`` are the ``blocks`` again, as float16: scales and minima stand at even places."""
+    """``halves`` are the ``blocks`` again, as float16: scales and minima are at even places."""
     num_tiles = tl.cdiv(num_outputs, _OUTPUTS)
     row_R = tl.program_id(0) // num_tiles * _ROWS + tl.arange(0, _ROWS)
     output_O = tl.program_id(0) % num_tiles * _OUTPUTS + tl.arange(0, _OUTPUTS)

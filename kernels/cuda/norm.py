@@ -1,9 +1,9 @@
-"""Root-mean-square normalization on a GPU: one pass over memory, one program a row. ``norm`` has the reference and says more.
+"""Root-mean-square normalization on a GPU: one pass over memory, one program a row.
 
 The residual sum, when there is one, is rounded to the numbers' type before it is normalized and kept, as by torch.
 """
 
-# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import torch
@@ -42,12 +42,12 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 def _check(x: Tensor, residual: Tensor, weight: Tensor) -> None:
     if residual.shape != x.shape or weight.shape != x.shape[1:] or x.stride(1) != 1 or residual.stride(1) != 1:
         raise ValueError(
-            "rms_norm wants x and residual (T, D) with contiguous rows and weight (D,); "
+            "rms_norm needs x and residual (T, D) with contiguous rows and weight (D,); "
             f"got {tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
         )
     if x.dtype not in _NUMBERS or weight.dtype != x.dtype or residual.dtype != x.dtype or weight.stride(0) != 1:
         raise ValueError(
-            f"rms_norm wants x, residual and weight in one of {', '.join(map(str, _NUMBERS))}; "
+            f"rms_norm needs x, residual and weight in one of {', '.join(map(str, _NUMBERS))}; "
             f"got {x.dtype}, {residual.dtype} and {weight.dtype}"
         )
     if x.shape[1] > _MAX_ROW_ELEMS:

@@ -3,7 +3,7 @@
 A kernel holds numbers as a tuple of tiles of one shape (B, W): rows of consecutive numbers, cut into the tiles' columns.
 """
 
-# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import triton
@@ -13,8 +13,8 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 _NAN_BF16 = tl.constexpr(0x7FC0)
 
-# What a kernel's rows of ``elems`` numbers may have beyond the end of the message, known when it is compiled: nothing, whole
-# rows, or any numbers. The more may be missing the more is compared; and only of whole rows, vectors stay whole too.
+# Numbers of a kernel's rows that may be beyond the end of the message, a constant of the compiled kernel: none, whole rows,
+# or any. More cases need more comparisons, and vectors stay whole only with whole rows.
 NOTHING, ROWS, ANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -62,13 +62,13 @@ def raw(pointer):
     """bfloat16 is read and written as 16-bit integers: exactly, also where the interpreter's conversions are not."""
     if pointer.dtype.element_ty == tl.bfloat16:
         return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
-    else:  # a kernel function has one type, and what follows a return counts too
+    else:  # a kernel function has one return type, including code after a return
         return pointer
 
 
 @triton.jit
 def widened(stored):
-    """What was loaded through ``raw`` as float32."""
+    """Numbers loaded through ``raw``, as float32."""
     if stored.dtype == tl.int16:
         return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:

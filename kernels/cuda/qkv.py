@@ -1,6 +1,6 @@
-"""Rotation of queries and keys and the cache's write on a GPU, in one pass over memory. ``qkv`` has the reference."""
+"""Rotation of queries and keys, and writing the cache, on a GPU in one pass over memory."""
 
-# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import torch
@@ -12,7 +12,7 @@ from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw, widened
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
-_PROGRAM_PAIRS = 1024  # each of 128 threads turns eight pairs: a vector of 16-bit numbers from either half of a head
+_PROGRAM_PAIRS = 1024  # each of 128 threads rotates eight pairs: a vector of 16-bit numbers from either half of a head
 
 
 def rotate_and_cache(
@@ -58,12 +58,12 @@ def _check(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tens
     strides = k_cache.stride()
     if head_dim % 2 or cache_dim != head_dim or num_all_heads <= 2 * num_kv_heads or v_cache.shape != k_cache.shape:
         raise ValueError(
-            "rotate_and_cache wants qkv (T, H + 2 K, E) with E even, and caches (N, K, P, E); "
+            "rotate_and_cache needs qkv (T, H + 2 K, E) with E even, and caches (N, K, P, E); "
             f"got {tuple(qkv.shape)}, {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
     if cos.shape != (num_tokens, head_dim // 2) or sin.shape != cos.shape or slots.shape != (num_tokens,):
         raise ValueError(
-            f"for {num_tokens} rows of heads of {head_dim} rotate_and_cache wants cos and sin "
+            f"for {num_tokens} rows of heads of {head_dim} rotate_and_cache needs cos and sin "
             f"({num_tokens}, {head_dim // 2}) and slots ({num_tokens},); "
             f"got {tuple(cos.shape)}, {tuple(sin.shape)} and {tuple(slots.shape)}"
         )
@@ -74,7 +74,7 @@ def _check(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tens
         or (cos.dtype, sin.dtype, slots.dtype) != (torch.float32, torch.float32, torch.int32)
     ):
         raise ValueError(
-            f"rotate_and_cache wants qkv and caches in one of {', '.join(map(str, _NUMBERS))}, cos and sin in float32 "
+            f"rotate_and_cache needs qkv and caches in one of {', '.join(map(str, _NUMBERS))}, cos and sin in float32 "
             f"and int32 slots; got {qkv.dtype}, {k_cache.dtype}, {v_cache.dtype}, {cos.dtype}, {sin.dtype} "
             f"and {slots.dtype}"
         )
@@ -83,7 +83,7 @@ def _check(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tens
         or strides[1:] != (tokens_per_block * head_dim, head_dim, 1)
         or v_cache.stride() != strides
     ):
-        raise ValueError("rotate_and_cache wants caches alike, and contiguous heads, angles, cache blocks and slots")
+        raise ValueError("rotate_and_cache needs caches alike, and contiguous heads, angles, cache blocks and slots")
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def _rotate_and_cache_heads(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """HEADS of one token's heads, whichever they are: each pair is turned unless it is a value's, and goes where it belongs."""
+    """HEADS of one token's heads: pairs of queries and keys are rotated, and each head is stored at its place."""
     PARTS: tl.constexpr = (NUM_HEADS + 2 * KV_HEADS + HEADS - 1) // HEADS
     dtype: tl.constexpr = qkv.dtype.element_ty
     token = (tl.program_id(0) // PARTS).to(tl.int64)

@@ -1,6 +1,6 @@
-"""The MLP's activation on a GPU: one pass over memory. ``swiglu`` has the reference and says more."""
+"""The MLP's activation on a GPU: one pass over memory."""
 
-# A kernel's body is not Python to a type checker: constants carry the attributes of what they stand for.
+# Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import torch
@@ -18,8 +18,7 @@ _PROGRAM_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 thread
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
     """``swiglu.swiglu_reference``, rounded where it rounds; contiguous.
 
-    The exponential of ``-gate`` is off by ``|gate|`` units of float32, so silu is by up to as many: far gates, whose silu
-    is next to nothing, lose some digits of it.
+    The exponential of ``-gate`` is off by ``|gate|`` units of float32, and so is silu: it loses some digits for large negative gates, where it is nearly 0.
 
     Raises:
         ValueError: an odd number of columns, rows that are not contiguous, or a dtype without a kernel.
@@ -27,7 +26,7 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
     num_tokens, columns = gate_up_T2F.shape
     if columns % 2 or gate_up_T2F.dtype not in _NUMBERS or gate_up_T2F.stride(1) != 1:
         raise ValueError(
-            f"swiglu wants (T, 2F) with contiguous rows in one of {', '.join(map(str, _NUMBERS))}; "
+            f"swiglu needs (T, 2F) with contiguous rows in one of {', '.join(map(str, _NUMBERS))}; "
             f"got {tuple(gate_up_T2F.shape)} {gate_up_T2F.dtype} with strides {gate_up_T2F.stride()}"
         )
     width = columns // 2

@@ -1,4 +1,4 @@
-"""How far block quantization can take a number from itself: a bound from the specification and the numbers alone."""
+"""Error bounds of block quantization, from the specification and the numbers alone."""
 
 import torch
 from torch import Tensor
@@ -35,12 +35,12 @@ def max_error(x_N: Tensor, fmt: BlockFormat) -> Tensor:
     filled_N = torch.cat([x_N, x_N[-1:].expand(missing)]) if missing else x_N
     groups_GE = filled_N.double().view(num_groups, fmt.group_elems)
     bound_GE = _rotated_bound(groups_GE, fmt) if fmt.hadamard else _bound(groups_GE, fmt, 0.0)
-    # Where anything was infinite, or NaN came of it, nothing is promised.
+    # There is no bound where a number is infinite or becomes NaN.
     return bound_GE.nan_to_num(nan=torch.inf, posinf=torch.inf).view(-1)[: x_N.numel()]
 
 
 def _bound(groups_GE: Tensor, fmt: BlockFormat, slack_G1: Tensor | float) -> Tensor:
-    """For numbers that are themselves known to within ``slack_G1`` only, which is not part of the result."""
+    """Bounds for numbers that are known only to within ``slack_G1``, which is not part of the result."""
     sorted_GE = groups_GE.sort(1).values
     first, last = (1, -2) if fmt.spikes else (0, -1)
     low_G1, high_G1 = sorted_GE[:, first, None] - slack_G1, sorted_GE[:, last, None] + slack_G1

@@ -1,4 +1,4 @@
-"""How a block-quantized tensor lies in bytes: the layout that every encoder and decoder of the project keeps to.
+"""The byte layout of block-quantized tensors, for all encoders and decoders.
 
 A tensor of n numbers is cut into G = ceil(n / g) groups of g; the last group is filled up with copies of the last number.
 Each group keeps one code of b bits for every number and a few 16-bit numbers of its own. The bytes are, in this order,
@@ -8,10 +8,10 @@ each section whole for all groups before the next begins:
                plane of p bits a group has S = g p / 8 bytes: number e is in byte e % S, at bit p (e // S)
     scales     bfloat16
     zeros      bfloat16; asymmetric formats only
-    spikes     formats that reserve them: minima bfloat16, maxima bfloat16, then their places, one byte each, same order
+    spikes     formats that have them: minima bfloat16, maxima bfloat16, then their places, one byte each, same order
 
-So numbers that share a byte stand S apart: vector code packs whole registers and never moves a lane. Everything lies at
-an even address when the first byte does.
+So numbers that share a byte are S apart: vector code packs whole registers and never moves a lane. All sections have even
+addresses when the first byte has one.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class BlockFormat:
         spikes: keep each group's minimum and maximum as they are and quantize the range of the others.
         float8: codes are e4m3 floats instead of integers.
     Raises:
-        ValueError: an option that does not exist, or two that do not go together.
+        ValueError: an unknown option, or two that cannot be combined.
     """
 
     bits: int

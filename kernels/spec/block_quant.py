@@ -1,8 +1,7 @@
 """Block quantization: a tensor to codes, scales and zeros in one run of bytes, and back. ``block_format`` is the layout.
 
-The reference functions here are the specification, to the byte: every other implementation gives the same bytes from the
-same numbers, on any device. That holds because each step is one IEEE operation in float32 whose result does not depend on
-how it is carried out:
+These reference functions are the specification, to the byte: every other implementation gives the same bytes for the same
+numbers, on any device. That is possible because each step is one IEEE operation in float32 with a unique result:
 
     rotate     Hadamard formats: log2(g) rounds of a + b, a - b, strides 1, 2, 4, ...; decoding does the same and divides
                by g, a power of two
@@ -38,20 +37,20 @@ def encode_reference(x_N: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 def decode_reference(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype) -> Tensor:
-    """The (num_elems,) numbers that ``buf`` stands for, rounded to ``dtype`` once."""
+    """The (num_elems,) numbers of ``buf``, rounded to ``dtype`` once."""
     groups_GE = _unrotated(_decode_groups(buf, fmt, num_elems), fmt)
     return groups_GE.view(-1)[:num_elems].to(dtype)
 
 
 def decode_add_reference(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
-    """``sum_N`` (float32) += what ``buf`` stands for."""
+    """``sum_N`` (float32) += the numbers of ``buf``."""
     sum_N.add_(decode_reference(buf, fmt, sum_N.numel(), torch.float32))
 
 
 def decode_reduce_encode_reference(
     bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int
 ) -> Tensor:
-    """Encode, as ``out_fmt``, the float32 sum of what ``bufs`` stand for, added in list order from the first.
+    """Encode, as ``out_fmt``, the float32 sum of the numbers of ``bufs``, added in list order.
 
     When both formats rotate groups of one size the sum is taken of the rotated numbers: rotating is linear.
     """
@@ -105,7 +104,7 @@ def _encode_groups(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
         ranged_GE = spikes.others_GE
     if fmt.has_zeros:
         low_G1, high_G1 = ranged_GE.amin(1, keepdim=True), ranged_GE.amax(1, keepdim=True)
-        # + 0.0 makes 0 of -0: implementations differ in which zero is the smaller one.
+        # + 0.0 turns -0 into 0: implementations differ in which zero is the smaller one.
         zero_bits_G1 = _bf16_below(low_G1 + 0.0)
         zero_G1 = _from_bf16(zero_bits_G1)
         span_G1, top = high_G1 - zero_G1, fmt.max_code
@@ -171,7 +170,7 @@ def _decode_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
 
     def numbers_G1(section: int) -> Tensor:
         start = starts[num_planes + section]
-        # Cloned because a message may lie at an odd address, which a 16-bit view would refuse.
+        # Cloned because a message may have an odd address, and a 16-bit view needs an even one.
         return buf[start : start + 2 * num_groups].clone().view(torch.bfloat16).float().view(num_groups, 1)
 
     if fmt.float8:

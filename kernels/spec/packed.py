@@ -1,7 +1,7 @@
-"""Packed matrices: weights that stay in 8 or 4 bits, what they stand for, and how floats become them.
+"""Packed matrices: weights in 8 or 4 bits, made from floats and converted back.
 
-The layout is ``packed_format``'s. ``linear`` multiplies with such a matrix, ``embedding`` looks its rows up, ``unpack`` makes
-floats of it fast. Nothing here is compiled: what only reads a checkpoint's header gets by without.
+The layout is ``packed_format``'s. ``linear`` multiplies with such a matrix, ``kernels.packed`` converts rows to floats fast.
+Nothing here is compiled, so reading a checkpoint's header needs no numba.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class PackedMatrix:
     Args:
         blocks_OB: (O, bytes of a row) uint8, contiguous rows.
     Raises:
-        ValueError: the blocks are no bytes, or a row is not whole blocks.
+        ValueError: the blocks are not bytes, or a row is not whole blocks.
     """
 
     blocks_OB: Tensor
@@ -29,7 +29,7 @@ class PackedMatrix:
         blocks, block_bytes = self.blocks_OB, self.format.block_bytes
         if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[1] % block_bytes or blocks.stride(1) != 1:
             raise ValueError(
-                f"{self.format.name} wants (rows, bytes) uint8 with contiguous rows of whole blocks of {block_bytes} bytes; "
+                f"{self.format.name} needs (rows, bytes) uint8 with contiguous rows of whole blocks of {block_bytes} bytes; "
                 f"got {tuple(blocks.shape)} {blocks.dtype} with strides {blocks.stride()}"
             )
 
@@ -58,7 +58,7 @@ Matrix = Tensor | PackedMatrix
 
 
 def empty_packed(num_rows: int, num_columns: int, packed: PackedFormat, device: torch.device) -> PackedMatrix:
-    """A matrix to be filled.
+    """An uninitialized matrix.
 
     Raises:
         ValueError: rows that are not whole groups.
@@ -109,14 +109,13 @@ def _float16_at_least(x: Tensor) -> Tensor:
     """The smallest float16 not below each float32."""
     near = x.half()
     bits = near.view(torch.int16)
-    above = torch.where(bits < 0, bits - 1, bits + 1).view(
-        torch.float16
-    )  # of negative numbers, the next is smaller in size
+    # Of negative numbers the next one has a smaller magnitude.
+    above = torch.where(bits < 0, bits - 1, bits + 1).view(torch.float16)
     return torch.where(near.float() < x, above, near)
 
 
 def dequantize_reference(matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
-    """(O, D): the numbers that the blocks stand for, in float32, rounded once to ``dtype``."""
+    """(O, D): the numbers of the blocks, computed in float32, rounded once to ``dtype``."""
     packed = matrix.format
     blocks_OGB = matrix.blocks_OB.unflatten(1, (-1, packed.block_bytes))
     scale_OG1 = blocks_OGB[..., :2].contiguous().view(torch.float16).float()

@@ -1,17 +1,17 @@
-"""How a packed matrix lies in bytes: groups of 32 numbers along a row, each with a scale of its own, as GGUF files have them.
+"""The byte layout of packed matrices: groups of 32 numbers along a row, each with its own scale, as in GGUF files.
 
-A row of D numbers, D a multiple of 32, is D / 32 blocks without gaps between, and rows follow each other alike. A block is
+A row of D numbers, D a multiple of 32, is D / 32 blocks without gaps, and rows follow without gaps. A block is
 
     Q8_0  34 bytes: scale float16; 32 codes int8                                          x = scale code
     Q4_0  18 bytes: scale float16; 16 bytes of two codes each                             x = scale (code - 8)
     Q4_1  20 bytes: scale float16; minimum float16; 16 bytes of two codes each            x = scale code + minimum
 
 Of two codes in byte i, number i has the lower half and number 16 + i the upper, so that sixteen lanes widen sixteen bytes
-and then mask or shift, and nothing moves between lanes. Scale and codes lie side by side: a row is one stream through
-memory, read from its beginning to its end, and a file's rows need no rearranging.
+and then mask or shift, and nothing moves between lanes. Scale and codes are adjacent: a row is read as one stream, and a
+file's rows need no rearranging.
 
-x is computed in float32. A product of scale and code is exact there (11 and 8 bits), so Q4_1 rounds once, where the minimum
-is added, whether or not the two are one instruction; the others do not round at all.
+x is computed in float32. A product of scale and code is exact there (11 and 8 bits), so Q4_1 rounds once, when the minimum
+is added, fused or not; the others do not round.
 
 Source: block_q8_0, block_q4_0 and block_q4_1 of llama.cpp, ggml/src/ggml-common.h.
 """
@@ -40,7 +40,7 @@ class PackedFormat:
         return self.header_bytes + GROUP_ELEMS * self.bits // 8
 
     def row_bytes(self, num_columns: int) -> int:
-        """Bytes of so many numbers.
+        """Bytes of a row.
 
         Raises:
             ValueError: they are not whole groups.

@@ -77,7 +77,7 @@ def test_packed_product(name: str, dtype: torch.dtype, device: torch.device) -> 
         bound = 577 * torch.finfo(torch.float32).eps * sizes
         assert ((got - want).abs() <= bound + torch.finfo(dtype).eps / 2 * (want.abs() + bound)).all()
     x = torch.randn(70, 576).to(dtype).to(device)
-    many = linear(x, on_device, bias.to(device), num_single_rows=0)
+    many = linear(x, on_device, bias.to(device), num_decode_rows=0)
     assert torch.equal(many, linear(x, numbers.to(device), bias.to(device)))
 
 

@@ -80,7 +80,7 @@ def test_write_kv_refuses_a_slot_outside_the_cache(slot: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k_TKE": torch.zeros(2, 3, 16)}, "write_kv wants k and v (T, K, E)"),
+        ({"k_TKE": torch.zeros(2, 3, 16)}, "write_kv needs k and v (T, K, E)"),
         ({"k_TKE": torch.zeros(2, 3, 8, dtype=torch.float16)}, "one dtype and int32 slots"),
         ({"slot_T": torch.tensor([0, 1])}, "one dtype and int32 slots"),
         ({"slot_T": torch.tensor([0], dtype=torch.int32)}, "slots (T,)"),
@@ -109,7 +109,7 @@ def test_attention_refuses_what_does_not_fit(paged_batch: Callable[..., Any]) ->
     wrong = [
         (0, q[:, :, :32], "as many groups of query heads as KV heads"),
         (0, q[:, :8], "as many groups of query heads as KV heads"),
-        (0, q.double(), "attention knows torch.float32, torch.bfloat16, torch.float16"),
+        (0, q.double(), "attention supports torch.float32, torch.bfloat16, torch.float16"),
         (1, k_cache.half(), "one for both caches"),
         (1, k_cache.transpose(1, 2).contiguous().transpose(1, 2), "each cache block contiguous"),
         (3, start.long(), "int32"),

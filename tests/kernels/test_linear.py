@@ -144,19 +144,19 @@ def test_refuses_what_does_not_fit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_single_rows", [0, 1, 17, 40])
-def test_rows_of_both_kinds_keep_their_bits_and_bounds(dtype: torch.dtype, num_single_rows: int) -> None:
+@pytest.mark.parametrize("num_decode_rows", [0, 1, 17, 40])
+def test_rows_of_both_kinds_keep_their_bits_and_bounds(dtype: torch.dtype, num_decode_rows: int) -> None:
     """What a row gets depends on its kind, single or in a block, and not on how many of either came with it."""
     weight, bias = _random(320, 192, dtype=dtype), _random(320, dtype=dtype, seed=1)
     x = _random(40, 192, dtype=dtype, seed=2)
-    singles, blocks = linear(x, weight, bias, num_single_rows=40), linear(x, weight, bias, num_single_rows=0)
+    singles, blocks = linear(x, weight, bias, num_decode_rows=40), linear(x, weight, bias, num_decode_rows=0)
 
-    got = linear(x, weight, bias, num_single_rows=num_single_rows)
+    got = linear(x, weight, bias, num_decode_rows=num_decode_rows)
 
-    assert torch.equal(got[:num_single_rows], singles[:num_single_rows])
-    assert torch.equal(got[num_single_rows:], blocks[num_single_rows:])
+    assert torch.equal(got[:num_decode_rows], singles[:num_decode_rows])
+    assert torch.equal(got[num_decode_rows:], blocks[num_decode_rows:])
     _assert_close(got, x, weight, bias)
-    assert torch.equal(linear(x[39:], weight, bias, num_single_rows=0), blocks[39:])
+    assert torch.equal(linear(x[39:], weight, bias, num_decode_rows=0), blocks[39:])
 
 
 @pytest.mark.parametrize("has_units", [True, False])
@@ -169,9 +169,9 @@ def test_block_rows_do_not_know_their_neighbours_with_or_without_bfloat16_units(
         monkeypatch.setattr(linear_module, "rows_are_independent", lambda: False)
     weight, bias = _random(320, 192, dtype=torch.bfloat16), _random(320, dtype=torch.bfloat16, seed=1)
     x = _random(300, 192, dtype=torch.bfloat16, seed=2)
-    together = linear(x, weight, bias, num_single_rows=0)
+    together = linear(x, weight, bias, num_decode_rows=0)
     for first, last in ((0, 1), (1, 3), (3, 16), (16, 77), (77, 300)):
-        assert torch.equal(linear(x[first:last], weight, bias, num_single_rows=0), together[first:last])
+        assert torch.equal(linear(x[first:last], weight, bias, num_decode_rows=0), together[first:last])
     _assert_close(together, x, weight, bias)
 
 

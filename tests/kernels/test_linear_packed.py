@@ -83,14 +83,14 @@ def test_rows_of_both_kinds_do_not_know_their_neighbours(
     monkeypatch.setattr(linear_module, "_UNPACKED_ELEMS", 192 * 100)
     weight, bias = quantize(_random(320, 192), Q4_1), _random(320, dtype=dtype, seed=1)
     x = _random(40, 192, dtype=dtype, seed=2)
-    singles, blocks = linear(x, weight, bias), linear(x, weight, bias, num_single_rows=0)
+    singles, blocks = linear(x, weight, bias), linear(x, weight, bias, num_decode_rows=0)
 
-    for num_single_rows in (0, 1, 17, 40):
-        got = linear(x, weight, bias, num_single_rows=num_single_rows)
-        assert torch.equal(got[:num_single_rows], singles[:num_single_rows])
-        assert torch.equal(got[num_single_rows:], blocks[num_single_rows:])
+    for num_decode_rows in (0, 1, 17, 40):
+        got = linear(x, weight, bias, num_decode_rows=num_decode_rows)
+        assert torch.equal(got[:num_decode_rows], singles[:num_decode_rows])
+        assert torch.equal(got[num_decode_rows:], blocks[num_decode_rows:])
     for first, stop in ((0, 1), (1, 3), (3, 16), (39, 40)):
-        assert torch.equal(linear(x[first:stop], weight, bias, num_single_rows=0), blocks[first:stop])
+        assert torch.equal(linear(x[first:stop], weight, bias, num_decode_rows=0), blocks[first:stop])
     if dtype == torch.bfloat16 and has_units:
         assert torch.equal(blocks, linear_reference(x, weight, bias))
     else:

@@ -70,8 +70,8 @@ def _check_refusals(group: Group) -> None:
     qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
     k_cache, v_cache = caches()
     for arguments, message in (
-        ((qkv[:, :6], cos, sin, k_cache, v_cache, slots), "wants qkv (T, H + 2 K, E)"),
-        ((qkv, cos[:2], sin, k_cache, v_cache, slots), "wants cos and sin (3, 32) and slots (3,)"),
+        ((qkv[:, :6], cos, sin, k_cache, v_cache, slots), "needs qkv (T, H + 2 K, E)"),
+        ((qkv, cos[:2], sin, k_cache, v_cache, slots), "needs cos and sin (3, 32) and slots (3,)"),
         ((qkv, cos, sin, k_cache, v_cache.half(), slots), "caches in one of"),
         ((qkv, cos, sin, k_cache, v_cache, slots.long()), "int32 slots"),
         ((qkv, cos, sin, k_cache, v_cache.transpose(1, 2).contiguous().transpose(1, 2), slots), "caches alike"),

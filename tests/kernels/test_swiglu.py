@@ -49,7 +49,7 @@ def test_a_row_does_not_depend_on_the_others(num_threads: Callable[[int], None])
 @pytest.mark.parametrize(
     ("gate_up", "message"),
     [
-        (torch.zeros(2, 7), "swiglu wants (T, 2F)"),
+        (torch.zeros(2, 7), "swiglu needs (T, 2F)"),
         (torch.zeros(8, 2).T, "contiguous rows"),
         (torch.zeros(2, 8, dtype=torch.float64), "torch.float16; got (2, 8) torch.float64"),
     ],

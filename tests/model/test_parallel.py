@@ -50,10 +50,10 @@ def _sum_rows(group: Group, plan: Policy, num_generated: int) -> Seen:
     x_TF = torch.randn(_ROWS, 8, generator=torch.Generator().manual_seed(group.rank))
     weight_DF = torch.randn(64, 8, generator=torch.Generator().manual_seed(9))
     group.ledger.phase = "decode" if num_generated == _ROWS else "prefill"
-    partial_TD = linear(x_TF, weight_DF, None, num_single_rows=num_generated)
+    partial_TD = linear(x_TF, weight_DF, None, num_decode_rows=num_generated)
     sums = parallel.row_sums("o_proj", 0)
     assert sums is not None
-    result = parallel.sum_rows(partial_TD, sums, num_single_rows=num_generated)
+    result = parallel.sum_rows(partial_TD, sums, num_decode_rows=num_generated)
     assert group.ledger.phase == ("decode" if num_generated == _ROWS else "prefill")
     counts = [(count.algorithm, count.phase, count.calls) for count in group.ledger.counts()]
     return Seen(

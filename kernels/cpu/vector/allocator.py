@@ -1,4 +1,4 @@
-"""What the C library does with freed memory: by default some goes back to the system, and comes again page by page."""
+"""Settings of the C library's allocator: whether freed memory is kept or returned to the system."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""How CPU kernels are compiled: numba, without the GIL, kept on disk between runs.
+"""Compiles CPU kernels with numba, without the GIL, and caches them on disk.
 
 A kernel takes integers and floats only (addresses, sizes, strides), so it has one specialization, its call costs well
 under a microsecond of dispatch, and the first start on a machine compiles each kernel once.

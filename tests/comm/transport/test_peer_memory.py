@@ -1,6 +1,6 @@
 """AllReduces over peer memory: GPU kernels in Triton's interpreter, in processes that map each other's buffers.
 
-Several processes run one kernel each, which meet at their barriers. What they compute and count is held to the generic
+Several processes run one kernel each, which wait at their barriers. Results and counts are compared with the generic
 algorithms over gloo, bit for bit.
 """
 

@@ -152,7 +152,7 @@ def _check_sharing(group: Group) -> None:
         wider = torch.cat((table, torch.zeros(3, more, dtype=torch.int32)), dim=1)
         outs.append(torch.empty(q.shape))
         given = q, k_cache, v_cache, start, lens, wider, scale
-        decode.attend_generated_rows(*given, 3, even_groups(given[0], given[1]), outs[-1], scratch_bytes=scratch_bytes)
+        decode.attend_decode_rows(*given, 3, even_groups(given[0], given[1]), outs[-1], scratch_bytes=scratch_bytes)
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
 
@@ -202,9 +202,9 @@ def _check_refusals(group: Group) -> None:
     one = torch.ones(1, dtype=torch.int32)
     for arguments, num_decode_rows, message in (
         ((q[:, :, :32], *fits[1:]), 0, "as many groups of query heads as KV heads"),
-        ((q.half(), *fits[1:]), 0, "wants q in the caches' torch.float32, got torch.float16"),
+        ((q.half(), *fits[1:]), 0, "needs q in the caches' torch.float32, got torch.float16"),
         ((q, k_cache, v_cache, start, lens, table.long(), scale), 0, "int32"),
-        (fits, 5, "0 to 4 generated rows"),
+        (fits, 5, "0 to 4 decode rows"),
         ((*fits[:-1], 0.0), 0, "a scale above 0"),
         ((wide[0], wide, wide, torch.cat((0 * one, one)), one, one[None], 1.0), 1, "heads of at most 256 numbers"),
     ):

@@ -50,7 +50,7 @@ def _check_refusals(group: Group) -> None:
     from tightwire.kernels.cuda.swiglu import swiglu
 
     for gate_up, message in (
-        (torch.zeros(2, 7), "swiglu wants"),
+        (torch.zeros(2, 7), "swiglu needs"),
         (torch.zeros(8, 2).T, "contiguous rows"),
         (torch.zeros(2, 8, dtype=torch.float64), "torch.float16; got"),
     ):
