@@ -21,10 +21,9 @@ from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.layer_reader import CheckpointLayers, LayerReader, PreparedLayers
-from tightwire.model.weights.load import load_partitioned, load_streamed
+from tightwire.model.weights.load import load_partitioned, load_resident, load_streamed
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
-from tightwire.model.weights.resident import load_resident
 from tightwire.model.weights.source import WeightSource
 
 # Share of the fetch timeout for retries of a read: its error must come before that of the pass that waits for the layer.

@@ -19,9 +19,8 @@ from tightwire.kernels.norm import rms_norm
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.decode_program import DecodeProgram
-from tightwire.model.eager_layers import EagerLayers
+from tightwire.model.eager_layers import EagerLayers, rope_table
 from tightwire.model.parallel import RowSums, TensorParallel
-from tightwire.model.rope_table import rope_table
 from tightwire.model.step_arrays import Batch
 from tightwire.model.weights.source import WeightSource
 

@@ -26,9 +26,8 @@ from tightwire.model.parallel import TensorParallel
 from tightwire.model.step_arrays import Batch
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.layer_reader import CheckpointLayers
-from tightwire.model.weights.load import load_streamed
+from tightwire.model.weights.load import load_resident, load_streamed
 from tightwire.model.weights.residency import LEAST_STREAMED, WeightPlan
-from tightwire.model.weights.resident import load_resident
 from tightwire.model.weights.source import WeightSource
 
 MakeRoutes = Callable[[Sequence[Arm], Group], Routes]

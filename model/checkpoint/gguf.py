@@ -14,8 +14,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf_file import GgufFile, GgufTensor
 from tightwire.model.checkpoint.names import gguf_name, hf_name
-from tightwire.model.checkpoint.reader import growth_of, store_rows
-from tightwire.model.checkpoint.weight_file import row_chunks
+from tightwire.model.checkpoint.reader import growth_of, row_chunks, store_rows
 
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.weight_file import WeightFile
+from tightwire.model.checkpoint.reader import WeightFile
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

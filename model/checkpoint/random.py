@@ -15,8 +15,7 @@ from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.names import expected_tensors
-from tightwire.model.checkpoint.reader import growth_of, store_rows
-from tightwire.model.checkpoint.weight_file import row_chunks
+from tightwire.model.checkpoint.reader import growth_of, row_chunks, store_rows
 
 # Llama's own initialization, which keeps activations of any depth in range.
 _STD = 0.02

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.reader import growth_of, store_rows
-from tightwire.model.checkpoint.weight_file import WeightFile, row_chunks
+from tightwire.model.checkpoint.reader import WeightFile, growth_of, row_chunks, store_rows
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _INDEX = "model.safetensors.index.json"

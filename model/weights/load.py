@@ -1,6 +1,8 @@
-"""Loads one rank's streamed or partitioned weights: resident layers to the device, streamed ones to their store."""
+"""Loads one rank's weights: resident layers to the device, streamed ones to their store."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,17 +11,81 @@ from tightwire.comm.buffers import page_aligned
 from tightwire.comm.collectives.collectives import prepare_codecs
 from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.comm.ledger.ledger import GATHERING
+from tightwire.kernels.spec.packed import Matrix, empty_packed
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.reader import CheckpointReader
+from tightwire.model.layout import Shard
+from tightwire.model.weights.formats import WeightFormats, weight_bytes
+from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors, read_tensors
 from tightwire.model.weights.layer_reader import LayerReader
 from tightwire.model.weights.layer_store import HostStore, LayerStore, ThrottledStore
 from tightwire.model.weights.packed_layer import layer_on_device, weight_codec
 from tightwire.model.weights.partition_store import Kept, PartitionCut, PartitionStore
 from tightwire.model.weights.residency import WeightPlan
-from tightwire.model.weights.resident import ResidentWeights
 from tightwire.model.weights.source import LayerWeights, OuterWeights, WeightSource
 from tightwire.model.weights.streamed import StreamedWeights
 
 _CPU = torch.device("cpu")
 Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResidentWeights:
+    """``WeightSource`` with all layers on the device."""
+
+    outer: OuterWeights
+    layers: tuple[LayerWeights, ...]
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        return (range(len(self.layers)),)
+
+    def layer(self, index: int) -> LayerWeights:
+        return self.layers[index]
+
+    def release(self, index: int) -> None:
+        """Layers stay."""
+
+    def close(self) -> None:
+        """There are no threads."""
+
+
+def load_resident(
+    reader: CheckpointReader,
+    config: LlamaConfig,
+    shard: Shard,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    formats: WeightFormats | None = None,
+    progress: Progress = lambda fraction: None,
+) -> ResidentWeights:
+    """Read this rank's part of the checkpoint.
+
+    Host memory grows by a few MiB, and on CPU by the tensors themselves.
+
+    Args:
+        formats: of matrices; default: all plain.
+        progress: called with the share of the rank's bytes read so far, 0 to 1, after each part of a tensor.
+    Cost: ``weight_bytes`` of the formats on the device.
+    """
+    formats = formats or WeightFormats()
+    total_bytes = weight_bytes(config, shard, formats, dtype.itemsize)
+    done_bytes = 0
+
+    def moved(num_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += num_bytes
+        progress(done_bytes / total_bytes)
+
+    def load(tensors: Mapping[str, Fused]) -> dict[str, Any]:
+        loaded = {field: _empty(fused, formats, dtype, device) for field, fused in tensors.items()}
+        read_tensors(reader, tensors, loaded, moved)
+        return loaded
+
+    outer = load(outer_tensors(config, shard))
+    layers = tuple(LayerWeights(**load(layer_tensors(config, shard, index))) for index in range(config.num_layers))
+    return ResidentWeights(outer=OuterWeights.of(outer), layers=layers)
 
 
 def load_streamed(
@@ -167,3 +233,10 @@ class _Loading:
     def _moved(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
         self._progress(min(1.0, self._done_bytes / self._total_bytes))
+
+
+def _empty(fused: Fused, formats: WeightFormats, dtype: torch.dtype, device: torch.device) -> Matrix:
+    packed = formats.of(fused)
+    if packed is None:
+        return torch.empty(fused.shape, dtype=dtype, device=device)
+    return empty_packed(fused.shape[0], fused.shape[1], packed, device)

@@ -30,11 +30,11 @@ from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import choose_formats
 from tightwire.model.weights.layer_reader import PreparedLayers
+from tightwire.model.weights.load import load_resident
 from tightwire.model.weights.packed_layer import layer_on_device
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.prepared.manifest import MANIFEST
 from tightwire.model.weights.residency import WeightPlan
-from tightwire.model.weights.resident import load_resident
 from tightwire.model.weights.source import LayerWeights, OuterWeights
 from tightwire.model.weights.streamed import StreamedWeights
 

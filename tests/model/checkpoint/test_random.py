@@ -11,7 +11,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.random import RANDOM_SHAPES, RandomReader
 from tightwire.model.layout import make_layout
-from tightwire.model.weights.resident import load_resident
+from tightwire.model.weights.load import load_resident
 
 CONFIG = LlamaConfig(
     num_layers=2,

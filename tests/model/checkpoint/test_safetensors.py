@@ -50,7 +50,7 @@ def test_room_of_another_shape_is_refused(tmp_path: Path, shape: tuple[int, ...]
 
 def test_pieces_join_seamlessly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With pieces far smaller than a matrix, all of them arrive in place."""
-    monkeypatch.setattr("tightwire.model.checkpoint.weight_file.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("tightwire.model.checkpoint.reader.CHUNK_BYTES", 1000)
     reader = SafetensorsReader(make_tiny(tmp_path / "m"))
     want = tiny_tensors(tiny_config())["lm_head.weight"]
     out = torch.empty(want.shape, dtype=torch.float64)  # not as in the file: what is, is not cut into pieces

@@ -18,7 +18,7 @@ from tightwire.model.checkpoint.names import EMBEDDING, HEAD, expected_tensors
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats, weight_bytes
-from tightwire.model.weights.resident import ResidentWeights, load_resident
+from tightwire.model.weights.load import ResidentWeights, load_resident
 
 CPU = torch.device("cpu")
 CONFIG = LlamaConfig(

@@ -15,8 +15,8 @@ from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.formats import choose_formats
 from tightwire.model.weights.fused import layer_tensors, read_tensors
+from tightwire.model.weights.load import load_resident
 from tightwire.model.weights.packed_layer import PackedLayer, pack_tensors
-from tightwire.model.weights.resident import load_resident
 
 CPU = torch.device("cpu")
 

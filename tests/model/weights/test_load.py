@@ -15,7 +15,7 @@ from tiny import VARIANTS, make_tiny, tiny_config, tiny_tensors
 from tightwire.model.layout import Shard, make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
-from tightwire.model.weights.resident import ResidentWeights, load_resident
+from tightwire.model.weights.load import ResidentWeights, load_resident
 
 CPU = torch.device("cpu")
 
@@ -113,7 +113,7 @@ from pathlib import Path
 from tightwire.model.open import open_checkpoint
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import choose_formats, weight_bytes
-from tightwire.model.weights.resident import load_resident
+from tightwire.model.weights.load import load_resident
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
