@@ -1,36 +1,110 @@
 """``tightwire tune``: measures every AllReduce in the sizes a model will send, and keeps the times for this host.
 
-The file is written when a transport has been measured, whole or not at all.
+Ranks are processes of this machine. Every result is checked; an algorithm with a wrong sum is recorded as wrong, and
+``auto`` never takes it. The file is written in one step after each transport.
 """
 
+import argparse
+import statistics
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from tightwire.bench.comm.ranks import TRANSPORTS
-from tightwire.bench.tune_measure import TunePlan, measure_all
-from tightwire.comm.group.local_ranks import LocalRankError
-from tightwire.comm.policy.choose import Chooser
+from tightwire.bench.comm.measure import (
+    Computed,
+    ComputingPlan,
+    MeasurePlan,
+    Timed,
+    compute_alone,
+    measurable,
+    measure,
+)
+from tightwire.bench.comm.ranks import TRANSPORTS, RankOptions, open_ranks
+from tightwire.bench.comm.summary import Cells
+from tightwire.bench.report.progress import progress_bar
+from tightwire.bench.report.quiet import OthersWatch
+from tightwire.comm.group.local_ranks import LocalRankError, LocalRanks
+from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.setting import Setting
-from tightwire.comm.policy.tune_file import Measured, check_writable, this_host, tune_path, write_tuned
+from tightwire.comm.policy.tune_file import (
+    Computing,
+    Host,
+    Measured,
+    Point,
+    check_writable,
+    this_host,
+    tune_path,
+    write_tuned,
+)
 from tightwire.comm.sizes import format_bytes
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.open import open_checkpoint
+from tightwire.server.cli.comm_cli import COMM_GROUPS, at_least_two_ranks
+from tightwire.server.config.flags import make_parser, parse, refuse_allreduce_extra, refuse_replicas
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_request import policy_request
 from tightwire.server.plan.devices import num_cores
 from tightwire.server.plan.run_plan import decide_setting
 
+_MAX_SECONDS = 3600.0
+_START_S = 6.0  # for the ranks of one transport to start and join
+_OVERRUN = 1.5  # times its share of the time that a transport may take
+_MAX_OTHERS_SHARE = 0.25  # of the cores; above it, medians were wrong by up to ten times
+_MIN_SECONDS_PER_SIZE = 0.1
+_COMPUTING_CALLS = 15
+_MAX_CALLS = 300  # of one algorithm at one size; more do not move the median
+_ROW_STEP = 4  # from one message size to the next
 
-def run(config: ServeConfig, seconds: float) -> int:
-    """Exit code 0, 1 when ranks failed or the file cannot be written, 2 for refused options, 130 after Ctrl-C."""
+
+class CrowdedError(ValueError):
+    """Other programs used too much of the machine for the times to be worth keeping."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TunePlan:
+    """The settings to measure, and the file for their times."""
+
+    settings: tuple[Setting, ...]
+    request: PolicyRequest
+    host: Host
+    path: Path
+    seconds: float
+
+    def sizes(self, setting: Setting) -> tuple[int, ...]:
+        """Bytes of messages of 1, 4, 16, ... rows, of a full step, and of a full decode batch."""
+        most = self.request.max_rows
+        rows, count = {most, min(most, self.request.max_decode_rows)}, 1
+        while count < most:
+            rows.add(count)
+            count *= _ROW_STEP
+        return tuple(sorted(count * self.request.row_elems * setting.elem_bytes for count in rows))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0, 1 when ranks failed or the file cannot be written, 2 for refused options, 130 after Ctrl-C."""
+    parser = make_parser(
+        "tune",
+        "Measure every AllReduce on this host in the sizes a model will send; `serve` reads the times.",
+        COMM_GROUPS,
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, default=60.0, metavar="S", help="about how long to measure in all (default: 60)"
+    )
+    config, args = parse(parser, argv, COMM_GROUPS)
+    refuse_allreduce_extra(parser, config)
+    refuse_replicas(parser, config)
     console = Console(highlight=False)
     try:
-        plan = make_plan(config, seconds)
+        plan = make_plan(at_least_two_ranks(config), args.seconds)
     except ValueError as error:
         sys.stderr.write(f"tightwire tune: {error}\n")
         return 2
@@ -43,21 +117,31 @@ def run(config: ServeConfig, seconds: float) -> int:
         sys.stderr.write(f"tightwire tune: {error}\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("tightwire tune: interrupted; what was not measured to its end is not kept\n")
+        sys.stderr.write("tightwire tune: interrupted; unfinished measurements are not kept\n")
         return 130
     console.print(f"kept in {plan.path}", markup=False, soft_wrap=True)
     return 0
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be 1 to {_MAX_SECONDS:g} seconds, got {text!r}")
+    return seconds
+
+
 def make_plan(config: ServeConfig, seconds: float) -> TunePlan:
-    """Everything ``serve`` with the same options would send, over every transport it may be given.
+    """All messages that ``serve`` with the same options would send, over every transport that it could choose.
 
     Raises:
         ValueError: the model or an option is refused.
     """
     if config.parallel.link is not None:
         raise ValueError(
-            "--link: what is measured is this host's own transports and computing; a server with a link predicts from "
+            "--link: tune measures this host's own transports and computing; a server with a link predicts its times from "
             "those and the link's rate"
         )
     model = open_checkpoint(config.model.model, config.model.seed).config
@@ -72,8 +156,17 @@ def make_plan(config: ServeConfig, seconds: float) -> TunePlan:
     )
 
 
+def _transports(config: ServeConfig, setting: Setting) -> list[str]:
+    """The requested transport, or all that can work here."""
+    if config.parallel.transport != "auto":
+        return [setting.transport]
+    if setting.device == "cuda":
+        return [name for name in ("peer-memory", "process-group") if name in TRANSPORTS]
+    return ["process-group"] if why_unusable() else ["shared-memory", "process-group"]
+
+
 def show(console: Console, plan: TunePlan, measured: Measured) -> None:
-    """Medians by size and algorithm, the best lossless one and the best of all marked; then what ``auto`` makes of it."""
+    """Print medians by size and algorithm, the best of each size marked, and what ``auto`` would choose."""
     rows = measured.rows()
     table = Table(title=f"{measured.setting}: median us", title_justify="left", title_style="bold")
     table.add_column("algorithm")
@@ -86,9 +179,9 @@ def show(console: Console, plan: TunePlan, measured: Measured) -> None:
         table.add_row(name, *(_cell(by_size.get(size), best[size]) for size in sizes))
     console.print(table)
     if missing := [format_bytes(size) for size in sizes if not best[size]]:
-        console.print(f"no time was left for {', '.join(missing)}; give more --seconds", style="yellow")
+        console.print(f"no time was left for {', '.join(missing)}; use a larger --seconds", style="yellow")
     for name, fault in measured.wrong.items():
-        console.print(f"{name} summed wrongly and will not be used: {fault}", style="red", markup=False)
+        console.print(f"{name} computed a wrong sum and will not be used: {fault}", style="red", markup=False)
     chooser = Chooser(plan.request, CostModel(measured.setting, rows), measured.wrong)
     for choice in chooser.policy().choices("o_proj", 0, "decode"):
         limit = "" if choice.up_to_bytes is None else f" up to {format_bytes(choice.up_to_bytes)}"
@@ -99,10 +192,119 @@ def _cell(us: float | None, best_us: float) -> str:
     return "-" if us is None else f"{us:.0f}{' *' if us == best_us else ''}"
 
 
-def _transports(config: ServeConfig, setting: Setting) -> list[str]:
-    """The one that was named, or all that can be had here."""
-    if config.parallel.transport != "auto":
-        return [setting.transport]
-    if setting.device == "cuda":
-        return [name for name in ("peer-memory", "process-group") if name in TRANSPORTS]
-    return ["process-group"] if why_unusable() else ["shared-memory", "process-group"]
+def measure_all(plan: TunePlan) -> Iterator[Measured]:
+    """Measure one setting after the other; skip a transport that does not work, unless it is the only one.
+
+    Raises:
+        LocalRankError: a rank raised, died or stopped answering.
+        CrowdedError: other programs used too much of the machine.
+        ValueError: the only transport does not work.
+    """
+    progress = progress_bar()
+    with progress:
+        num_sizes = sum(len(plan.sizes(setting)) for setting in plan.settings)
+        task, done = progress.add_task("starting ranks", total=num_sizes), 0
+        for setting in plan.settings:
+            sizes = plan.sizes(setting)
+
+            def report(index: float, setting: Setting = setting, done: int = done) -> None:
+                progress.update(task, description=setting.transport, completed=done + index)
+
+            per_size_s = (plan.seconds - _START_S * len(plan.settings)) / num_sizes
+            try:
+                yield _measure_setting(setting, plan.request, sizes, per_size_s, report)
+            except CrowdedError:
+                raise
+            except ValueError as error:
+                if len(plan.settings) == 1:
+                    raise
+                progress.console.print(f"{setting.transport} is left out: {error}", markup=False, soft_wrap=True)
+            done += len(sizes)
+
+
+def _measure_setting(
+    setting: Setting, request: PolicyRequest, sizes: Sequence[int], per_size_s: float, report: Callable[[float], None]
+) -> Measured:
+    names = Chooser(request, CostModel(setting)).candidates()
+    options = RankOptions(
+        ranks=setting.world_size,
+        device=setting.device,
+        transport=setting.transport,
+        nodes=setting.num_nodes,
+    )
+    order = _ends_first(sizes)
+    plan = MeasurePlan(
+        algorithms=tuple(names),
+        sizes=order,
+        dtype=setting.dtype,
+        repeats=_MAX_CALLS,
+        seconds_per_size=max(_MIN_SECONDS_PER_SIZE, per_size_s),
+        seed=0,
+    )
+    cells, computed = Cells(setting.world_size), list[Computed]()
+    deadline: float | None = None  # set at the first answer, because ranks may compile before it
+    with open_ranks(options) as (ranks, _):
+        watch = OthersWatch(ranks.pids)
+        for rank, event in ranks.stream(measure, plan):
+            cells.add(rank, event)
+            now = time.monotonic()
+            deadline = deadline or now + _OVERRUN * plan.seconds_per_size * len(order)
+            if rank == 0 and isinstance(event, Timed):
+                report(order.index(event.size) + event.done / event.rounds)
+            if now > deadline and cells.rows():
+                break  # the sizes that are left lie between measured ones
+        else:
+            computed = _measure_computing(ranks, plan) if setting.device == "cpu" else []
+        others = watch.share()
+    if others > _MAX_OTHERS_SHARE:
+        raise CrowdedError(
+            f"other programs used {others:.0%} of this machine's cores while {setting.transport} was measured, so its times are "
+            "not kept; run tune again when the machine is idle"
+        )
+    return judge(setting, cells, computed)
+
+
+def _measure_computing(ranks: LocalRanks, measured: MeasurePlan) -> list[Computed]:
+    """The algorithms' computing without a wire; on CUDA a whole AllReduce is one kernel, so there is none."""
+    plan = ComputingPlan(
+        algorithms=measurable(measured.algorithms),
+        sizes=tuple(sorted(measured.sizes)),
+        dtype=measured.dtype,
+        repeats=_COMPUTING_CALLS,
+    )
+    return [answer for _, answer in ranks.stream(compute_alone, plan)]
+
+
+def _ends_first(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The smallest, the largest, the second smallest, ...: sizes without time left lie between measured ones."""
+    rest, order = list(sizes), []
+    while rest:
+        order.append(rest.pop(0 if len(order) % 2 == 0 else -1))
+    return tuple(order)
+
+
+def judge(setting: Setting, cells: Cells, computed: Sequence[Computed]) -> Measured:
+    """Medians of correct calls, the slowest rank's computing, and the first fault of each wrong algorithm."""
+    slowest: dict[tuple[str, int], float] = {}
+    for one in computed:
+        key = (one.algorithm, one.size)
+        slowest[key] = max(slowest.get(key, 0.0), statistics.median(one.seconds))
+    rows = cells.rows()
+    wrong: dict[str, str] = {}
+    for row in rows:
+        if row["faults"]:
+            wrong.setdefault(row["algorithm"], f"{row['size']} B: {row['faults'][0]}")
+    points = (
+        Point(
+            algorithm=row["algorithm"],
+            num_bytes=row["size"],
+            us=row["seconds"]["p50"] * 1e6,
+            num_calls=row["seconds"]["n"],
+            wire_bytes=row["wire_bytes"],
+            relative_error=row["relative_error"],
+        )
+        for row in rows
+    )
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    computing = tuple(Computing(name, size, seconds * 1e6) for (name, size), seconds in slowest.items())
+    return Measured(setting=setting, points=tuple(points), computing=computing, wrong=wrong, date=date)

@@ -12,7 +12,7 @@ VERBS = {
     "generate": ("tightwire.server.cli.verbs:generate", "continue one prompt on the terminal, without a server"),
     "chat": ("tightwire.server.cli.chat:main", "chat on the terminal with a running server"),
     "bench": ("tightwire.bench.cli:main", "measure; `tightwire bench --help` lists what"),
-    "tune": ("tightwire.server.cli.comm_cli:tune", "measure every AllReduce on this host, for `serve` to choose by"),
+    "tune": ("tightwire.bench.tune:main", "measure every AllReduce on this host, for `serve` to choose by"),
     "explain": ("tightwire.server.cli.comm_cli:explain", "say which AllReduce sums which message of a model, and why"),
     "doctor": ("tightwire.bench.doctor.cli:main", "look at this machine: devices, links, what works, what to use"),
     "pull": ("tightwire.server.cli.verbs:pull", "fetch a model of the catalog into the cache"),

@@ -15,7 +15,6 @@ from tiny import make_tiny
 
 from tightwire.__main__ import main
 from tightwire.bench import tune as tune_module
-from tightwire.bench import tune_measure
 from tightwire.bench.comm.measure import Checked, Timed
 from tightwire.bench.comm.summary import Cells
 from tightwire.bench.report.quiet import OthersWatch
@@ -35,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Of its own, on a machine that passes for quiet."""
+    """A cache of the test's own, and a machine that counts as quiet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(OthersWatch, "share", lambda self: 0.0)
     yield tmp_path / "tightwire"
@@ -52,9 +51,7 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     return json.loads(capsys.readouterr().out)
 
 
-def test_what_was_tuned_is_what_explain_and_serve_go_by(
-    model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_and_serve_use_the_tuned_times(model: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = explained(capsys, *flags(model))
     assert before["measured"] is None
 
@@ -96,11 +93,11 @@ def test_times_of_a_crowded_machine_are_not_kept(
 ) -> None:
     monkeypatch.setattr(OthersWatch, "share", lambda self: 0.4)
     assert main(["tune", *flags(model, "--seconds", "1", "--transport", "shared-memory")]) == 1
-    assert "others used 40% of this machine's cores while shared-memory was measured" in capsys.readouterr().err
+    assert "other programs used 40% of this machine's cores while shared-memory was measured" in capsys.readouterr().err
     assert list(cache.rglob("*.json")) == []
 
 
-def test_without_a_named_transport_every_one_that_can_be_had_is_measured(model: Path, cache: Path) -> None:
+def test_without_a_named_transport_all_that_work_are_measured(model: Path, cache: Path) -> None:
     for named, wanted in (("auto", {"shared-memory", "process-group"}), ("process-group", {"process-group"})):
         config = make_config({"model": str(model), "tp": 2, "device": "cpu", "transport": named})
         assert {setting.transport for setting in tune_module.make_plan(config, 60.0).settings} == wanted
@@ -152,7 +149,7 @@ def test_explain_shows_layers_apart_where_a_policy_file_does(
         ("explain", ["--tp", "9"], "cannot split"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(
+def test_wrong_options_are_refused_by_name(
     verb: str, arguments: list[str], message: str, model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([verb, str(model), "--device", "cpu", *arguments]) == 2
@@ -164,7 +161,7 @@ def test_a_cache_that_cannot_be_written_is_found_out_before_measuring(
 ) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tune_module, "measure_all", lambda plan: pytest.fail("measured all the same"))
+    monkeypatch.setattr(tune_module, "measure_all", lambda plan: pytest.fail("measured"))
     assert main(["tune", *flags(model)]) == 1
     assert "cannot be written (Not a directory)" in (err := capsys.readouterr().err) and "XDG_CACHE_HOME" in err
 
@@ -202,7 +199,7 @@ def test_an_algorithm_with_a_wrong_answer_is_recorded_as_wrong() -> None:
         )
         cells.add(0, Timed(size=64, seconds={name: [1e-6] * 3}, changed=(), done=3, rounds=3))
     setting = Setting(transport="process-group", device="cpu", world_size=1, num_nodes=1, dtype="float32")
-    measured = tune_measure.judge(setting, cells, [])
+    measured = tune_module.judge(setting, cells, [])
     assert set(measured.wrong) == {"one-shot"} and "7 times as wrong" in measured.wrong["one-shot"]
     assert set(measured.rows()) == {"ring"}
 
