@@ -53,7 +53,7 @@ class RunnerOptions:
 
     Args:
         dtype: of activations, cache, and weights that are not packed.
-        slot_blocks: the cache is on the host, and the device holds this many blocks of two layers, the most that a step may
+        buffer_blocks: the cache is on the host, and the device holds this many blocks of two layers, the most that a step may
             need; None: the cache is on the device.
         formats: of weight matrices; default: all plain. A prepared folder has its own.
         weight_plan: which layers are streamed, and from where.
@@ -67,7 +67,7 @@ class RunnerOptions:
     max_model_len: int
     num_blocks: int
     block_size: int
-    slot_blocks: int | None = None
+    buffer_blocks: int | None = None
     formats: WeightFormats = field(default_factory=WeightFormats)
     weight_plan: WeightPlan = EVERYTHING_RESIDENT
     fetch_timeout_s: float = 60.0
@@ -100,7 +100,7 @@ def build_runner(
     parallel = TensorParallel(replica, layout, groups.routes)
     model = Llama(config, parallel, weights, cache, options.max_model_len)
     graphs = None
-    moving = bool(plan.streamed) or options.slot_blocks is not None
+    moving = bool(plan.streamed) or options.buffer_blocks is not None
     if options.graphs_up_to and replica.device.type == "cuda" and not moving:  # a graph knows one address of a layer
         graphs = DecodeGraphs(
             model.forward,
@@ -124,13 +124,13 @@ def build_runner(
 
 def _make_cache(config: LlamaConfig, shard: Shard, options: RunnerOptions, device: torch.device) -> CacheSource:
     sizes = {"num_blocks": options.num_blocks, "block_size": options.block_size}
-    if options.slot_blocks is None:
+    if options.buffer_blocks is None:
         return make_kv_cache(config, shard, **sizes, dtype=options.dtype, device=device)
     return OffloadedCache(
         config,
         shard,
         **sizes,
-        slot_blocks=options.slot_blocks,
+        buffer_blocks=options.buffer_blocks,
         timeout_s=options.fetch_timeout_s,
         dtype=options.dtype,
         device=device,

@@ -50,7 +50,7 @@ class OffloadedCache:
 
     Layout on both sides (N, 2, K, P, E) a layer, so a block's keys and values travel together.
 
-    Cost: the cache on the host, ``NUM_BUFFERS`` layers of ``slot_blocks`` blocks on the device. Every step waits for the
+    Cost: the cache on the host, ``NUM_BUFFERS`` layers of ``buffer_blocks`` blocks on the device. Every step waits for the
     first layer, and for the others as far as they take longer than computing.
     """
 
@@ -60,7 +60,7 @@ class OffloadedCache:
         shard: Shard,
         *,
         num_blocks: int,
-        slot_blocks: int,
+        buffer_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -68,19 +68,19 @@ class OffloadedCache:
     ) -> None:
         """
         Args:
-            slot_blocks: most blocks that a step may need.
+            buffer_blocks: most blocks that a step may need.
             timeout_s: longest time without a byte while a pass waits for a layer.
         """
         block_shape = (2, shard.local_kv_heads, block_size, config.head_dim)
         block_bytes = dtype.itemsize * torch.Size(block_shape).numel()
-        self.num_blocks, self.block_size, self.dtype, self.device = slot_blocks, block_size, dtype, device
+        self.num_blocks, self.block_size, self.dtype, self.device = buffer_blocks, block_size, dtype, device
         self.block_stride = block_bytes // dtype.itemsize
         self._block_bytes, self._timeout_s, self._num_layers = block_bytes, timeout_s, config.num_layers
         memory = page_aligned(config.num_layers * num_blocks * block_bytes, torch.device("cpu"))
         self._pinned = _Pinned(memory) if device.type == "cuda" else None
         self._host = memory.view(dtype).view(config.num_layers, num_blocks, *block_shape)
-        self.pool = BufferPool(NUM_BUFFERS, slot_blocks * block_bytes, device, saves=True, traced=True)
-        self._slots = [slot.buffer.view(dtype).view(slot_blocks, *block_shape) for slot in self.pool.slots]
+        self.pool = BufferPool(NUM_BUFFERS, buffer_blocks * block_bytes, device, saves=True, traced=True)
+        self._slots = [slot.buffer.view(dtype).view(buffer_blocks, *block_shape) for slot in self.pool.slots]
         self._keys_and_values = [(blocks[:, 0], blocks[:, 1]) for blocks in self._slots]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._users: dict[int, tuple[int, int]] = {}  # by layer in use: the number of passes, and the buffer

@@ -26,7 +26,7 @@ _BLOCK_SIZE, _MAX_BLOCKS, _NUM_SEQS = 16, 8, 6
 _NUM_BLOCKS = _NUM_SEQS * _MAX_BLOCKS
 
 
-def _runner(folder: Path, device: torch.device, slot_blocks: int | None) -> ModelRunner:
+def _runner(folder: Path, device: torch.device, buffer_blocks: int | None) -> ModelRunner:
     checkpoint = open_checkpoint(str(folder))
     return build_runner(
         checkpoint.config,
@@ -37,7 +37,7 @@ def _runner(folder: Path, device: torch.device, slot_blocks: int | None) -> Mode
             dtype=torch.float32,
             max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
             num_blocks=_NUM_BLOCKS,
-            slot_blocks=slot_blocks,
+            buffer_blocks=buffer_blocks,
             block_size=_BLOCK_SIZE,
         ),
     )

@@ -1,4 +1,4 @@
-"""The torch reference against float64 loops, the cache writer, and what the host functions refuse."""
+"""The torch reference against float64 loops, the cache writer, and refused arguments."""
 
 import re
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def _reference(q: torch.Tensor, rest: list[torch.Tensor], scale: float) -> torch
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_write_kv_fills_its_slots_and_no_other(device: str, dtype: torch.dtype) -> None:
+def test_write_kv_writes_only_its_slots(device: str, dtype: torch.dtype) -> None:
     qkv = torch.randn(5, 10, 24, dtype=dtype, device=device)
     k, v = qkv[:, 4:7], qkv[:, 7:]
     slots = torch.tensor([31, 8, 0, 17, 16], dtype=torch.int32, device=device)
@@ -87,7 +87,7 @@ def test_write_kv_refuses_a_slot_outside_the_cache(slot: int) -> None:
         ({"v_cache_NKPE": torch.zeros(4, 3, 16, 8)}, "caches alike"),
     ],
 )
-def test_write_kv_refuses_what_does_not_fit(change: dict[str, torch.Tensor], message: str) -> None:
+def test_write_kv_refuses_arguments_that_do_not_match(change: dict[str, torch.Tensor], message: str) -> None:
     fits = {
         "k_TKE": torch.zeros(2, 3, 8),
         "v_TKE": torch.zeros(2, 3, 8),
@@ -103,7 +103,7 @@ def _with(arguments: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]
     return (*arguments[:index], value, *arguments[index + 1 :])
 
 
-def test_attention_refuses_what_does_not_fit(paged_batch: Callable[..., Any]) -> None:
+def test_attention_refuses_arguments_that_do_not_match(paged_batch: Callable[..., Any]) -> None:
     fits = paged_batch(query_lens=(3, 1), context_lens=(20, 9)).arguments()
     q, k_cache, _, start, _lens, table, _ = fits
     wrong = [
@@ -130,7 +130,7 @@ def test_attention_refuses_what_does_not_fit(paged_batch: Callable[..., Any]) ->
             paged_attention(*fits, groups=groups)
 
 
-def test_attention_of_nothing_is_nothing(paged_batch: Callable[..., Any]) -> None:
+def test_attention_of_no_rows(paged_batch: Callable[..., Any]) -> None:
     q, k_cache, v_cache, start, lens, table, scale = paged_batch(query_lens=(1,), context_lens=(3,)).arguments()
     out = paged_attention(q[:0], k_cache, v_cache, start[:1], lens[:0], table[:0], scale)
     assert out.shape == (0, *q.shape[1:])

@@ -75,7 +75,7 @@ def test_rows_too_wide_to_keep_a_block_of_weights_widened(dtype: torch.dtype, nu
         assert torch.equal(linear(x[first:last], weight), whole[first:last])
 
 
-def test_views_are_read_where_they_lie() -> None:
+def test_views_are_read_without_a_copy() -> None:
     wide_x, wide_weight = _random(4, 100, dtype=torch.bfloat16), _random(80, 90, dtype=torch.bfloat16)
     x, weight = wide_x[:, 3:67], wide_weight[::2, 5:69]
     assert torch.equal(linear(x, weight), linear(x.contiguous(), weight.contiguous()))
@@ -96,7 +96,7 @@ def test_no_rows() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", [None, *PACKED_FORMATS.values()])
-def test_to_float_it_is_the_same_sum_not_rounded(dtype: torch.dtype, packed: PackedFormat | None) -> None:
+def test_linear_to_float_is_the_same_sum_not_rounded(dtype: torch.dtype, packed: PackedFormat | None) -> None:
     x, plain = _random(5, 96, dtype=dtype), _random(70, 96, dtype=torch.float32, seed=1)
     weight = plain.to(dtype) if packed is None else quantize(plain, packed)
     got = linear_to_float(x, weight)
@@ -117,7 +117,7 @@ def test_four_threads_may_call_at_once(num_threads: Callable[[int], None]) -> No
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_what_this_cpu_has_is_not_used_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detected_features_are_not_used_for_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simd, "get_host_cpu_features", lambda: {"avx512bf16": True, "avx512f": True})
     assert simd.has_wide_registers.__wrapped__()
     monkeypatch.setattr(simd.config, "CPU_NAME", "generic")
@@ -136,7 +136,7 @@ def test_what_this_cpu_has_is_not_used_for_another_one(monkeypatch: pytest.Monke
         (torch.zeros(8, 2).T, torch.zeros(3, 8), None, "contiguous rows"),
     ],
 )
-def test_refuses_what_does_not_fit(
+def test_arguments_that_do_not_match_are_refused(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -161,7 +161,7 @@ def test_rows_of_both_kinds_keep_their_bits_and_bounds(dtype: torch.dtype, num_d
 
 @pytest.mark.parametrize("has_units", [True, False])
 @pytest.mark.parametrize("independent", [True, False])
-def test_block_rows_do_not_know_their_neighbours_with_or_without_bfloat16_units(
+def test_prefill_rows_do_not_depend_on_each_other_with_or_without_bfloat16_units(
     monkeypatch: pytest.MonkeyPatch, has_units: bool, independent: bool
 ) -> None:
     monkeypatch.setattr(linear_module, "torch_has_bfloat16_products", lambda: has_units)
@@ -175,7 +175,7 @@ def test_block_rows_do_not_know_their_neighbours_with_or_without_bfloat16_units(
     _assert_close(together, x, weight, bias)
 
 
-def test_whether_rows_are_independent_is_found_out_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_independence_of_rows_is_tested_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
     product = torch.nn.functional.linear
     monkeypatch.setattr(linear_widened.F, "linear", lambda x, weight: product(x, weight) * (1 + len(x) / 1024))
     assert not linear_widened._rows_are_independent.__wrapped__(1)

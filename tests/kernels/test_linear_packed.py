@@ -1,4 +1,4 @@
-"""Products with packed weights: on CPU the bits of the same numbers unpacked; rows that do not know each other."""
+"""Products with packed weights: on CPU the bits of the same numbers unpacked; rows do not depend on each other."""
 
 import re
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def test_the_bits_are_those_of_the_unpacked_product(
 
 
 @each_format
-def test_rows_wider_than_what_is_unpacked_at_a_time(packed: PackedFormat) -> None:
+def test_rows_wider_than_one_unpacked_piece(packed: PackedFormat) -> None:
     for num_inputs in (4096, 1 << 17):
         weight = quantize(_random(9, num_inputs), packed)
         x = _random(5, num_inputs, seed=1)
@@ -66,7 +66,7 @@ def test_no_rows() -> None:
     assert linear(torch.zeros(0, 32), quantize(torch.zeros(6, 32), Q4_1)).shape == (0, 6)
 
 
-def test_a_slice_of_rows_and_columns_is_read_where_it_lies() -> None:
+def test_a_slice_of_rows_and_columns_is_read_without_a_copy() -> None:
     weight = quantize(_random(80, 160), Q4_1)
     part = PackedMatrix(weight.blocks_OB[10:70, 20:80], Q4_1)
     x = _random(3, 96, seed=1)
@@ -75,7 +75,7 @@ def test_a_slice_of_rows_and_columns_is_read_where_it_lies() -> None:
 
 @pytest.mark.parametrize("has_units", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_both_kinds_do_not_know_their_neighbours(
+def test_rows_of_both_kinds_do_not_depend_on_each_other(
     dtype: torch.dtype, has_units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompt rows in bfloat16 go to torch where it has products of it, with the weights rounded, some outputs at a time."""
@@ -106,6 +106,6 @@ def test_rows_of_both_kinds_do_not_know_their_neighbours(
         (torch.zeros(64, 2).T, None, "contiguous rows"),
     ],
 )
-def test_refuses_what_does_not_fit(x: torch.Tensor, bias: torch.Tensor | None, message: str) -> None:
+def test_arguments_that_do_not_match_are_refused(x: torch.Tensor, bias: torch.Tensor | None, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         linear(x, quantize(torch.zeros(3, 64), Q4_1), bias)

@@ -47,7 +47,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, num_threads: Ca
         assert torch.equal(rms_norm(x[row : row + 1], weight, 1e-6)[0], whole[row])
 
 
-def test_a_view_is_read_where_it_lies_and_left_as_it_was() -> None:
+def test_a_view_is_read_without_a_copy_and_not_changed() -> None:
     wide = torch.randn(4, 100)
     before = wide.clone()
     x = wide[:, 10:60]
@@ -74,6 +74,6 @@ def test_no_rows() -> None:
         (torch.zeros(2, 8), torch.ones(8, dtype=torch.bfloat16), "got torch.float32, torch.float32 and torch.bfloat16"),
     ],
 )
-def test_refuses_what_does_not_fit(x: torch.Tensor, weight: torch.Tensor, message: str) -> None:
+def test_arguments_that_do_not_match_are_refused(x: torch.Tensor, weight: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         rms_norm(x, weight, 1e-5)

@@ -90,7 +90,7 @@ def test_quantized_numbers_are_within_half_a_scale(
 
 
 @each_format
-def test_what_is_packed_packs_to_itself(packed: PackedFormat) -> None:
+def test_packing_unpacked_numbers_again_loses_nothing(packed: PackedFormat) -> None:
     """Codes from end to end and numbers that are exact: nothing is lost a second time."""
     codes = torch.arange(32).float().clamp_max(14) - 7  # -7 to 7
     x_OD = torch.stack([codes, 0.5 * codes]).repeat(1, 2)
@@ -109,14 +109,14 @@ def test_groups_of_one_number(packed: PackedFormat, value: float) -> None:
 
 @each_format
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e30])
-def test_numbers_that_no_scale_reaches_are_refused(packed: PackedFormat, value: float) -> None:
+def test_numbers_too_large_for_a_scale_are_refused(packed: PackedFormat, value: float) -> None:
     x_OD = torch.zeros(2, 64)
     x_OD[1, 40] = value
     with pytest.raises(ValueError, match="infinite or NaN"):
         quantize(x_OD, packed)
 
 
-def test_rows_that_are_no_whole_groups_are_refused() -> None:
+def test_rows_without_whole_groups_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Q8_0 packs rows of whole groups of 32 numbers, got 40"):
         quantize(torch.zeros(2, 40), Q8_0)
     with pytest.raises(ValueError, match="got 8"):

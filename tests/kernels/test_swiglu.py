@@ -26,14 +26,14 @@ def test_matches_the_reference(dtype: torch.dtype, num_tokens: int, width: int) 
     _assert_close(swiglu(half), swiglu_reference(half))
 
 
-def test_gates_from_end_to_end_of_float32() -> None:
+def test_gates_of_all_float32_magnitudes() -> None:
     gates = torch.tensor([0.0, -0.0, 1e-40, 20.0, 80.0, 88.0, 89.0, 1e30, -20.0, -80.0, -88.0, -89.0, -1e30])
     gate_up = torch.cat((gates, torch.ones_like(gates)))[None]
     _assert_close(swiglu(gate_up), swiglu_reference(gate_up))
     assert swiglu(torch.tensor([[float("inf"), 2.0]])).item() == float("inf")
 
 
-def test_nan_is_not_hidden() -> None:
+def test_nan_stays_nan() -> None:
     assert swiglu(torch.tensor([[float("nan"), 1.0]])).isnan().all()
 
 
@@ -54,6 +54,6 @@ def test_a_row_does_not_depend_on_the_others(num_threads: Callable[[int], None])
         (torch.zeros(2, 8, dtype=torch.float64), "torch.float16; got (2, 8) torch.float64"),
     ],
 )
-def test_refuses_what_does_not_fit(gate_up: torch.Tensor, message: str) -> None:
+def test_arguments_that_do_not_match_are_refused(gate_up: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         swiglu(gate_up)

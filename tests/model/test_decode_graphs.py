@@ -1,4 +1,4 @@
-"""Padding, inputs and counts of replayed steps; what is captured here is run again, as a graph would."""
+"""Padding, inputs and counts of replayed steps; a replay here runs the captured function again."""
 
 from collections.abc import Callable
 
@@ -67,7 +67,7 @@ def wanted(arrays: StepArrays, arm: int = 0) -> Tensor:
     return torch.from_numpy(np.concatenate([np.stack(columns, 1), arrays.block_tables_BM], 1)) + 1000 * arm
 
 
-def test_steps_of_every_size_get_their_own_rows() -> None:
+def test_steps_of_every_size_get_their_own_results() -> None:
     graphs = make_graphs(Model())
     for seed, num_rows in enumerate([8, 1, 3, 2, 7, 1, 5, 8]):
         arrays = step(num_rows, seed=seed)
@@ -76,7 +76,7 @@ def test_steps_of_every_size_get_their_own_rows() -> None:
         assert torch.equal(hidden[:, : 4 + 3], wanted(arrays))
 
 
-def test_rows_beyond_the_steps_are_padding_though_they_held_something_before() -> None:
+def test_rows_beyond_the_step_become_padding_again() -> None:
     model = Model()
     graphs = make_graphs(model, sizes=(4,))
     graphs.run(step(4), 0)
@@ -109,7 +109,7 @@ def test_each_policy_has_its_own_graphs() -> None:
     ("query_lens", "num_decode", "fits"),
     [([1, 1], 2, True), ([1, 1], 1, False), ([2, 1], 3, False), ([1] * 9, 9, False), ([5], 0, False)],
 )
-def test_only_generated_tokens_one_a_sequence_are_replayed(query_lens: list[int], num_decode: int, fits: bool) -> None:
+def test_only_decode_rows_one_a_sequence_are_replayed(query_lens: list[int], num_decode: int, fits: bool) -> None:
     graphs = make_graphs(Model())
     total, num_seqs = sum(query_lens), len(query_lens)
     rows, seqs = np.ones(total, np.int32), np.ones(num_seqs, np.int32)

@@ -1,4 +1,4 @@
-"""Generated rows by themselves go through the decode program; beside a prompt row they go kernel by kernel."""
+"""A decode step runs as the decode program; beside a prompt row its rows run kernel by kernel, with the same bits."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -75,9 +75,7 @@ _CONTEXTS = [5, 1, 100, 17, 64, 65, 16, 33, 2]
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_a_row_gets_the_same_bits_by_itself_and_beside_a_prompt(
-    variant: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_row_gets_the_same_bits_alone_and_beside_a_prompt(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
     runner = _runner(make_tiny(tmp_path, **VARIANTS[variant]), dtype)
     for num_seqs in (1, len(_CONTEXTS)):
         contexts = _CONTEXTS[:num_seqs]
@@ -91,9 +89,7 @@ def test_a_row_gets_the_same_bits_by_itself_and_beside_a_prompt(
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "Q4_1"])
-def test_packed_weights_give_the_same_bits_either_way_and_those_of_the_expanded_unless_only_these_are_rounded(
-    quant: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_packed_weights_give_the_same_bits_in_both_executions(quant: str, dtype: torch.dtype, tmp_path: Path) -> None:
     path = make_tiny_gguf(tmp_path / "m.gguf", quant, attention_bias=True)
     by_themselves = {}
     for quantization in ("auto", "none"):
@@ -148,7 +144,7 @@ def test_several_tokens_of_a_sequence_see_each_other_in_order(dtype: torch.dtype
         ({"block_tables": [[999, *range(7)]], "context_lens": [21]}, "sequence 0 has query rows"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused_before_anything_is_written(
+def test_an_invalid_plan_is_refused_before_anything_is_written(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     runner = _runner(make_tiny(tmp_path), torch.float32)

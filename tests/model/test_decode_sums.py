@@ -1,4 +1,4 @@
-"""Ranks that share memory sum inside the decode program: the bits, counts, traces and errors of sums made one by one."""
+"""Ranks that share memory sum inside the decode program, with the bits, counts, traces and errors of separate sums."""
 
 import contextlib
 import os
@@ -125,18 +125,16 @@ def _same_either_way(model: Path, world_size: int, dtype: torch.dtype, quantizat
 @pytest.mark.parametrize(
     ("world_size", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (4, torch.bfloat16)], ids=str
 )
-def test_the_bits_the_counts_and_the_trace_of_sums_made_one_by_one(
-    world_size: int, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_bits_counts_and_trace_are_those_of_separate_sums(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
     _same_either_way(make_tiny(tmp_path, num_hidden_layers=_NUM_LAYERS), world_size, dtype)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_packed_weights_too(quantization: str, tmp_path: Path) -> None:
+def test_bits_with_packed_weights(quantization: str, tmp_path: Path) -> None:
     _same_either_way(make_tiny(tmp_path, num_hidden_layers=_NUM_LAYERS), 2, torch.bfloat16, quantization)
 
 
-def test_with_several_threads_a_rank_too(tmp_path: Path) -> None:
+def test_bits_with_several_threads_a_rank(tmp_path: Path) -> None:
     _same_either_way(make_tiny(tmp_path, num_hidden_layers=_NUM_LAYERS), 2, torch.bfloat16, threads=3)
 
 
@@ -159,7 +157,7 @@ def _slowly(group: Group, model: Path, threads: int, slow: bool) -> bytes:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_program_goes_on_behind_the_sum_that_it_left(threads: int, tmp_path: Path) -> None:
+def test_a_program_continues_after_the_sum_that_it_left(threads: int, tmp_path: Path) -> None:
     model = make_tiny(tmp_path, num_hidden_layers=_NUM_LAYERS)
     with Ranks(2, shared_memory=True) as ranks:
         assert ranks.run(_slowly, model, threads, True) == ranks.run(_slowly, model, threads, False)
@@ -217,7 +215,7 @@ _STEP_BEGINS = 1 + _NUM_SUMS + 1 + 1  # the prompt's sums and its gather, then t
         ("another call", CollectiveMismatchError, 20.0),
     ],
 )
-def test_a_rank_that_does_not_come_is_named_with_every_ranks_last_collective(
+def test_a_missing_rank_is_named_with_every_ranks_last_collective(
     act: str, error: type[CommError], timeout_s: float, tmp_path: Path
 ) -> None:
     model = make_tiny(tmp_path, num_hidden_layers=_NUM_LAYERS)

@@ -1,4 +1,4 @@
-"""Rotary tables equal transformers' to the bit, for every kind of stretching."""
+"""Rotary tables equal transformers' to the bit, for every kind of scaling."""
 
 import pytest
 import torch

@@ -28,7 +28,7 @@ def _config(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
-def test_columns_are_even_whoever_has_more_heads(world_size: int) -> None:
+def test_columns_are_even_for_uneven_heads(world_size: int) -> None:
     """Ranks wait for each other after each half of a layer, so one half cannot make up for the other."""
     columns = [len(shard.mlp_columns) for shard in make_layout(_config(), world_size).shards]
 

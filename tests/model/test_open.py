@@ -1,4 +1,4 @@
-"""Whatever a user may name as a model: opened, or refused with words that help."""
+"""Every form of model argument is opened, or refused with a helpful message."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_folder(tmp_path: Path) -> None:
     assert checkpoint.config.dtype == "float32"
 
 
-def test_location_opens_the_same_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_location_opens_the_same_model_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny(tmp_path / "m")
     monkeypatch.chdir(tmp_path)
     checkpoint = open_checkpoint("m")
@@ -39,7 +39,7 @@ def test_location_opens_the_same_from_anywhere(tmp_path: Path, monkeypatch: pyte
     assert open_checkpoint(checkpoint.location).config == checkpoint.config
 
 
-def test_dtype_left_out_is_that_of_the_weights(tmp_path: Path) -> None:
+def test_a_missing_dtype_is_that_of_the_weights(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "m", dtype="float16")
     raw = tiny_config()
     del raw["dtype"]

@@ -1,4 +1,4 @@
-"""Row-parallel sums: generated and prompt rows by their own algorithms, one message when those are one and the same."""
+"""Row-parallel sums: decode and prefill rows by their own algorithms, one message when these are the same."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +64,7 @@ def _sum_rows(group: Group, plan: Policy, num_generated: int) -> Seen:
     )
 
 
-def test_in_a_mixed_step_generated_rows_are_exact_and_prompt_rows_quantized() -> None:
+def test_in_a_mixed_step_decode_rows_are_exact_and_prefill_rows_quantized() -> None:
     for seen in run_in_process(2, _sum_rows, policy(allreduce=_LOSSY), 2):
         assert torch.equal(seen.result[:2], seen.lossless[:2])
         assert torch.equal(seen.result[2:], seen.lossy_prompt)
@@ -97,7 +97,7 @@ def _own_group(group: Group) -> Group:
 
 
 @pytest.mark.parametrize("asked", [{"allreduce": "flash:int4-g64,int4-g64"}, {"down_proj": "flash:int3-g32,int5-g64"}])
-def test_with_a_lossy_algorithm_too_a_text_does_not_depend_on_its_neighbours(
+def test_a_text_does_not_depend_on_other_sequences_with_a_lossy_algorithm(
     asked: dict[str, str], tmp_path: Path
 ) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
@@ -123,7 +123,7 @@ def _last_chosen(group: Group, num: int) -> list[int]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_rank_0_chose_is_known_to_all(world_size: int) -> None:
+def test_all_ranks_get_the_tokens_that_rank_0_chose(world_size: int) -> None:
     assert run_in_process(world_size, _last_chosen, 2) == [[5, 6]] * world_size
 
 

@@ -1,4 +1,4 @@
-"""A prepared folder holds the very numbers that ranks would load and stands alone; what fails while it is made leaves nothing."""
+"""A prepared folder holds the numbers that ranks load and needs no other files; a failure leaves nothing."""
 
 import errno
 import hashlib
@@ -89,7 +89,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {  # kind, keys of config.j
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_holds_what_ranks_would_load(tmp_path: Path, name: str, tp: int, dtype: str) -> None:
+def test_a_prepared_folder_holds_the_tensors_that_ranks_load(tmp_path: Path, name: str, tp: int, dtype: str) -> None:
     kind, keys, quantization = MODELS[name]
     model = make_tiny_gguf(tmp_path / "m.gguf", kind, **keys) if kind else make_tiny(tmp_path / "m", **keys)
     checkpoint = open_checkpoint(str(model))
@@ -202,7 +202,7 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 
 @pytest.mark.parametrize("kind", ["folder", "folder without a template", "gguf", "smollm2", "random"])
-def test_is_a_model_of_its_own(tmp_path: Path, smollm2_path: Path, kind: str) -> None:
+def test_a_prepared_folder_is_a_complete_model(tmp_path: Path, smollm2_path: Path, kind: str) -> None:
     source = tmp_path / "source"
     source.mkdir()
     if kind == "gguf":
@@ -252,7 +252,7 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     assert one == two
 
 
-def test_progress_goes_from_making_to_reading_back(tmp_path: Path) -> None:
+def test_progress_covers_writing_and_reading_back(tmp_path: Path) -> None:
     seen: list[tuple[str, float]] = []
     prepare(
         open_checkpoint(str(make_tiny(tmp_path / "m"))),
@@ -284,7 +284,7 @@ def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_what_does_not_read_back_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_read_back_differently_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m")))
     pwrite = os.pwrite
 
@@ -299,7 +299,9 @@ def test_what_does_not_read_back_is_not_kept(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_too_little_room_is_refused_before_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_refused_before_weights_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = open_checkpoint("random:llama-3.2-1b")
 
     class Room:

@@ -63,7 +63,7 @@ def test_answers_are_those_of_one_replica_to_the_bit(tp: int, dp: int, checkpoin
     assert stats.total.num_free_blocks == stats.total.num_blocks and len(stats.loads) == dp
 
 
-def test_also_with_guesses_and_preemption(checkpoint: Checkpoint) -> None:
+def test_answers_with_drafts_and_preemption(checkpoint: Checkpoint) -> None:
     wanted, _ = _answers(checkpoint, tp=2)
     drafter = NgramDrafter(max_tokens=4, longest=3, shortest=1)
     told, stats = _answers(checkpoint, tp=2, dp=2, max_model_len=128, block_size=4, num_blocks=32, drafter=drafter)
@@ -100,7 +100,7 @@ def test_in_lockstep_every_replica_goes_through_the_layers_in_every_step(tmp_pat
     assert seen == [Counter(dict.fromkeys(range(4), num_steps))] * 2
 
 
-def test_without_that_one_with_nothing_to_do_touches_no_layer(tmp_path: Path) -> None:
+def test_without_lockstep_an_idle_replica_touches_no_layer(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path, num_hidden_layers=4)))
     with local_engine(checkpoint, dp=2, max_model_len=64, weight_plan=_STREAMED) as local:
 
@@ -115,7 +115,7 @@ def test_without_that_one_with_nothing_to_do_touches_no_layer(tmp_path: Path) ->
         assert [count.op for count in local.groups[0].ledger.counts()] == ["gather_to_root"]
 
 
-def test_each_replica_may_sum_by_any_arm(tmp_path: Path) -> None:
+def test_each_replica_may_use_any_policy(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
     # Rows are whole groups, so a row's sum does not depend on what travels beside it.
     arms: dict[str, Policy] = {"own": fixed_policy("one-shot"), "lossy": fixed_policy("flash:int4-g32,int4-g32")}

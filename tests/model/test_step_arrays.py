@@ -23,7 +23,7 @@ def make_step(query_lens: list[int], before: list[int], num_decode_rows: int = 0
     )
 
 
-def test_a_sequence_that_lies_across_goes_on_in_the_second_part() -> None:
+def test_a_sequence_across_the_cut_continues_in_the_second_part() -> None:
     first, second = cut(make_step([1, 5, 2], [7, 3, 0], num_decode_rows=1), 4)
     assert first.query_start_B1.tolist() == [0, 1, 4] and first.context_lens_B.tolist() == [8, 6]
     assert second.query_start_B1.tolist() == [0, 2, 4] and second.context_lens_B.tolist() == [8, 2]
@@ -31,7 +31,7 @@ def test_a_sequence_that_lies_across_goes_on_in_the_second_part() -> None:
     assert (first.num_decode_rows, second.num_decode_rows) == (1, 0)
 
 
-def test_a_cut_between_sequences_parts_them() -> None:
+def test_a_cut_between_sequences_separates_them() -> None:
     step = make_step([3, 2], [0, 4])
     first, second = cut(step, 3)
     assert first.query_start_B1.tolist() == [0, 3] and first.context_lens_B.tolist() == [3]
@@ -40,7 +40,7 @@ def test_a_cut_between_sequences_parts_them() -> None:
 
 
 @pytest.mark.parametrize(("row", "parts"), [(1, (1, 2)), (3, (3, 0))])
-def test_generated_rows_stay_the_first(row: int, parts: tuple[int, int]) -> None:
+def test_decode_rows_stay_first(row: int, parts: tuple[int, int]) -> None:
     first, second = cut(make_step([1, 1, 1, 4], [5, 6, 7, 0], num_decode_rows=3), row)
     assert (first.num_decode_rows, second.num_decode_rows) == parts
 
@@ -48,7 +48,7 @@ def test_generated_rows_stay_the_first(row: int, parts: tuple[int, int]) -> None
 @given(
     sequences=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6), where=st.floats(0, 1)
 )
-def test_every_row_keeps_its_place_and_what_it_sees(sequences: list[tuple[int, int]], where: float) -> None:
+def test_every_row_keeps_its_position_and_context(sequences: list[tuple[int, int]], where: float) -> None:
     step = make_step([new for new, _ in sequences], [before for _, before in sequences])
     num_rows = len(step.token_ids_T)
     if num_rows < 2:

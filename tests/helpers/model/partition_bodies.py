@@ -1,4 +1,4 @@
-"""Replicas whose layers are partitioned over their ranks, and what those ranks do in tests. Importable by rank processes.
+"""Replicas with partitioned layers, and the work of their ranks in tests. Importable by rank processes.
 
 Every replica makes the same passes: a prompt of its own, then a generated token on replica 0 while the others have nothing to
 compute, then one on each.

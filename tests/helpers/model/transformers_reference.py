@@ -1,4 +1,4 @@
-"""What transformers answers: the judge of the parity tests."""
+"""Answers of transformers, the reference of the parity tests."""
 
 from collections.abc import Sequence
 from pathlib import Path

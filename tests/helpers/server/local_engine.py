@@ -71,11 +71,11 @@ def local_engine(
     weight_plan: WeightPlan = EVERYTHING_RESIDENT,
     most_rows: int | None = None,
     plan_ahead: bool = False,
-    slot_blocks: int | None = None,
+    buffer_blocks: int | None = None,
 ) -> Iterator[LocalEngine]:
     """An engine over ``dp`` replicas of ``tp`` ranks; followers run in threads until the block ends.
 
-    ``all_reduce``: a name, a policy, or several policies by the names that requests ask for them. ``slot_blocks``: the KV
+    ``all_reduce``: a name, a policy, or several policies by the names that requests ask for them. ``buffer_blocks``: the KV
     cache is offloaded, and steps have at most so many blocks.
     """
     config = checkpoint.config
@@ -101,7 +101,7 @@ def local_engine(
                 max_model_len=max_model_len,
                 num_blocks=num_blocks,
                 block_size=block_size,
-                slot_blocks=slot_blocks,
+                buffer_blocks=buffer_blocks,
                 formats=formats,
                 overlap=overlap,
                 weight_plan=weight_plan,
@@ -125,7 +125,7 @@ def local_engine(
             num_blocks=num_blocks,
             block_size=block_size,
             prefix_cache=prefix_cache,
-            max_step_blocks=slot_blocks,
+            max_step_blocks=buffer_blocks,
         )
         engine = Engine(
             runner=_LocalRunner(runners[0], inboxes, tp),

@@ -70,7 +70,7 @@ def test_scores_far_apart(paged_batch: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 0.0])
-def test_unwritten_slots_do_not_leak(dtype: torch.dtype, garbage: float, paged_batch: Callable[..., Any]) -> None:
+def test_unwritten_slots_change_no_result(dtype: torch.dtype, garbage: float, paged_batch: Callable[..., Any]) -> None:
     got = paged_attention(*paged_batch(**MIXED, dtype=dtype, garbage=garbage).arguments())
     want = paged_attention(*paged_batch(**MIXED, dtype=dtype, garbage=1.0).arguments())
     assert torch.equal(got, want)

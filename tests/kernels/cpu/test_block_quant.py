@@ -1,4 +1,4 @@
-"""The CPU kernels give the reference's bytes, whatever the format, the numbers, their count and where they lie."""
+"""The CPU kernels give the reference's bytes for all formats, numbers, counts and addresses."""
 
 import re
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def test_any_numbers(fmt: BlockFormat, dtype: torch.dtype, numbers: list[float])
 
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)
 @given(fmt=st.sampled_from(all_formats()), seed=st.integers(0, 2**32))
-def test_any_bytes_decode_without_harm(fmt: BlockFormat, seed: int) -> None:
+def test_any_bytes_decode_without_crashing(fmt: BlockFormat, seed: int) -> None:
     """A damaged message gives numbers, nonsense maybe, and writes nowhere else."""
     size = fmt.encoded_bytes(100)
     buf = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
@@ -155,6 +155,6 @@ _BUF = torch.zeros(132, dtype=torch.uint8)
         ),
     ],
 )
-def test_refuses_what_does_not_fit(call: Callable[[BlockFormat], object], message: str) -> None:
+def test_arguments_that_do_not_match_are_refused(call: Callable[[BlockFormat], object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         call(BlockFormat(8))

@@ -20,7 +20,7 @@ def test_equals_the_reference_bit_for_bit(dtype: torch.dtype, num_tokens: int, n
     assert torch.equal(got, apply_rope_reference(x, angles.cos(), angles.sin()))
 
 
-def test_turns_pairs_that_lie_half_a_head_apart() -> None:
+def test_rotates_pairs_half_a_head_apart() -> None:
     x = torch.zeros(1, 1, 8)
     x[0, 0, 1] = 1.0
     angle = torch.full((1, 4), 0.3)
@@ -38,6 +38,6 @@ def test_turns_pairs_that_lie_half_a_head_apart() -> None:
         (torch.zeros(2, 8, 3).transpose(1, 2), torch.zeros(2, 4), "contiguous"),
     ],
 )
-def test_refuses_what_does_not_fit(x: torch.Tensor, angles: torch.Tensor, message: str) -> None:
+def test_arguments_that_do_not_match_are_refused(x: torch.Tensor, angles: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         apply_rope(x, angles, angles)

@@ -1,4 +1,4 @@
-"""Runs of rows arrive where they belong, nothing else is touched, and what lies outside is refused."""
+"""Runs of rows are copied to their places, nothing else is written, and runs outside are refused."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_a_run_outside_is_refused_by_number(run: list[int]) -> None:
         copy_runs(torch.zeros(3, 8), torch.zeros(4, 8), runs)
 
 
-def test_rows_that_are_not_alike_are_refused() -> None:
+def test_rows_of_different_sizes_are_refused() -> None:
     runs = torch.tensor([[0, 0, 1]])
     with pytest.raises(ValueError, match=r"rows of \(8,\) torch.float32 cannot be had from rows of \(7,\)"):
         copy_runs(torch.zeros(3, 8), torch.zeros(4, 7), runs)

@@ -1,4 +1,4 @@
-"""The kernels over shared buffers, with threads as processes: kernels hold no GIL, so these really meet."""
+"""The kernels over shared buffers, with threads as processes: kernels hold no GIL, so they really run at once."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -146,12 +146,12 @@ def test_a_wait_is_bounded_and_goes_on_where_it_stopped(make_board: Callable[[in
     ],
     ids=["length", "dtype", "algorithm", "chunks"],
 )
-def test_unlike_calls_are_seen_by_all(make_board: Callable[[int], Board], kernel: Any, x: Tensor) -> None:
+def test_mismatching_calls_are_detected_by_all(make_board: Callable[[int], Board], kernel: Any, x: Tensor) -> None:
     results = make_board(3).run([(shared.one_shot, torch.ones(8)), (kernel, x), (shared.one_shot, torch.ones(8))])
     assert [status for _, status in results] == [MISMATCH] * 3
 
 
-def test_calls_of_unlike_kinds_follow_each_other(make_board: Callable[[int], Board]) -> None:
+def test_calls_of_different_kinds_follow_each_other(make_board: Callable[[int], Board]) -> None:
     board = make_board(3)
     for call in range(300):
         kernel, dtype = KERNELS[call % 2], DTYPES[call % 3]

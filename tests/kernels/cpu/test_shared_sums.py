@@ -127,7 +127,7 @@ def _follow_all(process: _Process) -> None:
         time.sleep(0.0001)
 
 
-def test_a_sum_for_which_nobody_comes_is_left_and_followers_leave_it_too() -> None:
+def test_a_sum_that_a_rank_misses_is_left_by_all_threads() -> None:
     _compile()
     processes, _kept = _processes(2)
     process = processes[0]

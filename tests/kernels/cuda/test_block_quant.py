@@ -175,5 +175,5 @@ def test_decode_reduce_encode_across_formats() -> None:
     run_interpreted(1, _check_decode_reduce_encode, pairs)
 
 
-def test_refuses_what_does_not_fit() -> None:
+def test_arguments_that_do_not_match_are_refused() -> None:
     run_interpreted(1, _check_refusals)

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that are not here: what only the interpreter accepts is found out without one.
+"""The Triton kernels compile for GPUs without having one, which finds code that only the interpreter accepts.
 
 And what they compile to keeps two promises: nothing flushes denormals or fuses a multiplication with an addition where an
 encoder's bits depend on it, and 16-bit numbers are loaded in whole vectors.

@@ -52,5 +52,5 @@ def test_add_rms_norm() -> None:
     run_interpreted(1, _check)
 
 
-def test_refuses_what_does_not_fit() -> None:
+def test_arguments_that_do_not_match_are_refused() -> None:
     run_interpreted(1, _check_refusals)

@@ -1,4 +1,4 @@
-"""SwiGLU for GPUs in Triton's interpreter: what its roundings allow, at the ends of float32 too."""
+"""SwiGLU for GPUs in Triton's interpreter: errors within its roundings, also at the ends of float32."""
 
 import pytest
 import torch
@@ -62,5 +62,5 @@ def test_in_the_interpreter() -> None:
     run_interpreted(1, _check)
 
 
-def test_refuses_what_does_not_fit() -> None:
+def test_arguments_that_do_not_match_are_refused() -> None:
     run_interpreted(1, _check_refusals)

@@ -20,14 +20,14 @@ def _holds(error_N: torch.Tensor, bound_N: torch.Tensor) -> bool:
 
 
 @FORMATS
-def test_holds_for_hard_numbers(fmt: BlockFormat) -> None:
+def test_the_bound_holds_for_hard_numbers(fmt: BlockFormat) -> None:
     for dtype in NUMBERS:
         x = hard_numbers(dtype)
         assert _holds(_error(x, fmt), max_error(x, fmt))
 
 
 @FORMATS
-def test_is_no_wider_than_need_be(fmt: BlockFormat) -> None:
+def test_the_bound_is_tight(fmt: BlockFormat) -> None:
     """Some number of many comes close to it, but where rotation makes that unlikely: there errors nearly cancel."""
     x = torch.randn(4000, generator=torch.Generator().manual_seed(5))
     ratio = _error(x, fmt) / max_error(x, fmt)
@@ -40,12 +40,12 @@ def test_is_no_wider_than_need_be(fmt: BlockFormat) -> None:
     fmt=st.sampled_from(all_formats()),
     numbers=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=140),
 )
-def test_holds_for_any_numbers(fmt: BlockFormat, numbers: list[float]) -> None:
+def test_the_bound_holds_for_any_numbers(fmt: BlockFormat, numbers: list[float]) -> None:
     x = torch.tensor(numbers)
     assert _holds(_error(x, fmt), max_error(x, fmt))
 
 
-def test_promises_nothing_for_a_broken_group_and_something_for_its_neighbour() -> None:
+def test_a_broken_group_has_no_bound_and_its_neighbour_has_one() -> None:
     x = torch.randn(256, generator=torch.Generator().manual_seed(6))
     x[5] = torch.nan
     bound = max_error(x, BlockFormat(8))
@@ -53,5 +53,5 @@ def test_promises_nothing_for_a_broken_group_and_something_for_its_neighbour() -
     assert (bound[128:] < 0.02).all()
 
 
-def test_nothing_has_no_error() -> None:
+def test_an_empty_tensor_has_no_error() -> None:
     assert max_error(torch.zeros(0), BlockFormat(8)).shape == (0,)

@@ -44,7 +44,7 @@ def test_sections_fill_the_message(fmt: BlockFormat) -> None:
 
 @pytest.mark.parametrize("group_elems", [32, 64, 128])
 @pytest.mark.parametrize("bits", [8, 6, 5, 4, 3, 2])
-def test_codes_lie_where_the_layout_says(bits: int, group_elems: int) -> None:
+def test_codes_are_at_the_places_of_the_layout(bits: int, group_elems: int) -> None:
     """Whole numbers from 0 to the highest code are their own codes: the scale is 1, the zero 0."""
     fmt = BlockFormat(bits, group_elems)
     codes = torch.randint(0, 2**bits, (2, group_elems), generator=torch.Generator().manual_seed(bits))
@@ -73,6 +73,6 @@ def test_codes_lie_where_the_layout_says(bits: int, group_elems: int) -> None:
         ({"bits": 8, "float8": True, "symmetric": True}, "float8 codes have 8 bits"),
     ],
 )
-def test_refuses_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_be_combined_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         BlockFormat(**options)

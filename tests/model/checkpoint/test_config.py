@@ -1,4 +1,4 @@
-"""config.json in all its spellings, and what is refused."""
+"""config.json in all its spellings, read and written, and refused values."""
 
 import json
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_reads_what_transformers_5_writes(variant: str) -> None:
     assert config_from_hf(rewritten) == config_from_hf(raw)
 
 
-def test_keys_left_out_mean_what_they_mean_to_transformers() -> None:
+def test_missing_keys_have_transformers_defaults() -> None:
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     raw = {key: tiny_config()[key] for key in (*sizes, "architectures")}
     ours, theirs = config_from_hf(raw), HfConfig(**raw)
@@ -152,7 +152,7 @@ CONFIGS = {name: config_from_hf(tiny_config(**keys)) for name, keys in VARIANTS.
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_comes_back_the_same(name: str) -> None:
+def test_config_round_trips(name: str) -> None:
     exported = json.loads(json.dumps(config_to_hf(CONFIGS[name])))
     assert config_from_hf(exported) == CONFIGS[name]
 
@@ -162,7 +162,7 @@ def test_end_tokens_keep_their_order() -> None:
     assert config_from_hf(config_to_hf(config)) == config
 
 
-def test_of_a_gguf(tmp_path: Path) -> None:
+def test_config_of_a_gguf_round_trips(tmp_path: Path) -> None:
     config = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", **VARIANTS["rope-linear"]))).config
     assert config.rope_scaling.kind == "linear"
     assert config_from_hf(config_to_hf(config)) == config

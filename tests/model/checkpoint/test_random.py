@@ -69,7 +69,7 @@ def _plain(matrix: Matrix) -> torch.Tensor:
     return matrix
 
 
-def test_spread_mean_and_independence() -> None:
+def test_standard_deviation_mean_and_independence() -> None:
     values = whole("model.embed_tokens.weight").flatten()
     bound = 5 / math.sqrt(values.numel())  # five standard errors
     assert abs(values.mean().item()) < bound * 0.02

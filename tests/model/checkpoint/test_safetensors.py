@@ -42,7 +42,7 @@ def test_slices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 160), (9, 64), (6,)])
-def test_room_of_another_shape_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_a_target_of_another_shape_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     reader = SafetensorsReader(make_tiny(tmp_path / "m"))
     with pytest.raises(RuntimeError, match="size"):
         reader.read_into(torch.empty(shape), "lm_head.weight", rows=range(10))

@@ -1,4 +1,4 @@
-"""A folder appears whole or not at all; what killed processes leave is removed, what others are making is not."""
+"""A folder appears complete or not at all; leftovers of killed processes are removed, those of live ones are not."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_appears_at_the_end(tmp_path: Path) -> None:
+def test_the_folder_appears_at_the_end(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with whole_folder(out, check_replaced=refuse) as folder:
         fill(folder)
@@ -37,14 +37,14 @@ def test_appears_at_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_what_raises_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+def test_an_exception_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     with pytest.raises(error), whole_folder(tmp_path / "out", check_replaced=refuse) as folder:
         fill(folder)
         raise error
     assert names(tmp_path) == []
 
 
-def test_an_empty_folder_is_taken_and_a_full_one_is_not(tmp_path: Path) -> None:
+def test_an_empty_folder_is_used_and_a_full_one_is_not(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     with whole_folder(out, check_replaced=refuse) as folder:
@@ -54,7 +54,7 @@ def test_an_empty_folder_is_taken_and_a_full_one_is_not(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out"]
 
 
-def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(ModelError, match="not to be replaced"), whole_folder(out, check_replaced=refuse) as folder:
         fill(folder)
@@ -65,7 +65,7 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_a_folder_is_replaced_when_the_new_one_is_whole(
+def test_a_folder_is_replaced_when_the_new_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
@@ -88,7 +88,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / "out" / "file").is_file()
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from tightwire.model.checkpoint.whole_folder import whole_folder\n"
         "with whole_folder(Path(sys.argv[1]), check_replaced=print): os.kill(os.getpid(), signal.SIGKILL)"
@@ -107,7 +107,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert len(said) == 1 and left.name in said[0]
 
 
-def test_two_at_once(tmp_path: Path) -> None:
+def test_two_processes_at_once(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with whole_folder(out, check_replaced=refuse) as folder:
         fill(folder)
@@ -141,7 +141,7 @@ def test_places_that_are_refused(tmp_path: Path, place: str, message: str) -> No
     assert names(tmp_path) == ["file"]
 
 
-def test_a_folder_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(ModelError, match="is not writable; give another place"):
         whole_folder(tmp_path / "out", check_replaced=refuse).__enter__()

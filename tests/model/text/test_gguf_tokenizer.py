@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF metadata: SmolLM2's against transformers and known ids, SentencePiece against its algorithm."""
+"""Tokenizers from GGUF metadata: SmolLM2's against transformers and known ids, SentencePiece against its algorithm."""
 
 import itertools
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_smollm2_known_ids(smollm2: Tokenizer) -> None:
     assert (smollm2.bos_token_id, smollm2.eos_token_ids) == (1, (2,))
 
 
-def test_smollm2_text_comes_back(smollm2: Tokenizer) -> None:
+def test_smollm2_text_round_trips(smollm2: Tokenizer) -> None:
     for text in TEXTS:
         assert smollm2.decode(smollm2.encode(text), skip_special_tokens=False) == text
 
@@ -67,7 +67,7 @@ def test_smollm2_agrees_with_transformers(smollm2: Tokenizer, smollm2_path: Path
     assert smollm2.render_chat(messages) == want
 
 
-def test_the_tiny_models_tokenizer_survives_the_journey(tmp_path: Path) -> None:
+def test_the_tiny_models_tokenizer_round_trips_through_gguf(tmp_path: Path) -> None:
     tokenizer = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf"))).tokenizer()
     assert tokenizer.encode("hé<|end|>") == [*"hé".encode(), 259]
     assert tokenizer.decode([104, 259]) == "h"

@@ -62,7 +62,7 @@ def test_incomplete_characters_and_ids_without_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_file", [True, False])
 @pytest.mark.parametrize("in_config", [True, False, None])
-def test_the_tokenizer_file_decides_about_bos(tmp_path: Path, in_file: bool, in_config: bool | None) -> None:
+def test_the_tokenizer_file_determines_bos(tmp_path: Path, in_file: bool, in_config: bool | None) -> None:
     folder = configured(make_tiny(tmp_path / "m"), **({} if in_config is None else {"add_bos_token": in_config}))
     if in_file:
         add_bos(folder)
@@ -115,7 +115,7 @@ def test_templates_render_as_in_transformers(tmp_path: Path, name: str) -> None:
         ("{% for %}", "cannot be compiled"),
     ],
 )
-def test_a_template_that_refuses(tmp_path: Path, template: str, named: str) -> None:
+def test_a_template_that_refuses_messages(tmp_path: Path, template: str, named: str) -> None:
     tokenizer = tokenizer_of(configured(make_tiny(tmp_path / "m"), chat_template=template))
     with pytest.raises(ChatTemplateError, match=named):
         tokenizer.render_chat(MESSAGES)
@@ -170,6 +170,6 @@ def test_damaged_or_missing_tokenizer(tmp_path: Path) -> None:
         tokenizer_of(folder)
 
 
-def test_byte_tokenizer_needs_room() -> None:
+def test_byte_tokenizer_needs_260_ids() -> None:
     with pytest.raises(ModelError, match="at least 260, got 100"):
         byte_backend(100)

@@ -1,4 +1,4 @@
-"""How matrices are kept: what each --quantization comes to, in words and bytes, and what is refused by name."""
+"""Formats of matrices: the result of each --quantization, its description and bytes, and refusals by name."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -61,13 +61,13 @@ def matrices(config: LlamaConfig = CONFIG) -> set[str]:
 
 @pytest.mark.parametrize("stored", ["F32", "BF16", "Q4_K", "random"])
 @pytest.mark.parametrize("quantization", ["auto", "none"])
-def test_what_is_not_packed_stays_plain(stored: str, quantization: str) -> None:
+def test_plain_matrices_stay_plain(stored: str, quantization: str) -> None:
     formats = choose_formats(Header(stored), CONFIG, quantization)
     assert not formats.packed and set(formats.plain) == matrices() and formats.name == ""
 
 
 @pytest.mark.parametrize("stored", sorted(PACKED_FORMATS))
-def test_what_is_packed_stays_so_unless_it_shall_not(stored: str) -> None:
+def test_packed_matrices_stay_packed_unless_expanded(stored: str) -> None:
     assert choose_formats(Header(stored), CONFIG, "auto").packed == dict.fromkeys(matrices(), PACKED_FORMATS[stored])
     assert not choose_formats(Header(stored), CONFIG, "none").packed
 
@@ -82,7 +82,7 @@ def test_floats_and_superblocks_are_quantized_and_tables_get_8_bits(stored: str)
     assert HEAD not in tied.packed and tied.packed[EMBEDDING] == Q8_0
 
 
-def test_what_the_file_has_in_as_many_bits_stays_as_it_is() -> None:
+def test_matrices_packed_in_as_many_bits_stay_as_they_are() -> None:
     header = Header("Q4_0", {EMBEDDING: "Q8_0", HEAD: "Q6_K"})
     formats = choose_formats(header, CONFIG, "int4")
     assert formats.packed[Q_PROJ].name == "Q4_0" and formats.packed[EMBEDDING] == formats.packed[HEAD] == Q8_0
@@ -106,14 +106,14 @@ def test_nothing_is_quantized_twice(header: Header, quantization: str, message: 
         choose_formats(header, CONFIG, quantization)
 
 
-def test_rows_that_are_no_whole_groups_are_refused_by_name() -> None:
+def test_rows_without_whole_groups_are_refused_by_name() -> None:
     with pytest.raises(
         ValueError, match=r"rows of model.embed_tokens.weight have 72 numbers, .*whole groups of 32; use"
     ):
         choose_formats(Header("F32"), replace(CONFIG, hidden_size=72), "int8")
 
 
-def test_parts_of_unlike_formats_are_expanded_together_and_said_to_be() -> None:
+def test_parts_of_different_formats_are_expanded_and_described_so() -> None:
     formats = choose_formats(Header("Q4_1", {V_PROJ: "Q8_0", HEAD: "Q6_K"}), CONFIG, "auto")
     assert Q_PROJ not in formats.packed and V_PROJ not in formats.packed
     assert formats.describe("bfloat16") == (
@@ -122,7 +122,7 @@ def test_parts_of_unlike_formats_are_expanded_together_and_said_to_be() -> None:
     )
 
 
-def test_what_is_plain_is_said_in_few_words() -> None:
+def test_the_description_of_plain_weights_is_short() -> None:
     assert choose_formats(Header("F16"), CONFIG, "auto").describe("float32") == "weights and activations in float32"
     half = choose_formats(Header("Q8_0", {EMBEDDING: "F16"}), CONFIG, "auto")
     assert half.describe("bfloat16") == f"weight matrices: {NUM_MATRICES - 1} in Q8_0; 1 in bfloat16"
@@ -198,7 +198,7 @@ def test_ranks_quantize_parts_of_one_model(model: str, quantization: str, tmp_pa
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_bytes_are_those_announced(world_size: int, quantization: str, tmp_path: Path) -> None:
+def test_bytes_are_those_of_weight_bytes(world_size: int, quantization: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path, attention_bias=True, mlp_bias=True)))
     config = checkpoint.config
     formats = choose_formats(checkpoint.reader(), config, quantization)

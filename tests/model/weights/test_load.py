@@ -1,4 +1,4 @@
-"""Fused slices of every rank join to the whole; bytes as announced; a rank's memory stays near its share."""
+"""Resident weights: slices of all ranks join to the whole; bytes are those of ``weight_bytes``; memory stays near the share."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def tensors_of(weights: ResidentWeights) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_bytes_are_exactly_those_announced(tmp_path: Path, variant: str, world_size: int) -> None:
+def test_progress_reports_exactly_the_bytes_of_weight_bytes(tmp_path: Path, variant: str, world_size: int) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m", **VARIANTS[variant])))
     for shard in make_layout(checkpoint.config, world_size).shards:
         fractions: list[float] = []

@@ -67,7 +67,7 @@ def test_a_packed_layer_has_the_tensors_of_resident_weights(source: str, tp: int
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_encoded_matrices_come_back_as_the_codec_makes_them_and_all_else_as_it_was(codec: str, tmp_path: Path) -> None:
+def test_the_codec_changes_plain_matrices_and_nothing_else(codec: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m", **VARIANTS["mlp-bias"])))
     plain, encoded, buffer = packed_of(checkpoint, "auto", codec, 0, 2)
     stored, back = page_aligned(encoded.num_bytes, CPU).fill_(1), page_aligned(plain.num_bytes, CPU)

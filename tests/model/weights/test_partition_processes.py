@@ -63,7 +63,7 @@ def fixture_four_ranks() -> Iterator[Ranks]:
     ],
     ids=str,
 )
-def test_processes_share_as_threads_do(
+def test_processes_give_the_logits_and_bytes_of_threads(
     world: World, codec: str, shared_memory: bool, four_ranks: Ranks, tmp_path: Path
 ) -> None:
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
@@ -99,7 +99,7 @@ def _watch(group: Group, world: World, work: Work, end: str) -> Seen:
 
 
 @pytest.mark.parametrize(("end", "shared_memory"), [("dies", True), ("dies", False), ("hangs", True), ("hangs", False)])
-def test_a_pass_names_the_rank_that_does_not_come(end: str, shared_memory: bool, tmp_path: Path) -> None:
+def test_a_pass_names_the_missing_rank(end: str, shared_memory: bool, tmp_path: Path) -> None:
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
     world = World(1, 3, timeout_s=3.0)
     work = Work(str(location), plan_for(world), PROMPTS)

@@ -59,7 +59,7 @@ def test_a_layer_is_cut_in_equal_parts_and_a_tail(num_bytes: int, num_ranks: int
     ],
     ids=str,
 )
-def test_logits_are_those_of_weights_of_ones_own(world: World, codec: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_unshared_weights(world: World, codec: str, tmp_path: Path) -> None:
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
     work = Work(str(location), plan_for(world, codec), PROMPTS[: world.dp])
     done = run_threads(world, work)
@@ -68,7 +68,7 @@ def test_logits_are_those_of_weights_of_ones_own(world: World, codec: str, tmp_p
 
 
 @pytest.mark.parametrize("num_streamed", [3, 5])
-def test_packed_weights_and_some_that_stay(num_streamed: int, tmp_path: Path) -> None:
+def test_packed_weights_with_resident_layers(num_streamed: int, tmp_path: Path) -> None:
     location = make_tiny_gguf(tmp_path / "m.gguf", quant="Q4_1", num_hidden_layers=NUM_LAYERS)
     world = World(1, 3)
     work = Work(str(location), plan_for(world, "none", num_streamed), PROMPTS[:3])
@@ -128,7 +128,7 @@ def test_a_rank_that_loads_longer_than_a_gather_may_take_is_waited_for(
 
 
 @pytest.mark.parametrize("codec", ["none", "int4"])
-def test_sizes_are_those_of_what_is_held(codec: str, tmp_path: Path) -> None:
+def test_planned_sizes_equal_the_memory_in_use(codec: str, tmp_path: Path) -> None:
     world = World(1, 3)
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
     work = Work(str(location), plan_for(world, codec, 5), PROMPTS[:3])
@@ -155,7 +155,7 @@ def walk(weights: StreamedWeights) -> None:
         weights.release(layer)
 
 
-def test_a_slower_replica_is_waited_for_and_is_not_the_way_of_the_bytes(tmp_path: Path) -> None:
+def test_waits_for_a_slower_replica_count_as_late_not_as_fetching(tmp_path: Path) -> None:
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
     with loaded(World(1, 2), Work(str(location), plan_for(World(1, 2)), PROMPTS[:2])) as (fast, slow):
         store = fast.store
@@ -188,9 +188,7 @@ def test_a_slower_replica_is_waited_for_and_is_not_the_way_of_the_bytes(tmp_path
         assert (count.op, count.phase, count.calls) == ("all_gather", GATHERING, fast.flow().num_layers)
 
 
-def test_bytes_that_do_not_come_once_all_are_there_are_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gather_that_stalls_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
     stuck = threading.Event()
     with loaded(World(1, 2), Work(str(location), plan_for(World(1, 2)), PROMPTS[:2])) as weights:
@@ -210,7 +208,7 @@ def test_bytes_that_do_not_come_once_all_are_there_are_given_up(
             stuck.set()
 
 
-def test_a_replica_that_leaves_is_named_in_the_others_pass(tmp_path: Path) -> None:
+def test_a_lost_replica_is_named_in_the_others_pass(tmp_path: Path) -> None:
     world = World(1, 3)
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
     with loaded(world, Work(str(location), plan_for(world, "int8"), PROMPTS[:3])) as weights:

@@ -1,4 +1,4 @@
-"""Streamed weights answer as resident ones do, to the bit, in the order that their buffers promise; what fails says so."""
+"""Streamed weights give the bits of resident ones; their buffers keep their order; failures are reported."""
 
 import itertools
 import time
@@ -87,7 +87,7 @@ def test_two_halves_of_a_prompt_share_a_layer(checkpoint: Checkpoint, dtype: tor
             check_order(weights.pool.events)
 
 
-def test_reading_decoding_and_computing_keep_their_order_whatever_the_delays(
+def test_order_of_reading_decoding_and_computing_does_not_depend_on_delays(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_for(5, "host", "int8")
@@ -104,7 +104,7 @@ def test_reading_decoding_and_computing_keep_their_order_whatever_the_delays(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_several_parts_of_a_step_share_a_layers_way(checkpoint: Checkpoint, overlap: bool) -> None:
+def test_parts_of_a_step_share_each_fetched_layer(checkpoint: Checkpoint, overlap: bool) -> None:
     with local_engine(checkpoint, tp=2) as local:
         expected = continue_prompts(local.engine, PROMPTS, max_tokens=6)
     with local_engine(checkpoint, tp=2, overlap=overlap, most_rows=32, weight_plan=plan_for(6, "host")) as local:
@@ -178,7 +178,7 @@ def delay_stores(monkeypatch: pytest.MonkeyPatch, delays: list[float]) -> None:
     monkeypatch.setattr(StreamedWeights, "__init__", with_delays)
 
 
-def test_order_and_tokens_hold_whatever_the_delays(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_and_tokens_do_not_depend_on_delays(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     with local_engine(checkpoint) as local:
         expected = continue_prompts(local.engine, PROMPTS, max_tokens=10)
     delay_stores(monkeypatch, [0.0, 0.004, 0.001, 0.0, 0.007])
@@ -217,7 +217,7 @@ class _Clock:
 
 
 @pytest.mark.parametrize(("late_s", "expected_s"), [(0.0, 1.0), (0.003, 1.0), (0.010, 1.6)])
-def test_an_emulated_wire_carries_on_while_its_reader_oversleeps_a_little(
+def test_an_emulated_wire_keeps_its_rate_when_its_reader_oversleeps(
     late_s: float, expected_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = _Clock(late_s)
@@ -232,9 +232,7 @@ def test_an_emulated_wire_carries_on_while_its_reader_oversleeps_a_little(
     assert clock.perf_counter() - start_s == pytest.approx(expected_s, abs=0.011)
 
 
-def test_a_source_that_fails_ends_the_step_with_its_reason(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_source_ends_the_step_with_its_error(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     read = CheckpointStore.read
     passes = iter([0] * 8)
 
@@ -251,7 +249,7 @@ def test_a_source_that_fails_ends_the_step_with_its_reason(
         continue_prompts(local.engine, PROMPTS, max_tokens=10)
 
 
-def test_a_source_that_hangs_is_given_up(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_source_times_out(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def hanging(self: CheckpointStore, layer: int, into: Tensor, moved: Moved) -> Tensor:
         time.sleep(1.0)
         return into
@@ -299,7 +297,7 @@ def before_tensors(weights: StreamedWeights) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize(("origin", "codec"), [("host", "none"), ("host", "int8"), ("disk", "none")])
-def test_sizes_are_those_of_what_is_held(
+def test_planned_sizes_equal_the_memory_in_use(
     checkpoint: Checkpoint, origin: str, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, plan = checkpoint.config, plan_for(5, origin, codec)

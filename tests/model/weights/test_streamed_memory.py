@@ -1,4 +1,4 @@
-"""What streamed weights take of a process's memory is what the plan says, and passes take no more."""
+"""The memory of streamed weights is that of the plan, and passes use no more."""
 
 import json
 import os
@@ -85,7 +85,7 @@ _BIG: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 3072, "num_hidd
         ("prepared", "disk", "int8", "buffered"),
     ],
 )
-def test_the_peak_is_the_plans_and_passes_add_nothing(
+def test_peak_memory_is_the_plans_and_passes_add_nothing(
     tmp_path: Path, kind: str, origin: str, codec: str, io: str
 ) -> None:
     model = make_tiny(tmp_path / "m", dtype="bfloat16", **_BIG)

@@ -1,4 +1,4 @@
-"""One process at a time compiles a kernel; one that waits in vain goes on by itself."""
+"""One process at a time compiles a kernel; one that waits too long compiles it too."""
 
 import fcntl
 from pathlib import Path
@@ -16,7 +16,7 @@ def test_a_turn_ends_with_its_holder(tmp_path: Path) -> None:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_holder_that_hangs_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_holder_does_not_block_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "_TURN_S", 0.1)
     lock = tmp_path / "kernel.lock"
     went_on = False

@@ -1,4 +1,4 @@
-"""Layers out of a file: the same bytes however they are read; a file that is wrong or a disk that fails says where."""
+"""Layers from a file: the same bytes with every way of reading; errors of files and disks name the place."""
 
 import errno
 import hashlib
@@ -56,7 +56,7 @@ def read(store: DiskStore, layer: int) -> tuple[bytes, list[int]]:
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("direct", [False, True])
-def test_gives_the_files_bytes_pass_after_pass(path: Path, content: list[bytes], direct: bool, verify: bool) -> None:
+def test_every_pass_reads_the_files_bytes(path: Path, content: list[bytes], direct: bool, verify: bool) -> None:
     if direct and not reads_direct(path):
         pytest.skip(f"the file system of {path} reads nothing around the page cache")
     store = open_store(path, content, direct=direct, verify=verify)
@@ -69,15 +69,13 @@ def test_gives_the_files_bytes_pass_after_pass(path: Path, content: list[bytes],
     store.close()
 
 
-def test_short_reads_are_gone_on_with(path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_continue(path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: max(1, len(views[0]) // 3)]], at))
     assert read(open_store(path, content, verify=True), 1)[0] == content[1]
 
 
-def test_around_the_cache_each_read_begins_with_a_page(
-    path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_direct_reads_begin_at_whole_pages(path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     if not reads_direct(path):
         pytest.skip(f"the file system of {path} reads nothing around the page cache")
     preadv, offsets = os.preadv, list[int]()
@@ -106,7 +104,7 @@ def test_a_truncated_file_says_where_and_how_much(path: Path, content: list[byte
 
 
 @pytest.mark.parametrize("at", [0, PIECE_BYTES, SIZES[1] - 1])
-def test_a_flipped_bit_is_found_when_it_is_looked_for(path: Path, content: list[bytes], at: int) -> None:
+def test_verification_finds_a_flipped_bit(path: Path, content: list[bytes], at: int) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[SIZES[0] + at] ^= 1
     path.write_bytes(damaged)
@@ -152,7 +150,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-def test_a_passing_error_is_tried_again_and_logged(
+def test_a_temporary_error_is_retried_and_logged(
     path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     clock = Clock()
@@ -179,7 +177,7 @@ def test_a_file_that_is_copied_again_is_read_when_it_is_there(
 
 
 @pytest.mark.parametrize(("code", "calls"), [(errno.EIO, 4), (errno.EBADF, 1)])
-def test_an_error_that_stays_is_told(
+def test_a_permanent_error_is_raised(
     path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch, code: int, calls: int
 ) -> None:
     failing = FailingReads(99, code)
@@ -206,7 +204,7 @@ def test_parts_at_odd_addresses_share_one_buffer(
     assert len(made) == direct
 
 
-def test_the_next_layers_beginning_is_asked_for_in_the_order_that_was_seen(
+def test_the_next_layer_is_read_ahead_in_the_order_of_the_first_pass(
     path: Path, content: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""A prepared folder is believed only while it is whole: damage is found, and said where."""
+"""An incomplete or damaged prepared folder is refused, and the damage is located."""
 
 import hashlib
 import json
@@ -81,16 +81,14 @@ def change_manifest(out: Path, old: str, new: str, *, believable: bool = False) 
         ('"prepared":{', '"prepared":', False, "is damaged or not the manifest"),
     ],
 )
-def test_a_manifest_that_is_wrong_is_not_believed(
-    out: Path, old: str, new: str, believable: bool, message: str
-) -> None:
+def test_a_wrong_manifest_is_refused(out: Path, old: str, new: str, believable: bool, message: str) -> None:
     change_manifest(out, old, new, believable=believable)
     with pytest.raises(ModelError, match=message) as caught:
         open_checkpoint(str(out))
     assert "`tightwire prepare`" in str(caught.value)
 
 
-def test_a_folder_that_is_not_whole_is_not_opened(out: Path) -> None:
+def test_an_incomplete_folder_is_not_opened(out: Path) -> None:
     path = out / "rank-1-of-2.weights"
     size = path.stat().st_size
     os.truncate(path, size - 1)
@@ -110,7 +108,7 @@ def test_a_left_over_folder_is_not_opened(out: Path) -> None:
         open_checkpoint(str(left))
 
 
-def test_another_configuration_is_noticed(out: Path) -> None:
+def test_a_changed_configuration_is_refused(out: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(ModelError, match="does not match config.json"):
