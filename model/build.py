@@ -154,7 +154,7 @@ def _load_weights(
             source, config, shard, dtype=dtype, device=device, formats=options.formats, progress=progress
         )
     else:
-        reader = CheckpointLayers(source, config, shard, plan, dtype, options.formats)
+        reader = CheckpointLayers.for_plan(source, config, shard, plan, dtype, options.formats)
     if plan.source != "partition":
         return load_streamed(reader, plan, device=device, timeout_s=timeout_s, progress=progress)
     peers = _checked(groups.peers, plan)

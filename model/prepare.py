@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from tightwire.comm.buffers import page_aligned
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.config import config_to_hf
@@ -28,7 +26,7 @@ from tightwire.model.checkpoint.whole_folder import whole_folder
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
-from tightwire.model.weights.fused import layer_tensors, outer_tensors, read_tensors
+from tightwire.model.weights.layer_reader import CheckpointLayers
 from tightwire.model.weights.packed_layer import PackedModel, pack_model
 from tightwire.model.weights.prepared.blob_file import BlobWriter
 from tightwire.model.weights.prepared.folder import find_damage
@@ -171,19 +169,21 @@ def _check_space(folder: Path, num_bytes: int) -> None:
 
 def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progress) -> Manifest:
     """Write every rank's file; the manifest is returned, not written."""
-    plain_bytes = max(layer.num_bytes for rank in job.ranks for layer in (rank.outer, *rank.plain))
-    stored_bytes = max(layer.num_bytes for rank in job.ranks for layer in rank.stored)
-    buffer = page_aligned(plain_bytes, _CPU)
-    encoded = None if job.codec.exact else page_aligned(stored_bytes, _CPU)
+    config, tp = job.checkpoint.config, job.options.tp
     moved = _meter("prepare", job.num_plain_bytes + job.num_bytes, progress)
-    tp, num_blobs = job.options.tp, job.checkpoint.config.num_layers + 1
     with ExitStack() as stack, torch.inference_mode():
         writers = [BlobWriter(folder / rank_file_name(rank, tp)) for rank in range(tp)]
         for writer in writers:
             stack.callback(writer.close)
-        for index in range(num_blobs):
-            for rank, writer in enumerate(writers):
-                writer.append(_make(job, rank, index, buffer, encoded, moved), moved)
+        ranks = [
+            (writer, CheckpointLayers(job.reader, config, shard, packed))
+            for writer, shard, packed in zip(writers, job.layout.shards, job.ranks, strict=True)
+        ]
+        for writer, own in ranks:
+            writer.append(own.read_outer(moved), moved)
+        for layer in range(config.num_layers):
+            for writer, own in ranks:
+                writer.append(own.read_layer(layer, moved), moved)
         for writer in writers:
             writer.sync()
     progress("prepare", 1.0)
@@ -200,24 +200,6 @@ def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progr
         ),
         files=files,
     )
-
-
-def _make(job: _Job, rank: int, index: int, buffer: Tensor, encoded: Tensor | None, moved: Moved) -> Tensor:
-    """The bytes of one blob, in one of the two buffers."""
-    config, shard, packed = job.checkpoint.config, job.layout.shards[rank], job.ranks[rank]
-    if index == 0:
-        tensors, plain = outer_tensors(config, shard), packed.outer
-    else:
-        tensors, plain = layer_tensors(config, shard, index - 1), packed.plain[index - 1]
-    stored = packed.blobs[index]
-    if stored.is_plain:
-        buffer[: plain.num_bytes].zero_()  # bytes between tensors are the same in every run
-    read_tensors(job.reader, tensors, plain.tensors(buffer), moved)
-    if stored.is_plain:
-        return buffer[: stored.num_bytes]
-    assert encoded is not None
-    stored.encode(plain, buffer, encoded)
-    return encoded[: stored.num_bytes]
 
 
 def _meter(stage: str, total_bytes: int, progress: Progress) -> Moved:

@@ -131,7 +131,9 @@ class PlayedRanks:
             )
         plan = WeightPlan(source="stream", origin="host", codec=codec, streamed=tuple(range(self.num_layers)))
         device = self._reading["device"]
-        layers = CheckpointLayers(reader, self._config, shard, plan, self._reading["dtype"], self._reading["formats"])
+        layers = CheckpointLayers.for_plan(
+            reader, self._config, shard, plan, self._reading["dtype"], self._reading["formats"]
+        )
         return load_streamed(layers, plan, device=device, timeout_s=_TIMEOUT_S)
 
     def prefill(self, token_ids_BL: Tensor, arm: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Reads one rank's packed layers when weights are loaded: from a checkpoint's tensors, or from a prepared folder's file."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -12,9 +13,9 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.layout import Shard
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.fused import layer_tensors, outer_tensors, read_tensors
+from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors, read_tensors
 from tightwire.model.weights.layer_store import CheckpointStore, LayerStore
-from tightwire.model.weights.packed_layer import PackedModel, pack_model, weight_codec
+from tightwire.model.weights.packed_layer import PackedLayer, PackedModel, pack_model, weight_codec
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import WeightPlan
 
@@ -60,7 +61,7 @@ class LayerReader(Protocol):
 
 
 class CheckpointLayers:
-    """Made from a checkpoint's tensors. Layers that stream from host memory are encoded when they are read."""
+    """Made from a checkpoint's tensors, and encoded when they are read where ``packed.stored`` is."""
 
     reads_parts = False  # tensors are read by rows, and a codec's groups of a layer cover all of its rows
 
@@ -69,41 +70,56 @@ class CheckpointLayers:
         reader: CheckpointReader,
         config: LlamaConfig,
         shard: Shard,
+        packed: PackedModel,
+        streamed: Collection[int] = (),
+    ) -> None:
+        """``streamed``: the layers of ``open_store``."""
+        self.packed = packed
+        self._reader, self._streamed = reader, streamed
+        self._outer = outer_tensors(config, shard)
+        self._layers = [layer_tensors(config, shard, layer) for layer in range(config.num_layers)]
+
+    @classmethod
+    def for_plan(
+        cls,
+        reader: CheckpointReader,
+        config: LlamaConfig,
+        shard: Shard,
         plan: WeightPlan,
         dtype: torch.dtype,
         formats: WeightFormats,
-    ) -> None:
-        self._reader, self._plan = reader, plan
-        self._outer = outer_tensors(config, shard)
-        self._layers = [layer_tensors(config, shard, layer) for layer in range(config.num_layers)]
-        packed = pack_model(
-            config, shard, formats, dtype, weight_codec("none" if plan.origin == "disk" else plan.codec)
-        )
+    ) -> Self:
+        """Layers that stream from host memory or from other ranks are encoded; all others stay plain."""
+        codec = weight_codec("none" if plan.origin == "disk" else plan.codec)
+        packed = pack_model(config, shard, formats, dtype, codec)
         stored = [
             encoded if layer in plan.streamed else plain
             for layer, (plain, encoded) in enumerate(zip(packed.plain, packed.stored, strict=True))
         ]
-        self.packed = replace(packed, stored=tuple(stored))
+        return cls(reader, config, shard, replace(packed, stored=tuple(stored)), plan.streamed)
 
     def read_outer(self, moved: Moved) -> Tensor:
-        buffer = page_aligned(self.packed.outer.num_bytes, _CPU)
-        read_tensors(self._reader, self._outer, self.packed.outer.tensors(buffer), moved)
-        return buffer
+        return self._read(self.packed.outer, self._outer, moved, page_aligned(self.packed.outer.num_bytes, _CPU))
 
     def read_layer(self, layer: int, moved: Moved, *, pinned: bool = False) -> Tensor:
         plain, stored = self.packed.plain[layer], self.packed.stored[layer]
         kept = page_aligned(stored.num_bytes, _CPU, pinned=pinned)
-        whole = kept if stored.is_plain else page_aligned(plain.num_bytes, _CPU)
-        read_tensors(self._reader, self._layers[layer], plain.tensors(whole), moved)
-        if whole is not kept:
-            stored.encode(plain, whole, kept)
+        if stored.is_plain:
+            return self._read(plain, self._layers[layer], moved, kept)
+        whole = self._read(plain, self._layers[layer], moved, page_aligned(plain.num_bytes, _CPU))
+        stored.encode(plain, whole, kept)
         return kept
+
+    def _read(self, plain: PackedLayer, tensors: Mapping[str, Fused], moved: Moved, buffer: Tensor) -> Tensor:
+        plain.zero_gaps(buffer)
+        read_tensors(self._reader, tensors, plain.tensors(buffer), moved)
+        return buffer
 
     def read_part(self, layer: int, start: int, into: Tensor, moved: Moved) -> None:
         raise NotImplementedError("a checkpoint's layers are read whole")
 
     def open_store(self) -> LayerStore:
-        layers = {layer: self._layers[layer] for layer in self._plan.streamed}
+        layers = {layer: self._layers[layer] for layer in self._streamed}
         return CheckpointStore(self._reader, self.packed.plain, layers)
 
     def close(self) -> None:

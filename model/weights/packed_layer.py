@@ -70,6 +70,14 @@ class PackedLayer:
             raise ValueError("an encoded layer has no tensors; decode it first")
         return {field: self._view(place, buffer) for field, place in self.places.items()}
 
+    def zero_gaps(self, buffer: Tensor) -> None:
+        """Zero the bytes between tensors and after them, which makes checksums reproducible."""
+        end = 0
+        for place in self.places.values():
+            buffer[end : place.offset].zero_()
+            end = place.offset + place.num_bytes
+        buffer[end : self.num_bytes].zero_()
+
     def encode(self, plain: "PackedLayer", source: Tensor, out: Tensor) -> None:
         """Fill ``out`` with this layer from ``source``, which holds it as ``plain``. Bytes between tensors become 0."""
         out[: self.num_bytes].zero_()

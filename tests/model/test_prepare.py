@@ -237,7 +237,7 @@ def test_a_prepared_folder_is_a_complete_model(tmp_path: Path, smollm2_path: Pat
         assert after.encode_chat(MESSAGES) == before.encode_chat(MESSAGES)
     if kind.startswith("folder"):
         assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.5
-    with pytest.raises(ModelError, match=r"serves with `tightwire serve .*out --tp 1`"):
+    with pytest.raises(ModelError, match=r"`tightwire serve .*out --tp 1` serves it"):
         opened.reader()
 
 

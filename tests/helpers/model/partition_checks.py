@@ -91,7 +91,7 @@ def open_layers(work: Work, shard: int, tp: int) -> LayerReader:
     config, reader = checkpoint.config, checkpoint.reader()
     formats = choose_formats(reader, config, work.quantization)
     dtype = getattr(torch, work.dtype)
-    return CheckpointLayers(reader, config, make_layout(config, tp).shards[shard], work.plan, dtype, formats)
+    return CheckpointLayers.for_plan(reader, config, make_layout(config, tp).shards[shard], work.plan, dtype, formats)
 
 
 def pass_bytes(layers: Sequence[PackedLayer], at: PartitionPlace, plan: WeightPlan, num_gathered: int) -> int:

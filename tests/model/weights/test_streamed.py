@@ -305,7 +305,7 @@ def test_planned_sizes_equal_the_memory_in_use(
     sizes = WeightSizes(config, shard, WeightFormats(), torch.float32, codec)
     plain = pack_model(config, shard, WeightFormats(), torch.float32).plain
     stay = sizes.on_device(EVERYTHING_RESIDENT) - sum(plain[layer].num_bytes for layer in plan.streamed)
-    layers = CheckpointLayers(checkpoint.reader(), config, shard, plan, torch.float32, WeightFormats())
+    layers = CheckpointLayers.for_plan(checkpoint.reader(), config, shard, plan, torch.float32, WeightFormats())
     weights = load_streamed(layers, plan, device=torch.device("cpu"), timeout_s=60.0)
     assert isinstance(weights, StreamedWeights)
     try:

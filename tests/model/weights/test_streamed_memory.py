@@ -47,7 +47,7 @@ coder.decode(coder.encode(torch.ones(4096).bfloat16()), 4096, torch.bfloat16)
 before = peak_from_here()
 fetching = {"device": torch.device("cpu"), "timeout_s": 60.0}
 if prepared is None:
-    reader = CheckpointLayers(checkpoint.reader(), config, shard, plan, torch.bfloat16, WeightFormats())
+    reader = CheckpointLayers.for_plan(checkpoint.reader(), config, shard, plan, torch.bfloat16, WeightFormats())
 else:
     reader = PreparedLayers(prepared, 0, plan, patience_s=1.0)
 weights = load_streamed(reader, plan, **fetching)
