@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.protocols import KernelSums
-from tightwire.kernels.cpu import decode_kernel as place
+from tightwire.kernels.cpu import decode_kernel as kernel
 from tightwire.kernels.cpu.attention import LOG2_E, Tiles, cut_into_tiles
 from tightwire.kernels.cpu.attention_kernels import scratch_floats
 from tightwire.kernels.cpu.linear import matrix_integers, useful_threads
@@ -46,30 +46,30 @@ class DecodeProgram:
         self._angles = angles  # kept alive: the program holds their addresses
         self._placed: list[LayerWeights | None] = [None] * config.num_layers
         self._placed_keys: list[Tensor | None] = [None] * config.num_layers  # the values move with them
-        self._layers = torch.zeros(config.num_layers, place.LAYER_INTS, dtype=torch.int64)
+        self._layers = torch.zeros(config.num_layers, kernel.LAYER_INTS, dtype=torch.int64)
         self._weights_per_part = _part_sizes(config, shard) * config.num_layers
-        self._phases = torch.empty(config.num_layers * place.PHASES_PER_LAYER * place.PHASE_BYTES, dtype=torch.uint8)
+        self._phases = torch.empty(config.num_layers * kernel.PHASES_PER_LAYER * kernel.PHASE_BYTES, dtype=torch.uint8)
         self._buffers: dict[int, Tensor] = {}
         self._step: tuple[Batch, Tiles] | None = None  # kept alive: the program holds their addresses
-        self._program = torch.zeros(place.PROGRAM_INTS, dtype=torch.int64)
+        self._program = torch.zeros(kernel.PROGRAM_INTS, dtype=torch.int64)
         groups = shard.head_groups(config.heads_per_kv_head)
         self._set(
             {
-                place.HIDDEN_SIZE: config.hidden_size,
-                place.NUM_HEADS: shard.local_heads,
-                place.NUM_KV_HEADS: shard.local_kv_heads,
-                place.HEADS_PER_KV_HEAD: groups.heads_per_kv_head,
-                place.SKIPPED_HEADS: groups.skipped_heads,
-                place.HEAD_DIM: config.head_dim,
-                place.MLP_SIZE: len(shard.mlp_columns),
-                place.KIND: NUMBER_KIND[cache.dtype],
-                place.COS: cos_SE.data_ptr(),
-                place.SIN: sin_SE.data_ptr(),
-                place.ANGLE_STRIDE: cos_SE.stride(0) * cos_SE.element_size(),
-                place.NUM_BLOCKS: cache.num_blocks,
-                place.TOKENS_PER_BLOCK: cache.block_size,
-                place.CACHE_BLOCK_STRIDE: cache.block_stride * cache.dtype.itemsize,
-                place.PHASES: self._phases.data_ptr(),
+                kernel.HIDDEN_SIZE: config.hidden_size,
+                kernel.NUM_HEADS: shard.local_heads,
+                kernel.NUM_KV_HEADS: shard.local_kv_heads,
+                kernel.HEADS_PER_KV_HEAD: groups.heads_per_kv_head,
+                kernel.SKIPPED_HEADS: groups.skipped_heads,
+                kernel.HEAD_DIM: config.head_dim,
+                kernel.MLP_SIZE: len(shard.mlp_columns),
+                kernel.KIND: NUMBER_KIND[cache.dtype],
+                kernel.COS: cos_SE.data_ptr(),
+                kernel.SIN: sin_SE.data_ptr(),
+                kernel.ANGLE_STRIDE: cos_SE.stride(0) * cos_SE.element_size(),
+                kernel.NUM_BLOCKS: cache.num_blocks,
+                kernel.TOKENS_PER_BLOCK: cache.block_size,
+                kernel.CACHE_BLOCK_STRIDE: cache.block_stride * cache.dtype.itemsize,
+                kernel.PHASES: self._phases.data_ptr(),
             }
         )
         self._num_positions = len(cos_SE)
@@ -83,9 +83,9 @@ class DecodeProgram:
             ValueError: a position, slot, length or block that cannot be.
         """
         num_rows = len(residual_TD)
-        if num_rows > len(self._buffers[place.PARTIAL]):
+        if num_rows > len(self._buffers[kernel.PARTIAL]):
             self._make_buffers(num_rows)
-        _check_rows("the embeddings", residual_TD, self._buffers[place.PARTIAL][:num_rows])
+        _check_rows("the embeddings", residual_TD, self._buffers[kernel.PARTIAL][:num_rows])
         _check_range("position", batch.positions_T, self._num_positions)
         _check_range("slot", batch.slots_T, self._cache.num_blocks * self._cache.block_size)
         tiles = cut_into_tiles(
@@ -102,16 +102,16 @@ class DecodeProgram:
         self._phases.zero_()
         self._set(
             {
-                place.NUM_ROWS: num_rows,
-                place.RESIDUAL: residual_TD.data_ptr(),
-                place.POSITIONS: batch.positions_T.data_ptr(),
-                place.SLOTS: batch.slots_T.data_ptr(),
-                place.QUERY_START: batch.query_start_B1.data_ptr(),
-                place.CONTEXT_LENS: batch.context_lens_B.data_ptr(),
-                place.BLOCK_TABLE: batch.block_tables_BM.data_ptr(),
-                place.TABLE_STRIDE: batch.block_tables_BM.stride(0) * 4,
-                place.TILES: tiles.address,
-                place.NUM_TILES: tiles.num_tiles,
+                kernel.NUM_ROWS: num_rows,
+                kernel.RESIDUAL: residual_TD.data_ptr(),
+                kernel.POSITIONS: batch.positions_T.data_ptr(),
+                kernel.SLOTS: batch.slots_T.data_ptr(),
+                kernel.QUERY_START: batch.query_start_B1.data_ptr(),
+                kernel.CONTEXT_LENS: batch.context_lens_B.data_ptr(),
+                kernel.BLOCK_TABLE: batch.block_tables_BM.data_ptr(),
+                kernel.TABLE_STRIDE: batch.block_tables_BM.stride(0) * 4,
+                kernel.TILES: tiles.address,
+                kernel.NUM_TILES: tiles.num_tiles,
             }
         )
         return self
@@ -128,7 +128,7 @@ class DecodeProgram:
         if self._placed_keys[index] is not keys_NKPE:
             self._placed_keys[index] = keys_NKPE
             integers = self._layers.numpy()[index]
-            integers[place.KEYS], integers[place.VALUES] = keys_NKPE.data_ptr(), values_NKPE.data_ptr()
+            integers[kernel.KEYS], integers[kernel.VALUES] = keys_NKPE.data_ptr(), values_NKPE.data_ptr()
 
     def run(self, part: int, update_TD: Tensor | None) -> Tensor:
         """``run_parts`` of one part."""
@@ -143,9 +143,9 @@ class DecodeProgram:
             (T, D), the result of the last part, valid until the next run.
         """
         if update_TD is not None:
-            _check_rows("the ranks' sum", update_TD, self._buffers[place.PARTIAL][: self._num_rows])
+            _check_rows("the ranks' sum", update_TD, self._buffers[kernel.PARTIAL][: self._num_rows])
         self._run(first, stop, update_TD)
-        return self._buffers[place.PARTIAL][: self._num_rows]
+        return self._buffers[kernel.PARTIAL][: self._num_rows]
 
     def run_and_sum(self, first: int, update_TD: Tensor | None, sums: KernelSums, labels: Sequence[str]) -> Tensor:
         """Run one part for each of ``labels``, and after each sum over the ranks.
@@ -157,7 +157,7 @@ class DecodeProgram:
         Raises:
             CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: a rank does something else, or nothing.
         """
-        partial_TD, total_TD = self._buffers[place.PARTIAL][: self._num_rows], self._total_TD[: self._num_rows]
+        partial_TD, total_TD = self._buffers[kernel.PARTIAL][: self._num_rows], self._total_TD[: self._num_rows]
         table = sums.begin(partial_TD, total_TD, labels)
         try:
             while (num_done := sums.wait()) < len(labels):
@@ -184,26 +184,26 @@ class DecodeProgram:
             scratch.data_ptr(),
             scratch.stride(0) * 4,
         )
-        run_on_threads(place.run_parts, arguments, len(scratch))
+        run_on_threads(kernel.run_parts, arguments, len(scratch))
 
     def _make_buffers(self, num_rows: int) -> None:
         config, shard = self._config, self._shard
         head_dim, num_heads, num_kv_heads = config.head_dim, shard.local_heads, shard.local_kv_heads
         mlp_size = len(shard.mlp_columns)
         widths = {
-            place.NORMED: config.hidden_size,
-            place.QKV: (num_heads + 2 * num_kv_heads) * head_dim,
-            place.ROTATED: (num_heads + num_kv_heads) * head_dim,
-            place.MIXED: num_heads * head_dim,
-            place.GATE_UP: 2 * mlp_size,
-            place.GATED: mlp_size,
-            place.PARTIAL: config.hidden_size,
+            kernel.NORMED: config.hidden_size,
+            kernel.QKV: (num_heads + 2 * num_kv_heads) * head_dim,
+            kernel.ROTATED: (num_heads + num_kv_heads) * head_dim,
+            kernel.MIXED: num_heads * head_dim,
+            kernel.GATE_UP: 2 * mlp_size,
+            kernel.GATED: mlp_size,
+            kernel.PARTIAL: config.hidden_size,
         }
         self._buffers = {
             field: torch.empty(num_rows, width, dtype=self._cache.dtype) for field, width in widths.items()
         }
         self._set({field: buffer.data_ptr() for field, buffer in self._buffers.items()})
-        self._total_TD = torch.empty_like(self._buffers[place.PARTIAL])
+        self._total_TD = torch.empty_like(self._buffers[kernel.PARTIAL])
         widest = max(config.hidden_size, num_heads * head_dim, mlp_size)
         self._scratch_floats = max(num_rows * widest, scratch_floats(config.heads_per_kv_head, head_dim))
 
@@ -221,17 +221,17 @@ def _part_sizes(config: LlamaConfig, shard: Shard) -> list[int]:
 
 def _layer_integers(weights: LayerWeights) -> list[int]:
     """All of a layer's integers but the addresses of its keys and values."""
-    values = [0] * place.LAYER_INTS
-    values[place.ATTENTION_NORM] = weights.attention_norm.data_ptr()
-    values[place.MLP_NORM] = weights.mlp_norm.data_ptr()
+    values = [0] * kernel.LAYER_INTS
+    values[kernel.ATTENTION_NORM] = weights.attention_norm.data_ptr()
+    values[kernel.MLP_NORM] = weights.mlp_norm.data_ptr()
     for field, matrix, bias in (
-        (place.QKV_MATRIX, weights.qkv, weights.qkv_bias),
-        (place.OUT_MATRIX, weights.attention_out, weights.attention_out_bias),
-        (place.GATE_UP_MATRIX, weights.gate_up, weights.gate_up_bias),
-        (place.DOWN_MATRIX, weights.down, weights.down_bias),
+        (kernel.QKV_MATRIX, weights.qkv, weights.qkv_bias),
+        (kernel.OUT_MATRIX, weights.attention_out, weights.attention_out_bias),
+        (kernel.GATE_UP_MATRIX, weights.gate_up, weights.gate_up_bias),
+        (kernel.DOWN_MATRIX, weights.down, weights.down_bias),
     ):
         bias_address = 0 if bias is None else bias.data_ptr()
-        values[field : field + place.MATRIX_INTS] = (*matrix_integers(matrix), bias_address)
+        values[field : field + kernel.MATRIX_INTS] = (*matrix_integers(matrix), bias_address)
     return values
 
 

@@ -18,8 +18,8 @@ from tightwire.model.weights.fused import Fused, all_tensors
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "random")
 # Formats of quantized floats. Embedding and head always get 8 bits, as in llama.cpp's 4-bit files.
-MADE = {"int8": Q8_0, "int4": Q4_1}
-_OF_TABLES = Q8_0
+QUANTIZED_AS = {"int8": Q8_0, "int4": Q4_1}
+_TABLE_FORMAT = Q8_0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ def _choose(fused: Fused, stored: Sequence[str], quantization: str) -> PackedFor
     kept = PACKED_FORMATS.get(stored[0]) if len(stored) == 1 else None
     if quantization == "auto":
         return kept  # None also when parts differ: one product reads one format
-    asked = MADE[quantization]
-    made = _OF_TABLES if fused.names[0] in (EMBEDDING, HEAD) else asked
+    asked = QUANTIZED_AS[quantization]
+    made = _TABLE_FORMAT if fused.names[0] in (EMBEDDING, HEAD) else asked
     if kept is not None and kept.bits in (made.bits, asked.bits):
         return kept
     if any(name in PACKED_FORMATS for name in stored):

@@ -12,7 +12,7 @@ from tightwire.kernels.spec.packed_format import GROUP_ELEMS
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout
 from tightwire.model.weights import WEIGHT_CODECS
-from tightwire.model.weights.formats import MADE, WeightFormats
+from tightwire.model.weights.formats import QUANTIZED_AS, WeightFormats
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import (
@@ -33,7 +33,9 @@ _CACHE_SHARE = {"latency": 0.2, "throughput": 0.6}
 # Parts that share a layer's way. Beyond, steps of thousands of tokens keep generated ones waiting too long.
 _MAX_PARTS = {"latency": 1, "throughput": 16}
 # What numbers take that ``--quantization`` has packed; in the codecs of these names 8.5 and 4.5.
-_PACKED_BITS = {packed_as: f"{8 * packed.row_bytes(GROUP_ELEMS) / GROUP_ELEMS:g}" for packed_as, packed in MADE.items()}
+_PACKED_BITS = {
+    packed_as: f"{8 * packed.row_bytes(GROUP_ELEMS) / GROUP_ELEMS:g}" for packed_as, packed in QUANTIZED_AS.items()
+}
 # Of the host's free memory, what may wait there: other programs want some, and so does the page cache.
 _HOST_SHARE = 0.8
 
