@@ -1,5 +1,5 @@
-"""``tightwire doctor``: what this machine has, what of it works, and which options that suggests.
+"""``tightwire doctor``: examines this machine, tests its devices and links, and suggests options. Start at ``cli.py``.
 
-``probing`` runs each probe in a process of its own with a time limit; ``facts`` are what probes find; ``advice`` turns
-facts into words; ``page`` shows both. A probe that fails is itself a finding.
+``probing`` runs each probe (``host``, ``gpus``) in its own process with a time limit; ``facts`` are their results; ``advice`` derives
+problems, notes and options from them. A failed probe is a finding too.
 """

@@ -1,4 +1,4 @@
-"""What the findings mean: what is wrong, what is worth knowing, which options to start with. Pure: facts to words."""
+"""Derives problems, notes and suggested options from the findings."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeVar
@@ -20,14 +20,14 @@ from tightwire.bench.doctor.facts import (
 from tightwire.bench.doctor.probing import Finding
 from tightwire.comm.sizes import format_bytes
 
-# NVIDIA's advice for containers is --shm-size=1g; with Docker's 64 MB several NCCL ranks fail as they join.
+# NVIDIA recommends --shm-size=1g for containers; with Docker's 64 MB NCCL fails to start several ranks.
 _NCCL_SHM_BYTES = 1 << 30
 
 _Kind = TypeVar("_Kind")
 
 
 class Advice(Struct, frozen=True):
-    """``problem``: something is wrong; ``note``: it may matter; ``use``: options for ``serve``, and why."""
+    """``problem``: something is wrong; ``note``: it may matter; ``use``: options for ``serve`` with a reason."""
 
     kind: Literal["problem", "note", "use"]
     text: str
@@ -35,7 +35,7 @@ class Advice(Struct, frozen=True):
 
 
 class _Machine:
-    """The facts by kind; absent where a probe failed or was not needed."""
+    """The facts by kind; None if a probe failed or did not run."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         facts = [finding.facts for finding in findings if finding.facts is not None]
@@ -53,11 +53,7 @@ def _of(kind: type[_Kind], facts: Sequence[Facts]) -> _Kind | None:
 
 
 def advise(findings: Sequence[Finding], tp: int) -> list[Advice]:
-    """Problems first, then notes, then what to use.
-
-    Args:
-        tp: ranks that are to run when there is no GPU.
-    """
+    """Problems first, then notes, then options. ``tp``: the number of ranks without a GPU."""
     machine = _Machine(findings)
     found = [
         *_failures(findings),
@@ -88,7 +84,7 @@ def _gpus(machine: _Machine) -> Iterator[Advice]:
     elif len(cuda.devices) < len(driver.gpus):
         yield Advice(
             "note",
-            f"torch sees {len(cuda.devices)} of {len(driver.gpus)} GPUs; CUDA_VISIBLE_DEVICES may hide the others",
+            f"torch sees {len(cuda.devices)} of {len(driver.gpus)} GPUs; check CUDA_VISIBLE_DEVICES",
         )
     for links in driver.nvlinks:
         if links.num_inactive and links.num_active:
@@ -103,20 +99,20 @@ def _peers(machine: _Machine) -> Iterator[Advice]:
         if not test.ok:
             yield Advice(
                 "problem",
-                f"GPU {test.writer} is said to reach GPU {test.owner}'s memory, but its writes are lost: {test.detail}",
+                f"GPU {test.writer} claims access to GPU {test.owner}'s memory, but its writes fail: {test.detail}",
             )
     if machine.peers.under_way is not None:
         writer, owner = machine.peers.under_way
-        yield Advice("problem", f"a write from GPU {writer} into GPU {owner}'s memory did not come back")
+        yield Advice("problem", f"a write from GPU {writer} into GPU {owner}'s memory did not finish")
 
 
 def _links(machine: _Machine) -> Iterator[Advice]:
-    """A link at rest may be slow on purpose, but never narrow."""
+    """An idle link may be slow to save power, but it is never narrower."""
     gpus = {gpu.bus_id: gpu for gpu in machine.gpus.gpus} if machine.gpus else {}
     links = machine.pci.links if machine.pci else []
     for link in links:
         yield from _link(link, gpus.get(link.address))
-    for gpu in gpus.values():  # a virtual machine may show no links, but its driver tells
+    for gpu in gpus.values():  # a virtual machine may hide links that its driver reports
         if gpu.bus_id not in {link.address for link in links}:
             yield from _link(_as_link(gpu), gpu)
 
@@ -128,17 +124,16 @@ def _link(link: Link, gpu: Gpu | None) -> Iterator[Advice]:
     if link.width is not None and max_width is not None and link.width < max_width:
         yield Advice(
             "problem",
-            f"{name} runs x{link.width} where x{max_width:g} is possible: reseat it, or see the board's manual for "
-            "slots that share lanes",
+            f"{name} runs at x{link.width} of x{max_width:g}: reseat it, or check the board's manual for slots that share lanes",
         )
     if link.gt_per_s is not None and max_speed is not None and link.gt_per_s < max_speed:
-        slow = f"{name} runs at {link.gt_per_s:g} GT/s where {max_speed:g} is possible"
+        slow = f"{name} runs at {link.gt_per_s:g} of {max_speed:g} GT/s"
         if gpu is not None and gpu.power_state == "P0":
             yield Advice(
-                "problem", f"{slow}, though it is not at rest: see the BIOS's link speed, or a riser's quality"
+                "problem", f"{slow} although it is not idle: check the link speed in the BIOS, and any riser cable"
             )
         else:
-            yield Advice("note", f"{slow}; links slow down at rest, so look again while it works")
+            yield Advice("note", f"{slow}; idle links slow down, so check again under load")
     if link.slot_max_width is not None and link.max_width is not None and link.slot_max_width < link.max_width:
         yield Advice("note", f"{name} is x{link.max_width} in a slot that is x{link.slot_max_width}")
 
@@ -173,13 +168,13 @@ def _isolation(machine: _Machine) -> Iterator[Advice]:
     if facts.redirecting_bridges:
         yield Advice(
             "problem",
-            f"ACS of {', '.join(facts.redirecting_bridges)} sends what GPUs write to each other up to the host and "
-            "back: turn ACS off in the BIOS unless devices are passed to virtual machines",
+            f"ACS of {', '.join(facts.redirecting_bridges)} routes writes between GPUs through the host: turn ACS off in "
+            "the BIOS unless devices are passed to virtual machines",
         )
     elif facts.redirecting_bridges is None:
-        yield Advice("note", f"whether ACS is in the way of peer writes could not be read: {facts.unread_reason}")
+        yield Advice("note", f"cannot tell if ACS redirects peer writes: {facts.unread_reason}")
     if facts.num_iommu_groups and not any(option.endswith(("=pt", "=off")) for option in facts.kernel_options):
-        yield Advice("note", "an IOMMU translates what devices write; the kernel option iommu=pt spares most of that")
+        yield Advice("note", "an IOMMU translates device writes; the kernel option iommu=pt avoids most of the cost")
 
 
 def _host(machine: _Machine, tp: int) -> Iterator[Advice]:
@@ -187,25 +182,25 @@ def _host(machine: _Machine, tp: int) -> Iterator[Advice]:
     ranks = machine.num_cuda or tp
     if cpu is not None and cpu.num_usable < ranks:
         why = (
-            f"a quota leaves it {cpu.num_usable} of {cpu.num_allowed}"
+            f"a quota allows {cpu.num_usable} of {cpu.num_allowed}"
             if cpu.num_usable < cpu.num_allowed
-            else "no more"
+            else "all there are"
         )
         yield Advice(
             "problem",
-            f"{ranks} ranks for {cpu.num_usable} cores ({why}): ranks take turns, and each waits for all others",
+            f"{ranks} ranks for {cpu.num_usable} cores ({why}): ranks share cores, and each waits for all others",
         )
     if cpu is not None and len(cpu.numa_nodes) > 1 and not machine.num_cuda:
         yield Advice(
             "note",
-            f"{len(cpu.numa_nodes)} NUMA nodes: a rank whose memory is on another node reads it slower; a model that "
-            "fits one node is best kept there (numactl --cpunodebind=0 --membind=0)",
+            f"{len(cpu.numa_nodes)} NUMA nodes: memory of another node is slower; keep a model that fits on one node there "
+            "(numactl --cpunodebind=0 --membind=0)",
         )
     if memory is not None and machine.num_cuda > 1 and (memory.shm_bytes or 0) < _NCCL_SHM_BYTES:
         yield Advice(
             "problem",
             f"/dev/shm has {format_bytes(memory.shm_bytes or 0)}, too little for NCCL between {machine.num_cuda} GPUs: "
-            "docker run --shm-size=1g, or a larger emptyDir",
+            "use docker run --shm-size=1g, or a larger emptyDir",
         )
 
 
@@ -215,7 +210,7 @@ def _options(machine: _Machine, tp: int) -> Iterator[Advice]:
         if not (machine.gpus and machine.gpus.nvlinks):
             yield Advice(
                 "use",
-                "no NVLink, so prompts wait for the link: with this, auto may quantize them; generated rows stay exact",
+                "no NVLink: with this, auto may quantize AllReduces of prompts; decode rows stay exact",
                 "--comm-error-budget 0.01",
             )
     elif machine.num_cuda == 1:
@@ -223,11 +218,13 @@ def _options(machine: _Machine, tp: int) -> Iterator[Advice]:
     elif machine.cpu is not None and machine.memory is not None:
         ranks, problem = min(tp, machine.cpu.num_usable), machine.memory.shared_memory_problem
         if ranks < 2:
-            yield Advice(
-                "use", "one usable core: a second rank would only take turns with the first", "--device cpu --tp 1"
-            )
+            yield Advice("use", "one usable core: a second rank would share it", "--device cpu --tp 1")
         elif problem is None:
-            yield Advice("use", "no GPU; ranks meet in memory", f"--device cpu --tp {ranks} --transport shared-memory")
+            yield Advice(
+                "use",
+                "no GPU; ranks exchange messages in shared memory",
+                f"--device cpu --tp {ranks} --transport shared-memory",
+            )
         else:
             yield Advice("use", f"no GPU; {problem}", f"--device cpu --tp {ranks} --transport process-group")
 
@@ -236,9 +233,9 @@ def _gpu_transport(machine: _Machine) -> Advice:
     num, peers = machine.num_cuda, machine.peers
     passed = {(test.writer, test.owner) for test in peers.tests if test.ok} if peers else set()
     if len(passed) == num * (num - 1):
-        text, transport = "every GPU's writes arrive whole in every other's memory", "peer-memory"
+        text, transport = "every GPU can write to every other GPU's memory", "peer-memory"
     elif machine.cuda and machine.cuda.peers:
-        text, transport = "not all GPUs reach each other's memory, so NCCL carries the messages", "process-group"
+        text, transport = "not all GPUs can write to each other's memory, so NCCL sends the messages", "process-group"
     else:
-        text, transport = "the driver offers no peer access, so NCCL carries messages through the host", "process-group"
+        text, transport = "the driver offers no peer access, so NCCL sends messages through the host", "process-group"
     return Advice("use", text, f"--device cuda --tp {num} --transport {transport}")

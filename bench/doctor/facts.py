@@ -1,6 +1,6 @@
-"""What the probes find: plain values that travel as JSON from a probe's process and out of ``doctor --json``.
+"""The results of the probes: plain values, passed as JSON from a probe's process and printed by ``doctor --json``.
 
-None stands for what this system does not tell. Links are per direction; bandwidths are gigabytes a second.
+None means that this system does not report the value. Link rates are per direction; bandwidths are GB/s.
 """
 
 from msgspec import Struct
@@ -8,32 +8,32 @@ from msgspec import Struct
 
 class NumaNode(Struct, frozen=True):
     node: int
-    cpus: str  # as the kernel lists them, "0-15,32-47"
+    cpus: str  # in the kernel's format, "0-15,32-47"
     memory_bytes: int
 
 
 class CpuFacts(Struct, frozen=True, tag="cpu"):
     model: str
     architecture: str
-    num_cpus: int  # hardware threads that are on line
-    num_allowed: int  # of them this process may run on
-    num_usable: int  # the same, less what a container's quota takes away
-    vector_flags: list[str]  # those that matter to matrix products, such as avx512f
+    num_cpus: int  # online hardware threads
+    num_allowed: int  # those that this process may run on
+    num_usable: int  # the same, limited by a container's quota
+    vector_flags: list[str]  # relevant for matrix products, such as avx512f
     virtual: bool | None
     numa_nodes: list[NumaNode]
 
 
 class MemoryFacts(Struct, frozen=True, tag="memory"):
     total_bytes: int
-    available_bytes: int  # to this process, a container's limit considered
+    available_bytes: int  # to this process, within a container's limit
     shm_bytes: int | None  # the size of /dev/shm
     shm_free_bytes: int | None
-    shared_memory_problem: str | None  # why the shared-memory transport cannot be used; None: it can
-    memlock_bytes: int | None  # the most that may be pinned; None: no limit
+    shared_memory_problem: str | None  # why the shared-memory transport does not work; None: it works
+    memlock_bytes: int | None  # limit of pinned memory; None: no limit
 
 
 class Link(Struct, frozen=True):
-    """One device's PCIe link. ``slot_*``: the most that the port above it can do."""
+    """One device's PCIe link. ``slot_*``: the maximum of the port above it."""
 
     address: str
     kind: str  # gpu, network or nvme
@@ -52,11 +52,11 @@ class PciFacts(Struct, frozen=True, tag="pci"):
 
 
 class IsolationFacts(Struct, frozen=True, tag="isolation"):
-    """What may send traffic between devices through the host, or block it."""
+    """Settings that redirect or block traffic between devices."""
 
     num_iommu_groups: int
-    kernel_options: list[str]  # those that concern the IOMMU and ACS
-    redirecting_bridges: list[str] | None  # ports whose ACS sends peer traffic upstream; None: could not be read
+    kernel_options: list[str]  # about IOMMU and ACS
+    redirecting_bridges: list[str] | None  # ports whose ACS redirects peer traffic; None: unreadable
     unread_reason: str | None
 
 
@@ -71,18 +71,18 @@ class Gpu(Struct, frozen=True):
     max_pcie_gen: int | None
     pcie_width: int | None
     max_pcie_width: int | None
-    power_state: str | None  # P0 is full speed; links slow down in the others
+    power_state: str | None  # P0 is full speed; links slow down in other states
 
 
 class NvLinks(Struct, frozen=True):
     gpu: int
     num_active: int
     num_inactive: int
-    gb_per_s: float  # of the active ones together
+    gb_per_s: float  # of all active links together
 
 
 class GpuPath(Struct, frozen=True):
-    """How ``nvidia-smi topo -m`` says two GPUs are connected: NV# (NVLink), PIX, PXB, PHB, NODE, SYS."""
+    """The connection of two GPUs in ``nvidia-smi topo -m``: NV# (NVLink), PIX, PXB, PHB, NODE, SYS."""
 
     first: int
     second: int
@@ -104,14 +104,14 @@ class CudaDevice(Struct, frozen=True):
 
 
 class CudaFacts(Struct, frozen=True, tag="cuda"):
-    """What torch sees."""
+    """The devices in torch."""
 
     torch: str
-    cuda: str | None  # the version torch was built for; None: a CPU build
+    cuda: str | None  # the version that torch was built for; None: a CPU build
     nccl: str | None
     available: bool
     devices: list[CudaDevice]
-    peers: list[tuple[int, int]]  # (writer, owner): the driver says that one may write into the other's memory
+    peers: list[tuple[int, int]]  # (writer, owner): the driver claims that the first may write into the second's memory
 
 
 class PeerTest(Struct, frozen=True):
@@ -124,7 +124,7 @@ class PeerTest(Struct, frozen=True):
 
 class PeerFacts(Struct, frozen=True, tag="peers"):
     tests: list[PeerTest]
-    under_way: tuple[int, int] | None = None  # the pair being tried: the one to blame when the probe does not end
+    under_way: tuple[int, int] | None = None  # the pair in test, which is the cause if the probe hangs
 
 
 class Interface(Struct, frozen=True):
@@ -153,7 +153,7 @@ class VersionFacts(Struct, frozen=True, tag="versions"):
 
 
 class RoundTripFacts(Struct, frozen=True, tag="round_trip"):
-    """Two processes that sum ``num_bytes`` over shared memory."""
+    """An AllReduce of ``num_bytes`` by two processes over shared memory."""
 
     num_bytes: int
     p50_us: float

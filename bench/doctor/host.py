@@ -1,9 +1,14 @@
-"""Probes of the host: processor, NUMA, memory, /dev/shm, network, versions. All read files; none needs a library."""
+"""Probes of the host: processor, NUMA, memory, network, versions, PCI Express links, IOMMU and ACS. They only read files.
+
+Source: Linux sysfs-bus-pci ABI; PCI Express Base Specification, Access Control Services (ACS).
+"""
 
 import os
 import platform
 import re
 import resource
+import shutil
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -11,22 +16,30 @@ import tightwire
 from tightwire.bench.doctor.facts import (
     CpuFacts,
     Interface,
+    IsolationFacts,
+    Link,
     MemoryFacts,
     NetworkFacts,
     NumaNode,
+    PciFacts,
     RdmaPort,
     VersionFacts,
 )
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.server.plan.devices import available_host_bytes, num_cores
 
-# What matrix products, conversions and block codecs are built from, x86 and ARM.
+# The extensions that matrix products, conversions and codecs use, on x86 and ARM.
 _VECTOR_FLAGS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2"),
 )
 _PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "tokenizers", "safetensors", "pyzmq", "uvicorn")
 _LOOPBACK_TYPE = 772
+# The class code's first bytes: display, processing accelerator, network, NVMe.
+_PCI_KINDS = {"0x03": "gpu", "0x12": "gpu", "0x02": "network", "0x0108": "nvme"}
+_ISOLATION_OPTION = re.compile(r"iommu|acs|^pci=|^amd_iommu|^intel_iommu", re.IGNORECASE)
+# With these two, ACS sends writes between devices up to the root, where the IOMMU may translate or drop them.
+_REDIRECTS = ("ReqRedir+", "CmpltRedir+")
 
 
 def cpu(root: Path = Path("/")) -> CpuFacts:
@@ -50,12 +63,12 @@ def _cpuinfo_value(cpuinfo: str, name: str) -> str:
 
 
 def _cpuinfo_flags(cpuinfo: str) -> set[str]:
-    """x86 says "flags", ARM "Features"."""
+    """The field is "flags" on x86 and "Features" on ARM."""
     return {*_cpuinfo_value(cpuinfo, "flags").split(), *_cpuinfo_value(cpuinfo, "Features").split()}
 
 
 def numa_nodes(root: Path = Path("/")) -> list[NumaNode]:
-    """In order of their numbers; empty where the kernel knows no NUMA."""
+    """Sorted by number; empty if the kernel has no NUMA."""
     nodes = []
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         total = re.search(r"MemTotal:\s*(\d+) kB", (folder / "meminfo").read_text())
@@ -117,13 +130,83 @@ def network(root: Path = Path("/")) -> NetworkFacts:
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # the speed of an interface that is down cannot be read
+    except OSError:  # such as the speed of an interface that is down
         return ""
 
 
 def _number(path: Path) -> int | None:
     text = _text(path)
     return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def pci(root: Path = Path("/")) -> PciFacts:
+    """Links of GPUs, network cards and NVMe drives. Most virtual machines show none."""
+    links = [_pci_link(folder) for folder in sorted((root / "sys/bus/pci/devices").glob("*"))]
+    return PciFacts(links=[link for link in links if link is not None])
+
+
+def _pci_link(folder: Path) -> Link | None:
+    code = _text(folder / "class")
+    kind = next((kind for prefix, kind in _PCI_KINDS.items() if code.startswith(prefix)), None)
+    width = _link_width(folder / "current_link_width")
+    if kind is None or width is None:
+        return None
+    slot = folder.resolve().parent  # the port above the device, or the root
+    node = _text(folder / "numa_node")
+    return Link(
+        address=folder.name,
+        kind=kind,
+        name=f"{_text(folder / 'vendor').removeprefix('0x')}:{_text(folder / 'device').removeprefix('0x')}",
+        gt_per_s=_link_speed(folder / "current_link_speed"),
+        max_gt_per_s=_link_speed(folder / "max_link_speed"),
+        width=width,
+        max_width=_link_width(folder / "max_link_width"),
+        slot_max_gt_per_s=_link_speed(slot / "max_link_speed"),
+        slot_max_width=_link_width(slot / "max_link_width"),
+        numa_node=int(node) if node.isdigit() else None,  # -1: unknown
+    )
+
+
+def _link_speed(path: Path) -> float | None:
+    """GT/s per lane, from "16.0 GT/s PCIe"; None for "Unknown"."""
+    found = re.match(r"([\d.]+) GT/s", _text(path))
+    return float(found[1]) if found else None
+
+
+def _link_width(path: Path) -> int | None:
+    """Lanes; None without a link (0 and 255 mean unknown)."""
+    text = _text(path)
+    return int(text) if text.isdigit() and 0 < int(text) < 255 else None
+
+
+def isolation(root: Path = Path("/")) -> IsolationFacts:
+    groups = root / "sys/kernel/iommu_groups"
+    redirecting, reason = None, "lspci is not installed (package pciutils)"
+    if shutil.which("lspci") is not None:
+        done = subprocess.run(["lspci", "-vvv"], capture_output=True, text=True, check=True)
+        redirecting, reason = redirecting_bridges(done.stdout)
+    return IsolationFacts(
+        num_iommu_groups=len(list(groups.glob("*"))),
+        kernel_options=[word for word in _text(root / "proc/cmdline").split() if _ISOLATION_OPTION.search(word)],
+        redirecting_bridges=redirecting,
+        unread_reason=reason,
+    )
+
+
+def redirecting_bridges(lspci: str) -> tuple[list[str] | None, str | None]:
+    """Ports whose ACS redirects peer traffic, from ``lspci -vvv``; None and the reason if it is not shown."""
+    found: list[str] = []
+    address, denied = "", False
+    for line in lspci.splitlines():
+        if line and not line[0].isspace():
+            address = line.split()[0]
+        elif "<access denied>" in line:
+            denied = True
+        elif "ACSCtl:" in line and any(flag in line for flag in _REDIRECTS):
+            found.append(address)
+    if denied and not found:
+        return None, "lspci shows ACS to root only"
+    return found, None
 
 
 def versions() -> VersionFacts:

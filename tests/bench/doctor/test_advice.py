@@ -103,7 +103,7 @@ def test_shared_memory_that_cannot_be_used_sends_ranks_over_sockets_and_says_why
 def test_more_ranks_than_a_quota_leaves_cores() -> None:
     advice = of(replace(CPU, num_usable=3), MEMORY, NO_CUDA, tp=4)
     (problem,) = texts(advice, "problem")
-    assert problem.startswith("4 ranks for 3 cores (a quota leaves it 3 of 8)")
+    assert problem.startswith("4 ranks for 3 cores (a quota allows 3 of 8)")
     assert options(advice) == ["--device cpu --tp 3 --transport shared-memory"]
     assert options(of(replace(CPU, num_usable=1, num_allowed=1), MEMORY, NO_CUDA)) == ["--device cpu --tp 1"]
 
@@ -127,13 +127,13 @@ def test_two_gpus_that_reach_each_other() -> None:
 def test_peer_access_that_is_claimed_and_does_not_work() -> None:
     lost = PeerFacts(tests=[PEERS.tests[0], PeerTest(1, 0, False, "kernel stores: 7 of 9 values arrived wrong", None)])
     advice = of(CPU, MEMORY, cuda(2, PAIRS), lost)
-    assert "GPU 1 is said to reach GPU 0's memory" in texts(advice, "problem")[0]
+    assert "GPU 1 claims access to GPU 0's memory" in texts(advice, "problem")[0]
     assert options(advice)[0] == "--device cuda --tp 2 --transport process-group"
     hung = PeerFacts(tests=[PEERS.tests[0]], under_way=(1, 0))
     advice = advise([Finding("peer access", 60, hung, "did not end within 60 s and was stopped")], 2)
     assert texts(advice, "problem") == [
         "the probe of peer access did not end within 60 s and was stopped",
-        "a write from GPU 1 into GPU 0's memory did not come back",
+        "a write from GPU 1 into GPU 0's memory did not finish",
     ]
 
 
@@ -151,7 +151,7 @@ def test_one_gpu_needs_no_link() -> None:
 def test_a_container_with_little_shared_memory_for_nccl() -> None:
     advice = of(CPU, replace(MEMORY, shm_bytes=64 << 20), cuda(2, PAIRS), PEERS)
     assert texts(advice, "problem") == [
-        "/dev/shm has 64MiB, too little for NCCL between 2 GPUs: docker run --shm-size=1g, or a larger emptyDir"
+        "/dev/shm has 64MiB, too little for NCCL between 2 GPUs: use docker run --shm-size=1g, or a larger emptyDir"
     ]
 
 
@@ -166,13 +166,13 @@ def test_gpus_that_torch_cannot_use() -> None:
 
 def test_a_narrow_link_is_a_problem_a_slow_one_only_at_work() -> None:
     narrow = replace(LINK, width=4)
-    assert "runs x4 where x16 is possible" in texts(of(PciFacts(links=[narrow])), "problem")[0]
+    assert "runs at x4 of x16" in texts(of(PciFacts(links=[narrow])), "problem")[0]
     slow = PciFacts(links=[replace(LINK, gt_per_s=2.5)])
     gpus = GpuFacts(absent_reason=None, gpus=[GPU])
     at_rest = of(slow, gpus, cuda(1))
-    assert texts(at_rest, "problem") == [] and "runs at 2.5 GT/s where 16 is possible" in texts(at_rest, "note")[0]
+    assert texts(at_rest, "problem") == [] and "runs at 2.5 of 16 GT/s" in texts(at_rest, "note")[0]
     at_work = of(slow, replace(gpus, gpus=[replace(GPU, power_state="P0")]), cuda(1))
-    assert "though it is not at rest" in texts(at_work, "problem")[0]
+    assert "although it is not idle" in texts(at_work, "problem")[0]
 
 
 def test_a_device_in_a_smaller_slot_is_as_wide_as_it_gets() -> None:
@@ -184,7 +184,7 @@ def test_a_device_in_a_smaller_slot_is_as_wide_as_it_gets() -> None:
 
 def test_links_that_only_the_driver_shows() -> None:
     gpus = GpuFacts(absent_reason=None, gpus=[replace(GPU, pcie_width=8)])
-    assert "x8 where x16 is possible" in texts(of(gpus, cuda(1), PciFacts(links=[])), "problem")[0]
+    assert "x8 of x16" in texts(of(gpus, cuda(1), PciFacts(links=[])), "problem")[0]
     unknown = replace(GPU, pcie_gen=None, max_pcie_gen=None, pcie_width=None, max_pcie_width=None)
     assert of(replace(gpus, gpus=[unknown]), cuda(1), PciFacts(links=[]))[0].kind == "use"
 
@@ -192,8 +192,8 @@ def test_links_that_only_the_driver_shows() -> None:
 def test_what_stands_between_two_gpus() -> None:
     redirected = replace(ISOLATION, redirecting_bridges=["00:01.1", "00:03.1"])
     assert "ACS of 00:01.1, 00:03.1" in texts(of(cuda(2, PAIRS), PEERS, redirected), "problem")[0]
-    unread = replace(ISOLATION, redirecting_bridges=None, unread_reason="lspci shows ACS to root alone")
-    assert "to root alone" in texts(of(cuda(2, PAIRS), PEERS, unread), "note")[0]
+    unread = replace(ISOLATION, redirecting_bridges=None, unread_reason="lspci shows ACS to root only")
+    assert "to root only" in texts(of(cuda(2, PAIRS), PEERS, unread), "note")[0]
     iommu = replace(ISOLATION, num_iommu_groups=40, kernel_options=["intel_iommu=on"])
     assert "iommu=pt" in texts(of(cuda(2, PAIRS), PEERS, iommu), "note")[0]
     assert texts(of(cuda(2, PAIRS), PEERS, replace(iommu, kernel_options=["iommu=pt"])), "note") == []

@@ -60,10 +60,10 @@ async def test_a_probe_and_its_tools_are_ended_when_nobody_waits_for_them_any_mo
     [
         ("crash", "failed: OSError: the device is on fire"),
         ("die", "was killed by SIGSEGV"),
-        ("say_nothing", "ended without a word"),
-        ("babble", "said what cannot be understood: '\"no facts at all\"\\n'"),
+        ("say_nothing", "ended without output"),
+        ("babble", "printed unreadable output: '\"no facts at all\"\\n'"),
         ("leave", "exited with code 3"),
-        ("no_such_body", "failed: AttributeError: module 'probe_bodies' has no attribute 'no_such_body'"),
+        ("no_such_body", "failed: AttributeError: module 'helpers.comm.probe_bodies' has no attribute 'no_such_body'"),
     ],
 )
 async def test_a_probe_that_fails_is_a_finding(body: str, problem: str) -> None:

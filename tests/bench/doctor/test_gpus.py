@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tightwire.bench.doctor.facts import GpuPath, NvLinks
-from tightwire.bench.doctor.nvidia import gpus, parse_gpus, parse_nvlinks, parse_paths
+from tightwire.bench.doctor.gpus import gpus, parse_gpus, parse_nvlinks, parse_paths
 
 QUERY = """0, NVIDIA GeForce RTX 3090, 00000000:0A:00.0, 24576, 580.65.06, 8.6, 1, 4, 8, 16, P8
 1, NVIDIA H200, 00000000:C1:00.0, 143771, 580.65.06, 9.0, [N/A], [N/A], [N/A], [N/A], P0

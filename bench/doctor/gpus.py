@@ -1,21 +1,38 @@
-"""Probe of NVIDIA's driver by way of ``nvidia-smi``: GPUs, their PCIe links, NVLink, and the paths between them."""
+"""Probes of GPUs through ``nvidia-smi`` and torch: devices, links, claimed and tested peer access; a shared-memory round trip."""
 
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 
-from tightwire.bench.doctor.facts import Gpu, GpuFacts, GpuPath, NvLinks
+import torch
+from torch.cuda import nccl
 
+from tightwire.bench.doctor.facts import (
+    CudaDevice,
+    CudaFacts,
+    Gpu,
+    GpuFacts,
+    GpuPath,
+    NvLinks,
+    PeerFacts,
+    PeerTest,
+    RoundTripFacts,
+)
+from tightwire.comm.policy.round_trip import measure_round_trip
+from tightwire.comm.transport.peer_check import check_peer_writes, claimed_peers
+
+_ROUND_TRIP_BYTES = 8192  # one generated token of a model with hidden size 4096, in 16 bits
 _QUERY = (
     *("index", "name", "pci.bus_id", "memory.total", "driver_version", "compute_cap"),
     *("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max", "pstate"),
 )
 _MIB = 1 << 20
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # topo underlines its header, also in a file
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # topo underlines its header, even in a file
 
 
 def gpus() -> GpuFacts:
-    """Raises CalledProcessError when the driver does not answer."""
+    """GPUs, links and paths as the driver reports them; raises RuntimeError if nvidia-smi fails."""
     if shutil.which("nvidia-smi") is None:
         return GpuFacts(absent_reason="nvidia-smi is not installed")
     found = parse_gpus(_nvidia_smi(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"))
@@ -37,7 +54,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def parse_gpus(csv: str) -> list[Gpu]:
-    """The answer to ``--query-gpu`` of ``_QUERY`` in CSV without header and units; "[N/A]" where there is none."""
+    """Parse ``--query-gpu`` with ``_QUERY``: CSV without header and units, "[N/A]" for missing values."""
     found = []
     for line in filter(str.strip, csv.splitlines()):
         values = [None if "N/A" in value or "Not Supported" in value else value.strip() for value in line.split(",")]
@@ -70,7 +87,7 @@ def _int(text: str | None) -> int | None:
 
 
 def parse_nvlinks(status: str) -> list[NvLinks]:
-    """``nvidia-smi nvlink --status``, one entry for each GPU that has such links."""
+    """Parse ``nvidia-smi nvlink --status``: one entry for each GPU with NVLinks."""
     found = []
     for block in re.split(r"^(?=GPU \d+:)", status, flags=re.MULTILINE):
         head = re.match(r"GPU (\d+):", block)
@@ -82,7 +99,7 @@ def parse_nvlinks(status: str) -> list[NvLinks]:
 
 
 def parse_paths(matrix: str) -> list[GpuPath]:
-    """The pairs of GPUs in ``nvidia-smi topo -m``."""
+    """Parse ``nvidia-smi topo -m``: one entry for each pair of GPUs."""
     lines = [_ESCAPES.sub("", line) for line in matrix.splitlines()]
     header = next((line.split("\t") for line in lines if re.match(r"\s*GPU\d+\b", line) and " X " not in line), [])
     columns = [column.strip() for column in header]
@@ -97,3 +114,35 @@ def parse_paths(matrix: str) -> list[GpuPath]:
             if column is not None and int(row[1]) < int(column[1]):
                 found.append(GpuPath(int(row[1]), int(column[1]), path))
     return found
+
+
+def cuda() -> CudaFacts:
+    available = torch.cuda.is_available()
+    devices = []
+    for index in range(torch.cuda.device_count() if available else 0):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        devices.append(CudaDevice(index, properties.name, properties.total_memory, capability))
+    return CudaFacts(
+        torch=str(torch.__version__),  # its type is a subclass of str that JSON does not know
+        cuda=torch.version.cuda,
+        nccl=".".join(map(str, nccl.version())) if available else None,
+        available=available,
+        devices=devices,
+        peers=claimed_peers() if available else [],
+    )
+
+
+def peers() -> Iterator[PeerFacts]:
+    """Test every pair; name it first, because a broken pair may hang."""
+    tests: list[PeerTest] = []
+    for writer, owner in claimed_peers():
+        yield PeerFacts(tests=list(tests), under_way=(writer, owner))
+        check = check_peer_writes(torch.device("cuda", writer), torch.device("cuda", owner))
+        tests.append(PeerTest(writer, owner, *check))
+    yield PeerFacts(tests=tests)
+
+
+def round_trip() -> RoundTripFacts:
+    latency = measure_round_trip(_ROUND_TRIP_BYTES)
+    return RoundTripFacts(num_bytes=_ROUND_TRIP_BYTES, p50_us=latency.p50_us, p99_us=latency.p99_us)

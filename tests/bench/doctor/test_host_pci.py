@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tightwire.bench.doctor.facts import Link
-from tightwire.bench.doctor.pci import isolation, pci, redirecting_bridges
+from tightwire.bench.doctor.host import isolation, pci, redirecting_bridges
 
 LSPCI = """00:01.1 PCI bridge: Advanced Micro Devices, Inc. [AMD] GPP Bridge (prog-if 00 [Normal decode])
 \tCapabilities: [2a0 v1] Access Control Services
@@ -86,7 +86,7 @@ def test_ports_that_redirect() -> None:
 
 def test_acs_hidden_from_other_users_is_not_taken_for_absent() -> None:
     bridges, reason = redirecting_bridges(DENIED)
-    assert bridges is None and reason == "lspci shows ACS to root alone"
+    assert bridges is None and reason == "lspci shows ACS to root only"
 
 
 def test_isolation(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tightwire.bench.doctor.advice import Advice
+from tightwire.bench.doctor.cli import show
 from tightwire.bench.doctor.facts import (
     CpuFacts,
     CudaDevice,
@@ -28,14 +29,13 @@ from tightwire.bench.doctor.facts import (
     RoundTripFacts,
     VersionFacts,
 )
-from tightwire.bench.doctor.page import show
 from tightwire.bench.doctor.probing import Finding
 
 FACTS: tuple[Facts, ...] = (
     CpuFacts("EPYC [9654]", "x86_64", 192, 96, 48, ["avx2"], True, [NumaNode(1, "48-95", 1 << 38)]),
     MemoryFacts(1 << 38, 1 << 37, 64 << 20, 60 << 20, "memfd_create is refused", 8 << 20),
     PciFacts([Link("0000:01:00.0", "gpu", "10de:2204", 2.5, 16.0, 8, 16, 8.0, 8, None)]),
-    IsolationFacts(40, ["iommu=pt"], None, "lspci shows ACS to root alone"),
+    IsolationFacts(40, ["iommu=pt"], None, "lspci shows ACS to root only"),
     GpuFacts(
         None,
         [Gpu(0, "RTX 3090", "0000:01:00.0", 24 << 30, "580.65", "8.6", 1, 4, None, 16, None)],
@@ -62,19 +62,19 @@ def test_every_kind_of_facts_is_shown_within_80_columns() -> None:
     words = " ".join(text.split())
     for part in (
         "EPYC [9654] (x86_64, in a virtual machine)",
-        "48 usable, 96 allowed, 192 on line",
+        "48 usable, 96 allowed, 192 online",
         "NUMA 1 cpus 48-95, 256GiB",
         "60MiB free of 64MiB",
         "memfd_create is refused",
         "0000:01:00.0 10de:2204, x8 of x16, 2.5 of 16 GT/s, slot x8 8 GT/s",
         "40 groups",
-        "not read: lspci shows ACS to root alone",
+        "unknown: lspci shows ACS to root only",
         "PCIe gen 1 of 4, x? of x16, power state unknown",
         "3 of 4 active, 75 GB/s together",
         "GPU 0 - 1 NV4",
         "claimed for 1 of 2 pairs",
         "GPU 0 -> 1 WRONG: copy engine: 7 values arrived wrong",
-        "GPU 1 -> 0 did not come back",
+        "GPU 1 -> 0 did not finish",
         "eth0 up, speed unknown, MTU 9000",
         "mlx5_0:1 ACTIVE, 200 Gb/sec",
         "torch 2.13.0, numba 0.68.1",
@@ -95,7 +95,7 @@ def test_a_failed_probe_and_the_advice_are_shown() -> None:
 def test_facts_of_a_probe_that_was_ended_are_shown_with_its_end() -> None:
     peers = PeerFacts([PeerTest(0, 1, True, "whole", 21.04)], (1, 0))
     words = " ".join(page([Finding("peers", 60.0, peers, "did not end")], []).split())
-    assert "peers GPU 0 -> 1 ok: whole, 21.0 GB/s GPU 1 -> 0 did not come back the probe did not end" in words
-    assert isinstance(FACTS[1], MemoryFacts) and "there is none" in page(
+    assert "peers GPU 0 -> 1 ok: whole, 21.0 GB/s GPU 1 -> 0 did not finish the probe did not end" in words
+    assert isinstance(FACTS[1], MemoryFacts) and "/dev/shm       none" in page(
         [Finding("memory", 0.1, replace(FACTS[1], shm_bytes=None))], []
     )
