@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 import torch
 
-from tightwire.bench.stream.cells import Load
-from tightwire.bench.stream.steps import BLOCK_SIZE, make_step
+from tightwire.bench.stream.arms import Load
+from tightwire.bench.stream.rank import BLOCK_SIZE, make_step
 from tightwire.comm.group.group import in_process_groups
 from tightwire.model import eager_layers, parallel
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner

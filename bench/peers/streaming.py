@@ -22,17 +22,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.bench.report.environment import describe_environment
 from tightwire.bench.report.quiet import OthersWatch
 from tightwire.bench.report.statistics import compare
-from tightwire.bench.stream.cells import Arm, Load
-from tightwire.bench.stream.measure import Rank
+from tightwire.bench.stream.arms import Arm, Load
 from tightwire.bench.stream.options import StreamBenchOptions
-from tightwire.bench.stream.steps import greedy_tokens
-from tightwire.comm.group.group import Group, open_process_group
-from tightwire.comm.group.topology import Topology
+from tightwire.bench.stream.rank import Rank, greedy_tokens, open_single_rank
+from tightwire.comm.group.group import Group
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
@@ -61,7 +58,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     options = StreamBenchOptions(
         model=given.model, batches=tuple(given.batches), context=given.context, dtype=given.dtype, device=given.device
     )
-    with _alone(given.device) as group, Peer(given) as peer:
+    with open_single_rank(given.device, 0) as group, Peer(given) as peer:
         rank = Rank(group, options, open_checkpoint(given.model))
         runners = {"resident": rank.build(EVERYTHING_RESIDENT)}
         try:
@@ -185,11 +182,6 @@ class Peer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _alone(device: str) -> Group:
-    own = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
-    return open_process_group(Topology(0, 1), store=HashStore(), device=own)
 
 
 def _table(result: dict[str, Any]) -> str:

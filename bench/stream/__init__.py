@@ -1,1 +1,1 @@
-"""``tightwire bench stream``: steps with streamed weights against the time that their bytes and their computing take."""
+"""``tightwire bench stream``: times steps with streamed weights against their bytes and their computing. Start at ``bench.py``."""

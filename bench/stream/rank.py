@@ -1,35 +1,42 @@
-"""A rank of ``bench stream``: its part of the model under any plan, and passes that all ranks begin together."""
+"""Starts the ranks of ``bench stream`` and runs steps on them without an engine, all ranks in step."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
+import numpy as np
 import torch
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.bench.stream.cells import Load
-from tightwire.bench.stream.events import PROBE
+from tightwire.bench.comm.ranks import RankOptions, open_ranks
+from tightwire.bench.stream.arms import PROBE, Load
 from tightwire.bench.stream.options import StreamBenchOptions
-from tightwire.bench.stream.steps import BLOCK_SIZE, make_step
-from tightwire.comm.group.group import Group
+from tightwire.comm.group.group import Group, open_process_group
+from tightwire.comm.group.local_ranks import LocalRanks, silence_after
 from tightwire.comm.group.partition_groups import PartitionPeers
+from tightwire.comm.group.topology import Topology
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import one_for_all
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint
 from tightwire.model.runner import ModelRunner
-from tightwire.model.step import StepPlan
+from tightwire.model.step import StepPlan, make_plan
 from tightwire.model.weights.formats import choose_formats
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import WeightPlan, WeightSizes
 
+BLOCK_SIZE = 16
+
 
 class Rank:
-    """What all arms have in common on this rank."""
+    """Builds runners for all arms on this rank, and times their passes."""
 
     def __init__(
         self, group: Group, options: StreamBenchOptions, checkpoint: Checkpoint, world: Group | None = None
     ) -> None:
-        """``group``: the ranks that this one sums with; ``world``: all whose passes begin together (None: no others)."""
+        """``group``: the ranks of the AllReduce; ``world``: all ranks whose passes start together (default: the same)."""
         self.group, self.options, self._world = group, options, world or group
         self._checkpoint, self._config = checkpoint, checkpoint.config
         self._layout = make_layout(self._config, group.world_size)
@@ -76,8 +83,11 @@ class Rank:
     def passes(
         self, run: Callable[[], object], count: int, prepare: Callable[[], None] | None = None
     ) -> tuple[list[float], list[float], list[float]]:
-        """One pass that is not timed, then ``count``: their seconds, core seconds, and beginnings. All ranks begin together,
-        each with ``prepare`` behind it."""
+        """Run one untimed and ``count`` timed passes, each after ``prepare`` and a barrier of all ranks.
+
+        Returns:
+            Seconds, core seconds and start times of the timed passes.
+        """
         seconds, core_s, begins = [], [], []
         for number in range(1 + count):
             if prepare is not None:
@@ -99,6 +109,65 @@ class Rank:
 
 
 def _routes(name: str, group: Group) -> Routes:
-    """One AllReduce for every message."""
+    """The same AllReduce for every message."""
     policy = one_for_all(name)
     return Routes([(name, policy)], make_candidates([policy], group))
+
+
+def make_step(load: Load, context: int, vocab_size: int, seed: int) -> StepPlan:
+    """A step with random tokens: the last token of each of ``rows`` sequences of ``context`` tokens, or one whole prompt."""
+    token_ids = np.random.default_rng(seed).integers(0, vocab_size, load.rows)
+    if load.is_decode:
+        return _plan(token_ids, [1] * load.rows, [context] * load.rows, is_decode=True)
+    return _plan(token_ids, [load.rows], [load.rows], is_decode=False)
+
+
+def greedy_tokens(runner: ModelRunner, group: Group, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The greedy continuation of ``prompt``, the same on every rank."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        new = tokens[-1:] if len(tokens) > len(prompt) else tokens
+        logits_RV = runner.execute(_plan(new, [len(new)], [len(tokens)], is_decode=len(new) == 1))
+        best = torch.zeros(1, dtype=torch.int64) if logits_RV is None else logits_RV[-1:].argmax(-1).cpu()
+        gathered = group.transport.gather(best.to(group.device).view(torch.uint8))
+        tokens.append(int(gathered[0].view(torch.int64)))
+    return tokens[len(prompt) :]
+
+
+def _plan(
+    token_ids: Sequence[int] | np.ndarray, query_lens: Sequence[int], context_lens: Sequence[int], *, is_decode: bool
+) -> StepPlan:
+    widest = -(-max(context_lens) // BLOCK_SIZE)
+    return make_plan(
+        token_ids=token_ids,
+        query_lens=query_lens,
+        context_lens=context_lens,
+        block_tables=np.arange(len(context_lens) * widest),
+        num_decode_rows=len(token_ids) if is_decode else 0,
+        logit_rows=np.cumsum(query_lens) - 1,
+    )
+
+
+@contextmanager
+def open_stream_ranks(num_ranks: int, device: str, timeout_s: float) -> Iterator[tuple[LocalRanks, str]]:
+    """Start ranks on this machine; yields them and the name of their transport.
+
+    Raises:
+        ValueError: the machine lacks what was asked for.
+        LocalRankError: the ranks could not join.
+    """
+    if num_ranks > 1:
+        options = RankOptions(ranks=num_ranks, device=device, timeout_s=timeout_s)
+        with open_ranks(options) as (ranks, facts):
+            yield ranks, facts["transport"]
+        return
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device")
+    with LocalRanks(1, partial(open_single_rank, device), silence_s=silence_after(timeout_s)) as ranks:
+        yield ranks, "none"
+
+
+def open_single_rank(device: str, rank: int) -> Group:
+    """The group of one rank, which needs no others."""
+    own = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    return open_process_group(Topology(rank, 1), store=HashStore(), device=own)

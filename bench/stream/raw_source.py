@@ -1,6 +1,6 @@
-"""A source with nothing of the pipeline around it: a pass's bytes by plain copies, plain reads, or bare gathers.
+"""Moves a pass's bytes without the streaming pipeline: plain copies, plain reads, or bare gathers.
 
-No decoding, no buffers that change hands, no other thread. What a step takes beyond it is the pipeline's own.
+There is no decoding, no buffer pool and no other thread, so the difference to a fetch is the pipeline's cost.
 """
 
 import os
@@ -20,7 +20,7 @@ RawPass = Callable[[], None]
 
 
 def raw_copies(store: LayerStore, order: Sequence[int], device: torch.device) -> RawPass:
-    """Of a store in host memory, to ``device``."""
+    """Copies from a store in host memory to ``device``."""
     target = torch.empty(max(store.packed(layer).num_bytes for layer in order), dtype=torch.uint8, device=device)
     nowhere = torch.empty(0, dtype=torch.uint8)
 
@@ -33,7 +33,7 @@ def raw_copies(store: LayerStore, order: Sequence[int], device: torch.device) ->
 
 @contextmanager
 def raw_reads(path: Path, blobs: Sequence[Blob], *, direct: bool) -> Iterator[RawPass]:
-    """Of a file's blobs, one after the other, each with one call where the system allows it."""
+    """Reads of a file's blobs, one after the other, each with one call if the system allows it."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
     view = page_aligned(max(blob.num_bytes for blob in blobs), torch.device("cpu")).numpy().data
 
@@ -43,7 +43,7 @@ def raw_reads(path: Path, blobs: Sequence[Blob], *, direct: bool) -> Iterator[Ra
             while done < blob.num_bytes:
                 got = os.preadv(fd, [view[done : blob.num_bytes]], blob.offset + done)
                 if got == 0:
-                    raise ValueError(f"{path}: ends inside what was measured; was it cut since it was prepared?")
+                    raise ValueError(f"{path} ends inside a layer; was it truncated since it was prepared?")
                 done += got
 
     try:
@@ -53,7 +53,7 @@ def raw_reads(path: Path, blobs: Sequence[Blob], *, direct: bool) -> Iterator[Ra
 
 
 def raw_gathers(peers: PartitionPeers, layer_bytes: Sequence[int]) -> RawPass:
-    """The messages of a pass between the replicas. All of them run it, while their weights fetch nothing."""
+    """The messages of a pass between the replicas; all of them run it together."""
     cuts = [PartitionCut(num_bytes, peers.at.per_node) for num_bytes in layer_bytes]
     part = torch.ones(max(cut.part_bytes for cut in cuts), dtype=torch.uint8)
     out = torch.zeros(max(cut.tail_start for cut in cuts), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""From what the ranks of ``bench stream`` report to cells: an arm under a load, its time against what bounds it."""
+"""Turns the events of the ranks into cells: the step of an arm under a load, and what bounds it."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -6,24 +6,23 @@ from statistics import median
 from typing import Any
 
 from tightwire.bench.report.statistics import describe
-from tightwire.bench.stream.cells import Arm, Load
-from tightwire.bench.stream.events import PROBE, Answered, Probed, Timed
+from tightwire.bench.stream.arms import PROBE, Answered, Arm, Event, Load, Probed, Timed
 
 _Key = tuple[Arm, str, Load | None]
 
 
 @dataclass(kw_only=True, slots=True)
 class Cells:
-    """All arms of as many ranks. Lists are by rank."""
+    """The events of all arms with one number of ranks, by rank."""
 
     tp: int
-    world_size: int  # more than tp where replicas make the same steps
+    world_size: int  # above tp for replicas that make the same steps
     cores: int
     probes: dict[int, list[float]] = field(default_factory=dict)
     answers: dict[Arm, dict[int, Answered]] = field(default_factory=dict)
     blocks: dict[_Key, dict[int, list[Timed]]] = field(default_factory=dict)
 
-    def add(self, rank: int, event: Probed | Answered | Timed) -> None:
+    def add(self, rank: int, event: Event) -> None:
         if isinstance(event, Probed):
             self.probes[rank] = event.seconds
         elif isinstance(event, Answered):
@@ -32,11 +31,11 @@ class Cells:
             self.blocks.setdefault((event.arm, event.kind, event.load), {}).setdefault(rank, []).append(event)
 
     def seconds(self, arm: Arm, kind: str, load: Load | None) -> list[float]:
-        """Of each pass that all ranks have told of, on the slowest: they begin together."""
+        """Each pass on the slowest rank, of the passes that all ranks reported."""
         return [max(passes) for passes in self._by_pass(arm, kind, load, "seconds")]
 
     def rows(self, of: Arm | None = None) -> list[dict[str, Any]]:
-        """Plain data of every cell (``of`` one arm) of which all kinds of passes were timed, in the arms' order."""
+        """Every cell (``of`` one arm) with all kinds of passes, in the order of the arms."""
         return [
             self._row(arm, load)
             for arm in self.answers
@@ -62,19 +61,24 @@ class Cells:
         raw_s = median(raw) if raw else None
         overlaps = [
             min(trace.overlap for trace in traces) for traces in self._by_pass(arm, "step", load, "traces")
-        ]  # of the rank that hid least
+        ]  # of the rank with the least overlap
+        answer = next(iter(self.answers[arm].values()))
         return {
+            "name": f"{arm.name}, tp {self.tp}, {load.name}",
+            "arm": _arm_text(arm, answer.io),
+            "load": load.name,
             "tp": self.tp,
             "dp": self.world_size // self.tp,
             "source": arm.source,
-            "io": next(iter(self.answers[arm].values())).io or None,
+            "io": answer.io or None,
             "codec": arm.codec,
             "rate_bytes_per_s": arm.rate or None,
             "step_kind": "decode" if load.is_decode else "prompt",
             "rows": load.rows,
-            "bytes_per_step": max(step_bytes),  # of the rank that has most to fetch
+            "bytes_per_step": max(step_bytes),  # of the rank that fetches most
             "bytes_per_step_all_ranks": sum(step_bytes),
             "seconds": asdict(describe(samples["step"])),  # pyright: ignore[reportArgumentType]
+            "step_s": step_s,
             "fetch_s": fetch_s,
             "compute_s": compute_s,
             "bytes_per_s": max(step_bytes) / fetch_s,
@@ -94,16 +98,19 @@ class Cells:
             "break_even_rows": fetch_s / (probe_s / PROBE.rows),
             "same_tokens": self._same_tokens(arm),
             "faults": self._faults(arm),
-            "samples_s": {**samples, "raw": raw},
+            "samples": {**samples, "raw": raw},
         }
 
     def _by_pass(self, arm: Arm, kind: str, load: Load | None, what: str) -> list[tuple[Any, ...]]:
-        """For each pass what every rank has told of it; nothing before all ranks have."""
+        """The values of every rank, pass by pass; [] until all ranks reported."""
         ranks = self.blocks.get((arm, kind, load), {})
         if len(ranks) < self.world_size:
             return []
         return list(
-            zip(*([value for block in told for value in getattr(block, what)] for told in ranks.values()), strict=False)
+            zip(
+                *([value for block in blocks for value in getattr(block, what)] for blocks in ranks.values()),
+                strict=False,
+            )
         )
 
     def _speed_up(self, arm: Arm, load: Load, step_s: float) -> float | None:
@@ -111,24 +118,28 @@ class Cells:
         return median(plain) / step_s if plain else None
 
     def _same_tokens(self, arm: Arm) -> float:
-        """The share of greedy tokens, from the first on, that are those of resident weights; of the rank with the fewest."""
+        """The share of greedy tokens before the first that differs from resident weights', of the worst rank."""
         return min(map(_share_of_same, self.answers[arm].values()))
 
     def _faults(self, arm: Arm) -> list[str]:
-        """What makes the arm worth nothing; empty when nothing does."""
+        """Wrong answers and wrong buffer orders, which invalidate the arm."""
         found = [
-            f"rank {rank}: it answers {answer.tokens}, and resident weights {answer.resident_tokens}"
+            f"rank {rank}: it generates {answer.tokens}, resident weights {answer.resident_tokens}"
             for rank, answer in self.answers[arm].items()
             if arm.codec == "none" and answer.tokens != answer.resident_tokens
         ]
         for (of, _, _), ranks in self.blocks.items():
             found += [
                 f"rank {rank}: {block.disorder}"
-                for rank, told in ranks.items()
-                for block in told
+                for rank, blocks in ranks.items()
+                for block in blocks
                 if of == arm and block.disorder
             ]
         return list(dict.fromkeys(found))
+
+
+def _arm_text(arm: Arm, io: str) -> str:
+    return arm.name if not io else arm.name.replace(arm.source, f"{arm.source} ({io})", 1)
 
 
 def _share_of_same(answer: Answered) -> float:
@@ -141,7 +152,7 @@ def _decode_first(load: Load) -> tuple[bool, int]:
 
 
 def fault_texts(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Every fault, by the name of its arm, once."""
+    """Every fault once, with its arm."""
     return list(
         dict.fromkeys(
             f"{row['source']} {row['codec']} at tp {row['tp']}: {fault}" for row in rows for fault in row["faults"]

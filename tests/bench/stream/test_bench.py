@@ -58,7 +58,7 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
     kept, table, page = map(Path, result["files"])
     cells = json.loads(kept.read_text())["cells"]
     assert not [folder for folder in kept.parent.iterdir() if folder.is_dir()]  # what was prepared is gone
-    assert all(len(cell["samples_s"]["step"]) == 3 for cell in cells)
+    assert all(len(cell["samples"]["step"]) == 3 for cell in cells)
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert len(rows) == len(cells)
     assert float(rows[0]["step_s"]) == cells[0]["seconds"]["p50"]
@@ -87,12 +87,12 @@ def test_replicas_that_share_layers_make_the_same_steps(model: str, capsys: pyte
     [
         (
             ("random:llama-3.2-1b", "--sources", "host,files"),
-            "random weights are in no file to stream from; leave files out of --sources",
+            "random weights are not in a file; remove files from --sources",
         ),
         (("--stream-layers", "6"), "--stream-layers must be 3 to 5, all layers of this model, got 6"),
-        (("--tp", "65"), "--tp times --dp goes up to 64"),
-        (("--context", "1025"), "--context: 1025 tokens, and the model was trained for 1024"),
-        (("--prompt-rows", "1025"), "--prompt-rows: 1025 tokens, and the model was trained for 1024"),
+        (("--tp", "65"), "--tp times --dp must be at most 64"),
+        (("--context", "1025"), "--context: 1025 tokens exceed the model's 1024 positions"),
+        (("--prompt-rows", "1025"), "--prompt-rows: 1025 tokens exceed the model's 1024 positions"),
         (("no-such-model",), "no such model: 'no-such-model'"),
     ],
 )

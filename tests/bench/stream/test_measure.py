@@ -3,10 +3,10 @@
 import os
 
 import pytest
-from helpers.server.stream_bench_bodies import settle_and_look
+from helpers.server.stream_bench_bodies import bind_and_look
 
 from tightwire.bench.stream.options import StreamBenchOptions
-from tightwire.bench.stream.ranks import open_stream_ranks
+from tightwire.bench.stream.rank import open_stream_ranks
 from tightwire.server.plan.devices import num_cores
 
 EVERYWHERE = tuple(sorted(os.sched_getaffinity(0)))
@@ -15,7 +15,7 @@ EVERYWHERE = tuple(sorted(os.sched_getaffinity(0)))
 @pytest.mark.skipif(len(EVERYWHERE) < 2 or num_cores() < len(EVERYWHERE), reason="not two cores of our own")
 def test_ranks_keep_to_cores_of_their_own() -> None:
     with open_stream_ranks(2, "cpu", 60.0) as (ranks, _):
-        settled = dict(ranks.stream(settle_and_look, StreamBenchOptions(threads=1)))
+        settled = dict(ranks.stream(bind_and_look, StreamBenchOptions(threads=1)))
     assert {threads for _, _, threads in settled.values()} == {1}
     shares = [share for share, seen, _ in settled.values() if share == seen]
     assert len(shares) == 2 and all(shares) and not set(shares[0]) & set(shares[1])
@@ -23,4 +23,4 @@ def test_ranks_keep_to_cores_of_their_own() -> None:
 
 def test_a_rank_alone_goes_where_the_kernel_puts_it() -> None:
     with open_stream_ranks(1, "cpu", 60.0) as (ranks, _):
-        assert dict(ranks.stream(settle_and_look, StreamBenchOptions(threads=1))) == {0: ((), EVERYWHERE, 1)}
+        assert dict(ranks.stream(bind_and_look, StreamBenchOptions(threads=1))) == {0: ((), EVERYWHERE, 1)}

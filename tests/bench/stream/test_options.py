@@ -1,7 +1,12 @@
 import pytest
 
-from tightwire.bench.stream.cells import Arm, Load
-from tightwire.bench.stream.options import StreamBenchOptions, parse_options
+from tightwire.bench.options import parse_options as parse_bench_options
+from tightwire.bench.stream.arms import Load
+from tightwire.bench.stream.options import StreamBenchOptions
+
+
+def parse_options(argv: list[str]) -> StreamBenchOptions:
+    return parse_bench_options(StreamBenchOptions, argv, verb="stream", description="")
 
 
 def test_arms_are_what_each_source_can_give(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,14 +29,14 @@ def test_arms_are_what_each_source_can_give(capsys: pytest.CaptureFixture[str]) 
         (["--sources", "tape"], "--sources takes host, disk, peers, files, got tape"),
         (["--codecs", "int5"], "--codecs takes none, int8, int4, got int5"),
         (["--sources", "files", "--codecs", "int4"], "nothing can be measured: files int4 is left out"),
-        (["--rates", "0MB"], "--rates are above 0"),
+        (["--rates", "0MB"], "a rate must be above 0"),
         (["--rates", "fast"], "'fast' is not a size"),
         (["--tp", "0"], "--tp must be at least 1"),
-        (["--tp", "65", "--sources", "peers"], "--tp times --dp goes up to 64, got 65 times 2"),
-        (["--tp", "65", "--sources", "host"], "--tp goes up to 64, got 65"),
-        (["--tp", "2", "--dp", "33"], "--tp times --dp goes up to 64, got 2 times 33"),
-        (["--tp", "1,x"], "--tp takes whole numbers with commas between, got 'x'"),
-        (["--batches", "few"], "--batches takes whole numbers with commas between, got 'few'"),
+        (["--tp", "65", "--sources", "peers"], "--tp times --dp must be at most 64, got 65 times 2"),
+        (["--tp", "65", "--sources", "host"], "--tp must be at most 64, got 65"),
+        (["--tp", "2", "--dp", "33"], "--tp times --dp must be at most 64, got 2 times 33"),
+        (["--tp", "1,x"], "argument --tp: expected whole numbers"),
+        (["--batches", "few"], "argument --batches: expected whole numbers"),
         (["--dp", "1"], "--dp must be at least 2"),
         (["--batches", "0,8"], "--batches must be at least 1, got 0,8"),
         (["--repeats", "2"], "--repeats must be at least 3"),
@@ -47,15 +52,6 @@ def test_what_cannot_be_measured_is_refused(argv: list[str], words: str, capsys:
         parse_options(argv)
 
     assert words in capsys.readouterr().err
-
-
-def test_an_arm_spreads_the_layers_that_it_streams() -> None:
-    plan = Arm("host", "int4", 5_000_000).plan(num_layers=6, num_streamed=3)
-
-    assert (plan.streamed, plan.origin, plan.codec, plan.bytes_per_s) == ((1, 3, 5), "host", "int4", 5_000_000)
-    assert Arm("disk", "none", 0).plan(6, 6).bytes_per_s is None
-    assert Arm("peers", "none", 0).plan(6, 6, num_replicas=3).ranks_per_node == 3
-    assert Arm("peers", "none", 5_000_000).plan(6, 6, num_replicas=3).bytes_per_s == 5_000_000
 
 
 def test_defaults_are_the_whole_table() -> None:

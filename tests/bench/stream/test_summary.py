@@ -2,10 +2,8 @@ from typing import Any
 
 import pytest
 
-from tightwire.bench.stream.cells import Arm, Load
-from tightwire.bench.stream.events import PROBE, Answered, Probed, Timed
+from tightwire.bench.stream.arms import PROBE, Answered, Arm, Load, PassTrace, Probed, Timed
 from tightwire.bench.stream.summary import Cells, fault_texts
-from tightwire.bench.stream.trace import PassTrace
 
 PLAIN, PACKED = Arm("host", "none", 1000), Arm("host", "int4", 1000)
 BATCH = Load(True, 8)
@@ -70,7 +68,7 @@ def test_other_tokens_are_a_fault_only_where_nothing_is_encoded() -> None:
     group.add(0, _answered(PLAIN, 3600, [1, 2, 9, 4]))
 
     assert fault_texts(group.rows()) == [
-        "host none at tp 2: rank 0: it answers [1, 2, 9, 4], and resident weights [1, 2, 3, 4]"
+        "host none at tp 2: rank 0: it generates [1, 2, 9, 4], resident weights [1, 2, 3, 4]"
     ]
 
 
@@ -81,7 +79,7 @@ def test_the_tokens_of_every_rank_are_held_against_resident_weights() -> None:
 
     row = group.rows(PLAIN)[0]
     assert row["same_tokens"] == 0.25
-    assert row["faults"] == ["rank 1: it answers [1, 9, 9, 9], and resident weights [1, 2, 3, 4]"]
+    assert row["faults"] == ["rank 1: it generates [1, 9, 9, 9], resident weights [1, 2, 3, 4]"]
 
 
 def test_a_source_as_fast_as_it_is_is_held_against_itself_alone() -> None:

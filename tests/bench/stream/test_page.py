@@ -1,6 +1,6 @@
 from typing import Any
 
-from tightwire.bench.stream.words import crowds, verdict
+from tightwire.bench.stream.page import crowds, verdict
 
 
 def _row(over_bound: float, over_cores_bound: float, overlap: float | None, tp: int = 1, dp: int = 1) -> dict[str, Any]:
@@ -18,9 +18,8 @@ def test_the_verdict_counts_cells_that_keep_what_is_asked() -> None:
 
 def test_more_ranks_than_cores_are_told_of() -> None:
     rows = [_row(1.0, 1.0, None, tp, dp) for tp, dp in ((1, 1), (2, 1), (2, 2), (2, 2))]
-    result = {"environment": {"usable_cores": 2}, "device": "cpu", "cells": rows}
 
-    [words] = crowds(result)
+    [words] = crowds(2, "cpu", rows)
 
     assert words.startswith("4 ranks on 2 cores")
-    assert crowds({**result, "device": "cuda"}) == []
+    assert crowds(2, "cuda", rows) == []

@@ -1,6 +1,6 @@
 import pytest
 
-from tightwire.bench.stream.trace import PassTrace, trace_pass
+from tightwire.bench.stream.arms import Arm, PassTrace, trace_pass
 from tightwire.comm.buffers import SlotEvent
 
 
@@ -41,3 +41,12 @@ def test_a_fetch_that_ends_after_the_pass_counts_up_to_its_end() -> None:
 )
 def test_overlap_is_of_the_shorter_of_both(pass_s: float, fetch_s: float, stall_s: float, overlap: float) -> None:
     assert PassTrace(pass_s=pass_s, fetch_s=fetch_s, stall_s=stall_s).overlap == pytest.approx(overlap)
+
+
+def test_an_arm_spreads_the_layers_that_it_streams() -> None:
+    plan = Arm("host", "int4", 5_000_000).plan(num_layers=6, num_streamed=3)
+
+    assert (plan.streamed, plan.origin, plan.codec, plan.bytes_per_s) == ((1, 3, 5), "host", "int4", 5_000_000)
+    assert Arm("disk", "none", 0).plan(6, 6).bytes_per_s is None
+    assert Arm("peers", "none", 0).plan(6, 6, num_replicas=3).ranks_per_node == 3
+    assert Arm("peers", "none", 5_000_000).plan(6, 6, num_replicas=3).bytes_per_s == 5_000_000
