@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tightwire.bench.peers import report
 from tightwire.bench.peers.arms import ARMS, DEFAULT_ARMS, Arm, NotInstalled, Setup, make_arm, running_arm
 from tightwire.bench.peers.load import CHECK_PROMPTS, Load
 from tightwire.bench.peers.rounds import Peer, Rounds, say
-from tightwire.bench.report.html import Section
+from tightwire.bench.report.html import Page, Section
 from tightwire.bench.report.quiet import wait_for_quiet
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.model.checkpoint.catalog import cache_folder
@@ -147,12 +147,14 @@ class PeersBench(Bench):
             sys.stdout.write(report.markdown(result) + "\n")
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
-        load = self._load
-        return (
-            "Servers side by side, same weights, one machine",
-            f"{load.input_len} prompt tokens, {load.output_len} generated; {result['rounds']} rounds, each server once in each, in "
-            "random order; all servers up, one at a time under load. " + "; ".join(report.doubts(result)),
+        lead = (
+            f"{self._load.input_len} prompt tokens, {self._load.output_len} generated; {result['rounds']} rounds of random order; "
+            "all servers up, one at a time under load."
         )
+        return "Servers side by side, same weights, one machine", lead
+
+    def page(self, result: Mapping[str, Any]) -> Page:
+        return replace(super().page(result), alarms=report.doubts(result))
 
     def sections(self, result: Mapping[str, Any]) -> list[Section]:
         return report.make_sections(result)

@@ -3,7 +3,7 @@
     python -m tightwire.bench.peers.step_profile [MODEL] [--quantization none] [--threads 2]
 
 It profiles a prompt, then steps of generated tokens: as served, where one kernel computes a layer, and kernel by kernel.
-It measures memory and product rates first. At the end stands torch's own profile of the prompt.
+The rates of copies and products are those of ``roofline``, measured in the same run.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 
+from tightwire.bench.peers.roofline import measure_rates
 from tightwire.bench.stream.arms import Load
 from tightwire.bench.stream.rank import BLOCK_SIZE, make_step
 from tightwire.comm.group.group import in_process_groups
@@ -54,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     model_bytes = weight_bytes(config, layout.shards[0], formats, 2)
     _say(f"{given.model}: {formats.describe('bfloat16')}; {model_bytes / 1e6:.0f} MB; {given.threads} threads")
     _say(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}")
-    read_gb_s, gflop_s = _read_rate(), _product_rate()
-    _say(f"measured now: memory reads {read_gb_s:.1f} GB/s; float32 products of 512 rows {gflop_s:.0f} GFLOP/s")
+    rates = measure_rates("cpu")
+    bytes_per_s, flops = rates["copy_bytes_per_s"], rates["product_flops"]
+    _say(f"measured now: copies read and write {bytes_per_s / 1e9:.1f} GB/s; products {flops / 1e9:.0f} GFLOP/s")
     _say("")
     runner = build_runner(
         config,
@@ -72,21 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     prompt = make_step(Load(False, given.prompt_len), 0, config.vocab_size, seed=0)
     layer_weights = config.num_layers * config.layer_matrix_elems
-    least_s = 2 * given.prompt_len * layer_weights / gflop_s / 1e9
+    least_s = 2 * given.prompt_len * layer_weights / flops
     _report(f"A prompt of {given.prompt_len} tokens", runner, prompt, given.repeats, least_s, "its products")
     for rows in given.rows:
         step = make_step(Load(True, rows), given.context, config.vocab_size, seed=0)
         title = f"{rows} generated token{'s' * (rows > 1)} behind {given.context - 1} each"
-        least_s = max(model_bytes / read_gb_s, 2 * rows * layer_weights / gflop_s) / 1e9
+        least_s = max(model_bytes / bytes_per_s, 2 * rows * layer_weights / flops)
         what = "reading the weights once, or its products"
         _report(f"{title}, as served", runner, step, given.repeats, least_s, what)
         model = runner._model  # pyright: ignore[reportPrivateUsage]
         with patch.object(model, "_program", None):
             _report(f"{title}, kernel by kernel", runner, step, given.repeats, least_s, what)
-    with torch.profiler.profile() as profile:
-        runner.execute(prompt)
-    _say("The prompt in torch's profiler, which does not see this project's own kernels")
-    _say(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=40))
     return 0
 
 
@@ -134,27 +132,6 @@ def _timed(spent: dict[str, float]) -> Iterator[None]:
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def _read_rate() -> float:
-    """GB/s of a sum over more numbers than any cache holds."""
-    numbers = torch.ones(1 << 27)
-    return _best(numbers.sum, 4 * numbers.numel())
-
-
-def _product_rate() -> float:
-    x, weight = torch.randn(512, 2048), torch.randn(2048, 2048)
-    return _best(lambda: x @ weight, 2 * 512 * 2048 * 2048)
-
-
-def _best(work: Callable[[], Any], amount: int) -> float:
-    """``amount`` / the least time of five runs, in billions a second."""
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return amount / min(seconds) / 1e9
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ first fifth of the steps. The learning rate is the best one for dense training w
     no-warm-up      0.1 % from the first step
 
 An interrupted run continues from its last checkpoint, and a finished run is kept. A folder that holds a run with other
-values is refused. Writes training-quality.json (all curves) and training-quality.svg, and prints a Markdown table.
+values is refused. Writes training-quality.json (all curves) and prints a Markdown table.
 """
 
 import argparse
@@ -38,8 +38,6 @@ from typing import Any
 
 import torch
 import yaml
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from tightwire.bench.report.environment import describe_environment
 from tightwire.comm.group.group import in_process_groups
@@ -86,7 +84,6 @@ ARMS = {
     "no-warm-up": (*_DGC, "parallel.between.sparsity=[0.999]"),
 }
 _DENSE = {"zero3": "zero3", "zero++": "zero3"}  # the baseline of each arm; sgd for the others
-_TITLES = {"zero3": "AdamW", "sgd": "momentum SGD"}
 _ABLATIONS = ("no-correction", "no-masking", "no-warm-up")
 # Shares of the steps: dense steps first, then equal spans for each sparsity.
 _WARM_UP = (0.0, 0.25)
@@ -221,30 +218,8 @@ def _spread(values: Sequence[float], form: str) -> str:
     return f"{form.format(statistics.fmean(values))}, {form.format(min(values))} to {form.format(max(values))}"
 
 
-def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Plot held-out losses of AdamW's and SGD's arms: the mean over finished seeds, and the range from lowest to highest."""
-    finished = [curve for curve in curves if curve.finished]
-    shown = [dense for dense in _TITLES if any(_DENSE.get(curve.arm, "sgd") == dense for curve in finished)]
-    figure = Figure(figsize=(5.5 * max(1, len(shown)), 4.8), layout="constrained")
-    for number, dense in enumerate(shown, start=1):
-        axes: Axes = figure.add_subplot(1, len(shown), number)
-        for arm in (arm for arm in ARMS if _DENSE.get(arm, "sgd") == dense):
-            own = [curve for curve in finished if curve.arm == arm]
-            if not own:
-                continue
-            by_step = list(zip(*(curve.held_out for curve in own), strict=True))
-            steps = own[0].evaluated_steps
-            (line,) = axes.plot(steps, [statistics.fmean(losses) for losses in by_step], label=arm, linewidth=1.5)
-            low, high = [min(losses) for losses in by_step], [max(losses) for losses in by_step]
-            axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-        axes.set(xlabel="step", ylabel="held-out loss, nats a token", title=_TITLES[dense])
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, metadata={"Date": None})
-
-
 def report(output: Path) -> str:
-    """Write JSON and plot of all runs in ``output``; return the table."""
+    """Write the JSON file of all runs in ``output``; return the table."""
     curves = [read_curve(log.parent) for log in sorted(output.glob(f"*/{LOG}")) if read_log(log)]
     rows = summarize(curves)
     result = {
@@ -255,7 +230,6 @@ def report(output: Path) -> str:
         "runs": [asdict(curve) for curve in curves],
     }
     (output / "training-quality.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-    draw(curves, output / "training-quality.svg")
     return to_table(rows)
 
 

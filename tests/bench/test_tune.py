@@ -118,7 +118,7 @@ def test_explain_shows_a_table_for_each_message_and_follows_the_flags(
     assert not any("no error budget" in why for why in refused)
 
 
-def test_explain_shows_layers_apart_where_a_policy_file_does(
+def test_explain_shows_layers_separately_where_a_policy_file_does(
     model: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rule = FileRule(site="o_proj", phase="prefill", algorithm="flash:int4-g64,int4-g64", layers=(1,), reason="KL 0.001")
@@ -156,7 +156,7 @@ def test_wrong_options_are_refused_by_name(
     assert f"tightwire {verb}: " in (err := capsys.readouterr().err) and message in err
 
 
-def test_a_cache_that_cannot_be_written_is_found_out_before_measuring(
+def test_an_unwritable_cache_is_refused_before_measuring(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
@@ -166,7 +166,7 @@ def test_a_cache_that_cannot_be_written_is_found_out_before_measuring(
     assert "cannot be written (Not a directory)" in (err := capsys.readouterr().err) and "XDG_CACHE_HOME" in err
 
 
-def test_in_a_narrow_terminal_every_reason_can_still_be_read(
+def test_reasons_are_readable_in_a_narrow_terminal(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
@@ -175,7 +175,7 @@ def test_in_a_narrow_terminal_every_reason_can_still_be_read(
     assert "\u2026" not in shown and "one-shot: chosen: fastest lossless" in shown
 
 
-def test_seconds_must_be_sensible(capsys: pytest.CaptureFixture[str]) -> None:
+def test_seconds_must_be_in_range(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(["tune", "--seconds", "0"])
     assert exit.value.code == 2

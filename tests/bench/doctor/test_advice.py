@@ -1,4 +1,4 @@
-"""From facts to words: what is called a problem, what a note, and which options come out."""
+"""Facts lead to the right problems, notes and options."""
 
 from msgspec.structs import replace
 
@@ -93,14 +93,14 @@ def test_a_sound_machine_without_a_gpu() -> None:
     assert options(advice) == ["--device cpu --tp 2 --transport shared-memory"]
 
 
-def test_shared_memory_that_cannot_be_used_sends_ranks_over_sockets_and_says_why() -> None:
+def test_without_shared_memory_ranks_use_the_process_group() -> None:
     (advice,) = of(CPU, replace(MEMORY, shared_memory_problem="memfd_create is refused"), NO_CUDA)
     assert (
         "memfd_create is refused" in advice.text and advice.options == "--device cpu --tp 2 --transport process-group"
     )
 
 
-def test_more_ranks_than_a_quota_leaves_cores() -> None:
+def test_more_ranks_than_cores_is_a_problem() -> None:
     advice = of(replace(CPU, num_usable=3), MEMORY, NO_CUDA, tp=4)
     (problem,) = texts(advice, "problem")
     assert problem.startswith("4 ranks for 3 cores (a quota allows 3 of 8)")
@@ -108,7 +108,7 @@ def test_more_ranks_than_a_quota_leaves_cores() -> None:
     assert options(of(replace(CPU, num_usable=1, num_allowed=1), MEMORY, NO_CUDA)) == ["--device cpu --tp 1"]
 
 
-def test_numa_nodes_are_worth_a_word_without_gpus() -> None:
+def test_numa_nodes_get_a_note_without_gpus() -> None:
     nodes = [NumaNode(node, "0-3", 1 << 34) for node in (0, 1)]
     assert "numactl" in texts(of(replace(CPU, numa_nodes=nodes), MEMORY, NO_CUDA), "note")[0]
 
@@ -124,7 +124,7 @@ def test_two_gpus_that_reach_each_other() -> None:
     ]
 
 
-def test_peer_access_that_is_claimed_and_does_not_work() -> None:
+def test_claimed_peer_access_that_fails_is_a_problem() -> None:
     lost = PeerFacts(tests=[PEERS.tests[0], PeerTest(1, 0, False, "kernel stores: 7 of 9 values arrived wrong", None)])
     advice = of(CPU, MEMORY, cuda(2, PAIRS), lost)
     assert "GPU 1 claims access to GPU 0's memory" in texts(advice, "problem")[0]
@@ -143,7 +143,7 @@ def test_no_peer_access_at_all() -> None:
     assert "offers no peer access" in texts(advice, "use")[0]
 
 
-def test_one_gpu_needs_no_link() -> None:
+def test_one_gpu_needs_no_transport() -> None:
     advice = of(CPU, replace(MEMORY, shm_bytes=64 << 20), cuda(1), replace(ISOLATION, redirecting_bridges=["00:01.1"]))
     assert [item.options for item in advice] == ["--device cuda --tp 1"]
 
@@ -164,7 +164,7 @@ def test_gpus_that_torch_cannot_use() -> None:
     assert "CUDA_VISIBLE_DEVICES" in texts(of(cuda(1), two), "note")[0]
 
 
-def test_a_narrow_link_is_a_problem_a_slow_one_only_at_work() -> None:
+def test_a_narrow_link_is_a_problem_and_a_slow_one_only_under_load() -> None:
     narrow = replace(LINK, width=4)
     assert "runs at x4 of x16" in texts(of(PciFacts(links=[narrow])), "problem")[0]
     slow = PciFacts(links=[replace(LINK, gt_per_s=2.5)])
@@ -175,21 +175,21 @@ def test_a_narrow_link_is_a_problem_a_slow_one_only_at_work() -> None:
     assert "although it is not idle" in texts(at_work, "problem")[0]
 
 
-def test_a_device_in_a_smaller_slot_is_as_wide_as_it_gets() -> None:
+def test_a_device_in_a_smaller_slot_gets_a_note() -> None:
     link = replace(LINK, width=8, slot_max_width=8)
     advice = of(PciFacts(links=[link]))
     assert texts(advice, "problem") == []
     assert texts(advice, "note") == ["gpu 0000:01:00.0 is x16 in a slot that is x8"]
 
 
-def test_links_that_only_the_driver_shows() -> None:
+def test_links_that_only_the_driver_reports() -> None:
     gpus = GpuFacts(absent_reason=None, gpus=[replace(GPU, pcie_width=8)])
     assert "x8 of x16" in texts(of(gpus, cuda(1), PciFacts(links=[])), "problem")[0]
     unknown = replace(GPU, pcie_gen=None, max_pcie_gen=None, pcie_width=None, max_pcie_width=None)
     assert of(replace(gpus, gpus=[unknown]), cuda(1), PciFacts(links=[]))[0].kind == "use"
 
 
-def test_what_stands_between_two_gpus() -> None:
+def test_acs_and_iommu_between_two_gpus() -> None:
     redirected = replace(ISOLATION, redirecting_bridges=["00:01.1", "00:03.1"])
     assert "ACS of 00:01.1, 00:03.1" in texts(of(cuda(2, PAIRS), PEERS, redirected), "problem")[0]
     unread = replace(ISOLATION, redirecting_bridges=None, unread_reason="lspci shows ACS to root only")

@@ -33,14 +33,14 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> Probes:
     return probes
 
 
-def test_a_sound_machine_gets_a_page_and_0(probes: Probes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_machine_exits_with_0(probes: Probes, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     out = capsys.readouterr().out
     assert "EPYC" in out and "--device cpu --tp 2 --transport shared-memory" in out
     assert probes.limits == dict.fromkeys([*cli.LOOKING, "round trip"], 60.0)
 
 
-def test_a_failed_probe_gives_1_and_is_told(probes: Probes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_probe_exits_with_1_and_is_reported(probes: Probes, capsys: pytest.CaptureFixture[str]) -> None:
     probes.by_name["GPUs"] = "did not end within 3 s and was stopped"
     assert cli.main(["--timeout-s", "3"]) == 1
     assert "the probe of GPUs did not end within 3 s" in " ".join(capsys.readouterr().out.split())
@@ -56,29 +56,27 @@ def test_json_is_one_object_with_everything(probes: Probes, capsys: pytest.Captu
     assert report["findings"][0]["facts"]["type"] == "cpu"
 
 
-def test_only_what_can_be_tried_is_tried(probes: Probes) -> None:
+def test_only_possible_tests_run(probes: Probes) -> None:
     probes.by_name |= {"torch": CUDA, "memory": MemoryFacts(1, 1, None, None, "no memfd", None)}
     cli.main([])
     assert "peer access" in probes.limits and "round trip" not in probes.limits
 
 
 @pytest.mark.parametrize(("option", "words"), [("--timeout-s", "at most 3600 seconds"), ("--tp", "whole number")])
-def test_a_word_where_a_number_belongs_is_told_what_is_possible(
-    option: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_numbers_are_refused_with_the_range(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([option, "soon"])
     assert words in (err := capsys.readouterr().err) and "got soon" in err
 
 
 @pytest.mark.parametrize("arguments", [["--timeout-s", "0"], ["--timeout-s", "nan"], ["--tp", "0"], ["--verbose"]])
-def test_what_is_no_option_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refusal:
         cli.main(arguments)
     assert refusal.value.code == 2 and "usage: tightwire doctor" in capsys.readouterr().err
 
 
-async def test_every_probe_that_only_looks_works_on_this_machine() -> None:
+async def test_every_reading_probe_works_on_this_machine() -> None:
     findings = await asyncio.gather(*(run_probe(name, target, 120.0) for name, target in cli.LOOKING.items()))
     assert {finding.probe: finding.problem for finding in findings} == dict.fromkeys(cli.LOOKING)
     assert len({type(finding.facts) for finding in findings}) == len(cli.LOOKING)

@@ -1,4 +1,4 @@
-"""The page has everything the findings have, in 80 columns."""
+"""The page shows all findings within 80 columns."""
 
 import io
 
@@ -92,7 +92,7 @@ def test_a_failed_probe_and_the_advice_are_shown() -> None:
     assert "use --device cpu --tp 2 no GPU" in words
 
 
-def test_facts_of_a_probe_that_was_ended_are_shown_with_its_end() -> None:
+def test_facts_of_a_stopped_probe_are_shown_with_the_reason() -> None:
     peers = PeerFacts([PeerTest(0, 1, True, "whole", 21.04)], (1, 0))
     words = " ".join(page([Finding("peers", 60.0, peers, "did not end")], []).split())
     assert "peers GPU 0 -> 1 ok: whole, 21.0 GB/s GPU 1 -> 0 did not finish the probe did not end" in words

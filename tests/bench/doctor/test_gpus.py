@@ -37,7 +37,7 @@ def test_gpus() -> None:
     assert (second.pcie_gen, second.max_pcie_width, second.power_state) == (None, None, "P0")
 
 
-def test_no_gpu_is_no_fault() -> None:
+def test_no_gpu_is_not_a_problem() -> None:
     assert parse_gpus("\n") == []
 
 
@@ -63,11 +63,11 @@ def _say(tool: Path, script: str) -> None:
     os.chmod(tool, 0o755)
 
 
-def test_without_the_tool_the_reason_is_told(tools: Path) -> None:
+def test_without_nvidia_smi_the_reason_is_reported(tools: Path) -> None:
     assert gpus().absent_reason == "nvidia-smi is not installed" and not tools.exists()
 
 
-def test_all_of_it_together(tools: Path) -> None:
+def test_gpus_links_and_paths_together(tools: Path) -> None:
     for name, text in (("query", QUERY), ("nvlink", NVLINK), ("topo", TOPO)):
         (tools.parent / name).write_text(text)
     case = f"""case $1 in --query*) file=query;; *) file=$1;; esac
@@ -77,7 +77,7 @@ while IFS= read -r line; do printf '%s\\n' "$line"; done < {tools.parent}/$file"
     assert (len(facts.gpus), len(facts.nvlinks), len(facts.paths)) == (2, 2, 3)
 
 
-def test_a_driver_that_refuses_is_a_failure_with_its_words(tools: Path) -> None:
+def test_a_failing_driver_is_reported_with_its_error(tools: Path) -> None:
     _say(tools, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
     with pytest.raises(RuntimeError, match="Failed to initialize NVML: Driver/library version mismatch"):
         gpus()

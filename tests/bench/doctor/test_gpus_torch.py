@@ -8,7 +8,7 @@ from tightwire.bench.doctor.facts import PeerTest
 from tightwire.comm.transport.peer_check import PeerCheck
 
 
-def test_each_pair_is_named_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_pair_is_reported_before_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = PeerCheck(False, "copy engine: 3 of 9 values arrived wrong", None)
     outcomes = {("cuda:0", "cuda:1"): PeerCheck(True, "whole", 20.0), ("cuda:1", "cuda:0"): lost}
     monkeypatch.setattr(gpus, "claimed_peers", lambda: [(0, 1), (1, 0)])

@@ -46,7 +46,7 @@ def test_cpu_on_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.vector_flags == ["asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve"]
 
 
-def test_numa_nodes_in_order_of_their_numbers(tmp_path: Path) -> None:
+def test_numa_nodes_are_sorted_by_number(tmp_path: Path) -> None:
     nodes = tmp_path / "sys/devices/system/node"
     for number, cpus in ((10, "20-21"), (2, "4-5,36-37")):
         text = f"Node {number} MemTotal:       {number * 1024} kB\nNode {number} MemFree:        1 kB"
@@ -81,6 +81,6 @@ def test_network(tmp_path: Path) -> None:
     assert facts.rdma_ports == [RdmaPort("mlx5_0:1", "ACTIVE", "200 Gb/sec (4X HDR)")]
 
 
-def test_versions_are_of_what_is_installed() -> None:
+def test_versions_of_installed_packages() -> None:
     facts = host.versions()
     assert {"tightwire", "torch", "numba"} <= facts.packages.keys() and facts.kernel

@@ -41,7 +41,7 @@ def link_files(speed: str, max_speed: str, width: str, max_width: str) -> dict[s
     }
 
 
-def test_a_link_with_the_slot_above_it(tmp_path: Path) -> None:
+def test_a_link_has_the_limits_of_its_slot(tmp_path: Path) -> None:
     port = link_files("8.0 GT/s PCIe", "8.0 GT/s PCIe", "8", "8")
     device(tmp_path, "0000:00:01.1", **{"class": "0x060400", "vendor": "0x1022", "device": "0x1483"}, **port)
     gpu = {"class": "0x030000", "vendor": "0x10de", "device": "0x2204", "numa_node": "-1"}
@@ -62,7 +62,7 @@ def test_a_link_with_the_slot_above_it(tmp_path: Path) -> None:
     ]
 
 
-def test_devices_of_no_interest_or_without_a_link_are_left_out(tmp_path: Path) -> None:
+def test_other_devices_and_devices_without_a_link_are_ignored(tmp_path: Path) -> None:
     full = link_files("16.0 GT/s PCIe", "16.0 GT/s PCIe", "4", "4")
     device(tmp_path, "0000:00:02.0", **{"class": "0x010802", "numa_node": "1"}, **full)
     device(tmp_path, "0000:00:03.0", **{"class": "0x010601"}, **full)
@@ -84,7 +84,7 @@ def test_ports_that_redirect() -> None:
     )
 
 
-def test_acs_hidden_from_other_users_is_not_taken_for_absent() -> None:
+def test_hidden_acs_is_not_reported_as_absent() -> None:
     bridges, reason = redirecting_bridges(DENIED)
     assert bridges is None and reason == "lspci shows ACS to root only"
 

@@ -1,4 +1,4 @@
-"""Whatever a probe does, the doctor goes on and says what became of it."""
+"""A failing probe becomes a finding and never stops the doctor."""
 
 import asyncio
 from pathlib import Path
@@ -23,26 +23,24 @@ async def probe(body: str, limit_s: float = SLOW_S) -> Finding:
     return await run_probe("the network", f"helpers.comm.probe_bodies:{body}", limit_s)
 
 
-async def test_facts_come_back_and_what_libraries_print_does_not() -> None:
+async def test_facts_are_returned_without_the_output_of_libraries() -> None:
     finding = await probe("well")
     assert (finding.probe, finding.facts, finding.problem) == ("the network", probe_bodies.facts("eth0"), None)
 
 
-async def test_a_probe_that_hangs_is_ended() -> None:
+async def test_a_hanging_probe_is_stopped() -> None:
     finding = await probe("hang", 1.0)
     assert finding.facts is None and finding.problem == "did not end within 1 s and was stopped"
     assert finding.seconds < SLOW_S
 
 
-async def test_what_a_probe_knew_before_it_hung_is_kept() -> None:
+async def test_facts_from_before_a_hang_are_kept() -> None:
     finding = await probe("hang_later", 3.0)
     assert finding.facts == probe_bodies.facts("eth0", "eth1")
     assert finding.problem is not None and "did not end" in finding.problem
 
 
-async def test_a_probe_and_its_tools_are_ended_when_nobody_waits_for_them_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_probe_ends_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pid_file = tmp_path / "pid"
     monkeypatch.setenv("PROBE_PID", str(pid_file))
     task = asyncio.create_task(probe("hang_in_a_tool"))

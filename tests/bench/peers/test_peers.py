@@ -39,7 +39,7 @@ def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
     assert any(line.startswith("| dead | - | left out: it does not answer") for line in printed)
 
 
-def test_without_any_server_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_any_server_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--servers", "dead=http://127.0.0.1:9", *_SHORT]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"] == "no server could be measured"
 
@@ -56,7 +56,7 @@ _MEASURED = {
 }
 
 
-def test_an_interrupted_run_keeps_its_rounds_and_says_so(
+def test_an_interrupted_run_keeps_its_rounds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def interrupted_in_round_two(*_: Any, seed: int, **__: Any) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_an_interrupted_run_keeps_its_rounds_and_says_so(
     assert "interrupted: 1 of 2 rounds" in Path(result["files"][1]).read_text()
 
 
-def test_no_round_begins_that_would_end_after_the_time_limit(
+def test_no_round_starts_that_would_end_after_the_time_limit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
@@ -99,14 +99,14 @@ def test_no_round_begins_that_would_end_after_the_time_limit(
     assert "- the time limit was reached: 3 of 9 rounds" in printed
 
 
-def test_a_reason_is_the_error_that_the_log_names() -> None:
+def test_a_reason_is_the_last_error_in_the_log() -> None:
     fault = "ended with status 1:\nTraceback (most recent call last):\n  raise it\nRuntimeError: no such unit\nsee http://a/value_error"
     assert report.reason(fault) == "ended with status 1: RuntimeError: no such unit"
     assert report.reason("the load did not end") == "the load did not end"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_peers_multiply_in_what_this_cpu_is_fast_at(
+def test_peers_use_the_type_that_this_cpu_multiplies_fast(
     dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(arms, "torch_has_bfloat16_products", lambda: dtype == "bfloat16")
@@ -140,7 +140,7 @@ def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
-def test_ratios_pair_the_rounds_that_both_servers_have() -> None:
+def test_ratios_are_paired_by_common_rounds() -> None:
     def peer(name: str, by_round: dict[int, float]) -> dict[str, Any]:
         load = {"concurrency": 1, "tpot_s": None, "output_tokens_per_s": None}
         turns = [{"round": n, "loads": [{**load, "ttft_s": {"p50": value}}]} for n, value in by_round.items()]
@@ -155,7 +155,7 @@ def test_ratios_pair_the_rounds_that_both_servers_have() -> None:
     assert (comparison["ratio"], comparison["verdict"], comparison["n"]) == (pytest.approx(2.0), "slower", 5)
 
 
-def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
+def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
     server = process.PeerProcess(
         [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"], {}, port=1, log=tmp_path / "log"
     )

@@ -54,7 +54,7 @@ def test_both_sides_take_turns_and_are_compared(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(("peer", "words"), [("#!/bin/sh\nexit 3\n", "ended with status 3"), (None, "cannot be run")])
-def test_another_side_that_does_not_come_up_is_said(
+def test_a_peer_that_does_not_start_is_reported(
     peer: str | None, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     model = make_tiny(tmp_path / "m", num_hidden_layers=4)

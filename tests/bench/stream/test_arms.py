@@ -8,7 +8,7 @@ def _events(*events: tuple[float, str, int]) -> list[SlotEvent]:
     return [SlotEvent(at_s, kind, owner, -1 if kind == "ask" else owner % 2) for at_s, kind, owner in events]
 
 
-def test_what_was_fetched_while_nothing_waited_is_hidden() -> None:
+def test_fetching_without_a_stall_is_hidden() -> None:
     # Three layers of 4 s each, computed in 1 s each: in a pass of 12 s computing waits 9 s.
     events = _events(
         *((0, "fill", 0), (0, "ask", 0), (4, "filled", 0), (4, "use", 0), (4, "fill", 1), (5, "release", 0)),
@@ -39,7 +39,7 @@ def test_a_fetch_that_ends_after_the_pass_counts_up_to_its_end() -> None:
         (10, 0, 0, 0.0),  # nothing was fetched, nothing could be hidden
     ],
 )
-def test_overlap_is_of_the_shorter_of_both(pass_s: float, fetch_s: float, stall_s: float, overlap: float) -> None:
+def test_overlap_is_relative_to_the_shorter_part(pass_s: float, fetch_s: float, stall_s: float, overlap: float) -> None:
     assert PassTrace(pass_s=pass_s, fetch_s=fetch_s, stall_s=stall_s).overlap == pytest.approx(overlap)
 
 

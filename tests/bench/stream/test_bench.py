@@ -44,7 +44,7 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
         for cell in result["cells"]
     ] == [(tp, *arm, *step) for tp in (1, 2) for arm in arms for step in steps]
     for cell in result["cells"]:
-        # The source is as slow as it was made, whatever else happens here, but for what its bucket holds after a pause.
+        # The source has the given rate, except for what its token bucket holds after a pause.
         assert cell["fetch_s"] >= 0.97 * cell["bytes_per_step"] / cell["rate_bytes_per_s"] - 0.004
         assert cell["bound_s"] == max(cell["fetch_s"], cell["compute_s"])
         assert cell["over_bound"] == pytest.approx(cell["seconds"]["p50"] / cell["bound_s"])
@@ -96,7 +96,7 @@ def test_replicas_that_share_layers_make_the_same_steps(model: str, capsys: pyte
         (("no-such-model",), "no such model: 'no-such-model'"),
     ],
 )
-def test_what_cannot_be_had_is_refused_and_leaves_no_file(
+def test_impossible_options_are_refused_and_leave_no_file(
     argv: tuple[str, ...], words: str, model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""Ranks of the bench run where those of a server do."""
+"""Ranks of the bench are bound to cores as a server's ranks are."""
 
 import os
 
@@ -13,7 +13,7 @@ EVERYWHERE = tuple(sorted(os.sched_getaffinity(0)))
 
 
 @pytest.mark.skipif(len(EVERYWHERE) < 2 or num_cores() < len(EVERYWHERE), reason="not two cores of our own")
-def test_ranks_keep_to_cores_of_their_own() -> None:
+def test_ranks_are_bound_to_their_own_cores() -> None:
     with open_stream_ranks(2, "cpu", 60.0) as (ranks, _):
         settled = dict(ranks.stream(bind_and_look, StreamBenchOptions(threads=1)))
     assert {threads for _, _, threads in settled.values()} == {1}
@@ -21,6 +21,6 @@ def test_ranks_keep_to_cores_of_their_own() -> None:
     assert len(shares) == 2 and all(shares) and not set(shares[0]) & set(shares[1])
 
 
-def test_a_rank_alone_goes_where_the_kernel_puts_it() -> None:
+def test_a_single_rank_is_not_bound() -> None:
     with open_stream_ranks(1, "cpu", 60.0) as (ranks, _):
         assert dict(ranks.stream(bind_and_look, StreamBenchOptions(threads=1))) == {0: ((), EVERYWHERE, 1)}

@@ -9,7 +9,7 @@ def parse_options(argv: list[str]) -> StreamBenchOptions:
     return parse_bench_options(StreamBenchOptions, argv, verb="stream", description="")
 
 
-def test_arms_are_what_each_source_can_give(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arms_have_the_codecs_of_their_source(capsys: pytest.CaptureFixture[str]) -> None:
     options = parse_options(
         ["m", "--codecs", "none,int4", "--rates", "none,100MB", "--batches", "1,8", "--prompt-rows", "64"]
         + ["--sources", "host,files"]
@@ -47,7 +47,7 @@ def test_arms_are_what_each_source_can_give(capsys: pytest.CaptureFixture[str]) 
         (["--label", "a/b"], "--label"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_options(argv)
 

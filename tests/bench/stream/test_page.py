@@ -7,7 +7,7 @@ def _row(over_bound: float, over_cores_bound: float, overlap: float | None, tp: 
     return {"over_bound": over_bound, "over_cores_bound": over_cores_bound, "overlap": overlap, "tp": tp, "dp": dp}
 
 
-def test_the_verdict_counts_cells_that_keep_what_is_asked() -> None:
+def test_the_verdict_counts_cells_near_their_bound() -> None:
     rows = [_row(1.10, 1.0, 0.95), _row(1.11, 1.10, 0.94), _row(1.5, 1.2, 1.0)]
 
     assert verdict(rows) == (
@@ -16,7 +16,7 @@ def test_the_verdict_counts_cells_that_keep_what_is_asked() -> None:
     assert "hide" not in verdict([_row(1.0, 1.0, None)])  # on CUDA no trace tells
 
 
-def test_more_ranks_than_cores_are_told_of() -> None:
+def test_more_ranks_than_cores_give_a_warning() -> None:
     rows = [_row(1.0, 1.0, None, tp, dp) for tp, dp in ((1, 1), (2, 1), (2, 2), (2, 2))]
 
     [words] = crowds(2, "cpu", rows)

@@ -1,4 +1,4 @@
-"""A source by itself moves the bytes of a pass, and nothing else."""
+"""A raw source moves exactly the bytes of a pass."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +16,7 @@ from tightwire.model.weights.prepared.manifest import Blob
 SIZES = (8192, 4096, 12288)
 
 
-def test_copies_are_of_the_layers_that_stream() -> None:
+def test_copies_read_the_streamed_layers() -> None:
     layers_stored = [PackedLayer({}, torch.bfloat16, size) for size in SIZES]
     layers = {layer: torch.ones(SIZES[layer], dtype=torch.uint8) for layer in (0, 2)}
     raw_copies(HostStore(layers_stored, layers), (0, 2), torch.device("cpu"))()
@@ -40,7 +40,7 @@ def test_reads_end_with_the_file(tmp_path: Path, direct: bool) -> None:
         run()
 
 
-def test_gathers_send_what_a_pass_does() -> None:
+def test_gathers_send_the_bytes_of_a_pass() -> None:
     peers = in_process_partition(1, 2)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda own: raw_gathers(own, SIZES)(), peers))

@@ -33,7 +33,7 @@ def _group() -> Cells:
     return group
 
 
-def test_a_step_is_held_against_the_longer_of_fetch_and_compute() -> None:
+def test_the_bound_is_the_longer_of_fetch_and_compute() -> None:
     plain, packed = _group().rows()
 
     assert (plain["fetch_s"], plain["compute_s"], plain["bound_s"], plain["bound_by"]) == (4.0, 0.8, 4.0, "source")
@@ -45,7 +45,7 @@ def test_a_step_is_held_against_the_longer_of_fetch_and_compute() -> None:
     assert packed["bound_s"] == pytest.approx(1.0) and packed["speed_up_over_none"] == pytest.approx(4.0)
 
 
-def test_cores_that_both_need_lengthen_the_second_bound() -> None:
+def test_core_seconds_lengthen_the_second_bound() -> None:
     packed = _group().rows()[1]
 
     # Half a second of fetching and half of computing on each of two ranks, over two cores.
@@ -53,14 +53,14 @@ def test_cores_that_both_need_lengthen_the_second_bound() -> None:
     assert packed["over_cores_bound"] == pytest.approx(1.1)
 
 
-def test_forecasts_follow_from_the_fetch_and_the_prompt_that_was_timed() -> None:
+def test_forecasts_use_the_fetch_and_the_timed_prompt() -> None:
     plain, packed = _group().rows()
 
     assert plain["ttft_s"] == packed["ttft_s"] == pytest.approx(8.0)  # the prompt computes longer than either fetch
     assert plain["break_even_rows"] == pytest.approx(4.0 / 8.0 * PROBE.rows)
 
 
-def test_other_tokens_are_a_fault_only_where_nothing_is_encoded() -> None:
+def test_other_tokens_are_a_fault_only_without_a_codec() -> None:
     group = _group()
     assert [row["faults"] for row in group.rows()] == [[], []]
     assert group.rows()[1]["same_tokens"] == 0.5  # as long as they go together
@@ -72,7 +72,7 @@ def test_other_tokens_are_a_fault_only_where_nothing_is_encoded() -> None:
     ]
 
 
-def test_the_tokens_of_every_rank_are_held_against_resident_weights() -> None:
+def test_the_tokens_of_every_rank_are_compared_with_resident_weights() -> None:
     group = _group()
 
     group.add(1, _answered(PLAIN, 3600, [1, 9, 9, 9]))
@@ -82,7 +82,7 @@ def test_the_tokens_of_every_rank_are_held_against_resident_weights() -> None:
     assert row["faults"] == ["rank 1: it generates [1, 9, 9, 9], resident weights [1, 2, 3, 4]"]
 
 
-def test_a_source_as_fast_as_it_is_is_held_against_itself_alone() -> None:
+def test_an_unthrottled_source_is_compared_with_its_raw_passes() -> None:
     group, arm = Cells(tp=1, world_size=2, cores=2), Arm("peers", "none", 0)
     for rank in range(2):
         group.add(rank, Probed(seconds=[1.0]))
@@ -98,7 +98,7 @@ def test_a_source_as_fast_as_it_is_is_held_against_itself_alone() -> None:
     assert (row["dp"], row["raw_s"], row["over_source_bound"], row["over_bound"]) == (2, 2.0, 2.5, 1.25)
 
 
-def test_buffers_out_of_turn_are_a_fault() -> None:
+def test_a_wrong_buffer_order_is_a_fault() -> None:
     group = _group()
 
     group.add(1, _timed(PACKED, "step", [1.0], stall_s=0.1, disorder="C2: too early"))
@@ -106,7 +106,7 @@ def test_buffers_out_of_turn_are_a_fault() -> None:
     assert fault_texts(group.rows()) == ["host int4 at tp 2: rank 1: C2: too early"]
 
 
-def test_a_run_cut_short_keeps_the_cells_that_all_ranks_finished() -> None:
+def test_a_shortened_run_keeps_the_cells_that_all_ranks_finished() -> None:
     group = _group()
     other = Arm("host", "int8", 1000)
     for rank in range(2):
