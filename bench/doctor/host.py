@@ -1,4 +1,4 @@
-"""Probes of the host: processor, NUMA, memory, network, versions, PCI Express links, IOMMU and ACS. They only read files.
+"""Probes of the host: processor, NUMA, memory, network, versions, PCI Express links, IOMMU and ACS.
 
 Source: Linux sysfs-bus-pci ABI; PCI Express Base Specification, Access Control Services (ACS).
 """

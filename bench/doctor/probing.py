@@ -6,7 +6,6 @@ MODULE:FUNCTION`` is that process; it writes facts, one line of JSON each.
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import os
 import signal
@@ -19,12 +18,12 @@ import msgspec
 
 import tightwire
 from tightwire.bench.doctor.facts import Facts
+from tightwire.server.ranks.parent_death import die_with_parent
 
 _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_ERROR_CHARS = 400  # CUDA's errors include long advice
 _REAP_S = 2.0  # to wait for a killed process; one that hangs inside the kernel is left behind
 _CHILD = (sys.executable, "-m", "tightwire.bench.doctor.probing")
-_PR_SET_PDEATHSIG = 1
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -108,7 +107,7 @@ def _environment() -> dict[str, str]:
 
 def _run_as_child(target: str) -> None:
     """Run the probe. Output of libraries goes to stderr, so that stdout has only facts."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the doctor
+    die_with_parent()
     with os.fdopen(os.dup(1), "wb", buffering=0) as out:
         os.dup2(2, 1)
         module, function = target.split(":")
