@@ -30,10 +30,10 @@ from tightwire.bench.comm.ranks import TRANSPORTS, RankOptions, open_ranks
 from tightwire.bench.comm.summary import Cells
 from tightwire.bench.report.progress import progress_bar
 from tightwire.bench.report.quiet import OthersWatch
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.group.local_ranks import LocalRankError, LocalRanks
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
-from tightwire.comm.policy.setting import Setting
 from tightwire.comm.policy.tune_file import (
     Computing,
     Host,

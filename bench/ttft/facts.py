@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from tightwire.bench.ttft.options import TtftOptions, is_policy, policy_path
 from tightwire.bench.ttft.proof import ModelShape, Proof
 from tightwire.bench.ttft.wire import WireFormulas
+from tightwire.comm.all_reduce.entry import ELEM_BYTES
 from tightwire.comm.policy.choose import Chooser
-from tightwire.comm.policy.setting import ELEM_BYTES
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import choose_formats
 from tightwire.server.config.serve import ServeConfig

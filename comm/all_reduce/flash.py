@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.all_reduce.entry import Entry, Setting, Work, coded_elem_bytes, coding_effort
 from tightwire.comm.all_reduce.two_shot import two_shot_bytes
 from tightwire.comm.codec.codec import Codec
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound
@@ -96,3 +97,48 @@ def flash_bytes(
 def _slices(num_elems: int, world_size: int, reduce_codec: Codec, gather_codec: Codec) -> list[int]:
     multiple = max(reduce_codec.group_elems, gather_codec.group_elems)  # both are powers of two
     return slice_lengths(num_elems, world_size, multiple)
+
+
+def _work(setting: Setting, num_bytes: int, reduce_codec: Codec, gather_codec: Codec) -> Work:
+    ranks, elems = setting.world_size, num_bytes / setting.elem_bytes
+    elem_bytes = coded_elem_bytes(reduce_codec, setting) + coded_elem_bytes(gather_codec, setting)
+    sent = (ranks - 1) / ranks * elems * elem_bytes
+    # Own slices out, everybody's slices in; then the own sum out, everybody's sums in.
+    reduced, gathered = elems * coding_effort(reduce_codec), elems * coding_effort(gather_codec)
+    summed = elems if reduce_codec.exact else 0
+    return Work(2, sent, summed, reduced + gathered / ranks, reduced + gathered)
+
+
+def _wire_bytes(setting: Setting, num_bytes: int, reduce_codec: Codec, gather_codec: Codec) -> int:
+    num_elems = num_bytes // setting.elem_bytes
+    return flash_bytes(0, setting.world_size, num_elems, setting.elem_bytes, reduce_codec, gather_codec)
+
+
+# Codecs of the two legs, reduce-scatter and all-gather.
+PRESETS = {
+    "flash-int8": ("int8", "int8"),
+    "flash-int6": ("int4", "int8"),  # as published, 6.25 bits on average
+    "flash-int6-uniform": ("int6", "int6"),  # the same bytes with a smaller error
+    "flash-int5": ("int5", "int5"),
+    "flash-int4": ("int4", "int4"),
+}
+
+
+def _lossy_names(suffix: str) -> list[str]:
+    if not suffix:
+        return list(PRESETS)
+    return [f"flash:{reduce}{suffix},{gather}{suffix}" for reduce, gather in PRESETS.values()]
+
+
+ENTRY = Entry(
+    name="flash",
+    make=FlashAllReduce,
+    work=_work,
+    wire_bytes=_wire_bytes,
+    num_codecs=2,
+    patterns={"flash:RS,AG": "a codec for each leg, such as flash:int4,int8 or flash:int4-g64-had,int6"},
+    presets=PRESETS,
+    lossy_names=_lossy_names,
+    exact_codecs=None,
+    preference=5,
+)

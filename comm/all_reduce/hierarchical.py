@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.all_reduce.entry import NODE_ORDER, Entry, Setting, Work, coded_elem_bytes, coding_effort
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.codec.error_bounds import (
     adding_bound,
@@ -122,3 +123,39 @@ class HierarchicalAllReduce(BaseAllReduce):
                 error_N = error_N + adding_bound(parts)
             bound_N = quantized_total_bound(flat, sum_N, error_N, self._codec)
         return bound_N.view(inputs[0].shape)
+
+
+def _work(setting: Setting, num_bytes: int, codec: Codec) -> Work:
+    ranks, nodes = setting.world_size, setting.num_nodes
+    local, elems = ranks // nodes, num_bytes / setting.elem_bytes
+    inside = 2 * (local - 1) / local * num_bytes
+    between = 2 * (nodes - 1) / nodes * elems / local * coded_elem_bytes(codec, setting)
+    coded = elems / local * coding_effort(codec)
+    return Work(
+        2 if local > 1 else 0,
+        inside,
+        elems if local > 1 else 0,
+        encoded_elems=coded * (1 + 1 / nodes),
+        decoded_elems=2 * coded,
+        node_rounds=2 if nodes > 1 else 0,
+        node_bytes=between,
+        node_summed_elems=elems / local if codec.exact and nodes > 1 else 0,
+    )
+
+
+ENTRY = Entry(
+    name="hierarchical",
+    make=HierarchicalAllReduce,
+    work=_work,
+    num_codecs=1,
+    patterns={
+        "hierarchical": "inside each node, then between nodes",
+        "hierarchical:CODEC": "the same with the leg between nodes quantized, such as hierarchical:int8",
+    },
+    lossy_names=lambda suffix: [f"hierarchical:int8{suffix}", f"hierarchical:int4{suffix}"],
+    exact_codecs=("none",),
+    order=NODE_ORDER,
+    needs_nodes=True,
+    rounds="message",
+    preference=6,
+)

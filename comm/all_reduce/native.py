@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.all_reduce.entry import Entry
+from tightwire.comm.all_reduce.ring import ring_work
 from tightwire.comm.codec.error_bounds import rounded_hops_bound
 
 
@@ -27,3 +29,14 @@ class NativeAllReduce(BaseAllReduce):
 
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
         return rounded_hops_bound(inputs)
+
+
+ENTRY = Entry(
+    name="native",
+    make=NativeAllReduce,
+    work=ring_work,
+    depends_on_place=True,
+    rounds="library",
+    neighbours_only=True,
+    preference=4,
+)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.all_reduce.entry import Entry, Setting, Work
 from tightwire.comm.codec.error_bounds import rank_order_bound
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import KernelSums
@@ -39,3 +40,11 @@ class OneShotAllReduce(BaseAllReduce):
 
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
         return rank_order_bound(inputs)
+
+
+def _work(setting: Setting, num_bytes: int) -> Work:
+    ranks = setting.world_size
+    return Work(1, (ranks - 1) * num_bytes, ranks * num_bytes / setting.elem_bytes)
+
+
+ENTRY = Entry(name="one-shot", make=OneShotAllReduce, work=_work, preference=1)

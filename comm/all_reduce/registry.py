@@ -1,35 +1,28 @@
-"""Every AllReduce by name: fixed names, and patterns that take codecs. An algorithm is imported when it is made."""
+"""Every AllReduce by name, found in the files of this folder: a file with an ``ENTRY`` is an algorithm.
+
+``auto`` is a policy's choice, so its class is in ``comm.policy`` and imported when it is made.
+"""
 
 from dataclasses import dataclass
 from importlib import import_module
+from pkgutil import iter_modules
 
+from tightwire.comm import all_reduce
+from tightwire.comm.all_reduce.entry import Entry
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
 
-# Names without options, as "module:attribute"; all are lossless.
-ALL_REDUCE = {
-    "auto": "tightwire.comm.policy.auto:AutoAllReduce",
-    "native": "tightwire.comm.all_reduce.native:NativeAllReduce",
-    "one-shot": "tightwire.comm.all_reduce.one_shot:OneShotAllReduce",
-    "ring": "tightwire.comm.all_reduce.ring:RingAllReduce",
-    "two-shot": "tightwire.comm.all_reduce.two_shot:TwoShotAllReduce",
-}
-_FLASH = "tightwire.comm.all_reduce.flash:FlashAllReduce"
-_HIERARCHICAL = "tightwire.comm.all_reduce.hierarchical:HierarchicalAllReduce"
 
-# Codecs of the two legs, reduce-scatter and all-gather, of the fixed flash names.
-FLASH_PRESETS = {
-    "flash-int8": ("int8", "int8"),
-    "flash-int6": ("int4", "int8"),  # as published, 6.25 bits on average
-    "flash-int6-uniform": ("int6", "int6"),  # the same bytes with a smaller error
-    "flash-int5": ("int5", "int5"),
-    "flash-int4": ("int4", "int4"),
-}
-PATTERNS = {
-    "flash:RS,AG": "a codec for each leg, such as flash:int4,int8 or flash:int4-g64-had,int6",
-    "hierarchical": "inside each node, then between nodes",
-    "hierarchical:CODEC": "the same with the leg between nodes quantized, such as hierarchical:int8",
+def _find_entries() -> list[Entry]:
+    modules = [import_module(f"{all_reduce.__name__}.{found.name}") for found in iter_modules(all_reduce.__path__)]
+    entries = [module.ENTRY for module in modules if hasattr(module, "ENTRY")]
+    return sorted(entries, key=lambda entry: (entry.preference, entry.name))
+
+
+ALL_REDUCE: dict[str, Entry] = {
+    "auto": Entry(name="auto", make="tightwire.comm.policy.auto:AutoAllReduce"),
+    **{entry.name: entry for entry in _find_entries()},
 }
 
 
@@ -38,7 +31,7 @@ class AllReduceName:
     """A valid name, taken apart. ``codecs`` are what the algorithm's constructor takes after the group."""
 
     name: str
-    target: str  # module:attribute
+    entry: Entry
     codecs: tuple[Codec, ...] = ()
 
     @property
@@ -47,14 +40,37 @@ class AllReduceName:
         return all(codec.exact for codec in self.codecs)
 
 
+def lossless_names() -> list[str]:
+    """What ``auto`` may consider, the preferred one of equals first."""
+    return [name for name, entry in ALL_REDUCE.items() if entry.exact_codecs is not None and entry.work is not None]
+
+
+def lossy_names(suffix: str) -> list[str]:
+    """Quantized names worth measuring, whose codecs have this ``suffix``."""
+    found = [entry.lossy_names(suffix) for entry in ALL_REDUCE.values() if entry.lossy_names is not None]
+    return [name for names in found for name in names]
+
+
+def plain_names() -> list[str]:
+    """The names of algorithms that take no codecs; all are lossless."""
+    return sorted(name for name, entry in ALL_REDUCE.items() if not entry.num_codecs)
+
+
+def preset_names() -> list[str]:
+    """The names that stand for an algorithm with fixed codecs."""
+    return [name for entry in ALL_REDUCE.values() for name in entry.presets]
+
+
 def all_reduce_names() -> list[str]:
     """The names that stand for themselves, for tests, self-tests and benchmarks of all of them."""
-    return [*sorted(ALL_REDUCE), *FLASH_PRESETS, "hierarchical"]
+    bare = [name for name, entry in ALL_REDUCE.items() if entry.num_codecs and entry.exact_codecs is not None]
+    return [*plain_names(), *preset_names(), *bare]
 
 
 def describe_all_reduce_names() -> str:
-    """What may be asked for, in one line."""
-    return f"{', '.join([*sorted(ALL_REDUCE), *FLASH_PRESETS, *PATTERNS])} (with codecs such as int8, int4-g32, none)"
+    """Every valid form of a name, in one line."""
+    patterns = [pattern for entry in ALL_REDUCE.values() for pattern in entry.patterns]
+    return f"{', '.join([*plain_names(), *preset_names(), *patterns])} (with codecs such as int8, int4-g32, none)"
 
 
 def parse_all_reduce(name: str) -> AllReduceName:
@@ -63,21 +79,21 @@ def parse_all_reduce(name: str) -> AllReduceName:
     Raises:
         ValueError: no such algorithm, or one of its codecs does not exist; says what is possible.
     """
-    if name in ALL_REDUCE:
-        return AllReduceName(name, ALL_REDUCE[name])
-    if name in FLASH_PRESETS:
-        return AllReduceName(name, _FLASH, tuple(parse_codec(codec) for codec in FLASH_PRESETS[name]))
-    family, colon, codecs = name.partition(":")
-    if family == "flash" and colon:
-        parts = codecs.split(",")
-        if len(parts) != 2:
-            raise ValueError(
-                f"{name!r} needs two codecs, for the reduce-scatter and the all-gather leg, such as flash:int4,int8"
-            )
-        return AllReduceName(name, _FLASH, tuple(_codec_of(name, codec) for codec in parts))
-    if family == "hierarchical":
-        return AllReduceName(name, _HIERARCHICAL, (_codec_of(name, codecs if colon else "none"),))
-    raise ValueError(f"unknown all-reduce {name!r}; choose one of {describe_all_reduce_names()}")
+    for entry in ALL_REDUCE.values():
+        if name in entry.presets:
+            return AllReduceName(name, entry, tuple(parse_codec(codec) for codec in entry.presets[name]))
+    family, colon, given = name.partition(":")
+    entry = ALL_REDUCE.get(family)
+    if entry is None or (colon and not entry.num_codecs) or (not colon and entry.exact_codecs is None):
+        raise ValueError(f"unknown all-reduce {name!r}; choose one of {describe_all_reduce_names()}")
+    if not colon:
+        return AllReduceName(name, entry, tuple(parse_codec(codec) for codec in entry.exact_codecs or ()))
+    parts = [given] if entry.num_codecs == 1 else given.split(",")
+    if len(parts) != entry.num_codecs:
+        raise ValueError(
+            f"{name!r} needs two codecs, for the reduce-scatter and the all-gather leg, such as flash:int4,int8"
+        )
+    return AllReduceName(name, entry, tuple(_codec_of(name, codec) for codec in parts))
 
 
 def make_all_reduce(name: str, group: Group) -> AllReduce:
@@ -87,11 +103,11 @@ def make_all_reduce(name: str, group: Group) -> AllReduce:
         ValueError: no such algorithm.
     """
     parsed = parse_all_reduce(name)
-    module, attribute = parsed.target.split(":")
-    algorithm = getattr(import_module(module), attribute)
-    if name in ALL_REDUCE:
-        return algorithm(group)
-    return algorithm(group, *parsed.codecs, name=name)
+    make = parsed.entry.make
+    if isinstance(make, str):
+        module, attribute = make.split(":")
+        make = getattr(import_module(module), attribute)
+    return make(group, *parsed.codecs, name=name) if parsed.codecs else make(group)
 
 
 def _codec_of(name: str, codec: str) -> Codec:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.all_reduce.entry import Entry, Setting, Work
 from tightwire.comm.codec.error_bounds import rounded_hops_bound
 from tightwire.comm.slices import as_bytes, slice_lengths
 
@@ -50,3 +51,20 @@ class RingAllReduce(BaseAllReduce):
 
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
         return rounded_hops_bound(inputs)
+
+
+def ring_work(setting: Setting, num_bytes: int) -> Work:
+    """N-1 rounds to add and N-1 to copy, with 1/N of the message in each."""
+    ranks = setting.world_size
+    return Work(2 * (ranks - 1), 2 * ((ranks - 1) / ranks) * num_bytes, num_bytes / setting.elem_bytes)
+
+
+ENTRY = Entry(
+    name="ring",
+    make=RingAllReduce,
+    work=ring_work,
+    depends_on_place=True,
+    rounds="message",
+    neighbours_only=True,
+    preference=3,
+)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
+from tightwire.comm.all_reduce.entry import Entry, Setting, Work
 from tightwire.comm.codec.error_bounds import rank_order_bound
 from tightwire.comm.group.group import Group
 from tightwire.comm.slices import as_bytes, slice_lengths
@@ -48,3 +49,14 @@ def two_shot_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int) 
         return 0
     own = slice_lengths(num_elems, world_size)[rank]
     return (num_elems + (world_size - 2) * own) * elem_bytes
+
+
+def _work(setting: Setting, num_bytes: int) -> Work:
+    return Work(2, 2 * ((setting.world_size - 1) / setting.world_size) * num_bytes, num_bytes / setting.elem_bytes)
+
+
+def _wire_bytes(setting: Setting, num_bytes: int) -> int:
+    return two_shot_bytes(0, setting.world_size, num_bytes // setting.elem_bytes, setting.elem_bytes)
+
+
+ENTRY = Entry(name="two-shot", make=TwoShotAllReduce, work=_work, wire_bytes=_wire_bytes, preference=2)

@@ -4,11 +4,11 @@ A server's ``auto`` is a policy (``comm.policy.choose``): it knows the model's m
 """
 
 from tightwire.comm.all_reduce.by_size import SizedAllReduce
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.cost import CostModel, size_grid
-from tightwire.comm.policy.setting import Setting
 
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 10, 64 << 20
 _FUSED = {"cpu": "shared-memory", "cuda": "peer-memory"}  # the transports that sum in kernels of their own

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.comm.all_reduce.entry import NODE_ORDER, RANK_ORDER
+from tightwire.comm.all_reduce.registry import lossless_names, lossy_names, parse_all_reduce
 from tightwire.comm.policy.codec_error import relative_rms_error
 from tightwire.comm.policy.cost import CostModel, size_grid
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile, apply, world_size_warning
 from tightwire.comm.policy.rules import PHASES, SITES, Choice, Policy, QuarantinedError, Rule
 
-RANK_ORDER = "in rank order"
-_NODE_ORDER = "node by node"
 _KEEP_WITHIN = 1.03  # a switch has to gain more than medians repeat to
 _DECODE_ROWS = (1, 4, 16)  # message sizes that a phase's order of summing is chosen for
 _PREFILL_SHARES = (0.25, 1.0)
@@ -172,14 +171,14 @@ class Chooser:
     def _auto_choices(self, phase: str, preface: str) -> tuple[Choice, ...]:
         orders, refused = self._admitted[phase].orders, self._admitted[phase].refused
         if not orders:
-            found = "; ".join(f"{name}: {reason}" for name, reason in refused.items() if name in self._lossless())
+            found = "; ".join(f"{name}: {reason}" for name, reason in refused.items() if name in lossless_names())
             raise QuarantinedError(
                 f"auto has no AllReduce left for {phase} messages ({found}). Name one with --allreduce, choose another "
                 "--transport, or run `tightwire tune` again if what was measured no longer holds"
             )
         ranked = sorted(orders, key=lambda order: self._phase_us(phase, orders[order]))
         members = orders[ranked[0]]
-        substitutes = [name for order in ranked[1:] for name in orders[order] if order in (RANK_ORDER, _NODE_ORDER)]
+        substitutes = [name for order in ranked[1:] for name in orders[order] if order in (RANK_ORDER, NODE_ORDER)]
         grid = size_grid(self._row_bytes, max(self._row_bytes, self._request.max_rows * self._row_bytes))
         leaders: list[tuple[int, str]] = []
         for size in grid:
@@ -204,7 +203,7 @@ class Chooser:
 
     def _admit(self, error_budget: float | None) -> _Admitted:
         admitted, usable = _Admitted(), dict[str, str]()
-        for name in [*self._lossless(), *self._lossy()]:
+        for name in [*lossless_names(), *self._lossy()]:
             order, reason = self._order(name, error_budget)
             if name in self._wrong:
                 admitted.refused[name] = f"summed wrongly when measured: {self._wrong[name]}"
@@ -221,36 +220,21 @@ class Chooser:
                 admitted.orders.setdefault(order, []).append(name)
         return admitted
 
-    def _lossless(self) -> list[str]:
-        return ["one-shot", "two-shot", "ring", "native", "hierarchical"]
-
     def _lossy(self) -> list[str]:
         """The presets, in groups that fill whole rows."""
         suffix = next((f"-g{size}" for size in (64, 32) if self._request.row_elems % size == 0), "")
-        if self._request.row_elems % 128 == 0 or not suffix:
-            names = ["flash-int8", "flash-int6", "flash-int6-uniform", "flash-int5", "flash-int4"]
-            inside = ["int8", "int4"]
-        else:
-            legs = [("int8", "int8"), ("int4", "int8"), ("int6", "int6"), ("int5", "int5"), ("int4", "int4")]
-            names = [f"flash:{reduce}{suffix},{gather}{suffix}" for reduce, gather in legs]
-            inside = [f"int8{suffix}", f"int4{suffix}"]
-        return names + [f"hierarchical:{codec}" for codec in inside]
+        return lossy_names("" if self._request.row_elems % 128 == 0 else suffix)
 
     def _fits_nodes(self, name: str) -> bool:
-        return not name.startswith("hierarchical") or self._costs.setting.num_nodes > 1
+        return not parse_all_reduce(name).entry.needs_nodes or self._costs.setting.num_nodes > 1
 
     def _order(self, name: str, error_budget: float | None) -> tuple[str, str | None]:
-        """In which order ``name`` adds, and why it may not be used (None: it may)."""
-        setting = self._costs.setting
-        if not self._fits_nodes(name):
-            return _NODE_ORDER, "there is one node, where it is two-shot"
-        if not parse_all_reduce(name).lossless:
-            return name, self._why_too_lossy(name, error_budget)
-        if name == "hierarchical":
-            return _NODE_ORDER, None
-        if name in ("ring", "native") and setting.world_size > 2 and setting.device == "cpu":
-            return name, "sums depend on an element's place, so a text would on its neighbours"
-        return RANK_ORDER, None
+        """The order in which ``name`` adds, and why it may not be used (None: it may)."""
+        parsed = parse_all_reduce(name)
+        reason = parsed.entry.refusal(self._costs.setting)
+        if parsed.lossless or not self._fits_nodes(name):
+            return parsed.entry.order, reason
+        return name, self._why_too_lossy(name, error_budget)
 
     def _why_too_lossy(self, name: str, error_budget: float | None) -> str | None:
         if error_budget is None:

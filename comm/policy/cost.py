@@ -15,12 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from tightwire.comm.all_reduce.flash import flash_bytes
+from tightwire.comm.all_reduce.entry import Setting, Work
 from tightwire.comm.all_reduce.registry import parse_all_reduce
-from tightwire.comm.all_reduce.two_shot import two_shot_bytes
 from tightwire.comm.link.link import Link
-from tightwire.comm.policy.setting import Setting
-from tightwire.comm.policy.work import Work, work_of
 
 _MIB = 1 << 20
 
@@ -137,22 +134,20 @@ class CostModel:
         return Prediction(_read_off(row, num_bytes, lambda size: self.modelled_us(name, size)), measured=True)
 
     def wire_bytes(self, name: str, num_bytes: int) -> int:
-        """What rank 0 sends; for ring, native and hierarchical to within a slice's rounding."""
-        parsed, ranks, elem_bytes = parse_all_reduce(name), self.setting.world_size, self.setting.elem_bytes
-        if name == "two-shot":
-            return two_shot_bytes(0, ranks, num_bytes // elem_bytes, elem_bytes)
-        if name.startswith("flash"):
-            return flash_bytes(0, ranks, num_bytes // elem_bytes, elem_bytes, *parsed.codecs)
-        work = work_of(parsed, self.setting, num_bytes)
+        """The bytes that rank 0 sends; for ring, native and hierarchical up to a slice's rounding."""
+        parsed = parse_all_reduce(name)
+        if parsed.entry.wire_bytes is not None:
+            return parsed.entry.wire_bytes(self.setting, num_bytes, *parsed.codecs)
+        work = self._work(name, num_bytes)
         return round(work.sent_bytes + work.node_bytes)
 
     def modelled_us(self, name: str, num_bytes: int) -> float:
         """What the formula says, with the seeds' constants; computing as it was measured, where that is known."""
-        work = work_of(parse_all_reduce(name), self.setting, num_bytes)
+        work = self._work(name, num_bytes)
         link, between = self._costs(name)
-        round_us, mib_us = (link.native_round, link.native_mib) if name == "native" else (link.round, link.mib)
-        if name == "ring" or name.startswith("hierarchical"):
-            round_us = link.message_round
+        kind = parse_all_reduce(name).entry.rounds
+        round_us = {"kernel": link.round, "message": link.message_round, "library": link.native_round}[kind]
+        mib_us = link.native_mib if kind == "library" else link.mib
         moving_us = work.rounds * round_us + work.sent_bytes / _MIB * mib_us
         moving_us += work.node_rounds * between.message_round + work.node_bytes / _MIB * between.mib
         row = self._computing.get(name)
@@ -161,8 +156,14 @@ class CostModel:
         return moving_us + _read_off(
             row,
             num_bytes,
-            lambda size: _computing_us(work_of(parse_all_reduce(name), self.setting, size), link, between),
+            lambda size: _computing_us(self._work(name, size), link, between),
         )
+
+    def _work(self, name: str, num_bytes: int) -> Work:
+        parsed = parse_all_reduce(name)
+        if parsed.entry.work is None:
+            raise ValueError(f"{name} has no cost of its own; name an algorithm")
+        return parsed.entry.work(self.setting, num_bytes, *parsed.codecs)
 
     def _costs(self, name: str) -> tuple[LinkCost, LinkCost]:
         """Of the messages of ``name`` between all ranks, or inside a node where it knows nodes; and between nodes."""
@@ -171,11 +172,12 @@ class CostModel:
         if self._wire is None:
             return link, between
         local = setting.world_size // setting.num_nodes if setting.num_nodes > 1 else 1
-        if name.startswith("hierarchical") and setting.num_nodes > 1:
+        entry = parse_all_reduce(name).entry
+        if entry.needs_nodes and setting.num_nodes > 1:
             return LINK_COSTS["shared-memory", setting.device], _behind(between, self._wire, local)
         # Of a ring, one rank of each node sends to another node; of all others each does, to all ranks there.
         others, remote = setting.world_size - 1, setting.world_size - local
-        shared_by = 1 if name in ("ring", "native") else local * remote / others
+        shared_by = 1 if entry.neighbours_only else local * remote / others
         return _behind(link, self._wire, shared_by), between
 
 

@@ -2,9 +2,9 @@
 
 import math
 
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.link.link import Link
 from tightwire.comm.policy.cost import CostModel, Points
-from tightwire.comm.policy.setting import Setting
 
 _SLOWEST, _FASTEST = 1e4, 1e13  # bytes per second
 _STEPS = 60  # of halving, in logarithms

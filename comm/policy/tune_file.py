@@ -18,8 +18,8 @@ import msgspec
 from filelock import FileLock, Timeout
 
 import tightwire
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.atomic_file import write_atomic
-from tightwire.comm.policy.setting import Setting
 
 SCHEMA = 2
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.rules import describe_layers
-from tightwire.comm.policy.setting import Setting
 from tightwire.comm.policy.tune_file import Measured, read_tuned, this_host, tune_path
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.server.plan.devices import num_cores

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
 from tightwire.comm.policy.rules import Policy
-from tightwire.comm.policy.setting import Setting
 from tightwire.comm.sizes import format_bytes
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint.config import LlamaConfig

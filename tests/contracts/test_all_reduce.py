@@ -19,7 +19,8 @@ import torch
 from harness import Over, Runner
 from torch import Tensor
 
-from tightwire.comm.all_reduce.registry import FLASH_PRESETS, all_reduce_names, make_all_reduce, parse_all_reduce
+from tightwire.comm.all_reduce.flash import PRESETS
+from tightwire.comm.all_reduce.registry import all_reduce_names, make_all_reduce, parse_all_reduce
 from tightwire.comm.group.group import Group
 
 NAMES = [*all_reduce_names(), "flash:none,int4-g32", "flash:int8-g64-had,none"]
@@ -120,7 +121,7 @@ def test_keeps_the_contract(runner: Runner, name: str) -> None:
 
 
 @over(*PROCESSES)
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in FLASH_PRESETS or name == "flash-int8"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in PRESETS or name == "flash-int8"])
 def test_keeps_the_contract_between_processes(runner: Runner, name: str) -> None:
     _assert_contract(runner, name)
 

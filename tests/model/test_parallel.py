@@ -12,12 +12,12 @@ from helpers.server.local_engine import continue_prompts, local_engine
 from tiny import make_tiny, tiny_config
 from torch import Tensor
 
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.rules import Policy
-from tightwire.comm.policy.setting import Setting
 from tightwire.kernels.linear import linear
 from tightwire.model.checkpoint.config import config_from_hf
 from tightwire.model.layout import make_layout

@@ -10,7 +10,8 @@ import torch
 from harness import run_in_process
 from torch import Tensor
 
-from tightwire.comm.all_reduce.registry import FLASH_PRESETS, make_all_reduce
+from tightwire.comm.all_reduce.flash import PRESETS
+from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.codec.codec import Codec
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.protocols import Transport
@@ -68,7 +69,7 @@ def _rounds(group: Group, name: str, num_elems: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize("name", FLASH_PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_volume_of_table_1(name: str, world_size: int) -> None:
     num_elems = 128 * 8 * 3
     for _, _, sent in run_in_process(world_size, _reduce, name, _inputs(world_size, num_elems)):

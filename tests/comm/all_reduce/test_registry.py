@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tightwire.comm.all_reduce.flash import PRESETS
 from tightwire.comm.all_reduce.registry import (
-    FLASH_PRESETS,
     all_reduce_names,
     describe_all_reduce_names,
     make_all_reduce,
@@ -50,13 +50,13 @@ def test_objects_carry_their_name(name: str) -> None:
 
 def test_the_quantized_names_are_known_as_such() -> None:
     quantized = {name for name in all_reduce_names() if not parse_all_reduce(name).lossless}
-    assert quantized == set(FLASH_PRESETS)
+    assert quantized == set(PRESETS)
     assert not parse_all_reduce("hierarchical:int8").lossless
     assert parse_all_reduce("hierarchical:none").lossless
 
 
 def test_presets_name_the_codec_of_each_leg() -> None:
-    legs = {name: tuple(codec.name for codec in parse_all_reduce(name).codecs) for name in FLASH_PRESETS}
+    legs = {name: tuple(codec.name for codec in parse_all_reduce(name).codecs) for name in PRESETS}
     assert legs["flash-int6"] == ("int4", "int8")  # as published: fewer bits where sums are not yet made
     assert legs["flash-int6-uniform"] == ("int6", "int6")
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.policy.auto import AutoAllReduce
 from tightwire.comm.policy.cost import CostModel, size_grid
-from tightwire.comm.policy.setting import Setting
 
 
 def _group(world_size: int, device: str, *, fused: bool) -> Group:

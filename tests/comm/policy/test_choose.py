@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.cost import CostModel, size_grid
 from tightwire.comm.policy.rules import PHASES, SITES, QuarantinedError
-from tightwire.comm.policy.setting import Setting
 
 ROW = 576  # not a multiple of 128
 

@@ -2,12 +2,12 @@
 
 import pytest
 
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.registry import all_reduce_names, make_all_reduce
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.group.nodes import in_process_node_groups
 from tightwire.comm.link.link import Link
 from tightwire.comm.policy.cost import LINK_COSTS, CostModel, size_grid
-from tightwire.comm.policy.setting import Setting
 
 
 def setting(world_size: int = 2, transport: str = "shared-memory", num_nodes: int = 1, device: str = "cpu") -> Setting:

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.policy import tune_file
-from tightwire.comm.policy.setting import Setting
 from tightwire.comm.policy.tune_file import (
     Computing,
     Host,

@@ -13,7 +13,7 @@ import torch
 from harness import RankFailedError, Ranks, run_in_process
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.all_reduce.registry import ALL_REDUCE, make_all_reduce
+from tightwire.comm.all_reduce.registry import make_all_reduce, plain_names
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError, name_ranks
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.topology import Topology
@@ -96,7 +96,7 @@ def _survivors(outcomes: dict[int, Any]) -> dict[int, Seen]:
 
 
 # One-shot is what auto takes at this size.
-@pytest.mark.parametrize("name", [name for name in sorted(ALL_REDUCE) if name != "one-shot"])
+@pytest.mark.parametrize("name", [name for name in plain_names() if name != "one-shot"])
 def test_a_rank_that_never_comes_is_named_by_all_others(name: str) -> None:
     with Ranks(4, collective_timeout_s=2.0) as ranks:
         seen = _survivors(ranks.outcomes(_bad_rank_never_comes, name, 30.0, enough=3))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from helpers.model.tiny_gguf import make_tiny_gguf
 
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file
-from tightwire.comm.policy.setting import Setting
 from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_path, write_tuned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError

@@ -11,6 +11,7 @@ from msgspec import structs
 from torch import Tensor
 
 from tightwire.comm.all_reduce import registry
+from tightwire.comm.all_reduce.entry import Entry
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.rules import Choice, Policy, QuarantinedError, Rule
@@ -30,7 +31,7 @@ class BrokenAllReduce(OneShotAllReduce):
 
 @pytest.fixture(autouse=True)
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.ALL_REDUCE, "broken", f"{__name__}:BrokenAllReduce")
+    monkeypatch.setitem(registry.ALL_REDUCE, "broken", Entry(name="broken", make=BrokenAllReduce))
 
 
 def plan(policy: Policy, transport: str = "process-group", library_policy: Policy | None = None) -> RunPlan:

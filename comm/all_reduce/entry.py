@@ -1,0 +1,116 @@
+"""The entry that an AllReduce has in the registry: its name, how to make it, what it costs, and whether ``auto`` may use it.
+
+Each file of this folder that defines an ``ENTRY`` is an algorithm; ``registry`` finds it there.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:  # settings are read in processes that do not import torch
+    from tightwire.comm.codec.codec import Codec
+    from tightwire.comm.protocols import AllReduce
+
+ELEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+RANK_ORDER, NODE_ORDER = "in rank order", "node by node"
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """The conditions that a predicted or measured time belongs to, beside the algorithm and the size."""
+
+    transport: str
+    device: str  # cpu or cuda
+    world_size: int
+    num_nodes: int
+    dtype: str
+    link: str = ""  # the emulated link between the nodes
+
+    @property
+    def elem_bytes(self) -> int:
+        return ELEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        behind = f" behind {self.link}" if self.link else ""
+        return f"{self.world_size} ranks{nodes}, {self.dtype} on {self.device} over {self.transport}{behind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of one rank in one AllReduce: what the cost model multiplies with a link's constants."""
+
+    rounds: int
+    sent_bytes: float
+    summed_elems: float = 0  # added without decoding
+    encoded_elems: float = 0  # each weighted by ``coding_effort``
+    decoded_elems: float = 0
+    node_rounds: int = 0  # between nodes, over another transport
+    node_bytes: float = 0
+    node_summed_elems: float = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One algorithm. A name is ``name`` itself, a preset, or, for ``num_codecs`` > 0, ``name:CODEC,...``.
+
+    Args:
+        make: (group) for names without codecs, else (group, *codecs, name=...).
+        work: (setting, message bytes, *codecs): what one rank does.
+        wire_bytes: (setting, message bytes, *codecs): exactly what rank 0 sends; None: by ``work``, up to rounding.
+        num_codecs: how many codecs the constructor takes.
+        patterns: the forms with codecs, each with its explanation.
+        presets: names with fixed codecs.
+        lossy_names: quantized names worth measuring, for a suffix of their codecs such as ``-g64``.
+        exact_codecs: the codecs of the bare ``name``; None: the bare name needs codecs and is not valid.
+        order: the order in which it adds. Algorithms of one order give the same bits.
+        depends_on_place: with three or more ranks on CPU the order depends on an element's place in the tensor.
+        needs_nodes: it is worth using on several nodes only.
+        rounds: ``kernel``: one kernel where memory is shared; ``message``: always messages; ``library``: gloo or NCCL.
+        neighbours_only: each rank sends to the next one alone, so one rank of a node uses the link between nodes.
+        preference: the lowest is chosen among equally fast ones.
+    """
+
+    name: str
+    make: "Callable[..., AllReduce] | str"  # a string "module:attribute" is imported when used
+    work: Callable[..., Work] | None = None
+    wire_bytes: Callable[..., int] | None = None
+    num_codecs: int = 0
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    presets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lossy_names: Callable[[str], list[str]] | None = None
+    exact_codecs: tuple[str, ...] | None = ()
+    order: str = RANK_ORDER
+    depends_on_place: bool = False
+    needs_nodes: bool = False
+    rounds: Literal["kernel", "message", "library"] = "kernel"
+    neighbours_only: bool = False
+    preference: int = 100
+
+    def refusal(self, setting: Setting) -> str | None:
+        """The reason why ``auto`` may not use its exact form in this setting; None: it may."""
+        if self.needs_nodes and setting.num_nodes == 1:
+            return "there is one node, where it is two-shot"
+        if self.depends_on_place and setting.world_size > 2 and setting.device == "cpu":
+            return "sums depend on an element's place, so a text would on its neighbours"
+        return None
+
+
+def coded_elem_bytes(codec: "Codec", setting: Setting) -> float:
+    return codec.wire_bytes(codec.group_elems, setting.elem_bytes) / codec.group_elems
+
+
+def coding_effort(codec: "Codec") -> float:
+    """The time of ``codec`` in multiples of int8's, as `tightwire bench kernels` measures it; 0 for an exact one."""
+    fmt = codec.format
+    if fmt is None:
+        return 0.0
+    if fmt.spikes:
+        return 3.0
+    if fmt.hadamard:
+        return 2.3
+    return (1.9 if len(fmt.plane_bits) > 1 else 1.0) * _GROUP_EFFORT[fmt.group_elems]
+
+
+_GROUP_EFFORT = {128: 1.0, 64: 1.2, 32: 1.7}
