@@ -7,7 +7,7 @@ from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.detokenize import TokenTable
 from tightwire.server.api.errors import unavailable
 from tightwire.server.api.metrics import Metrics
-from tightwire.server.config.http import HttpOptions
+from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_client import EngineClient, EngineState, Phase
 
 

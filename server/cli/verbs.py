@@ -19,7 +19,7 @@ from tightwire.server.config.serve import ServeConfig
 if TYPE_CHECKING:
     from tightwire.server.ranks.processes import Ranks
 
-_OFFLINE_GROUPS = ("model", "parallel", "engine", "weights")
+_OFFLINE_GROUPS = ("model", "parallel", "engine", "weights", "timeouts")
 
 
 def serve(argv: Sequence[str]) -> int:

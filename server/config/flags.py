@@ -15,23 +15,11 @@ from typing import Any
 from tightwire.comm.all_reduce.names import split_all_reduce_names
 from tightwire.comm.errors import suggest
 from tightwire.comm.sizes import format_bytes, parse_bytes
-from tightwire.server.config.engine import EngineOptions
-from tightwire.server.config.http import HttpOptions
-from tightwire.server.config.model import ModelOptions
-from tightwire.server.config.parallel import ParallelOptions
-from tightwire.server.config.serve import ServeConfig, option_fields
-from tightwire.server.config.weights import WeightOptions
+from tightwire.server.config.serve import GROUPS, ServeConfig, option_fields
 
 Fields = Mapping[str, Field[Any]]
 
-_CLASSES = {
-    "model": ModelOptions,
-    "parallel": ParallelOptions,
-    "engine": EngineOptions,
-    "weights": WeightOptions,
-    "http": HttpOptions,
-}
-ALL_GROUPS = tuple(_CLASSES)
+ALL_GROUPS = tuple(GROUPS)
 _MODEL_ARGUMENT = "model_argument"  # the model written without its flag: `tightwire serve MODEL`
 
 
@@ -57,7 +45,7 @@ def make_parser(
     if argument == "[MODEL]":
         parser.add_argument(_MODEL_ARGUMENT, nargs="?", metavar="MODEL", help="the same as --model MODEL")
     for group in groups:
-        add_flags(parser.add_argument_group(group, _CLASSES[group].__doc__), fields_of([group]))
+        add_flags(parser.add_argument_group(group, GROUPS[group].__doc__), fields_of([group]))
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="a YAML file with the same names as the flags, which override it"
     )
@@ -103,10 +91,10 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
     Raises:
         ValueError: a value its option group refuses.
     """
-    by_group: dict[str, dict[str, Any]] = {group: {} for group in _CLASSES}
+    by_group: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
     for name, value in values.items():
         by_group[option_fields()[name][0]][name] = value
-    return ServeConfig(**{group: cls(**by_group[group]) for group, cls in _CLASSES.items()})
+    return ServeConfig(**{group: cls(**by_group[group]) for group, cls in GROUPS.items()})
 
 
 def add_flags(parser: argparse._ActionsContainer, fields: Fields) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 # Prompt rows of one step whose logits are asked for: 50 MB for a vocabulary of 49152. The memory budget counts them.
 MAX_SCORED_ROWS = 256
+MAX_BODY_BYTES = 4 << 20  # of a request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,7 @@ class Limits:
             raise ValueError(
                 f"a step may need {self.max_step_blocks} blocks of {self.block_size} = "
                 f"{self.max_step_blocks * self.block_size} tokens, less than one sequence of max_model_len="
-                f"{self.max_model_len}; give it more (--kv-slot-tokens) or set --max-model-len to at most "
+                f"{self.max_model_len}; set --max-model-len to at most "
                 f"{self.max_step_blocks * self.block_size}"
             )
 

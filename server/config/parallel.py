@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
-from tightwire.server.config.option import option, require, require_seconds
+from tightwire.server.config.option import option, require
 
 _MAX_RANKS = 64  # each is a process that imports torch before the model can say how many it is good for
 POLICY_PREFIX = "policy:"  # of a name that stands for a policy file
@@ -37,12 +37,6 @@ class ParallelOptions:
         "algorithm for rows of generated tokens; default: as --allreduce when that is lossless, auto when it is lossy",
         metavar="NAME",
     )
-    allreduce_o_proj: str | None = option(
-        None, "algorithm for prompt rows after attention; default: as --allreduce", metavar="NAME"
-    )
-    allreduce_down_proj: str | None = option(
-        None, "algorithm for prompt rows after the MLP; default: as --allreduce", metavar="NAME"
-    )
     comm_error_budget: float | None = option(
         None,
         "relative RMS error of one AllReduce that auto may spend on prompt rows, such as 0.01; default: none, auto is "
@@ -52,7 +46,7 @@ class ParallelOptions:
     comm_policy: str | None = option(
         None,
         "a policy file, such as `tightwire bench quality` writes: an AllReduce for each layer, site and phase; instead of "
-        "the five options above",
+        "the three options above",
         metavar="FILE",
     )
     allreduce_extra: tuple[str, ...] = option(
@@ -80,20 +74,15 @@ class ParallelOptions:
         "a transport slowed down in user space; auto: namespaces where they can be had",
         EMULATIONS,
     )
-    bind_cores: bool = option(
-        True, "on CPU, several ranks each keep to cores of their own, where there are enough for all of their threads"
-    )
     overlap: str = option(
         "auto",
         "compute one half of a prompt's step while the other half's sums are on the wire: on, off, or auto, which does it "
         "beside --link, as what memory carries takes the cores' own time; between CPU ranks",
         ("auto", "on", "off"),
     )
-    comm_timeout_s: float = option(60.0, "longest a rank waits in one collective before it gives up", metavar="S")
 
     def __post_init__(self) -> None:
         require(1 <= self.tp <= _MAX_RANKS, "tp", self.tp, f"1 to {_MAX_RANKS}")
-        require_seconds("comm_timeout_s", self.comm_timeout_s)
         require(
             1 <= self.dp * self.tp <= _MAX_RANKS, "dp", self.dp, f"1 to {_MAX_RANKS // self.tp} with --tp {self.tp}"
         )
@@ -137,7 +126,7 @@ class ParallelOptions:
         if self.comm_policy is None and not by_file:
             return
         file = by_file[0] if self.comm_policy is None else f"--comm-policy {self.comm_policy}"
-        for name in ("allreduce_o_proj", "allreduce_down_proj", "allreduce_decode", "comm_error_budget"):
+        for name in ("allreduce_decode", "comm_error_budget"):
             self._refuse_beside(file, name, getattr(self, name), None)
         if self.comm_policy is not None:
             self._refuse_beside(file, "allreduce", self.allreduce, "auto")

@@ -1,16 +1,148 @@
-"""The one frozen tree of options of ``serve``; flags (``flags``) and YAML keys are derived from its fields.
+"""The options of ``serve``: one frozen tree from which flags (``flags``) and YAML keys are derived.
 
-Each field's metadata carries its help text. A value is checked where it is born; an unknown key is an error.
+Each field's metadata holds its help text. Each class checks its own values.
 """
 
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from tightwire.server.config.engine import EngineOptions
-from tightwire.server.config.http import HttpOptions
-from tightwire.server.config.model import ModelOptions
+from tightwire.server.config.option import MAX_SECONDS, option, require, require_seconds
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.weights import WeightOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """Which model, in which numbers, on which device."""
+
+    model: str = option("smollm2-135m", "a known name, a Hugging Face folder or repo id, a .gguf file, or random:SHAPE")
+    served_model_name: str | None = option(None, "the name clients use; default: the model's own", metavar="NAME")
+    device: str = option("auto", "where ranks run; auto takes CUDA when there is one", ("auto", "cpu", "cuda"))
+    dtype: str = option(
+        "auto",
+        "numbers of activations, the KV cache, and weights that are not packed; auto: the checkpoint's own (float16 and float32 files: bfloat16 on CPU)",
+        ("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str = option(
+        "auto",
+        "how weight matrices are kept in memory, whatever --dtype the activations have. auto: GGUF's Q8_0, Q4_0 and Q4_1 as "
+        "the file holds them, all else as numbers of --dtype; none: everything as such numbers; int8, int4: floats are "
+        "quantized when they are read (int4: but for the embedding and the head, which get 8 bits)",
+        ("auto", "none", "int8", "int4"),
+    )
+    seed: int = option(0, "seed of random: weights and of requests that bring none (0: a fresh one per request)")
+
+    def __post_init__(self) -> None:
+        require(self.model != "", "model", self.model, "a name, a path or random:SHAPE")
+        require(self.served_model_name != "", "served_model_name", self.served_model_name, "left out, or not empty")
+        require(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How much runs at once."""
+
+    max_model_len: int | None = option(
+        None,
+        "longest prompt plus answer, in tokens; default: the model's context, less if memory is short",
+        metavar="N",
+    )
+    max_num_seqs: int = option(64, "sequences in one step, of each replica", metavar="N")
+    max_num_batched_tokens: int = option(
+        512, "tokens in one step, of each replica; longer prompts are prefilled in chunks", metavar="N"
+    )
+    block_size: int = option(16, "tokens per KV cache block", metavar="N")
+    prefix_cache: str = option(
+        "prompts",
+        "what requests that begin alike share of the KV cache: prompts, whose numbers do not depend on what runs beside "
+        "them (on a CPU); all, generated tokens too, so a chat goes on sooner (in 16-bit numbers a text may then differ by "
+        "rounding); or none",
+        ("none", "prompts", "all"),
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        "bytes of KV cache over all ranks, such as 2GiB; default: what max_num_seqs needs, at most a share of memory",
+        metavar="BYTES",
+    )
+    kv_offload: bool = option(
+        False,
+        "keep the KV cache in host memory, for batches whose cache the device has no room for: a layer's keys and values "
+        "of a step's sequences come to the device while the layer before is computed, through two slots. Every step then "
+        "waits for what of their way takes longer than computing; CUDA graphs are off",
+    )
+    cuda_graphs: bool = option(
+        True,
+        "on CUDA, capture the steps of generated tokens and replay them; without, each kernel is launched by the host",
+    )
+    plan_ahead: str = option(
+        "auto",
+        "plan and launch each step while the one before it still runs, so that a device need not wait for the host in "
+        "between: on, off, or auto, which does it on CUDA, as on a CPU the cores that would plan are those that compute. "
+        "The answers are the same; a prompt that arrives may wait for one step more. Not beside --dp",
+        ("auto", "on", "off"),
+    )
+    speculation: str = option(
+        "none",
+        "guess tokens ahead and check several in one step: ngram guesses what followed when the last tokens stood in the "
+        "text before. The answer is the same (on a CPU to the bit), sooner where it repeats its prompt",
+        ("none", "ngram"),
+    )
+
+    def __post_init__(self) -> None:
+        for own in fields(self):
+            choices, value = own.metadata["choices"], getattr(self, own.name)
+            require(not choices or value in choices, own.name, value, f"one of {', '.join(choices)}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(
+            self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2"
+        )
+        require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"at least --max-num-seqs ({self.max_num_seqs}), or running sequences could not all take a step",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpOptions:
+    """The outside door."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 takes a free one", metavar="N")
+    api_key: str | None = option(None, "when set, every route but /health* and /metrics wants it as a Bearer token")
+    max_queued_requests: int = option(256, "requests waiting or running before new ones get 429", metavar="N")
+    shutdown_grace_s: float = option(30.0, "after SIGTERM, how long running requests may take to finish", metavar="S")
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
+        # An unset variable in a script must not become a key that everybody can guess.
+        require(self.api_key != "", "api_key", self.api_key, "left out, or not empty")
+        require(self.max_queued_requests >= 1, "max_queued_requests", self.max_queued_requests, "at least 1")
+        grace_s = self.shutdown_grace_s
+        require(0 <= grace_s <= MAX_SECONDS, "shutdown_grace_s", grace_s, f"0 to {MAX_SECONDS:g}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeoutOptions:
+    """How long ranks may be silent or stuck."""
+
+    comm_timeout_s: float = option(
+        60.0,
+        "longest wait for another rank in one collective, or for a byte of a streamed layer or of an offloaded KV cache",
+        metavar="S",
+    )
+    rank_timeout_s: float = option(10.0, "a rank that sends no heartbeat for this long is dead", metavar="S")
+    step_timeout_s: float = option(
+        120.0,
+        "a step that starts no new collective and receives nothing of a streamed layer for this long is hung",
+        metavar="S",
+    )
+
+    def __post_init__(self) -> None:
+        for own in fields(self):
+            require_seconds(own.name, getattr(self, own.name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +152,7 @@ class ServeConfig:
     engine: EngineOptions = field(default_factory=EngineOptions)
     weights: WeightOptions = field(default_factory=WeightOptions)
     http: HttpOptions = field(default_factory=HttpOptions)
+    timeouts: TimeoutOptions = field(default_factory=TimeoutOptions)
 
     def __post_init__(self) -> None:
         if self.parallel.link is not None and self.model.device == "cuda":
@@ -42,13 +175,16 @@ def _require_sharers(parallel: ParallelOptions) -> None:
         )
 
 
+GROUPS = {
+    "model": ModelOptions,
+    "parallel": ParallelOptions,
+    "engine": EngineOptions,
+    "weights": WeightOptions,
+    "http": HttpOptions,
+    "timeouts": TimeoutOptions,
+}
+
+
 def option_fields() -> dict[str, tuple[str, Any]]:
-    """Every option by name: the group it lives in and its dataclass field. Names are unique over the groups."""
-    groups = {
-        "model": ModelOptions,
-        "parallel": ParallelOptions,
-        "engine": EngineOptions,
-        "weights": WeightOptions,
-        "http": HttpOptions,
-    }
-    return {f.name: (group, f) for group, cls in groups.items() for f in fields(cls)}
+    """Every option by name: its group and its dataclass field. Names are unique over the groups."""
+    return {f.name: (group, f) for group, cls in GROUPS.items() for f in fields(cls)}

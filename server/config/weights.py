@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 from tightwire.model.weights import WEIGHT_CODECS
-from tightwire.server.config.option import option, require, require_seconds
+from tightwire.server.config.option import option, require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,42 +38,24 @@ class WeightOptions:
         "step takes as many prompt tokens as cost no more time than the layers' way (micro-batches share a layer)",
         ("latency", "throughput"),
     )
-    stream_rate: int | None = option(
-        None,
-        "slow the source down to so many bytes a second and rank, such as 500MB, to see what that does",
-        metavar="BYTES",
-    )
     device_memory: int | None = option(
         None, "most memory a rank may take, such as 4GiB; default: what is free", metavar="BYTES"
-    )
-    weight_io: str = option(
-        "auto",
-        "how a prepared folder is read: buffered, through the page cache; direct, around it; auto: direct where the files are "
-        "larger than half of the free memory",
-        ("auto", "direct", "buffered"),
     )
     verify_weights: bool = option(
         False, "hold each layer of a prepared folder against its checksum when it is first read"
     )
-    fetch_timeout_s: float = option(
-        60.0,
-        "longest that not one byte of a streamed layer, or of an offloaded cache, may come, before the server gives up; reads of a "
-        "prepared folder that fail in passing are tried again for most of it",
-        metavar="S",
-    )
 
     def __post_init__(self) -> None:
-        require_seconds("fetch_timeout_s", self.fetch_timeout_s)
-        for name in ("stream_layers", "stream_rate", "device_memory"):
+        for name in ("stream_layers", "device_memory"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "at least 1")
         if self.weights == "auto":
-            self._leave_out(("stream_layers", "stream_rate"), "given beside --weights stream")
+            self._leave_out(("stream_layers",), "given beside --weights stream")
         if self.weights == "partition":
             want = "left out beside --weights partition, whose layers come from the other replicas"
-            self._leave_out(("stream_from", "stream_rate"), want)
+            self._leave_out(("stream_from",), want)
         if self.weights == "resident":
-            streaming = ("stream_from", "stream_layers", "stream_policy", "stream_rate", "weight_codec")
+            streaming = ("stream_from", "stream_layers", "stream_policy", "weight_codec")
             self._leave_out(streaming, "left out beside --weights resident, as nothing streams")
 
     def _leave_out(self, names: tuple[str, ...], want: str) -> None:

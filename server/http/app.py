@@ -13,7 +13,7 @@ from tightwire import __version__
 from tightwire.server.api.errors import install_error_handlers
 from tightwire.server.api.metrics import Metrics
 from tightwire.server.api.serving import ModelSlot, Serving
-from tightwire.server.config.http import HttpOptions
+from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.auth import RequireKey
 from tightwire.server.http.middleware import RequestScope
 from tightwire.server.http.openapi import make_openapi

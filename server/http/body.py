@@ -10,11 +10,12 @@ from pydantic_core import ErrorDetails
 
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.schemas import IGNORED_FIELDS, UNSUPPORTED_FIELDS, Body
+from tightwire.server.config.limits import MAX_BODY_BYTES
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-async def read_body(request: Request, kind: type[BodyT], *, max_bytes: int) -> BodyT:
+async def read_body(request: Request, kind: type[BodyT], *, max_bytes: int = MAX_BODY_BYTES) -> BodyT:
     """Read, parse and check the request's JSON.
 
     Raises:
@@ -75,9 +76,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    message = (
-        f"the body is larger than {max_bytes} bytes; send less, or start the server with a larger --max-body-bytes"
-    )
+    message = f"the body is larger than {max_bytes} bytes; send less"
     return ApiError(413, message, code="body_too_large")
 
 

@@ -3,7 +3,7 @@
 import errno
 import socket
 
-from tightwire.server.config.http import HttpOptions
+from tightwire.server.config.serve import HttpOptions
 
 
 class PortTakenError(OSError):

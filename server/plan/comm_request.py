@@ -24,8 +24,6 @@ def describe_request(options: ParallelOptions) -> str:
     """The name that was asked for and everything beside it, in one word, such as ``flash-int8+decode=two-shot``."""
     beside = {
         "decode": options.allreduce_decode,
-        "o-proj": options.allreduce_o_proj,
-        "down-proj": options.allreduce_down_proj,
         "error-budget": options.comm_error_budget,
     }
     return "+".join([own_arm(options), *(f"{name}={value}" for name, value in beside.items() if value is not None)])
@@ -37,7 +35,7 @@ def check_all_reduce_names(options: ParallelOptions) -> None:
     Raises:
         ValueError: says which flag, and what is possible.
     """
-    fields = ("allreduce", "allreduce_decode", "allreduce_o_proj", "allreduce_down_proj")
+    fields = ("allreduce", "allreduce_decode")
     named = [(field, name) for field in fields if (name := getattr(options, field)) is not None]
     named += [("allreduce_extra", name) for name in options.allreduce_extra]
     if options.comm_policy is not None:
@@ -64,8 +62,6 @@ def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, Policy
         max_rows=engine.max_num_batched_tokens,
         max_decode_rows=engine.max_num_seqs,
         decode=parallel.allreduce_decode,
-        o_proj=parallel.allreduce_o_proj,
-        down_proj=parallel.allreduce_down_proj,
         error_budget=parallel.comm_error_budget,
     )
     names = dict.fromkeys([own_arm(parallel), *parallel.allreduce_extra])

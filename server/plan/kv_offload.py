@@ -12,7 +12,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
-from tightwire.server.config.engine import EngineOptions
+from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.memory_budget import (
     MemoryBudget,
     Pool,
@@ -58,10 +58,9 @@ def make_offloaded_budget(
     ranks = ranks_with(options)
     apiece = math.ceil(longest / size)
     fitting_slot = min(fitting_blocks(ranks, pool) for pool in pools)
-    asked_slot = None if options.kv_slot_tokens is None else math.ceil(options.kv_slot_tokens / size)
     host = Pool(name="host memory, for the KV cache", available_bytes=host_bytes, ranks=range(len(ranks)))
     if device == "cpu":
-        fitting, host = _fitting_beside_slots(ranks, pools[0], asked_slot), None
+        fitting, host = _fitting_beside_slots(ranks, pools[0]), None
     else:
         fitting = host_bytes // sum(rank.block for rank in ranks)
     if options.kv_cache_memory is not None:
@@ -69,13 +68,9 @@ def make_offloaded_budget(
     else:
         num_blocks = min(options.max_num_seqs * apiece, max(int(fitting * _CACHE_SHARE[device]), min(fitting, apiece)))
     slot_share = _SLOT_SHARE if cache_share is None else cache_share
-    if device == "cpu":
-        slot_blocks = num_blocks if asked_slot is None else asked_slot
-    else:
-        slot_blocks = (
-            max(int(fitting_slot * slot_share), min(fitting_slot, apiece)) if asked_slot is None else asked_slot
-        )
-    slot_blocks = min(slot_blocks, num_blocks)
+    slot_blocks = num_blocks
+    if device != "cpu":
+        slot_blocks = min(num_blocks, max(int(fitting_slot * slot_share), min(fitting_slot, apiece)))
     max_model_len = longest if options.max_model_len else min(longest, slot_blocks * size)
     budget = MemoryBudget(
         ranks=ranks,
@@ -90,7 +85,7 @@ def make_offloaded_budget(
     )
     if fitting_slot < 1:
         raise refusal(budget, why_nothing_fits(budget, options, ranks_with, dtype, formats))
-    _check(budget, options, fitting, fitting_slot)
+    _check(budget, options, fitting)
     return budget
 
 
@@ -120,15 +115,13 @@ def describe_offload(budget: MemoryBudget, config: LlamaConfig, options: EngineO
     return tuple(lines)
 
 
-def _fitting_beside_slots(ranks: Sequence[RankBytes], pool: Pool, slot_blocks: int | None) -> int:
-    """Blocks of a cache that shares its pool with its slots, which never have more, and fewer where that is asked for."""
+def _fitting_beside_slots(ranks: Sequence[RankBytes], pool: Pool) -> int:
+    """Blocks of a cache that shares its pool with its slots, which hold as many."""
     block, slot = sum(ranks[r].block for r in pool.ranks), sum(ranks[r].slot for r in pool.ranks)
-    left = left_bytes(ranks, pool)
-    alike = left // (block + slot)
-    return alike if slot_blocks is None else max(alike, (left - slot_blocks * slot) // block)
+    return left_bytes(ranks, pool) // (block + slot)
 
 
-def _check(budget: MemoryBudget, options: EngineOptions, fitting: int, fitting_slot: int) -> None:
+def _check(budget: MemoryBudget, options: EngineOptions, fitting: int) -> None:
     """Refuse a budget that does not add up, with a value that would."""
     size, per_block = options.block_size, sum(rank.block for rank in budget.ranks)
     needed = math.ceil((options.max_model_len or 2) / size)
@@ -139,8 +132,6 @@ def _check(budget: MemoryBudget, options: EngineOptions, fitting: int, fitting_s
     if budget.num_blocks > fitting:
         fix = f"--kv-cache-memory {whole_mib(fitting * per_block)} does"
         raise refusal(budget, f"the KV cache does not fit on the host; {fix}")
-    if slot_blocks > fitting_slot:
-        raise refusal(budget, f"the slots do not fit on the device; --kv-slot-tokens {fitting_slot * size} does")
     if budget.num_blocks < needed:
         want = f"{(needed * per_block >> 20) + 1}MiB"
         raise refusal(
@@ -149,8 +140,8 @@ def _check(budget: MemoryBudget, options: EngineOptions, fitting: int, fitting_s
             f"least --kv-cache-memory {want}, or a smaller --max-model-len",
         )
     if slot_blocks < needed:
-        fix = f"--kv-slot-tokens {needed * size}" if needed <= fitting_slot else f"--max-model-len {slot_blocks * size}"
         raise refusal(
             budget,
-            f"a slot holds {slot_blocks * size} tokens, less than one sequence of {needed * size}; {fix} would do",
+            f"a slot holds {slot_blocks * size} tokens, less than one sequence of {needed * size}; "
+            f"--max-model-len {slot_blocks * size} would do",
         )

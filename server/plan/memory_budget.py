@@ -13,7 +13,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
-from tightwire.server.config.engine import EngineOptions
+from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.rank_bytes import RankBytes, RanksWith, ranks_maker
 from tightwire.server.plan.rank_names import rank_name
 

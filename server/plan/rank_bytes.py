@@ -10,8 +10,8 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
 from tightwire.model.weights.residency import WeightPlan, WeightSizes
-from tightwire.server.config.engine import EngineOptions
 from tightwire.server.config.limits import MAX_SCORED_ROWS
+from tightwire.server.config.serve import EngineOptions
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -19,10 +19,8 @@ from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, check_split
 from tightwire.model.weights.residency import WeightPlan, WeightSizes
-from tightwire.server.config.engine import EngineOptions
-from tightwire.server.config.model import ModelOptions
 from tightwire.server.config.parallel import ParallelOptions
-from tightwire.server.config.serve import ServeConfig
+from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 from tightwire.server.plan.comm_decision import CommDecision, decide_comm
 from tightwire.server.plan.comm_request import check_all_reduce_names, describe_request, own_arm, policy_requests
 from tightwire.server.plan.devices import CudaDevice, available_host_bytes, cuda_devices

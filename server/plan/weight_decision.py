@@ -121,7 +121,7 @@ def decide_weights(
     if prepared is None:
         _refuse_for_files(options)
     reading = {
-        "io": "buffered" if prepared is None else prepared.choose_io(options.weight_io, host_bytes),
+        "io": "buffered" if prepared is None else prepared.choose_io("auto", host_bytes),
         "verify": options.verify_weights,
     }
     resident, refusal = _try(make_budget)
@@ -149,7 +149,6 @@ def decide_weights(
                 codec=options.weight_codec,
                 streamed=spread(num_layers, num_streamed),
                 max_parts=_MAX_PARTS[options.stream_policy],
-                bytes_per_s=options.stream_rate,
                 **reading,
             )
 
@@ -201,15 +200,11 @@ def _refuse_for_files(options: WeightOptions) -> None:
     Raises:
         ValueError: it was asked for.
     """
-    for flag, asked in (
-        ("--weight-io direct", options.weight_io == "direct"),
-        ("--verify-weights", options.verify_weights),
-    ):
-        if asked:
-            raise ValueError(
-                f"{flag} is for a prepared folder, whose layers lie as they are read and have checksums; "
-                "`tightwire prepare MODEL FOLDER` makes one to serve, or leave it out"
-            )
+    if options.verify_weights:
+        raise ValueError(
+            "--verify-weights is for a prepared folder, whose layers have checksums; "
+            "`tightwire prepare MODEL FOLDER` makes one to serve, or leave it out"
+        )
 
 
 def _may_share(options: WeightOptions, device: str, num_replicas: int, num_nodes: int) -> bool:

@@ -17,8 +17,8 @@ from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import StepPlan
-from tightwire.server.config.engine import EngineOptions
 from tightwire.server.config.limits import Limits
+from tightwire.server.config.serve import EngineOptions
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.request import RequestRules
@@ -89,14 +89,11 @@ class Leader:
             num_blocks=plan.num_blocks,
             block_size=options.block_size,
             prefix_cache=options.prefix_cache,
-            max_drafting_seqs=options.speculative_max_seqs,
             max_step_blocks=None if plan.slot_blocks == plan.num_blocks else plan.slot_blocks,
         )
         self._drafter = None
         if options.speculation == "ngram":
-            self._drafter = NgramDrafter(
-                max_tokens=options.speculative_tokens, longest=options.ngram_max, shortest=options.ngram_min
-            )
+            self._drafter = NgramDrafter(max_tokens=5, longest=4, shortest=2)
         self._sampler = Sampler(model.vocab_size, group.device)
 
     def __enter__(self) -> Self:

@@ -49,14 +49,14 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         layout = make_layout(checkpoint.config, work.config.parallel.tp, work.config.parallel.tp_split)
         formats = formats_of(checkpoint, work.config.model.quantization)
     with reporter.stage("join"):
-        store = _open_store(identity, work.config.parallel.comm_timeout_s)
+        store = _open_store(identity, work.config.timeouts.comm_timeout_s)
         world = _join_world(identity, work, store)
         group = _join(identity, work, store, world)
         reporter.ledger = group.ledger
         link = _tried_link(group, identity, work)
     runner: ModelRunner | None = None
     try:
-        binds = work.plan.device == "cpu" and work.config.parallel.bind_cores
+        binds = work.plan.device == "cpu"
         cores = bind_to_cores(identity.rank, identity.world_size, torch.get_num_threads()) if binds else ()
         with reporter.stage("self-test"):
             comm = check_comm(
@@ -128,7 +128,7 @@ def _join_world(identity: RankIdentity, work: RankWork, store: Store) -> Group |
         store=store,
         device=_device(identity, work),
         timeout_s=_MEETING_DEADLINE_S,
-        join_timeout_s=work.config.parallel.comm_timeout_s,
+        join_timeout_s=work.config.timeouts.comm_timeout_s,
         name="replicas",
         segment_fd=identity.segment_fd if work.plan.transport == "shared-memory" else None,
     )
@@ -147,7 +147,7 @@ def _join(identity: RankIdentity, work: RankWork, store: Store, world: Group | N
         topology,
         store=store,
         device=device,
-        timeout_s=parallel.comm_timeout_s,
+        timeout_s=work.config.timeouts.comm_timeout_s,
         name="ranks" if world is None else f"replica-{replica}",
         interface=identity.interface,
         segment_fd=segment_fd if shared and parallel.tp > 1 else None,
@@ -170,7 +170,7 @@ def _join_peers(identity: RankIdentity, work: RankWork, store: Store) -> Partiti
         store=store,
         device=_device(identity, work),
         timeout_s=_MEETING_DEADLINE_S,
-        join_timeout_s=work.config.parallel.comm_timeout_s,
+        join_timeout_s=work.config.timeouts.comm_timeout_s,
         interface=identity.interface,
         segment_fd=identity.peer_segment_fd if work.plan.transport == "shared-memory" else None,
     )
@@ -230,7 +230,7 @@ def _load(
             block_size=work.config.engine.block_size,
             formats=formats,
             weight_plan=work.plan.weights,
-            fetch_timeout_s=work.config.weights.fetch_timeout_s,
+            fetch_timeout_s=work.config.timeouts.comm_timeout_s,
             most_rows=work.config.engine.max_num_batched_tokens if work.plan.weights.max_parts > 1 else None,
             overlap=work.plan.overlap,
             graphs_up_to=work.config.engine.max_num_seqs if work.config.engine.cuda_graphs else 0,

@@ -36,8 +36,8 @@ class RankedEngine:
         self._ranks, self._progress = ranks, progress
         self._watch = Watch(
             self._ranks.pids,
-            rank_timeout_s=config.http.rank_timeout_s,
-            step_timeout_s=config.http.step_timeout_s,
+            rank_timeout_s=config.timeouts.rank_timeout_s,
+            step_timeout_s=config.timeouts.step_timeout_s,
             num_replicas=config.parallel.dp,
         )
         self.client = ZmqEngineClient(

@@ -48,7 +48,7 @@ async def _answer(
     make_dialect: Callable[[BodyT, Heading, TokenTable], Dialect],
 ) -> Response:
     model = serving.require_ready()
-    body = await read_body(request, kind, max_bytes=serving.http.max_body_bytes)
+    body = await read_body(request, kind)
     check_model(body, model.info)
     trace = RequestTrace(serving.engine, serving.metrics, arrived_s=arrived_s(request), streamed=body.stream)
     with trace.tokenizing():

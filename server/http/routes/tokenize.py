@@ -17,14 +17,13 @@ _ERRORS = (400, 404, 413, 415, 503)
 
 def tokenize_router(serving: Serving) -> APIRouter:
     router = APIRouter()
-    max_bytes = serving.http.max_body_bytes
 
     @router.post(
         "/tokenize", openapi_extra=operation(Tokenized, body=TokenizeBody, errors=_ERRORS), summary="Text to token ids"
     )
     async def tokenize(request: Request) -> Response:
         model = serving.require_model()
-        body = await read_body(request, TokenizeBody, max_bytes=max_bytes)
+        body = await read_body(request, TokenizeBody)
         check_model(body, model.info)
         ids = await _token_ids(body, model)
         answer = Tokenized(count=len(ids), max_model_len=model.info.max_model_len, tokens=ids)
@@ -39,7 +38,7 @@ def tokenize_router(serving: Serving) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         model = serving.require_model()
-        body = await read_body(request, DetokenizeBody, max_bytes=max_bytes)
+        body = await read_body(request, DetokenizeBody)
         check_model(body, model.info)
         check_ids(body.tokens, model.info, "tokens")
         text = await run_off_loop(lambda: model.tokenizer.decode(body.tokens, False), len(body.tokens))

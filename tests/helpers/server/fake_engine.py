@@ -18,7 +18,7 @@ from tightwire.comm.ledger.trace import RankEvents
 from tightwire.model.text.byte_tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, byte_backend
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.serving import ModelInfo, ModelSlot
-from tightwire.server.config.http import HttpOptions
+from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.app import make_app
 from tightwire.server.ipc.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
 from tightwire.server.ipc.engine_stats import CommCount, EngineCounters, EngineStats, ReplicaLoad

@@ -12,9 +12,8 @@ from tiny import make_tiny
 
 from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
 from tightwire.comm.link.link import parse_link
-from tightwire.server.config.model import ModelOptions
 from tightwire.server.config.parallel import ParallelOptions
-from tightwire.server.config.serve import ServeConfig
+from tightwire.server.config.serve import ModelOptions, ServeConfig
 
 pytestmark = pytest.mark.alone
 

@@ -44,7 +44,7 @@ def test_answers_as_with_resident_weights_and_says_what_streams(model: Path, ans
 def test_a_prepared_folder_is_served_whole_or_in_parts(model: Path, answer: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare(open_checkpoint(str(model)), out, PrepareOptions(tp=2, dtype="float32"))
-    for options in (("--weights", "resident"), ("--weights", "stream", "--verify-weights", "--weight-io", "direct")):
+    for options in (("--weights", "resident"), ("--weights", "stream", "--verify-weights")):
         with ServerProcess(tmp_path / options[1], str(out), *_SMALL, "--tp", "2", *options) as server:
             url = server.wait_ready()
             assert complete(url, 20).json()["choices"][0]["text"] == answer
@@ -68,7 +68,7 @@ def test_a_damaged_layer_ends_the_server_with_its_name(model: Path, tmp_path: Pa
 def test_a_file_that_is_cut_while_it_is_served_ends_the_server_with_its_name(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare(open_checkpoint(str(model)), out, PrepareOptions(dtype="float32"))
-    with ServerProcess(tmp_path / "run", str(out), *_STREAM, "--fetch-timeout-s", "2") as server:
+    with ServerProcess(tmp_path / "run", str(out), *_STREAM, "--comm-timeout-s", "2") as server:
         url = server.wait_ready()
         path = out / "rank-0-of-1.weights"
         with path.open("r+b") as file:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from helpers.server.fake_engine import INFO, FakeEngine, app_for, byte_tokenizer, says
 
-from tightwire.server.config.http import HttpOptions
+from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_client import EngineState, Phase
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -391,11 +391,11 @@ async def test_body_limit_counts_what_arrives(engine: FakeEngine) -> None:
     async def endless() -> AsyncIterator[bytes]:
         yield b'{"prompt": "'
         for _ in range(1000):
-            yield b"a" * 100
+            yield b"a" * 100_000
 
-    async with _client(app_for(engine, http=HttpOptions(max_body_bytes=1000))) as client:
+    async with _client(app_for(engine)) as client:
         headers = {"content-type": "application/json"}
-        for content in (b'{"prompt": "' + b"a" * 1000 + b'"}', endless()):
+        for content in (b'{"prompt": "' + b"a" * (4 << 20) + b'"}', endless()):
             response = await client.post("/v1/completions", content=content, headers=headers)
             assert response.status_code == 413
             assert response.json()["error"]["code"] == "body_too_large"

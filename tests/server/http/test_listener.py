@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tightwire.server.config.http import HttpOptions
+from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.listener import PortTakenError, open_listener, url_of
 
 

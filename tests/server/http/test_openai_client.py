@@ -9,7 +9,7 @@ import pytest
 from helpers.server.fake_engine import FakeEngine, app_for, byte_tokenizer, says, serve
 from openai import AsyncOpenAI, OpenAI
 
-from tightwire.server.config.http import HttpOptions
+from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_client import EngineState, Phase
 
 KEY = "secret"
@@ -19,7 +19,7 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content"
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[str, FakeEngine]]:
     engine = FakeEngine()
-    with serve(app_for(engine, http=HttpOptions(api_key=KEY, max_body_bytes=10_000))) as url:
+    with serve(app_for(engine, http=HttpOptions(api_key=KEY))) as url:
         yield url, engine
 
 
@@ -120,7 +120,7 @@ def test_exceptions_are_the_ones_programs_catch(openai_client: OpenAI, engine: F
     with pytest.raises(openai.AuthenticationError):
         openai_client.with_options(api_key="wrong").chat.completions.create(**CHAT)
     with pytest.raises(openai.APIStatusError) as large:
-        create(**{**CHAT, "user": "a" * 20_000})
+        create(**{**CHAT, "user": "a" * (5 << 20)})
     assert large.value.status_code == 413
     engine.full = True
     with pytest.raises(openai.RateLimitError) as limited:

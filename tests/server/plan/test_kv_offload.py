@@ -63,27 +63,18 @@ def test_a_slot_has_no_more_blocks_than_there_are() -> None:
     assert made.num_blocks == made.slot_blocks == made.step_blocks == 2 * 1024 // 16
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_slot_tokens": 1000}, {"kv_slot_tokens": 100_000}])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_on_a_cpu_cache_and_slots_share_the_memory(tp: int, options: dict[str, Any]) -> None:
-    made = offloaded(6, tp, "cpu", **options)
+def test_on_a_cpu_cache_and_slots_share_the_memory(tp: int) -> None:
+    made = offloaded(6, tp, "cpu")
     assert made.host is None and made.slot_blocks is not None
     need = sum(rank.fixed + rank.block * made.num_blocks + rank.slot * made.slot_blocks for rank in made.ranks)
     assert need == sum(rank.fixed + made.cache_bytes(rank) for rank in made.ranks) <= 6 * GIB
     assert made.max_model_len <= made.slot_blocks * 16
 
 
-def test_the_slot_asked_for_is_the_slot_given() -> None:
-    made = offloaded(4, kv_slot_tokens=1001, kv_cache_memory=GIB)
-    assert made.slot_blocks == 63 and made.num_blocks == GIB // made.ranks[0].block
-    assert made.max_model_len == 63 * 16
-
-
 @pytest.mark.parametrize(
     ("options", "why", "fix"),
     [
-        ({"kv_slot_tokens": 131_072}, "the slots do not fit on the device", r"--(kv-slot-tokens) (\d+) does"),
-        ({"kv_slot_tokens": 64, "max_model_len": 1000}, "a slot holds 64 tokens", r"--(kv-slot-tokens) (\d+) would do"),
         ({"max_model_len": 131_072}, "a slot holds \\d+ tokens, less than", r"--(max-model-len) (\d+) would do"),
         ({"kv_cache_memory": 9 * GIB}, "the KV cache does not fit on the host", r"--(kv-cache-memory) (\w+) does"),
         ({"kv_cache_memory": 4 << 20, "max_model_len": 1000}, "holds 128 tokens", r"--(kv-cache-memory) (\w+), or"),
@@ -111,12 +102,6 @@ def test_weights_that_leave_no_room_for_slots_are_refused() -> None:
         offloaded(2)
 
 
-@pytest.mark.parametrize(("tokens", "why"), [(0, "at least 1"), (100, "left out, or given beside --kv-offload")])
-def test_slot_tokens_that_mean_nothing_are_refused(tokens: int, why: str) -> None:
-    with pytest.raises(ValueError, match=f"--kv-slot-tokens .*{why}"):
-        make_config({"kv_slot_tokens": tokens, "kv_offload": tokens == 0})
-
-
 def test_a_step_that_cannot_hold_the_longest_sequence_is_refused() -> None:
     sizes: dict[str, Any] = {
         "max_model_len": 64,
@@ -126,14 +111,14 @@ def test_a_step_that_cannot_hold_the_longest_sequence_is_refused() -> None:
         "block_size": 4,
     }
     assert Limits(**sizes, max_step_blocks=16).max_step_blocks == 16
-    with pytest.raises(ValueError, match=r"15 blocks of 4 = 60 tokens.*--kv-slot-tokens.* at most 60"):
+    with pytest.raises(ValueError, match=r"15 blocks of 4 = 60 tokens.*set --max-model-len to at most 60"):
         Limits(**sizes, max_step_blocks=15)
 
 
 def test_the_plan_says_what_lies_where_and_what_a_step_moves() -> None:
-    options: dict[str, Any] = {"kv_slot_tokens": 8192, "max_num_seqs": 8, "kv_cache_memory": GIB}
+    options: dict[str, Any] = {"max_num_seqs": 8, "kv_cache_memory": GIB}
     engine = make_config({"kv_offload": True, **options}).engine
-    made = offloaded(4, **options)
+    made = replace(offloaded(4, **options), slot_blocks=512)
     lines = "\n".join(describe_offload(made, MODEL, engine, "cuda"))
     assert "KV cache: 32768 tokens on the host; two slots for 512 blocks (8192 tokens) of a layer each" in lines
     # Of 8 sequences 64 blocks each to the device, and one back, of 512 KiB.
@@ -150,13 +135,13 @@ def test_a_server_answers_as_without_and_says_what_it_moves(tmp_path: Path) -> N
     model = str(make_tiny(tmp_path / "tiny"))
     with ServerProcess(tmp_path / "resident", model, *small) as server:
         answer = complete(server.wait_ready(), 40).json()["choices"][0]["text"]
-    options = ("--kv-offload", "--kv-slot-tokens", "128", "--tp", "2")
+    options = ("--kv-offload", "--tp", "2")
     with ServerProcess(tmp_path / "offloaded", model, *small, *options) as server:
         url = server.wait_ready()
         assert complete(url, 40).json()["choices"][0]["text"] == answer
         log, metrics = server.log, get(f"{url}/metrics").text
         assert server.end() == 0
-    assert "two slots for 8 blocks (128 tokens) of a layer each" in log
+    assert "two slots for 32 blocks (512 tokens) of a layer each" in log
     assert "warning: on a CPU host and device are one memory" in log
     moved = re.search(r"^tightwire_kv_offload_bytes_total (\S+)", metrics, re.MULTILINE)
     assert moved and float(moved[1]) > 0

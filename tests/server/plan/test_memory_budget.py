@@ -11,8 +11,8 @@ from tightwire.model.checkpoint.names import expected_tensors
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.weights.formats import WeightFormats, choose_formats, weight_bytes
-from tightwire.server.config.engine import EngineOptions
 from tightwire.server.config.flags import make_config
+from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.memory_budget import (
     MemoryBudget,
     NotEnoughMemoryError,

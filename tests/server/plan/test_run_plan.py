@@ -14,11 +14,10 @@ from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_pat
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.server.config.engine import EngineOptions
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.limits import MAX_SCORED_ROWS
 from tightwire.server.config.parallel import ParallelOptions
-from tightwire.server.config.serve import ServeConfig
+from tightwire.server.config.serve import EngineOptions, ServeConfig
 from tightwire.server.plan import run_plan
 from tightwire.server.plan.devices import CudaDevice, num_cores
 from tightwire.server.plan.progress import Progress
@@ -75,13 +74,11 @@ def test_a_lossy_name_is_kept_from_generated_rows_and_all_that_was_asked_is_in_o
         "device": "cpu",
         "tp": 2,
         "allreduce": "flash-int8",
-        "allreduce_o_proj": "ring",
         "comm_error_budget": 0.1,
     }
     plan = decide(make_config(options), MODEL).plan
-    assert plan.allreduce == "flash-int8+o-proj=ring+error-budget=0.1"
+    assert plan.allreduce == "flash-int8+error-budget=0.1"
     assert plan.policy.choices("down_proj", 0, "prefill")[0].algorithms == ("flash-int8",)
-    assert plan.policy.choices("o_proj", 0, "prefill")[0].algorithms == ("ring",)
     assert "flash-int8" not in plan.policy.choices("down_proj", 0, "decode")[0].algorithms
 
 
@@ -193,7 +190,7 @@ def test_a_split_through_a_group_of_packed_weights_is_refused_before_anything_is
         ({"allreduce_extra": ("policy:/no/such",)}, "--allreduce-extra: the policy file /no/such cannot be read"),
         ({"comm_policy": "/no/such"}, "--comm-policy: the policy file /no/such cannot be read"),
         ({"allreduce_decode": "flash:int8"}, "--allreduce-decode: 'flash:int8' needs two codecs"),
-        ({"allreduce_down_proj": "flash:int7,int8"}, "--allreduce-down-proj: .*unknown codec 'int7'"),
+        ({"allreduce_decode": "flash:int7,int8"}, "--allreduce-decode: .*unknown codec 'int7'"),
     ],
 )
 def test_a_name_that_no_allreduce_has_is_refused_before_anything_is_fetched(

@@ -16,10 +16,8 @@ from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights.formats import WeightFormats, choose_formats
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan, WeightSizes
-from tightwire.server.config.engine import EngineOptions
-from tightwire.server.config.model import ModelOptions
 from tightwire.server.config.parallel import ParallelOptions
-from tightwire.server.config.serve import ServeConfig
+from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 from tightwire.server.config.weights import WeightOptions
 from tightwire.server.plan.kv_offload import make_offloaded_budget
 from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, Pool, make_budget
@@ -105,7 +103,7 @@ def test_a_codec_that_would_encode_nothing_is_refused_where_layers_stream() -> N
     assert decide(options, 16, formats=formats).plan == EVERYTHING_RESIDENT
 
 
-@pytest.mark.parametrize("option", [{"weight_io": "direct"}, {"verify_weights": True}])
+@pytest.mark.parametrize("option", [{"verify_weights": True}])
 @pytest.mark.parametrize("weights", ["resident", "stream", "auto"])
 def test_what_a_prepared_folder_alone_can_do_is_refused_without_one(weights: str, option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is for a prepared folder, .* `tightwire prepare MODEL FOLDER`"):
@@ -130,7 +128,7 @@ def test_partition_wants_replicas_that_share_a_node(parallel: ParallelOptions) -
         ServeConfig(parallel=parallel, weights=WeightOptions(weights="partition"))
 
 
-@pytest.mark.parametrize("option", [{"stream_rate": 1000}, {"stream_from": "host"}])
+@pytest.mark.parametrize("option", [{"stream_from": "host"}])
 def test_partition_has_no_other_source(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="left out beside --weights partition"):
         WeightOptions(weights="partition", **option)
@@ -247,9 +245,7 @@ def test_what_cannot_be_had_is_refused(
     ("options", "reason"),
     [
         ({"stream_layers": 4}, "--stream-layers must be given beside --weights stream"),
-        ({"stream_rate": 10}, "--stream-rate must be given beside --weights stream"),
         ({"weights": "resident", "weight_codec": "int4"}, "--weight-codec must be left out beside --weights resident"),
-        ({"fetch_timeout_s": 0.0}, "--fetch-timeout-s must be above 0"),
         ({"device_memory": 0}, "--device-memory must be at least 1"),
     ],
 )
