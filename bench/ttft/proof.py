@@ -1,45 +1,126 @@
-"""Proof of what ran: the ranks' own counts against what the policy says and the algorithms' formulas give.
+"""Proves which AllReduce ran: compares the ranks' counters with the policy and with the algorithms' byte formulas.
 
-An arm that silently ran another algorithm, or sent other bytes than its codec makes, fails the bench. Untimed, every
-message of every rank is compared (``traced_faults``); timed, the totals of rank 0 (``counted_faults``).
+An arm that silently ran another algorithm, or sent other bytes than its codec makes, fails the bench. Before timing, every
+message of every rank is compared (``traced_faults``); while timing, the totals of rank 0 (``counted_faults``).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
-from tightwire.bench.ttft.plan import Cell
-from tightwire.bench.ttft.wire import WireFormulas
+from tightwire.comm.all_reduce.registry import make_all_reduce, parse_all_reduce
+from tightwire.comm.all_reduce.two_shot import two_shot_bytes
+from tightwire.comm.group.nodes import in_process_node_groups
 from tightwire.comm.ledger.ledger import Count
+from tightwire.comm.protocols import AllReduce
 from tightwire.model.step_arrays import cut_row
 
+SITES = ("o_proj", "down_proj")
 _OP = "all_reduce"
-_SITES = ("o_proj", "down_proj")
 _PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    prompt_len: int
+    concurrency: int
+
+    def __str__(self) -> str:
+        return f"{self.prompt_len} prompt tokens, {self.concurrency} at a time"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """What a step of the served model sends."""
+    """What determines the messages of a step of the served model."""
 
     num_layers: int
     row_bytes: int  # of one token's hidden state
-    step_tokens: int  # a longer prompt goes in chunks of so many
-    overlap: bool = False  # steps with a prompt are cut in two, and each half is summed by itself
+    step_tokens: int  # longer prompts are split into chunks of this size
+    overlap: bool = False  # a step with prompt rows is cut in two halves that are summed separately
 
-    def parts(self, num_rows: int) -> list[int]:
-        """The rows of each message of a step with ``num_rows`` of a prompt."""
+    def message_rows(self, num_rows: int) -> list[int]:
+        """The rows of each message of a step with ``num_rows`` prompt rows."""
         row = cut_row(num_rows) if self.overlap else 0
         return [row, num_rows - row] if row else [num_rows]
 
 
 class Message(NamedTuple):
-    """One AllReduce of the model: how it is summed, in a step of which phase, and its size."""
+    """One AllReduce of the model."""
 
     algorithm: str
     phase: str
     message_bytes: int
+
+
+class WireUse(NamedTuple):
+    """Bytes that one end of the wire carries each way for one prompt, and how often the ranks wait for the wire."""
+
+    wire_bytes: float
+    rounds: int
+
+
+class WireFormulas:
+    """The algorithms' byte formulas for one group of ranks; nothing is sent.
+
+    Args:
+        num_nodes: as the algorithms know them (``--nodes``).
+        wire_nodes: what the emulated wire joins: the nodes, or every rank when there is one node.
+    """
+
+    def __init__(self, *, world_size: int, num_nodes: int, wire_nodes: int, elem_bytes: int) -> None:
+        self.world_size, self.wire_nodes, self.elem_bytes = world_size, wire_nodes, elem_bytes
+        self._groups = in_process_node_groups(world_size, num_nodes)
+        self._algorithms = cache(self._make)
+        self.sent = cache(self._sent)
+
+    def slack(self, name: str) -> int:
+        """Largest difference in bytes between one message and its share of many, because slices are whole groups."""
+        codecs = parse_all_reduce(name).codecs
+        group = max((codec.group_elems for codec in codecs), default=1)
+        return 2 * self.world_size * group * self.elem_bytes
+
+    def crossing(self, name: str, message_bytes: int) -> float:
+        """Bytes that one node's end of the wire carries each way for a message of ``message_bytes``.
+
+        With one rank on a node that is what the rank sends. With several, ranks of all-to-all algorithms send equally to
+        all others, and of a ring only a node's last rank sends to the next node.
+        """
+        per_node = self.world_size // self.wire_nodes
+        sent = self.sent(name, 0, message_bytes)
+        if per_node == 1 or name in ("ring", "native"):
+            return sent
+        if name.startswith("hierarchical"):
+            inside = two_shot_bytes(0, per_node, message_bytes // self.elem_bytes, self.elem_bytes)
+            return per_node * (sent - inside)
+        return self.all_to_all_crossing(sent)
+
+    def all_to_all_crossing(self, sent: float) -> float:
+        """Of the ``sent`` bytes of each rank of an all-to-all exchange."""
+        per_node = self.world_size // self.wire_nodes
+        return sent * per_node * (self.world_size - per_node) / (self.world_size - 1)
+
+    def rounds(self, name: str) -> int:
+        """How often the ranks wait for the wire in one message."""
+        if name == "one-shot":
+            return 1
+        return 2 * (self.world_size - 1) if name in ("ring", "native") else 2
+
+    def prompt_use(self, messages: Iterable[Message], gathered_bytes: int) -> WireUse:
+        """Of a prompt's AllReduces and the logits gather of its last row, of which a rank sends ``gathered_bytes``."""
+        crossing, rounds = self.all_to_all_crossing(gathered_bytes), 1
+        for message in messages:
+            if message.phase == "prefill":
+                crossing += self.crossing(message.algorithm, message.message_bytes)
+                rounds += self.rounds(message.algorithm)
+        return WireUse(crossing, rounds)
+
+    def _sent(self, name: str, rank: int, message_bytes: int) -> int:
+        return self._algorithms(name)[rank].wire_bytes(message_bytes // self.elem_bytes, self.elem_bytes)
+
+    def _make(self, name: str) -> list[AllReduce]:
+        return [make_all_reduce(name, group) for group in self._groups]
 
 
 class ArmPolicy:
@@ -52,7 +133,7 @@ class ArmPolicy:
         """What sums such a message.
 
         Raises:
-            ValueError: no line is for it.
+            ValueError: no line covers it.
         """
         for line in self._choices:
             layers, limit = line.get("layers"), line["up_to_bytes"]
@@ -60,10 +141,10 @@ class ArmPolicy:
                 continue
             if limit is None or message_bytes <= limit:
                 return line["algorithm"]
-        raise ValueError(f"GET /comm says of no AllReduce that it sums {site} of layer {layer} in {phase}")
+        raise ValueError(f"GET /comm names no AllReduce that sums {site} of layer {layer} in {phase}")
 
     def algorithms(self, phase: str, *sites: str) -> set[str]:
-        """All that may sum messages of these sites."""
+        """All algorithms that may sum messages of these sites."""
         return {line["algorithm"] for line in self._choices if line["phase"] == phase and line["site"] in sites}
 
 
@@ -73,7 +154,7 @@ class Proof:
     formulas: WireFormulas
 
     def traced_faults(self, policy: ArmPolicy, events: Iterable[Mapping[str, Any]]) -> list[str]:
-        """What is wrong with the AllReduces of one arm, recorded on all ranks; empty when nothing is."""
+        """Faults in the AllReduces of one arm, recorded on all ranks; empty when there are none."""
         found: Counter[str] = Counter()
         sums = [event for event in events if _is_sum(event)]
         for event in sums:
@@ -81,9 +162,9 @@ class Proof:
             details = event["args"]
             site, _, layer = details["site"].partition(" ")
             phase, size = "prefill" if site == "embed" else details["phase"], details["message_bytes"]
-            wanted = policy.algorithm(site, int(layer or 0), phase, size)
-            if algorithm != wanted:
-                found[f"{site} in {phase} was summed by {algorithm}, and the policy says {wanted}"] += 1
+            expected = policy.algorithm(site, int(layer or 0), phase, size)
+            if algorithm != expected:
+                found[f"{site} in {phase} was summed by {algorithm}, and the policy says {expected}"] += 1
                 continue
             sent, formula = details["bytes_sent"], self.formulas.sent(algorithm, event["pid"], size)
             if sent != formula:
@@ -94,84 +175,75 @@ class Proof:
         return [f"{fault} ({times} times)" for fault, times in found.items()]
 
     def counted_faults(self, policy: ArmPolicy, cell: Cell, output_len: int, counts: Sequence[Count]) -> list[str]:
-        """What is wrong with rank 0's totals of one entry; empty when nothing is.
+        """Faults in rank 0's totals of one turn; empty when there are none.
 
-        With one request at a time every message is known, and totals must be equal. With more, how rows share steps is
-        not, so which algorithms, how many bytes of messages, and bytes sent to within the rounding of slices.
+        With one request at a time every message is known, and totals must be equal. With more, how rows share steps is not
+        known, so the check is for algorithms, bytes of messages, and bytes sent within the rounding of slices.
         """
         sums = [count for count in counts if count.op == _OP and count.phase in _PHASES]
         if cell.concurrency > 1:
             return self._shared_faults(policy, cell, output_len, sums)
         seen = {(c.algorithm, c.phase): (c.calls, c.message_bytes, c.bytes_sent) for c in sums}
-        wanted = self._alone(policy, cell.prompt_len, output_len)
+        expected: dict[tuple[str, str], tuple[int, int, int]] = defaultdict(lambda: (0, 0, 0))
+        for name, phase, size in self.messages(policy, cell.prompt_len, output_len):
+            calls, message_bytes, sent = expected[name, phase]
+            expected[name, phase] = calls + 1, message_bytes + size, sent + self.formulas.sent(name, 0, size)
         return [
-            f"{algorithm} in {phase}: {_totals(seen.get((algorithm, phase)))}, and it should be "
-            f"{_totals(wanted.get((algorithm, phase)))}"
-            for algorithm, phase in sorted(seen.keys() | wanted.keys())
-            if seen.get((algorithm, phase)) != wanted.get((algorithm, phase))
+            f"{key[0]} in {key[1]}: {_totals(seen.get(key))}, and it should be {_totals(expected.get(key))}"
+            for key in sorted(seen.keys() | expected.keys())
+            if seen.get(key) != expected.get(key)
         ]
 
     def messages(self, policy: ArmPolicy, prompt_len: int, output_len: int) -> Iterator[Message]:
-        """Every AllReduce of a request that has its steps to itself, one part of a step after the other."""
+        """Every AllReduce of a request that shares its steps with no other."""
         whole, rest = divmod(prompt_len, self.shape.step_tokens)
-        steps = [("prefill", self.shape.step_tokens)] * whole + [("prefill", rest)] * bool(rest)
-        parts = [(phase, part) for phase, rows in steps for part in self.shape.parts(rows)]
+        chunks = [self.shape.step_tokens] * whole + [rest] * bool(rest)
+        parts = [("prefill", rows) for chunk in chunks for rows in self.shape.message_rows(chunk)]
         for phase, rows in [*parts, *[("decode", 1)] * (output_len - 1)]:
             size = rows * self.shape.row_bytes
             yield Message(policy.algorithm("embed", 0, "prefill", size), phase, size)
             for layer in range(self.shape.num_layers):
-                for site in _SITES:
+                for site in SITES:
                     yield Message(policy.algorithm(site, layer, phase, size), phase, size)
-
-    def _alone(
-        self, policy: ArmPolicy, prompt_len: int, output_len: int
-    ) -> dict[tuple[str, str], tuple[int, int, int]]:
-        """Calls, message bytes and bytes sent by (algorithm, phase)."""
-        totals: dict[tuple[str, str], tuple[int, int, int]] = {}
-        for name, phase, size in self.messages(policy, prompt_len, output_len):
-            calls, message_bytes, sent = totals.get((name, phase), (0, 0, 0))
-            totals[name, phase] = calls + 1, message_bytes + size, sent + self.formulas.sent(name, 0, size)
-        return totals
 
     def _shared_faults(self, policy: ArmPolicy, cell: Cell, output_len: int, sums: Sequence[Count]) -> list[str]:
         faults: list[str] = []
-        everywhere = policy.algorithms("prefill", "embed")
+        embed = policy.algorithms("prefill", "embed")
         for count in sums:
-            # Generated rows may travel in a prompt's message where both are summed alike.
-            allowed = everywhere | policy.algorithms(count.phase, *_SITES)
+            # Decode rows may travel in a prompt's message where both are summed by the same algorithm.
+            allowed = embed | policy.algorithms(count.phase, *SITES)
             if count.algorithm not in allowed:
                 faults.append(f"{count.algorithm} ran in {count.phase}, where the policy has {sorted(allowed)}")
                 continue
             mean = count.message_bytes // count.calls
-            wanted = count.calls * self.formulas.sent(count.algorithm, 0, mean)
-            if abs(count.bytes_sent - wanted) > count.calls * self.formulas.slack(count.algorithm):
+            expected = count.calls * self.formulas.sent(count.algorithm, 0, mean)
+            if abs(count.bytes_sent - expected) > count.calls * self.formulas.slack(count.algorithm):
                 faults.append(
                     f"{count.algorithm} in {count.phase} sent {count.bytes_sent} B in {count.calls} calls, and its "
-                    f"formula says about {wanted}"
+                    f"formula says about {expected}"
                 )
         rows = cell.concurrency * (cell.prompt_len + output_len - 1)
-        self._compare("all messages", (2 * self.shape.num_layers + 1) * rows, sums, faults)
-        apart = policy.algorithms("prefill", *_SITES) - policy.algorithms("decode", *_SITES) - everywhere
-        if apart == policy.algorithms("prefill", *_SITES):
+        faults += self._size_fault("all messages", (2 * self.shape.num_layers + 1) * rows, sums)
+        prefill = policy.algorithms("prefill", *SITES)
+        if not prefill & (policy.algorithms("decode", *SITES) | embed):
             rows = cell.concurrency * cell.prompt_len
-            own = [count for count in sums if count.algorithm in apart]
-            self._compare(f"messages of {', '.join(sorted(apart))}", 2 * self.shape.num_layers * rows, own, faults)
+            own = [count for count in sums if count.algorithm in prefill]
+            faults += self._size_fault(f"messages of {', '.join(sorted(prefill))}", 2 * self.shape.num_layers * rows, own)
         return faults
 
-    def _compare(self, what: str, rows: int, sums: Sequence[Count], faults: list[str]) -> None:
-        seen, wanted = sum(count.message_bytes for count in sums), rows * self.shape.row_bytes
-        if seen != wanted:
-            faults.append(f"{what} had {seen} B in all, and should have {wanted}")
+    def _size_fault(self, what: str, rows: int, sums: Sequence[Count]) -> list[str]:
+        seen, expected = sum(count.message_bytes for count in sums), rows * self.shape.row_bytes
+        return [] if seen == expected else [f"{what} had {seen} B in all, and should have {expected}"]
 
 
 def prompt_sums(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The AllReduces of prompt rows among recorded events, without those of embeddings, which are exact in all arms."""
+    """The AllReduces of prompt rows among trace events, without embeddings, which are lossless in all arms."""
     sums = (event for event in events if _is_sum(event))
     return [event for event in sums if event["args"]["phase"] == "prefill" and event["args"]["site"] != "embed"]
 
 
 def _is_sum(event: Mapping[str, Any]) -> bool:
-    """Whether it is a whole AllReduce of the model."""
+    """Whether it is a finished AllReduce of the model."""
     if event["ph"] != "X" or event["name"].partition(" ")[0] != _OP:
         return False
     details = event.get("args", {})

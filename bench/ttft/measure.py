@@ -1,0 +1,240 @@
+"""Measures on a server that is ready: warms up and proves each arm, times random rounds, then checks answers.
+
+Answers are checked by replaying their prompts, untimed, on a lossless arm. A lossless arm may differ from it only where two
+tokens are about equally likely, because sums in another order round differently. A lossy arm may differ anywhere, which is
+reported as its agreement; but a token that the lossless arm considers absurd is a wrong answer.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tightwire.bench.client import BenchClient
+from tightwire.bench.text import english_text
+from tightwire.bench.ttft.options import ServerFacts, TtftOptions
+from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell, WireUse, prompt_sums
+from tightwire.bench.ttft.requests import Arm, Meter, PromptMaker, Request, Turn, make_turns
+from tightwire.comm.all_reduce.registry import parse_all_reduce
+from tightwire.server.cli.remote import Remote, RemoteError, ask
+
+NEAR_TIE_NATS = {"bfloat16": 0.25, "float16": 0.05, "float32": 1e-3}
+ABSURD_NATS = 4.0
+UNLIKELY_NATS = 1.0  # for a token outside the top 20; with random weights hundreds are nearly as likely
+_TOP = 20
+_FORCE = 100.0  # the largest logit bias; logprobs are reported as before it
+_TIMEOUT_S = 1800.0  # of one request: a long prompt over a slow wire takes minutes
+_BODY = {"temperature": 0, "ignore_eos": True}
+
+
+class WrongAnswerError(RuntimeError):
+    """Another AllReduce ran than was asked for, or an answer is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """One timed answer beside the lossless one. ``gap``: nats from the lossless token to the arm's where they differ."""
+
+    cell: Cell
+    arm: Arm
+    matched: int  # equal tokens from the start
+    num_tokens: int
+    gap: float | None = None  # None: the answers are equal
+    in_top: bool = True  # the arm's token is among the 20 likeliest there
+
+    def fault(self, dtype: str) -> str | None:
+        """Why this answer is wrong; None when it is not."""
+        if self.gap is None:
+            return None
+        where = f"{self.arm.name}, {self.cell}: token {self.matched + 1} of {self.num_tokens} is {self.gap:.3g} nats "
+        where += "less likely to the lossless reference than its own"
+        if self.arm.lossless and self.gap > NEAR_TIE_NATS[dtype]:
+            return f"{where}; a lossless one may be {NEAR_TIE_NATS[dtype]:g}"
+        if self.gap > ABSURD_NATS or (self.gap > UNLIKELY_NATS and not self.in_top):
+            return f"{where}, which is absurd"
+        return None
+
+
+@dataclass(kw_only=True, slots=True)
+class Measured:
+    """The results so far. Every arm has a turn in each cell and round in ``turns``; unfinished ones are not there."""
+
+    cells: Sequence[Cell]
+    seed: int = 0
+    arms: list[Arm] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    agreements: list[Agreement] = field(default_factory=list)
+    comm: dict[str, Any] = field(default_factory=dict)  # GET /comm, before the first request
+    wire_uses: dict[tuple[Cell, str], WireUse] = field(default_factory=dict)  # by cell and arm, on an emulated link
+    traces: list[dict[str, Any]] = field(default_factory=list)  # of AllReduces by arm and size, seconds on rank 0
+
+    @property
+    def baseline(self) -> Arm:
+        return next(arm for arm in self.arms if arm.is_default)
+
+    def of(self, cell: Cell, arm: Arm) -> list[Turn]:
+        """In order of the rounds, so that the lists of two arms of a cell are paired."""
+        own = (turn for turn in self.turns if turn.cell == cell and turn.arm == arm)
+        return sorted(own, key=lambda turn: turn.round)
+
+
+class Measurement:
+    """Fills ``measured``; ``told`` is called with what runs now and how many turns are done."""
+
+    def __init__(self, options: TtftOptions, facts: ServerFacts, told: Callable[[str, int], None]) -> None:
+        self._options, self._facts, self._told = options, facts, told
+        cells = [Cell(prompt_len=n, concurrency=count) for n in options.prompt_lens for count in options.concurrency]
+        self.measured = Measured(cells=cells, seed=options.config.model.seed)
+        self.expected_s = 0.0  # how long the timed rounds will take; known after the warm-up
+        self._policies: dict[str, ArmPolicy] = {}
+        self._done = 0
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of arms, warm-ups and checks included."""
+        options = self._options
+        return len(self.measured.cells) * len(options.algorithms) * (2 + options.repeats + options.answers)
+
+    async def run(self, remote: Remote) -> AsyncIterator[None]:
+        """Measure everything; yields after the warm-up and whenever there is something new to keep.
+
+        Raises:
+            WrongAnswerError: a proof or an answer is wrong.
+            RequestFailedError, RemoteError: the server failed.
+            ValueError: the text has no prompts of these lengths.
+        """
+        measured, options, seed = self.measured, self._options, self.measured.seed
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(BenchClient(remote, timeout_s=_TIMEOUT_S, extra_body=_BODY))
+            http = await stack.enter_async_context(
+                httpx.AsyncClient(headers=dict(remote.headers), timeout=_TIMEOUT_S, trust_env=remote.trust_env)
+            )
+            prompts = PromptMaker(http, remote, seed=seed)
+            meter = Meter(client, http, remote, prompts, output_len=options.output_len)
+            measured.comm = await meter.get("comm")
+            self._make_arms()
+            self._tell("cutting prompts out of a text", 0)
+            await prompts.open(english_text())
+            for cell in measured.cells:
+                for arm in measured.arms:
+                    await self._warm_up(meter, cell, arm)
+            yield
+            for turns in make_turns(measured.cells, measured.arms, options.repeats, seed):
+                for turn in turns:
+                    self._tell(f"round {turn.round + 1} of {options.repeats}: {turn.arm.name}, {turn.cell}")
+                    self._check_counts(await meter.run(turn))
+                measured.turns += turns
+                yield
+            await self._check_answers(http, remote)
+            yield
+
+    def _make_arms(self) -> None:
+        """Make the arms from what the server says of them."""
+        measured, seen = self.measured, list[str]()
+        for algorithm in self._options.algorithms:
+            seen.append(algorithm)
+            again = seen.count(algorithm)
+            is_default = algorithm == self._options.baseline_name
+            policy = ArmPolicy(measured.comm["choices"] if is_default else measured.comm["extra"][algorithm])
+            used = policy.algorithms("prefill", *SITES)
+            arm = Arm(
+                name=algorithm if again == 1 else f"{algorithm}#{again}",
+                algorithm=algorithm,
+                is_default=is_default,
+                lossless=all(parse_all_reduce(each).lossless for each in used),
+                error=max(self._facts.chooser.error(each) for each in used),
+            )
+            self._policies[arm.name] = policy
+            measured.arms.append(arm)
+
+    async def _warm_up(self, meter: Meter, cell: Cell, arm: Arm) -> None:
+        """Two turns that are not counted: one to warm up, one that compares every message of every rank."""
+        self._tell(f"warming up {arm.name}, {cell}")
+        warm = await meter.run(Turn(cell=cell, arm=arm, round=-2))
+        self._tell(f"proving what {arm.name} sends, {cell}")
+        turn = Turn(cell=cell, arm=arm, round=-1)
+        events = await meter.run_traced(turn, expected_s=warm.wall_s)
+        policy, proof = self._policies[arm.name], self._facts.proof
+        self._raise_faults(turn, proof.traced_faults(policy, events))
+        self._check_counts(turn)
+        for event in prompt_sums(events):
+            if event["pid"] == 0:
+                size, seconds = event["args"]["message_bytes"], event["dur"] / 1e6
+                self.measured.traces.append({"arm": arm.name, "message_bytes": size, "seconds": seconds})
+        if self.measured.comm.get("link") is not None and cell.concurrency == 1:
+            gathered = sum(c.bytes_sent for c in turn.counts if c.op == "all_gather" and c.phase == "prefill")
+            use = proof.formulas.prompt_use(proof.messages(policy, cell.prompt_len, 1), gathered)
+            self.measured.wire_uses[cell, arm.name] = use
+        self.expected_s += turn.wall_s * self._options.repeats
+
+    async def _check_answers(self, http: httpx.AsyncClient, remote: Remote) -> None:
+        """Of each cell and arm, as many timed answers as asked for, spread over the rounds."""
+        measured, faults = self.measured, list[str]()
+        lossless = [arm for arm in (measured.baseline, *measured.arms) if arm.lossless]
+        reference = lossless[0] if lossless else measured.baseline
+        for cell in measured.cells:
+            for arm in measured.arms:
+                turns = measured.of(cell, arm)
+                for number in range(self._options.answers):
+                    self._tell(f"checking answers of {arm.name}, {cell}")
+                    turn = turns[number * len(turns) // self._options.answers]
+                    request = turn.requests[number % len(turn.requests)]
+                    agreement = await check_answer(http, remote, reference, turn, request)
+                    measured.agreements.append(agreement)
+                    if (fault := agreement.fault(self._facts.dtype)) is not None:
+                        faults.append(fault)
+        if faults:
+            raise WrongAnswerError("; ".join(faults))
+
+    def _check_counts(self, turn: Turn) -> None:
+        policy, output_len = self._policies[turn.arm.name], self._options.output_len
+        self._raise_faults(turn, self._facts.proof.counted_faults(policy, turn.cell, output_len, turn.counts))
+
+    def _raise_faults(self, turn: Turn, faults: Sequence[str]) -> None:
+        if faults:
+            raise WrongAnswerError(f"{turn.arm.name}, {turn.cell}: {'; '.join(faults)}")
+
+    def _tell(self, what: str, num_turns: int = 1) -> None:
+        """``num_turns``: how many begin now."""
+        self._told(what, self._done)
+        self._done += num_turns
+
+
+async def check_answer(
+    http: httpx.AsyncClient, remote: Remote, reference: Arm, turn: Turn, request: Request
+) -> Agreement:
+    """Compare one timed answer with the ``reference`` arm's. A greedy answer does not depend on what runs beside it.
+
+    Raises:
+        RemoteError: the server failed.
+    """
+
+    async def complete(asked: Mapping[str, Any]) -> dict[str, Any]:
+        options = {**reference.option, "token_ids": True}
+        try:
+            body = {"model": remote.model, **_BODY, "tightwire": options, **asked}
+            return await ask(http, f"{remote.base}/completions", body)
+        except RemoteError as error:
+            raise RemoteError(f"checking an answer: {error}") from error
+
+    own, num = request.token_ids, len(request.token_ids)
+    answer = await complete({"prompt": request.prompt.text, "max_tokens": num})
+    exact = answer["tightwire"]["token_ids"][0]
+    matched = next((i for i, (a, b) in enumerate(zip(own, exact, strict=True)) if a != b), None)
+    if matched is None:
+        return Agreement(cell=turn.cell, arm=turn.arm, matched=num, num_tokens=num)
+    context, bias = [*request.prompt.token_ids, *exact[:matched]], {str(own[matched]): _FORCE}
+    forced = await complete({"prompt": context, "max_tokens": 1, "logprobs": _TOP, "logit_bias": bias})
+    logprobs = forced["choices"][0]["logprobs"]
+    # Several tokens may have the same text, such as halves of a character, so the table is read by its numbers.
+    top, forced_logprob = sorted(logprobs["top_logprobs"][0].values(), reverse=True), logprobs["token_logprobs"][0]
+    return Agreement(
+        cell=turn.cell,
+        arm=turn.arm,
+        matched=matched,
+        num_tokens=num,
+        gap=max(0.0, top[0] - forced_logprob),
+        in_top=forced_logprob >= top[-1],
+    )

@@ -1,0 +1,241 @@
+"""Sends one arm's prompts to the measured server, times the answers and reads the ranks' counters.
+
+A prompt is a passage of real text with an exact token count, and no two prompts begin at the same place, so a prefix cache
+cannot help. Prompts travel as text because tokenizing is part of what a user waits for.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import httpx
+
+from tightwire.bench.client import BenchClient, Prompt
+from tightwire.bench.text import Passages
+from tightwire.bench.ttft.proof import Cell, prompt_sums
+from tightwire.comm.ledger.ledger import Count
+from tightwire.server.cli.remote import Remote, RemoteError, ask
+
+_CUT_ATTEMPTS = 200  # a passage that begins or ends inside a word often has another token count after decoding
+_TRACE_ATTEMPTS = 3
+_TRACE_LEAD_S = 0.2  # until all ranks record
+_TRACE_SLACK_S = 0.1
+_TRACE_MAX_S = 30.0  # the server's own limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """One AllReduce or policy file under test.
+
+    ``name`` differs from ``algorithm`` when the same algorithm is compared with itself. ``is_default``: the server's own,
+    which a request need not name. ``error``: relative RMS error of one AllReduce, 0 when lossless.
+    """
+
+    name: str
+    algorithm: str
+    is_default: bool
+    lossless: bool
+    error: float
+
+    @property
+    def option(self) -> dict[str, str]:
+        """The ``tightwire`` field of a request that selects this arm."""
+        return {} if self.is_default else {"allreduce": self.algorithm}
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+    token_ids: tuple[int, ...]  # as the server tokenizes the text, special tokens included
+
+
+@dataclass(kw_only=True, slots=True)
+class Request:
+    """One answered request. Times are seconds at the client; ``parts`` is how the server splits its own ``ttft_s``."""
+
+    prompt: TextPrompt
+    ttft_s: float
+    tpot_s: float
+    e2e_s: float
+    itl_s: list[float]
+    parts: dict[str, float | None]
+    decode_share: float  # share of the time after the first token that is spent in collectives
+    token_ids: list[int]
+
+
+@dataclass(kw_only=True, slots=True)
+class Turn:
+    """One arm in one cell of one round: all its requests at once. Warm-up turns have a negative ``round``."""
+
+    cell: Cell
+    arm: Arm
+    round: int
+    place: int = 0  # among the arms of this cell and round
+    wall_s: float = 0.0
+    requests: list[Request] = field(default_factory=list)
+    counts: list[Count] = field(default_factory=list)  # of rank 0, during this turn
+
+    def mean(self, name: str) -> float:
+        """Mean of a field of the requests, or the turn's ``tokens_per_s``."""
+        if name == "tokens_per_s":
+            return sum(len(request.token_ids) for request in self.requests) / self.wall_s
+        return fmean(getattr(request, name) for request in self.requests)
+
+
+def make_turns(cells: Sequence[Cell], arms: Sequence[Arm], rounds: int, seed: int) -> Iterator[list[Turn]]:
+    """For every cell of every round one turn of each arm, cells and arms in random order.
+
+    Arms that are compared run right after each other, so a machine that drifts does so for all of them; a run that is cut
+    short has something of every cell.
+    """
+    source = random.Random(f"{seed}/blocks")
+    for number in range(rounds):
+        for cell in source.sample(list(cells), len(cells)):
+            order = source.sample(list(arms), len(arms))
+            yield [Turn(cell=cell, arm=arm, round=number, place=place) for place, arm in enumerate(order)]
+
+
+class PromptMaker:
+    """Cuts prompts out of one text with the server's own tokenizer."""
+
+    def __init__(self, http: httpx.AsyncClient, remote: Remote, *, seed: int) -> None:
+        self._http, self._root, self._seed = http, remote.root, seed
+
+    async def open(self, text: str) -> None:
+        """Tokenize the text.
+
+        Raises:
+            RemoteError: the server does not tokenize.
+        """
+        plain, special = await self._tokenize("A word", special=False), await self._tokenize("A word")
+        self._num_special = len(special) - len(plain)
+        self._passages = Passages(await self._tokenize(text, special=False), seed=self._seed)
+
+    async def take(self, num_tokens: int) -> TextPrompt:
+        """A new prompt that the server counts as ``num_tokens``.
+
+        Raises:
+            ValueError: the text has no such passage left.
+            RemoteError: no passage has that length after decoding.
+        """
+        num_text = num_tokens - self._num_special
+        if num_text < 1:
+            raise ValueError(
+                f"--prompt-lens {num_tokens} leaves no room for text: the tokenizer adds {self._num_special} of its own"
+            )
+        for _ in range(_CUT_ATTEMPTS):
+            token_ids = self._passages.take(num_text)
+            text = (await ask(self._http, f"{self._root}/detokenize", {"tokens": token_ids}))["prompt"]
+            encoded = await self._tokenize(text) if text else []
+            if len(encoded) == num_tokens:
+                return TextPrompt(text, tuple(encoded))
+        raise RemoteError(
+            f"none of {_CUT_ATTEMPTS} passages has {num_tokens} tokens with this model's tokenizer"
+        )
+
+    async def _tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        body = {"prompt": text, "add_special_tokens": special}
+        return (await ask(self._http, f"{self._root}/tokenize", body))["tokens"]
+
+
+class RequestFailedError(RuntimeError):
+    """A request was not answered as asked, so nothing measured beside it can be trusted."""
+
+
+class Meter:
+    """Runs turns on the measured server."""
+
+    def __init__(
+        self, client: BenchClient, http: httpx.AsyncClient, remote: Remote, prompts: PromptMaker, *, output_len: int
+    ) -> None:
+        self._client, self._http, self._remote, self._prompts = client, http, remote, prompts
+        self._output_len = output_len
+
+    async def run(self, turn: Turn) -> Turn:
+        """Send new prompts all at once, wait for all answers, and fill ``turn``.
+
+        Raises:
+            RequestFailedError: an answer failed, or has another length than asked.
+        """
+        return await self._send(turn, await self._take(turn.cell))
+
+    async def _take(self, cell: Cell) -> list[TextPrompt]:
+        return [await self._prompts.take(cell.prompt_len) for _ in range(cell.concurrency)]
+
+    async def _send(self, turn: Turn, prompts: Sequence[TextPrompt]) -> Turn:
+        before = await self._counts()
+        began = time.perf_counter()
+        turn.requests = list(await asyncio.gather(*(self._request(turn, prompt) for prompt in prompts)))
+        turn.wall_s = time.perf_counter() - began
+        changed = (count.since(before.get(key)) for key, count in (await self._counts()).items())
+        turn.counts = [count for count in changed if count.calls]
+        return turn
+
+    async def run_traced(self, turn: Turn, *, expected_s: float) -> list[dict[str, Any]]:
+        """``run``, and the trace events of every rank meanwhile, for at most half a minute.
+
+        Repeats the turn when a busy machine was so late that the recording ended before a prompt was summed.
+        """
+        events: list[dict[str, Any]] = []
+        for _ in range(_TRACE_ATTEMPTS):
+            prompts = await self._take(turn.cell)
+            seconds = min(_TRACE_MAX_S, _TRACE_LEAD_S + 1.5 * expected_s + _TRACE_SLACK_S)
+            recording = asyncio.create_task(self.get(f"comm/trace?seconds={seconds:.3f}", seconds + 60.0))
+            try:
+                await asyncio.sleep(_TRACE_LEAD_S)
+                await self._send(turn, prompts)
+            except BaseException:
+                recording.cancel()
+                raise
+            events = (await recording)["traceEvents"]
+            if prompt_sums(events):
+                break
+            expected_s = 2 * max(expected_s, turn.wall_s)
+        return events
+
+    async def get(self, route: str, timeout_s: float = 30.0) -> dict[str, Any]:
+        return await ask(self._http, f"{self._remote.root}/{route}", timeout_s=timeout_s)
+
+    async def _counts(self) -> dict[tuple[str, str, str], Count]:
+        """Totals of rank 0 since its start."""
+        rows = (await self.get("comm"))["counters"]
+        counts = [Count(**{key: row[key] for key in Count._fields if key in row}) for row in rows]
+        return {count[:3]: count for count in counts}
+
+    async def _request(self, turn: Turn, prompt: TextPrompt) -> Request:
+        extra: dict[str, Any] = {}
+        options = {**turn.arm.option, "timing": True, "comm": True, "token_ids": True}
+        sample = await self._client.measure(
+            Prompt(content=prompt.text, max_tokens=self._output_len),
+            extra_body={"tightwire": options},
+            watch=lambda event: extra.update(event.get("tightwire") or {}),
+        )
+        token_ids = extra.get("token_ids", [[]])[0]
+        problem = sample.error
+        if problem is not None:
+            pass
+        elif "timing" not in extra:
+            problem = "the server sends no timing; its version must be this bench's own"
+        elif sample.num_prompt != len(prompt.token_ids):
+            problem = f"the server counted {sample.num_prompt} prompt tokens, not {len(prompt.token_ids)}"
+        elif not sample.num_generated == len(token_ids) == self._output_len:
+            problem = f"the answer has {sample.num_generated} tokens ({len(token_ids)} ids), not {self._output_len}"
+        elif sample.ttft_s is None:
+            problem = "the answer has no text, and so no TTFT"
+        if problem is not None:
+            raise RequestFailedError(f"a request failed ({turn.arm.name}, {turn.cell}): {problem}")
+        assert sample.ttft_s is not None and sample.tpot_s is not None and sample.e2e_s is not None
+        return Request(
+            prompt=prompt,
+            ttft_s=sample.ttft_s,
+            tpot_s=sample.tpot_s,
+            e2e_s=sample.e2e_s,
+            itl_s=sample.itl_s,
+            parts=extra["timing"],
+            decode_share=extra["comm"]["decode"]["comm_share"],
+            token_ids=token_ids,
+        )
