@@ -1,1 +1,1 @@
-"""``tightwire bench ttft``: AllReduces against each other on one server, in time to first token."""
+"""``tightwire bench ttft``: compares AllReduces on one server by time to first token. Open ``bench.py`` first."""

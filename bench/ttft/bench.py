@@ -1,131 +1,131 @@
-"""``tightwire bench ttft``: which AllReduce, for this model, these prompts, this wire, at what accuracy.
+"""``tightwire bench ttft``: compares AllReduces on one server that it starts, by time to first token.
 
-Starts one server, in which every AllReduce to compare is at hand and each request names its own; so all share weights,
-processes and the machine's state. What was measured is kept whatever comes after: a dead server, Ctrl-C.
+Every AllReduce to compare is loaded in that one server, and each request names its own, so all share weights, processes and
+the machine's state.
 """
 
 import asyncio
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tightwire.bench.ending import finish, say
-from tightwire.bench.report.console import make_console
-from tightwire.bench.report.environment import describe_environment
-from tightwire.bench.report.progress import paused, progress_bar
-from tightwire.bench.report.quiet import OthersWatch
-from tightwire.bench.report.result_files import ResultFiles
-from tightwire.bench.ttft import report
-from tightwire.bench.ttft.argv import to_argv
+from tightwire.bench.report.html import Section
+from tightwire.bench.report.progress import paused
+from tightwire.bench.report.quiet import OthersWatch, show_others
+from tightwire.bench.report.table import Metric, Table, print_table
+from tightwire.bench.run import Bench
 from tightwire.bench.ttft.child import ServerChild, ServerDiedError
-from tightwire.bench.ttft.facts import Facts, find_facts
-from tightwire.bench.ttft.meter import RequestFailedError
-from tightwire.bench.ttft.options import GROUPS, TtftOptions, parse_options
-from tightwire.bench.ttft.run import Run, WrongAnswerError
-from tightwire.server.cli.remote import RemoteError, connect
+from tightwire.bench.ttft.measure import Measurement
+from tightwire.bench.ttft.options import GROUPS, TtftOptions, find_facts, parse_options, to_argv
+from tightwire.bench.ttft.report import (
+    CSV_COLUMNS,
+    LEGENDS,
+    RANDOM_WEIGHTS,
+    describe_link,
+    describe_setting,
+    make_sections,
+    recommended_lines,
+    tables,
+)
+from tightwire.bench.ttft.requests import RequestFailedError
+from tightwire.bench.ttft.summary import excluded, recommend, rows, samples
+from tightwire.server.cli.remote import Remote, RemoteError, connect
 
 _START_TIMEOUT_S = 1800.0  # weights may have to be fetched, or read from a slow disk
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns 0, 1 for a wrong answer or a server that failed, 2 for bad options, 130 after Ctrl-C."""
-    return TtftBench(parse_options(sys.argv[1:] if argv is None else argv)).run()
+    return TtftBench(parse_options(argv)).run()
 
 
-class TtftBench:
-    """One run: its options, the server it starts, and what was measured so far."""
+class TtftBench(Bench):
+    verb = "ttft"
+    metrics = (
+        Metric(name="ttft_ratio"),
+        Metric(name="tpot_ratio", decides=False),
+        Metric(name="ttft_s", unit="ms", scale=1e3, decides=False),
+        Metric(name="tpot_s", unit="ms", scale=1e3, decides=False),
+    )
+    # ValueError is a refusal: of the options by this bench, or of what they ask for by the server.
+    failures = ((ServerDiedError, 1), (RequestFailedError, 1), (RemoteError, 1), (ValueError, 2))
 
     def __init__(self, options: TtftOptions, start: Callable[[Sequence[str]], ServerChild] = ServerChild) -> None:
+        super().__init__(options)
         self._options, self._start = options, start
-        self._files: ResultFiles | None = None
-        self._facts: dict[str, Any] = {}
-        self._run: Run | None = None
-        self._child: ServerChild | None = None
-        self._console = make_console()
-        self._progress = progress_bar()
+        self._measurement: Measurement | None = None
+        self._server_log: list[str] = []
 
-    def run(self) -> int:
-        """Returns the exit status."""
-        error, status = "interrupted", 130
-        try:
-            if self._options.output is not None:
-                self._files = ResultFiles(self._options.output, self._options.label)
-            self._measure(find_facts(self._options))
-            error, status = None, 0
-        except KeyboardInterrupt:
-            pass
-        except WrongAnswerError as wrong:
-            error, status = f"wrong answer: {wrong}", 1
-        except (ServerDiedError, RequestFailedError, RemoteError) as failure:
-            error, status = str(failure), 1
-        except ValueError as refusal:  # the server's too
-            error, status = str(refusal), 2
-        return self._end(error, status)
-
-    def _measure(self, facts: Facts) -> None:
-        self._facts = report.facts(self._options, facts, describe_environment())
-        run = self._run = Run(self._options, facts, told=self._told, expected=self._expected, kept=self._kept)
-        report.show_head(self._console, self._facts, run.num_entries)
+    def measure(self) -> None:
+        facts = find_facts(self._options)
+        self.facts = dict(facts.known)
+        measurement = self._measurement = Measurement(self._options, facts, self._told)
+        self.console.print(describe_setting(self.facts), soft_wrap=True)
+        turns = f"{measurement.num_turns} turns, of which each arm's first two in a cell warm up and are not counted\n"
+        self.console.print(turns, soft_wrap=True)
         watch = OthersWatch()
-        with self._progress:
-            self._task = self._progress.add_task("starting the server", total=None)
+        with self.progress:
+            self._task = self.progress.add_task("starting the server", total=None)
             with self._start(to_argv(facts.config, GROUPS)) as child:
-                self._child = child
                 remote = connect(child.wait_ready(_START_TIMEOUT_S))
                 try:
-                    asyncio.run(run.measure(remote))
+                    asyncio.run(self._measure_on(measurement, remote))
                 except (RequestFailedError, RemoteError):
                     child.check()  # a server that died says more than a connection that broke
                     raise
                 finally:
-                    self._facts["comm"] = run.comm
-                    self._facts["server_log"] = child.log
-        self._facts["others_share"] = watch.share()
+                    self._server_log = list(child.log)
+        self.facts["others_share"] = watch.share()
 
-    def _told(self, what: str, done: int, total: int) -> None:
-        self._progress.update(self._task, description=what, completed=done, total=total)
+    async def _measure_on(self, measurement: Measurement, remote: Remote) -> None:
+        async for _ in measurement.run(remote):
+            if measurement.measured.turns:
+                self.keep()
+                continue
+            seconds = measurement.expected_s
+            time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+            with paused(self.progress):
+                self.console.print(f"warm-up done, every message of every rank is right; timing takes about {time}\n")
 
-    def _expected(self, seconds: float) -> None:
-        with paused(self._progress):
-            report.show_expected(self._console, seconds)
+    def cells(self) -> list[dict[str, Any]]:
+        return [] if self._measurement is None else rows(self._measurement.measured)
 
-    def _kept(self) -> None:
-        """After every block, so that a crash loses one at most."""
-        assert self._run is not None, "it is the run that calls"
-        self._facts["comm"] = self._run.comm
-        if self._files is not None:
-            self._keep(self._files, self._result(None), page=False)
+    def result(self, error: str | None) -> dict[str, Any]:
+        result = super().result(error)
+        if self._measurement is None:
+            return result | {"recommended": [], "over_budget": []}
+        measured, options = self._measurement.measured, self._options
+        return result | {
+            "recommended": [] if error else [each.plain() for each in recommend(measured, options)],
+            "over_budget": [arm.name for arm in excluded(measured.arms, options.error_budget)],
+            "comm": measured.comm,
+            "samples": samples(measured),
+            "raw": {"server_log": self._server_log, "traced_all_reduces": measured.traces},
+        }
 
-    def _keep(self, files: ResultFiles, result: dict[str, Any], *, page: bool) -> None:
-        measured = self._run.measured() if self._run is not None else None
-        if self._run is None or measured is None:
+    def csv(self, result: Mapping[str, Any]) -> Table:
+        return Table(columns=CSV_COLUMNS, rows=result["samples"])
+
+    def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
+        link = describe_link((result.get("comm") or {}).get("link"))
+        return "Time to first token by AllReduce", f"{describe_setting(result)}; wire: {link}"
+
+    def sections(self, result: Mapping[str, Any]) -> list[Section]:
+        return make_sections(result)
+
+    def show_end(self, result: Mapping[str, Any]) -> None:
+        if not result["cells"]:
             return
-        full = {**result, "samples": report.samples(measured), "traced_all_reduces": self._run.traces}
-        files.write_csv(report.CSV_COLUMNS, report.csv_rows(measured))
-        if page:
-            # Matplotlib takes half a second to import, belongs to an extra, and is of use only here.
-            from tightwire.bench.ttft.page import make_page
+        self.console.print(f"wire: {describe_link(result['comm'].get('link'))}\n", soft_wrap=True, markup=False)
+        for table in tables(result):
+            print_table(self.console, table)
+        for legend in LEGENDS:
+            self.console.print(legend, style="dim", soft_wrap=True)
+        for line in recommended_lines(result):
+            self.console.print(line, style="bold", markup=False, soft_wrap=True)
+        if result["random_weights"]:
+            self.console.print(f"note: {RANDOM_WEIGHTS}", style="yellow", soft_wrap=True)
+        show_others(self.console, result)
 
-            files.write_html(make_page(full))
-        files.write_json(full)
-
-    def _result(self, error: str | None) -> dict[str, Any]:
-        measured = self._run.measured() if self._run is not None else None
-        return report.result(self._facts, measured, self._options, error)
-
-    def _end(self, error: str | None, status: int) -> int:
-        """Show and keep what there is, say what went wrong, and end with one line of JSON."""
-        result = self._result(error)
-        if result["cells"]:
-            report.show(self._console, result)
-        if error is not None:
-            say("ttft", error)
-        line = {key: value for key, value in result.items() if key not in ("comm", "server_log")}
-        error = finish(
-            "ttft",
-            error,
-            lambda error: {**line, "error": error},
-            self._files,
-            lambda files, _: self._keep(files, result, page=True),
-        )
-        return status or (1 if error else 0)
+    def _told(self, what: str, done: int) -> None:
+        assert self._measurement is not None, "it calls this"
+        self.progress.update(self._task, description=what, completed=done, total=self._measurement.num_turns)

@@ -1,6 +1,5 @@
-"""The server that is measured: ``tightwire serve`` as a child process, from its start to its end."""
+"""Runs the measured server: ``tightwire serve`` as a child process."""
 
-import ctypes
 import os
 import re
 import signal
@@ -13,14 +12,13 @@ from pathlib import Path
 from typing import Self
 
 import tightwire
+from tightwire.server.ranks.parent_death import die_with_parent
 
 SERVE = (sys.executable, "-m", "tightwire", "serve")
 _READY = re.compile(r"ready in .* at (http://\S+):")
 _SAYS = "tightwire serve:"
 _TAIL_LINES = 20
-_GRACE_S = 10.0  # it is idle when it is ended
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+_GRACE_S = 10.0  # it is idle at its end
 
 
 class ServerRefusedError(ValueError):
@@ -32,7 +30,7 @@ class ServerDiedError(RuntimeError):
 
 
 class ServerChild:
-    """A server on a free port. Ends with the context at the latest, and with this process however that ends.
+    """A server on a free port. It ends with the context, and also when this process dies.
 
     Construct on the main thread: the kernel ties a child to the thread that started it.
     """
@@ -78,7 +76,7 @@ class ServerChild:
 
     @property
     def log(self) -> list[str]:
-        """Its lines so far."""
+        """The lines so far."""
         return list(self._lines)
 
     def wait_ready(self, timeout_s: float) -> str:
@@ -114,7 +112,7 @@ class ServerChild:
         return f"the server says: {reason}" if reason.startswith(_SAYS) else reason
 
     def _reason(self) -> str:
-        """From the line on that says why; what was said before it is of no interest. The log's end where none does."""
+        """The log from the last line of the server's own on; without one, the end of the log."""
         lines = self.log
         first = max((i for i, line in enumerate(lines) if line.startswith(_SAYS)), default=None)
         return self._tail() if first is None else "\n".join(lines[first : first + _TAIL_LINES])
@@ -129,6 +127,6 @@ class ServerChild:
 
 
 def _end_with_parent() -> None:
-    """Runs in the child before its program starts. It is this process that ends it, not the terminal's Ctrl-C."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Runs in the child before its program starts. A terminal's Ctrl-C must not reach it: this process ends it."""
+    die_with_parent(signal.SIGTERM)
     os.setsid()

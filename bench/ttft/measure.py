@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from tightwire.bench.client import BenchClient
+from tightwire.bench.run import BenchFailedError
 from tightwire.bench.text import english_text
 from tightwire.bench.ttft.options import ServerFacts, TtftOptions
 from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell, WireUse, prompt_sums
@@ -29,7 +30,7 @@ _TIMEOUT_S = 1800.0  # of one request: a long prompt over a slow wire takes minu
 _BODY = {"temperature": 0, "ignore_eos": True}
 
 
-class WrongAnswerError(RuntimeError):
+class WrongAnswerError(BenchFailedError):
     """Another AllReduce ran than was asked for, or an answer is wrong."""
 
 
@@ -186,7 +187,7 @@ class Measurement:
                     if (fault := agreement.fault(self._facts.dtype)) is not None:
                         faults.append(fault)
         if faults:
-            raise WrongAnswerError("; ".join(faults))
+            raise WrongAnswerError(f"wrong answer: {'; '.join(faults)}")
 
     def _check_counts(self, turn: Turn) -> None:
         policy, output_len = self._policies[turn.arm.name], self._options.output_len
@@ -194,7 +195,7 @@ class Measurement:
 
     def _raise_faults(self, turn: Turn, faults: Sequence[str]) -> None:
         if faults:
-            raise WrongAnswerError(f"{turn.arm.name}, {turn.cell}: {'; '.join(faults)}")
+            raise WrongAnswerError(f"wrong answer: {turn.arm.name}, {turn.cell}: {'; '.join(faults)}")
 
     def _tell(self, what: str, num_turns: int = 1) -> None:
         """``num_turns``: how many begin now."""

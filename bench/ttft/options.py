@@ -1,42 +1,55 @@
-"""The options of ``tightwire bench ttft``: one frozen value, checked where it is born, and its command line.
+"""The options of ``tightwire bench ttft``, and the checks against the model that need no running server.
 
-The server's own options (model, ranks, link, engine) are flags of ``serve`` and are handed to the server that is measured.
+The server's own options (model, ranks, link, engine) are flags of ``serve`` and are passed on to the measured server.
 """
 
-import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
-from tightwire.bench.report.label import check_label
-from tightwire.bench.report.result_files import add_flags
+from tightwire.bench.options import OutputOptions, add_flags, given_options, option, parse_integers
+from tightwire.bench.ttft.proof import ModelShape, Proof, WireFormulas
+from tightwire.comm.all_reduce.entry import ELEM_BYTES
 from tightwire.comm.all_reduce.names import split_all_reduce_names
 from tightwire.comm.all_reduce.registry import describe_all_reduce_names, parse_all_reduce
+from tightwire.comm.policy.choose import Chooser
+from tightwire.model.open import open_checkpoint
+from tightwire.model.weights.formats import choose_formats
 from tightwire.server.config.flags import make_parser, parse, refuse_replicas
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
-from tightwire.server.config.serve import ServeConfig
+from tightwire.server.config.serve import ServeConfig, option_fields
+from tightwire.server.plan.run_plan import check_all_reduce_names, decide
 
 GROUPS = ("model", "parallel", "engine")
 _ALGORITHMS = ("native", "ring", "two-shot", "flash-int8", "flash-int6", "flash-int4")
-_OURS = ("allreduce", "allreduce_extra", "comm_policy")  # flags of serve that --algorithms stands for
-_RANKS = 2  # unless --tp or a file says otherwise: one rank has nothing to sum
+_OURS = ("allreduce", "allreduce_extra", "comm_policy")  # flags of serve that --algorithms replaces
+_NOT_KEPT = ("config", "output", "label")  # in the result's options
+_RANKS = 2  # the default of --tp here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TtftOptions:
-    """``config`` is the server's, with nothing said yet of what it sums with."""
+class TtftOptions(OutputOptions):
+    """``config`` is the server's, without the AllReduce."""
 
     config: ServeConfig = field(default_factory=lambda: ServeConfig(parallel=ParallelOptions(tp=_RANKS)))
-    algorithms: tuple[str, ...] = _ALGORITHMS
-    baseline: str | None = None  # None: the first lossless one
-    prompt_lens: tuple[int, ...] = (128, 512, 2048)
-    concurrency: tuple[int, ...] = (1, 4)
-    repeats: int = 6
-    output_len: int = 8
-    answers: int = 1  # checked of each arm in each cell
-    error_budget: float | None = None
-    output: Path | None = None
-    label: str = "ttft"
+    algorithms: tuple[str, ...] = option(
+        _ALGORITHMS,
+        f"{describe_all_reduce_names()}, or policy:FILE",
+        metavar="NAME,NAME",
+        parse=split_all_reduce_names,
+    )
+    baseline: str | None = option(
+        None, "the one that the others are compared with (the first lossless one)", metavar="NAME"
+    )
+    prompt_lens: tuple[int, ...] = option((128, 512, 2048), "prompt tokens", metavar="N,N", parse=parse_integers)
+    concurrency: tuple[int, ...] = option((1, 4), "requests at a time", metavar="N,N", parse=parse_integers)
+    repeats: int = option(6, "rounds; in each every algorithm runs once in every cell, in random order", metavar="N")
+    output_len: int = option(8, "tokens to generate, at least 2", metavar="N")
+    answers: int = option(1, "timed answers to check for each cell and algorithm", metavar="N")
+    error_budget: float | None = option(
+        None, "do not recommend an algorithm with a larger relative RMS error (no limit)", metavar="E"
+    )
 
     def __post_init__(self) -> None:
         tp = self.config.parallel.tp
@@ -60,7 +73,9 @@ class TtftOptions:
             )
         for flag, values in (("--prompt-lens", self.prompt_lens), ("--concurrency", self.concurrency)):
             if not values or min(values) < 1 or len(set(values)) < len(values):
-                raise ValueError(f"{flag} takes unlike whole numbers of at least 1, got {','.join(map(str, values))}")
+                raise ValueError(
+                    f"{flag} takes different whole numbers of at least 1, got {','.join(map(str, values))}"
+                )
         if self.repeats < 2:
             raise ValueError(f"--repeats must be at least 2, got {self.repeats}: one value has no interval")
         for flag, value, least in (("--output-len", self.output_len, 2), ("--answers", self.answers, 1)):
@@ -73,13 +88,12 @@ class TtftOptions:
                 f"--concurrency {max(self.concurrency)} is more than the {self.config.engine.max_num_seqs} sequences of a "
                 "step, so the queue would be measured; raise --max-num-seqs"
             )
-        check_label(self.label)
 
     @property
     def baseline_name(self) -> str:
         """The algorithm that the others are compared with."""
         name = self.baseline or self._first_lossless()
-        assert name is not None, "checked at birth"
+        assert name is not None, "checked in __post_init__"
         return name
 
     def _first_lossless(self) -> str | None:
@@ -111,16 +125,16 @@ def policy_path(name: str) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> TtftOptions:
-    """Read the command line; prints what is wrong and exits with status 2 when it is."""
+    """The options on a command line; prints what is wrong with it and exits with code 2."""
     parser = make_parser(
         "bench ttft",
         "Compare AllReduces in time to first token on one server that is started for it. The last line of stdout is one "
         "JSON object.",
         GROUPS,
     )
-    _add_flags(parser)
-    said = {word.partition("=")[0] for word in argv}
-    argv = argv if said & {"--tp", "--config"} else ["--tp", str(_RANKS), *argv]
+    add_flags(parser.add_argument_group("bench", "What is compared, on which prompts, how often."), TtftOptions)
+    flags = {word.partition("=")[0] for word in argv}
+    argv = argv if flags & {"--tp", "--config"} else ["--tp", str(_RANKS), *argv]
     config, given = parse(parser, argv, GROUPS)
     refuse_replicas(parser, config)
     for name in _OURS:
@@ -128,48 +142,117 @@ def parse_options(argv: Sequence[str]) -> TtftOptions:
             parser.error(f"--{name.replace('_', '-')} is not for this bench; --algorithms says what is compared")
     if "prefix_cache" in given:
         parser.error(
-            "--prefix-cache is not for this bench, whose prompts are all computed; `bench serve` has workloads for it"
+            "--prefix-cache is not for this bench, which computes every prompt; `bench serve` has workloads for it"
         )
-    own = {name: getattr(given, name) for name in TtftOptions.__slots__ if name != "config" and hasattr(given, name)}
     try:
-        return TtftOptions(config=config, **own)
+        return TtftOptions(config=config, **given_options(given, TtftOptions))
     except ValueError as error:
         parser.error(str(error))
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    defaults = TtftOptions()
-    group = parser.add_argument_group("bench", "What is compared, on which prompts, how often.")
-    add = group.add_argument
-    add(
-        "--algorithms",
-        type=split_all_reduce_names,
-        metavar="NAME,NAME",
-        help=f"of {describe_all_reduce_names()}, or policy:FILE ({','.join(defaults.algorithms)})",
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerFacts:
+    """What is known before the server starts. ``config``: the baseline is the server's default, the others are on request."""
+
+    config: ServeConfig
+    dtype: str
+    proof: Proof
+    chooser: Chooser
+    known: dict[str, Any]  # for the result
+
+
+def find_facts(options: TtftOptions) -> ServerFacts:
+    """Open the model and decide what will run, as the server does.
+
+    Raises:
+        ValueError: the model or an option is refused, or prompts and answers do not fit.
+    """
+    config = _server_config(options)
+    check_all_reduce_names(config.parallel)
+    checkpoint = open_checkpoint(config.model.model, config.model.seed)
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, config.model.quantization)
+    decision = decide(config, checkpoint.config, formats)
+    plan, parallel = decision.plan, config.parallel
+    assert decision.comm is not None, "there are at least two ranks"
+    longest = max(options.prompt_lens) + options.output_len
+    if longest > plan.max_model_len:
+        raise ValueError(
+            f"--prompt-lens {max(options.prompt_lens)} and --output-len {options.output_len} make {longest} tokens, and "
+            f"the model's context here is {plan.max_model_len}; shorten them, or raise --max-model-len if that is what "
+            "limits it"
+        )
+    blocks = max(options.concurrency) * -(-longest // config.engine.block_size)
+    if blocks > plan.num_blocks:
+        raise ValueError(
+            f"--concurrency {max(options.concurrency)} with {longest} tokens each needs {blocks} KV blocks, and there are "
+            f"{plan.num_blocks}, so the queue would be measured; raise --kv-cache-memory"
+        )
+    elem_bytes, hidden_size = ELEM_BYTES[plan.dtype], checkpoint.config.hidden_size
+    return ServerFacts(
+        config=config,
+        dtype=plan.dtype,
+        proof=Proof(
+            ModelShape(
+                num_layers=checkpoint.config.num_layers,
+                row_bytes=hidden_size * elem_bytes,
+                step_tokens=config.engine.max_num_batched_tokens,
+                overlap=plan.overlap,
+            ),
+            WireFormulas(
+                world_size=parallel.tp, num_nodes=parallel.nodes, wire_nodes=parallel.wire_nodes, elem_bytes=elem_bytes
+            ),
+        ),
+        chooser=decision.comm.chooser,
+        known={
+            "model": checkpoint.name,
+            "dtype": plan.dtype,
+            "weights": formats.name or plan.dtype,
+            "device": plan.device,
+            "tp": parallel.tp,
+            "nodes": parallel.nodes,
+            "num_layers": checkpoint.config.num_layers,
+            "hidden_size": hidden_size,
+            "seed": config.model.seed,
+            "random_weights": config.model.model.startswith("random:"),
+            "options": {
+                **{own.name: getattr(options, own.name) for own in fields(TtftOptions) if own.name not in _NOT_KEPT},
+                "baseline": options.baseline_name,
+                "link": parallel.link,
+            },
+        },
     )
-    add("--baseline", metavar="NAME", help="the one that the others are compared with (the first lossless one)")
-    add("--prompt-lens", type=_integers, metavar="N,N", help=f"prompt tokens ({_list(defaults.prompt_lens)})")
-    add("--concurrency", type=_integers, metavar="N,N", help=f"requests at a time ({_list(defaults.concurrency)})")
-    add("--repeats", type=int, metavar="N", help=f"random blocks, in each of which every one runs ({defaults.repeats})")
-    add("--output-len", type=int, metavar="N", help=f"tokens to generate, at least 2 ({defaults.output_len})")
-    add("--answers", type=int, metavar="N", help=f"timed answers to check of each cell and one ({defaults.answers})")
-    add(
-        "--error-budget",
-        type=float,
-        metavar="E",
-        help="recommend none whose relative RMS error is above this (no limit; the error is stated)",
+
+
+def _server_config(options: TtftOptions) -> ServeConfig:
+    own = options.baseline_name
+    others = tuple(dict.fromkeys(name for name in options.algorithms if name != own))
+    sums = {"comm_policy": policy_path(own)} if is_policy(own) else {"allreduce": own}
+    return replace(
+        options.config,
+        parallel=replace(options.config.parallel, allreduce_extra=others, **sums),
+        # No prompt is used twice, but the answers that are checked come from prompts that were timed.
+        engine=replace(options.config.engine, prefix_cache="none"),
     )
-    add_flags(group, "ttft")
 
 
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected whole numbers with commas between, such as 128,512, got {text!r}"
-        ) from None
+def to_argv(config: ServeConfig, groups: Sequence[str], leave_out: Collection[str] = ()) -> list[str]:
+    """Flags for every option of ``groups`` that is not at its default."""
+    argv: list[str] = []
+    for name, (group, own) in option_fields().items():
+        value = getattr(getattr(config, group), name)
+        if group in groups and name not in leave_out and value != own.default:
+            argv.extend(_flag(name, value))
+    return argv
 
 
-def _list(values: Sequence[int]) -> str:
-    return ",".join(map(str, values))
+def _flag(name: str, value: object) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag.removeprefix('--')}"]
+    if isinstance(value, (tuple, list)):
+        return [flag, ",".join(_number(part) for part in value)]
+    return [flag, _number(value)]
+
+
+def _number(value: object) -> str:
+    return f"{value:.15g}" if isinstance(value, float) else str(value)

@@ -228,7 +228,9 @@ class Proof:
         if not prefill & (policy.algorithms("decode", *SITES) | embed):
             rows = cell.concurrency * cell.prompt_len
             own = [count for count in sums if count.algorithm in prefill]
-            faults += self._size_fault(f"messages of {', '.join(sorted(prefill))}", 2 * self.shape.num_layers * rows, own)
+            faults += self._size_fault(
+                f"messages of {', '.join(sorted(prefill))}", 2 * self.shape.num_layers * rows, own
+            )
         return faults
 
     def _size_fault(self, what: str, rows: int, sums: Sequence[Count]) -> list[str]:

@@ -1,158 +1,234 @@
-"""How a result of ``bench ttft`` is shown and kept: tables for eyes, JSON with every raw sample, CSV with a row per request."""
+"""The tables and the page of ``bench ttft``, made from the rows of a result."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from tightwire.bench.report.html import Section
+from tightwire.bench.report.plots import Part, Plot, Series, StackedBars, lines, plot_section
+from tightwire.bench.report.table import Column, Row, Table
+from tightwire.bench.ttft.summary import PARTS
+from tightwire.comm.sizes import format_bytes
 
-from tightwire.bench.report.quiet import show_others
-from tightwire.bench.ttft.facts import Facts
-from tightwire.bench.ttft.options import TtftOptions
-from tightwire.bench.ttft.recommend import excluded, recommend
-from tightwire.bench.ttft.summary import PARTS, Measured, rows
-from tightwire.bench.ttft.words import (
-    LEGENDS,
-    OTHER_COLUMNS,
-    RANDOM_WEIGHTS,
-    TTFT_COLUMNS,
-    describe_link,
-    describe_setting,
-    other_texts,
-    recommended_lines,
-    ttft_texts,
+
+def _ratio(ratio: Mapping[str, Any]) -> str:
+    return f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+
+
+def _speed_up(ratio: Mapping[str, Any]) -> str:
+    return f"{1 / ratio['ratio']:.2f} [{1 / ratio['high']:.2f}, {1 / ratio['low']:.2f}]"
+
+
+def _agreement(agreement: Mapping[str, Any]) -> str:
+    text = f"{agreement['same']}/{agreement['checked']}"
+    if agreement["first_difference"] is None:
+        return text
+    return f"{text} ({agreement['first_difference']}, {agreement['largest_gap_nats']:.2g})"
+
+
+def _ms(name: str, key: str) -> Column:
+    return Column(name, key, ",.1f", 1e3)
+
+
+_ARM = Column("algorithm", "arm")
+_PLACE = (Column("prompt", "prompt_len", "d"), Column("at a time", "concurrency", "d"))
+TTFT_COLUMNS = (
+    _ARM,
+    Column("n", "ttft_s.n", "d"),
+    *(_ms(key, f"ttft_s.{key}") for key in ("mean", "std", "p50", "p90", "p99")),
+    Column("ratio [95 %]", "ratio", _ratio),
+    Column("verdict", "ratio.verdict"),
+    Column("x best lossless", "ratio_to_best_lossless", _speed_up),
 )
-
-SCHEMA = "tightwire.bench.ttft/1"
+OTHER_COLUMNS = (
+    _ARM,
+    _ms("compute", "parts_s.compute_s"),
+    _ms("codec", "parts_s.codec_s"),
+    _ms("AllReduce", "parts_s.allreduce_s"),
+    _ms("rest", "rest_s"),
+    Column("sent", "sent_bytes", lambda sent: format_bytes(round(sent))),
+    Column("x bound", "bound.ttft_over_bound", ".2f"),
+    _ms("TPOT", "tpot_s.p50"),
+    Column("(ratio)", "tpot_ratio.ratio", ".2f"),
+    _ms("ITL", "itl_s.p50"),
+    Column("tokens/s", "tokens_per_s.p50", ".1f"),
+    Column("(ratio)", "tokens_per_s_ratio.ratio", ".2f"),
+    Column("error", "error", ".2g"),
+    Column("as exact", "agreement", _agreement),
+)
 CSV_COLUMNS = [
-    *("prompt_len", "concurrency", "arm", "round", "place", "ttft_s", "tpot_s", "e2e_s", "decode_comm_share"),
-    *("server_ttft_s", *PARTS),
+    Column(name, name)
+    for name in (
+        *("prompt_len", "concurrency", "arm", "round", "place", "ttft_s", "tpot_s", "e2e_s", "decode_comm_share"),
+        *("server_ttft_s", *PARTS),
+    )
 ]
+LEGENDS = (
+    (
+        "TTFT in ms at the client, from sending to the first text. Ratio: to the baseline, of medians, paired by round; "
+        "below 1 is faster. X best lossless: speed-up over the fastest lossless one."
+    ),
+    (
+        "Median times in ms. AllReduce: without coding, with waiting for slower ranks. Rest: HTTP, tokenizing, queue, "
+        "scheduling, sampling, sending. Sent: by rank 0 for one prompt. X bound: TTFT over compute + codec + bytes / "
+        "bandwidth, where the wire's is known. Ratio: to the baseline. Error: relative RMS of one AllReduce. As exact: "
+        "checked answers equal to the lossless one's (tokens before the first difference, nats by which that token is less "
+        "likely)."
+    ),
+)
+RANDOM_WEIGHTS = "random weights: many tokens are about equally likely, so answers differ soon, which says nothing about a trained model"
 
 
-def facts(options: TtftOptions, found: Facts, environment: dict[str, Any]) -> dict[str, Any]:
-    """What is known before anything was measured."""
-    parallel = options.config.parallel
-    return {
-        "schema": SCHEMA,
-        "environment": environment,
-        "label": options.label,
-        "model": found.model,
-        "dtype": found.dtype,
-        "weights": found.weights,
-        "device": found.device,
-        "tp": parallel.tp,
-        "nodes": parallel.nodes,
-        "num_layers": found.proof.shape.num_layers,
-        "hidden_size": found.hidden_size,
-        "seed": options.config.model.seed,
-        "random_weights": options.config.model.model.startswith("random:"),
-        "options": {
-            "algorithms": list(options.algorithms),
-            "baseline": options.baseline_name,
-            "prompt_lens": list(options.prompt_lens),
-            "concurrency": list(options.concurrency),
-            "repeats": options.repeats,
-            "output_len": options.output_len,
-            "answers": options.answers,
-            "error_budget": options.error_budget,
-            "link": parallel.link,
-        },
-    }
+def describe_setting(result: Mapping[str, Any]) -> str:
+    """What is measured, in one line."""
+    options = result["options"]
+    nodes = f" on {result['nodes']} nodes" if result["nodes"] > 1 else ""
+    return (
+        f"{result['model']} ({result['dtype']} on {result['device']}) over {result['tp']} ranks{nodes}: "
+        f"{', '.join(options['algorithms'])} against {options['baseline']}; "
+        f"{options['repeats']} random rounds, {options['output_len']} output tokens, seed {result['seed']}"
+    )
 
 
-def result(
-    known: Mapping[str, Any], measured: Measured | None, options: TtftOptions, error: str | None
-) -> dict[str, Any]:
-    """The whole result, without raw samples."""
-    return {
-        **known,
-        "cells": [] if measured is None else rows(measured),
-        "recommended": [] if measured is None or error else [r.plain() for r in recommend(measured, options)],
-        "over_budget": [] if measured is None else [a.name for a in excluded(measured.arms, options.error_budget)],
-        "error": error,
-    }
+def describe_link(link: Mapping[str, Any] | None) -> str:
+    """The wire in words."""
+    if link is None:
+        return "the machine's own"
+    rate = link["measured_bytes_per_s"]
+    measured = "" if rate is None else f", {rate * 8 / 1e6:,.1f} Mbit/s measured"
+    how = "by the kernel, between network namespaces" if link["emulation"] == "namespaces" else "in user space"
+    reason = f" ({link['reason']})" if link["reason"] else ""
+    return f"{link['name']}, emulated {how}{reason}{measured}, latency {link['latency_s'] * 1e6:g} us"
 
 
-def samples(measured: Measured) -> list[dict[str, Any]]:
-    """Every timed request, and every entry's counters once, beside its first request."""
-    return [
-        {
-            **row,
-            "itl_s": request.itl_s,
-            "token_ids": request.token_ids,
-            "wall_s": entry.wall_s,
-            "counts": [count._asdict() for count in entry.counts] if request is entry.requests[0] else None,
-        }
-        for (entry, request), row in zip(_requests(measured), csv_rows(measured), strict=True)
+def recommended_lines(result: Mapping[str, Any]) -> list[str]:
+    """The command lines to paste and the reasons, lossless first."""
+    found = []
+    for kind, each in zip(("lossless", "lossy"), result["recommended"], strict=False):
+        found += [f"{kind}: {each['command']}", f"  {each['reason']}"]
+    if len(result["recommended"]) == 1 and not all(row["lossless"] for row in result["cells"]):
+        found.append("lossy: none is certain to be faster" + (" within the budget" if result["over_budget"] else ""))
+    if result["over_budget"]:
+        found.append(f"not considered, their error is above the budget: {', '.join(result['over_budget'])}")
+    return found
+
+
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """Two for each cell."""
+    found = []
+    for cell in dict.fromkeys((row["prompt_len"], row["concurrency"]) for row in result["cells"]):
+        rows = [row for row in result["cells"] if (row["prompt_len"], row["concurrency"]) == cell]
+        title = f"{cell[0]} prompt tokens, {cell[1]} at a time"
+        found.append(Table(title=f"{title}: TTFT, ms", columns=TTFT_COLUMNS, rows=rows))
+        found.append(Table(title=f"{title}: where it goes", columns=OTHER_COLUMNS, rows=rows))
+    return found
+
+
+def make_sections(result: Mapping[str, Any]) -> list[Section]:
+    """The recommendation, plots by concurrency, by message size and by error, then every number."""
+    rows, words = result["cells"], recommended_lines(result)
+    if result["random_weights"]:
+        words.append(RANDOM_WEIGHTS)
+    sections = [Section(title="Recommended", words=words, wide=True)] if words else []
+    for concurrency in sorted({row["concurrency"] for row in rows}):
+        own = [row for row in rows if row["concurrency"] == concurrency]
+        sections += [plot_section(ttft_plot(own, concurrency), _TTFT_WORDS), _parts(own, concurrency)]
+    if result["raw"]["traced_all_reduces"]:
+        sections.append(_by_size(result["raw"]["traced_all_reduces"]))
+    lossy = [row for row in rows if not row["lossless"] and row["ratio_to_best_lossless"]]
+    if lossy:
+        sections.append(_speed_and_error(lossy, [row["arm"] for row in rows]))
+    for title, legend, columns in zip(
+        ("TTFT, ms", "Other numbers"), LEGENDS, (TTFT_COLUMNS, OTHER_COLUMNS), strict=True
+    ):
+        table = Table(columns=[*_PLACE, *columns], rows=rows, strong=_is_faster)
+        sections.append(Section(title=title, words=[legend], table=table, wide=True))
+    return sections
+
+
+def _is_faster(row: Row) -> bool:
+    return row["ratio"] is not None and row["ratio"]["verdict"] == "faster"
+
+
+_TTFT_WORDS = "Bars: the 95 % interval of the ratio to the baseline. Dashed: quantized."
+
+
+def ttft_plot(rows: Sequence[Row], concurrency: int) -> Plot:
+    """Median TTFT by prompt length, with the bootstrap interval of the ratio to the baseline around each median."""
+    series = []
+    for number, name in enumerate(dict.fromkeys(row["arm"] for row in rows)):
+        own = [row for row in rows if row["arm"] == name]
+        y = [row["ttft_s"]["p50"] * 1e3 for row in own]
+        ratios = [row["ratio"] or {"ratio": 1.0, "low": 1.0, "high": 1.0} for row in own]
+        low, high = (
+            [value * each[end] / each["ratio"] for value, each in zip(y, ratios, strict=True)]
+            for end in ("low", "high")
+        )
+        x, dashed = [row["prompt_len"] for row in own], not own[0]["lossless"]
+        series.append(Series(name=name, number=number, x=x, y=y, dashed=dashed, low=low, high=high))
+    lengths = sorted({row["prompt_len"] for row in rows})
+    return Plot(
+        name=f"length-{concurrency}",
+        title=f"TTFT by prompt length, {concurrency} at a time",
+        x_label="prompt tokens",
+        y_label="median ms",
+        series=series,
+        ticks=(lengths, [str(length) for length in lengths]),
+    )
+
+
+def _parts(rows: Sequence[Row], concurrency: int) -> Section:
+    parts = [
+        Part(name=part.removesuffix("_s"), number=i, values=[(row["parts_s"][part] or 0.0) * 1e3 for row in rows])
+        for i, part in enumerate(PARTS)
     ]
+    plot = StackedBars(
+        name=f"parts-{concurrency}",
+        title=f"Where TTFT goes, {concurrency} at a time",
+        x_label="ms inside the server",
+        bars=[f"{row['prompt_len']} {row['arm']}" for row in rows],
+        parts=parts,
+    )
+    fused = any(row["parts_s"]["codec_s"] is None for row in rows)
+    coding = "; so is coding, in fused kernels." if fused else "."
+    return plot_section(plot, f"Medians of each part. AllReduce: waiting for slower ranks is included{coding}")
 
 
-def csv_rows(measured: Measured) -> list[dict[str, Any]]:
-    """Plain data of every timed request, by ``CSV_COLUMNS``."""
-    return [
-        {
-            "prompt_len": entry.cell.prompt_len,
-            "concurrency": entry.cell.concurrency,
-            "arm": entry.arm.name,
-            "round": entry.round,
-            "place": entry.place,
-            "ttft_s": request.ttft_s,
-            "tpot_s": request.tpot_s,
-            "e2e_s": request.e2e_s,
-            "decode_comm_share": request.decode_share,
-            "server_ttft_s": request.parts.get("ttft_s"),
-            **{part: request.parts.get(part) for part in PARTS},
-        }
-        for entry, request in _requests(measured)
-    ]
+def _by_size(traces: Sequence[Row]) -> Section:
+    times: dict[tuple[str, int], list[float]] = {}
+    for trace in traces:
+        times.setdefault((trace["arm"], trace["message_bytes"]), []).append(trace["seconds"])
+    rows = [{"arm": arm, "size": size, "seconds": median(seconds)} for (arm, size), seconds in times.items()]
+    size, seconds = Column("message size", "size", format_bytes), Column("median us", "seconds", ".1f", 1e6)
+    plot = lines("size", "AllReduce by message size", rows, by="arm", x=size, y=seconds, ticks=True)
+    return plot_section(plot, "Prompt rows on rank 0, coding included, recorded in the turns that prove what was sent.")
 
 
-def _requests(measured: Measured) -> Iterator[tuple[Any, Any]]:
-    for entry in measured.entries:
-        for request in entry.requests:
-            yield entry, request
-
-
-def show_head(console: Console, known: Mapping[str, Any], num_entries: int) -> None:
-    """What is to be measured, in a few lines."""
-    console.print(describe_setting(known), soft_wrap=True)
-    words = f"{num_entries} turns, of which each arm's first two in a cell warm up and are not counted\n"
-    console.print(words, soft_wrap=True)
-
-
-def show_expected(console: Console, seconds: float) -> None:
-    """How long the timed part will take, known when everything has warmed up."""
-    time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-    console.print(f"warmed up, and each message of every rank is what it should be; the blocks take about {time}\n")
-
-
-def show(console: Console, shown: Mapping[str, Any]) -> None:
-    """Two tables for each cell, then what to take."""
-    console.print(f"wire: {describe_link((shown.get('comm') or {}).get('link'))}\n", soft_wrap=True, markup=False)
-    cells = dict.fromkeys((row["prompt_len"], row["concurrency"]) for row in shown["cells"])
-    for prompt_len, concurrency in cells:
-        own = [row for row in shown["cells"] if (row["prompt_len"], row["concurrency"]) == (prompt_len, concurrency)]
-        title = f"{prompt_len} prompt tokens, {concurrency} at a time"
-        console.print(_table(f"{title}: TTFT, ms", TTFT_COLUMNS, [[r["arm"], *ttft_texts(r)] for r in own]))
-        console.print(_table(f"{title}: where it goes", OTHER_COLUMNS, [[r["arm"], *other_texts(r)] for r in own]))
-        console.print()
-    for legend in LEGENDS:
-        console.print(legend, style="dim", soft_wrap=True)
-    for line in recommended_lines(shown):
-        console.print(line, style="bold", markup=False, soft_wrap=True)
-    if shown["random_weights"]:
-        console.print(f"note: {RANDOM_WEIGHTS}", style="yellow", soft_wrap=True)
-    show_others(console, shown)
-    console.print()
-
-
-def _table(title: str, columns: Sequence[str], texts: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("algorithm", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right")
-    for cells in texts:
-        table.add_row(*cells)
-    return table
+def _speed_and_error(rows: Sequence[Row], names: Sequence[str]) -> Section:
+    """Speed-up over the best lossless arm against error."""
+    series = []
+    for number, name in enumerate(dict.fromkeys(names)):
+        own = [row for row in rows if row["arm"] == name]
+        ratios = [row["ratio_to_best_lossless"] for row in own]
+        if own:
+            series.append(
+                Series(
+                    name=name,
+                    number=number,
+                    x=[row["error"] for row in own],
+                    y=[1 / ratio["ratio"] for ratio in ratios],
+                    low=[1 / ratio["high"] for ratio in ratios],
+                    high=[1 / ratio["low"] for ratio in ratios],
+                )
+            )
+    plot = Plot(
+        name="error",
+        title="Speed and error",
+        x_label="relative RMS error of one AllReduce",
+        y_label="speed-up over the best lossless one",
+        series=series,
+        log_y=False,
+        joined=False,
+        line_y=1.0,
+    )
+    return plot_section(plot, "A point for each cell. Higher is faster, further left is more exact.")

@@ -133,9 +133,7 @@ class PromptMaker:
             encoded = await self._tokenize(text) if text else []
             if len(encoded) == num_tokens:
                 return TextPrompt(text, tuple(encoded))
-        raise RemoteError(
-            f"none of {_CUT_ATTEMPTS} passages has {num_tokens} tokens with this model's tokenizer"
-        )
+        raise RemoteError(f"none of {_CUT_ATTEMPTS} passages has {num_tokens} tokens with this model's tokenizer")
 
     async def _tokenize(self, text: str, *, special: bool = True) -> list[int]:
         body = {"prompt": text, "add_special_tokens": special}

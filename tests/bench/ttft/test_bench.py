@@ -10,11 +10,10 @@ from helpers.server.fake_openai import running
 from helpers.server.fake_ttft_server import FakeTtftServer
 from tiny import make_tiny
 
-from tightwire.bench.ttft import page
+from tightwire.bench.ttft import bench as ttft_bench
 from tightwire.bench.ttft.bench import TtftBench, main
 from tightwire.bench.ttft.child import ServerChild, ServerDiedError
-from tightwire.bench.ttft.facts import find_facts
-from tightwire.bench.ttft.options import TtftOptions, parse_options
+from tightwire.bench.ttft.options import TtftOptions, find_facts, parse_options
 
 LINK = {"name": "1mbit", "asked_bytes_per_s": 125e3, "measured_bytes_per_s": 120e3, "latency_s": 0.0} | {
     "emulation": "user-space",
@@ -65,7 +64,7 @@ def bench(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
         *flags: str, death: str | None = None, plots: bool = False, **behaviour: Any
     ) -> tuple[int, dict[str, Any], str]:
         if not plots:  # which take seconds
-            monkeypatch.setattr(page, "make_page", lambda result: "<html></html>")
+            monkeypatch.setattr(ttft_bench, "make_sections", lambda result: [])
         options = options_of(model, "--output", str(tmp_path), *flags)
         with running(FakeTtftServer(proof=find_facts(options).proof, **behaviour)) as fake:
             started: list[Sequence[str]] = []
@@ -93,7 +92,7 @@ def test_an_honest_server_is_measured_and_what_to_take_is_said(bench: Bench, tmp
         link=LINK,
         other_tokens={"flash-int8": 9},
     )
-    assert (status, result["error"], result["schema"]) == (0, None, "tightwire.bench.ttft/1")
+    assert (status, result["error"], result["schema"]) == (0, None, "tightwire.bench.ttft/2")
     rows = {(row["arm"], row["concurrency"]): row for row in result["cells"]}
     assert {key: row["ttft_s"]["n"] for key, row in rows.items()} == {
         ("two-shot", 1): 3,
@@ -116,9 +115,10 @@ def test_an_arm_that_runs_another_algorithm_fails_the_run(bench: Bench, beside: 
     assert status == 1 and "wrong answer" in result["error"] and "flash-int4" in said
 
 
-def test_an_arm_that_does_so_later_fails_it_too_and_keeps_what_was_measured(bench: Bench) -> None:
-    # Two arms, two warm-ups each: the fifth request is the first one that is timed, and blocks have two.
-    status, result, _ = bench(runs_instead="ring", runs_instead_from=6)
+@pytest.mark.parametrize("first_wrong", [6, 7])
+def test_an_arm_that_does_so_later_fails_it_too_and_keeps_whole_rounds(bench: Bench, first_wrong: int) -> None:
+    # Two arms, two warm-ups each: the fifth request is the first one that is timed, and rounds have two.
+    status, result, _ = bench(runs_instead="ring", runs_instead_from=first_wrong)
     assert status == 1 and "wrong answer" in result["error"] and "ring" in result["error"]
     assert len(result["samples"]) == 2 and result["recommended"] == []
 
@@ -141,12 +141,12 @@ def test_failures_end_the_run_with_a_reason(bench: Bench, behaviour: dict[str, A
 
 
 def test_ctrl_c_keeps_what_was_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tightwire.bench.ttft.run as under_test
+    import tightwire.bench.ttft.measure as under_test
 
     async def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(under_test.AnswerCheck, "check", interrupted)
+    monkeypatch.setattr(under_test, "check_answer", interrupted)
     status, result, _ = bench()
     assert (status, result["error"]) == (130, "interrupted")
     assert len(result["samples"]) == 4

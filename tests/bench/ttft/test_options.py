@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.bench.ttft.argv import to_argv
-from tightwire.bench.ttft.options import GROUPS, TtftOptions, parse_options
+from tightwire.bench.ttft.options import GROUPS, TtftOptions, parse_options, to_argv
 from tightwire.server.config.flags import make_parser, parse
 
 
@@ -47,7 +46,7 @@ def test_baseline_is_the_first_lossless_one() -> None:
         ("--baseline native --algorithms ring,two-shot", "must be one of --algorithms"),
         ("--repeats 1", "one value has no interval"),
         ("--prompt-lens 0", "of at least 1"),
-        ("--prompt-lens 16,16", "unlike"),
+        ("--prompt-lens 16,16", "different"),
         ("--concurrency two", "whole numbers"),
         ("--concurrency 65", "raise --max-num-seqs"),
         ("--output-len 1", "at least 2"),

@@ -3,9 +3,7 @@ from typing import Any
 import pytest
 from helpers.server.fake_ttft_server import lines
 
-from tightwire.bench.ttft.plan import Cell
-from tightwire.bench.ttft.proof import ArmPolicy, ModelShape, Proof
-from tightwire.bench.ttft.wire import WireFormulas
+from tightwire.bench.ttft.proof import ArmPolicy, Cell, ModelShape, Proof, WireFormulas
 from tightwire.comm.ledger.ledger import Count
 
 # Rows of 64 numbers, of which int8 makes one group of 128 in two: odd numbers of rows show the rounding.

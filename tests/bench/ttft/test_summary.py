@@ -2,27 +2,25 @@ from typing import Any
 
 import pytest
 
-from tightwire.bench.ttft.answers import Agreement
-from tightwire.bench.ttft.meter import Entry, Request
+from tightwire.bench.ttft.measure import Agreement, Measured
 from tightwire.bench.ttft.options import TtftOptions
-from tightwire.bench.ttft.plan import Arm, Cell
-from tightwire.bench.ttft.prompts import TextPrompt
-from tightwire.bench.ttft.recommend import excluded, recommend
-from tightwire.bench.ttft.summary import Measured, rows, whole_blocks
+from tightwire.bench.ttft.proof import Cell
+from tightwire.bench.ttft.requests import Arm, Request, TextPrompt, Turn
+from tightwire.bench.ttft.summary import excluded, recommend, rows
 from tightwire.comm.ledger.ledger import Count
 
 CELLS = [Cell(prompt_len=16, concurrency=2), Cell(prompt_len=64, concurrency=2)]
-BASE = Arm(name="native", algorithm="native", own=True, lossless=True, error=0.0)
-RING = Arm(name="ring", algorithm="ring", own=False, lossless=True, error=0.0)
-FLASH = Arm(name="flash-int8", algorithm="flash-int8", own=False, lossless=False, error=0.02)
+BASE = Arm(name="native", algorithm="native", is_default=True, lossless=True, error=0.0)
+RING = Arm(name="ring", algorithm="ring", is_default=False, lossless=True, error=0.0)
+FLASH = Arm(name="flash-int8", algorithm="flash-int8", is_default=False, lossless=False, error=0.02)
 OPTIONS = TtftOptions(algorithms=("native", "ring", "flash-int8"))
-BUSY = (1.0, 1.3, 0.9, 2.0, 1.1, 1.0)  # what the machine does to all arms of a block alike
+BUSY = (1.0, 1.3, 0.9, 2.0, 1.1, 1.0)  # what the machine does to all arms of a round alike
 
 
-def entry(cell: Cell, arm: Arm, number: int, ttft_s: float, tpot_s: float = 0.01) -> Entry:
+def entry(cell: Cell, arm: Arm, number: int, ttft_s: float, tpot_s: float = 0.01) -> Turn:
     requests = [
         Request(
-            prompt=TextPrompt(text="a b", token_ids=(1, 2)),
+            prompt=TextPrompt("a b", (1, 2)),
             ttft_s=BUSY[number] * ttft_s * share,
             tpot_s=BUSY[number] * tpot_s,
             e2e_s=ttft_s + tpot_s,
@@ -34,23 +32,23 @@ def entry(cell: Cell, arm: Arm, number: int, ttft_s: float, tpot_s: float = 0.01
         for share in (0.9, 1.1)
     ]
     counts = [Count("all_reduce", arm.algorithm, "prefill", 2, 600, 600, 0.1, 1200)]
-    return Entry(cell=cell, arm=arm, round=number, place=0, wall_s=2.0, requests=requests, counts=counts)
+    return Turn(cell=cell, arm=arm, round=number, place=0, wall_s=2.0, requests=requests, counts=counts)
 
 
 def measured(rounds: int = 6, *, arms: dict[Arm, dict[str, float]] | None = None) -> Measured:
     times = arms or {BASE: {"ttft_s": 0.10}, RING: {"ttft_s": 0.08}, FLASH: {"ttft_s": 0.05}}
     entries = [entry(c, arm, i, **how) for i in range(rounds) for c in CELLS for arm, how in times.items()]
     checked = [Agreement(cell=CELLS[0], arm=FLASH, matched=1, num_tokens=2, gap=0.5)]
-    return Measured(cells=CELLS, arms=list(times), baseline=BASE, entries=entries, agreements=checked)
+    return Measured(cells=CELLS, arms=list(times), turns=entries, agreements=checked)
 
 
 def row(found: Measured, arm: Arm) -> dict[str, Any]:
     return next(row for row in rows(found) if row["arm"] == arm.name and row["prompt_len"] == 16)
 
 
-def test_ratios_are_block_by_block_so_that_a_busy_machine_cancels() -> None:
+def test_ratios_are_paired_by_round_so_that_a_busy_machine_cancels() -> None:
     found = row(measured(), FLASH)
-    assert found["ttft_s"]["n"] == 12 and found["blocks"] == 6
+    assert found["ttft_s"]["n"] == 12 and found["rounds"] == 6
     for ratio, value in (("ratio", 0.5), ("ratio_to_best_lossless", 0.625)):
         assert found[ratio]["ratio"] == pytest.approx(value)
         assert found[ratio]["low"] <= value + 1e-9 <= found[ratio]["high"] + 2e-9
@@ -71,18 +69,12 @@ def test_parts_bytes_rates_and_agreement_of_a_row() -> None:
 
 
 def test_the_same_one_again_is_no_difference_and_no_better_choice() -> None:
-    again = Arm(name="native#2", algorithm="native", own=True, lossless=True, error=0.0)
+    again = Arm(name="native#2", algorithm="native", is_default=True, lossless=True, error=0.0)
     found = measured(arms={BASE: {"ttft_s": 0.1}, again: {"ttft_s": 0.0999}})
     assert row(found, again)["ratio"]["verdict"] == "no difference"
     assert row(found, BASE)["best_lossless"] == "native"
     (only,) = recommend(found, OPTIONS)
     assert only.arm == BASE
-
-
-def test_a_block_cut_short_is_left_out() -> None:
-    entries = list(measured(rounds=2).entries)
-    assert len(whole_blocks(entries, 3)) == 12
-    assert {(e.round, e.cell.prompt_len) for e in whole_blocks(entries[:-1], 3)} == {(0, 16), (0, 64), (1, 16)}
 
 
 def test_the_fastest_of_each_kind_is_recommended_with_its_error() -> None:

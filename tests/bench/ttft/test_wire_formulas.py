@@ -3,9 +3,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tightwire.bench.ttft.bound import describe_bound, wire_use
-from tightwire.bench.ttft.proof import Message
-from tightwire.bench.ttft.wire import WireFormulas
+from tightwire.bench.ttft.proof import Message, WireFormulas
+from tightwire.bench.ttft.summary import describe_bound
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.nodes import in_process_node_groups
 
@@ -36,16 +35,13 @@ def test_flat_algorithms_send_two_thirds_to_the_other_of_two_nodes() -> None:
 
 def test_bound_is_computing_coding_and_bytes_over_bandwidth() -> None:
     messages = [Message("two-shot", "prefill", 4096), Message("two-shot", "decode", 64)]
-    use = wire_use(formulas(2, 1, wire_nodes=2), messages, gathered_bytes=904)
+    use = formulas(2, 1, wire_nodes=2).prompt_use(messages, gathered_bytes=904)
     assert (use.wire_bytes, use.rounds) == (5000, 3)
     link = {"measured_bytes_per_s": 50_000.0, "asked_bytes_per_s": 60_000.0, "latency_s": 0.01}
-    bound = describe_bound(use, link, compute_s=0.2, codec_s=None, ttft_s=0.66)
+    bound = describe_bound(use, link, 0.2, 0.66, overlap=False)
     assert bound["wire_s"] == pytest.approx(0.13)
     assert bound["bound_s"] == pytest.approx(0.33)
     assert bound["ttft_over_bound"] == pytest.approx(2.0)
-    assert describe_bound(use, link, compute_s=0.2, codec_s=0.05, ttft_s=1)["bound_s"] == pytest.approx(0.38)
     # At the same time, the slower of the two.
-    assert describe_bound(use, link, compute_s=0.2, codec_s=0.05, ttft_s=1, overlap=True)["bound_s"] == 0.25
-    assert describe_bound(use, link, compute_s=0.1, codec_s=None, ttft_s=1, overlap=True)["bound_s"] == pytest.approx(
-        0.13
-    )
+    assert describe_bound(use, link, 0.25, 1, overlap=True)["bound_s"] == 0.25
+    assert describe_bound(use, link, 0.1, 1, overlap=True)["bound_s"] == pytest.approx(0.13)

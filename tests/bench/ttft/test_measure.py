@@ -1,11 +1,12 @@
 import pytest
 
-from tightwire.bench.ttft.answers import Agreement
-from tightwire.bench.ttft.plan import Arm, Cell
+from tightwire.bench.ttft.measure import Agreement
+from tightwire.bench.ttft.proof import Cell
+from tightwire.bench.ttft.requests import Arm
 
 CELL = Cell(prompt_len=16, concurrency=1)
-LOSSLESS = Arm(name="ring", algorithm="ring", own=False, lossless=True, error=0.0)
-LOSSY = Arm(name="flash-int4", algorithm="flash-int4", own=False, lossless=False, error=0.1)
+LOSSLESS = Arm(name="ring", algorithm="ring", is_default=False, lossless=True, error=0.0)
+LOSSY = Arm(name="flash-int4", algorithm="flash-int4", is_default=False, lossless=False, error=0.1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import json
 import httpx
 import pytest
 
-from tightwire.bench.ttft.prompts import PromptMaker
+from tightwire.bench.ttft.proof import Cell
+from tightwire.bench.ttft.requests import Arm, PromptMaker, make_turns
 from tightwire.server.cli.remote import Remote, RemoteError
 
 REMOTE = Remote(base="http://server/v1", model="tiny")
@@ -51,10 +52,24 @@ def test_a_length_that_no_passage_comes_to_is_given_up() -> None:
         ids = [ord(letter) for letter in body["prompt"]]
         return httpx.Response(200, json={"tokens": ids * 2 if body["add_special_tokens"] and len(ids) != 6 else ids})
 
-    with pytest.raises(RemoteError, match="comes out at 5 tokens"):
+    with pytest.raises(RemoteError, match="none of 200 passages has 5 tokens"):
         take("abcdefgh" * 40, [5], httpx.MockTransport(doubling))
 
 
 def test_a_length_that_special_tokens_fill_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves no room for text"):
         take("abc", [1])
+
+
+ARMS = [Arm(name=name, algorithm=name, is_default=False, lossless=True, error=0.0) for name in ("a", "b", "c")]
+
+
+def test_every_round_has_every_cell_and_every_cell_every_arm() -> None:
+    cells = [Cell(prompt_len=length, concurrency=count) for length in (16, 64) for count in (1, 4)]
+    groups = list(make_turns(cells, ARMS, 5, seed=3))
+    for number in range(5):
+        own = [turns for turns in groups if turns[0].round == number]
+        assert {turns[0].cell for turns in own} == set(cells) and len(own) == 4
+    assert all({turn.arm for turn in turns} == set(ARMS) and len(turns) == 3 for turns in groups)
+    assert len({tuple(turn.arm for turn in turns) for turns in groups}) > 1, "the order of the arms changes"
+    assert groups == list(make_turns(cells, ARMS, 5, seed=3)) != list(make_turns(cells, ARMS, 5, seed=4))
