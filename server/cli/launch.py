@@ -22,8 +22,7 @@ from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import CommSetup, Ready
 from tightwire.server.plan.devices import process_age_s
 from tightwire.server.plan.progress import Progress
-from tightwire.server.plan.rank_names import rank_name
-from tightwire.server.plan.rank_setup import RankWork
+from tightwire.server.plan.rank_setup import RankWork, rank_name
 from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, prepare
 from tightwire.server.ranks.background import Background
 from tightwire.server.ranks.processes import Ranks

@@ -13,7 +13,7 @@ POLICY_PREFIX = "policy:"  # of a name that stands for a policy file
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelOptions:
-    """How the model is split, and how partial sums are added."""
+    """The split of the model over ranks, and the AllReduce between them."""
 
     tp: int = option(1, "ranks the model is split over", metavar="N")
     dp: int = option(

@@ -13,7 +13,7 @@ from tightwire.server.config.weights import WeightOptions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Which model, in which numbers, on which device."""
+    """The model, its number format and its device."""
 
     model: str = option("smollm2-135m", "a known name, a Hugging Face folder or repo id, a .gguf file, or random:SHAPE")
     served_model_name: str | None = option(None, "the name clients use; default: the model's own", metavar="NAME")
@@ -40,7 +40,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How much runs at once."""
+    """Scheduling and the KV cache."""
 
     max_model_len: int | None = option(
         None,
@@ -49,7 +49,7 @@ class EngineOptions:
     )
     max_num_seqs: int = option(64, "sequences in one step, of each replica", metavar="N")
     max_num_batched_tokens: int = option(
-        512, "tokens in one step, of each replica; longer prompts are prefilled in chunks", metavar="N"
+        512, "tokens in one step of each replica; longer prompts are prefilled in chunks", metavar="N"
     )
     block_size: int = option(16, "tokens per KV cache block", metavar="N")
     prefix_cache: str = option(
@@ -107,11 +107,11 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpOptions:
-    """The outside door."""
+    """The HTTP server: address, access, limits."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one", metavar="N")
-    api_key: str | None = option(None, "when set, every route but /health* and /metrics wants it as a Bearer token")
+    api_key: str | None = option(None, "Bearer token that every route but /health* and /metrics then requires")
     max_queued_requests: int = option(256, "requests waiting or running before new ones get 429", metavar="N")
     shutdown_grace_s: float = option(30.0, "after SIGTERM, how long running requests may take to finish", metavar="S")
 

@@ -8,7 +8,7 @@ from tightwire.server.config.option import option, require
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightOptions:
-    """Where layers' weights are while they are not computed with."""
+    """Placement of weights: resident, streamed or shared by replicas."""
 
     weights: str = option(
         "auto",

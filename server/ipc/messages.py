@@ -1,4 +1,4 @@
-"""What the HTTP process and the rank processes say to each other: msgspec structs over zmq, nothing pickled.
+"""The messages between the HTTP process and the rank processes: msgspec structs over zmq, nothing pickled.
 
 Channels, all local to one server: HTTP process -> rank 0 (``ToEngine``), every rank -> HTTP process (``FromRank``),
 rank 0 -> ranks 1.. (``ToFollower``), HTTP process -> every rank's reporter, which answers while the rank computes or

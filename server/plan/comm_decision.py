@@ -1,4 +1,4 @@
-"""How ranks will sum, decided before they load: the options, the cost model, and what was measured on this host."""
+"""Decides before loading how ranks sum: from the options, the cost model, and measurements on this host."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the options ask of the policies: the server's own AllReduce, and those that single requests may ask for by name.
+"""Turns options into policy requests: the server's own AllReduce, and those that a single request may name.
 
 A name is one that ``--allreduce`` takes, or ``policy:FILE`` with a policy file, which is what ``--comm-policy FILE``
 comes to.

@@ -1,4 +1,4 @@
-"""What this machine offers: usable CPU cores, host memory within the container's limit, CUDA devices and their memory.
+"""Reads this machine's usable CPU cores, host memory within the container's limit, and CUDA devices with their memory.
 
 Asks the kernel and the driver directly. torch would answer too, but takes seconds to import and opens a context on
 every device it is asked about.

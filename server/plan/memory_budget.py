@@ -1,4 +1,4 @@
-"""Whether the model fits, and how much KV cache that leaves: sums made before anything is loaded.
+"""Computes before loading whether the model fits and how much KV cache that leaves.
 
 On a CPU all ranks share the host's memory; with CUDA each rank has a device of its own. The cache has the same number
 of blocks on every rank, so the tightest pool decides. Replicas of the model have as many ranks each, and blocks of their own.
@@ -15,7 +15,7 @@ from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.rank_bytes import RankBytes, RanksWith, ranks_maker
-from tightwire.server.plan.rank_names import rank_name
+from tightwire.server.plan.rank_setup import rank_name
 
 # Nothing else wants the free memory of a device; on a host other programs and the page cache do.
 _CACHE_SHARE = {"cpu": 0.4, "cuda": 0.9}

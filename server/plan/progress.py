@@ -1,4 +1,4 @@
-"""What a person sees while a server starts: bars on a terminal, a few lines elsewhere. Always on standard error."""
+"""Shows start-up progress on standard error: bars on a terminal, a few lines elsewhere."""
 
 import contextlib
 import sys

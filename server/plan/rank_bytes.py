@@ -1,4 +1,4 @@
-"""What one rank will hold beside its KV cache, and what the cache takes per block: sums over sizes."""
+"""Computes the bytes that a rank holds beside its KV cache, and the bytes of a cache block."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a rank process is told over its standard input: who it is at once, what to run when that has been decided.
+"""The two messages that a rank process reads from its standard input: its identity, then its work.
 
 Two lines of JSON. After them the pipe stays open and silent for the life of the server; its end means that the parent
 is gone. Ranks are started before the model has been looked at, because importing torch takes longer than that.
@@ -75,3 +75,8 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     location: str
     config: ServeConfig
     plan: RunPlan
+
+
+def rank_name(rank: int, tp: int, num_replicas: int) -> str:
+    """The number, and where there are several replicas of ``tp`` ranks, which one it is in."""
+    return str(rank) if num_replicas == 1 else f"{rank} (replica {rank // tp})"

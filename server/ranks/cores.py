@@ -1,4 +1,4 @@
-"""Which cores a rank on the CPU keeps to, so that ranks which wait for each other are never two on one core."""
+"""Binds each CPU rank to cores of its own, so that two ranks that wait for each other never share one."""
 
 import os
 from collections.abc import Sequence

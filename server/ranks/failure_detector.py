@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready
-from tightwire.server.plan.rank_names import rank_name
+from tightwire.server.plan.rank_setup import rank_name
 
 # A rank that imports libraries from a slow disk may hold the interpreter, and with it the heartbeat, for long.
 _LOADING_PATIENCE = 12

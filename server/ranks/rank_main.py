@@ -1,4 +1,4 @@
-"""What one rank does with its work: join the others, load its part, then take its turn in ``rank_loop``.
+"""Runs one rank: joins the group, loads its part of the model, then enters ``rank_loop``.
 
 Imports torch and everything else that is heavy; ``worker`` is the light shell around it.
 """

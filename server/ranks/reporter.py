@@ -1,8 +1,8 @@
-"""A rank's voice: messages to the parent, and a heartbeat that goes on while the rank computes or hangs.
+"""Sends a rank's messages to the parent, and a heartbeat that goes on while the rank computes or hangs.
 
 The heartbeat has a thread and sockets of its own (zmq sockets belong to one thread). It says what the rank is doing
 and for how long, so that the parent can tell slow from stuck and name the collective that did not come back. The same
-thread answers the parent's wish for a recording of all collectives.
+thread answers the parent's request to record all collectives.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What streaming costs, measured while warming up: what a step takes beside what it would take with resident weights."""
+"""Measures during warm-up what streaming costs: the time of a step against the same step with resident weights."""
 
 import time
 from collections.abc import Callable
