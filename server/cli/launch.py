@@ -1,7 +1,6 @@
 """``serve``: this process becomes the HTTP process. The ranks it is given are importing their libraries meanwhile.
 
-The door opens at once, in the loading state; then the model is looked at, what will run is decided and handed to the
-ranks. Everything that can be refused is refused before weights are read (exit code 2).
+The server answers at once, in the loading state. Then it opens the model, decides what will run and tells the ranks. Everything that can be refused is refused before weights are read (exit code 2).
 """
 
 import asyncio

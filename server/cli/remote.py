@@ -1,4 +1,4 @@
-"""What a client of an OpenAI server needs, ours or anybody's: its URL, its model, its errors, its event stream.
+"""Client side of any OpenAI server: its URL, its model, its errors, its event stream.
 
 Shared by the terminal chat and the bench. Knows nothing of our own engine, so whatever is measured through it is
 measured alike on every server.

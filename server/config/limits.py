@@ -1,4 +1,4 @@
-"""What one engine may hold and do at once."""
+"""The limits of one engine: sequences, tokens and cache blocks."""
 
 from dataclasses import dataclass
 

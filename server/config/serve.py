@@ -66,9 +66,8 @@ class EngineOptions:
     )
     kv_offload: bool = option(
         False,
-        "keep the KV cache in host memory, for batches whose cache the device has no room for: a layer's keys and values "
-        "of a step's sequences come to the device while the layer before is computed, through two slots. Every step then "
-        "waits for what of their way takes longer than computing; CUDA graphs are off",
+        "keep the KV cache in host memory when it does not fit on the device. Two buffers bring a layer's keys and values to "
+        "the device while the previous layer is computed; a step waits where copying is slower. Turns CUDA graphs off",
     )
     cuda_graphs: bool = option(
         True,
@@ -76,15 +75,14 @@ class EngineOptions:
     )
     plan_ahead: str = option(
         "auto",
-        "plan and launch each step while the one before it still runs, so that a device need not wait for the host in "
-        "between: on, off, or auto, which does it on CUDA, as on a CPU the cores that would plan are those that compute. "
-        "The answers are the same; a prompt that arrives may wait for one step more. Not beside --dp",
+        "plan and launch each step while the previous one runs, so that the device does not wait for the host: on, off, or "
+        "auto, which is on for CUDA without --dp. The answers are the same; a new prompt may wait one step longer",
         ("auto", "on", "off"),
     )
     speculation: str = option(
         "none",
-        "guess tokens ahead and check several in one step: ngram guesses what followed when the last tokens stood in the "
-        "text before. The answer is the same (on a CPU to the bit), sooner where it repeats its prompt",
+        "guess tokens ahead and check several in one step. ngram guesses the tokens that followed the last few tokens "
+        "earlier in the text. The answer is the same (on a CPU to the bit), and faster where it repeats its prompt",
         ("none", "ngram"),
     )
 

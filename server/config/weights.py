@@ -42,7 +42,7 @@ class WeightOptions:
         None, "most memory a rank may take, such as 4GiB; default: what is free", metavar="BYTES"
     )
     verify_weights: bool = option(
-        False, "hold each layer of a prepared folder against its checksum when it is first read"
+        False, "compare each layer of a prepared folder with its checksum when it is first read"
     )
 
     def __post_init__(self) -> None:
