@@ -1,1 +1,1 @@
-"""``tightwire bench quality``: what quantized AllReduces cost a model in accuracy, and which is the cheapest that fits."""
+"""``tightwire bench quality``: measures what quantized AllReduces cost a model in accuracy. Open ``bench.py`` first."""

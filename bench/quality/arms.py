@@ -1,4 +1,4 @@
-"""What ``bench quality`` compares: an arm is a policy for all of a model's messages, named as ``serve`` names it."""
+"""The arms of ``bench quality``: an arm is a policy for all of a model's messages, named as ``serve`` names it."""
 
 from collections import Counter
 from dataclasses import dataclass

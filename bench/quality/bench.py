@@ -1,4 +1,4 @@
-"""``tightwire bench quality``: what quantized AllReduces cost a model in accuracy, and the cheapest that fits a budget.
+"""``tightwire bench quality``: measures what quantized AllReduces cost a model in accuracy, and finds the cheapest within a budget.
 
 Every arm is compared with the exact model of the same number of ranks: same shards, same dtype, lossless sums. What was
 measured is kept when the run is cut short.
@@ -13,13 +13,10 @@ from typing import Any
 from tightwire.bench.ending import finish, say
 from tightwire.bench.quality import report
 from tightwire.bench.quality.arms import MIX
-from tightwire.bench.quality.budget import cheapest_inside
-from tightwire.bench.quality.findings import FoundMix, budget_policy, find_mix, mix_against
-from tightwire.bench.quality.greedy import NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS
-from tightwire.bench.quality.measure import Measured, Measurement, make_pool
-from tightwire.bench.quality.options import QualityOptions, parse_options
-from tightwire.bench.quality.ranks import PlayedRanks
-from tightwire.bench.quality.score import Scorer
+from tightwire.bench.quality.measure import Measured, Measurement, Scorer, make_pool
+from tightwire.bench.quality.options import QualityOptions, cheapest_inside, parse_options
+from tightwire.bench.quality.ranks import NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS, PlayedRanks
+from tightwire.bench.quality.search import FoundMix, budget_policy, find_mix, mix_against
 from tightwire.bench.quality.setting import Setting, make_setting
 from tightwire.bench.quality.summary import exact_row, make_rows, window_samples
 from tightwire.bench.report.console import make_console

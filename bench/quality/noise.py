@@ -1,4 +1,4 @@
-"""Where the error arises: signal and noise of each layer's two sums, with the reduce and the gather leg apart.
+"""Measures signal and noise of each layer's two sums, with the reduce and the gather leg apart.
 
 A pass of the exact model brings every message of every rank here, and each AllReduce in question sums it too: all of them
 see the same numbers. The pass goes on with the exact sum.

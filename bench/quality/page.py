@@ -4,8 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tightwire.bench.quality.arms import EXACT, LOSSY_SITES
-from tightwire.bench.quality.report import finding_words
-from tightwire.bench.quality.words import COLUMNS, LEGEND, cell_texts, db_text, describe_setting, exact_texts
+from tightwire.bench.quality.report import (
+    COLUMNS,
+    LEGEND,
+    cell_texts,
+    db_text,
+    describe_setting,
+    exact_texts,
+    finding_words,
+)
 from tightwire.bench.report.environment import environment_facts
 from tightwire.bench.report.html import Page, Section, TableView, render
 from tightwire.bench.report.plots import Ecdf, HeatMap, Plot, Samples, Series, draw

@@ -1,7 +1,8 @@
-"""A model split over ranks that are threads of this process: every world size can be had, whatever machine this is.
+"""Runs a model split over ranks that are threads of this process, so that any number of ranks is possible.
 
-Layers, shards, kernels and AllReduces are those that serve: what is added up, in which order and in which dtype, is the
-same.
+Layers, shards, kernels and AllReduces are those that serve: sums have the same order and dtype. Greedy texts show after how
+many tokens a quantized prompt leads to another text: generated tokens are summed as ``serve`` does, exactly unless a policy
+file says otherwise, and end tokens are ignored, so every text has the same length.
 """
 
 from collections.abc import Callable, Sequence
@@ -189,3 +190,26 @@ class PlayedRanks:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+NUM_PROMPTS = 16
+PROMPT_TOKENS = 128
+NEW_TOKENS = 64
+
+
+@torch.inference_mode()
+def generate(ranks: PlayedRanks, prompts_BL: Tensor, arm: int, num_tokens: int) -> Tensor:
+    """(B, num_tokens) most likely tokens."""
+    hidden_BD = ranks.prefill(prompts_BL, arm)[:, -1]
+    tokens: list[Tensor] = []
+    for position in range(prompts_BL.shape[1], prompts_BL.shape[1] + num_tokens):
+        tokens.append(ranks.logits(hidden_BD).argmax(1))
+        if len(tokens) < num_tokens:
+            hidden_BD = ranks.decode(tokens[-1], position, arm)
+    return torch.stack(tokens, dim=1)
+
+
+def first_differences(exact_BT: Tensor, other_BT: Tensor) -> list[int]:
+    """For each text, how many tokens are the same before the first that is not; T when all are."""
+    num_tokens = exact_BT.shape[1]
+    return [int(row.argmax()) if row.any() else num_tokens for row in (exact_BT != other_BT).int()]

@@ -1,4 +1,4 @@
-"""From measured numbers to rows: one for each arm at each world size, plain data that goes into JSON as it is."""
+"""Turns measured numbers into rows: one for each arm at each world size, plain data for JSON."""
 
 import math
 from collections.abc import Sequence
@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from tightwire.bench.quality.arms import EXACT, LOSSY_SITES, Arm, bytes_per_token, exact_arm
-from tightwire.bench.quality.greedy import NEW_TOKENS
-from tightwire.bench.quality.measure import Measured
+from tightwire.bench.quality.measure import Floats, Measured
 from tightwire.bench.quality.noise import Power, sqnr_db
-from tightwire.bench.quality.score import Floats
+from tightwire.bench.quality.ranks import NEW_TOKENS
 from tightwire.bench.quality.setting import Setting
 
 LEGS = ("total", "reduce", "gather")

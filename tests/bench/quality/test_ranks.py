@@ -8,8 +8,7 @@ import torch
 from tiny import make_tiny
 
 from tightwire.bench.quality.arms import bytes_per_token, exact_arm, make_arm
-from tightwire.bench.quality.greedy import first_differences, generate
-from tightwire.bench.quality.ranks import PlayedRanks
+from tightwire.bench.quality.ranks import PlayedRanks, first_differences, generate
 from tightwire.model.open import Checkpoint, open_checkpoint
 
 PROMPTS = torch.arange(2 * 40).view(2, 40) * 3 % 200

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import make_tiny
 
-from tightwire.bench.quality.windows import make_windows
+from tightwire.bench.quality.setting import make_windows
 from tightwire.model.open import open_checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
 
