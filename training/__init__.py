@@ -1,1 +1,1 @@
-"""Floor 3, beside the server: offline training over the same comm layer."""
+"""Offline training on the same comm layer as the server. Start with ``run.run``."""

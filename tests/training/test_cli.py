@@ -97,7 +97,7 @@ def test_a_killed_rank_is_started_again_and_the_curve_goes_on_exactly(tmp_path: 
             process.kill()
 
     assert process.returncode == 0, errors
-    assert "going on from" in errors
+    assert "resuming from" in errors
     assert losses(make_config(tmp_path)) == losses(whole)
 
 

@@ -1,1 +1,1 @@
-"""State to files and back, on any ranks."""
+"""Checkpoints: saves a run and resumes it on any number of ranks. Start with ``state``."""

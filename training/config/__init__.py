@@ -1,1 +1,1 @@
-"""What a run is told: YAML in, checked values out. Imports no torch."""
+"""The configuration of a run: YAML in, checked values out, without importing torch. Start with ``tree``."""

@@ -1,1 +1,1 @@
-"""From files to the token blocks of a step."""
+"""Reads text files and packs them into the token sequences of each step. Start with ``run_data``."""

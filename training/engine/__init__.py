@@ -1,1 +1,1 @@
-"""Sharded parameters and gradients: gathers before use, reduces after."""
+"""Shards parameters and gradients: gathers weights before use, reduces gradients after. Start with ``engine``."""

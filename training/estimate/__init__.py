@@ -1,1 +1,1 @@
-"""What a run will take, by formulas."""
+"""Formulas for the memory, arithmetic and disk space of a run. Start with ``rank_memory``."""

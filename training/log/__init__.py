@@ -1,1 +1,1 @@
-"""What a run shows and writes about itself."""
+"""Log file, TensorBoard, loss plot and terminal output of a run. Start with ``run_log``."""

@@ -1,1 +1,1 @@
-"""The optimizer over shards, and its learning rate."""
+"""The torch optimizer over sharded parameters, and its learning rate. Start with ``make``."""

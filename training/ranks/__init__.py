@@ -1,1 +1,1 @@
-"""The ranks of a run: who they are, how they meet, and what they tell each other."""
+"""Connects the ranks of a run and exchanges small values between them. Start with ``groups``."""

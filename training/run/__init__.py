@@ -1,1 +1,1 @@
-"""A run from start to end."""
+"""Runs training from start to end, or prints what it would take. Start with ``run``."""

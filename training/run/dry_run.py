@@ -1,4 +1,4 @@
-"""What a run would take, from formulas alone: no ranks, no weights, no data but the files' names.
+"""Prints what a run would take, from formulas: no ranks, no weights, and of the data only file names.
 
 Memory and traffic are the engine's own formulas (``training.estimate.rank_memory``, ``training.engine.traffic``), which tests hold
 against what it takes and sends; activations are counted on the meta device. The time is the longer one of computing at the rate of
@@ -108,16 +108,16 @@ def _about_memory(
 ) -> Iterator[str]:
     memory = rank_memory(config, options, llama, plan, topology)
     yield ""
-    yield "memory per rank: what stays"
+    yield "memory per rank: held for the whole run"
     yield from _sizes(memory.stays)
-    yield "  and the largest of"
+    yield "  plus the largest of these peaks"
     yield from _sizes(memory.moments)
-    yield f"    {'together':<18}{format_bytes(memory.most):>10}, beside the program itself"
+    yield f"    {'together':<18}{format_bytes(memory.most):>10}, not counting the program itself"
     slot, replicas = config.parallel.between, topology.world_size // plan.shard_ranks
     one = checkpoint_bytes(config.optimizer, plan, slot, replicas)
     yield (
-        f"disk              {format_bytes((config.checkpoint.keep + 1) * one)}: {format_bytes(one)} a checkpoint, of which "
-        f"{config.checkpoint.keep} stay and one more while it is written"
+        f"disk              {format_bytes((config.checkpoint.keep + 1) * one)}: {format_bytes(one)} a checkpoint, "
+        f"{config.checkpoint.keep} kept and one being written"
     )
     model = plan.num_parameters * getattr(torch, config.export.dtype).itemsize
     yield f"                  {format_bytes(model)} the exported model"
@@ -144,12 +144,12 @@ def _about_traffic(
             yield f"    {op:<18}{format_bytes(total):>10} in {len(payloads)} calls"
             yield from _by_kind(payloads, "a payload of")
     if slot:
-        yield f"    {'between slot':<18}{format_bytes(sum(slot.values())):>10} in {len(slot)} sums, {config.parallel.between.kind}"
+        yield f"    {'compressor':<18}{format_bytes(sum(slot.values())):>10} in {len(slot)} sums, {config.parallel.between.kind}"
         yield from _by_kind(slot.items(), "sending")
     yield f"    {'inside nodes':<18}{format_bytes(sent.inside):>10}"
     if topology.num_nodes > 1:
         of_node = format_bytes(sent.between_nodes * topology.ranks_per_node)
-        yield f"    {'between nodes':<18}{format_bytes(sent.between_nodes):>10}, of all ranks of a node {of_node}"
+        yield f"    {'between nodes':<18}{format_bytes(sent.between_nodes):>10}, {of_node} for all ranks of a node"
 
 
 def _by_kind(sizes: Iterable[tuple[str, int]], what: str) -> Iterator[str]:
@@ -163,7 +163,7 @@ def _about_time(
 ) -> Iterator[str]:
     """``links``: those that were given, by their key in ``dry_run``."""
     yield ""
-    yield "time of a step, which cannot be less than the longest of these"
+    yield "time of a step: at least the longest of these"
     tokens = config.batch.sequences * config.data.sequence_tokens / topology.world_size
     flops = flops_per_token(llama, config.data.sequence_tokens) * tokens
     given = config.log.peak_tflops

@@ -1,4 +1,4 @@
-"""One training run on one rank, from its configuration to the exported model."""
+"""Runs training on one rank, from the configuration to the exported model."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -223,8 +223,9 @@ class Run:
     def _beginning(self, checkpoint: Path | None) -> str:
         config, world_size = self._config, self._control.world_size
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-        begins = f"going on from {checkpoint}" if checkpoint else f"beginning with {self._start.name}"
-        return f"{begins}, {config.parallel.sharding} on {ranks}, steps to {config.schedule.steps}, in {self._folder}"
+        start = "random weights" if config.model.shape is not None else self._start.name
+        begins = f"resuming from {checkpoint}" if checkpoint else f"training from {start}"
+        return f"{begins} to step {config.schedule.steps}: {ranks}, sharding {config.parallel.sharding}, run folder {self._folder}"
 
     def _export(self, terminal: Terminal) -> None:
         config = self._config

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish that the loop grants at the end of a step; a second one ends the process at once."""
+"""Records Ctrl-C and SIGTERM, so that the loop stops after the current step; a second signal ends the process."""
 
 import signal
 from types import FrameType

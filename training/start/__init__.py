@@ -1,1 +1,1 @@
-"""The folder a run starts from, and the one it ends in."""
+"""The model a run starts from, its tokenizer, its loss, and its export. Start with ``model``."""
