@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tightwire.comm.collectives.collectives import gather_to_root
 from tightwire.comm.group.group import Group
-from tightwire.comm.slices import as_bytes
+from tightwire.comm.sums import as_bytes
 from tightwire.model.layout import Layout
 from tightwire.model.sampling.candidates import KEY_BYTES, best_candidates, candidates_pay, scatter_candidates
 from tightwire.model.step import ints

@@ -8,8 +8,7 @@ from typing import Any
 from tightwire.bench.report.table import Column, Row
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.registry import parse_all_reduce
-from tightwire.comm.policy.cost import Points
-from tightwire.comm.policy.crossover import crossover_rate
+from tightwire.comm.policy.cost import Points, crossover_rate
 
 COLUMNS = (
     Column("stops paying", "algorithm"),

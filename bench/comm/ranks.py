@@ -12,13 +12,12 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks, fd_path, silence_after
-from tightwire.comm.group.nodes import join_nodes
+from tightwire.comm.group.nodes import join_nodes, throttle_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.link import Link
 from tightwire.comm.link.wire import Wire, open_wire
 from tightwire.comm.transport.segment import make_segment, why_unusable
-from tightwire.comm.transport.throttled import throttle_group
 
 TRANSPORTS = ("auto", "shared-memory", "process-group", "peer-memory")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tightwire.bench.kernels.arms import Arm
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.errors import CommError
-from tightwire.comm.slices import slice_lengths
+from tightwire.comm.sums import slice_lengths
 from tightwire.comm.transport.peer_all_reduce import PeerAllReduce
 from tightwire.kernels.cuda.all_reduce import PeerBuffers, buffer_bytes
 from tightwire.kernels.spec import block_quant as reference

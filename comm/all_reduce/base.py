@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
-from tightwire.comm.summing import SUMMABLE
+from tightwire.comm.sums import SUMMABLE
 
 
 class BaseAllReduce(ABC):

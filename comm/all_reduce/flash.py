@@ -21,7 +21,7 @@ from tightwire.comm.codec.codec import Codec
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound
 from tightwire.comm.codec.legs import exchange_encoded, gather_decoded, prepare, sum_and_encode
 from tightwire.comm.group.group import Group
-from tightwire.comm.slices import slice_lengths
+from tightwire.comm.sums import slice_lengths
 
 
 class FlashAllReduce(BaseAllReduce):

@@ -24,8 +24,7 @@ from tightwire.comm.codec.error_bounds import (
 from tightwire.comm.codec.legs import exchange_encoded, gather_decoded, prepare, sum_and_encode, sum_encoded
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
-from tightwire.comm.slices import as_bytes, slice_lengths
-from tightwire.comm.summing import sum_in_rank_order
+from tightwire.comm.sums import as_bytes, slice_lengths, sum_in_rank_order
 
 _EXACT = parse_codec("none")
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from tightwire.comm.codec.codec import Codec
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import Transport
-from tightwire.comm.slices import as_bytes
-from tightwire.comm.summing import SUMMABLE, sum_in_rank_order
+from tightwire.comm.sums import SUMMABLE, as_bytes, sum_in_rank_order
 from tightwire.kernels import block_quant
 
 

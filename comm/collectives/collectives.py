@@ -25,8 +25,7 @@ from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.codec.legs import exchange_encoded, sum_encoded
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import Moved, nothing_told
-from tightwire.comm.slices import as_bytes, slice_lengths
-from tightwire.comm.summing import SUMMABLE
+from tightwire.comm.sums import SUMMABLE, as_bytes, slice_lengths
 
 NONE = parse_codec("none")
 _INDEX_TYPES = (torch.int32, torch.int64)

@@ -17,8 +17,7 @@ from tightwire.comm.codec.legs import encode_slices, exchange_encoded, sum_encod
 from tightwire.comm.collectives.collectives import NONE
 from tightwire.comm.group.group import Group, NodeGroups
 from tightwire.comm.group.nodes import run_leg
-from tightwire.comm.slices import slice_lengths
-from tightwire.comm.summing import SUMMABLE
+from tightwire.comm.sums import SUMMABLE, slice_lengths
 
 
 def hierarchical_reduce_scatter(

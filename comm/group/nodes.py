@@ -4,6 +4,7 @@ The ranks of a node are better joined to each other than to the rest: hosts on a
 host's ranks may also be treated as several nodes, to try what hierarchical algorithms do.
 """
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
@@ -15,7 +16,9 @@ from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.group.group import Group, NodeGroups, in_process_groups, open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.ledger.ledger import Ledger
+from tightwire.comm.link.link import Link
 from tightwire.comm.transport.failure_notes import FailureNotes, Note, ranks_at_fault
+from tightwire.comm.transport.throttled import ThrottledTransport
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -23,6 +26,7 @@ _Result = TypeVar("_Result")
 # How long a rank listens for what the others say of a failure, which reaches some of them through two groups.
 _GRACE_S = 2.0
 _GRACE_SHARE = 0.2
+_PROBES, _PROBE_S, _PROBE_BYTES = 3, 0.1, 32 << 20  # attempts at a link's rate, seconds and bytes of each
 
 
 def join_nodes(
@@ -176,3 +180,33 @@ def _explain(group: Group, nodes: NodeGroups, leg: Group, error: CommError) -> C
         culprits = ranks_at_fault(own, notes, others)
     where = f"seen {'inside' if leg is nodes.inside else 'across'} nodes"
     return renumbered(error, ranks, where, group.rank, group.world_size, culprits)
+
+
+def throttle_group(group: Group, link: Link) -> Group:
+    """``group`` with ``link`` wherever its bytes may pass from node to node."""
+    slow = replace(group, transport=ThrottledTransport(group.transport, link))
+    if slow.nodes is None:
+        return slow
+    across = slow.nodes.across
+    slow_across = replace(across, transport=ThrottledTransport(across.transport, link))
+    return replace(slow, nodes=replace(slow.nodes, across=slow_across))
+
+
+def held_rate(group: Group, link: Link) -> float:
+    """Bytes per second that the slowest rank of ``group``, which is behind ``link``, can send. Collective.
+
+    The best of a few exchanges counts: what slows one of them down is somebody else's. Cost: 0.4 s, or what four times
+    32 MiB take if that is less.
+    """
+    others = max(1, group.world_size - 1)
+    total = _PROBE_BYTES if link.bytes_per_s is None else min(_PROBE_BYTES, int(link.bytes_per_s * _PROBE_S))
+    slices = [torch.zeros(max(1, total // others), dtype=torch.uint8) for _ in range(group.world_size)]
+    group.transport.exchange(slices)  # touches the memory
+    seconds: list[float] = []
+    for _ in range(_PROBES):
+        group.transport.barrier()
+        start = time.perf_counter()
+        group.transport.exchange(slices)
+        seconds.append(max(time.perf_counter() - start - link.latency_s, 1e-9))
+    own = torch.tensor([others * slices[0].numel() / min(seconds)], dtype=torch.float64)
+    return min(float(told.view(torch.float64)) for told in group.transport.gather(own.view(torch.uint8)))

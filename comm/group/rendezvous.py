@@ -14,6 +14,7 @@ from tightwire.comm.group.topology import Topology
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.transport.failure_notes import FailureNotes
 from tightwire.comm.transport.gloo_threads import make_loop_threads_batch
+from tightwire.comm.transport.peer_access import host_identity
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport, ProcessGroupTransport
 
 _LOOPBACK = "127.0.0.1"
@@ -81,15 +82,6 @@ def _absent(store: Store, keys: list[str]) -> set[int]:
         return {rank for rank, key in enumerate(keys) if not store.check([key])}
     except RuntimeError:
         return set()  # the store itself is gone
-
-
-def host_identity() -> str:
-    """Equal for two processes exactly when the loopback interface of one is that of the other."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return socket.gethostname()
 
 
 def _gloo_address(store: Store, one_host: bool, interface: str | None) -> dict[str, str]:

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from time import perf_counter
 from typing import NamedTuple
 
-from tightwire.comm.ledger.series import Series
-from tightwire.comm.ledger.totals import NUM_RECENT, Totals
+from tightwire.comm.ledger.series import NUM_RECENT, Series, Totals
 
 GATHERING = "weights"  # the phase of partitioned layers, which are gathered beside steps
 

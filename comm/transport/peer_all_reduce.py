@@ -12,7 +12,7 @@ from torch import Tensor
 from tightwire.comm.codec.codec import Codec
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.protocols import KernelSums
-from tightwire.comm.slices import slice_lengths
+from tightwire.comm.sums import slice_lengths
 from tightwire.kernels.cuda.all_reduce import Part, PeerBuffers, max_part_elems, one_shot, two_shot
 from tightwire.kernels.spec.block_format import BlockFormat
 

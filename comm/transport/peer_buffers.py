@@ -12,7 +12,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.reductions import reduce_tensor
 
 from tightwire.comm.errors import CommError, name_ranks
-from tightwire.comm.group.peer_access import Council
+from tightwire.comm.transport.peer_access import Council
 from tightwire.kernels.cuda.all_reduce import PeerBuffers, buffer_bytes
 
 # Twice this for each rank: what one launch moves. Longer messages take several launches, each some ten microseconds.

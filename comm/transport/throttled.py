@@ -9,16 +9,12 @@ behaviour, such as packets and full queues, nothing is in them.
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from tightwire.comm.group.group import Group
 from tightwire.comm.link.link import Link
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 
-_PROBES, _PROBE_S, _PROBE_BYTES = 3, 0.1, 32 << 20  # how often a link's rate is tried, how long, with how many bytes
 # A sleep may end this much late; the rest of a wait is spent offering the core to others and looking at the clock.
 _SLEEP_SLACK_S = 150e-6
 
@@ -83,36 +79,6 @@ class ThrottledTransport:
         rate = self._link.bytes_per_s
         self._free_at = max(self._free_at, time.perf_counter()) + (num_bytes / rate if rate else 0.0)
         _wait_until(self._free_at + rounds * self._link.latency_s)
-
-
-def throttle_group(group: Group, link: Link) -> Group:
-    """``group`` with ``link`` wherever its bytes may pass from node to node."""
-    slow = replace(group, transport=ThrottledTransport(group.transport, link))
-    if slow.nodes is None:
-        return slow
-    across = slow.nodes.across
-    slow_across = replace(across, transport=ThrottledTransport(across.transport, link))
-    return replace(slow, nodes=replace(slow.nodes, across=slow_across))
-
-
-def held_rate(group: Group, link: Link) -> float:
-    """Bytes per second that the slowest rank of ``group``, which is behind ``link``, can send. Collective.
-
-    The best of a few exchanges counts: what slows one of them down is somebody else's. Cost: 0.4 s, or what four times
-    32 MiB take if that is less.
-    """
-    others = max(1, group.world_size - 1)
-    total = _PROBE_BYTES if link.bytes_per_s is None else min(_PROBE_BYTES, int(link.bytes_per_s * _PROBE_S))
-    slices = [torch.zeros(max(1, total // others), dtype=torch.uint8) for _ in range(group.world_size)]
-    group.transport.exchange(slices)  # touches the memory
-    seconds: list[float] = []
-    for _ in range(_PROBES):
-        group.transport.barrier()
-        start = time.perf_counter()
-        group.transport.exchange(slices)
-        seconds.append(max(time.perf_counter() - start - link.latency_s, 1e-9))
-    own = torch.tensor([others * slices[0].numel() / min(seconds)], dtype=torch.float64)
-    return min(float(told.view(torch.float64)) for told in group.transport.gather(own.view(torch.uint8)))
 
 
 def _wait_until(moment: float) -> None:

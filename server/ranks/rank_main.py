@@ -14,12 +14,11 @@ from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[repo
 
 from tightwire.comm.buffers import BufferPool
 from tightwire.comm.group.group import Group, open_process_group
-from tightwire.comm.group.nodes import join_nodes
+from tightwire.comm.group.nodes import held_rate, join_nodes, throttle_group
 from tightwire.comm.group.partition_groups import PartitionPeers, PartitionPlace, join_partition
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
 from tightwire.comm.policy.routes import Routes
-from tightwire.comm.transport.throttled import held_rate, throttle_group
 from tightwire.kernels.cpu.vector.allocator import keep_freed_memory
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.offloaded_cache import OffloadedCache

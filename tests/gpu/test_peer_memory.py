@@ -17,8 +17,8 @@ from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateI
 
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group, open_process_group
-from tightwire.comm.group.peer_access import Council, why_unusable
 from tightwire.comm.group.topology import Topology
+from tightwire.comm.transport.peer_access import Council, why_unusable
 
 pytestmark = pytest.mark.gpu
 

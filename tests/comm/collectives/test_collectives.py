@@ -30,7 +30,7 @@ from tightwire.comm.collectives.node_wise import (
     hierarchical_slices,
 )
 from tightwire.comm.group.group import Group, in_process_groups
-from tightwire.comm.summing import SUMMABLE
+from tightwire.comm.sums import SUMMABLE
 from tightwire.kernels.cpu import block_quant as block_quant_cpu
 
 CODECS = ("none", "int8", "int6-g64", "int4-g32-had")

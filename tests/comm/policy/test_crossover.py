@@ -4,8 +4,7 @@ import pytest
 
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.link.link import Link
-from tightwire.comm.policy.cost import LINK_COSTS, CostModel
-from tightwire.comm.policy.crossover import crossover_rate
+from tightwire.comm.policy.cost import LINK_COSTS, CostModel, crossover_rate
 
 _SHARED = Setting(transport="shared-memory", device="cpu", world_size=2, num_nodes=1, dtype="bfloat16")
 _GLOO = Setting(transport="process-group", device="cpu", world_size=2, num_nodes=1, dtype="bfloat16")

@@ -10,8 +10,9 @@ from harness import run_in_process
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.errors import PeerLostError
 from tightwire.comm.group.group import Group, in_process_groups
+from tightwire.comm.group.nodes import held_rate, throttle_group
 from tightwire.comm.link.link import parse_link
-from tightwire.comm.transport.throttled import ThrottledTransport, held_rate, throttle_group
+from tightwire.comm.transport.throttled import ThrottledTransport
 
 pytestmark = pytest.mark.alone
 

@@ -9,12 +9,11 @@ import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.errors import CollectiveTimeoutError
-from tightwire.comm.group import peer_access
 from tightwire.comm.group.group import open_process_group
-from tightwire.comm.group.peer_access import Council, why_unusable, with_peer_memory
-from tightwire.comm.group.rendezvous import host_identity
 from tightwire.comm.group.topology import Topology
+from tightwire.comm.transport import peer_access
 from tightwire.comm.transport.in_process import InProcessTransport, Meeting
+from tightwire.comm.transport.peer_access import Council, host_identity, why_unusable, with_peer_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 

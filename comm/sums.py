@@ -1,4 +1,4 @@
-"""Adding the ranks' parts. How far the result can be from the exact sum is in ``comm.error_bounds``.
+"""Slices of a tensor, one for each rank, and the sum of the ranks' parts. ``codec.error_bounds`` bounds its error.
 
 Sums are fp32 in rank order with one rounding at the end. So an element's sum depends on the ranks' values for it and on
 nothing else: not on its place, not on the tensor's size, not on which rank adds.
@@ -23,3 +23,19 @@ def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[2:]:
         total.add_(part)
     return total.to(parts[0].dtype)
+
+
+def slice_lengths(num_elems: int, num_slices: int, multiple: int = 1) -> list[int]:
+    """Lengths of consecutive slices of ceil(n / slices) elements, rounded up to a ``multiple``; the last may be short.
+
+    Slices begin at multiples of ``multiple``: a codec's groups are never cut. There may be none left for the last
+    slices, which are then empty.
+    """
+    length = -(-num_elems // num_slices)
+    length = -(-length // multiple) * multiple
+    return [max(0, min(length, num_elems - i * length)) for i in range(num_slices)]
+
+
+def as_bytes(x_N: Tensor) -> Tensor:
+    """The memory of a contiguous one-dimensional tensor as uint8, not copied."""
+    return x_N.view(torch.uint8)
