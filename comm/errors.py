@@ -1,4 +1,4 @@
-"""What goes wrong between ranks, by name, so that a server can say which rank failed instead of printing a socket."""
+"""Errors between ranks that name the ranks at fault."""
 
 import difflib
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A lane beside computing: a thread that runs collectives, one after the other, while the caller computes.
+"""A thread that runs collectives in order while the caller computes.
 
 What travels over a slow wire costs no core's time; so while one part of a prompt is being summed the next is computed. All
 ranks start the same collectives in the same order, and nothing else uses the group until the last one is waited for.

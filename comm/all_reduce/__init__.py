@@ -1,1 +1,1 @@
-"""Ways to sum a tensor over ranks; each file implements the ``AllReduce`` seam once, over any transport."""
+"""AllReduce algorithms, one a file with its cost and registry entry. Start with `entry` and `one_shot`."""

@@ -1,4 +1,4 @@
-"""What every AllReduce does around its algorithm: check the input, keep it untouched, record the call."""
+"""Base class of the AllReduces: checks the input, leaves it unchanged, records the call."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

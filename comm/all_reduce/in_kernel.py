@@ -1,4 +1,4 @@
-"""Which AllReduces a kernel of the caller's can make by itself, between its own steps, without returning to Python."""
+"""Finds the AllReduces that a caller's kernel can run between its own steps, without returning to Python."""
 
 from tightwire.comm.all_reduce.by_size import SizedAllReduce
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce

@@ -1,4 +1,4 @@
-"""What a tensor looks like on the wire, by name: ``none``, ``int8``, ``int4-g64-had``, ... One codec for every use.
+"""Codecs by name: the bytes of a tensor on the wire, as ``none``, ``int8``, ``int4-g64-had``, ...
 
 Two primitives carry all that quantizes in this project, and both take a codec: reduce-scatter (encode, exchange slices,
 decode and sum) and all-gather (encode, gather, decode). The bytes themselves are ``kernels.block_quant``'s.

@@ -1,4 +1,4 @@
-"""How far a sum over ranks can be from the exact one: elementwise bounds that follow from the steps, not from trials.
+"""Elementwise bounds on the error of a sum over ranks, derived from the steps of the algorithm.
 
 Each is float64 with the shape of one input, and infinite where the sum may leave the dtype's range. u is 2^-24, half of
 float32's eps; v is that of the dtype (2^-8 bfloat16, 2^-11 float16).

@@ -1,4 +1,4 @@
-"""How processes find each other: who is there, over which address, then a gloo or NCCL group among them."""
+"""Joins processes: waits for all ranks, finds an address, then makes a gloo or NCCL group."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Which rank this process is, and on which node. The only reader of RANK, WORLD_SIZE and the LOCAL_ variables here.
+"""The rank and node of this process. The only reader of RANK, WORLD_SIZE and the LOCAL_ variables in comm.
 
 Knows numbers only: no sockets, no devices. Ranks never come from a device count, because several ranks may share one
 device and one rank may have none.

@@ -1,4 +1,4 @@
-"""What every collective cost: counts by (op, algorithm, phase), the one that runs now, and, when asked, each one.
+"""Counts, bytes and times of the collectives by (op, algorithm, phase); the running one; and a recording of each.
 
 Cheap enough to stay on: 0.5 us a collective. One thread, the one that runs the collectives, writes (and
 one that lets them run beside its work tells what it did not wait for: ``hide``); any thread may read, and any may start and

@@ -1,4 +1,4 @@
-"""What a wire really carries: a bulk TCP transfer both ways at once, timed where it arrives."""
+"""Measures the rate of a link: a bulk TCP transfer in both directions at once, timed at the receivers."""
 
 import socket
 import threading

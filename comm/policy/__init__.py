@@ -1,1 +1,1 @@
-"""Which AllReduce sums which message, and why: costs, choice, the rules that come of it, and the objects they name."""
+"""Chooses the AllReduce of each message: costs, choice, rules and the objects they name. Start with `choose`."""

@@ -1,4 +1,4 @@
-"""Makes the policy: what ``auto`` comes to for each site, phase and size, and why every other algorithm was not taken.
+"""Makes the policy: an AllReduce for each site, phase and size, with the reasons.
 
 Two rules stand above speed. Nothing lossy is chosen unless it was named or an error budget allows it, and then for
 prompt rows only. And within a phase a row's sum must not depend on the size of the message it travels in, or a text

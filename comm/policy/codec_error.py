@@ -1,4 +1,4 @@
-"""How far a quantized AllReduce is from the exact sum, as one number: measured on numbers like a Llama's activations."""
+"""Relative error of a quantized AllReduce, measured on numbers like a Llama's activations."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What an AllReduce costs: predicted from rounds, bytes and quantization, or measured on this host where it was.
+"""Cost of an AllReduce: measured on this host, or predicted from rounds, bytes and quantization.
 
     us = call + rounds * round + sent bytes * byte + summed elements * sum
          (+ coded call + encoded elements * encode + decoded elements * decode)

@@ -1,4 +1,4 @@
-"""Policy files: which AllReduce sums which layers, written by whoever measured what it costs, obeyed by ``serve``.
+"""Policy files: an AllReduce for each layer, written by a bench that measured its effect, obeyed by ``serve``.
 
 A file names algorithms, lossy ones too, for prompt and for generated rows: that is how they are asked for. What it does
 not cover goes as without it. It carries what it was made for, and a model of another shape refuses it.

@@ -1,4 +1,4 @@
-"""How long two processes of this host take to sum a small tensor over shared memory, measured on the spot."""
+"""Measures the time that two processes of this host need to sum a small tensor over shared memory."""
 
 import os
 from collections.abc import Iterator

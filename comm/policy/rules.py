@@ -1,4 +1,4 @@
-"""Which AllReduce sums which message: one frozen value, made once by ``choose``, handed to every rank alike.
+"""The policy: rules that name an AllReduce for each message, made once by ``choose`` and given to every rank.
 
 A message is known by its site (where in the model it arises), its layer, its phase (prompt rows or generated rows) and
 its size. Knows names only and imports no torch; ``routes`` turns the names into AllReduces.

@@ -1,4 +1,4 @@
-"""What ``tightwire tune`` measured on this host: one JSON file per kind of host, read when a policy is made.
+"""Tune files: times that ``tightwire tune`` measured, one JSON file per kind of host.
 
 Times do not carry over: the file is named by a fingerprint of what they depend on, and says it inside.
 """

@@ -1,4 +1,4 @@
-"""How ranks tell each other, after a collective failed, who was there: notes in the store, written only on failure.
+"""Notes in the store by which ranks find out, after a collective failed, which ranks are at fault.
 
 A socket says at most which neighbour fell silent. In a ring that neighbour may itself have waited for another rank. So
 each rank that fails leaves a note (what it was doing, whom it missed) and reads the others' notes: the ranks at fault

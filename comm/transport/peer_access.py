@@ -1,4 +1,4 @@
-"""Whether ranks of one host can sum through each other's GPU memory, decided by all of them alike.
+"""Decides, on all ranks alike, whether ranks of one host can sum through each other's GPU memory.
 
 What one rank finds out about its own GPU the others cannot see, so facts are shared through the store that the ranks join
 over, and every rank draws the same conclusion. Imports no Triton: that it is not installed is one of the reasons.

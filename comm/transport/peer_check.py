@@ -1,4 +1,4 @@
-"""Whether one CUDA device can really write into another's memory, by trying: a driver's word is not enough.
+"""Tests whether one CUDA device can write into another's memory: drivers may claim it wrongly.
 
 Behind some IOMMUs and PCIe switches peer writes are lost, garbled, or never end, though the driver offers them. So run
 this in a process that may be killed.

@@ -1,4 +1,4 @@
-"""What the ranks of a segment show each other: how far they are, what they call, and whether they are still there.
+"""The header of a shared segment: each rank shows its turn, its call and whether it still takes part.
 
 A rank's part of the header, in words of 8 bytes (a cache line is 8 of them):
 

@@ -1,7 +1,7 @@
 """The sum over nodes through codecs: the second hop of qgZ, with the way back that a replicated shard needs.
 
 qgZ proper (ZeRO++, arXiv 2306.10209) is a reduce-scatter: after its hop between nodes each rank has the slice that it
-alone updates, and nobody else wants it (``comm.node_collectives``, sharding ``zero3``). With sharding ``hybrid`` every node
+alone updates, and nobody else wants it (``comm.collectives.node_wise``, sharding ``zero3``). With sharding ``hybrid`` every node
 updates its own copy of the shard, so here the sums of the slices are gathered again: twice the bytes, and a
 second rounding. All nodes decode the same bytes, the owner of a slice too, so the copies stay equal.
 """
