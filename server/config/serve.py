@@ -30,7 +30,7 @@ class ModelOptions:
         "quantized when they are read (int4: but for the embedding and the head, which get 8 bits)",
         ("auto", "none", "int8", "int4"),
     )
-    seed: int = option(0, "seed of random: weights and of requests that bring none (0: a fresh one per request)")
+    seed: int = option(0, "seed of random: weights, and of requests without one (0: a new one for each request)")
 
     def __post_init__(self) -> None:
         require(self.model != "", "model", self.model, "a name, a path or random:SHAPE")
@@ -66,7 +66,7 @@ class EngineOptions:
     )
     kv_offload: bool = option(
         False,
-        "keep the KV cache in host memory when it does not fit on the device. Two buffers bring a layer's keys and values to "
+        "keep the KV cache in host memory, for a cache too large for the device. Two buffers bring a layer's keys and values to "
         "the device while the previous layer is computed; a step waits where copying is slower. Turns CUDA graphs off",
     )
     cuda_graphs: bool = option(
