@@ -5,66 +5,62 @@ measured is kept when the run is cut short.
 """
 
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tightwire.bench.ending import finish, say
 from tightwire.bench.quality import report
 from tightwire.bench.quality.arms import MIX
 from tightwire.bench.quality.measure import Measured, Measurement, Scorer, make_pool
 from tightwire.bench.quality.options import QualityOptions, cheapest_inside, parse_options
+from tightwire.bench.quality.page import make_sections
 from tightwire.bench.quality.ranks import NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS, PlayedRanks
 from tightwire.bench.quality.search import FoundMix, budget_policy, find_mix, mix_against
 from tightwire.bench.quality.setting import Setting, make_setting
 from tightwire.bench.quality.summary import exact_row, make_rows, window_samples
-from tightwire.bench.report.console import make_console
-from tightwire.bench.report.progress import paused, progress_bar
-from tightwire.bench.report.result_files import ResultFiles
+from tightwire.bench.report.html import Section
+from tightwire.bench.report.progress import paused
+from tightwire.bench.report.table import Metric, Table
+from tightwire.bench.run import Bench
 from tightwire.comm.policy.policy_file import PolicyFile, write_policy_file
 from tightwire.model.checkpoint.errors import ModelError
 
 _NUM_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns 0, 1 for a run that failed, 2 for bad options, 130 after Ctrl-C."""
-    return QualityBench(parse_options(sys.argv[1:] if argv is None else argv)).run()
+    return QualityBench(parse_options(argv)).run()
 
 
-class QualityBench:
-    """One run: its options, and what has been measured so far."""
+class QualityBench(Bench):
+    verb = "quality"
+    metrics = tuple(Metric(name=name, unit="nats", better="better", worse="worse") for name in ("kl", "nll"))
+    pairing_keys = ("text", "model", "window")
 
     def __init__(self, options: QualityOptions) -> None:
+        super().__init__(options)
         self._options = options
-        self._files: ResultFiles | None = None
         self._setting: Setting | None = None
         self._mix: FoundMix | None = None
         self._measured: list[Measured] = []
         self._policy_file: str | None = None
-        self._console = make_console()
-        self._progress = progress_bar()
 
-    def run(self) -> int:
-        """Returns the exit status."""
-        error, status = "interrupted", 130
-        try:
-            if self._options.output is not None:
-                self._files = ResultFiles(self._options.output, self._options.label)
-            self._setting = make_setting(self._options)
-            report.show_head(self._console, self._setting.facts)
-            self._measure(self._setting)
-            error, status = None, 0
-        except KeyboardInterrupt:
-            error, status = "interrupted", 130
-        except (ValueError, ModelError, OSError) as failure:
-            error, status = str(failure), 2 if self._setting is None else 1
-        return self._end(error, status)
+    @property
+    def failures(self) -> tuple[tuple[type[Exception], int], ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Before the measurement a failure is a refusal of the options."""
+        status = 2 if self._setting is None else 1
+        return ((ValueError, status), (ModelError, status), (OSError, status))
+
+    def measure(self) -> None:
+        self._setting = make_setting(self._options)
+        self.facts = {key: value for key, value in self._setting.facts.items() if key != "environment"}
+        report.show_head(self.console, self.facts)
+        self._measure(self._setting)
 
     def _measure(self, setting: Setting) -> None:
-        with self._progress, make_pool(_NUM_THREADS) as pool:
-            self._task = self._progress.add_task("loading", total=None)
+        with self.progress, make_pool(_NUM_THREADS) as pool:
+            self._task = self.progress.add_task("loading", total=None)
             for world_size in self._options.world_sizes:
                 with self._open_ranks(setting, world_size) as ranks:
                     if self._options.search is not None and self._mix is None:
@@ -72,7 +68,7 @@ class QualityBench:
                         if self._options.budget is None:  # else all arms have to be measured before one is chosen
                             self._write_policy(self._mix.file)
                     self._measure_ranks(setting, ranks, pool)
-                self._progress.reset(self._task, total=None)
+                self.progress.reset(self._task, total=None)
         if self._options.budget is not None and self._options.write_policy is not None:
             self._write_policy(self._chosen_file(setting))
 
@@ -98,19 +94,19 @@ class QualityBench:
         )
         measured = Measured(world_size=ranks.world_size)
         self._measured.append(measured)
-        self._progress.reset(self._task, total=measurement.num_steps)
+        self.progress.reset(self._task, total=measurement.num_steps)
         for _ in measurement.run(measured):
             if len(self._measured) == 1 and not measured.scores:
                 seconds = measurement.seconds_left() * len(self._options.world_sizes)
-                with paused(self._progress):
-                    report.show_estimate(self._console, seconds, _NUM_THREADS)
-            elif self._files is not None:
-                report.keep(self._files, self._result(with_samples=True), page=False)
-        with paused(self._progress):
-            report.show_world_size(self._console, self._result(), ranks.world_size)
+                with paused(self.progress):
+                    report.show_estimate(self.console, seconds, _NUM_THREADS)
+            else:
+                self.keep()
+        with paused(self.progress):
+            report.show_world_size(self.console, self.result("not finished"), ranks.world_size)
 
     def _told(self, what: str) -> None:
-        self._progress.update(self._task, description=what, advance=1)
+        self.progress.update(self._task, description=what, advance=1)
 
     def _write_policy(self, file: PolicyFile) -> None:
         if (path := self._options.write_policy) is not None:
@@ -144,48 +140,51 @@ class QualityBench:
         sizes = sorted({row["world_size"] for row in rows})
         return {"budget": budget.text, "world_sizes": sizes, "algorithm": cheapest_inside(rows, budget)}
 
-    def _result(self, error: str | None = "not finished", *, with_samples: bool = False) -> dict[str, Any]:
-        """All there is so far."""
-        setting = self._setting
-        known = [measured for measured in self._measured if measured.scores]
-        result: dict[str, Any] = {"schema": report.SCHEMA, "label": self._options.label, "exact": [], "cells": []}
-        if setting is not None:
-            rows = self._rows(setting)
-            result |= setting.facts
-            result |= {"exact": [exact_row(measured) for measured in known], "cells": rows}
-            result["mix_against"] = [
+    def cells(self) -> list[dict[str, Any]]:
+        if (setting := self._setting) is None:
+            return []
+        samples = {
+            (measured.world_size, name): window_samples(measured, name, setting.windows.num_scored)
+            for measured in self._measured
+            for name in measured.scores
+        }
+        cells = []
+        for row in self._rows(setting):
+            own = samples[row["world_size"], row["algorithm"]]
+            kept = {name: values for name, values in own.items() if name == "nll" or (name == "kl" and any(values))}
+            name = f"{row['algorithm']}, {row['world_size']} ranks"
+            cells.append({"name": name, **row, "samples": kept})
+        return cells
+
+    def result(self, error: str | None) -> dict[str, Any]:
+        known, setting = [measured for measured in self._measured if measured.scores], self._setting
+        result = super().result(error)
+        return result | {
+            "exact": [exact_row(measured) for measured in known],
+            "mix_against": [
                 found
                 for measured in known
+                if setting is not None
                 for found in mix_against(
                     measured,
-                    [row for row in rows if row["world_size"] == measured.world_size],
+                    [row for row in result["cells"] if row["world_size"] == measured.world_size],
                     setting.windows.num_scored,
                 )
-            ]
-            if with_samples:
-                result["window_means"] = [
-                    {"world_size": measured.world_size, "algorithm": name}
-                    | window_samples(measured, name, setting.windows.num_scored)
-                    for measured in known
-                    for name in measured.scores
-                ]
-        return result | {
+            ],
             "choice": self._choice(),
             "search": None if self._mix is None else self._mix.facts,
             "policy_file": self._policy_file,
-            "error": error,
         }
 
-    def _end(self, error: str | None, status: int) -> int:
-        """Show and keep what there is, say what went wrong, and end with one line of JSON."""
-        result = self._result(error)
-        if result["cells"]:
-            report.show_findings(self._console, result)
-        if error is not None:
-            say("quality", error)
-        files = self._files if result["cells"] else None
-        error = finish("quality", error, lambda error: {**result, "error": error}, files, self._keep)
-        return status or (1 if error else 0)
+    def csv(self, result: Mapping[str, Any]) -> Table:
+        return report.csv_table(result)
 
-    def _keep(self, files: ResultFiles, error: str | None) -> None:
-        report.keep(files, self._result(error, with_samples=True), page=True)
+    def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
+        return f"What quantized AllReduces cost {result['model']}", report.describe_setting(result)
+
+    def sections(self, result: Mapping[str, Any]) -> list[Section]:
+        return make_sections(result)
+
+    def show_end(self, result: Mapping[str, Any]) -> None:
+        if result["cells"]:
+            report.show_findings(self.console, result)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tightwire.bench.options import OutputOptions
 from tightwire.bench.quality.arms import WEIGHTS, check_name
-from tightwire.bench.report.label import check_label
-from tightwire.bench.report.result_files import add_flags
+from tightwire.bench.report.result_files import add_flags, check_label
 from tightwire.comm.all_reduce.names import split_all_reduce_names
 from tightwire.comm.all_reduce.registry import describe_all_reduce_names
 from tightwire.model.weights.formats import QUANTIZATIONS
@@ -80,7 +80,7 @@ _MAX_RANKS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QualityOptions:
+class QualityOptions(OutputOptions):
     model: str = DEFAULT_MODEL
     algorithms: tuple[str, ...] = DEFAULT_ALGORITHMS
     world_sizes: tuple[int, ...] = (2, 4, 8)
@@ -95,8 +95,6 @@ class QualityOptions:
     search_tokens: int = SEARCH_TOKENS  # that it is found with, besides those that are judged
     write_policy: Path | None = None
     seed: int = 0  # of random weights
-    output: Path | None = None
-    label: str = "quality"
 
     def __post_init__(self) -> None:
         for name in (*self.algorithms, *([self.search] if self.search else [])):
@@ -128,7 +126,6 @@ class QualityOptions:
                 raise ValueError(
                     f"--write-policy {self.write_policy} cannot be written; name a file in a folder that can"
                 )
-        check_label(self.label)
 
 
 def parse_options(argv: Sequence[str]) -> QualityOptions:
@@ -154,7 +151,7 @@ def parse_options(argv: Sequence[str]) -> QualityOptions:
             write_policy=given.write_policy,
             seed=given.seed,
             output=given.output,
-            label=given.label,
+            label=check_label(given.label),
         )
     except ValueError as error:
         parser.error(str(error))

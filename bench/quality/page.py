@@ -9,38 +9,28 @@ from tightwire.bench.quality.report import (
     LEGEND,
     cell_texts,
     db_text,
-    describe_setting,
     exact_texts,
     finding_words,
 )
-from tightwire.bench.report.environment import environment_facts
-from tightwire.bench.report.html import Page, Section, TableView, render
+from tightwire.bench.report.html import Section, TableView
 from tightwire.bench.report.plots import Ecdf, HeatMap, Plot, Samples, Series, draw
 
 _Rows = Sequence[Mapping[str, Any]]
 
 
-def make_page(result: Mapping[str, Any]) -> str:
-    """The result, as ``bench quality`` keeps it in JSON, in one HTML document."""
+def make_sections(result: Mapping[str, Any]) -> list[Section]:
+    """The plots and tables of a result."""
     rows = result["cells"]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows))}
     sizes = sorted({row["world_size"] for row in rows})
     sections = [Section(title="Found", words=words)] if (words := finding_words(result)) else []
     sections += [_bargain([row for row in rows if row["world_size"] == size], numbers, size) for size in sizes]
-    sections += [_ecdf(result["window_means"], numbers, sizes[0])]
+    sections += [_ecdf(rows, numbers, sizes[0])]
     sections += [_heat_map(rows, sizes[0], site) for site in LOSSY_SITES]
     if result["search"] is not None:
         sections.append(_mix(result["search"]))
     sections += [_legs(rows), _every(result)]
-    return render(
-        Page(
-            title=f"What quantized AllReduces cost {result['model']}",
-            lead=describe_setting(result),
-            sections=sections,
-            alarms=[f"The run did not end well: {result['error']}"] if result["error"] else [],
-            facts=_facts(result),
-        )
-    )
+    return sections
 
 
 def _bargain(rows: _Rows, numbers: Mapping[str, int], world_size: int) -> Section:
@@ -71,12 +61,12 @@ def _bargain(rows: _Rows, numbers: Mapping[str, int], world_size: int) -> Sectio
     return Section(title=title, words=words, svg=draw(plot) if series else "")
 
 
-def _ecdf(window_means: _Rows, numbers: Mapping[str, int], world_size: int) -> Section:
+def _ecdf(rows: _Rows, numbers: Mapping[str, int], world_size: int) -> Section:
     title = f"KL of each window, {world_size} ranks"
     samples = [
-        Samples(name=own["algorithm"], number=numbers[own["algorithm"]], values=own["kl"])
-        for own in window_means
-        if own["world_size"] == world_size and own["algorithm"] != EXACT and min(own["kl"]) > 0
+        Samples(name=own["algorithm"], number=numbers[own["algorithm"]], values=own["samples"]["kl"])
+        for own in rows
+        if own["world_size"] == world_size and min(own["samples"].get("kl", [0.0])) > 0
     ]
     if not samples:
         return Section(title=title, words=["All are exact."])
@@ -154,16 +144,3 @@ def _every(result: Mapping[str, Any]) -> Section:
         ]
     table = TableView(columns=["ranks", "algorithm", *COLUMNS], rows=rows, num_words=2)
     return Section(title="Every number", words=[LEGEND], table=table, wide=True)
-
-
-def _facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    greedy = result["greedy"]
-    return [
-        *environment_facts(result["environment"]),
-        ("text", f"{result['text']}, {result['text_tokens']:,} tokens"),
-        ("windows", f"of {result['window']} tokens, {result['batch']} in a pass"),
-        (
-            "greedy texts",
-            f"{greedy['new_tokens']} tokens after {greedy['prompts']} prompts of {greedy['prompt_tokens']}, at most",
-        ),
-    ]

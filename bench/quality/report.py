@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tightwire.bench.quality.arms import EXACT, MIX
-from tightwire.bench.report.result_files import ResultFiles
+from tightwire.bench.report.table import Column
+from tightwire.bench.report.table import Table as TextTable
 
 COLUMNS = (*("bytes", "share", "ppl", "ppl +%", "KL", "KL p99", "top-1 %", "greedy", "o dB", "down dB"),)
 LEGEND = (
@@ -77,7 +78,6 @@ def db_text(db: float | None) -> str:
     return "none" if db is None else f"{db:.1f}"
 
 
-SCHEMA = "tightwire.bench.quality/1"
 _CSV_COLUMNS = [
     *("world_size", "algorithm", "bytes_per_token", "bytes_share", "tokens", "perplexity", "perplexity_delta"),
     *("perplexity_delta_low", "perplexity_delta_high", "kl_mean", "kl_p50", "kl_p99", "kl_max", "top1_agreement"),
@@ -138,15 +138,9 @@ def finding_words(result: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def keep(files: ResultFiles, result: Mapping[str, Any], *, page: bool) -> None:
-    """``result`` with its samples; the page takes a second, so it is made at the end."""
-    files.write_json(result)
-    files.write_csv(_CSV_COLUMNS, map(_csv_row, result["cells"]))
-    if page:
-        # Matplotlib takes half a second to import, belongs to an extra, and is of use only here.
-        from tightwire.bench.quality.page import make_page
-
-        files.write_html(make_page(result))
+def csv_table(result: Mapping[str, Any]) -> TextTable:
+    columns = [Column(name, name) for name in _CSV_COLUMNS]
+    return TextTable(columns=columns, rows=[_csv_row(row) for row in result["cells"]])
 
 
 def _csv_row(row: Mapping[str, Any]) -> dict[str, Any]:
