@@ -1,4 +1,4 @@
-"""What ``bench train`` measures against each other: ways for a model to lie over ranks, and torch's own."""
+"""The arms of ``bench train``: shardings of the engine, and torch's own data parallelism."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal

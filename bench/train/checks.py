@@ -1,4 +1,4 @@
-"""Of the steps that were made without a slow link: losses held against each other, bytes against their formula, memory."""
+"""Checks losses against each other and bytes against their formula, without a slow link."""
 
 import math
 from collections.abc import Mapping

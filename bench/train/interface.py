@@ -1,4 +1,4 @@
-"""What left an emulated node, by the kernel's own count."""
+"""Reads the bytes that left an emulated node from the kernel's counters."""
 
 from pathlib import Path
 from typing import NamedTuple, Self

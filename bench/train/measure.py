@@ -1,4 +1,4 @@
-"""What the ranks of ``bench train`` do: steps that are checked, and steps that are timed in turns."""
+"""Runs the steps of ``bench train`` on each rank: checked steps, then timed steps in turns."""
 
 import random
 import time

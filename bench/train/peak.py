@@ -1,4 +1,4 @@
-"""How much resident memory a process grows by at the most: the kernel's own count, which misses no moment. Linux only."""
+"""Measures how much the resident memory of a process grows at its peak. Linux only."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How fast a wire carries what the engine's collectives give it, all ranks at once as in a step."""
+"""Measures the rate and latency of a link with the engine's collectives on all ranks at once."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""How a result of ``bench train`` is shown and kept: tables for eyes, JSON with every raw sample, CSV, an HTML page."""
+"""Shows and writes results of ``bench train``: tables, JSON, CSV and an HTML page."""
 
 from collections.abc import Sequence
 from typing import Any

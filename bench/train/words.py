@@ -1,4 +1,4 @@
-"""What ``bench train`` calls things, on the terminal and on its page."""
+"""The column names and texts of ``bench train``."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a slot is told: where the pieces of parameters lie in this rank's shards, and who else holds the same."""
+"""The shards that a compressor works on, and the ranks that hold the same ones."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

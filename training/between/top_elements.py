@@ -1,4 +1,4 @@
-"""Which numbers of a tensor are the largest. Exact, and for large tensors by way of a sample, which is several times faster."""
+"""Selects the largest elements of a tensor, exactly; a sample makes it faster for large tensors."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Which folders of a run are checkpoints: ``step-00001200`` is a whole one, ``step-00001200.partial`` is being written.
+"""Names checkpoint folders: ``step-00001200`` is complete, ``step-00001200.partial`` is being written.
 
 A folder gets its name when all that is in it is on the disk, so a name is all that has to be looked at.
 """

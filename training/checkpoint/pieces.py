@@ -1,4 +1,4 @@
-"""What of which parameter a rank keeps, as checkpoints see it: the same words whatever the sharding."""
+"""The parts of parameters that a rank saves, in the same form for every sharding."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, whether it is one of this run, and how everything is put back."""
+"""Finds the checkpoint to resume from, checks that it belongs to this run, and restores it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

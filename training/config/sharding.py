@@ -1,4 +1,4 @@
-"""How weights, gradients and optimizer state are shared out: one value that says it all, by the names that people know.
+"""The shardings of weights, gradients and optimizer state, by name.
 
 A unit is cut over the ranks of a *shard group*; the ranks that hold the same shard are a *replica group*.
 """

@@ -1,4 +1,4 @@
-"""Where backward enters and leaves a block, made certain by autograd itself.
+"""Autograd functions that mark where backward enters and leaves a decoder block.
 
 A module's backward hook may run before all gradients of its parameters are there, or before its backward when an input
 needs no gradient. So all that a block takes and gives goes through gates, which change nothing:

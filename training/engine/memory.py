@@ -1,4 +1,4 @@
-"""What the engine takes, as formulas: everything that it allocates, by purpose, in bytes per rank, before it does.
+"""Formulas for the memory that the engine allocates, in bytes per rank and by purpose.
 
 With N elements in all units, R ranks in a shard group, B of a block, d and g the bytes of compute_dtype and reduce_dtype:
 

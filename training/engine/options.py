@@ -1,4 +1,4 @@
-"""What the engine is told: one frozen value, checked where it is born and against the ranks it is to run on."""
+"""The options of the engine: one frozen value, checked when it is made and against the ranks."""
 
 from dataclasses import dataclass
 from typing import Literal

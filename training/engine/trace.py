@@ -1,4 +1,4 @@
-"""What was done with which buffer, in the order in which it was done, and whether that order was right.
+"""Records the order of work on buffers, and checks that the order is right.
 
 Whoever works on a buffer writes down when the work itself begins and ends, beside the waiting and not as part of it: so
 ``check_trace`` proves that the waits were enough, and a wait that is missing shows.

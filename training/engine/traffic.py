@@ -1,4 +1,4 @@
-"""What training sends, as formulas: every collective of an optimizer step, with the bytes of one call, before any is made.
+"""Formulas for the bytes that training sends: every collective of an optimizer step.
 
 Sums over the ledger of a lane, by operation, are sums over these; tests hold one against the other. All ranks send alike.
 With M the bytes of a unit on the wire, W = K L ranks on K nodes, per rank and call:

@@ -1,4 +1,4 @@
-"""What summing one unit's gradients takes beside what stays, until the next unit's turn: messages, and sums on their way.
+"""Formulas for the temporary memory of one gradient reduction: messages and partial sums.
 
 With N elements of g bytes over W ranks, L of them on each of K nodes, and a codec's c(n) bytes for n elements:
 

@@ -1,4 +1,4 @@
-"""Weights on their way to the computing thread: asked for, gathered by the lane into a buffer, waited for, used, released.
+"""Gathers weights: requested, gathered into a buffer by the lane, waited for, used, released.
 
 Blocks alternate over a few buffers, block i always in buffer i % ``num_buffers``, so that what autograd saved as views is right
 again when backward has them gathered anew. Embedding, head and norms, and the blocks too where weights are kept whole, have

@@ -1,4 +1,4 @@
-"""What forward and backward make and keep, found by running them on the meta device: shapes without memory or arithmetic.
+"""Measures activation memory by running forward and backward on the meta device.
 
 The model runs in the engine's own hooks, so gates, recomputing and frozen parameters are what they will be; weights and
 gradient buffers are not counted, which ``training.engine.memory`` has.

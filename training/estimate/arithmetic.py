@@ -1,4 +1,4 @@
-"""How much arithmetic a token is, how much a device can do, and so which share of it a step uses (MFU).
+"""Computes operations per token and the device's peak rate, for MFU.
 
 Source: PaLM, appendix B (arXiv 2204.02311): 6 N + 12 L H E S a token, where N counts the parameters of matrix products,
 attention is counted as if nothing were masked, and recomputed activations are not counted.

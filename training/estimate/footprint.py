@@ -1,4 +1,4 @@
-"""What a run keeps beside the engine's memory: the optimizer's state, and checkpoints on the disk."""
+"""Computes the bytes of optimizer state and of checkpoints."""
 
 from typing import NamedTuple
 

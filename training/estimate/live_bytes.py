@@ -1,4 +1,4 @@
-"""What tensors take while something runs: every storage that an operation makes, until nobody has it any more."""
+"""Counts the bytes of live tensors while something runs."""
 
 import weakref
 from typing import Any

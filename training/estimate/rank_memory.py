@@ -1,4 +1,4 @@
-"""What one rank needs at the most: what stays from step to step, and the moment in a step that takes most beside it.
+"""Computes the peak memory of one rank: what it holds for the whole run, plus the largest peak in a step.
 
     backward     activations and gradients on their way through the model; most of it where backward begins
     reducing     the same from the first sum over ranks on, with what that takes beside it

@@ -1,4 +1,4 @@
-"""What is known of a step and of an evaluation when they are over: one value each, which every display and log is given."""
+"""The values that are logged for a step and for an evaluation."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a person sees of a run: lines, and on a terminal a bar below them. On standard error, from one rank."""
+"""Terminal output of a run: lines, and a progress bar on a terminal."""
 
 import sys
 from typing import TextIO

@@ -1,4 +1,4 @@
-"""What ranks tell each other outside the engine: whether to stop, how it went. Small values, over a group of their own."""
+"""Exchanges small values between ranks outside the engine, over a group of their own."""
 
 import pickle
 from collections.abc import Iterator

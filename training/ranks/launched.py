@@ -1,4 +1,4 @@
-"""How a launched process finds the others: what torchrun says, and the store that it offers to all of them."""
+"""Finds the other ranks of a launched process through torchrun's variables and store."""
 
 from collections.abc import Mapping
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Ranks that were not told the same, or begin with unlike weights, would train on as if nothing were: both are refused."""
+"""Checks that ranks have the same configuration and data, and that replicas start with the same weights."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

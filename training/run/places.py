@@ -1,4 +1,4 @@
-"""Where a run writes to: its folder, which all ranks share, and the exported model's place. All is looked at in the beginning."""
+"""Checks the run folder and the export folder before a run starts."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A look at what the model writes: greedy continuations through the model as it is trained, sharded or not.
+"""Writes greedy continuations of prompts with the model in training.
 
 Without a cache, one whole pass for each token, which is all right for a few dozen tokens now and then.
 """
