@@ -24,7 +24,7 @@ pytest := $(bin)/python -m pytest -q -rs
 none_of_these := $(if $(ARGS),[ $$? -eq 5 ],false)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check gpu-test bench clean
+.PHONY: help serve test check house gpu-test bench clean
 
 help:
 	@awk '/^#/ {sub(/^# ?/, ""); print; next} {exit}' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +44,10 @@ check: $(installed_dev)
 	$(bin)/ruff format --check .
 	$(bin)/pyright
 	$(bin)/lint-imports
+
+# Files and lines of each floor, and everything that breaks the layout's rules (docs/architecture.md).
+house: $(installed_dev)
+	$(bin)/python tests/house.py
 
 gpu-test: $(installed_dev)
 	$(pytest) -m "gpu or multi_gpu" $(ARGS)
