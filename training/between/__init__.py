@@ -1,6 +1,6 @@
-"""The slot between nodes: how gradients that are summed inside each node become sums over all nodes.
+"""Sums gradients over nodes, after each node has summed its own. Start with ``make``.
 
-``engine.between`` says what a slot does, ``config.between`` what it is told, ``make`` makes it. ``dense`` sums as it is, ``quantized`` through
-codecs, ``dgc`` sends few numbers and has the momentum in it, ``top_k`` sends few numbers for any optimizer. None knows the
-engine: they see flat float32 tensors by the unit's name, and which parameters lie where in them.
+``engine.between`` defines the interface of a slot and ``config.between`` its options. ``dense`` sums exactly, ``quantized``
+sums through codecs, ``dgc`` sends the largest elements and applies momentum, ``top_k`` sends the largest elements for any
+optimizer. Slots see flat float32 tensors by unit name and the position of each parameter in them, but not the engine.
 """

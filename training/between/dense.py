@@ -1,4 +1,4 @@
-"""The exact sum over nodes: float32, in the order of the nodes, so every rank has the same bits."""
+"""Exact sum over nodes: float32, in node order, so every rank gets the same bits."""
 
 from collections.abc import Mapping
 
@@ -15,17 +15,17 @@ FLOAT32_BYTES = 4
 
 
 def exact_all_reduce(group: Group) -> BaseAllReduce:
-    """The exact sum that sends least: of two ranks each needs the other's whole tensor, in one round."""
+    """The exact all-reduce that sends the fewest bytes: one-shot for two ranks, two-shot for more."""
     return OneShotAllReduce(group) if group.world_size == 2 else TwoShotAllReduce(group)
 
 
 def dense_bytes(rank: int, world_size: int, num_elems: int) -> int:
-    """What ``exact_all_reduce`` sends of ``num_elems`` float32 numbers: (n-1)/n of them twice, rounded by slices."""
+    """Bytes that ``exact_all_reduce`` sends for ``num_elems`` float32 values: 2 (n-1)/n of them, rounded to slices."""
     return two_shot_bytes(rank, world_size, num_elems, FLOAT32_BYTES)
 
 
 class DenseBetween:
-    """Cost: 2 (n-1)/n of the shard in float32, n being the number of nodes; nothing is kept."""
+    """The stateless slot. Cost: sends 2 (n-1)/n of the shard in float32, for n nodes."""
 
     name = "dense"
 

@@ -1,21 +1,22 @@
-"""Deep gradient compression: the momentum is accumulated where the gradients are, and its largest sums are sent.
+"""Deep gradient compression (DGC): each node accumulates momentum locally and sends the largest accumulated values.
 
-Of each node k, with g the mean gradient of its ranks, m the momentum, d the weight decay and w the weights:
+Each node computes, with g the mean gradient of its ranks, m the momentum, d the weight decay and w the weights:
 
     g <- clip(g) + d w                  local clipping (8) and weight decay (12)
-    u <- m u + g                        momentum correction (7); Nesterov's adds g + m u to v below
+    u <- m u + g                        momentum correction (7); with Nesterov, v below gets g + m u
     v <- v + u
     send the largest of v; v <- v - what was sent; u <- 0 where sent        momentum factor masking (9)
-    result: the sum of what all nodes sent, over their number; the optimizer is SGD without momentum
+    result: the sum of what all nodes sent, divided by the number of nodes; the optimizer is plain SGD without momentum
 
-(numbers are equations of the article on DGC in Paddle, arXiv 1712.01887 before it). Gradients are means of a node, not
-divided by the number of nodes N: that is equation 12, where d w keeps its precision because it is not d/N w.
+Numbers in parentheses are equations of the article on DGC in Paddle. Gradients are means over a node, not divided by the
+number of nodes N (equation 12), so the decay term is d w and not d/N w, which would lose precision.
 
-Steps before the warm-up, and small parameters always, go through momentum SGD on the exact sum, with the bits of
-``torch.optim.SGD(momentum, weight_decay, nesterov)`` where N and the ranks of a node are powers of two. Its velocity goes on
-as every node's u, since the mean of the nodes' u is what it is.
+Steps before the warm-up, and small parameters always, use momentum SGD on the exact sum. Its bits equal those of
+``torch.optim.SGD(momentum, weight_decay, nesterov)`` if N and the ranks per node are powers of two. When compression
+starts, its velocity continues as u on every node.
 
-Masking takes the momentum of all that is sent, so at a low sparsity there is little of it: at 0 this is SGD without.
+Masking clears the momentum of every element sent, so a low sparsity leaves little momentum; sparsity 0 is SGD without it.
+Source: arXiv 1712.01887.
 """
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from tightwire.training.engine.units import Piece
 
 
 class DgcBetween(SparseBetween):
-    """State: ``velocity/UNIT``, u of the above, beside the residuals, which are v."""
+    """State: ``velocity/UNIT`` holds u, ``residual/UNIT`` holds v."""
 
     name = "dgc"
 

@@ -1,4 +1,4 @@
-"""Clipping each parameter's gradient to a norm, where the parameter lies in pieces on the ranks of a node."""
+"""Clips each parameter's gradient to a norm when the ranks of a node hold pieces of the parameter."""
 
 import math
 from collections.abc import Sequence
@@ -10,22 +10,22 @@ from tightwire.comm.collectives.collectives import all_gather
 from tightwire.comm.group.group import Group
 
 _NORM_BYTES = 8
-_TINY = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+_TINY = 1e-6  # same as torch.nn.utils.clip_grad_norm_
 
 
 def local_norm(clip_norm: float, num_nodes: int) -> float:
-    """The norm to which each of ``num_nodes`` nodes clips its own mean gradient: N^1/2 of the global one's.
+    """The norm to which each of N nodes clips its own mean gradient: the global norm times N^1/2.
 
-    The article's equation 8 has N^-1/2, because its local gradients are divided by N already.
+    Equation 8 of the DGC article uses N^-1/2, because its local gradients are already divided by N.
     """
     return clip_norm * math.sqrt(num_nodes)
 
 
 def clip_pieces(pieces: Sequence[Tensor], max_norm: float, inside: Group | None) -> None:
-    """Scale each parameter, whose pieces on this rank are ``pieces``, down to ``max_norm`` at most.
+    """Scale each parameter in place to a norm of at most ``max_norm``; ``pieces`` are this rank's parts, one a parameter.
 
-    All ranks of ``inside`` call with pieces of the same parameters in the same order, maybe empty ones; the sum of
-    squares goes over them. Cost: ``clip_bytes``, inside a node, one round. A norm that is no number shows in the numbers.
+    All ranks of ``inside`` call with pieces of the same parameters in the same order; a piece may be empty. The norm is
+    over all of them. A NaN norm makes the piece NaN. Cost: ``clip_bytes`` inside a node, one round.
     """
     squares = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in pieces])
     if inside is not None and inside.world_size > 1:

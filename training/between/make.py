@@ -1,4 +1,4 @@
-"""The slot between nodes by its options, and what it will send and keep."""
+"""Makes a between-node slot from its options; computes the bytes it sends and keeps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,22 +30,22 @@ _SLOTS: dict[type[BetweenOptions], Callable[[Replicas, Any], Between]] = {
 
 
 def make_between(options: BetweenOptions, replicas: Replicas) -> Between:
-    """All ranks of ``replicas.group`` make the same."""
+    """Make the slot that ``options`` describe; all ranks of ``replicas.group`` pass the same options."""
     return _SLOTS[type(options)](replicas, options)
 
 
 def check_options(options: BetweenOptions) -> None:
-    """What the configuration cannot look at, because it does without torch.
+    """Check what the configuration cannot, because it does not import torch.
 
     Raises:
-        ValueError: a codec that there is not.
+        ValueError: a codec does not exist.
     """
     if isinstance(options, QuantizedOptions):
         codecs_of(options)
 
 
 def between_bytes(options: BetweenOptions, shard: UnitShard, *, rank: int, world_size: int, step: int) -> int:
-    """``Between.wire_bytes`` without ranks: what ``rank`` of ``world_size`` nodes sends for ``shard`` at ``step``."""
+    """``Between.wire_bytes`` without a group: bytes that ``rank`` of ``world_size`` nodes sends for ``shard`` at ``step``."""
     if isinstance(options, SparseOptions):
         return sparse_bytes(rank, world_size, shard, options, step)
     if isinstance(options, QuantizedOptions):
@@ -54,13 +54,13 @@ def between_bytes(options: BetweenOptions, shard: UnitShard, *, rank: int, world
 
 
 def inside_bytes(options: BetweenOptions, shard: UnitShard, ranks_per_node: int) -> int:
-    """What a rank sends inside its node for ``shard`` in a step, where so many ranks hold the node's sum: for clipping."""
+    """Bytes that a rank sends inside its node for ``shard`` in a step: for clipping, over ``ranks_per_node`` ranks."""
     if isinstance(options, SparseOptions) and options.clip_norm is not None:
         return clip_bytes(ranks_per_node, len(shard.pieces))
     return 0
 
 
 def kept_bytes(options: BetweenOptions, shard: UnitShard) -> int:
-    """What a slot keeps of ``shard`` from step to step, in memory and in a checkpoint."""
+    """Bytes that a slot keeps for ``shard`` from step to step, in memory and in a checkpoint."""
     num_flats = 2 if isinstance(options, DgcOptions) else 1 if isinstance(options, TopKOptions) else 0
     return num_flats * shard.num_elems * FLOAT32_BYTES

@@ -1,9 +1,9 @@
-"""The sum over nodes through codecs: the second hop of qgZ, with the way back that a replicated shard needs.
+"""Quantized sum over nodes: a reduce-scatter through one codec, then a gather through another.
 
-qgZ proper (ZeRO++, arXiv 2306.10209) is a reduce-scatter: after its hop between nodes each rank has the slice that it
-alone updates, and nobody else wants it (``comm.collectives.node_wise``, sharding ``zero3``). With sharding ``hybrid`` every node
-updates its own copy of the shard, so here the sums of the slices are gathered again: twice the bytes, and a
-second rounding. All nodes decode the same bytes, the owner of a slice too, so the copies stay equal.
+qgZ (ZeRO++, arXiv 2306.10209) stops after the reduce-scatter, because with sharding ``zero3`` only one rank updates each
+slice (``comm.collectives.node_wise``). With sharding ``hybrid`` every node updates its own copy of the shard, so the summed
+slices are gathered again: twice the bytes and a second rounding. All nodes, the owner of a slice included, decode the
+same bytes, so the copies stay equal.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,10 @@ from tightwire.training.config.between import QuantizedOptions
 
 
 def codecs_of(options: QuantizedOptions) -> tuple[Codec, Codec]:
-    """
+    """The reduce codec and the gather codec.
+
     Raises:
-        ValueError: there is no such codec.
+        ValueError: a codec does not exist.
     """
     return parse_codec(options.reduce_codec), parse_codec(options.gather_codec)
 
@@ -30,10 +31,10 @@ def quantized_bytes(rank: int, world_size: int, num_elems: int, options: Quantiz
 
 
 class QuantizedBetween:
-    """encode slices, exchange, decode and add in float32, encode the own slice's sum, gather, decode.
+    """Encode slices, exchange, decode and add in float32, encode the sum of the own slice, gather, decode.
 
-    Cost: ``flash_bytes``, about (n-1)/n (r + g)/8 bytes an element with r and g bits; nothing is kept. Rounding errors
-    are not fed back: codecs round to the nearest, without a bias that steps could add up.
+    The slot is stateless: rounding errors are not fed back, because codecs round to nearest and so add no bias over steps.
+    Cost: ``flash_bytes``, about (n-1)/n (r + g)/8 bytes an element for codecs of r and g bits.
     """
 
     def __init__(self, replicas: Replicas, options: QuantizedOptions) -> None:

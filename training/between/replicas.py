@@ -1,4 +1,4 @@
-"""The shards that a compressor works on, and the ranks that hold the same ones."""
+"""The shards a slot sums and the ranks that hold copies of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from tightwire.training.engine.units import UnitShard
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """This rank's shards by unit, and the ranks that hold the same ones.
+    """This rank's shards by unit, and the groups that a slot communicates over.
 
-    ``group``: one rank of each node, the slot's own group. ``inside``: the ranks that together hold this node's sum, a
-    group of its own for the slot, which only clipping needs; None: this rank alone. ``weights``: the float32 shard
-    of a unit's parameters, which only weight decay needs.
+    ``group``: the ranks that hold the same shards, one of each node. ``inside``: the ranks that together hold this node's
+    sum, None if that is this rank alone; only clipping needs it. No other component uses these two groups.
+    ``weights``: returns the float32 shard of a unit's parameters; only weight decay needs it.
     """
 
     group: Group
@@ -25,12 +25,12 @@ class Replicas:
 
     @property
     def gradients_per_node(self) -> int:
-        """How many ranks' gradients are added up in what a slot is given."""
+        """Number of ranks whose gradients are summed in a slot's input."""
         return 1 if self.inside is None else self.inside.world_size
 
     @property
     def num_gradients(self) -> int:
-        """How many are added up in what it returns: what the engine divides by."""
+        """Number of ranks whose gradients are summed in a slot's result; the engine divides by it."""
         return self.group.world_size * self.gradients_per_node
 
     def shard(self, unit: str) -> UnitShard:

@@ -1,8 +1,8 @@
-"""What ``dgc`` and ``top_k`` share: send the largest numbers of what has been kept, keep the rest.
+"""Base of the sparse slots ``dgc`` and ``top_k``: sends the largest accumulated elements and keeps the rest.
 
-Each parameter's piece of a shard has its own largest numbers, so none is starved by another's scale. Numbers are mean
-gradients of a node, the sum over its ranks divided by their number: so what is kept means the same on another number of
-ranks, and weight decay is added with its own coefficient (see ``dgc``). Whatever the wire rounds away is kept too.
+The largest elements are selected per parameter, so parameters of a small scale are sent too. Values are mean gradients
+of a node (the sum over its ranks divided by their number), so the kept state stays valid on another number of ranks, and
+weight decay needs no rescaling (see ``dgc``). The rounding error of sent values is kept too.
 """
 
 import math
@@ -27,14 +27,14 @@ _STEP = "step"
 
 
 def split_pieces(shard: UnitShard, options: SparseOptions, sparsity: float | None) -> tuple[list[Piece], list[Piece]]:
-    """Those that are sent whole at this sparsity, and those of which the largest numbers are."""
+    """The pieces sent whole, and the pieces of which the largest elements are sent. ``sparsity`` None: all are sent whole."""
     limit = math.inf if sparsity is None else options.dense_below
     whole = [piece for piece in shard.pieces if piece.parameter_elems < limit]
     return whole, [piece for piece in shard.pieces if piece.parameter_elems >= limit]
 
 
 def sparse_bytes(rank: int, world_size: int, shard: UnitShard, options: SparseOptions, step: int) -> int:
-    """What this rank sends at ``step``: (n-1) (8 + K (4 + value)) for K numbers, and ``dense_bytes`` of what goes whole."""
+    """Bytes that this rank sends at ``step``: (n-1) (8 + K (4 + value)) for K elements, plus ``dense_bytes`` of whole pieces."""
     sparsity = options.sparsity_at(step)
     whole, largest = split_pieces(shard, options, sparsity)
     num_bytes = dense_bytes(rank, world_size, sum(piece.num_elems for piece in whole))
@@ -46,10 +46,10 @@ def sparse_bytes(rank: int, world_size: int, shard: UnitShard, options: SparseOp
 
 
 class SparseBetween(ABC):
-    """A slot that keeps what it does not send; a subclass says what is added to it.
+    """A slot that keeps what it does not send; a subclass defines what is added to it.
 
-    State: ``residual/UNIT``, (N,) float32, and the step's number; the same memory from the beginning. Cost:
-    ``sparse_bytes``, two rounds; finding the largest numbers (``top_elements``) and, for that, a parameter's piece once more.
+    State: ``residual/UNIT``, (N,) float32, and the step number; all allocated at construction. Cost: ``sparse_bytes``, two
+    rounds, ``top_elements`` of each piece, and temporary memory for one piece.
     """
 
     name: str
@@ -117,7 +117,7 @@ class SparseBetween(ABC):
         self._summed.clear()
 
     def _sum_whole(self, unit: str, pieces: Sequence[Piece], sum_N: Tensor) -> None:
-        """Write over ``pieces`` of ``sum_N`` the sums over nodes of what ``_direction`` makes of the mean."""
+        """Overwrite ``pieces`` of ``sum_N`` with ``_direction`` of the mean over all nodes, times the number of gradients."""
         divisor = self._replicas.num_gradients
         mean_N = self._all_reduce(torch.cat([sum_N[piece.place] for piece in pieces])).div_(divisor)
         means = mean_N.split([piece.num_elems for piece in pieces])
@@ -127,7 +127,7 @@ class SparseBetween(ABC):
             torch.mul(self._direction(unit, piece, mean), divisor, out=sum_N[piece.place])
 
     def _sum_largest(self, unit: str, pieces: Sequence[Piece], sparsity: float, sum_N: Tensor) -> None:
-        """Add ``pieces`` of ``sum_N`` to what is kept; write over them the sums over nodes of what is sent."""
+        """Add ``pieces`` of ``sum_N`` to the residual, send its largest elements, overwrite ``sum_N`` with the sum over nodes."""
         group, per_node = self._replicas.group, self._replicas.gradients_per_node
         means = [sum_N[piece.place].div_(per_node) for piece in pieces]
         if self._options.clip_norm is not None:
@@ -141,7 +141,7 @@ class SparseBetween(ABC):
             if piece.num_elems:
                 chosen.append(top_elements(kept, num_sent(piece.num_elems, sparsity)) + piece.start)
         if not chosen:
-            return  # nor do the other nodes' ranks with this place have any of it
+            return  # the same shard of the other nodes has no elements here either
         indices_K = torch.cat(chosen)
         values_K = _on_wire(residual_N[indices_K], _VALUE_TYPES[self._options.value_type])
         residual_N[indices_K] -= values_K.float()
@@ -151,14 +151,14 @@ class SparseBetween(ABC):
 
     @abstractmethod
     def _direction(self, unit: str, piece: Piece, mean: Tensor) -> Tensor:
-        """What is to be summed, given the mean gradient of a piece, which may be overwritten."""
+        """The values to accumulate for a piece, given its mean gradient, which may be overwritten."""
 
     @abstractmethod
     def _sent(self, unit: str, indices_K: Tensor) -> None:
-        """These elements of the unit's shard go to all nodes now."""
+        """Called when these elements of the unit's shard are about to be sent."""
 
     def _kept(self) -> dict[str, Tensor]:
-        """What is kept from step to step, by its name in ``state_dict``."""
+        """The tensors kept from step to step, by their names in ``state_dict``."""
         return {f"residual/{unit}": residual_N for unit, residual_N in self._residuals.items()}
 
     def _zeros(self) -> dict[str, Tensor]:
@@ -167,6 +167,6 @@ class SparseBetween(ABC):
 
 
 def _on_wire(values_K: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to ``dtype``; what is finite stays so, as the rest is kept."""
+    """Rounded to ``dtype``. Finite values are clamped and stay finite; the residual keeps the difference."""
     largest = torch.finfo(dtype).max
     return torch.where(values_K.isfinite(), values_K.clamp(-largest, largest), values_K).to(dtype)

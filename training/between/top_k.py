@@ -1,9 +1,9 @@
-"""Top-k with error feedback: each node's largest numbers, for any optimizer.
+"""Top-k with error feedback: sends each node's largest elements, for any optimizer.
 
-A number that is not sent waits in the residual and goes with later ones, as many steps' sum at once. To an optimizer that
-divides by a running root of squares, as Adam does, a sum over T steps that comes once in T looks sqrt(T) times as large
-as the mean, so its steps are up to sqrt(1 / (1 - s)) times smaller than dense ones: take a lower sparsity, or a higher rate.
-Before a momentum (SGD's) it lacks the correction of ``dgc``.
+An element that is not sent stays in the residual and is sent later as the sum of several steps. An optimizer that divides
+by a running root mean square, such as Adam, sees a sum of T steps once in T steps, and its root mean square is sqrt(T)
+times that of dense gradients. So at sparsity s its updates are up to sqrt(1 / (1 - s)) times smaller than dense ones: use
+a lower sparsity or a higher learning rate. With a momentum optimizer it lacks the momentum correction of ``dgc``.
 Source: sparsified SGD with memory, arXiv 1809.07599.
 """
 
@@ -22,4 +22,4 @@ class TopKBetween(SparseBetween):
         return mean
 
     def _sent(self, unit: str, indices_K: Tensor) -> None:
-        pass  # there is no momentum to forget
+        pass  # there is no momentum to clear

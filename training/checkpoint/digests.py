@@ -1,7 +1,7 @@
-"""A CRC-32 of each file of a checkpoint: taken when it is written, compared before anything is read from it.
+"""Computes a CRC-32 of each checkpoint file after writing it and checks it before resuming.
 
-It finds what a disk or a copy changed, not what somebody meant to. Cost: each file is read once more, at some 1 GB/s: by
-the thread that wrote it, most likely from memory, and before a run goes on, where ranks share the files out.
+The checksums detect accidental damage, not deliberate changes. Cost: one more read of each file at about 1 GB/s, by the
+thread that wrote it (probably from the page cache), and on resume, with the files divided over the ranks.
 """
 
 import zlib
@@ -12,15 +12,16 @@ _CHUNK_BYTES = 1 << 22
 
 
 def file_digests(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """
+    """The CRC-32 of each file of ``folder``.
+
     Raises:
-        OSError: a file is not there, or cannot be read.
+        OSError: a file is missing or cannot be read.
     """
     return {name: _crc_of(folder / name) for name in sorted(set(names))}
 
 
 def find_damage(folder: Path, digests: Mapping[str, int], *, rank: int, world_size: int) -> str:
-    """Of this rank's share of the files, what is wrong with the first that is not as it was written; "" when all are."""
+    """Describe the first damaged file of this rank's share; "" if all are intact."""
     for name in sorted(digests)[rank::world_size]:
         try:
             if _crc_of(folder / name) != digests[name]:

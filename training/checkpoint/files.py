@@ -1,7 +1,7 @@
-"""Pieces to and from a folder in the format of torch.distributed.checkpoint; another cut than the saved one is read as well.
+"""Writes and reads pieces in the format of torch.distributed.checkpoint; reading may use another sharding than writing.
 
-The planning is torch's, piece by piece; what ranks have to tell each other passes through the caller, so no default process
-group is needed and nothing waits in a thread. Each key is one flat tensor to whoever opens the folder with torch alone.
+Torch makes the plans. The caller exchanges plans and results between ranks, so no default process group is needed and
+the writing thread waits for no other rank. A reader that uses torch alone sees one flat tensor per key.
 """
 
 import pickle
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from tightwire.training.checkpoint.pieces import SavedPiece
 
-TABLE_OF_CONTENTS = ".metadata"  # as torch calls it
+TABLE_OF_CONTENTS = ".metadata"  # torch's name for it
 
 
 class CheckpointError(RuntimeError):
@@ -44,15 +44,15 @@ class CheckpointError(RuntimeError):
 
 
 def plan_of(pieces: Sequence[SavedPiece]) -> SavePlan:
-    """What this rank wants to write; gather all ranks' for ``write_pieces``."""
+    """The plan of what this rank writes; ``write_pieces`` needs the plans of all ranks."""
     return SavePlan([_write_item(piece) for piece in pieces])
 
 
 def write_pieces(folder: Path, pieces: Sequence[SavedPiece], plans: Sequence[SavePlan], rank: int) -> list[WriteResult]:
-    """Write this rank's file, to the disk. Not collective; gather all ranks' results for ``finish``.
+    """Write this rank's file and return its results; ``finish`` needs those of all ranks. Not collective.
 
     Raises:
-        OSError: of the disk.
+        OSError: the disk reported an error.
     """
     writer = _writer(folder, rank)
     planned, _ = create_default_global_save_plan(list(plans))
@@ -61,22 +61,22 @@ def write_pieces(folder: Path, pieces: Sequence[SavedPiece], plans: Sequence[Sav
 
 
 def finish(folder: Path, plans: Sequence[SavePlan], results: Sequence[list[WriteResult]]) -> None:
-    """Write the folder's table of contents; one rank does so, after all have written."""
+    """Write the folder's table of contents, on one rank, after all ranks have written."""
     _, metadata = create_default_global_save_plan(list(plans))
     _writer(folder, 0).finish(metadata, list(results))
 
 
 def read_pieces(folder: Path, wanted: Sequence[SavedPiece]) -> None:
-    """Fill the numbers of ``wanted`` in place. Not collective.
+    """Fill the tensors of ``wanted`` in place. Not collective.
 
     Raises:
-        CheckpointError: a key is not there or has another length, or a file cannot be read.
+        CheckpointError: a key is missing or has another length, or a file cannot be read.
     """
     try:
         reader = FileSystemReader(folder)
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, is_coordinator=False)
-        # Read items number a key's pieces in order of their places; the planner below goes by key and place alone.
+        # _LoadPlanner finds tensors by key and offset, so the chunk numbers inside the read items do not matter.
         items = [item for piece in wanted for item in _read_items(folder, metadata, piece)]
         reader.read_data(LoadPlan(items), _LoadPlanner(wanted)).wait()
     except (OSError, EOFError, pickle.UnpicklingError, RuntimeError) as error:
@@ -86,7 +86,7 @@ def read_pieces(folder: Path, wanted: Sequence[SavedPiece]) -> None:
 
 
 def files_of(results: Sequence[WriteResult]) -> set[str]:
-    """The names of the files that a rank has written."""
+    """The names of the files in a rank's results."""
     return {result.storage_data.relative_path for result in results}
 
 
@@ -130,7 +130,7 @@ def _read_items(folder: Path, metadata: Metadata, piece: SavedPiece) -> list[Rea
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Knows where the numbers of a planned item are; the planning has been done when a writer gets it."""
+    """Gives the writer the tensor of each planned item."""
 
     def __init__(self, pieces: Sequence[SavedPiece]) -> None:
         super().__init__()
@@ -138,13 +138,13 @@ class _SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         assert write_item.index.offset is not None
-        # Cloned where it is a view: torch saves the whole storage of what it is given.
+        # Torch saves the whole storage of a tensor, so a view is cloned.
         numbers = self._numbers[write_item.index.fqn, write_item.index.offset[0]].detach()
         return numbers if numbers.untyped_storage().nbytes() == numbers.nbytes else numbers.clone()
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Knows where the numbers of a read item go."""
+    """Gives the reader the destination of each read item."""
 
     def __init__(self, pieces: Sequence[SavedPiece]) -> None:
         super().__init__()
@@ -156,4 +156,4 @@ class _LoadPlanner(DefaultLoadPlanner):
         return numbers[read_item.dest_offsets[0] : read_item.dest_offsets[0] + read_item.lengths[0]]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The reader has copied into a view of where they belong."""
+        """Does nothing: ``resolve_tensor`` returned a view of the destination, so the reader has filled it."""

@@ -1,6 +1,6 @@
 """Names checkpoint folders: ``step-00001200`` is complete, ``step-00001200.partial`` is being written.
 
-A folder gets its name when all that is in it is on the disk, so a name is all that has to be looked at.
+A folder is renamed after all its files are on the disk, so its name alone tells whether it is complete.
 """
 
 import json
@@ -34,26 +34,26 @@ def partial_of(folder: Path) -> Path:
 
 
 def checkpoints_in(run: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """Complete checkpoints, oldest first."""
     return sorted((path for path in run.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def newest_before(run: Path, step: int) -> Path | None:
-    """The newest whole checkpoint of an earlier step."""
+    """The newest complete checkpoint of an earlier step."""
     return next((path for path in reversed(checkpoints_in(run)) if step_of(path) < step), None)
 
 
 def remove_partial(run: Path) -> None:
-    """Take away what a killed run left unfinished."""
+    """Remove the unfinished checkpoints of a killed run."""
     for path in run.glob(f"step-*{_PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def publish(partial: Path, folder: Path, about: Mapping[str, Any]) -> None:
-    """Give a written folder its name, with ``about`` in it.
+    """Write ``about`` into a folder that is otherwise complete, then rename the folder.
 
     Raises:
-        OSError: of the disk; the folder then keeps its partial name.
+        OSError: the disk reported an error.
     """
     with (partial / _ABOUT).open("w", encoding="utf-8") as file:
         json.dump({"format": _FORMAT, "crc32": _crc_of(about), **about}, file, indent=1)
@@ -68,20 +68,20 @@ def prune(run: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` checkpoints.
 
     Raises:
-        OSError: of the disk; those that are left are whole.
+        OSError: the disk reported an error; the remaining checkpoints are complete.
     """
     for folder in checkpoints_in(run)[:-keep]:
-        # Renamed first: half a checkpoint must not have a whole one's name.
+        # Renamed first: an interrupted removal must not leave a folder that looks complete.
         doomed = partial_of(folder)
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What the run wrote about itself.
+    """The description that ``publish`` wrote.
 
     Raises:
-        CheckpointError: it is not there, damaged, or of another format.
+        CheckpointError: it is missing, damaged, or of another format.
     """
     try:
         said = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
@@ -97,10 +97,10 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, said: Mapping[str, Any], *, rank: int, world_size: int) -> None:
-    """Look at this rank's share of the files; not collective.
+    """Check this rank's share of the files against their CRC-32. Not collective.
 
     Raises:
-        CheckpointError: one is not as it was written.
+        CheckpointError: a file is damaged or cannot be read.
     """
     if damage := find_damage(folder, said["digests"], rank=rank, world_size=world_size):
         raise CheckpointError(f"{folder}: {damage}{_instead(folder)}")

@@ -1,4 +1,4 @@
-"""An optimizer's state as pieces that another cut can take up."""
+"""Converts optimizer state to pieces that a run with another sharding can read, and back."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _PREFIX = "optimizer"
 
 
 def optimizer_pieces(optimizer: Optimizer, shards: Sequence[FlatShard]) -> Iterator[SavedPiece]:
-    """The state that lies like the shards, such as AdamW's moments."""
+    """State tensors of the same shape as the shards, such as AdamW's moments."""
     for shard in shards:
         for name, value in optimizer.state.get(shard.flat_N, {}).items():
             if _is_flat(value, shard):
@@ -21,7 +21,7 @@ def optimizer_pieces(optimizer: Optimizer, shards: Sequence[FlatShard]) -> Itera
 
 
 def optimizer_scalars(optimizer: Optimizer, shards: Sequence[FlatShard]) -> dict[str, dict[str, float]]:
-    """The rest of the state by unit, such as AdamW's count of steps."""
+    """The rest of the state by unit, such as AdamW's step count."""
     return {
         shard.unit: {
             name: float(value)
@@ -39,23 +39,23 @@ def prepare_state(
     scalars: Mapping[str, Mapping[str, float]],
     keys: Mapping[str, int],
 ) -> None:
-    """Put back the scalars, and zeros in the place of the flat state, for ``optimizer_pieces`` to be read into.
+    """Restore the scalars and allocate zeros for the flat state, so that ``optimizer_pieces`` gives tensors to read into.
 
     Args:
-        keys: of the checkpoint; they say which flat state there is.
+        keys: all keys of the checkpoint with their lengths; they determine which flat state exists.
     """
     names = _flat_names(keys)
     for shard in shards:
         if shard.unit not in scalars:
             continue
-        # Torch's own counts of steps are tensors; so are all the scalars that its optimizers keep for a parameter.
+        # Torch's optimizers keep scalar state, such as step counts, as tensors.
         state: dict[str, Any] = {name: torch.tensor(value) for name, value in scalars[shard.unit].items()}
         state |= {name: torch.zeros_like(shard.flat_N) for name in names}
         optimizer.state[shard.flat_N] = state
 
 
 def has_flat_state(keys: Mapping[str, int], parameter: str) -> bool:
-    """Whether a checkpoint of ``keys`` has for ``parameter`` what it has for others."""
+    """Whether the checkpoint has every kind of flat state for ``parameter``."""
     return all(f"{_PREFIX}/{name}/{parameter}" in keys for name in _flat_names(keys))
 
 

@@ -12,7 +12,7 @@ from tightwire.training.engine.units import UnitShard, cut
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatShard:
-    """One unit's fp32 main shard on this rank: (N,), padding included, and the pieces of parameters that lie in it."""
+    """One unit's float32 main shard on this rank, (N,) with padding, and the pieces of parameters in it."""
 
     unit: str
     flat_N: Tensor
@@ -20,7 +20,7 @@ class FlatShard:
 
 
 class SavedPiece(NamedTuple):
-    """(length,) numbers of something that is (total,) long over all ranks, from ``start``; ``key`` names that."""
+    """Elements from ``start`` on of the (total,) tensor ``key``; ``numbers`` is 1-D."""
 
     key: str
     total: int
@@ -29,13 +29,13 @@ class SavedPiece(NamedTuple):
 
 
 def flat_shards(engine: Engine) -> list[FlatShard]:
-    """All of this rank, frozen ones too, in the order of the model."""
+    """All shards of this rank, frozen ones too, in the order of the plan."""
     ranks, rank = engine.plan.shard_ranks, engine.shard_rank
     return [FlatShard(unit=flat.name, flat_N=main, shard=cut(flat, rank, ranks)) for flat, main in engine.named_flats()]
 
 
 def pieces_of(prefix: str, shard: FlatShard, numbers_N: Tensor) -> Iterator[SavedPiece]:
-    """Views of ``numbers_N``, which lies like the shard: one for each parameter, under ``prefix/parameter``."""
+    """Views of ``numbers_N``, which has the layout of the shard: one per parameter, with key ``prefix/parameter``."""
     for piece in shard.shard.pieces:
         if piece.num_elems:
             yield SavedPiece(f"{prefix}/{piece.parameter}", piece.parameter_elems, piece.offset, numbers_N[piece.place])

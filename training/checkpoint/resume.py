@@ -24,23 +24,23 @@ from tightwire.training.checkpoint.state import (
 from tightwire.training.config.read import to_values
 from tightwire.training.config.tree import TrainConfig
 
-# What the order of the blocks follows from, beside the files.
+# Besides the seed and the files, these options determine the order of the data.
 _ORDER = ("text_key", "parted_by", "held_out", "held_out_files", "sequence_tokens", "shuffle_documents")
 
 
 class OtherRunError(ValueError):
-    """A checkpoint is none that this run may go on from."""
+    """The checkpoint belongs to a run that this one cannot continue."""
 
 
 class Identity(NamedTuple):
-    """What a checkpoint has to have in common with the run that goes on from it."""
+    """What a checkpoint and the run that resumes from it must have in common."""
 
     model: Mapping[str, Any]
     order: Mapping[str, Any]
 
 
 def identity_of(config: TrainConfig, llama: LlamaConfig, *, name: str, files: str) -> Identity:
-    """``files``: a fingerprint of the data."""
+    """``files``: a fingerprint of the data files."""
     data = to_values(config)["data"]
     sizes = {key: value for key, value in config_to_hf(llama).items() if key not in ("torch_dtype", "architectures")}
     return Identity(
@@ -50,7 +50,7 @@ def identity_of(config: TrainConfig, llama: LlamaConfig, *, name: str, files: st
 
 
 def about(config: TrainConfig, identity: Identity, state: RunState, *, step: int, position: int) -> dict[str, Any]:
-    """What stands in a checkpoint beside its pieces."""
+    """The JSON description stored in a checkpoint beside its pieces."""
     return {
         "step": step,
         "position": position,
@@ -66,10 +66,10 @@ def about(config: TrainConfig, identity: Identity, state: RunState, *, step: int
 
 
 def find_checkpoint(run: Path, *, resume: bool) -> Path | None:
-    """The newest whole checkpoint of the run's folder, if any.
+    """The newest complete checkpoint in the run's folder, or None.
 
     Raises:
-        OtherRunError: there is one, and the run is to be new.
+        OtherRunError: there is one, and ``resume`` is false.
     """
     found = checkpoints_in(run)
     if found and not resume:
@@ -80,11 +80,12 @@ def find_checkpoint(run: Path, *, resume: bool) -> Path | None:
 
 
 def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> dict[str, Any]:
-    """What the checkpoint says about itself, when the run can go on from it.
+    """The checkpoint's description, after checking that this run can resume from it.
 
     Raises:
-        CheckpointError: it is damaged.
-        OtherRunError: it is of another model, data order, optimizer or between slot, which are named, or of a later step.
+        CheckpointError: the description is missing or damaged.
+        OtherRunError: model, data order, optimizer or between-node slot differ (the message names what), or the checkpoint
+            has more steps than the run is to have.
     """
     said = read_about(folder)
     if differing := _difference(said["model"], identity.model):
@@ -113,11 +114,11 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
 
 
 def restore(folder: Path, said: Mapping[str, Any], state: RunState, *, seed: int, rank: int) -> None:
-    """Fill weights, optimizer, between slot and random states from a checkpoint that was checked. Not collective.
+    """Restore weights, optimizer, between-node slot and random states from a checked checkpoint. Not collective.
 
     Raises:
         CheckpointError: files cannot be read.
-        OtherRunError: parameters are others, or were frozen.
+        OtherRunError: parameters differ, or a parameter trained here was frozen there.
     """
     keys = keys_in(folder)
     _check_parameters(folder, state.shards, parameters_in(keys))
@@ -158,7 +159,7 @@ def _check_trained(folder: Path, shards: Sequence[FlatShard], keys: Mapping[str,
 
 
 def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """The first values that differ, in words; the name of a model may."""
+    """Describe the first difference, ignoring ``name``; "" if there is none."""
     for key in sorted({*saved, *own} - {"name"}):
         if saved.get(key) != own.get(key):
             return f"{key} is {saved.get(key)} there and {own.get(key)} here"

@@ -1,9 +1,9 @@
-"""What a checkpoint is made of: weights, the optimizer's state, what the between slot keeps, random states; and the way back.
+"""Collects a run's state as pieces and restores it: weights, optimizer, between-node slot, random states.
 
-Flat state goes under the parameters' names, so it fits any cut. What the replicas keep each for themselves (residuals,
-velocities) has the replica's number in its key; where their number has changed every new one gets the mean of the old,
-which keeps what they will send together (``training.between``). Random states belong to a rank; ranks that are new have
-one drawn from the seed.
+Flat state is keyed by parameter name, so a run with another sharding can read it. State that each replica keeps for itself
+(residuals, velocities) has the replica's number in its key; if the number of replicas has changed, every new replica gets
+the mean of the old ones, which preserves the mean they send (``training.between``). Random states are per rank;
+a rank without a saved one is seeded with ``seed + rank``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _PARAMETERS, _BETWEEN, _RANDOM = "parameters", "between", "random"
 
 
 class Replica(NamedTuple):
-    """Which of the ranks that hold the same shards this one is."""
+    """This rank's position among the ranks that hold the same shards."""
 
     rank: int
     size: int
@@ -30,7 +30,7 @@ class Replica(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """Where everything is that changes from step to step."""
+    """References to everything that changes from step to step."""
 
     shards: Sequence[FlatShard]
     optimizer: Optimizer
@@ -39,7 +39,7 @@ class RunState:
 
 
 def snapshot(state: RunState, rank: int) -> list[SavedPiece]:
-    """Copies in host memory of what this rank writes: of what replicas share each writes some units."""
+    """Copies in host memory of what this rank writes; replicas divide the units they share."""
     shards, optimizer, between, replica = state.shards, state.optimizer, state.between, state.replica
     own = [shard for number, shard in enumerate(shards) if number % replica.size == replica.rank]
     pieces = [piece for shard in own for piece in pieces_of(_PARAMETERS, shard, shard.flat_N)]
@@ -50,7 +50,7 @@ def snapshot(state: RunState, rank: int) -> list[SavedPiece]:
 
 
 def not_finite(state: RunState) -> list[str]:
-    """The units of which this rank has a number that is inf or NaN, in weights or what is kept for them. Reads all once."""
+    """Units with inf or NaN on this rank, in weights, optimizer state or slot state. Cost: reads all of it once."""
     kept = {} if state.between is None else state.between.state_dict()
     numbers = [(key.partition("/")[2], value) for key, value in kept.items()]
     for shard in state.shards:
@@ -61,7 +61,7 @@ def not_finite(state: RunState) -> list[str]:
 
 
 def scalars_of(state: RunState) -> dict[str, Any]:
-    """What is no flat tensor, the same on every rank, for the checkpoint's JSON."""
+    """The scalar state for the checkpoint's JSON; equal on every rank."""
     shards, optimizer = state.shards, state.optimizer
     kept = {} if state.between is None else state.between.state_dict()
     return {
@@ -71,7 +71,7 @@ def scalars_of(state: RunState) -> dict[str, Any]:
 
 
 def wanted_state(state: RunState, scalars: Mapping[str, Any], keys: Mapping[str, int]) -> list[SavedPiece]:
-    """Where weights and optimizer state are to be read to."""
+    """Destinations for weights and optimizer state."""
     shards, optimizer = state.shards, state.optimizer
     prepare_state(optimizer, shards, scalars["optimizer"], keys)
     pieces = [piece for shard in shards for piece in pieces_of(_PARAMETERS, shard, shard.flat_N)]
@@ -79,16 +79,16 @@ def wanted_state(state: RunState, scalars: Mapping[str, Any], keys: Mapping[str,
 
 
 def parameters_in(keys: Mapping[str, int]) -> dict[str, int]:
-    """The checkpoint's parameters and their numbers of elements."""
+    """The number of elements of each parameter in the checkpoint."""
     prefix = f"{_PARAMETERS}/"
     return {key.removeprefix(prefix): length for key, length in keys.items() if key.startswith(prefix)}
 
 
 class BetweenReader:
-    """Reads what replicas kept: ``wanted()`` to be filled, then ``load()``."""
+    """Restores the between-node slot: fill what ``wanted()`` returns, then call ``load()``."""
 
     def __init__(self, between: Between, state: RunState, scalars: Mapping[str, Any], *, saved_replicas: int) -> None:
-        """``saved_replicas``: how many wrote the checkpoint."""
+        """``saved_replicas``: the number of replicas that wrote the checkpoint."""
         replica, shards, saved = state.replica, state.shards, saved_replicas
         self._between = between
         self._scalars = scalars["between"]
@@ -107,7 +107,7 @@ class BetweenReader:
 
     def load(self) -> None:
         count = len(self._states)
-        # In float64, so that equal numbers come out as they were.
+        # In float64, so that the mean of equal values is exactly that value.
         means = {
             key: sum((state[key].double() for state in self._states[1:]), first.double()).div(count).to(first.dtype)
             for key, first in self._states[0].items()
@@ -116,7 +116,7 @@ class BetweenReader:
 
 
 def restore_random(states: Mapping[str, Tensor], *, seed: int, rank: int) -> None:
-    """Go on from the random states read, or begin anew on a rank that had none."""
+    """Restore the random states, or seed from ``seed + rank`` if the checkpoint has none for this rank."""
     if not states:
         torch.manual_seed(seed + rank)
         return
@@ -126,7 +126,7 @@ def restore_random(states: Mapping[str, Tensor], *, seed: int, rank: int) -> Non
 
 
 def wanted_random(keys: Mapping[str, int], rank: int) -> dict[str, SavedPiece]:
-    """By device, where this rank's random states are to be read to; empty on a rank that had none."""
+    """Destinations for this rank's random states by device; empty if the checkpoint has none for this rank."""
     return {
         device: _whole(f"{_RANDOM}/{device}/{rank}", torch.empty_like(state))
         for device, state in ((key.split("/")[1], state) for key, state in _random_states(rank).items())

@@ -1,7 +1,7 @@
-"""Writes checkpoints beside the training: a copy in host memory, a thread that writes it, a name when all ranks have.
+"""Writes checkpoints in a background thread while training continues.
 
-Ranks tell each other how far they are with the numbers that they exchange at each step anyway, so nothing here waits for
-another rank but the methods that say so. A failed write leaves the checkpoints before it as they are.
+Only ``begin`` and ``complete`` communicate with other ranks. The folder gets its final name after all ranks have written.
+A failed write leaves earlier checkpoints unchanged.
 """
 
 import shutil
@@ -21,7 +21,7 @@ from tightwire.training.ranks.control import Control
 
 
 class Checkpointer:
-    """One for a run; all ranks call ``begin`` and ``complete`` at the same steps."""
+    """Writes the checkpoints of one run; all ranks call ``begin`` and ``complete`` at the same steps."""
 
     def __init__(self, run: Path, control: Control, *, keep: int) -> None:
         self._run, self._control, self._keep = run, control, keep
@@ -30,26 +30,23 @@ class Checkpointer:
 
     @property
     def writing(self) -> bool:
-        """Whether a checkpoint has begun that is not completed."""
+        """Whether a checkpoint has begun and is not completed."""
         return self._write is not None
 
     @property
     def written(self) -> bool:
-        """Whether this rank's part has been written, or has failed."""
+        """Whether this rank's part is written or has failed."""
         return self._write is not None and self._write.done
 
     def begin(self, step: int, pieces: Sequence[SavedPiece], about: Mapping[str, Any]) -> None:
-        """Start to write ``pieces``, which are this rank's and nobody else's; collective, returns at once.
-
-        The one before must have been completed.
-        """
+        """Start to write this rank's ``pieces`` in a thread. Collective. The previous checkpoint must be completed."""
         assert self._write is None, "the checkpoint before is not completed"
         self._folder = folder_of(self._run, step)
         plans = self._control.gather(plan_of(pieces))
         self._write = _Write(partial_of(self._folder), pieces, plans, self._control.rank, about)
 
     def complete(self) -> "Completed":
-        """Wait for all ranks' writing, and give the checkpoint its name; collective."""
+        """Wait until all ranks have written, publish the checkpoint and remove old ones. Collective."""
         write, self._write = self._write, None
         assert write is not None, "no checkpoint was begun"
         write.join()
@@ -81,7 +78,7 @@ class Checkpointer:
 
 
 class Completed(NamedTuple):
-    """``error``: why there is no such folder, "" when there is; ``warning``: what is amiss beside it."""
+    """``error``: why ``folder`` was not published, "" if it was. ``warning``: why old checkpoints could not be removed, or ""."""
 
     folder: Path
     error: str
@@ -112,7 +109,7 @@ class _Write:
         try:
             self.results = write_pieces(self.folder, pieces, self.plans, rank)
             self.digests = file_digests(self.folder, files_of(self.results))
-        except Exception as error:  # noqa: BLE001, whatever it is goes to the ranks that complete it
-            # Torch reports a full disk in words of its own, so the room left is told beside them.
+        except Exception as error:  # noqa: BLE001, ``complete`` reports any failure on all ranks
+            # Torch's error for a full disk may not say so, so the message includes the free space.
             free = format_bytes(shutil.disk_usage(self.folder.parent).free)
             self.error = f"{self.folder.name}: {error} ({free} left on that disk)"

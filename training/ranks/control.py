@@ -1,4 +1,4 @@
-"""Exchanges small values between ranks outside the engine, over a group of their own."""
+"""Exchanges small values between ranks outside the engine, over a separate group."""
 
 import pickle
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tightwire.comm.group.group import Group
 
 
 class Control:
-    """All ranks call the same methods in the same order."""
+    """Gathers values from all ranks. All ranks call the same methods in the same order."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -20,12 +20,12 @@ class Control:
         self.world_size = group.world_size
 
     def gather_numbers(self, *numbers: float) -> list[tuple[float, ...]]:
-        """The ranks' numbers, in rank order; equally many on each. Cost: 8 (W-1) bytes a number, one round."""
+        """The numbers of all ranks, in rank order; each rank passes the same count. Cost: 8 (W-1) bytes a number, one round."""
         rows = all_gather(self._group, torch.tensor(numbers, dtype=torch.float64))
         return [tuple(row.tolist()) for row in rows]
 
     def gather(self, value: Any) -> list[Any]:
-        """The ranks' values, in rank order, pickled on the way. Cost: (W-1) times the largest, two rounds."""
+        """The values of all ranks, in rank order, pickled. Cost: (W-1) times the largest pickle, two rounds."""
         data = pickle.dumps(value)
         longest = int(max(length for (length,) in self.gather_numbers(len(data))))
         padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
@@ -33,7 +33,7 @@ class Control:
 
     @contextmanager
     def failing_together(self, *expected: type[Exception]) -> Iterator[None]:
-        """What the block raises of ``expected`` on any rank is raised on all, so that none waits for one that has ended.
+        """Raise on all ranks the first ``expected`` exception of any rank's block, so that no rank waits for one that failed.
 
         Cost: a ``gather`` at the end of the block.
         """

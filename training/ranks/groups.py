@@ -1,7 +1,7 @@
-"""The groups that training talks over: one set of connections for each thread that does, so that none waits for another's.
+"""The process groups of training: each thread that communicates has its own connections, so threads do not block each other.
 
-A *lane group* is all ranks, with the smaller groups inside and across nodes where there are several. Each lane has one:
-weights are gathered on one, gradients reduced on another, and what the computing thread asks of all ranks goes over a third.
+A *lane group* contains all ranks and, on several nodes, the smaller groups inside and across nodes. There are three:
+``gather`` for weights, ``reduce`` for gradients, ``main`` for the computing thread.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _LANES = ("gather", "reduce", "main")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainGroups:
-    """This rank's three lane groups; alike but for their connections. Each has one ledger for its collectives."""
+    """This rank's three lane groups; they differ only in their connections. Each records its collectives in one ledger."""
 
     gather: Group
     reduce: Group
@@ -46,20 +46,20 @@ class TrainGroups:
         return self.main.timeout_s
 
     def close(self) -> None:
-        """Drop all connections, without waiting for other ranks. May be called twice."""
+        """Close all connections without waiting for other ranks. May be called twice."""
         for group in (self.gather, self.reduce, self.main):
             group.close()
 
 
 def shard_group(lane: Group, sharding: Sharding) -> Group:
-    """Of a lane group, the ranks that a unit is cut over."""
+    """The ranks of a lane group that units are sharded over."""
     if sharding.shard_over == "self":
         return _alone(lane)
     return lane.nodes.inside if sharding.shard_over == "node" and lane.nodes is not None else lane
 
 
 def replica_group(lane: Group, sharding: Sharding) -> Group:
-    """Of a lane group, the ranks that hold the same shard as this one: what the between-node slot sums over."""
+    """The ranks of a lane group that hold the same shard as this one; the between-node slot sums over them."""
     if sharding.shard_over == "self":
         return lane
     return lane.nodes.across if sharding.shard_over == "node" and lane.nodes is not None else _alone(lane)
@@ -75,10 +75,10 @@ def open_train_groups(
     name: str = "train",
     interface: str | None = None,
 ) -> TrainGroups:
-    """Join the processes of ``topology``, three times over. Arguments as for ``comm.group.open_process_group``.
+    """Connect the processes of ``topology``, once per lane. Arguments as for ``comm.group.group.open_process_group``.
 
     Raises:
-        CollectiveTimeoutError: some ranks did not join in time; names them.
+        CollectiveTimeoutError: some ranks did not join in time; the message names them.
     """
 
     def join(lane: str) -> Group:
@@ -104,7 +104,7 @@ def open_train_groups(
 
 
 def in_process_train_groups(world_size: int, num_nodes: int = 1, timeout_s: float = 30.0) -> list[TrainGroups]:
-    """The groups of ranks that are threads of this process, by rank."""
+    """The groups by rank, for ranks that are threads of this process."""
     lanes = {lane: in_process_node_groups(world_size, num_nodes, timeout_s) for lane in _LANES}
     return [TrainGroups(**{lane: groups[rank] for lane, groups in lanes.items()}) for rank in range(world_size)]
 

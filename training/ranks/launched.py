@@ -1,4 +1,4 @@
-"""Finds the other ranks of a launched process through torchrun's variables and store."""
+"""Finds the other ranks of a launched process through torchrun's environment variables and store."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -9,10 +9,10 @@ from tightwire.comm.group.topology import Topology
 
 
 def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology:
-    """Which rank this is. ``nodes``: so many, whatever the launcher says, to try several on one machine.
+    """This process's rank and node. ``nodes`` overrides the launcher's number of nodes, to try several on one machine.
 
     Raises:
-        ValueError: the launcher's variables make no sense, or ranks cannot be dealt to the nodes equally.
+        ValueError: the launcher's variables are invalid, or the ranks do not divide equally over ``nodes``.
     """
     told = Topology.from_environment(environment)
     if nodes is None:
@@ -24,13 +24,13 @@ def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology
 
 
 def open_store(environment: Mapping[str, str], topology: Topology, *, timeout_s: float) -> Store:
-    """Where ranks meet. torchrun's agent keeps it where it says so, else the first rank does.
+    """The store through which ranks connect. Torchrun's agent serves it if its variables say so, else rank 0 does.
 
-    Ranks of another attempt, which torchrun may have started before, do not meet these.
+    Keys are separate for each restart by torchrun, so ranks of an earlier attempt do not connect to these.
 
     Raises:
-        ValueError: there are several ranks and no address.
-        ConnectionError: there is no store at the address, or none can be.
+        ValueError: there are several ranks, and the address is missing or invalid.
+        ConnectionError: no store can be reached or opened at the address.
     """
     if topology.world_size == 1:
         return HashStore()
