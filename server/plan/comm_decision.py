@@ -1,4 +1,4 @@
-"""Decides before loading how ranks sum: from the options, the cost model, and measurements on this host."""
+"""Chooses the AllReduce algorithms before loading, from the options, the cost model and measurements on this host."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,12 @@ from tightwire.server.plan.devices import num_cores
 
 @dataclass(frozen=True, slots=True)
 class CommDecision:
-    """``measured``: what ``tightwire tune`` left for this setting, if anything; ``warning``: why a file was not used.
+    """The chosen AllReduces, and the measurements behind them.
 
-    ``extra``: what chooses for the requests that ask for a policy of their own, by name.
+    Attributes:
+        measured: the results of ``tightwire tune`` for this setting, if any.
+        warning: the reason a tune file was not used.
+        extra: by name, the choosers of the policies that requests may ask for.
     """
 
     chooser: Chooser
@@ -27,7 +30,7 @@ class CommDecision:
     extra: dict[str, Chooser] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
-        """For the log: whatever is wrong with a file, then each choice for the layers with its reason."""
+        """Log lines: warnings, then each choice for the layers with its reason."""
         warnings = [self.warning, *(chooser.warning for chooser in (self.chooser, *self.extra.values()))]
         notes = [f"warning: {warning}" for warning in warnings if warning is not None]
         notes += [f"allreduce {line}" for line in _choices(self.chooser)]
@@ -55,13 +58,15 @@ def _choices(chooser: Chooser) -> list[str]:
 def decide_comm(
     requests: Mapping[str, PolicyRequest], setting: Setting, devices: Sequence[str], link: LinkFacts | None = None
 ) -> CommDecision:
-    """Read what was measured on this host, with its CUDA ``devices``, and make what chooses.
+    """Read this host's tune results and build one chooser per policy.
 
-    ``requests``: by name, the server's own first. ``link``: the wire between the nodes; of what was measured without it
-    only computing says something about this setting, and moving is predicted from the wire's own rate.
-
+    Args:
+        requests: by name; the server's own comes first.
+        devices: names of the CUDA devices.
+        link: the wire between the nodes. Of results measured without it, only the compute times are used; transfers are
+            predicted from the link's rate.
     Raises:
-        ValueError: a name that no AllReduce has.
+        ValueError: no AllReduce has the requested name.
     """
     host = this_host(devices, num_cores())
     records = read_tuned(tune_path(cache_folder(), host), host)

@@ -1,7 +1,6 @@
-"""Turns options into policy requests: the server's own AllReduce, and those that a single request may name.
+"""Turns options into policy requests: the server's own AllReduce, and those that a request may name.
 
-A name is one that ``--allreduce`` takes, or ``policy:FILE`` with a policy file, which is what ``--comm-policy FILE``
-comes to.
+A name is a value of ``--allreduce``, or ``policy:FILE``. ``--comm-policy FILE`` is the same as ``policy:FILE``.
 """
 
 from dataclasses import replace
@@ -16,12 +15,12 @@ from tightwire.server.config.serve import ServeConfig
 
 
 def own_arm(options: ParallelOptions) -> str:
-    """The name of the server's own AllReduce, by which a request may ask for it too."""
+    """The name of the server's own AllReduce; a request may ask for it too."""
     return options.allreduce if options.comm_policy is None else POLICY_PREFIX + options.comm_policy
 
 
 def describe_request(options: ParallelOptions) -> str:
-    """The name that was asked for and everything beside it, in one word, such as ``flash-int8+decode=two-shot``."""
+    """The requested name and its qualifiers in one word, such as ``flash-int8+decode=two-shot``."""
     beside = {
         "decode": options.allreduce_decode,
         "error-budget": options.comm_error_budget,
@@ -30,10 +29,10 @@ def describe_request(options: ParallelOptions) -> str:
 
 
 def check_all_reduce_names(options: ParallelOptions) -> None:
-    """Refuse a name that no AllReduce has, and a policy file that is none, before anything is fetched for it.
+    """Refuse unknown AllReduce names and unreadable policy files before the model is fetched.
 
     Raises:
-        ValueError: says which flag, and what is possible.
+        ValueError: names the flag and the possible values.
     """
     fields = ("allreduce", "allreduce_decode")
     named = [(field, name) for field in fields if (name := getattr(options, field)) is not None]
@@ -51,7 +50,7 @@ def check_all_reduce_names(options: ParallelOptions) -> None:
 
 
 def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, PolicyRequest]:
-    """By name, what is asked of each policy, the server's own first, with the messages this model will send.
+    """The policy requests by name, the server's own first, with the message sizes of this model.
 
     Raises:
         ValueError: a policy file cannot be read, or was made for another model.
@@ -69,7 +68,7 @@ def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, Policy
 
 
 def policy_request(config: ServeConfig, model: LlamaConfig) -> PolicyRequest:
-    """The same for the server's own alone."""
+    """The server's own policy request."""
     return next(iter(policy_requests(config, model).values()))
 
 

@@ -1,7 +1,6 @@
-"""Reads this machine's usable CPU cores, host memory within the container's limit, and CUDA devices with their memory.
+"""Reads this machine's usable CPU cores, free host memory within the container's limit, and CUDA devices.
 
-Asks the kernel and the driver directly. torch would answer too, but takes seconds to import and opens a context on
-every device it is asked about.
+Asks the kernel and the driver directly: torch takes seconds to import and opens a context on every device it queries.
 """
 
 import ctypes
@@ -21,14 +20,14 @@ class CudaDevice:
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Cores this process may use: its affinity, and the container's CPU quota if that is less."""
+    """Cores this process may use: its affinity, or the container's CPU quota if that is lower."""
     cores = len(os.sched_getaffinity(0))
     quotas = [_read_quota(folder) for folder in _cgroup_folders(root, "cpu")]
     return max(1, min([cores, *(int(quota) for quota in quotas if quota is not None)]))
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Memory that can still be taken: the kernel's MemAvailable, or less where a cgroup limits this process."""
+    """Bytes this process can still allocate: the kernel's MemAvailable, or less under a cgroup limit."""
     meminfo = (root / "proc/meminfo").read_text()
     available = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
     headrooms = [_read_headroom(folder) for folder in _cgroup_folders(root, "memory")]
@@ -36,14 +35,14 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, its own imports included."""
+    """Seconds since this process started, imports included."""
     stat = Path("/proc/self/stat").read_text()
     start_ticks = int(stat.rpartition(")")[2].split()[19])  # field 22; the name before it may hold spaces
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built for CUDA, without importing it."""
+    """True if the installed torch is a CUDA build. Does not import torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return False
@@ -55,7 +54,7 @@ def cuda_devices(visible: str | None = None) -> list[CudaDevice]:
     """The CUDA devices a rank would see, in PCI bus order; empty without a driver or a CUDA build of torch.
 
     Args:
-        visible: as CUDA_VISIBLE_DEVICES: indices or UUIDs; None: all.
+        visible: indices or UUIDs, as in CUDA_VISIBLE_DEVICES; None means all.
     """
     if not torch_has_cuda():
         return []
@@ -83,7 +82,7 @@ def _all_handles(nvml: ctypes.CDLL) -> list[ctypes.c_void_p]:
 
 
 def _named_handles(nvml: ctypes.CDLL, visible: str) -> list[ctypes.c_void_p]:
-    """CUDA ignores the first name it does not know and all after it; so does this."""
+    """Stops at the first unknown name, as CUDA does."""
     handles: list[ctypes.c_void_p] = []
     for name in filter(None, visible.split(",")):
         handle = ctypes.c_void_p()
@@ -105,7 +104,7 @@ def _describe(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> CudaDevice:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """The folders of this process's control group and of its parents; a limit on any of them holds."""
+    """The folders of this process's control group and its parents; a limit on any of them applies."""
     folders: list[Path] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -116,14 +115,14 @@ def _cgroup_folders(root: Path, controller: str) -> list[Path]:
         if hierarchy != "0" and controller not in controllers.split(","):
             continue
         base = root / "sys/fs/cgroup" / ("" if hierarchy == "0" else controller)
-        # Inside a container the path may be the host's, which is not there: the mount itself is then the group.
+        # Inside a container the path may be the host's and not exist here; the mount itself is then the group.
         folder = base / path.lstrip("/")
         folders += [candidate for candidate in (folder, *folder.parents) if candidate.is_relative_to(base)]
     return folders
 
 
 def _read_headroom(folder: Path) -> int | None:
-    """Bytes below the limit, counting cached files as free, because the kernel drops them first. None: no limit."""
+    """Bytes below the limit, counting cached files as free because the kernel drops them first. None: no limit."""
     for limit_name, usage_name, cache_key in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -137,7 +136,7 @@ def _read_headroom(folder: Path) -> int | None:
 
 
 def _read_quota(folder: Path) -> float | None:
-    """Cores' worth of CPU time the group may use; None: no limit."""
+    """The group's CPU quota in cores; None: no limit."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

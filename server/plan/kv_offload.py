@@ -1,7 +1,7 @@
-"""The memory budget of a KV cache on the host, and what it costs, in words: ``--kv-offload``.
+"""Computes the memory budget of a KV cache in host memory (``--kv-offload``) and describes it.
 
-Beside CUDA the cache takes host memory and its slots the device's. On a CPU both are one memory, so it saves nothing there,
-and is for trying.
+With CUDA the cache takes host memory and its slots take device memory. On a CPU both are host memory, so offloading
+saves nothing there and is only useful for testing.
 """
 
 import math
@@ -25,7 +25,7 @@ from tightwire.server.plan.memory_budget import (
 )
 from tightwire.server.plan.rank_bytes import RankBytes, ranks_maker
 
-# Of the device's memory that is free, what slots may have at most; and of the host's, the cache.
+# Limits as shares of free memory: the slots on the device, the cache on the host.
 _SLOT_SHARE = 0.9
 _CACHE_SHARE = {"cuda": 0.8, "cpu": 0.4}
 
@@ -44,14 +44,14 @@ def make_offloaded_budget(
     cache_share: float | None = None,
     num_replicas: int = 1,
 ) -> MemoryBudget:
-    """``make_budget`` of a cache on the host: its blocks, those of a slot, and the longest sequence.
+    """``make_budget`` for a cache in host memory: its blocks, the slot blocks, and the longest sequence.
 
     Args:
-        host_bytes: free on the host beside streamed weights; on a CPU that is the pool's own.
-        cache_share: of what the rest leaves on the device, the part that slots may have at most; default: nearly all.
+        host_bytes: free on the host after streamed weights; on a CPU, the pool's own.
+        cache_share: the slots' limit, as a share of the device memory left by everything else; default: 0.9.
     Raises:
         NotEnoughMemoryError: weights, cache, slots or the longest sequence do not fit.
-        ValueError: --max-model-len beyond what the model was trained for.
+        ValueError: --max-model-len exceeds the model's context.
     """
     longest, size = longest_sequence(config, options), options.block_size
     ranks_with = ranks_maker(config, layout, formats, dtype, device, plan, num_replicas)
@@ -90,7 +90,7 @@ def make_offloaded_budget(
 
 
 def describe_offload(budget: MemoryBudget, config: LlamaConfig, options: EngineOptions, device: str) -> tuple[str, ...]:
-    """What lies where, and what a step moves; no lines where the cache is on the device."""
+    """Lines that say where the cache is and how much a step transfers; empty for a cache on the device."""
     if budget.slot_blocks is None:
         return ()
     size, num_seqs = options.block_size, options.max_num_seqs
@@ -116,13 +116,13 @@ def describe_offload(budget: MemoryBudget, config: LlamaConfig, options: EngineO
 
 
 def _fitting_beside_slots(ranks: Sequence[RankBytes], pool: Pool) -> int:
-    """Blocks of a cache that shares its pool with its slots, which hold as many."""
+    """Blocks that fit when the cache and an equal number of slot blocks share one pool."""
     block, slot = sum(ranks[r].block for r in pool.ranks), sum(ranks[r].slot for r in pool.ranks)
     return left_bytes(ranks, pool) // (block + slot)
 
 
 def _check(budget: MemoryBudget, options: EngineOptions, fitting: int) -> None:
-    """Refuse a budget that does not add up, with a value that would."""
+    """Raise if the budget is not feasible, and suggest a value that is."""
     size, per_block = options.block_size, sum(rank.block for rank in budget.ranks)
     needed = math.ceil((options.max_model_len or 2) / size)
     slot_blocks = budget.step_blocks

@@ -1,7 +1,7 @@
-"""Computes before loading whether the model fits and how much KV cache that leaves.
+"""Computes before loading whether the model fits, and how much KV cache the remaining memory holds.
 
-On a CPU all ranks share the host's memory; with CUDA each rank has a device of its own. The cache has the same number
-of blocks on every rank, so the tightest pool decides. Replicas of the model have as many ranks each, and blocks of their own.
+On a CPU all ranks share the host's memory; with CUDA each rank has its own device. Every rank has the same number of
+cache blocks, so the tightest pool decides. Each replica has its own blocks.
 """
 
 import math
@@ -17,22 +17,22 @@ from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.rank_bytes import RankBytes, RanksWith, ranks_maker
 from tightwire.server.plan.rank_setup import rank_name
 
-# Nothing else wants the free memory of a device; on a host other programs and the page cache do.
+# No other program is expected on a device; on a host, other programs and the page cache need memory too.
 _CACHE_SHARE = {"cpu": 0.4, "cuda": 0.9}
-# Of what is free, the part worth recommending: a host's free memory moves, and the HTTP process takes some itself.
+# Share of free memory that messages recommend: host memory fluctuates, and the HTTP process needs some.
 _RECOMMENDED_SHARE = {"cpu": 0.8, "cuda": 0.95}
 
-# Tokens of context worth having: with less, streaming a few layers is worth more than keeping them.
+# Stream a few layers rather than accept a context shorter than this many tokens.
 LEAST_CONTEXT = 2048
 
 
 class NotEnoughMemoryError(ValueError):
-    """It does not fit; the message holds the budget as a table and what would fit."""
+    """The model does not fit. The message holds the budget as a table and suggests what would fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """Memory that some ranks share."""
+    """Memory shared by some ranks."""
 
     name: str
     available_bytes: int
@@ -41,30 +41,30 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBudget:
-    """Sizes of the cache and of everything beside it."""
+    """Sizes of the cache and of everything else in memory."""
 
     ranks: tuple[RankBytes, ...]
     pools: tuple[Pool, ...]
-    num_blocks: int  # of each replica
+    num_blocks: int  # per replica
     max_model_len: int
-    max_positions: int  # the context that the model or the user would have
-    room_tokens: int  # of one sequence that the memory would hold, however small a cache was asked for
+    max_positions: int  # the context of the model, or --max-model-len
+    room_tokens: int  # longest sequence the memory could hold, even if a smaller cache was requested
     num_replicas: int = 1
-    slot_blocks: int | None = None  # of a cache on the host: what the device has room for, in two layers
-    host: Pool | None = None  # where that cache lies, unless it is where the ranks' memory is
+    slot_blocks: int | None = None  # for a cache on the host: blocks that fit in the device's slots
+    host: Pool | None = None  # the host's pool, if the cache is on the host and ranks are on devices
 
     @property
     def step_blocks(self) -> int:
-        """Most that the sequences of one step may have together."""
+        """Most blocks that the sequences of one step may use together."""
         return self.num_blocks if self.slot_blocks is None else self.slot_blocks
 
     def cache_bytes(self, rank: RankBytes) -> int:
-        """What the cache takes of the rank's pool."""
+        """Bytes the cache takes from the rank's pool."""
         slots = rank.slot * (self.slot_blocks or 0)
         return slots if self.host is not None else slots + rank.block * self.num_blocks
 
     def table(self) -> str:
-        """One line per rank and one per pool, for people."""
+        """One line per rank and one per pool."""
         rows: list[tuple[str, ...]] = [("rank", "weights", "KV cache", "activations", "runtime", "total")]
         for number, rank in enumerate(self.ranks):
             cache = self.cache_bytes(rank)
@@ -88,10 +88,10 @@ class MemoryBudget:
 
 
 def longest_sequence(config: LlamaConfig, options: EngineOptions) -> int:
-    """What the model or the user would have.
+    """``--max-model-len``, or the model's context.
 
     Raises:
-        ValueError: --max-model-len beyond what the model was trained for.
+        ValueError: --max-model-len exceeds the model's context.
     """
     longest = options.max_model_len or config.max_positions
     if longest > config.max_positions:
@@ -115,16 +115,16 @@ def make_budget(
     cache_share: float | None = None,
     num_replicas: int = 1,
 ) -> MemoryBudget:
-    """Decide the number of cache blocks and the longest sequence.
+    """Choose the number of cache blocks and the longest sequence.
 
     Args:
-        dtype: of what is not packed; ``formats`` says which weights are.
-        plan: which layers are streamed.
-        num_replicas: of the layout's ranks; ``pools`` number the ranks of all, replica after replica.
-        cache_share: of what the rest leaves, the part that the cache may have at most; default: the device's.
+        dtype: of unpacked weights; ``formats`` says which weights are packed.
+        plan: the layers that are streamed.
+        num_replicas: copies of the layout's ranks; ``pools`` number the ranks of all replicas in order.
+        cache_share: the cache's limit, as a share of the memory left by everything else; default: the device's share.
     Raises:
         NotEnoughMemoryError: weights, cache or the longest sequence do not fit.
-        ValueError: --max-model-len beyond what the model was trained for.
+        ValueError: --max-model-len exceeds the model's context.
     """
     longest = longest_sequence(config, options)
     ranks_with = ranks_maker(config, layout, formats, dtype, device, plan, num_replicas)
@@ -135,7 +135,7 @@ def make_budget(
         num_blocks = options.kv_cache_memory // sum(rank.block for rank in ranks)
     else:
         share = int(fitting * (_CACHE_SHARE[device] if cache_share is None else cache_share))
-        # Where layers compete for the memory, the longest sequence that the model could do is not worth them all.
+        # Layers compete for this memory, so do not reserve the model's whole context.
         least = (
             blocks_per_sequence
             if cache_share is None or options.max_model_len
@@ -159,7 +159,7 @@ def make_budget(
 
 
 def _smaller_steps(options: EngineOptions, pools: Sequence[Pool], ranks_with: RanksWith) -> EngineOptions | None:
-    """The options with steps halved until something fits beside them; None: not even with steps of one token."""
+    """The options with the step size halved until the model fits; None: not even steps of one token fit."""
     num_tokens = options.max_num_batched_tokens
     while num_tokens > 1:
         num_tokens //= 2
@@ -175,7 +175,7 @@ def _smaller_steps(options: EngineOptions, pools: Sequence[Pool], ranks_with: Ra
 def why_nothing_fits(
     budget: MemoryBudget, options: EngineOptions, ranks_with: RanksWith, dtype: str, formats: WeightFormats
 ) -> str:
-    """For a budget without room for one block: what is too large, and what to do."""
+    """Say what is too large and what to do, for a budget without room for one block."""
     smaller = _smaller_steps(options, budget.pools, ranks_with)
     if smaller is not None:
         return (
@@ -197,7 +197,7 @@ def why_nothing_fits(
 
 
 def _least_mib(budget: MemoryBudget, options: EngineOptions) -> str:
-    """What each rank of the pool that needs most must have for one sequence, and for the cache that was asked for."""
+    """MiB that each rank of the most loaded pool needs for one sequence, and for the requested cache."""
     num_blocks = math.ceil((options.max_model_len or 2) / options.block_size)
     if options.kv_cache_memory is not None:
         num_blocks = max(num_blocks, options.kv_cache_memory // sum(rank.block for rank in budget.ranks))
@@ -210,7 +210,7 @@ def _least_mib(budget: MemoryBudget, options: EngineOptions) -> str:
 
 
 def _check(budget: MemoryBudget, options: EngineOptions, fitting: int, share: float) -> None:
-    """Refuse a budget that does not add up, with a value that would."""
+    """Raise if the budget is not feasible, and suggest a value that is."""
     per_block = sum(rank.block for rank in budget.ranks)
     block_size = options.block_size
     needed = math.ceil((options.max_model_len or 2) / block_size)
@@ -240,7 +240,7 @@ def whole_mib(num_bytes: int) -> str:
 
 
 def fitting_blocks(ranks: Sequence[RankBytes], pool: Pool) -> int:
-    """That the pool has room for beside all else; of a cache on the host, in the slots alone."""
+    """Blocks that fit in the pool after everything else; for a cache on the host, slot blocks."""
     return left_bytes(ranks, pool) // sum(ranks[r].slot or ranks[r].block for r in pool.ranks)
 
 

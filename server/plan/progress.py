@@ -1,4 +1,4 @@
-"""Shows start-up progress on standard error: bars on a terminal, a few lines elsewhere."""
+"""Shows start-up progress on standard error: bars on a terminal, lines elsewhere."""
 
 import contextlib
 import sys
@@ -12,7 +12,9 @@ _LINE_PERIOD_S = 5.0  # between two lines about the same unfinished stage
 
 
 class Progress:
-    """Stages of N ranks as plain lines: one when all ranks have finished it, and one now and then before."""
+    """Progress of N ranks as plain lines: one when all ranks have finished a stage, and at most one every 5 s before
+    that.
+    """
 
     def __init__(self, num_ranks: int, write: Callable[[str], object]) -> None:
         self._num_ranks = num_ranks
@@ -22,13 +24,13 @@ class Progress:
         self._last_line_s = time.monotonic()
 
     def say(self, text: str) -> None:
-        """One line of its own; lost when nobody reads any more (`serve 2>&1 | head`), which is no reason to stop."""
+        """Write one line. Ignores a closed pipe (`serve 2>&1 | head`), which is no reason to stop serving."""
         with contextlib.suppress(OSError):
             self._write(text + "\n")
         self._last_line_s = time.monotonic()
 
     def fetching(self, what: str, fraction: float) -> None:
-        """A download, before there are stages."""
+        """Report a download before the stages begin."""
         self._update(f"fetch {what}", 0, fraction)
 
     def stage(self, stage: Stage) -> None:
@@ -45,7 +47,7 @@ class Progress:
         return ", ".join(f"{name} {max(seconds.values()):.1f} s" for name, seconds in self._seconds.items())
 
     def close(self) -> None:
-        """No more progress; lines may still be said."""
+        """End the progress display; ``say`` still works."""
 
     def _update(self, name: str, rank: int, fraction: float) -> None:
         fractions = self._fractions.setdefault(name, {})
@@ -55,10 +57,10 @@ class Progress:
 
 
 class TerminalProgress(Progress):
-    """The same lines above a bar per rank that shows where it is; the bars go when all is done."""
+    """The same lines above one progress bar per rank; ``close`` removes the bars."""
 
     def __init__(self, num_ranks: int) -> None:
-        # rich takes 0.1 s to import, and only people at a terminal see it.
+        # rich takes 0.1 s to import and is only needed on a terminal.
         from rich.console import Console
         from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn
         from rich.progress import Progress as Bars
@@ -68,7 +70,7 @@ class TerminalProgress(Progress):
         self._bars = Bars(*columns, console=console, transient=True)
         self._closed = False
         self._tasks: dict[int, TaskID] = {}
-        # Long lines are the terminal's to wrap: rich would break them for good, in the middle of what people copy.
+        # Let the terminal wrap long lines: rich would insert line breaks into text that people copy.
         super().__init__(
             num_ranks, lambda text: console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
         )
@@ -79,8 +81,7 @@ class TerminalProgress(Progress):
 
     def _update(self, name: str, rank: int, fraction: float) -> None:
         if not self._closed:
-            # Bars hide the cursor. Begun here and not before: a signal that ends the process during its imports,
-            # when nothing is shown yet, leaves a terminal as it was.
+            # Bars hide the cursor. Start them late, so that a signal during imports leaves the terminal unchanged.
             self._bars.start()
         text = f"rank {rank}  {name}"
         if rank not in self._tasks:
@@ -89,11 +90,11 @@ class TerminalProgress(Progress):
 
 
 def make_progress(num_ranks: int, stream: TextIO = sys.stderr) -> Progress:
-    """Bars when a person watches, lines when a file does."""
+    """Bars on a terminal, lines elsewhere."""
     return TerminalProgress(num_ranks) if stream.isatty() else Progress(num_ranks, stream.write)
 
 
 def _percent(fractions: dict[int, float]) -> str:
     if not any(fractions.values()):
-        return "..."  # a stage that cannot tell how far it is
+        return "..."  # a stage without a known fraction
     return ", ".join(f"rank {rank} {100 * fraction:.0f} %" for rank, fraction in sorted(fractions.items()))

@@ -1,4 +1,4 @@
-"""Computes the bytes that a rank holds beside its KV cache, and the bytes of a cache block."""
+"""Computes the bytes of a rank's memory outside its KV cache, and the bytes of a cache block."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from tightwire.server.config.serve import EngineOptions
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-# What a process holds before it has any tensor: the interpreter, torch, numba; with CUDA its context and cuBLAS.
+# A process before its first tensor: interpreter, torch, numba; with CUDA also the context and cuBLAS.
 _RUNTIME_BYTES = {"cpu": 300 << 20, "cuda": 1 << 30}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBytes:
-    """What one rank needs; the cache and its slots per block."""
+    """Memory one rank needs; ``block`` and ``slot`` are bytes per cache block."""
 
     weights: int
     activations: int
     runtime: int
     block: int  # in all layers
-    slot: int = 0  # the same in the slots of a cache on the host
+    slot: int = 0  # for a cache on the host: bytes per block in the slots
 
     @property
     def fixed(self) -> int:
@@ -46,7 +46,7 @@ def ranks_maker(
     plan: WeightPlan,
     num_replicas: int,
 ) -> RanksWith:
-    """What each rank would hold under other options, replica after replica."""
+    """A function that gives the memory of every rank for changed options, replica after replica."""
     weights = [_weight_bytes(config, shard, formats, dtype, device, plan) for shard in layout.shards]
 
     def ranks_with(options: EngineOptions) -> tuple[RankBytes, ...]:
@@ -63,7 +63,7 @@ def ranks_maker(
 def _weight_bytes(
     config: LlamaConfig, shard: Shard, formats: WeightFormats, dtype: str, device: str, plan: WeightPlan
 ) -> int:
-    """What a rank's weights take of its pool."""
+    """Bytes of a rank's weights in its pool."""
     if not plan.streamed:
         return weight_bytes(config, shard, formats, _DTYPE_BYTES[dtype])
     sizes = WeightSizes(config, shard, formats, getattr(torch, dtype), plan.codec)
@@ -80,7 +80,7 @@ def _rank_bytes(
     max_parts: int,
     num_gathered: int,
 ) -> RankBytes:
-    """What the rank with ``shard`` will hold. ``num_gathered``: replicas whose logits come to it."""
+    """The memory of the rank with ``shard``. ``num_gathered``: replicas whose logits this rank gathers."""
     elem = _DTYPE_BYTES[dtype]
     layer_block = 2 * shard.local_kv_heads * options.block_size * config.head_dim * elem
     return RankBytes(
@@ -101,11 +101,11 @@ def _activation_bytes(
     max_parts: int,
     num_gathered: int,
 ) -> int:
-    """The widest moment of a step: the MLP's two halves beside the residual, or the logits.
+    """The peak of a step: the MLP's two halves beside the residual, or the logits.
 
-    Rank 0 gathers the logits of all sequences and of a few hundred scored prompt tokens, of each replica, and samples from a
-    copy. CUDA graphs, where there are any, keep the activations of the largest step of generated tokens beside those. Of
-    further parts of a step that share a layer there are the residual, what is added to it, and the sum that is on its way.
+    Rank 0 gathers the logits of all sequences and of a few hundred scored prompt tokens from each replica, and samples
+    from a copy. CUDA graphs keep the activations of the largest decode step as well. Each further part of a step that
+    shares a layer holds the residual, its increment, and the sum in flight.
     """
     num_tokens, num_rows = options.max_num_batched_tokens, options.max_num_seqs + MAX_SCORED_ROWS
     if device == "cuda" and options.cuda_graphs and not options.kv_offload:

@@ -1,7 +1,7 @@
-"""The two messages that a rank process reads from its standard input: its identity, then its work.
+"""The two messages that a rank process reads from standard input: its identity, then its work.
 
-Two lines of JSON. After them the pipe stays open and silent for the life of the server; its end means that the parent
-is gone. Ranks are started before the model has been looked at, because importing torch takes longer than that.
+Each is one line of JSON. The pipe then stays open and silent; its end means that the parent has died. Ranks start
+before the model is opened, because importing torch takes longer than opening it.
 """
 
 import msgspec
@@ -14,27 +14,27 @@ from tightwire.server.config.serve import ServeConfig
 
 
 class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line: this rank's place and the addresses it needs to report from its first second."""
+    """The first line: this rank's place, and the addresses it needs for reporting."""
 
     rank: int
     world_size: int
     parent_pid: int
-    to_parent: str  # zmq address that every rank reports to
-    inboxes: tuple[str, ...]  # zmq address of each rank's own inbox; rank 0 sends plans to those of the others
+    to_parent: str  # zmq address of the parent's inbox, shared by all ranks
+    inboxes: tuple[str, ...]  # zmq address of each rank's inbox; rank 0 sends plans to the others'
     reporter: str  # zmq address where this rank's reporter listens to the parent
     store_port: int  # of the rendezvous store
-    store_fd: int | None  # rank 0 only: the socket that already listens on that port
-    segment_fd: int | None  # memory that all ranks share; None where that cannot be had
-    node_segment_fd: int | None = None  # the same for the ranks of this rank's node, where there are several nodes
-    replica_segment_fd: int | None = None  # and for the ranks of its replica, where there are several replicas
-    peer_segment_fd: int | None = None  # and for the ranks of its node that hold the same weights
-    store_host: str = "127.0.0.1"  # where the store listens
-    interface: str | None = None  # towards the other nodes, where each is a network namespace
-    throttle: Link | None = None  # what this rank's messages between nodes are slowed down to
+    store_fd: int | None  # rank 0 only: the socket already listening on that port
+    segment_fd: int | None  # memory shared by all ranks; None: unavailable
+    node_segment_fd: int | None = None  # memory shared by the ranks of this node, if there are several nodes
+    replica_segment_fd: int | None = None  # memory shared by the ranks of this replica, if there are several replicas
+    peer_segment_fd: int | None = None  # memory shared by the ranks of this node that hold the same weights
+    store_host: str = "127.0.0.1"  # the store's address
+    interface: str | None = None  # network interface towards the other nodes, if each node is a network namespace
+    throttle: Link | None = None  # rate limit on this rank's messages between nodes
 
 
 class Arm(msgspec.Struct, frozen=True):
-    """A further policy, for the requests that ask for it by name."""
+    """A further policy that requests may ask for by name."""
 
     name: str
     policy: Policy
@@ -42,35 +42,35 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``auto`` and absent options came to; the same on all ranks."""
+    """The resolved values of ``auto`` and absent options; the same on all ranks."""
 
     device: str  # cpu or cuda
     dtype: str
-    allreduce: str  # as it was asked for; the policy says what that came to
+    allreduce: str  # as requested; ``policy`` holds the algorithms
     transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
     max_model_len: int
     num_blocks: int
-    slot_blocks: int | None = None  # the cache is on the host, and a step may need so many of its blocks
+    slot_blocks: int | None = None  # set when the cache is on the host: cache blocks a step may use
     weights: WeightPlan = EVERYTHING_RESIDENT
-    transport_reason: str = ""  # why ``auto`` took a slower transport than it would have liked
+    transport_reason: str = ""  # why ``auto`` chose a slower transport; empty if it did not
     num_nodes: int = 1
     num_replicas: int = 1
-    overlap: bool = False  # one half of a prompt is computed while the other is summed
-    plan_ahead: bool = False  # each step is launched before the last one is waited for, where that can be
+    overlap: bool = False  # compute one half of a prompt while the other half is summed
+    plan_ahead: bool = False  # launch a step before the previous one has finished, where possible
     link: LinkFacts | None = None  # the emulated wire between the nodes
     policy: Policy = Policy(())  # a single rank has nothing to sum
-    library_policy: Policy | None = None  # for process-group, should peer memory turn out not to be had; None: refuse
-    own_arm: str = "auto"  # the name by which a request may ask for ``policy`` itself
+    library_policy: Policy | None = None  # used if peer memory is unavailable; None: refuse to start
+    own_arm: str = "auto"  # the name by which a request may ask for ``policy``
     extra: tuple[Arm, ...] = ()
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """Every name that a request may ask for; a name's place is its arm's number."""
+        """Every name that a request may ask for. A name's index is its arm's number."""
         return (self.own_arm, *(arm.name for arm in self.extra))
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The second line. ``location`` opens the model without a network."""
+    """The second line. ``location`` opens the model without network access."""
 
     location: str
     config: ServeConfig
@@ -78,5 +78,5 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_name(rank: int, tp: int, num_replicas: int) -> str:
-    """The number, and where there are several replicas of ``tp`` ranks, which one it is in."""
+    """The rank's number, and its replica if there are several replicas of ``tp`` ranks."""
     return str(rank) if num_replicas == 1 else f"{rank} (replica {rank // tp})"

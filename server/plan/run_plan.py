@@ -1,4 +1,4 @@
-"""Decides, before anything is loaded, what will run: device, numbers, split, cache. Refuses what cannot work, by name."""
+"""Decides before loading which device, dtype, split and cache to use, and refuses what cannot work."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -30,23 +30,23 @@ from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_setup import Arm, RunPlan
 from tightwire.server.plan.weight_decision import IN_FILES, Files, as_prepared, decide_weights
 
-FETCH_STOPS_S = 2.0  # a fetch reports, and so asks, several times a second
+FETCH_STOPS_S = 2.0  # a fetch reports, and so checks ``stopped``, several times a second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The plan the ranks get, and what it was made from."""
+    """The plan for the ranks, and its inputs."""
 
     plan: RunPlan
     layout: Layout
     budget: MemoryBudget
     formats: WeightFormats
     comm: CommDecision | None  # None: a single rank
-    weight_notes: tuple[str, ...] = ()  # which layers stream, where any do
-    cache_notes: tuple[str, ...] = ()  # what offloading the KV cache comes to, where that was asked for
+    weight_notes: tuple[str, ...] = ()  # which layers stream, if any
+    cache_notes: tuple[str, ...] = ()  # the layout and cost of an offloaded KV cache, if requested
 
     def summary(self) -> str:
-        """What fits where and how ranks will sum, line by line, for people."""
+        """The memory table and the AllReduce choices, one per line."""
         reason = self.plan.transport_reason
         wire = [f"ranks meet over {self.plan.transport}: {reason}"] if reason else []
         if self.plan.link is not None:
@@ -80,11 +80,12 @@ def prepare(
     stopped: Callable[[], bool] = lambda: False,
     link: LinkFacts | None = None,
 ) -> tuple[Checkpoint, Decision]:
-    """Find the model, fetching it if need be, and decide what will run. May be called off the main thread.
+    """Find the model, fetch it if necessary, and decide how to run it. May be called off the main thread.
 
     Args:
-        link: the wire that has been made for ``--link``.
-        stopped: asked several times a second during a fetch; once true, the fetch is given up within FETCH_STOPS_S.
+        link: the wire created for ``--link``.
+        stopped: called several times a second during a fetch; once it returns True, the fetch stops within
+            FETCH_STOPS_S.
     Raises:
         ValueError: the model or an option is refused.
     """
@@ -112,12 +113,12 @@ def decide(
     *,
     files: Files = IN_FILES,
 ) -> Decision:
-    """Settle every ``auto`` but ``--quantization``'s, which ``formats`` has settled.
+    """Resolve every ``auto`` except that of ``--quantization``, which ``formats`` already resolves.
 
     Args:
-        files: what layers could be streamed from.
+        files: the files that layers could be streamed from.
     Raises:
-        ValueError: a split, device, dtype or size that cannot be had; says what can.
+        ValueError: an impossible split, device, dtype or size; says what is possible.
     """
     tp = config.parallel.tp
     layout = make_layout(model, tp, config.parallel.tp_split)
@@ -151,7 +152,7 @@ def decide(
     )
     budget = weights.budget
     comm = None
-    library = None  # should GPUs not reach each other's memory, which only ranks find out
+    library = None  # fallback if the GPUs cannot reach each other's memory, which only the ranks can test
     if tp > 1:
         requests, devices = policy_requests(config, model), [gpu.name for gpu in gpus]
         comm = decide_comm(requests, setting, devices, link)
@@ -189,7 +190,7 @@ def decide(
 
 
 def _extra_arms(comm: CommDecision | None, library: CommDecision | None) -> tuple[Arm, ...]:
-    """The policies that requests may ask for; none for a single rank, which sums nothing."""
+    """The policies that requests may ask for; empty for a single rank, which has nothing to sum."""
     if comm is None:
         return ()
     return tuple(
@@ -201,10 +202,10 @@ def _extra_arms(comm: CommDecision | None, library: CommDecision | None) -> tupl
 def decide_setting(
     config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None
 ) -> tuple[Setting, list[CudaDevice]]:
-    """Where ranks run, in which numbers and how they reach each other; and the CUDA devices, when they run there.
+    """The device, dtype and transport of the ranks, and the CUDA devices if they use any.
 
     Raises:
-        ValueError: a split, device, dtype or transport that cannot be had; says what can.
+        ValueError: an impossible split, device, dtype or transport; says what is possible.
     """
     tp = config.parallel.tp
     make_layout(model, tp, config.parallel.tp_split)
@@ -224,21 +225,21 @@ def decide_setting(
 
 
 def asked_link(options: ParallelOptions) -> LinkFacts | None:
-    """What ``--link`` asks for, before it is made and measured.
+    """The link that ``--link`` asks for, before it is created and measured.
 
     Raises:
-        ValueError: that kind of wire cannot be had here.
+        ValueError: this kind of link is not possible here.
     """
     return None if options.link is None else plan_link(parse_link(options.link), options.link_emulation)
 
 
 def choose_transport(options: ParallelOptions, device: str, link: LinkFacts | None = None) -> tuple[str, str]:
-    """The transport, between a replica's ranks and between replicas, and why ``auto`` took a slower one (empty: it did not).
+    """The transport between ranks, and why ``auto`` chose a slower one (empty: it did not).
 
     Args:
-        link: what lies between the nodes.
+        link: the wire between the nodes.
     Raises:
-        ValueError: what was asked for cannot be had.
+        ValueError: the requested transport is not possible.
     """
     asked = options.transport
     if asked == "peer-memory" and device == "cpu":
@@ -248,7 +249,7 @@ def choose_transport(options: ParallelOptions, device: str, link: LinkFacts | No
     if options.num_ranks == 1:
         return "none", ""
     if link is not None and link.emulation == NAMESPACES:
-        return "process-group", ""  # what else there is would pass the wire by, and so was refused
+        return "process-group", ""  # the other transports would bypass the wire, and are refused above
     reason = "it carries CPU tensors, and ranks run on CUDA" if device == "cuda" else why_unusable()
     if asked == "shared-memory" and reason:
         raise ValueError(f"--transport shared-memory cannot be had: {reason}; use --transport process-group")
@@ -260,26 +261,23 @@ def choose_transport(options: ParallelOptions, device: str, link: LinkFacts | No
 
 
 def choose_overlap(options: ParallelOptions, device: str) -> bool:
-    """Whether sums travel beside computing.
-
-    ``auto``: where there is a wire. What memory carries takes the cores' own time, which is not to be had twice.
+    """Whether to overlap sums with computing. ``auto``: only over a link; memory transfers use the cores that compute.
 
     Raises:
-        ValueError: it cannot be had.
+        ValueError: overlap is not possible here.
     """
     if options.overlap == "on" and (device != "cpu" or options.tp == 1):
         why = "one rank sums nothing" if options.tp == 1 else "it is between CPU ranks, and these run on CUDA"
         raise ValueError(f"--overlap on cannot be had: {why}; use --overlap auto or off")
     if options.overlap == "auto":
-        return options.link is not None  # which is between CPU ranks
+        return options.link is not None  # always between CPU ranks
     return options.overlap == "on"
 
 
 def choose_plan_ahead(options: EngineOptions, device: str, num_replicas: int = 1) -> bool:
-    """Whether a step is launched before the last one is waited for.
+    """Whether to launch a step before the previous one has finished.
 
-    ``auto``: where a device computes beside the host. On a CPU the cores that plan are those that compute. Steps of
-    several replicas are not.
+    ``auto``: on CUDA, with one replica. On a CPU the cores that plan are the cores that compute.
     """
     return device == "cuda" and num_replicas == 1 if options.plan_ahead == "auto" else options.plan_ahead == "on"
 
@@ -311,11 +309,11 @@ def choose_dtype(options: ModelOptions, model: LlamaConfig, device: str) -> str:
         return options.dtype
     if device == "cpu":
         return "bfloat16"
-    return "float32" if model.dtype == "float64" else model.dtype  # no kernel works in float64
+    return "float32" if model.dtype == "float64" else model.dtype  # no kernel supports float64
 
 
 def _pools(device: str, num_ranks: int, gpus: Sequence[CudaDevice], most_bytes: int | None) -> list[Pool]:
-    """Where ranks take their memory from; ``most_bytes``: of --device-memory, a rank."""
+    """The memory pools of the ranks. ``most_bytes``: the ``--device-memory`` limit of each rank."""
     of_all = "" if most_bytes is None else f", --device-memory {format_bytes(most_bytes)} a rank"
     if device == "cpu":
         free = available_host_bytes()

@@ -1,4 +1,4 @@
-"""Decides which layers stay on the device and which are streamed, from where; says what that costs and when it is needless."""
+"""Decides which layers stay on the device, which are streamed and from where, and describes the cost."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,16 +27,16 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.config.weights import WeightOptions
 from tightwire.server.plan.memory_budget import LEAST_CONTEXT, MemoryBudget, NotEnoughMemoryError
 
-# Of what the layers could have, the part that the KV cache takes first: a generated token costs the streamed layers' way
-# whatever runs beside it, so for many at once the cache is worth more than resident layers, and for a few less.
+# The KV cache's share of the memory the layers could use. Streamed layers cost a decode step the same transfer at any
+# batch size, so many sequences gain more from cache, and few gain more from resident layers.
 _CACHE_SHARE = {"latency": 0.2, "throughput": 0.6}
-# Parts that share a layer's way. Beyond, steps of thousands of tokens keep generated ones waiting too long.
+# Parts of a step that share one transfer of a layer. With more, steps of thousands of tokens delay decoding too long.
 _MAX_PARTS = {"latency": 1, "throughput": 16}
-# What numbers take that ``--quantization`` has packed; in the codecs of these names 8.5 and 4.5.
+# Bits per value of weights packed by ``--quantization``; codecs with the same names take 8.5 and 4.5.
 _PACKED_BITS = {
     packed_as: f"{8 * packed.row_bytes(GROUP_ELEMS) / GROUP_ELEMS:g}" for packed_as, packed in QUANTIZED_AS.items()
 }
-# Of the host's free memory, what may wait there: other programs want some, and so does the page cache.
+# Share of the host's free memory for waiting layers; other programs and the page cache need the rest.
 _HOST_SHARE = 0.8
 
 MakeBudget = Callable[[WeightPlan, float | None], MemoryBudget]
@@ -44,7 +44,7 @@ MakeBudget = Callable[[WeightPlan, float | None], MemoryBudget]
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What the model is in. ``exist``: not so for random weights."""
+    """The model's files. ``exist`` is False for random weights."""
 
     exist: bool
     prepared: Prepared | None = None
@@ -55,7 +55,7 @@ IN_FILES = Files(exist=True)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightDecision:
-    """The plan, the budget under it, and the plan in words (no lines: everything is resident, as expected)."""
+    """The plan, its budget, and its description (empty: everything is resident, as expected)."""
 
     plan: WeightPlan
     budget: MemoryBudget
@@ -63,10 +63,10 @@ class WeightDecision:
 
 
 def as_prepared(config: ServeConfig, prepared: Prepared) -> ServeConfig:
-    """The options with what a prepared folder has settled.
+    """The options, with the values fixed by a prepared folder.
 
     Raises:
-        ValueError: an option says otherwise; says what the folder has.
+        ValueError: an option contradicts the folder; says what the folder has.
     """
     again = "or make another folder with `tightwire prepare`"
     tp, split = config.parallel.tp, config.parallel.tp_split
@@ -87,7 +87,7 @@ def as_prepared(config: ServeConfig, prepared: Prepared) -> ServeConfig:
         if asked not in (default, has):
             raise ValueError(f"{flag} {asked}: {prepared.folder} has {has}; leave {flag} out, {again}")
     model = replace(config.model, dtype=dtype)
-    resident = config.weights.weights == "resident"  # then nothing is encoded on its way: it was, before it was written
+    resident = config.weights.weights == "resident"  # resident layers were encoded when the folder was written
     weights = config.weights if resident else replace(config.weights, weight_codec=name)
     return replace(config, model=model, weights=weights)
 
@@ -106,16 +106,16 @@ def decide_weights(
     files: Files,
     make_budget: MakeBudget,
 ) -> WeightDecision:
-    """Settle ``--weights``.
+    """Resolve ``--weights``.
 
     Args:
-        num_replicas: of the layout's ranks, equally many on each of ``num_nodes``.
-        host_bytes: free on the host, where layers could wait that stream to CUDA devices.
-        files: what layers could be streamed from; prepared ones have been held against the options (``as_prepared``).
-        make_budget: the budget under a plan, with a share of memory for the KV cache.
+        num_replicas: copies of the layout's ranks, spread evenly over ``num_nodes``.
+        host_bytes: free on the host, for layers that stream to CUDA devices.
+        files: the files that layers could be streamed from; ``as_prepared`` has already checked prepared ones.
+        make_budget: gives the budget of a plan, with a share of memory for the KV cache.
     Raises:
-        NotEnoughMemoryError: even with all layers streamed it does not fit; or, with ``--weights resident``, without.
-        ValueError: layers cannot be kept where they were asked to be.
+        NotEnoughMemoryError: the model does not fit even with all layers streamed, or with ``--weights resident``.
+        ValueError: layers cannot be kept where requested.
     """
     prepared, num_layers = files.prepared, model.num_layers
     if prepared is None:
@@ -160,7 +160,7 @@ def decide_weights(
         except NotEnoughMemoryError as error:
             if files.exist or device != "cpu" or origin != "host":
                 raise
-            # Random weights are made, not read: those that stream wait in the memory that is too small for them.
+            # Random weights are not in a file: streamed layers would wait in the memory that is too small for them.
             raise NotEnoughMemoryError(
                 f"{error}\nrandom weights are in no file; `tightwire prepare` with this model writes a folder, which serves from the "
                 "disk"
@@ -180,7 +180,7 @@ def decide_weights(
         )
 
     if options.weights == "auto" and _may_share(options, device, num_replicas, num_nodes):
-        with suppress(NotEnoughMemoryError):  # not one copy a node
+        with suppress(NotEnoughMemoryError):  # not one copy per node
             return decide_moving(shared=True)
     made = decide_moving(shared=options.weights == "partition")
     if resident is None:
@@ -195,10 +195,10 @@ def decide_weights(
 
 
 def _refuse_for_files(options: WeightOptions) -> None:
-    """What only a prepared folder can do.
+    """Refuse options that need a prepared folder.
 
     Raises:
-        ValueError: it was asked for.
+        ValueError: such an option is set.
     """
     if options.verify_weights:
         raise ValueError(
@@ -208,15 +208,15 @@ def _refuse_for_files(options: WeightOptions) -> None:
 
 
 def _may_share(options: WeightOptions, device: str, num_replicas: int, num_nodes: int) -> bool:
-    """Whether ``auto`` lets the replicas of a node share layers rather than read them once each.
+    """Whether ``auto`` lets the replicas of a node share layers instead of each reading all of them.
 
-    On CUDA that is for the user to ask for: there each may have a faster way to the host than to the others.
+    Never on CUDA: each device's path to the host may be faster than its path to the others.
     """
     return num_replicas > num_nodes and device == "cpu" and options.stream_from == "auto"
 
 
 def _try(make_budget: MakeBudget) -> tuple[MemoryBudget | None, NotEnoughMemoryError | None]:
-    """The budget with everything resident, or why there is none."""
+    """The budget with everything resident, or the error."""
     try:
         return make_budget(EVERYTHING_RESIDENT, None), None
     except NotEnoughMemoryError as error:
@@ -224,13 +224,13 @@ def _try(make_budget: MakeBudget) -> tuple[MemoryBudget | None, NotEnoughMemoryE
 
 
 def _is_roomy(budget: MemoryBudget) -> bool:
-    """Whether resident weights leave room for a context worth having; a smaller one may have been asked for."""
+    """Whether resident weights leave room for LEAST_CONTEXT tokens, or for the smaller context that was requested."""
     return budget.room_tokens >= min(LEAST_CONTEXT, budget.max_positions)
 
 
 def _fewest(plan: Callable[[int], WeightPlan], num_layers: int, num_blocks: int, make_budget: MakeBudget) -> int:
-    """The smallest number of streamed layers that leaves the cache at least ``num_blocks``."""
-    few, many = LEAST_STREAMED - 1, num_layers  # too few, enough
+    """The smallest number of streamed layers that leaves room for at least ``num_blocks`` cache blocks."""
+    few, many = LEAST_STREAMED - 1, num_layers  # too few; enough
     while many - few > 1:
         middle = (few + many) // 2
         try:
@@ -242,7 +242,7 @@ def _fewest(plan: Callable[[int], WeightPlan], num_layers: int, num_blocks: int,
 
 
 def _origin(options: WeightOptions, device: str, num_bytes: int, host_bytes: int, files: Files) -> str:
-    """host or disk. On a CPU the host's memory is the device's, so keeping layers there saves nothing unless encoded."""
+    """``host`` or ``disk``. On a CPU, host memory is device memory, so keeping layers there only helps if encoded."""
     fits = num_bytes <= host_bytes * _HOST_SHARE
     if options.stream_from == "host" and not fits:
         raise ValueError(
@@ -266,7 +266,7 @@ def _origin(options: WeightOptions, device: str, num_bytes: int, host_bytes: int
 
 
 def _describe(plan: WeightPlan, num_layers: int, sizes: Sequence[WeightSizes], device: str) -> tuple[str, ...]:
-    """``sizes``: of every rank."""
+    """Lines that describe the plan. ``sizes``: one per rank."""
     encoded = "" if plan.codec == "none" else f", plain matrices in {plan.codec}"
     if plan.source == "partition":
         kept = " and ".join(dict.fromkeys(format_bytes(size.kept(plan)) for size in sizes))
