@@ -1,4 +1,4 @@
-"""One slow call beside the loop that the process's end does not wait for, unlike ``asyncio.to_thread``'s."""
+"""Runs one slow call beside the loop without delaying the process's exit, unlike ``asyncio.to_thread``."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ _T = TypeVar("_T")
 
 
 class Background(Generic[_T]):
-    """Runs ``call`` in a daemon thread from now on; await ``result`` on the loop it was made on."""
+    """Starts ``call`` in a daemon thread; await ``result`` on the loop that created this object."""
 
     def __init__(self, call: Callable[[], _T]) -> None:
         self._call = call
@@ -19,21 +19,21 @@ class Background(Generic[_T]):
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Whether the call came to its end within ``timeout_s``, result or not."""
+        """Whether the call has ended within ``timeout_s``, with or without a result."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             value = self._call()
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the result
+        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
             self._settle(self.result.set_exception, error)
         else:
             self._settle(self.result.set_result, value)
 
     def _settle(self, settle: Callable[..., None], value: object) -> None:
         def on_loop() -> None:
-            if not self.result.done():  # cancelled: nobody wants it any more
+            if not self.result.done():  # cancelled: nobody waits for it
                 settle(value)
 
         if not self._loop.is_closed():

@@ -1,9 +1,9 @@
-"""Decides whether a rank is lost, from exits, reports and heartbeats, and words the reason. No sockets, no processes.
+"""Decides from exits, reports and heartbeats whether a rank is lost, and words the reason. Uses no sockets or
+processes.
 
-One cause has many symptoms: when a rank is killed the others fail in their collective moments later, and their reports
-may arrive first. So whoever drives this waits a moment after the first sign, then asks for the verdict. What can only be a
-symptom is no verdict for some time yet: on a busy machine a process closes its connections long before the kernel tells its
-parent how it ended.
+One cause has many symptoms: when a rank is killed, the others fail in their collective, and their reports may arrive
+first. The caller therefore waits briefly after the first sign before asking for the verdict. Possible symptoms wait
+longer: on a busy machine a process closes its connections long before the kernel reports its exit to the parent.
 """
 
 import signal
@@ -15,12 +15,12 @@ from pathlib import Path
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready
 from tightwire.server.plan.rank_setup import rank_name
 
-# A rank that imports libraries from a slow disk may hold the interpreter, and with it the heartbeat, for long.
+# A rank that imports libraries from a slow disk may hold the interpreter, and delay the heartbeat, for long.
 _LOADING_PATIENCE = 12
-# The watcher's own clock jumped by more than this: it was stopped itself, and knows nothing about the silence.
+# If this clock jumps further, the parent itself was stopped and cannot judge the ranks' silence.
 _OWN_PAUSE_S = 3.0
 
-# For so long after the first sign a cause may still come; at most half of the time after which a rank is silent.
+# How long to wait for a cause after the first sign; at most half of the silence timeout.
 _CAUSE_PATIENCE_S = 3.0
 
 
@@ -31,7 +31,9 @@ class _Rank:
     doing: str = "starting"
     step: int = -1
     busy_s: float = 0.0  # in this step
-    moved_s: float = 0.0  # how far into it the newest collective, or piece of a layer, was first heard of
+    moved_s: float = (
+        0.0  # seconds into the step at which progress was last reported: a collective, or part of a streamed layer
+    )
     num_collectives: int = 0
     num_meetings: int = 0
     num_fetched: int = 0
@@ -44,7 +46,7 @@ class _Rank:
 
 
 class Watch:
-    """What is known of each rank. ``serving`` is set once all are ready: from then on steps have a deadline."""
+    """The known state of each rank. Set ``serving`` once all are ready: steps have a deadline from then on."""
 
     def __init__(
         self,
@@ -62,11 +64,11 @@ class Watch:
         self._num_replicas = num_replicas
         self._clock = clock
         self._last_check = clock()
-        self._first_sign_s: float | None = None  # when something was first seen to be wrong
+        self._first_sign_s: float | None = None  # when the first exit or failure was seen
         self._ranks = [_Rank(pid=pid, heard=clock()) for pid in pids]
 
     def heard(self, message: FromRank) -> None:
-        """Any message shows that its rank lives; heartbeats and last words are kept."""
+        """Record a message. Any heartbeat shows that its rank is alive."""
         if isinstance(message, Heartbeat):
             rank = self._ranks[message.rank]
             rank.heard = self._clock()
@@ -78,7 +80,7 @@ class Watch:
             rank.num_collectives, rank.num_fetched = message.num_collectives, message.num_fetched
             rank.num_meetings = message.num_meetings
         elif isinstance(message, Ready):
-            # Until the next heartbeat says more. The last one may be of a long warm-up, to which no limit applies.
+            # The last heartbeat may be from a long warm-up, which has no time limit.
             rank = self._ranks[message.rank]
             rank.doing, rank.step, rank.busy_s, rank.moved_s = "idle", -1, 0.0, 0.0
         elif isinstance(message, Failed):
@@ -100,7 +102,7 @@ class Watch:
         return self._first_sign_s is not None
 
     def check(self) -> str | None:
-        """The reason why the ranks cannot go on; None while they can. The first reason stays."""
+        """The reason why the ranks cannot continue, or None. The first reason is kept."""
         now = self._clock()
         if now - self._last_check > _OWN_PAUSE_S:
             for rank in self._ranks:
@@ -111,10 +113,7 @@ class Watch:
         return self.reason
 
     def _verdict(self, now: float) -> str | None:
-        """Causes before symptoms: killed, failed by itself, left, silent, hung; then failed for want of another.
-
-        Who left may be about to be heard of, and who failed for want of another is: those wait.
-        """
+        """Checks causes before symptoms. An exit or a symptom waits for a better explanation first."""
         patience_s = min(_CAUSE_PATIENCE_S, self._rank_timeout_s / 2)
         waits = self._first_sign_s is not None and now - self._first_sign_s < patience_s
         for find in (self._killed, self._failed, self._left, self._silent, self._hung, self._symptom):
@@ -162,21 +161,21 @@ class Watch:
         if not self.serving:
             return None
         stepping = [(number, rank) for number, rank in enumerate(self._ranks) if rank.step >= 0]
-        # A replica that is through with its step waits for the others, for as long as they get on.
+        # A replica that has finished its step waits for the others, as long as they make progress.
         fewest = min((rank.num_meetings for _, rank in stepping), default=0)
         at_a_step = [(rank.num_collectives, number) for number, rank in stepping if rank.num_meetings == fewest]
-        # A step may last: a long prompt over a slow wire moves from collective to collective for minutes.
+        # A step may take minutes: a long prompt over a slow link moves from collective to collective.
         if not any(self._ranks[number].stuck_s > self._step_timeout_s for _, number in at_a_step):
             return None
-        # Ranks begin a step together and their heartbeats come at different times, so who is over the limit first says
-        # nothing. The others wait for the one that has begun the fewest collectives.
+        # Ranks begin a step together and their heartbeats arrive at different times, so the first rank over the limit
+        # is not necessarily the cause. The others wait for the rank that has begun the fewest collectives.
         _, number = min(at_a_step)
         rank = self._ranks[number]
         stuck = f", {rank.stuck_s:.0f} s without a new collective" if rank.moved_s else ""
         return number, f"has been at one step for {rank.busy_s:.0f} s{stuck}: {rank.doing}"
 
     def _others(self, number: int) -> str:
-        """What the other ranks last said they were doing, each with its newest collective."""
+        """The last reported activity of the other ranks, each with its newest collective."""
         others = [f"rank {self._name(n)}: {rank.doing}" for n, rank in enumerate(self._ranks) if n != number]
         return f" ({'; '.join(others)})" if others else ""
 
@@ -184,7 +183,7 @@ class Watch:
         return rank_name(number, len(self._ranks) // self._num_replicas, self._num_replicas)
 
     def tracebacks(self) -> list[tuple[int, str]]:
-        """Of the ranks that failed by themselves; those of mere symptoms when there are no others."""
+        """Tracebacks of the ranks that failed on their own, or of the symptoms if there are no others."""
         failed = [(number, rank.failed) for number, rank in enumerate(self._ranks) if rank.failed]
         causes = [(number, failure) for number, failure in failed if not failure.symptom]
         return [(number, failure.traceback) for number, failure in causes or failed if failure.traceback]
@@ -196,7 +195,7 @@ def _signal_name(number: int) -> str:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether the kernel has the process stopped, by a signal or a debugger."""
+    """Whether a signal or a debugger has stopped the process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -5,28 +5,28 @@ import os
 import signal
 import sys
 
-_LIBC = ctypes.CDLL(None)  # loaded here, because code between fork and exec must not load libraries
+_LIBC = ctypes.CDLL(None)  # loaded here: code between fork and exec must not load libraries
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process ``signal_number`` when the thread that started it ends.
+    """Have the kernel send this process ``signal_number`` when the thread that started it ends.
 
-    May be used as a ``preexec_fn``: one system call.
+    Usable as a ``preexec_fn``: one system call.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def ignore_terminal_signals() -> None:
-    """Leave SIGINT, SIGTERM and SIGHUP to the parent, which drains before it ends its children.
+    """Ignore SIGINT, SIGTERM and SIGHUP, which terminals and service managers send to every process.
 
-    A terminal, a service manager or a batch system sends them to every process.
+    The parent handles them: it drains requests, then ends its children.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def die_at_end_of_stdin() -> None:
-    """Block until the parent's end of standard input closes, then end this process at once."""
+    """Block until the parent's end of standard input closes, then exit at once."""
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The rank processes as their parent sees them: start, hand over the work, notice the end, kill."""
+"""Starts the rank processes, sends them their work, reports their exits, and kills them."""
 
 import asyncio
 import contextlib
@@ -25,13 +25,13 @@ from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 from tightwire.server.ranks.parent_death import die_with_parent, ignore_terminal_signals
 
 WORKER = (sys.executable, "-m", "tightwire.server.ranks.worker")
-# The store looks for the names of those who connect, and warns where there is nobody to ask.
+# The store resolves the names of clients, and warns where there is no DNS.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 class Ranks:
-    """N child processes, which end with the context at the latest.
+    """N child processes, killed when the context exits if they still run.
 
     Construct on the main thread: the kernel ties a child to the thread that started it.
     """
@@ -46,10 +46,13 @@ class Ranks:
         shares_weights: bool = False,
         wire: Wire | None = None,
     ) -> None:
-        """``num_nodes``: equal nodes that the ranks are taken to be on, in order; each gets memory of its own too.
+        """Start the ranks.
 
-        ``num_replicas``: the same of the model's replicas; with ``shares_weights`` those of a node may keep parts of layers.
-        ``wire``: what lies between nodes, for as long as the ranks live; each rank is started on its node.
+        Args:
+            num_nodes: equal, consecutive groups of ranks; each also gets its own shared memory.
+            num_replicas: copies of the model, each with its own shared memory too.
+            shares_weights: replicas of a node may each keep a part of the layers and share it.
+            wire: the emulated wire between nodes, which must outlive the ranks; each rank starts on its node.
         """
         self.link = None if wire is None else wire.facts
         folder = None if wire is None else wire.folder
@@ -58,7 +61,7 @@ class Ranks:
         self.reporters = tuple(make_address(f"reporter{rank}", folder) for rank in range(world_size))
         self._wire = wire
         self._processes: list[subprocess.Popen[bytes]] = []
-        # The store's socket listens before any rank runs, so that none can come too early or find the port taken.
+        # The store's socket listens before any rank runs, so that no rank connects too early or finds the port taken.
         shared = world_size > 1 and why_unusable() is None
         segment_fd = make_segment(world_size) if shared else None
         node_fds = _make_segments(num_nodes, world_size) if shared else []
@@ -77,7 +80,7 @@ class Ranks:
                 }
                 self._processes.append(self._start(rank, world_size, listener, fds, command))
         for fd in filter(None, [segment_fd, *node_fds, *replica_fds, *peer_fds]):
-            os.close(fd)  # the ranks hold it now, and it goes with the last of them
+            os.close(fd)  # the ranks hold their own copies
 
     def __enter__(self) -> Self:
         return self
@@ -86,7 +89,7 @@ class Ranks:
         self.kill()
 
     def _node(self, rank: int, world_size: int) -> EmulatedNode | None:
-        """Where a rank lives; None: where this process does."""
+        """The node a rank runs on; None: this process's."""
         nodes = self._wire.nodes if self._wire else ()
         return nodes[rank * len(nodes) // world_size] if nodes else None
 
@@ -109,7 +112,7 @@ class Ranks:
         segment_fds: Mapping[str, int | None],
         command: Sequence[str],
     ) -> subprocess.Popen[bytes]:
-        """``segment_fds``: those of the identity, by its names."""
+        """Start one rank. ``segment_fds``: shared memory, by field name of the identity."""
         node = self._node(rank, world_size)
         identity = RankIdentity(
             rank=rank,
@@ -138,7 +141,7 @@ class Ranks:
         return process
 
     def hand_out(self, work: RankWork) -> None:
-        """Tell every rank what to run. A rank that has died meanwhile is noticed by its exit, not here."""
+        """Send every rank its work. A rank that has died is noticed by its exit, not here."""
         for process in self._processes:
             self._tell(process, work)
 
@@ -152,26 +155,27 @@ class Ranks:
 
         def wait(rank: int, process: subprocess.Popen[bytes]) -> None:
             code = process.wait()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(callback, rank, code)
 
         for rank, process in enumerate(self._processes):
             threading.Thread(target=wait, args=(rank, process), daemon=True).start()
 
     def kill(self) -> None:
-        """End all of them at once, stopped ones too, and reap them."""
+        """Kill all ranks, stopped ones too, and reap them."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
         for process in self._processes:
-            # A process in an uninterruptible read from a dead file server cannot be reaped; the kernel ends it later.
+            # A process blocked in an uninterruptible read from a dead file server cannot be reaped; the kernel ends it
+            # later.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
             with contextlib.suppress(BrokenPipeError):
                 _stdin_of(process).close()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether all have ended by themselves within ``timeout_s``."""
+        """Whether all ranks exit on their own within ``timeout_s``."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while any(process.poll() is None for process in self._processes):
             if asyncio.get_running_loop().time() > deadline:
@@ -181,12 +185,12 @@ class Ranks:
 
 
 def _make_segments(num_parts: int, world_size: int) -> list[int]:
-    """One for each of equal parts of the ranks; none where all are in one."""
+    """One segment for each equal part of the ranks; none if there is one part."""
     return [make_segment(world_size // num_parts) for _ in range(num_parts)] if num_parts > 1 else []
 
 
 def _share(segment_fds: Sequence[int], rank: int, world_size: int) -> int | None:
-    """That of the rank's part."""
+    """The segment of the rank's part."""
     return segment_fds[rank * len(segment_fds) // world_size] if segment_fds else None
 
 
@@ -196,7 +200,9 @@ def _stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
 
 
 def _begin(node: EmulatedNode | None) -> None:
-    """Runs in the child before its program starts: a child that is stopped before its first line still dies."""
+    """Runs in the child before its program starts, so that a child stopped before its first line still dies with its
+    parent.
+    """
     die_with_parent()
     ignore_terminal_signals()
     if node is not None:
@@ -204,14 +210,14 @@ def _begin(node: EmulatedNode | None) -> None:
 
 
 def _environment(world_size: int) -> dict[str, str]:
-    """The parent's environment with the cores dealt to the ranks, before any of their libraries starts its threads."""
+    """The parent's environment with the CPU threads divided over the ranks; set before their libraries start threads."""
     threads = str(max(1, num_cores() // world_size))
     source = str(Path(tightwire.__file__).parent.parent)
     return {
         **dict.fromkeys(_THREAD_VARIABLES, threads),
         **os.environ,
-        # The ranks run the parent's own code, also where it was never installed.
+        # Ranks run the parent's own code, even if it is not installed.
         "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")])),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order the memory budget was made in
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the device order of the memory budget
         "PYTHONUNBUFFERED": "1",
     }

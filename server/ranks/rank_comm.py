@@ -1,4 +1,4 @@
-"""One rank's AllReduces: made as the policy says, checked, and reported. What summed wrongly is not used."""
+"""Makes one rank's AllReduces from the policy, tests them, and quarantines those that sum wrongly."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CheckedComm:
-    """``routes``: what the model sums with, None for a single rank; ``setup``: the same in words."""
+    """``routes``: the model's AllReduces, None for a single rank; ``setup``: their description."""
 
     routes: Routes | None
     setup: CommSetup
@@ -33,17 +33,17 @@ def check_comm(
     await_others: Callable[[], None] = lambda: None,
     world: Group | None = None,
 ) -> CheckedComm:
-    """Make every AllReduce of the plan's policies, test each in the sizes to come, and quarantine the wrong ones.
+    """Make every AllReduce of the plan's policies, test each at the expected sizes, and quarantine the wrong ones.
 
-    Collective. All ranks come to the same result.
+    Collective: all ranks get the same result.
 
     Args:
-        row_elems, max_rows: a message of one row and one of the most rows are tested.
-        world: the ranks of all replicas, which are to sum alike; None: there is one replica.
-        await_others: called when this rank has compiled what it will run, before it meets the others under a deadline.
+        row_elems, max_rows: the test uses messages of one row and of ``max_rows`` rows.
+        world: the ranks of all replicas, which must sum alike; None: there is one replica.
+        await_others: called after this rank has compiled its kernels, before the first collective with a deadline.
     Raises:
-        QuarantinedError: an algorithm that was asked for by name, or all that ``auto`` could use, sum wrongly.
-        ValueError: peer memory was asked for by name and cannot be had.
+        QuarantinedError: the algorithm requested by name, or every candidate of ``auto``, sums wrongly.
+        ValueError: peer memory was requested by name and is unavailable.
     """
     if group.world_size == 1:
         return CheckedComm(None, CommSetup(transport=plan.transport, num_nodes=plan.num_nodes))
@@ -71,9 +71,9 @@ def _extra_without(name: str, policy: Policy, wrong: Mapping[str, str]) -> tuple
 
 
 def _what_was_had(group: Group, plan: RunPlan) -> tuple[str, str, list[tuple[str, Policy]]]:
-    """The transport that ``group`` came to have, why it is not a faster one, and the arms for it, the server's own first.
+    """The transport in use, why it is not a faster one, and its policies by name, the server's own first.
 
-    Whether GPUs reach each other only ranks find out.
+    Only the ranks can find out whether the GPUs reach each other's memory.
     """
     if not group.no_peer_memory:
         arms = [(plan.own_arm, plan.policy), *((arm.name, arm.policy) for arm in plan.extra)]

@@ -1,6 +1,6 @@
-"""The loops of a loaded rank: rank 0 runs the engine, the other ranks run the plans that it sends.
+"""The loops of a loaded rank: rank 0 runs the engine, the other ranks run the plans it sends.
 
-Plans are ordered and numbered. A follower that sees a gap stops, because its cache would differ from then on.
+Plans are ordered and numbered. A follower that misses one stops, because its cache would differ from then on.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ from tightwire.server.ranks.reporter import Reporter
 from tightwire.server.ranks.step_runner import RankZeroRunner
 from tightwire.server.ranks.stream_meter import StepSize
 
-_IDLE_POLL_MS = 1000  # how often an idle rank looks up; messages wake it at once
+_IDLE_POLL_MS = 1000  # poll interval of an idle rank; messages wake it at once
 _WARM_UP_PROMPT_TOKENS = 24
 _WARM_UP_ANSWER_TOKENS = 4
-_METERED_PROMPT_TOKENS = 128  # enough for products at their rate
+_METERED_PROMPT_TOKENS = 128  # long enough for matrix products to reach their usual rate
 
 
 class Leader:
-    """Rank 0: requests in, steps out to the followers, results back to the parent."""
+    """Rank 0: receives requests, sends steps to the followers, and returns results to the parent."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Leader:
         reporter: Reporter,
         peers: PartitionPeers | None = None,
     ) -> None:
-        """``peers``: the ranks that this one shares layers with, for what passes between them to be counted."""
+        """``peers``: the ranks that share layers with this one, whose transfers are counted."""
         self._reporter = reporter
         self._context = zmq.Context()
         self._inbox = bind_receiver(self._context, inbox)
@@ -105,17 +105,17 @@ class Leader:
         self._context.term()
 
     def warm_up(self) -> None:
-        """Answer requests of its own: whatever is compiled or allocated lazily happens here.
+        """Answer test requests on each replica, so that lazy compilation and allocation happen here.
 
-        A greedy one by each AllReduce policy and a drawn one, from each replica.
+        One greedy request for each AllReduce policy, and one sampled request.
 
         Raises:
-            RuntimeError: the answer is not a text; serving it would be worse than not starting.
+            RuntimeError: a request does not end normally.
         """
         engine = self._make_engine()
         room = max(
             1, self._limits.max_model_len - 2
-        )  # beside an answer of two tokens, the second from a step of its own
+        )  # leaves room for two answer tokens; the second takes its own step
         vocab_size, policies = self._rules.vocab_size, self._rules.policies
         prompt = [token % vocab_size for token in range(1, 1 + min(_WARM_UP_PROMPT_TOKENS, room))]
         for replica in range(self._num_replicas):
@@ -123,9 +123,7 @@ class Leader:
                 name = f"warm-up-{replica}-" + ("drawn" if policy is None else f"greedy-{policy}")
                 self._add_first_request(engine, name, prompt, temperature, policy, replica)
         self._answer_all(engine)
-        if (
-            self._runner.meter is not None
-        ):  # once more, alone: everything is compiled now, so the work alone is measured
+        if self._runner.meter is not None:  # again, now that everything is compiled, to measure the work alone
             self._runner.meter.forecast_from_here()
             longer = [token % vocab_size for token in range(100, 100 + min(_METERED_PROMPT_TOKENS, room))]
             self._add_first_request(engine, "warm-up-metered", longer, 0.0, policies[0])
@@ -147,7 +145,7 @@ class Leader:
                     raise RuntimeError(f"the model does not answer a first request: {output.message or output}")
 
     def serve(self) -> None:
-        """Run steps while there is work, sleep while there is none; until told to stop."""
+        """Run steps while there is work, and sleep otherwise, until told to stop."""
         engine = self._make_engine()
         while self._take_messages(engine):
             if engine.has_work():
@@ -169,7 +167,7 @@ class Leader:
         )
 
     def _take_messages(self, engine: Engine) -> bool:
-        """Hand everything that has come to the engine, waiting for it when there is nothing else to do."""
+        """Pass all received messages to the engine; wait for one if there is nothing else to do."""
         if not engine.has_work():
             self._reporter.idle()
             while not self._inbox.poll(_IDLE_POLL_MS):
@@ -187,7 +185,7 @@ class Leader:
 
 
 class Follower:
-    """Any other rank: runs the plans it is sent, in order."""
+    """Any other rank: runs the plans it receives, in order."""
 
     def __init__(self, runner: ModelRunner, inbox: str, reporter: Reporter) -> None:
         self._runner, self._reporter = runner, reporter
@@ -207,10 +205,10 @@ class Follower:
         self.serve()
 
     def stream_forecast(self) -> None:
-        """Rank 0 makes it."""
+        """None: rank 0 makes the forecast."""
 
     def serve(self) -> None:
-        """Run plans until rank 0 says that there will be no more.
+        """Run plans until rank 0 says that there are no more.
 
         Raises:
             RuntimeError: a plan is missing.

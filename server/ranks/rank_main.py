@@ -1,6 +1,6 @@
 """Runs one rank: joins the group, loads its part of the model, then enters ``rank_loop``.
 
-Imports torch and everything else that is heavy; ``worker`` is the light shell around it.
+Imports torch and other heavy modules; ``worker`` is the light process around it.
 """
 
 import resource
@@ -35,14 +35,14 @@ from tightwire.server.ranks.rank_comm import check_comm
 from tightwire.server.ranks.rank_loop import Follower, Leader
 from tightwire.server.ranks.reporter import Reporter
 
-# Loading has no deadline of its own (a large model on a slow disk takes what it takes): the parent ends it on failure.
+# Loading has no deadline, because a large model on a slow disk takes long; the parent ends it on failure.
 _LOAD_DEADLINE = timedelta(hours=24)
-# Nor has a step that gets on; the parent ends one that does not, and a rank that is gone is noticed at once.
+# Nor has a step that makes progress: the parent ends one that does not, and notices a lost rank at once.
 _MEETING_DEADLINE_S = 24 * 3600.0
 
 
 def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
-    """Live as one rank until told to stop."""
+    """Run this rank until told to stop."""
     with reporter.stage("open"):
         checkpoint = open_checkpoint(work.location, work.config.model.seed)
         layout = make_layout(checkpoint.config, work.config.parallel.tp, work.config.parallel.tp_split)
@@ -74,7 +74,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         if (logits_gather := runner.logits_gather) is not None:
             reporter.num_meetings = lambda: logits_gather.num_begun
         _await_others(store, identity, reporter, "load")
-        keep_freed_memory()  # a step's activations come and go; thousands of page faults a prompt would go with them
+        keep_freed_memory()  # avoids thousands of page faults per prompt for a step's activations
         with _take_place(identity, work, checkpoint, group, runner, reporter, peers) as place:
             with reporter.stage("warm-up"):
                 place.warm_up()
@@ -94,7 +94,7 @@ def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
     """The rendezvous store: in rank 0, on the socket its parent opened."""
     if identity.world_size == 1:
         if identity.store_fd is not None:
-            socket.socket(fileno=identity.store_fd).close()  # nobody will ask for it
+            socket.socket(fileno=identity.store_fd).close()  # unused with one rank
         return HashStore()
     timeout = timedelta(seconds=timeout_s)
     if identity.store_fd is None:
@@ -110,7 +110,7 @@ def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
 
 
 def _device(identity: RankIdentity, work: RankWork) -> torch.device:
-    """This rank's own, which CUDA then takes where nothing else is said."""
+    """This rank's device; a CUDA device becomes the current one."""
     if work.plan.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", identity.rank)
@@ -119,7 +119,7 @@ def _device(identity: RankIdentity, work: RankWork) -> torch.device:
 
 
 def _join_world(identity: RankIdentity, work: RankWork, store: Store) -> Group | None:
-    """The ranks of all replicas, where there are several. There ranks wait for other replicas' whole steps."""
+    """The ranks of all replicas, if there are several. Ranks in it wait for whole steps of other replicas."""
     if work.plan.num_replicas == 1:
         return None
     return open_process_group(
@@ -134,13 +134,13 @@ def _join_world(identity: RankIdentity, work: RankWork, store: Store) -> Group |
 
 
 def _join(identity: RankIdentity, work: RankWork, store: Store, world: Group | None) -> Group:
-    """The ranks that this one sums with: its replica's."""
+    """The ranks of this rank's replica, which sum together."""
     device, parallel = _device(identity, work), work.config.parallel
     replica, place = divmod(identity.rank, parallel.tp)
     topology = Topology(place, parallel.tp, num_nodes=parallel.sum_nodes)
     shared = work.plan.transport == "shared-memory"
     segment_fd = identity.segment_fd if world is None else identity.replica_segment_fd
-    # Behind a link, ranks of one node still share its memory, whatever the nodes have between them.
+    # Ranks of one node share its memory even when a link connects the nodes.
     inside = identity.node_segment_fd if shared or work.plan.link else None
     group = open_process_group(
         topology,
@@ -160,7 +160,7 @@ def _join(identity: RankIdentity, work: RankWork, store: Store, world: Group | N
 
 
 def _join_peers(identity: RankIdentity, work: RankWork, store: Store) -> PartitionPeers | None:
-    """The ranks that share this one's weights. Who gathers waits for whole steps of the others, as ``_join_world`` says."""
+    """The ranks that share this one's weights. Gathers wait for whole steps of the others, as in ``_join_world``."""
     if work.plan.weights.source != "partition":
         return None
     topology = Topology(identity.rank, identity.world_size, num_nodes=work.plan.num_nodes)
@@ -176,10 +176,10 @@ def _join_peers(identity: RankIdentity, work: RankWork, store: Store) -> Partiti
 
 
 def _refuse_unlike_reach(group: Group, world: Group) -> None:
-    """Replicas are to sum alike.
+    """Check that all replicas can sum alike.
 
     Raises:
-        ValueError: the GPUs of some reach each other's memory, those of others do not.
+        ValueError: the GPUs of some replicas reach each other's memory, and those of others do not.
     """
     own = torch.tensor([bool(group.no_peer_memory)], dtype=torch.uint8, device=world.device)
     without = [rank for rank, lacks in enumerate(world.transport.gather(own)) if lacks]
@@ -191,10 +191,10 @@ def _refuse_unlike_reach(group: Group, world: Group) -> None:
 
 
 def _tried_link(group: Group, identity: RankIdentity, work: RankWork) -> LinkFacts | None:
-    """The facts about the wire, with the rate that a transport really holds which was to be slowed down to it.
+    """The facts about the link, with the measured rate of a throttled transport.
 
     Raises:
-        ValueError: that is not the rate that was asked for.
+        ValueError: the link cannot be emulated at the requested rate.
     """
     link = work.plan.link
     if link is None or identity.throttle is None or link.measured_bytes_per_s is not None:
@@ -239,13 +239,13 @@ def _load(
 
 
 def _pools(runner: ModelRunner) -> list[BufferPool]:
-    """What layers come through, their weights or their part of the cache; empty where all is on the device."""
+    """The buffers of streamed weights and of an offloaded cache; empty if everything is on the device."""
     sources = (runner.weights, runner.cache)
     return [source.pool for source in sources if isinstance(source, StreamedWeights | OffloadedCache)]
 
 
 def _await_others(store: Store, identity: RankIdentity, reporter: Reporter, what: str) -> None:
-    """Wait here, where there is no deadline, until all have done ``what``; a collective would give up on a slow disk."""
+    """Wait without a deadline until all ranks have done ``what``; a collective would time out on a slow disk."""
     reporter.begin(f"waiting for the other ranks to {what}")
     store.set(f"{what}/{identity.rank}", "")
     store.wait([f"{what}/{rank}" for rank in range(identity.world_size)], _LOAD_DEADLINE)
@@ -276,7 +276,7 @@ def _take_place(
 
 
 def _weight_bytes(checkpoint: Checkpoint, shard: Shard, formats: WeightFormats, work: RankWork) -> int:
-    """Of the device's memory, buffers for streamed layers included."""
+    """Bytes of device memory for weights, buffers of streamed layers included."""
     sizes = WeightSizes(checkpoint.config, shard, formats, getattr(torch, work.plan.dtype), work.plan.weights.codec)
     return sizes.in_pool(work.plan.weights, work.plan.device)
 

@@ -1,4 +1,4 @@
-"""The ranks, the client that talks to them, and the watch over both: one engine, as ``serve`` and ``generate`` use it."""
+"""The engine of ``serve`` and ``generate``: the ranks, the client that talks to them, and the failure watch."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from tightwire.server.ranks.processes import Ranks
 _log = logging.getLogger(__name__)
 
 _WATCH_PERIOD_S = 0.25
-# After the first sign of trouble: the other ranks' last words, which tell the cause from its symptoms.
+# How long to wait, after the first sign of trouble, for the other ranks' reports, which help to find the cause.
 _COLLECT_S = 0.2
 _STOP_S = 5.0  # for ranks to leave their loops when asked
 
@@ -26,11 +26,11 @@ _T = TypeVar("_T")
 
 
 class RankFailedError(Exception):
-    """A rank cannot go on, so none can (or they are out of this process's sight); the message says which and why."""
+    """A rank cannot continue, or the parent can no longer watch the ranks; the message says which and why."""
 
 
 class RankedEngine:
-    """N rank processes from start to end. Use as an async context: whatever happens, none outlives it."""
+    """N rank processes from start to end. An async context: no rank outlives it."""
 
     def __init__(self, config: ServeConfig, ranks: Ranks, progress: Progress) -> None:
         self._ranks, self._progress = ranks, progress
@@ -65,17 +65,17 @@ class RankedEngine:
         self._ranks.kill()
         self.client.close()
         if self._failed.done():
-            self._failed.exception()  # seen: nobody may have been waiting when it came
+            self._failed.exception()  # marks the exception as retrieved, in case nobody awaited it
 
     def load(self, work: RankWork) -> None:
         """Tell the ranks what to load and run."""
         self._ranks.hand_out(work)
 
     async def wait_ready(self) -> None:
-        """Until every rank has loaded and answered a first request of its own.
+        """Wait until every rank has loaded and warmed up.
 
         Raises:
-            RankFailedError: one of them could not.
+            RankFailedError: a rank failed first.
         """
         await self.guard(self._all_ready.wait())
 
@@ -83,7 +83,7 @@ class RankedEngine:
         """The result of ``waiting``, unless a rank fails first.
 
         Raises:
-            RankFailedError: it did.
+            RankFailedError: a rank failed first.
         """
         task = asyncio.ensure_future(waiting)
         try:
@@ -96,7 +96,7 @@ class RankedEngine:
             await asyncio.wait([task])  # for its own cleanup, such as cancelling a request
 
     async def stop(self) -> None:
-        """Ask the ranks to end, and wait a few seconds for it; the context's end kills the rest."""
+        """Ask the ranks to end, and wait up to 5 s; the context's exit kills the rest."""
         self._stop_watching()
         self.client.stop_engine()
         await self._ranks.wait(_STOP_S)
@@ -106,7 +106,7 @@ class RankedEngine:
             self._watching.cancel()
 
     def tracebacks(self) -> list[tuple[int, str]]:
-        """Where the failed ranks failed, for the log."""
+        """The tracebacks of the failed ranks, for the log."""
         return self._watch.tracebacks()
 
     def _note_exit(self, rank: int, code: int) -> None:
@@ -130,7 +130,7 @@ class RankedEngine:
                 self._all_ready.set()
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        """Of a task without which nobody would notice anything any more."""
+        """Fail if a watching task ends, because no failure would be noticed after that."""
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("the %s broke", task.get_name(), exc_info=error)
             self._fail(f"the {task.get_name()} broke: {error!r}")

@@ -1,7 +1,7 @@
-"""A rank's side of a recording: its collectives go to the parent in parts, for as long as was asked.
+"""Records a rank's collectives for the requested time and sends them to the parent in parts.
 
-Driven by the reporter's own thread, so that a rank that computes, waits or hangs is recorded all the same, and the
-thread that runs the collectives is not asked for anything.
+Runs in the reporter's thread, so a rank that computes, waits or hangs is recorded too, and the thread that runs
+collectives is not involved.
 """
 
 from collections.abc import Callable
@@ -10,26 +10,26 @@ from tightwire.comm.ledger.ledger import Event, Ledger
 from tightwire.comm.ledger.trace import clock_name
 from tightwire.server.ipc.messages import Record, Recorded
 
-_EVENTS_PER_PART = 4096  # about a millisecond to encode, in which the rank's other threads stand still
+_EVENTS_PER_PART = 4096  # about a millisecond to encode, during which the rank's other threads wait
 
 
 class Recorder:
-    """One recording at a time; ``pump`` must be called now and then, and when ``end_s`` has come."""
+    """One recording at a time; call ``pump`` regularly, and at ``end_s``."""
 
     def __init__(self, rank: int, send: Callable[[Recorded], None]) -> None:
         self._rank, self._send = rank, send
         self._request: Record | None = None
         self._ledger = Ledger()
-        self.end_s: float | None = None  # when the recording under way ends, on the caller's clock
+        self.end_s: float | None = None  # when the current recording ends, on the caller's clock
 
     def start(self, request: Record, ledger: Ledger, now_s: float) -> None:
-        """Forget a recording that is under way, and begin this one."""
+        """Begin this recording; discards the current one."""
         self._ledger.stop_recording()
         self._request, self._ledger, self.end_s = request, ledger, now_s + request.seconds
         ledger.start_recording()
 
     def pump(self, now_s: float) -> None:
-        """Send what has been recorded; all of it, and the last part, when the time is over."""
+        """Send what has been recorded; at the end of the time, the last part."""
         if self._request is None or self.end_s is None:
             return
         if now_s < self.end_s:

@@ -1,8 +1,8 @@
-"""Sends a rank's messages to the parent, and a heartbeat that goes on while the rank computes or hangs.
+"""Sends a rank's messages to the parent, and a heartbeat that continues while the rank computes or hangs.
 
-The heartbeat has a thread and sockets of its own (zmq sockets belong to one thread). It says what the rank is doing
-and for how long, so that the parent can tell slow from stuck and name the collective that did not come back. The same
-thread answers the parent's request to record all collectives.
+The heartbeat has its own thread and sockets, because a zmq socket belongs to one thread. It says what the rank is doing
+and for how long, so that the parent can tell slow from stuck and name the unfinished collective. The same thread
+answers the parent's requests to record collectives.
 """
 
 import contextlib
@@ -19,22 +19,22 @@ from tightwire.server.ipc.messages import FromRank, Heartbeat, Hush, Recorded, S
 from tightwire.server.ranks.recorder import Recorder
 
 HEARTBEAT_PERIOD_S = 0.5
-_LINGER_MS = 2000  # the last words of a failing rank
+_LINGER_MS = 2000  # for the last messages of a failing rank
 _MIN_PROGRESS_STEP = 0.02
 
 
 class Reporter:
-    """Sends to the parent. All methods are for the rank's main thread.
+    """Sends messages to the parent. All methods are for the rank's main thread.
 
-    ``ledger`` is to be the group's once there is a group, ``num_fetched`` what streamed weights and an offloaded cache say,
-    ``num_meetings`` what replicas do. ``inbox``: the address where the parent asks for recordings.
+    The caller replaces ``ledger`` once there is a group, and sets ``num_fetched`` and ``num_meetings`` to functions
+    that return their counts. ``inbox``: the address where the parent asks for recordings.
     """
 
     def __init__(self, rank: int, address: str, inbox: str) -> None:
         self.rank = rank
         self.ledger = Ledger()
-        self.num_fetched: Callable[[], int] = lambda: 0  # pieces of weights and cache that have come in since the start
-        self.num_meetings: Callable[[], int] = lambda: 0  # of all replicas' ranks, begun since the start
+        self.num_fetched: Callable[[], int] = lambda: 0  # parts of weights and cache fetched since the start
+        self.num_meetings: Callable[[], int] = lambda: 0  # collectives of all replicas' ranks, begun since the start
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
         self._socket = connect_sender(self._context, address)
@@ -45,7 +45,7 @@ class Reporter:
 
     @property
     def doing(self) -> str:
-        """What this rank does, in words: a stage, or a step with the collective it is in or the one before."""
+        """What this rank is doing: a stage, or a step with its current or previous collective."""
         doing, step, since = self._activity
         words = doing if step < 0 else f"{doing} {step}"
         if current := self.ledger.current():
@@ -54,16 +54,16 @@ class Reporter:
         return f"{words}, after {last}" if serving and (last := self.ledger.last()) else words
 
     def begin(self, doing: str, step: int = -1) -> None:
-        """From now on this rank does ``doing``; a step of the engine gives its number."""
+        """Report ``doing`` from now on; ``step``: the number of an engine step."""
         self._activity = (doing, step, time.monotonic())
 
     def idle(self) -> None:
-        """Nothing to do: being silent about progress is no sign of a hang."""
+        """Nothing to do: a lack of progress is no sign of a hang."""
         self._activity = ("idle", -1, None)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Callable[[float], None]]:
-        """A stage of start-up, reported and timed; yields what takes its fraction done."""
+        """Report and time a start-up stage; yields a function that takes the fraction done."""
         self.begin(name)
         start = time.monotonic()
         self.send(Stage(rank=self.rank, name=name, fraction=0.0))
@@ -76,11 +76,11 @@ class Reporter:
                 self.send(Stage(rank=self.rank, name=name, fraction=fraction))
 
         yield progress
-        self.begin(f"{name}, done")  # no longer at the steps of a warm-up, whose length has no limit
+        self.begin(f"{name}, done")  # no longer in a warm-up step, which has no time limit
         self.send(Stage(rank=self.rank, name=name, fraction=1.0, seconds=time.monotonic() - start))
 
     def send(self, message: FromRank) -> None:
-        """Queue one message; never blocks, because a parent that does not read is about to end this process."""
+        """Queue one message. Never blocks: if the parent does not read, it is about to end this process."""
         self._socket.send(self._encoder.encode(message))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Runs the engine's steps on all ranks, from rank 0: sends plans to the other ranks, runs its own, counts transfers.
+"""Runs the engine's steps on all ranks from rank 0: sends plans to the other ranks, runs its own, counts transfers.
 
-Each rank gets its replica's plan, an empty one if its replica has nothing to do. Plans are sent before rank 0 runs its own,
-so that all ranks meet in the first collective.
+Each rank gets its replica's plan, which is empty if its replica has nothing to do. Plans are sent before rank 0 runs
+its own, so that all ranks enter the first collective together.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class RankZeroRunner:
         num_replicas: int,
         peers: PartitionPeers | None,
     ) -> None:
-        """``followers``: addresses of ranks 1, 2, ... ``peers``: ranks that this one shares layers with, for the counts."""
+        """``followers``: addresses of ranks 1, 2, ... ``peers``: ranks that share layers with this one, for the counts."""
         self._runner, self._group, self._reporter = runner, group, reporter
         self._vocab_size, self._step_size, self._num_replicas = vocab_size, step_size, num_replicas
         self._ledgers = [group.ledger] if peers is None else [group.ledger, peers.inside.ledger]
@@ -67,7 +67,7 @@ class RankZeroRunner:
         self._reporter.begin("step", plan.index)
         run = partial(self._runner.execute, plan, chosen_R)
         logits_RV = run() if self.meter is None or not plan.token_ids else self.meter.run(run, plan)
-        if logits_RV is None:  # a step that only fills the cache; its end is still waited for on the device
+        if logits_RV is None:  # a step that only fills the cache; the caller still waits for its end on the device
             return torch.empty(0, self._vocab_size, device=self._group.device)
         return logits_RV
 
@@ -76,7 +76,7 @@ class RankZeroRunner:
         self._send_followers(StopFollowing())
 
     def end_warm_up(self) -> None:
-        """Leave everything so far out of the counts."""
+        """Exclude everything so far from the counts."""
         self._warm_up_counts = {count[:3]: count for count in self._all_counts()}
         self._group.ledger.forget_latencies()
 
@@ -104,7 +104,7 @@ class RankZeroRunner:
                 follower.send(encoded)
 
     def _comm_counts(self) -> list[CommCount]:
-        """Totals since the warm-up of the collectives that were used since; of loading, all."""
+        """Totals by collective since the warm-up; for collectives of loading, all of them."""
         counts = [now.since(self._warm_up_counts.get(now[:3])) for now in self._all_counts()]
         return [CommCount(*count) for count in counts if count.calls]
 
@@ -112,7 +112,7 @@ class RankZeroRunner:
         return [count for ledger in self._ledgers for count in ledger.counts()]
 
     def _other_waits_s(self) -> float:
-        """Time that steps have waited for other replicas' logits, and for keys and values."""
+        """Seconds that steps have waited for other replicas' logits and for offloaded keys and values."""
         gather, cache = self._runner.logits_gather, self._cache_count()
         return (0.0 if gather is None else gather.waited_s) + (0.0 if cache is None else cache.waited_s)
 

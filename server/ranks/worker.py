@@ -1,8 +1,7 @@
-"""One rank process, from its first line: listens to its parent, reports, and hands over to ``rank``.
+"""Starts one rank process: listens to its parent, reports, and calls ``rank_main``.
 
-Light on purpose: nothing here imports torch, so that heartbeats flow while the heavy modules load. The kernel ends it
-with its parent (``ranks`` asks for that); the end of its standard input says the same a second way. Started by
-``ranks`` as ``python -m tightwire.server.ranks.worker``; not meant for people.
+Imports no torch, so that heartbeats start before the heavy modules load. The kernel ends this process with its parent,
+and so does the end of standard input. ``processes`` starts it as ``python -m tightwire.server.ranks.worker``.
 """
 
 import importlib
@@ -24,14 +23,14 @@ from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 from tightwire.server.ranks.parent_death import die_at_end_of_stdin
 from tightwire.server.ranks.reporter import Reporter
 
-# Whose message says what is wrong and what to do about it: a file, a disk, an option. The rest are for who reads code.
+# Errors whose message alone tells the user what to do about a file, a disk or an option. Others get a traceback.
 _TOLD_IN_FULL = (LinkTooFastError, ModelError, WeightsError)
 
 _T = TypeVar("_T")
 
 
 def main(body: str = "tightwire.server.ranks.rank_main:run") -> int:
-    """Run one rank to its end. ``body`` is what it does once it knows its work; tests give their own."""
+    """Run one rank to its end. ``body`` runs once the work is known; tests replace it."""
     identity = _read_line(RankIdentity)
     if os.getppid() != identity.parent_pid:
         return 1  # the parent died before the kernel was asked to watch it
@@ -45,7 +44,7 @@ def main(body: str = "tightwire.server.ranks.rank_main:run") -> int:
             run = getattr(importlib.import_module(module), function)
         reporter.begin("waiting to be told the model")
         run(identity, work.get(), reporter)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
+    except BaseException as error:  # noqa: BLE001 - the parent must hear of every error
         reporter.send(
             Failed(
                 rank=identity.rank,
@@ -69,7 +68,7 @@ def _read_line(kind: type[_T]) -> _T:
 
 
 def _listen_to_parent(work: queue.SimpleQueue[RankWork]) -> None:
-    """Take the second line, then wait for the end of the pipe, which comes when the parent is gone."""
+    """Read the second line, then wait for the end of the pipe, which means that the parent is gone."""
     work.put(_read_line(RankWork))
     die_at_end_of_stdin()
 
@@ -81,7 +80,7 @@ def _describe(error: BaseException) -> str:
 
 if __name__ == "__main__":
     exit_code = main()
-    # Libraries' own threads may not end by themselves; everything of ours is flushed.
+    # Threads of libraries may not end on their own; our output is flushed.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
