@@ -1,6 +1,6 @@
-"""A group of ranks: one transport, one ledger, one deadline. What the floors above hold and pass on.
+"""A group of ranks: one transport, one ledger, one deadline.
 
-``open_process_group`` joins processes over torch.distributed; ``in_process_groups`` makes ranks of threads, for tests.
+``open_process_group`` joins processes over torch.distributed; ``in_process_groups`` runs ranks as threads, for tests.
 """
 
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ from tightwire.kernels.cpu.shared_all_reduce import compile_all
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeGroups:
-    """The two smaller groups that a rank of a group on several nodes is in; ``comm.nodes`` opens them.
+    """The two subgroups of a rank in a group on several nodes; ``comm.group.nodes`` opens them.
 
     Ranks are numbered node by node, equally many on each: rank r is on node r // L, where L = ``inside.world_size``.
-    Both record in the whole group's ledger, and both number their ranks from 0.
+    Both subgroups record in the whole group's ledger and number their ranks from 0.
     """
 
     inside: "Group"  # the ranks of this rank's node, in order
-    across: "Group"  # the ranks that have this rank's place on every node, in order of the nodes
-    notes: FailureNotes | None = None  # of the whole group, where ranks are processes
+    across: "Group"  # the ranks with this rank's place on each node, in order of the nodes
+    notes: FailureNotes | None = None  # of the whole group; None when ranks are threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """This rank's membership in a group. One thread runs its collectives; any thread may read ``ledger``.
 
-    ``nodes`` is None when the ranks are on one node, or are treated as if they were.
+    ``nodes`` is None when the ranks are on one node or are treated so.
     """
 
     rank: int
@@ -48,11 +48,11 @@ class Group:
     transport: Transport
     ledger: Ledger = field(default_factory=Ledger)
     nodes: NodeGroups | None = None
-    no_peer_memory: str = ""  # why GPUs that were to sum through it do not
+    no_peer_memory: str = ""  # the reason why requested peer memory is not used
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes that this rank has sent to others, within and between nodes too."""
+        """Payload bytes that this rank has sent to others, including the subgroups of ``nodes``."""
         smaller = () if self.nodes is None else (self.nodes.inside, self.nodes.across)
         return self.transport.bytes_sent + sum(group.bytes_sent for group in smaller)
 
@@ -89,20 +89,20 @@ def open_process_group(
     Host names are never resolved.
 
     Args:
-        store: any torch.distributed store that all ranks reach, such as a TCPStore. It is used to join and, after a
-            failure, to find out who is missing; keep it alive as long as the group.
-        device: this rank's ``cpu`` or ``cuda:N``.
-        timeout_s: the longest wait in each collective.
-        join_timeout_s: the longest wait for all ranks to be there; default: ``timeout_s``.
-        name: tells several groups on one store apart.
-        interface: gloo's network interface, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one that leads to
-            the store. (NCCL reads NCCL_SOCKET_IFNAME.)
-        segment_fd: memory that all ranks share (``comm.transport.segment``): CPU tensors travel through it, and over gloo only
-            for the library's own all-reduce.
-        peer_memory: sum CUDA tensors through each other's memory, in kernels of this project, where the ranks can
-            reach it (``comm.transport.peer_access``); where not, the log says why NCCL sums.
-        ledger: where the group's collectives are recorded; default: a new one.
-    Raises:
+            store: any torch.distributed store that all ranks reach, such as a TCPStore. It serves to join and, after a
+                failure, to find the ranks at fault; keep it alive as long as the group.
+            device: this rank's ``cpu`` or ``cuda:N``.
+            timeout_s: the longest wait in each collective.
+            join_timeout_s: the longest wait for all ranks to join; default: ``timeout_s``.
+            name: distinguishes several groups on one store.
+            interface: gloo's network interface, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one that leads to
+                the store. (NCCL reads NCCL_SOCKET_IFNAME.)
+            segment_fd: memory that all ranks share (``comm.transport.segment``). CPU tensors then travel through it; only the
+                library's own all-reduce uses gloo.
+            peer_memory: sum CUDA tensors through each other's memory with this project's kernels
+                (``comm.transport.peer_access``); when that is not possible, log the reason and sum with NCCL.
+            ledger: where the group's collectives are recorded; default: a new one.
+        Raises:
         CollectiveTimeoutError: some ranks did not join in time; names them.
     """
     if device.type not in ("cpu", "cuda"):
@@ -117,7 +117,7 @@ def open_process_group(
         transport: Transport = InProcessTransport(Meeting(1), 0, timeout_s=timeout_s)
     else:
         if segment_fd is not None:
-            compile_all()  # while there is no deadline but the others' patience to join
+            compile_all()  # before joining, where only the join deadline of the other ranks applies
         transport = join(
             topology,
             store=store,
@@ -157,7 +157,7 @@ def open_process_group(
 
 
 def in_process_groups(world_size: int, timeout_s: float = 30.0, ledgers: Sequence[Ledger] | None = None) -> list[Group]:
-    """One group per rank, all in this process; give each to a thread of its own. ``ledgers``: by rank, default new ones."""
+    """Return one group per rank, all in this process; give each its own thread. ``ledgers``: by rank, default new ones."""
     meeting = Meeting(world_size)
     groups = []
     for rank, ledger in enumerate(ledgers or [Ledger() for _ in range(world_size)]):

@@ -1,12 +1,11 @@
-"""Ranks as child processes of this one, for whoever measures: start, run a function on all of them, collect, end.
+"""Runs ranks as child processes for measurements: starts them, calls a function on all, collects results, ends them.
 
     with LocalRanks(2, partial(open_my_group, plan)) as ranks:
         for rank, event in ranks.stream(measure, plan):       # measure(group, plan) is a generator on every rank
             ...
 
-What a server's ranks need is not here (a shard of a model, messages, heartbeats: ``server.ranks``). Functions and their
-arguments are pickled, so they stand at the top of a module. Each rank computes on one thread; a rank ends with its parent,
-however that ends.
+Functions and their arguments are pickled, so functions must be at the top level of a module. Each rank computes on one
+thread and ends when its parent ends. A server's ranks are in ``server.ranks``.
 """
 
 import contextlib
@@ -27,11 +26,11 @@ import torch
 from tightwire.comm.group.group import Group
 from tightwire.kernels.cpu.vector.allocator import keep_freed_memory
 
-_END_S = 5.0  # for a rank to end by itself once nobody listens
+_END_S = 5.0  # the time for a rank to end by itself
 
 
 class LocalRankError(RuntimeError):
-    """A rank raised, died or fell silent. ``rank`` is the first that did."""
+    """A rank raised, died or stopped responding. ``rank`` is the first one."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
@@ -39,19 +38,19 @@ class LocalRankError(RuntimeError):
 
 
 def fd_path(fd: int) -> str:
-    """Where the ranks, which inherit nothing from this process, open its anonymous file; nothing is left by a crash."""
+    """Return the path at which the ranks open an anonymous file of this process; ranks inherit no file descriptors."""
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def silence_after(timeout_s: float) -> float:
-    """What ``silence_s`` may be of ranks whose collectives end after ``timeout_s``: two that fail in turn, and some room."""
+    """Return ``silence_s`` for ranks whose collectives time out after ``timeout_s``: two time-outs in sequence, plus 30 s."""
     return 2 * timeout_s + 30
 
 
 class LocalRanks:
-    """``world_size`` processes, each with the group that ``open_group(rank)`` makes there.
+    """``world_size`` processes, each with the group that ``open_group(rank)`` returns there.
 
-    ``preload``: modules that the first to start ranks in this process has imported once for all of them.
+    ``preload``: modules that the fork server imports once for all ranks. Only the first call in a process starts it.
 
     Raises:
         LocalRankError: a rank could not open its group within ``silence_s``.
@@ -91,26 +90,26 @@ class LocalRanks:
         return [process.pid or 0 for process in self._processes]
 
     def stream(self, fn: Callable[..., Iterator[Any]], *args: Any) -> Iterator[tuple[int, Any]]:
-        """What ``fn(group, *args)`` yields on each rank, as (rank, value), as it comes; in order for each rank.
+        """Call ``fn(group, *args)`` on each rank; yield its values as (rank, value) on arrival, in order for each rank.
 
         Raises:
-            LocalRankError: a rank raised or died, or none said a word for ``silence_s``; all have been killed.
+            LocalRankError: a rank raised or died, or no rank sent anything for ``silence_s``. All ranks are killed.
         """
         call = pickle.dumps((fn, args))
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # it has died: seen when its answer is read
+            with contextlib.suppress(OSError):  # the rank has died; reading its answer reports that
                 pipe.send_bytes(call)
         return self._events(getattr(fn, "__name__", str(fn)))
 
     def kill(self) -> None:
-        """End all of them at once, stopped ones too."""
+        """End all ranks at once, including stopped ones."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join(_END_S)
 
     def close(self) -> None:
-        """Let them end by themselves, and kill those that do not."""
+        """Let the ranks end by themselves, and kill those that do not."""
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + _END_S
@@ -159,11 +158,11 @@ class LocalRanks:
 
 
 def _start_fork_server() -> None:
-    """Start what forks the ranks with Ctrl-C held back for good: in the midst of its imports it would print a traceback.
+    """Start the fork server with Ctrl-C blocked: during its imports a signal would print a traceback.
 
-    A held back signal is inherited, and not lost in this process: it comes when it is let through again.
+    Child processes inherit the blocked signal. In this process a Ctrl-C is pending until it is unblocked.
     """
-    resource_tracker.ensure_running()  # before, because starting it lets Ctrl-C through
+    resource_tracker.ensure_running()  # first, because starting it unblocks Ctrl-C
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -172,14 +171,14 @@ def _start_fork_server() -> None:
 
 
 def _rank_main(rank: int, open_group: Callable[[int], Group], pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to act upon
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)  # as many ranks as cores, or more
-    keep_freed_memory()  # or large messages would time page faults
+    torch.set_num_threads(1)  # there may be as many ranks as cores, or more
+    keep_freed_memory()  # otherwise timings of large messages include page faults
     with contextlib.suppress(BrokenPipeError):
         try:
             group = open_group(rank)
-        except Exception:  # noqa: BLE001, whatever it is goes to the parent
+        except Exception:  # noqa: BLE001, every error goes to the parent
             _send(pipe, "failed", f"could not join:\n{traceback.format_exc()}")
             return
         with group:
@@ -188,7 +187,7 @@ def _rank_main(rank: int, open_group: Callable[[int], Group], pipe: Connection) 
 
 
 def _end_with_parent() -> None:
-    # Not by a signal from the kernel: this process is a child of the fork server, which ends only after its children.
+    # Not by a parent-death signal: this process is a child of the fork server, which ends only after its children.
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -206,7 +205,7 @@ def _serve(group: Group, pipe: Connection) -> None:
                 _send(pipe, "event", value)
         except BrokenPipeError:
             raise
-        except Exception:  # noqa: BLE001, whatever it is goes to the parent
+        except Exception:  # noqa: BLE001, every error goes to the parent
             _send(pipe, "failed", f"raised:\n{traceback.format_exc()}")
             return
         _send(pipe, "done", None)

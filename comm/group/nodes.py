@@ -1,7 +1,6 @@
-"""Ranks on several nodes: the smaller groups inside a node and across nodes, and what it means when one of them fails.
+"""Subgroups of a group on several nodes: one inside each node and one across nodes, with errors in group-wide ranks.
 
-The ranks of a node are better joined to each other than to the rest: hosts on a network, or sockets of one host. One
-host's ranks may also be treated as several nodes, to try what hierarchical algorithms do.
+A node is a host, a socket of one host, or an arbitrary part of one host's ranks for testing hierarchical algorithms.
 """
 
 import time
@@ -23,10 +22,10 @@ from tightwire.comm.transport.throttled import ThrottledTransport
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
-# How long a rank listens for what the others say of a failure, which reaches some of them through two groups.
+# The longest wait for other ranks' failure notes. A failure may reach a rank through either subgroup.
 _GRACE_S = 2.0
 _GRACE_SHARE = 0.2
-_PROBES, _PROBE_S, _PROBE_BYTES = 3, 0.1, 32 << 20  # attempts at a link's rate, seconds and bytes of each
+_PROBES, _PROBE_S, _PROBE_BYTES = 3, 0.1, 32 << 20  # attempts, and the limits of time and bytes for each
 
 
 def join_nodes(
@@ -39,16 +38,16 @@ def join_nodes(
     interface: str | None = None,
     segment_fd: int | None = None,
 ) -> Group:
-    """``group`` with this rank's groups inside its node and across the nodes; ``group`` itself when there is one node.
+    """Add this rank's subgroups (inside its node and across nodes) to ``group``; return ``group`` if there is one node.
 
-    All ranks of ``group`` call this. Closing the result closes ``group`` and both smaller ones.
+    All ranks of ``group`` call this. Closing the result closes ``group`` and both subgroups.
 
     Args:
         topology: the one that ``group`` was opened with.
         store, join_timeout_s, name, interface: as for ``comm.group.open_process_group``.
         segment_fd: memory that the ranks of this node share (``comm.transport.segment``, made for ``topology.ranks_per_node``).
     Raises:
-        ValueError: the ranks were told of unlike numbers of nodes.
+        ValueError: the ranks have different numbers of nodes.
         CollectiveTimeoutError: some ranks did not join in time; names them.
     """
     own = torch.tensor([topology.num_nodes], device=group.device).view(torch.uint8)
@@ -85,10 +84,10 @@ def join_legs(
     segment_fd: int | None,
     ledger: Ledger | None = None,
 ) -> tuple[Group, Group]:
-    """The groups of those on this rank's node and of those with its place on the nodes; arguments as for ``join_nodes``.
+    """Open the group inside this rank's node and the group across nodes; arguments as for ``join_nodes``.
 
     Raises:
-        CommError: one of them cannot be joined; neither is open.
+        CommError: one of the groups cannot be joined. Neither stays open.
     """
 
     def join(rank: int, world_size: int, name: str, segment_fd: int | None) -> Group:
@@ -115,7 +114,7 @@ def join_legs(
 def renumbered(
     error: CommError, ranks: Sequence[int], where: str, rank: int, world_size: int, culprits: Collection[int]
 ) -> CommError:
-    """``error`` of a smaller group that has these ``ranks``, with ``culprits`` as the whole world numbers them."""
+    """Convert ``error`` of a subgroup with these ``ranks``; ``culprits`` are group-wide ranks."""
     return type(error)(
         f"rank {rank} is without {name_ranks(culprits)} of {world_size}, {where}, where ranks "
         f"{', '.join(map(str, ranks))} are numbered from 0: {error}",
@@ -124,7 +123,7 @@ def renumbered(
 
 
 def in_process_node_groups(world_size: int, num_nodes: int, timeout_s: float = 30.0) -> list[Group]:
-    """``in_process_groups`` on ``num_nodes`` nodes."""
+    """Like ``in_process_groups``, with the ranks on ``num_nodes`` nodes."""
     places = [Topology(rank, world_size, num_nodes=num_nodes) for rank in range(world_size)]
     groups, per_node = in_process_groups(world_size, timeout_s), world_size // num_nodes
     if num_nodes == 1:
@@ -144,11 +143,11 @@ def in_process_node_groups(world_size: int, num_nodes: int, timeout_s: float = 3
 def run_leg(
     group: Group, leg: Group, fn: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
 ) -> _Result:
-    """``fn(...)``, which talks over ``leg``, one of the groups of ``group.nodes``, or ``group`` itself.
+    """Call ``fn(...)``, which communicates over ``leg``: one of the groups of ``group.nodes``, or ``group`` itself.
 
     Raises:
-        CommError: as the leg's transport says, but with ranks numbered as in ``group``, and blaming those that all of
-            the group's ranks wait for: who fails for want of another is not at fault, though its own leg misses it.
+        CommError: the error of the leg's transport, with ranks numbered as in ``group``. It blames the ranks that
+            caused the failure, not ranks that failed because they waited for another.
     """
     try:
         return fn(*args, **kwargs)
@@ -159,7 +158,7 @@ def run_leg(
 
 
 def ranks_of(nodes: NodeGroups, leg: Group) -> list[int]:
-    """The ranks of ``leg``, one of ``nodes``, as the whole group numbers them."""
+    """Return the ranks of ``leg``, one of ``nodes``, numbered as in the whole group."""
     node, per_node = nodes.across.rank, nodes.inside.world_size
     if leg is nodes.inside:
         return [node * per_node + place for place in range(per_node)]
@@ -169,7 +168,7 @@ def ranks_of(nodes: NodeGroups, leg: Group) -> list[int]:
 def _explain(group: Group, nodes: NodeGroups, leg: Group, error: CommError) -> CommError:
     ranks = ranks_of(nodes, leg)
     culprits = {ranks[rank] for rank in error.ranks}
-    # The others may be waiting for this rank in another group than the one that failed: let them fail now.
+    # Other ranks may wait for this rank in the subgroup that did not fail. Closing both makes them fail now.
     nodes.inside.close()
     nodes.across.close()
     if nodes.notes is not None:
@@ -183,7 +182,7 @@ def _explain(group: Group, nodes: NodeGroups, leg: Group, error: CommError) -> C
 
 
 def throttle_group(group: Group, link: Link) -> Group:
-    """``group`` with ``link`` wherever its bytes may pass from node to node."""
+    """Return ``group`` with ``link`` emulated on its own transport and on the transport across nodes."""
     slow = replace(group, transport=ThrottledTransport(group.transport, link))
     if slow.nodes is None:
         return slow
@@ -193,15 +192,15 @@ def throttle_group(group: Group, link: Link) -> Group:
 
 
 def held_rate(group: Group, link: Link) -> float:
-    """Bytes per second that the slowest rank of ``group``, which is behind ``link``, can send. Collective.
+    """Measure the bytes per second that the slowest rank of ``group`` can send over ``link``. Collective.
 
-    The best of a few exchanges counts: what slows one of them down is somebody else's. Cost: 0.4 s, or what four times
-    32 MiB take if that is less.
+    Uses the best of a few exchanges, because other load on the machine only slows them. Cost: 0.4 s, or the time of
+    four 32 MiB exchanges if that is less.
     """
     others = max(1, group.world_size - 1)
     total = _PROBE_BYTES if link.bytes_per_s is None else min(_PROBE_BYTES, int(link.bytes_per_s * _PROBE_S))
     slices = [torch.zeros(max(1, total // others), dtype=torch.uint8) for _ in range(group.world_size)]
-    group.transport.exchange(slices)  # touches the memory
+    group.transport.exchange(slices)  # the first exchange touches the memory
     seconds: list[float] = []
     for _ in range(_PROBES):
         group.transport.barrier()

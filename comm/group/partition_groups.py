@@ -1,8 +1,8 @@
-"""The ranks of a node that hold the same weights, among tp x dp ranks on several nodes.
+"""Groups of the ranks on one node that hold the same weights, among tp x dp ranks on several nodes.
 
-Rank d * tp + t holds shard t, for replica d. Ranks of one node with the same shard can each keep a part of it and gather the
-rest when they need it (hpZ of ZeRO++, arXiv 2306.10209). Nothing else uses their group: it works beside the AllReduces, on a
-thread of its own.
+Rank d * tp + t holds shard t of replica d. Ranks of one node with the same shard can each keep a part of it and gather the
+rest when they need it (hpZ of ZeRO++, arXiv 2306.10209). The group is separate from the AllReduce group and runs beside it,
+on its own thread.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from tightwire.comm.ledger.ledger import Ledger
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
-# Reading has no deadline of its own: whoever started the ranks ends them when one of them fails.
+# Loading has no deadline of its own: the parent process ends all ranks when one of them fails.
 _LOAD_DEADLINE = timedelta(hours=24)
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionPlace:
-    """A rank's place among those with its shard: ``num_nodes`` nodes with ``per_node`` of them each."""
+    """A rank's place among the ranks with its shard: ``num_nodes`` nodes with ``per_node`` such ranks each."""
 
     tp: int
     topology: Topology
@@ -65,17 +65,17 @@ class PartitionPlace:
 
     @property
     def place(self) -> int:
-        """On its node."""
+        """The place of this rank on its node."""
         return self.topology.node_rank // self.tp
 
     @property
     def index(self) -> int:
-        """Among all ranks of the shard, node by node."""
+        """The place among all ranks of the shard, node by node."""
         return self.node * self.per_node + self.place
 
     @property
     def inside(self) -> tuple[int, ...]:
-        """The ranks of this node, as the world numbers them."""
+        """The ranks of this node with this shard, numbered as in the world."""
         return tuple(self._rank(self.node, place) for place in range(self.per_node))
 
     def _rank(self, node: int, place: int) -> int:
@@ -84,9 +84,9 @@ class PartitionPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionPeers:
-    """One rank's group of those that share its weights on its node, with a ledger of its own.
+    """One rank's group of the ranks on its node that hold the same shard, with its own ledger.
 
-    ``meet`` waits without a deadline until all ranks of the shard, on all nodes, have called it as often.
+    ``meet`` waits until all ranks of the shard, on all nodes, have called it equally often. Its deadline is 24 hours.
     """
 
     at: PartitionPlace
@@ -94,14 +94,14 @@ class PartitionPeers:
     meet: Callable[[], None]
 
     def count_as(self, phase: str) -> None:
-        """From now on the ledger counts under this phase, for the site ``weights``."""
+        """Set the ledger's phase for the collectives that follow, with the site ``weights``."""
         self.inside.ledger.phase, self.inside.ledger.site = phase, "weights"
 
     def run(self, fn: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        """``fn(...)``, which uses the group ``inside``.
+        """Call ``fn(...)``, which uses the group ``inside``.
 
         Raises:
-            CommError: of the group's transport, with ranks numbered as in the world.
+            CommError: the error of the group's transport, with ranks numbered as in the world.
         """
         try:
             return fn(*args, **kwargs)
@@ -112,7 +112,7 @@ class PartitionPeers:
             raise renumbered(error, ranks, where, topology.rank, topology.world_size, culprits) from error
 
     def close(self) -> None:
-        """Drop the connections. May be called twice, and by another thread than the one that waits."""
+        """Drop the connections. May be called twice, and from another thread than the one that waits."""
         self.inside.close()
 
 
@@ -127,14 +127,14 @@ def join_partition(
     interface: str | None = None,
     segment_fd: int | None = None,
 ) -> PartitionPeers:
-    """Join the ranks with this one's shard. All ranks of the world call this.
+    """Join the ranks with the same shard. All ranks of the world call this.
 
     Args:
         store, device, join_timeout_s, name, interface: as for ``comm.group.open_process_group``.
-        timeout_s: the same; above what a rank may compute between two layers, as who gathers waits for the slowest.
+        timeout_s: the longest wait in a collective. It must exceed the time a rank computes between two layers.
         segment_fd: memory that the ranks ``at.inside`` share (``comm.transport.segment``, made for ``at.per_node``).
     Raises:
-        CollectiveTimeoutError: some ranks did not join in time; names them as their group does.
+        CollectiveTimeoutError: some ranks did not join in time; names them with the numbers of their own group.
     """
     name = f"{name}/shard-{at.shard}"
     inside = open_process_group(
@@ -153,7 +153,7 @@ def join_partition(
 def in_process_partition(
     tp: int, world_size: int, num_nodes: int = 1, timeout_s: float = 30.0, meet_timeout_s: float = 120.0
 ) -> list[PartitionPeers]:
-    """By rank of the world, all in this process; give each to a thread of its own. ``timeout_s``: of collectives."""
+    """Return one object per rank of the world, all in this process; give each its own thread. ``timeout_s``: of collectives."""
     places = [PartitionPlace(tp, Topology(rank, world_size, num_nodes=num_nodes)) for rank in range(world_size)]
     groups: dict[tuple[int, ...], list[Group]] = {}
     store = HashStore()

@@ -18,7 +18,7 @@ from tightwire.comm.transport.peer_access import host_identity
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport, ProcessGroupTransport
 
 _LOOPBACK = "127.0.0.1"
-# An address of a documentation network (RFC 5737): asking the kernel for the way there sends nothing.
+# An address of a documentation network (RFC 5737). Connecting a UDP socket to it sends no packet.
 _ELSEWHERE = "192.0.2.1"
 
 
@@ -33,7 +33,7 @@ def join(
     interface: str | None,
     ledger: Ledger,
 ) -> ProcessGroupTransport:
-    """Connect this process to the other ranks; see ``comm.group.open_process_group``."""
+    """Connect this process to the other ranks; arguments as for ``comm.group.open_process_group``."""
     store = PrefixStore(f"tightwire/{name}", store)
     one_host = _meet(topology, store, join_timeout_s)
     notes = FailureNotes(PrefixStore("notes", store), topology.rank, topology.world_size)
@@ -62,7 +62,7 @@ def join(
 
 
 def _meet(topology: Topology, store: Store, timeout_s: float) -> bool:
-    """Wait until all ranks have signed in; tell whether they share one host."""
+    """Wait until all ranks have registered; return whether all are on one host."""
     store.set(f"host/{topology.rank}", host_identity())
     keys = [f"host/{rank}" for rank in range(topology.world_size)]
     try:
@@ -81,11 +81,11 @@ def _absent(store: Store, keys: list[str]) -> set[int]:
     try:
         return {rank for rank, key in enumerate(keys) if not store.check([key])}
     except RuntimeError:
-        return set()  # the store itself is gone
+        return set()  # the store is unreachable
 
 
 def _gloo_address(store: Store, one_host: bool, interface: str | None) -> dict[str, str]:
-    """Where gloo listens. Its own default resolves the host's name, which a container or a laptop may not be able to."""
+    """Return gloo's listen address. Gloo's default resolves the host name, which fails in some containers and laptops."""
     interface = interface or os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
         return {"interface": interface}
@@ -99,7 +99,7 @@ def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict
     options._threads = 1  # one collective at a time
     options._devices = [gloo.create_device(**address)]
     group = gloo(store, topology.rank, topology.world_size, options)
-    make_loop_threads_batch()  # only now: a thread gives itself its name when it first runs, as it has to connect
+    make_loop_threads_batch()  # after connecting: a thread sets its name only when it first runs
     return group
 
 
@@ -113,13 +113,13 @@ def _make_nccl(topology: Topology, store: Store, timeout_s: float) -> Any:
 
 
 def _own_address(store: Store) -> str:
-    """The address under which other hosts reach this one: that of the interface towards the store's host."""
+    """Return the address at which other hosts reach this one: that of the interface towards the store's host."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     towards = getattr(store, "host", _ELSEWHERE)
     address = _source_address(towards)
     if address.startswith("127."):
-        # Rank 0 may hold the store itself and know it as localhost.
+        # On rank 0 the store may be local, with the host name localhost.
         address = _source_address(_ELSEWHERE)
     return address
 

@@ -1,7 +1,6 @@
 """The rank and node of this process. The only reader of RANK, WORLD_SIZE and the LOCAL_ variables in comm.
 
-Knows numbers only: no sockets, no devices. Ranks never come from a device count, because several ranks may share one
-device and one rank may have none.
+Ranks are independent of the device count, because several ranks may share a device and a rank may have none.
 """
 
 import os
@@ -11,15 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """``rank`` of ``world_size``; ``local_rank`` counts the ranks of this host and picks the device.
+    """``rank`` of ``world_size``; ``local_rank`` counts the ranks of this host and selects the device.
 
-    The ranks are on ``num_nodes`` nodes, numbered node by node and equally many on each. A node is whatever is better
-    joined inside than to the others: a host, a socket, or half of one host's ranks for the sake of trying.
+    Ranks are numbered node by node, with the same number on each of ``num_nodes`` nodes. A node is a set of ranks with a
+    faster connection to each other than to the rest: a host, a socket, or a part of one host's ranks for testing.
     """
 
     rank: int
     world_size: int
-    local_rank: int = -1  # -1: all ranks are on this host, so it is the rank itself
+    local_rank: int = -1  # -1: all ranks are on this host, so it equals the rank
     num_nodes: int = 1
 
     def __post_init__(self) -> None:
@@ -54,13 +53,13 @@ class Topology:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Topology":
-        """What torchrun (or any launcher that sets the same variables) says this process is; alone when it says nothing.
+        """Read the variables that torchrun and similar launchers set; a single rank when RANK and WORLD_SIZE are not set.
 
-        LOCAL_WORLD_SIZE, when set, tells how many ranks a node has, and so how many nodes there are.
+        LOCAL_WORLD_SIZE, when set, is the number of ranks per node and so determines the number of nodes.
 
         Raises:
-            ValueError: only one of RANK and WORLD_SIZE is set, a variable is not a number in range, or the nodes have
-                unlike numbers of ranks or share them out in another order than node by node.
+            ValueError: only one of RANK and WORLD_SIZE is set, a variable is not a number in range, nodes have different
+                numbers of ranks, or ranks are not numbered node by node.
         """
         if "RANK" not in environment and "WORLD_SIZE" not in environment:
             return cls(0, 1)

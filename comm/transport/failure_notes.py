@@ -1,8 +1,8 @@
-"""Notes in the store by which ranks find out, after a collective failed, which ranks are at fault.
+"""Notes in the store that ranks exchange after a collective failed, to find the ranks at fault.
 
-A socket says at most which neighbour fell silent. In a ring that neighbour may itself have waited for another rank. So
-each rank that fails leaves a note (what it was doing, whom it missed) and reads the others' notes: the ranks at fault
-are those that left none. Nothing is written while all goes well.
+A socket reports at most which neighbor stopped responding. In a ring that neighbor may itself have waited for another rank.
+So each rank that fails leaves a note (its collective and the ranks it waited for) and reads the others' notes: the ranks
+at fault are those without a note. Nothing is written unless a collective fails.
 """
 
 import json
@@ -34,13 +34,13 @@ class FailureNotes:
         self._others = [other for other in range(world_size) if other != rank]
 
     def exchange(self, note: Note, *, grace_s: float) -> dict[int, Note]:
-        """Leave this rank's note and return those of the others that come within ``grace_s``.
+        """Leave this rank's note and return the notes of other ranks that arrive within ``grace_s``.
 
-        Returns early when only the ranks that somebody missed have left none after half of the time. A store that
-        cannot be reached (it may live in the dead process, or in a stopped one) gives no notes, never an error.
+        Returns after half of the time when every rank without a note is one that some note missed. An unreachable store
+        (its process may be dead or stopped) yields no notes and no error.
         """
         found: dict[int, Note] = {}
-        # The store's own wait is minutes long when its host is stopped; a thread can be left behind.
+        # The store's own wait takes minutes when its host is stopped, so a daemon thread runs it.
         thread = threading.Thread(target=self._exchange, args=(note, grace_s, found), daemon=True)
         thread.start()
         thread.join(grace_s + 0.1)
@@ -63,14 +63,14 @@ class FailureNotes:
 
 
 def missed_by(own: Note, notes: dict[int, Note]) -> set[int]:
-    """All ranks that some note's writer waited for."""
+    """All ranks that the writer of some note waited for."""
     return {rank for note in (own, *notes.values()) for rank in note.missed}
 
 
 def ranks_at_fault(own: Note, notes: dict[int, Note], others: Iterable[int]) -> set[int]:
-    """Those of ``others`` to blame: the ones that left no note; failing that, the ones that were waited for.
+    """Those of ``others`` to blame: the ranks without a note; if there are none, the ranks that others waited for.
 
-    A rank with a note was in the collective and failed for want of another.
+    A rank with a note was in the collective and failed because another rank failed.
     """
     silent = set(others) - set(notes)
     missed = missed_by(own, notes)

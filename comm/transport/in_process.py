@@ -1,7 +1,7 @@
-"""Ranks as threads of one process, which hand tensors to each other at a meeting point.
+"""A transport for ranks that are threads of one process.
 
-For tests and for trying an algorithm at world sizes a machine has no cores for. It keeps every promise of the seam
-(deadlines that name ranks, exact byte counts, copies owned by the receiver) but says nothing about speed.
+For tests, and for running an algorithm with more ranks than the machine has cores. It keeps the contract of ``Transport``
+(deadlines that name ranks, exact byte counts, copies owned by the receiver). Its speed is not representative.
 """
 
 import threading
@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 
 
 class Meeting:
-    """Where the threads of one group meet: each brings an item, all leave with everyone's items in rank order."""
+    """The exchange point of one group's threads: each brings an item and gets all items in rank order."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -29,7 +29,7 @@ class Meeting:
         self._round = 0
         self._items: list[object] = []
         self._left: set[int] = set()
-        self._missing: frozenset[int] | None = None  # set once by the first rank whose patience ended
+        self._missing: frozenset[int] | None = None  # set once, by the first rank that times out
 
     def swap(self, rank: int, item: object, *, timeout_s: float, doing: str) -> list[object]:
         """Bring ``item``; return the items of all ranks.
@@ -37,7 +37,7 @@ class Meeting:
         Raises:
             CollectiveTimeoutError: some ranks did not come within ``timeout_s``.
             PeerLostError: a rank that has not come has closed its group.
-        The meeting is over for good after either.
+        Both errors end the meeting for all later calls.
         """
         with self._changed:
             if self._missing is not None:
@@ -59,7 +59,7 @@ class Meeting:
             return self._items
 
     def leave(self, rank: int) -> None:
-        """``rank`` will not come any more: whoever waits for it fails now and not at the deadline."""
+        """Mark ``rank`` as gone: ranks that wait for it fail now, not at the deadline."""
         with self._changed:
             self._left.add(rank)
             self._changed.notify_all()
@@ -83,7 +83,7 @@ class Meeting:
 
 
 class InProcessTransport:
-    """One rank's end of a ``Meeting``. ``describe`` names the collective under way, for messages."""
+    """One rank's end of a ``Meeting``. ``describe`` names the running collective, for messages."""
 
     def __init__(
         self, meeting: Meeting, rank: int, *, timeout_s: float, describe: Callable[[], str | None] = lambda: None
@@ -118,7 +118,7 @@ class InProcessTransport:
         return self._depart(received)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sums in rank order; counts what a library's ring would send, so that ``native`` has one formula."""
+        """Sums in rank order; counts the bytes of a library's ring, as the other transports do for ``native``."""
         result = sum_in_rank_order(self._swap(x, "all_reduce"))
         self.bytes_sent += 2 * (self.world_size - 1) * x.numel() // self.world_size * x.element_size()
         return self._depart(result.contiguous())
@@ -140,6 +140,6 @@ class InProcessTransport:
             raise
 
     def _depart(self, result: _Result) -> _Result:
-        """Wait until all have copied what they need: a sender may overwrite its buffer as soon as it returns."""
+        """Wait until all have copied what they need, because a sender may overwrite its buffer after it returns."""
         self._swap(None, "departure")
         return result

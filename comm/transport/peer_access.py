@@ -1,7 +1,7 @@
 """Decides, on all ranks alike, whether ranks of one host can sum through each other's GPU memory.
 
-What one rank finds out about its own GPU the others cannot see, so facts are shared through the store that the ranks join
-over, and every rank draws the same conclusion. Imports no Triton: that it is not installed is one of the reasons.
+A rank sees only its own GPU's properties, so ranks share facts through the store they join over, and all draw the same
+conclusion. This module does not import Triton, which may not be installed.
 """
 
 import logging
@@ -17,14 +17,14 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.protocols import Transport
 
-_MAX_RANKS = 31  # a bit for each in an int32
-_CAPABILITY = (7, 0)  # Triton's
+_MAX_RANKS = 31  # one bit each in an int32
+_CAPABILITY = (7, 0)  # Triton's minimum
 
 _LOG = logging.getLogger(__name__)
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly when the loopback interface of one is that of the other."""
+    """Return a string that is equal for two processes exactly when they share a loopback interface."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
@@ -33,17 +33,17 @@ def host_identity() -> str:
 
 
 class Council:
-    """Ranks telling each other small facts over a store, to decide alike."""
+    """Shares small facts between ranks over a store, so that all decide alike."""
 
     def __init__(self, store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank, self.world_size = rank, world_size
         self._store, self._timeout_s = store, timeout_s
 
     def share(self, topic: str, fact: bytes) -> list[bytes]:
-        """All ranks' facts on a ``topic`` that was not shared before, in rank order.
+        """Return all ranks' facts on ``topic`` in rank order. Each topic can be shared once.
 
         Raises:
-            CollectiveTimeoutError: not all have told theirs in time.
+            CollectiveTimeoutError: some ranks did not share in time; names them.
         """
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], fact)  # pyright: ignore[reportArgumentType]: bytes are taken too
@@ -59,13 +59,13 @@ class Council:
         return [self._store.get(key) for key in keys]
 
     def first_objection(self, topic: str, objection: str | None) -> str | None:
-        """The objection of the lowest rank that has one."""
+        """Return the objection of the lowest rank that has one, or None."""
         objections = [told.decode() for told in self.share(topic, (objection or "").encode())]
         return next((f"rank {rank}: {text}" for rank, text in enumerate(objections) if text), None)
 
 
 def why_unusable(council: Council, device: torch.device) -> str | None:
-    """The reason why these ranks cannot sum through each other's GPU memory, as far as CUDA tells; None when they can."""
+    """Return why these ranks cannot sum through each other's GPU memory, according to CUDA; None when they can."""
     objection = _own_objection(council.world_size, device)
     uuid = "" if objection else str(torch.cuda.get_device_properties(device).uuid)
     facts = council.share("gpu", f"{host_identity()}\n{uuid}".encode())
@@ -86,13 +86,13 @@ def _own_objection(world_size: int, device: torch.device) -> str | None:
 
 
 def _objection_to_peers(device: torch.device, facts: Sequence[Sequence[str]]) -> str | None:
-    """``facts``: each rank's host and GPU."""
+    """Check the peers. ``facts``: each rank's host and GPU."""
     local = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     for peer, (host, uuid) in enumerate(facts):
         if host != host_identity():
             return f"rank {peer} is on another host"
         if not uuid:
-            continue  # that rank objects by itself
+            continue  # that rank reports its own objection
         if uuid not in local:
             return f"rank {peer}'s GPU is hidden from it; show all ranks the same CUDA_VISIBLE_DEVICES"
         index = local[uuid]
@@ -109,18 +109,18 @@ def with_peer_memory(
     timeout_s: float,
     describe: Callable[[], str | None] = lambda: None,
 ) -> tuple[Transport, str]:
-    """``library``, with AllReduces through peer memory where it can be had; where not, why it is kept as it is, logged too.
+    """Return ``library`` with AllReduces through peer memory, or ``library`` itself and the reason, which is logged too.
 
     Args:
         store: one that all ranks reach and nothing else writes to.
         device: this rank's GPU; ``library`` is NCCL's transport on it.
     Raises:
-        CollectiveTimeoutError: a rank did not come; all that came leave.
+        CollectiveTimeoutError: a rank did not come.
     """
     council = Council(store, rank=library.rank, world_size=library.world_size, timeout_s=timeout_s)
     reason = why_unusable(council, device)
     if reason is None:
-        # Not before it is known that Triton is installed.
+        # Imported only when Triton is installed.
         from tightwire.comm.transport.peer_buffers import map_peer_buffers
         from tightwire.comm.transport.peer_memory import PeerMemoryTransport
 

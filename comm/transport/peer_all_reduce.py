@@ -1,7 +1,7 @@
-"""Whole AllReduces over peer memory: the ``FusedAllReduce`` of ranks whose kernels read each other's buffers.
+"""AllReduces over peer memory: the ``FusedAllReduce`` of ranks whose kernels read each other's buffers.
 
-``kernels.all_reduce_triton`` does one launch; here long messages are cut, bytes counted and failures told. The same code
-runs on GPUs and, in Triton's interpreter, on CPU processes that share memory.
+``kernels.cuda.all_reduce`` does one launch; this module splits long messages, counts bytes and reports failures. The same
+code runs on GPUs and, in Triton's interpreter, on CPU processes that share memory.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,20 @@ from tightwire.comm.sums import slice_lengths
 from tightwire.kernels.cuda.all_reduce import Part, PeerBuffers, max_part_elems, one_shot, two_shot
 from tightwire.kernels.spec.block_format import BlockFormat
 
-# Polls of a word in own memory: about a microsecond each on a GPU, a thousand times that in the interpreter.
+# Polls of a word in local memory: about a microsecond each on a GPU, a thousand times that in the interpreter.
 _DEVICE_POLLS_PER_S, _INTERPRETED_POLLS_PER_S = 1_000_000, 1_000
 
 
 class PeerAllReduce:
     """One rank's AllReduces over ``buffers``.
 
-    A rank that does not come within about ``timeout_s`` ends the group: from then on nobody waits any more, results are
-    NaN, and ``check`` raises. On a GPU the host does not wait for its kernels, so that is the first call after the one
-    that failed, or whatever asks after a synchronization.
+    A rank that does not come within about ``timeout_s`` ends the group: no rank waits any more, results are NaN, and
+    ``check`` raises. The host does not wait for GPU kernels, so the error is raised by the first call after the failed
+    one, or by a ``check`` after a synchronization.
 
     Args:
-        count: told the bytes that each call sent to others, as the algorithm of that name sends them.
-        describe: names the collective under way, for messages.
+        count: called with the bytes that each call sent to others, by the algorithm's formula.
+        describe: names the running collective, for messages.
     """
 
     tells_coding = False
@@ -69,10 +69,10 @@ class PeerAllReduce:
         return self._in_slices(x.view(-1), lengths, reduce_codec.format, gather_codec.format).view_as(x)
 
     def check(self) -> None:
-        """Raise if a rank did not come to a collective, as far as the device has got.
+        """Raise if a rank did not come to a collective that the device has reached.
 
         Raises:
-            CollectiveTimeoutError: names the ranks; the group is of no use any more.
+            CollectiveTimeoutError: names the ranks. The group cannot be used any more.
         """
         late = int(self._buffers.failure)
         if self._failure is None and late:

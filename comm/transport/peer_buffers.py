@@ -1,4 +1,4 @@
-"""Memory that ranks of one host map of each other, for ``transport.peer_memory``. All ranks call these functions alike."""
+"""GPU memory that ranks of one host map from each other, for ``transport.peer_memory``. All functions are collective."""
 
 import mmap
 import os
@@ -15,9 +15,9 @@ from tightwire.comm.errors import CommError, name_ranks
 from tightwire.comm.transport.peer_access import Council
 from tightwire.kernels.cuda.all_reduce import PeerBuffers, buffer_bytes
 
-# Twice this for each rank: what one launch moves. Longer messages take several launches, each some ten microseconds.
+# Half of a rank's buffer: the bytes that one launch moves. Longer messages take several launches of about 10 us each.
 SEND_BYTES = 16 << 20
-# Enough to keep a link busy, and few enough for every GPU to run at once beside nothing else.
+# Enough blocks to keep a link busy, and few enough that every GPU runs all of them at once.
 NUM_BLOCKS = 32
 
 _PATTERN_BYTES = 16
@@ -34,12 +34,12 @@ def map_peer_buffers(
     send_bytes: int = SEND_BYTES,
     num_blocks: int = NUM_BLOCKS,
 ) -> PeerBuffers:
-    """GPU memory of every rank, mapped by all, zero, and verified by writing to it.
+    """Map GPU memory of every rank on all ranks, zeroed, and verified by writing to it.
 
-    As torch's symmetric memory where that works, else by CUDA IPC handles, which also join ranks that share a GPU.
+    Uses torch's symmetric memory where that works, else CUDA IPC handles, which also join ranks that share a GPU.
 
     Raises:
-        CommError: neither can be had, or what a rank wrote did not arrive; the same on all ranks.
+        CommError: neither works, or a rank's test pattern did not arrive; the same on all ranks.
         CollectiveTimeoutError: a rank did not come.
     """
     world_size = council.world_size
@@ -52,7 +52,7 @@ def map_peer_buffers(
     ]
     uuids = council.share("device", str(torch.cuda.get_device_properties(device).uuid).encode())
     if len(set(uuids)) < world_size:
-        ways = ways[1:]  # symmetric memory refuses ranks that share a GPU
+        ways = ways[1:]  # symmetric memory does not support ranks that share a GPU
     objections: list[str] = []
     for name, mapping in ways:
         views, memory, objection = _try(mapping, size)
@@ -75,7 +75,7 @@ def map_peer_buffers(
 def _try(mapping: _Mapping, size: int) -> tuple[list[Tensor], object, str | None]:
     try:
         views, memory = mapping(size)
-    except Exception as error:  # noqa: BLE001, whatever a driver or an alpha API raises, the other ranks must hear of it
+    except Exception as error:  # noqa: BLE001, the other ranks must learn of any error of a driver or an alpha API
         return [], None, (str(error).splitlines() or [type(error).__name__])[0]
     return views, memory, None
 
@@ -105,7 +105,7 @@ def _map_ipc(size: int, council: Council, device: torch.device) -> tuple[list[Te
 
 
 def _verify(views: Sequence[Tensor], council: Council, name: str, device: torch.device) -> str | None:
-    """Every rank writes a pattern of its own into everyone's memory and looks for all patterns in its own."""
+    """Each rank writes its own pattern into every rank's memory, then checks its own memory for all patterns."""
     own = views[council.rank]
     own.zero_()
     torch.cuda.synchronize(device)
@@ -123,7 +123,7 @@ def _verify(views: Sequence[Tensor], council: Council, name: str, device: torch.
     return f"what {name_ranks(wrong)} wrote did not arrive" if wrong else None
 
 
-# --- CPU ranks, whose kernels Triton's interpreter runs ---------------------------------------------------------------
+# --- CPU ranks, whose kernels run in Triton's interpreter -------------------------------------------------------------
 
 
 def shared_file_bytes(world_size: int, send_bytes: int, num_blocks: int) -> int:
@@ -132,7 +132,7 @@ def shared_file_bytes(world_size: int, send_bytes: int, num_blocks: int) -> int:
 
 
 def shared_peer_buffers(fd: int, *, rank: int, world_size: int, send_bytes: int, num_blocks: int) -> PeerBuffers:
-    """Peer buffers in a file that all ranks map, zero at first."""
+    """Peer buffers in a file that all ranks map, initially zero."""
     memory = mmap.mmap(fd, shared_file_bytes(world_size, send_bytes, num_blocks))
     view = torch.frombuffer(memory, dtype=torch.uint8)
     step = _padded_bytes(world_size, send_bytes, num_blocks)

@@ -1,7 +1,7 @@
-"""Tests whether one CUDA device can write into another's memory: drivers may claim it wrongly.
+"""Tests whether one CUDA device can write into another's memory, because a driver's claim may be wrong.
 
-Behind some IOMMUs and PCIe switches peer writes are lost, garbled, or never end, though the driver offers them. So run
-this in a process that may be killed.
+Behind some IOMMUs and PCIe switches peer writes are lost, corrupted, or never complete. Run this in a process that may be
+killed.
 """
 
 from collections.abc import Callable
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 _NUM_CHECKED = 1 << 20  # int32: several pages, many packets
-_NUM_TIMED = 1 << 24  # 64 MiB: long against the start of a copy
+_NUM_TIMED = 1 << 24  # 64 MiB: long compared with the start of a copy
 _REPEATS = 5
 
 
 class PeerCheck(NamedTuple):
     ok: bool
     detail: str
-    gb_per_s: float | None  # of the copy engine, one direction; None when what arrived was wrong
+    gb_per_s: float | None  # of the copy engine, one direction; None when wrong values arrived
 
 
 def claimed_peers() -> list[tuple[int, int]]:
-    """(writer, owner) of every pair of devices for which the driver says that it is possible."""
+    """(writer, owner) of every pair of devices for which the driver claims peer access."""
     count = torch.cuda.device_count()
     pairs = [(writer, owner) for writer in range(count) for owner in range(count) if writer != owner]
     return [(writer, owner) for writer, owner in pairs if torch.cuda.can_device_access_peer(writer, owner)]
@@ -32,10 +32,10 @@ def claimed_peers() -> list[tuple[int, int]]:
 def check_peer_writes(
     writer: torch.device, owner: torch.device, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> PeerCheck:
-    """Write a pattern from ``writer``'s memory into ``owner``'s in two ways, read it on the host, and time the first.
+    """Write a pattern from ``writer``'s memory into ``owner``'s in two ways, check it on the host, and time the first way.
 
-    A contiguous copy goes through the copy engine. One into every second element cannot: torch runs a kernel on the
-    writer whose own stores cross the link, as those of an AllReduce do.
+    A contiguous copy uses the copy engine. A copy into every second element runs a kernel on the writer whose stores
+    cross the link, as those of an AllReduce do.
 
     Args:
         copy: (target, source), for tests.

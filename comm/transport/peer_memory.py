@@ -1,8 +1,8 @@
-"""Ranks of one host whose kernels reach into each other's GPU memory, for the sums; everything else is the library's.
+"""A transport whose AllReduces go through peer GPU memory; everything else goes through the wrapped library transport.
 
-One-shot, two-shot and flash are one kernel each (``peer_all_reduce``), without a copy through the host or a channel of
-the library's. Messages, barriers and ``native`` go to the transport that this one wraps: NCCL on GPUs, gloo where
-Triton's interpreter plays the GPU. ``comm.transport.peer_buffers`` makes the memory and knows where it cannot be had.
+One-shot, two-shot and flash are one kernel each (``peer_all_reduce``), without a copy through the host and without the
+library's channels. Messages, barriers and ``native`` go to the wrapped transport: NCCL on GPUs, gloo for Triton's
+interpreter. ``comm.transport.peer_buffers`` maps the memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 class PeerMemoryTransport:
-    """``library`` with AllReduces over ``buffers``. All calls are made on one CUDA stream."""
+    """``library`` with AllReduces over ``buffers``. All calls must use one CUDA stream."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class PeerMemoryTransport:
         self._library = library
         self._sums = PeerAllReduce(buffers, timeout_s=timeout_s, count=self._add_bytes, describe=describe)
         self.fused: FusedAllReduce | None = self._sums
-        library.barrier()  # all have mapped all buffers, and the library's connections are made
+        library.barrier()  # all ranks have mapped all buffers, and the library's connections exist
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
         return self._counted(self._library.exchange, slices)

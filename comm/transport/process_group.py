@@ -1,7 +1,7 @@
-"""Ranks as processes joined by torch.distributed: gloo between CPU processes, NCCL between GPUs, over any network.
+"""Transports over torch.distributed: gloo between CPU processes, NCCL between GPUs.
 
-Both groups are made from their classes and a store, not by ``init_process_group``: no global state, so a process may
-hold several groups and close each. ``comm.group.open_process_group`` is the way in.
+Both process groups are made from their classes and a store, not by ``init_process_group``. There is no global state, so a
+process may hold several groups and close each. ``comm.group.open_process_group`` opens them.
 """
 
 import re
@@ -26,18 +26,18 @@ from tightwire.comm.ledger.ledger import Begun, Ledger
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 from tightwire.comm.transport.failure_notes import FailureNotes, Note, ranks_at_fault
 
-# How long a failed rank listens for what the others say of the failure: the time for a broken connection to run
-# around the group, kept below the deadline itself when that is short.
+# The longest wait of a failed rank for the others' notes: the time for a broken connection to propagate around the group,
+# limited to a share of the deadline when that is short.
 _GRACE_S = 1.0
 _GRACE_SHARE = 0.2
-_TIME_SPENT = re.compile(r", [0-9.]+ s$")  # at the end of what a rank was doing
+_TIME_SPENT = re.compile(r", [0-9.]+ s$")  # at the end of a description of a running collective
 _MAX_TAG = (1 << 31) - 1
-_PIECE_BYTES = 8 << 20  # of a long gathering to each rank, between signs of life
-_SIZED_BY_RANK = ("sparse_all_gather",)  # collectives for which each rank may bring another size
+_PIECE_BYTES = 8 << 20  # the part of a long gather, to each rank, between two progress reports
+_SIZED_BY_RANK = ("sparse_all_gather",)  # collectives whose message size may differ by rank
 
 
 class ProcessGroupTransport(Transport):
-    """What gloo and NCCL have in common: the library's sum, and errors that name ranks."""
+    """The common part of gloo and NCCL: the library's sum, and errors that name ranks."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class ProcessGroupTransport(Transport):
         self._device = device
         self._notes = notes
         self._timeout_s = timeout_s
-        self._ledger = Ledger() if ledger is None else ledger  # of the group: says what is under way
+        self._ledger = Ledger() if ledger is None else ledger  # of the group: describes the running collective
         self._others = [(rank + i) % world_size for i in range(1, world_size)]
-        self._peer: int | None = None  # whom the wait under way is for, when it is for one rank
+        self._peer: int | None = None  # the rank that the current wait is for, when it is one rank
         self._failure: CommError | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The library's sum; counts a ring's bytes, rounded down to whole elements, because no library reports them."""
+        """The library's sum. Counts a ring's bytes, rounded down to whole elements, because no library reports its bytes."""
         result = x.clone(memory_format=torch.contiguous_format)
         try:
             self._open_group().allreduce([result], AllreduceOptions()).wait()
@@ -76,8 +76,8 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         """Drop the connections; a collective of another rank that waits for this one fails at once.
 
-        Gloo closes its sockets when the object goes and in no other way (its abort and shutdown do nothing, torch
-        2.13), so nothing else may hold on to it.
+        Gloo closes its sockets only when the object is freed (its abort and shutdown do nothing, torch 2.13), so nothing
+        else may hold a reference to it.
         """
         self._group = None
 
@@ -87,17 +87,17 @@ class ProcessGroupTransport(Transport):
         return self._group
 
     def _failed(self, error: RuntimeError) -> CommError:
-        """The error that names the ranks at fault, for a library ``error``."""
+        """Close the group and return the error that names the ranks at fault, for a library ``error``."""
         if isinstance(error, CommError):
             return error
-        # The frames in the traceback hold the operations under way, and those the group that is to go.
+        # The traceback's frames reference the running operations, which reference the group that must be freed.
         error.__traceback__ = None
         peer = self._peer
         doing = self._ledger.current() or "a barrier"
         own = Note(
             timed_out=_is_timeout(error), missed=() if peer is None else (peer,), doing=f"rank {self.rank} in {doing}"
         )
-        # Closing tells the ranks that still wait for this one: they fail too, and leave their notes.
+        # Closing makes the ranks that wait for this one fail too and leave their notes.
         self.close()
         notes = self._notes.exchange(own, grace_s=min(_GRACE_S, _GRACE_SHARE * self._timeout_s))
         culprits = ranks_at_fault(own, notes, self._others)
@@ -110,7 +110,7 @@ class ProcessGroupTransport(Transport):
         cause = str(error).splitlines()[0].split(". ")[0]
         if own.timed_out or any(note.timed_out for note in notes.values()):
             calls = {rank: _TIME_SPENT.sub("", words.partition(" in ")[2]) for rank, words in doing.items()}
-            if len(calls) == self.world_size and len(set(calls.values())) > 1:  # all came, but not to the same call
+            if len(calls) == self.world_size and len(set(calls.values())) > 1:  # all ranks came, but to different calls
                 return CollectiveMismatchError(
                     f"rank {self.rank} of {self.world_size}: the ranks called unlike collectives. "
                     f"Waiting: {waiting}. ({cause})",
@@ -131,9 +131,8 @@ class ProcessGroupTransport(Transport):
 class GlooTransport(ProcessGroupTransport):
     """Point-to-point messages between CPU processes.
 
-    Gloo's own all-to-all and all-gather hand each call to a worker thread; its sends and receives do not, and take
-    half the time at decode sizes (two ranks, 1152 bytes: 72 us against 124 and 158, benchmarked when this was
-    written). They also know which rank they wait for.
+    Gloo's own all-to-all and all-gather pass each call to a worker thread. Its sends and receives do not, and take half
+    the time at decode sizes (two ranks, 1152 bytes: 72 us against 124 and 158). They also know which rank they wait for.
     """
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
@@ -185,11 +184,11 @@ class GlooTransport(ProcessGroupTransport):
             raise self._failed(error) from error
 
     def _transfer(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
-        """All at once, receives posted first; empty messages are not sent, as both sides know their size.
+        """Run all messages at once, receives posted first. Empty messages are not sent, as both sides know their size.
 
-        A message is tagged with its size and the collective it is part of: one that is not what was expected meets
-        nobody, and both sides time out. (Untagged, gloo ends the process that receives more than it expects, leaves what
-        it lacks unset, and takes codes of another tensor for those of this one.)
+        A message is tagged with its size and its collective, so that a mismatched one matches no receive and both sides
+        time out. (With equal tags, gloo ends a process that receives more bytes than it expects, leaves missing bytes
+        unset, and delivers another tensor's bytes.)
         """
         group, call = self._open_group(), _tag_of(self._ledger.begun)
         works: list[tuple[int, Work]] = []
@@ -205,10 +204,10 @@ class GlooTransport(ProcessGroupTransport):
 
 
 class NcclTransport(ProcessGroupTransport):
-    """The library's collective calls, which NCCL enqueues for the current CUDA stream; the host does not wait.
+    """The library's collective calls, which NCCL enqueues on the current CUDA stream; the host does not wait.
 
-    So with NCCL a rank that never comes is not seen here but by NCCL's watchdog, which ends the process after the group's
-    timeout and logs the collective; the launcher sees the process die.
+    So this class does not detect a rank that never comes. NCCL's watchdog ends the process after the group's timeout
+    and logs the collective; the launcher sees the process exit.
     """
 
     def close(self) -> None:
@@ -230,8 +229,8 @@ class NcclTransport(ProcessGroupTransport):
         elif sum(map(bool, sizes)) == 1:
             received = self._broadcast(buf, sizes)
         else:
-            # The library's own gather wants equal sizes, and padding would send bytes that nobody asked for. Its
-            # exchange wants a copy for every rank: meant for slices, which are small where there are many ranks.
+            # NCCL's own gather needs equal sizes, and padding would send extra bytes. Its exchange needs a copy for every
+            # rank, which is cheap for slices: they are small when there are many ranks.
             received = self._all_to_all(buf.repeat(self.world_size), [own_bytes] * self.world_size, list(sizes))
         self.bytes_sent += (self.world_size - 1) * own_bytes
         return received
@@ -250,7 +249,7 @@ class NcclTransport(ProcessGroupTransport):
         return received
 
     def barrier(self) -> None:
-        """Waits on the host too, unlike the others: a barrier is for start-up and shutdown."""
+        """Waits on the host too, unlike the other calls."""
         tokens = self._all_gather(torch.zeros(1, dtype=torch.uint8, device=self._device))
         torch.cat(tokens).cpu()
 
@@ -266,7 +265,7 @@ class NcclTransport(ProcessGroupTransport):
             raise self._failed(error) from error
 
     def _broadcast(self, buf: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The gathering of ``sizes`` that are nothing for all ranks but one: no copies on that one."""
+        """Gather where only one rank's size is not zero: no copies on that rank."""
         options = BroadcastOptions()
         options.rootRank = root = next(rank for rank, size in enumerate(sizes) if size)
         received = [buf.new_empty(0)] * self.world_size
@@ -287,7 +286,7 @@ class NcclTransport(ProcessGroupTransport):
 
 
 def _tag_of(begun: Begun | None) -> int:
-    """Equal on ranks that run the same collective over tensors of one size."""
+    """Return a number that is equal on ranks that run the same collective with the same message size."""
     if begun is None:
         return 0
     op, algorithm, num_bytes, _, _ = begun

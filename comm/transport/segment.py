@@ -1,21 +1,21 @@
-"""The memory that ranks of one host share: an anonymous file that exists as long as a process holds it, never by name.
+"""Memory that ranks of one host share: an anonymous file that exists as long as a process holds it.
 
-No entry in /dev/shm, so nothing is left by a crash, its size limit does not apply, and two servers cannot meet by chance.
-Each group has a segment of its own. Imports no torch: the parent of the ranks makes the segment before it knows the model.
+The file has no entry in /dev/shm: a crash leaves nothing behind, the size limit of /dev/shm does not apply, and names cannot
+collide. Each group has its own segment. This module imports no torch: the ranks' parent makes the segment at start-up.
 """
 
 import mmap
 import os
 
 LINE_BYTES = 64  # a cache line
-# Each rank's words have lines to themselves, or ranks would slow each other's polling: a line of its progress, which others
-# poll, then what is rarely written or only read after a failure. ``comm.transport.shared_board`` says what is where.
+# Each rank's words have their own cache lines, because sharing lines would slow polling: first the turn, which others poll,
+# then words that are rarely written or read only after a failure. ``comm.transport.shared_board`` has the layout.
 RANK_BYTES = 8 * LINE_BYTES
-CHUNK_BYTES = 4 << 20  # the largest piece of a message that travels at once
+CHUNK_BYTES = 4 << 20  # the largest part of a message in one turn
 
 
 def why_unusable() -> str | None:
-    """The reason why shared memory cannot be used here; None when it can."""
+    """Return why shared memory cannot be used here; None when it can."""
     if not hasattr(os, "memfd_create"):
         return "this system has no anonymous shared files (memfd_create)"
     try:
@@ -26,7 +26,7 @@ def why_unusable() -> str | None:
 
 
 def make_segment(world_size: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """A file descriptor to hand to the ``world_size`` ranks of one group. Memory is used only as messages are written.
+    """Return a file descriptor for the ``world_size`` ranks of one group. Pages are allocated when first written.
 
     Layout: ``RANK_BYTES`` of words per rank, padded to a page, then two chunks per rank.
 

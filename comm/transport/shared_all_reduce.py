@@ -1,8 +1,8 @@
-"""Whole AllReduces over a segment: the ``FusedAllReduce`` of ranks that share memory.
+"""AllReduces over a shared-memory segment: the ``FusedAllReduce`` of ranks that share memory.
 
-One-shot and two-shot are one kernel call each (``kernels.shared_all_reduce``); flash encodes into the shared buffers and
-decodes out of them. Long tensors go in chunks that stay in the caches: an element's sum does not depend on the cut.
-``bytes_sent`` counts what the algorithm of that name sends, although nothing leaves the host.
+One-shot and two-shot are one kernel call each (``kernels.cpu.shared_all_reduce``). Flash encodes into the shared buffers and
+decodes out of them. Long tensors go in chunks that fit the caches; the chunk boundaries do not change an element's sum.
+``bytes_sent`` counts the bytes of the algorithm's formula, although nothing leaves the host.
 """
 
 from functools import partial
@@ -21,11 +21,11 @@ from tightwire.comm.transport.shared_turns import SharedTurns
 from tightwire.kernels.cpu.shared_all_reduce import DONE, call_word, one_shot, two_shot
 from tightwire.kernels.cpu.vector.simd import NUMBER_KIND
 
-_FLASH_CHUNK_ELEMS = 1 << 19  # as much per turn as amortizes the calls of a codec, and no more than the caches hold
+_FLASH_CHUNK_ELEMS = 1 << 19  # large enough to amortize the codec calls of a turn, small enough for the caches
 
 
 class SharedAllReduce:
-    """Takes the turns of ``turns``, between its messages."""
+    """Runs its AllReduces on ``turns``, which the transport's messages use too."""
 
     tells_coding = True
 
@@ -75,7 +75,7 @@ class SharedAllReduce:
         return result
 
     def _flash_chunk(self, x_N: Tensor, out_N: Tensor, call: int, reduce_codec: Codec, gather_codec: Codec) -> None:
-        """Two turns: encoded slices in the one, encoded sums in the other."""
+        """Run two turns: the first carries encoded slices, the second encoded sums."""
         turns, dtype, coding = self._turns, x_N.dtype, self._turns.ledger.coding
         lengths = self._flash_slices(x_N.numel(), reduce_codec, gather_codec)
         sizes = [reduce_codec.wire_bytes(length, dtype.itemsize) for length in lengths]
@@ -103,12 +103,12 @@ class SharedAllReduce:
                     gather_codec.decode(buffer[: gather_codec.wire_bytes(num, dtype.itemsize)], num, dtype, part)
 
     def _flash_slices(self, num_elems: int, reduce_codec: Codec, gather_codec: Codec) -> list[int]:
-        """Each rank's elements, in whole groups of both codecs, whose sizes are powers of two."""
+        """Elements of each rank's slice, in whole groups of both codecs (group sizes are powers of two)."""
         multiple = max(reduce_codec.group_elems, gather_codec.group_elems)
         return slice_lengths(num_elems, self._turns.world_size, multiple)
 
     def _flash_step(self, reduce_codec: Codec, gather_codec: Codec, dtype: torch.dtype) -> int:
-        """Elements of a chunk: whole groups for every rank, encoded no longer than a buffer."""
+        """Elements of a chunk: whole groups for every rank, whose encoding fits in a buffer."""
         world_size, capacity = self._turns.world_size, self._turns.board.chunk_bytes
         group_elems = max(reduce_codec.group_elems, gather_codec.group_elems, 64)
         group_bytes = max(codec.wire_bytes(group_elems, dtype.itemsize) for codec in (reduce_codec, gather_codec))

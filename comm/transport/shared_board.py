@@ -1,14 +1,14 @@
-"""The header of a shared segment: each rank shows its turn, its call and whether it still takes part.
+"""The header of a shared segment: each rank publishes its turn, its current call and whether it still takes part.
 
 A rank's part of the header, in words of 8 bytes (a cache line is 8 of them):
 
-    0        its turn, which it raises when it has written; others poll it
-    1, 2     what it calls, one word for even and one for odd turns: all must call alike (``kernels.shared_all_reduce``)
-    3, 4     the size of its message, the same way, where ranks do not know each other's
-    16, 17   its process id; whether and why it takes part no more
+    0        its turn, incremented after each write; other ranks poll it
+    1, 2     its call, one word for even and one for odd turns: all must match (``kernels.cpu.shared_all_reduce``)
+    3, 4     the size of its message, the same way, for calls where ranks do not know each other's sizes
+    16, 17   its process id; the reason why it stopped taking part, or 0
     32, 33   its latest collective: number, bytes; then, from word 34 to the end, the name
 
-All is plain memory, so a rank that is stopped, or dead, can still be read.
+The header is plain memory, so other ranks can read it when a rank is stopped or dead.
 """
 
 import mmap
@@ -26,10 +26,10 @@ from tightwire.kernels.cpu.shared_all_reduce import CALLS, ONE_SHOT, TURN, TWO_S
 from tightwire.kernels.cpu.vector.atomics import wake_on_time
 from tightwire.kernels.cpu.vector.simd import NUMBER_KIND
 
-# Why a rank takes part no more: it left, it failed for want of another, or the ranks called unlike collectives.
+# Why a rank stopped: it left, it failed because another rank failed, or the ranks called different collectives.
 LEFT, FAILED, MISMATCHED = 1, 2, 3
 
-# Operations of a call beside the kernels' own, and how messages speak of all.
+# Operations of a call beside the kernels' own, and the names of all in messages.
 FLASH, EXCHANGE, GATHER, SHIFT, BARRIER = range(3, 8)
 _OPERATIONS = {
     ONE_SHOT: "one-shot",
@@ -46,11 +46,11 @@ _SIZES, _PID, _CLOSED, _NUMBER, _NUM_BYTES, _NAME = 3, 16, 17, 32, 33, 34
 _RANK_WORDS = RANK_BYTES // 8
 _NAME_BYTES = RANK_BYTES - 8 * _NAME
 
-# A look at another rank's turn costs some 2 ns while it has not changed: a rank on a core of its own waits 10 us before it
-# makes system calls, and one that shares its core gives way at once.
+# Polling another rank's turn takes about 2 ns while it does not change. A rank with its own core polls for 10 us before it
+# makes system calls; a rank that shares its core yields at once.
 _NUM_SPINS = 5000
-_NUM_NAPS = 100  # some 15 us each, before a kernel returns to look at the clock and at the peers
-# What a fused kernel moves in a turn: two buffers of each size and the result stay in a core's second-level cache.
+_NUM_NAPS = 100  # about 15 us each, before a kernel returns to check the clock and the peers
+# Bytes that a fused kernel moves in a turn: two buffers of each size and the result fit in a core's second-level cache.
 _FUSED_CHUNK_BYTES = 256 << 10
 
 
@@ -58,7 +58,7 @@ class SharedBoard:
     """One rank's view of a segment.
 
     Raises:
-        ValueError: another rank of this number has signed in.
+            ValueError: another process has registered as this rank.
     """
 
     def __init__(self, fd: int, rank: int, world_size: int, ledger: Ledger) -> None:
@@ -89,7 +89,7 @@ class SharedBoard:
             num_naps=_NUM_NAPS,
             chunk_bytes=min(self.chunk_bytes, _FUSED_CHUNK_BYTES),
         )
-        self.table = self._table.data_ptr()  # what the kernels take
+        self.table = self._table.data_ptr()  # the kernels' argument
         self.announced_at = base + 8 * (self._own + _NUMBER)
         self._words[self._own + _PID] = os.getpid()
         wake_on_time()
@@ -102,11 +102,11 @@ class SharedBoard:
         return self._words[self._own + TURN]
 
     def chunk(self, peer: int, turn: int) -> Tensor:
-        """(chunk_bytes,) uint8: what ``peer`` writes in ``turn``."""
+        """(chunk_bytes,) uint8: the buffer that ``peer`` writes in ``turn``."""
         return self._chunks[peer][turn & 1]
 
     def call(self, peer: int, turn: int) -> int:
-        """What ``peer``, which has published ``turn``, called in it."""
+        """The call of ``peer`` in ``turn``, which it has published."""
         return self._words[peer * _RANK_WORDS + CALLS + (turn & 1)]
 
     def size(self, peer: int, turn: int) -> int:
@@ -116,7 +116,7 @@ class SharedBoard:
         self._words[self._own + _SIZES + (turn & 1)] = size
 
     def announce(self) -> None:
-        """Show the collective that the ledger says runs now. Cheap when it is shown already."""
+        """Publish the collective that the ledger reports as running. Cheap when it is already published."""
         begun = self._ledger.begun
         if begun is None or begun is self._announced:
             return
@@ -130,20 +130,20 @@ class SharedBoard:
             self._bytes[start : start + _NAME_BYTES] = _name_bytes(op, algorithm)
 
     def announcement(self, op: str, algorithm: str) -> Tensor:
-        """(N,) uint8: what a kernel may show in place of ``announce``, by copying it to ``announced_at``.
+        """(N,) uint8: the bytes that a kernel copies to ``announced_at`` in place of ``announce``.
 
-        Its first two words, the collective's number and bytes, are for the caller to fill in.
+        The caller fills in the first two words: the collective's number and bytes.
         """
         note = torch.zeros(RANK_BYTES - 8 * _NUMBER, dtype=torch.uint8)
         note[8 * (_NAME - _NUMBER) :] = torch.frombuffer(bytearray(_name_bytes(op, algorithm)), dtype=torch.uint8)
         return note
 
     def forget_announced(self) -> None:
-        """A kernel has shown others: the next ``announce`` shows all of its collective."""
+        """Make the next ``announce`` publish everything, because a kernel has published other collectives."""
         self._announced = self._announced_name = None
 
     def sign_out(self, reason: int) -> None:
-        """Tell the others that this rank comes no more; the first reason stays."""
+        """Tell the others that this rank stops taking part; the first reason stays."""
         if not self._words[self._own + _CLOSED]:
             self._words[self._own + _CLOSED] = reason
 
@@ -154,18 +154,18 @@ class SharedBoard:
         return bool(self.why_closed(peer)) or not _is_alive(self._words[peer * _RANK_WORDS + _PID])
 
     def absent(self) -> list[int]:
-        """Who has not published this rank's turn, at fault or merely slower."""
+        """The ranks that have not published this rank's turn: failed or slower."""
         turn = self.own_turn
         return [peer for peer in self.others if self.turn(peer) < turn]
 
     def odd_ones_out(self, turn: int) -> list[int]:
-        """The ranks that did not call in ``turn`` what most did; all that have come when there is no such majority."""
+        """The ranks whose call in ``turn`` differs from the majority's; all that have arrived when there is no majority."""
         came = [peer for peer in range(self.world_size) if self.turn(peer) >= turn]
         calls = {peer: (*self._latest(peer)[:2], self.call(peer, turn)) for peer in came}
         return unlike_most(calls)
 
     def calls(self, turn: int) -> str:
-        """``last_collectives`` with what each rank called in ``turn``."""
+        """``last_collectives`` with the call of each rank in ``turn``."""
         return "; ".join(
             f"rank {peer}: {self._describe(peer)}"
             + (f" ({_call_in_words(self.call(peer, turn))})" if self.turn(peer) >= turn else "")
@@ -202,7 +202,7 @@ def _call_in_words(word: int) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended but was not reaped does not."""
+    """Whether a process runs; False for one that has ended but was not reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except OSError:

@@ -1,20 +1,17 @@
-"""Ranks as processes of one host that share memory: no system call while all come in time.
+"""A transport for processes of one host that share memory: no system call while all ranks arrive in time.
 
-A rank copies its message into its own part of the segment and raises its turn; the others poll that number and copy the
+A rank copies its message into its own part of the segment and increments its turn; the others poll the turn and copy the
 message out. Two buffers alternate: a rank reuses one only when all others have published their next message, which they
-do after reading this one, so no second round of waiting is needed.
+do after reading this one, so one wait per turn is enough.
 
-Why that is enough: turn n is written over turn n - 2, after this rank has seen every other at n - 1; a rank publishes
-n - 1 after its reads of n - 2. A rank that reads turn n finds it whole, because its owner raises the number after the
-last byte. Numbers are stored with release and loaded with acquire order (``kernels.atomics``), in the thread that calls
-torch to move the bytes before the one and after the other, so that holds on ARM as on x86; when torch moves them with
-several threads, it has waited for those. Long messages take several turns, and all ranks take equally many: the largest
-size, which all know or are told in the first turn, decides.
+Correctness: turn n overwrites turn n - 2, after this rank has seen every other at n - 1; a rank publishes n - 1 after its
+reads of n - 2. A rank that reads turn n finds it complete, because its owner increments the turn after the last byte. Turns
+are stored with release and loaded with acquire order (``kernels.cpu.vector.atomics``), in the thread that calls torch to
+move the bytes, so this holds on ARM as on x86; torch waits for its own threads before it returns. Long messages take
+several turns, and all ranks take the same number: the largest size, which all know or read in the first turn, decides.
 
-The sums themselves are ``shared_all_reduce``'s, which take turns on the same board.
-
-A rank that waits spins, offers its core to others, then sleeps for moments, so more ranks than cores make progress. Every
-wait has a deadline, notices a peer that closed its group or died, and, where it ends well, that all have called alike.
+A rank that waits spins, yields its core, then sleeps briefly, so more ranks than cores make progress. Every wait has a
+deadline, detects a peer that closed its group or died, and checks that all ranks made the same call.
 """
 
 from collections.abc import Sequence
@@ -31,9 +28,9 @@ from tightwire.kernels.cpu.shared_all_reduce import call_word
 
 
 class SharedMemoryTransport(SharedTurns):
-    """One rank's end of a segment (``comm.transport.segment``). ``library`` does what only it can: its own all-reduce.
+    """One rank's end of a segment (``comm.transport.segment``). ``library`` runs its own all-reduce, for ``native``.
 
-    ``ledger``: the group's, for what errors tell.
+    ``ledger``: the group's, for error messages.
     """
 
     def __init__(
@@ -52,7 +49,7 @@ class SharedMemoryTransport(SharedTurns):
         self.fused: FusedAllReduce | None = SharedAllReduce(self)
         self._library = library
         self._others = self.board.others
-        library.barrier()  # all have signed in, and gloo's connections are made before the first collective
+        library.barrier()  # all ranks have registered, and gloo's connections exist before the first collective
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
         sizes = [part.numel() for part in slices]
@@ -100,7 +97,7 @@ class SharedMemoryTransport(SharedTurns):
             self._send([buf[start : start + step]], call, size=buf.numel())
             self._read(before, received[start : start + step], 0, call)
             if start == 0:
-                # Ranks may send unlike sizes, but all must publish equally often: the largest message decides.
+                # Ranks may send different sizes, but all must publish equally often: the largest message decides.
                 self.await_all(call)
                 turn = self.board.own_turn
                 largest = max(0, *(self.board.size(peer, turn) for peer in range(self.world_size))) - 1
@@ -132,9 +129,9 @@ class SharedMemoryTransport(SharedTurns):
         self._library.close()
 
     def _send(self, pieces: Sequence[Tensor], call: int, size: int = 0) -> None:
-        """Write the pieces one after the other into the next turn's buffer, then say that they are there.
+        """Write the pieces one after the other into the next turn's buffer, then publish the turn.
 
-        ``size``: that of the whole message, where ranks do not know each other's.
+        ``size``: of the whole message, for calls where ranks do not know each other's sizes.
         """
         chunk, offset = self.open_turn(), 0
         for piece in pieces:
@@ -145,7 +142,7 @@ class SharedMemoryTransport(SharedTurns):
         self.publish_turn(call)
 
     def _read(self, peer: int, target: Tensor, offset: int, call: int) -> None:
-        """Copy out what ``peer`` published this turn."""
+        """Copy out the bytes that ``peer`` published this turn."""
         self.await_one(peer, call)
         if size := target.numel():
             target.copy_(self.board.chunk(peer, self.board.own_turn)[offset : offset + size])

@@ -1,7 +1,7 @@
-"""One-shots over a segment that a kernel of the caller's makes by itself: ``KernelSums`` of ranks that share memory.
+"""One-shot sums that a caller's kernel runs by itself over a segment: ``KernelSums`` of ranks that share memory.
 
-``kernels.shared_sums`` is the kernel's side. Here is what Python has to do with them: the ledger's count and the bytes sent
-when all are made, and while one of them waits too long what a wait means anywhere on the board.
+``kernels.cpu.shared_sums`` is the kernel's side. This side counts in the ledger and in the bytes sent when all sums are done,
+and handles a sum that waits too long: deadlines, lost peers and mismatched calls.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from tightwire.kernels.cpu import shared_sums as place
 from tightwire.kernels.cpu.shared_all_reduce import DONE, one_shot
 from tightwire.kernels.cpu.vector.simd import NUMBER_KIND
 
-_OP, _ALGORITHM = "all_reduce", "one-shot"  # as the ledger knows them
+_OP, _ALGORITHM = "all_reduce", "one-shot"  # the ledger's names
 
 
 class SharedSums:
-    """Takes the turns of ``turns``, between its messages."""
+    """Runs its sums on ``turns``, which the transport's messages use too."""
 
     def __init__(self, turns: SharedTurns) -> None:
         self._turns = turns
@@ -30,7 +30,7 @@ class SharedSums:
         self._table = np.empty(0, dtype=np.int64)
         self._stamps_ns = np.empty((0, 2), dtype=np.int64)
         self._given: tuple[int, ...] = ()
-        self._tensors: tuple[Tensor, ...] = ()  # kept alive as long as the table has their addresses
+        self._tensors: tuple[Tensor, ...] = ()  # keeps alive the tensors whose addresses are in the table
 
     def begin(self, x: Tensor, out: Tensor, sites: Sequence[str]) -> int:
         turns, board, ledger = self._turns, self._turns.board, self._turns.ledger
@@ -40,7 +40,7 @@ class SharedSums:
         board.forget_announced()
         self._tensors = x, out
         self._given = board.table, x.data_ptr(), out.data_ptr(), x.numel(), NUMBER_KIND[x.dtype]
-        # New ones each time: a thread that ends a recording may still read the last.
+        # A new array each time: a thread that ends a recording may still read the last one.
         self._stamps_ns = stamps_ns = np.zeros((len(sites), 2), dtype=np.int64)
         values = {
             **dict(zip((place.BOARD, place.X, place.OUT, place.NUM_ELEMS, place.KIND), self._given, strict=True)),

@@ -1,6 +1,6 @@
-"""Taking turns on a board: opening, publishing and reading one, with every wait bounded, and what it means when one fails.
+"""Turns on a board: opens, publishes and reads one, with a deadline for every wait and errors that name the ranks at fault.
 
-The base of the transport over shared memory; the AllReduces that run in one kernel take their turns here too.
+``SharedTurns`` is the base of the shared-memory transport. AllReduces that run in one kernel use the same turns.
 """
 
 import time
@@ -19,15 +19,15 @@ from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.transport.shared_board import FAILED, LEFT, MISMATCHED, SharedBoard
 from tightwire.kernels.cpu.shared_all_reduce import DONE, MISMATCH, publish, wait_for, wait_for_all
 
-# How long a rank that saw an unlike call waits for the rest, to tell who is alone in what it called.
+# The longest wait after a mismatched call for the other ranks, to find the rank whose call differs.
 _GRACE_S = 1.0
 _GRACE_SHARE = 0.2
 
 
 class SharedTurns:
-    """One rank's turns. Whatever fails is a CommError, and the last thing that happens: messages may be half read.
+    """One rank's turns. Every failure raises CommError and ends the group, because messages may be half read.
 
-    ``ledger``: the group's; errors tell what it says runs now, and so do those of the other ranks.
+    ``ledger``: the group's; errors quote its running collective and those of the other ranks.
     """
 
     def __init__(self, fd: int, *, rank: int, world_size: int, timeout_s: float, ledger: Ledger) -> None:
@@ -38,7 +38,7 @@ class SharedTurns:
         self._failure: CommError | None = None
 
     def open_turn(self) -> Tensor:
-        """This rank's buffer of the next turn, when nobody reads it any more."""
+        """Return this rank's buffer of the next turn once no rank reads it any more."""
         self.check_open()
         board = self.board
         board.announce()
@@ -51,16 +51,16 @@ class SharedTurns:
         publish(self.board.table, self.board.own_turn + 1, call)
 
     def read_turn(self, call: int) -> list[Tensor]:
-        """The buffers of all ranks, when all have published this turn for the same call."""
+        """Return the buffers of all ranks once all have published this turn for the same call."""
         self.await_all(call)
         turn = self.board.own_turn
         return [self.board.chunk(peer, turn) for peer in range(self.world_size)]
 
     def run(self, kernel: Callable[[int], int], status: int) -> None:
-        """Call a kernel again, with the step it returned, until it is done; ``status`` is what it returned first.
+        """Call ``kernel`` again with the step it returned until it is done; ``status`` is its first result.
 
         Raises:
-            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: and closes the group.
+            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: the group is closed.
         """
         deadline = time.monotonic() + self._timeout_s
         while status != DONE:
@@ -76,7 +76,7 @@ class SharedTurns:
             raise self._failure
 
     def await_one(self, peer: int, call: int) -> None:
-        """Wait until ``peer`` has published this turn, of the same call."""
+        """Wait until ``peer`` has published this turn, for the same call."""
         board, turn = self.board, self.board.own_turn
         if not wait_for(board.table, peer, turn):
             self._persist(lambda: wait_for(board.table, peer, turn))
@@ -84,7 +84,7 @@ class SharedTurns:
             self.fail_by_mismatch()
 
     def await_all(self, call: int) -> None:
-        """Wait until all have published this turn, of the same call."""
+        """Wait until all ranks have published this turn, for the same call."""
         board, turn = self.board, self.board.own_turn
         if not wait_for_all(board.table, turn):
             self._persist(lambda: wait_for_all(board.table, turn))
@@ -92,29 +92,29 @@ class SharedTurns:
             self.fail_by_mismatch()
 
     def close(self) -> None:
-        """Tell the others, who fail at once if they wait for this rank. The memory goes with its last holder."""
+        """Tell the others, which fail at once if they wait for this rank. The memory is freed with its last user."""
         self.board.sign_out(LEFT if self._failure is None else FAILED)
         self._failure = self._failure or CommError(f"rank {self.rank}: this group is closed")
 
     def _persist(self, has_come: Callable[[], bool]) -> None:
-        """Wait on, with looks at the clock and the peers."""
+        """Wait until ``has_come``, checking the clock and the peers."""
         deadline = time.monotonic() + self._timeout_s
         while not has_come():
             self._look(deadline)
 
     def _look(self, deadline: float) -> None:
-        """Raise if a rank that has not come will not come any more, or another thread has closed this rank's end."""
+        """Raise if the deadline has passed, an absent rank is gone, or another thread has closed this rank's end."""
         self.check_open()
         board = self.board
         gone = [peer for peer in board.absent() if board.is_gone(peer)]
-        gone = [peer for peer in board.absent() if peer in gone]  # one may have come before it went
+        gone = [peer for peer in board.absent() if peer in gone]  # a peer may have published before it ended
         if gone:
             self._fail_without(gone)
         if time.monotonic() > deadline and (absent := board.absent()):
             self._fail(CollectiveTimeoutError, "missed", absent, f"waited {self._timeout_s:g} s")
 
     def _fail_without(self, gone: Sequence[int]) -> None:
-        """Blame those that died or left; when all who are gone failed themselves, whom they missed."""
+        """Blame the ranks that died or left; if all that are gone failed themselves, blame the ranks they waited for."""
         board = self.board
         if mismatched := [peer for peer in gone if board.why_closed(peer) == MISMATCHED]:
             self.fail_by_mismatch(min(board.turn(peer) for peer in mismatched))
@@ -127,7 +127,7 @@ class SharedTurns:
         self._fail(CollectiveTimeoutError, "missed", silent or failed, f"{name_ranks(gone)} gave up waiting")
 
     def fail_by_mismatch(self, turn: int | None = None) -> None:
-        """Two ranks called unlike collectives in ``turn`` (None: this rank's)."""
+        """Raise the error for different calls in ``turn`` (None: this rank's turn)."""
         board = self.board
         turn = board.own_turn if turn is None else turn
         deadline = time.monotonic() + min(_GRACE_S, _GRACE_SHARE * self._timeout_s)
@@ -142,7 +142,7 @@ class SharedTurns:
         raise self._failure
 
     def _fail(self, error: type[CommError], verb: str, ranks: Sequence[int], reason: str) -> None:
-        """The first error is the last: messages may have been half read, so the group is of no use any more."""
+        """Close the group and raise: messages may be half read, so the group cannot be used any more."""
         doing = self.ledger.current() or "a barrier"
         listing = self.board.last_collectives()
         self._failure = error(

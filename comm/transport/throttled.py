@@ -1,9 +1,8 @@
-"""A slower wire than the one there is, in user space: any transport behind a link of one's choosing.
+"""A transport that emulates a slower link in user space, on top of any other transport.
 
-For trying an algorithm as a slow link would run it, where the kernel cannot be asked to slow a real one
-(``comm.link.emulated_network``). A call hands its bytes over when the link would have delivered them. So times are right to
-about the accuracy of a sleep, tens of microseconds, plus what the transport below takes itself; of a real link's own
-behaviour, such as packets and full queues, nothing is in them.
+For running an algorithm at the speed of a slow link where the kernel cannot shape a real one
+(``comm.link.emulated_network``). A call passes its bytes on when the link would have delivered them. Times are accurate to
+about a sleep (tens of microseconds), plus the time of the transport below. Packets and queues are not modeled.
 """
 
 import os
@@ -15,27 +14,26 @@ from torch import Tensor
 from tightwire.comm.link.link import Link
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 
-# A sleep may end this much late; the rest of a wait is spent offering the core to others and looking at the clock.
+# A sleep may end this much late; the rest of a wait yields the core and polls the clock.
 _SLEEP_SLACK_S = 150e-6
 
 
 class ThrottledTransport:
-    """``transport`` with a ``link`` of its own from this rank to the others.
+    """``transport`` behind a ``link`` from this rank to the others.
 
-    Bytes leave one after the other: a call's bytes begin when the link is free, take bytes / rate, and arrive a latency
-    later. The messages of one call are under way at once, so a round costs one latency; the library's own all-reduce
-    counts as a ring's 2 (N-1) rounds. Only the sender's end is throttled, so a rank that sends nothing still waits for
-    what it receives.
+    The link sends bytes in sequence: a call's bytes start when the link is free, take bytes / rate, and arrive one latency
+    later. The messages of one call overlap, so a round costs one latency; the library's own all-reduce counts as a ring's
+    2 (N-1) rounds. Only the sender's end is throttled; a rank that sends nothing still waits for the bytes it receives.
 
-    The contract is the transport's: its results, its ``bytes_sent``, and its deadline, which begins when this rank's
-    bytes have arrived. ``fused`` is None, because a fused AllReduce would pass the link by.
+    Results, ``bytes_sent`` and the deadline are those of ``transport``; the deadline starts when this rank's bytes have
+    arrived. ``fused`` is None, because a fused AllReduce would bypass the link.
     """
 
     def __init__(self, transport: Transport, link: Link) -> None:
         self.rank, self.world_size = transport.rank, transport.world_size
         self.fused: FusedAllReduce | None = None
         self._transport, self._link = transport, link
-        self._free_at = 0.0  # when the link will have sent all that it was given
+        self._free_at = 0.0  # when the link has sent everything it was given
 
     @property
     def bytes_sent(self) -> int:
@@ -43,7 +41,7 @@ class ThrottledTransport:
 
     @property
     def description(self) -> str:
-        """What stands for this wire in tables and logs: says that it is not a real one."""
+        """The name of this link in tables and logs, which says that it is emulated."""
         return f"{type(self._transport).__name__} throttled in user space to {self._link.name}"
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:

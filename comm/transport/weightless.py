@@ -1,7 +1,6 @@
-"""A transport whose messages take no time: what remains of an algorithm is its computing.
+"""A transport whose messages take no time, for measuring an algorithm's encoding, adding and decoding alone.
 
-For measuring encoding, adding and decoding apart from any wire. The sums are wrong: what comes from another rank is this
-rank's own.
+The sums are wrong: a message from another rank holds this rank's own bytes.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from tightwire.comm.protocols import FusedAllReduce, Moved, nothing_told
 
 
 class WeightlessTransport:
-    """As ``Transport``, of one rank by itself; no other rank needs to be there."""
+    """A ``Transport`` of one rank alone; no other rank exists."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -46,5 +45,5 @@ class WeightlessTransport:
 
 
 def _sized(buf: Tensor, size: int) -> Tensor:
-    """``buf`` where it has ``size`` bytes, else zeros, which every codec decodes."""
+    """Return ``buf`` if it has ``size`` bytes, else zeros, which every codec decodes."""
     return buf if size == buf.numel() else torch.zeros(size, dtype=buf.dtype, device=buf.device)
