@@ -1,4 +1,4 @@
-"""Builds one rank's runner: weights, cache, layers, and the AllReduces it was given."""
+"""Builds one rank's runner from its weights, cache, layers and AllReduces."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +26,8 @@ from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.source import WeightSource
 
-# Share of the fetch timeout for retries of a read: its error must come before that of the pass that waits for the layer.
+# Share of the fetch timeout spent on retries of a read. The read must fail before the pass that waits for it times out,
+# because its error names the cause.
 _PATIENCE_SHARE = 0.75
 
 
@@ -38,7 +39,7 @@ class RankGroups:
         replica: the ranks that the model is split over.
         routes: their AllReduces; None for a replica of one rank.
         world: the ranks of all replicas; None: there is one replica.
-        peers: the ranks that hold the same shard, for partitioned weights; closed with the runner.
+        peers: the ranks that share this shard's partitioned weights; closed with the runner.
     """
 
     replica: Group
@@ -52,15 +53,15 @@ class RunnerOptions:
     """Sizes and modes of one rank's runner.
 
     Args:
-        dtype: of activations, cache, and weights that are not packed.
-        buffer_blocks: the cache is on the host, and the device holds this many blocks of two layers, the most that a step may
-            need; None: the cache is on the device.
-        formats: of weight matrices; default: all plain. A prepared folder has its own.
-        weight_plan: which layers are streamed, and from where.
-        fetch_timeout_s: longest time without a byte of a layer, of weights or of the cache.
-        overlap: on CPU, compute one half of a prefill step while the other half is summed.
-        most_rows: prefill steps with more rows go through each layer in several parts; None: in one.
-        graphs_up_to: on CUDA, decode steps of up to this many rows are captured as graphs; on all ranks together.
+        dtype: type of activations, cache and plain weights.
+        buffer_blocks: blocks of each of two layers on the device, with the cache on the host; the most that one step may
+            need. None: the whole cache is on the device.
+        formats: formats of weight matrices; default: all plain. Ignored for a prepared folder, which has its own.
+        weight_plan: layers to stream and their source.
+        fetch_timeout_s: longest wait for a layer's weights or cache without receiving a byte.
+        overlap: on CPU, compute one half of a prefill step while the ranks sum the other half.
+        most_rows: prefill steps with more rows are computed in parts; None: always in one part.
+        graphs_up_to: on CUDA, capture decode steps of up to this many rows as graphs; the same on all ranks.
     """
 
     dtype: torch.dtype
@@ -87,11 +88,11 @@ def build_runner(
     """Load this rank's weights onto its device and return the runner.
 
     Args:
-        source: a checkpoint, or a prepared folder that was cut as ``layout``.
+        source: a checkpoint, or a prepared folder with the split ``layout``.
         progress: called with the share of weight bytes loaded, 0 to 1.
     Raises:
         ValueError: the weight plan and the peers do not match.
-        ModelError: the checkpoint lacks a tensor or holds it in another shape.
+        ModelError: a tensor is missing or has another shape.
     """
     replica, world = groups.replica, groups.world
     shard, plan = layout.shards[replica.rank], options.weight_plan
@@ -101,7 +102,7 @@ def build_runner(
     model = Llama(config, parallel, weights, cache, options.max_model_len)
     graphs = None
     moving = bool(plan.streamed) or options.buffer_blocks is not None
-    if options.graphs_up_to and replica.device.type == "cuda" and not moving:  # a graph knows one address of a layer
+    if options.graphs_up_to and replica.device.type == "cuda" and not moving:  # a graph fixes each layer's address
         graphs = DecodeGraphs(
             model.forward,
             sizes=graph_sizes(options.graphs_up_to),

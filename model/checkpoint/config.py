@@ -1,4 +1,4 @@
-"""The sizes and constants of a Llama as one frozen value, read from and written to a Hugging Face config.json."""
+"""``LlamaConfig``: a Llama's sizes and constants, read from and written to a Hugging Face config.json."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from tightwire.model.checkpoint.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Stretching of rotary frequencies beyond the trained context.
+    """Scaling of rotary frequencies for contexts longer than the trained one.
 
-    ``kind``: ``none``, ``linear`` (positions divided by ``factor``) or ``llama3`` (long wavelengths divided, short
-    ones kept, a smooth ramp between; Llama 3.1 report).
+    ``kind``: ``none``; ``linear``: divide positions by ``factor``; ``llama3``: divide the frequencies of long wavelengths,
+    keep those of short ones, and interpolate between them (Llama 3.1 report).
     """
 
     kind: str = "none"
@@ -61,7 +61,7 @@ class LlamaConfig:
 
     @property
     def layer_matrix_elems(self) -> int:
-        """Numbers in the matrices of one layer."""
+        """Number of elements in the matrices of one layer."""
         attention = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return self.hidden_size * (attention + 3 * self.mlp_size)
 
@@ -75,12 +75,11 @@ def config_from_hf(
 ) -> LlamaConfig:
     """Read a config.json, and the generation_config.json beside it if there is one.
 
-    Missing keys have transformers' defaults. End tokens are those of both files, generation's first: instruct models often
-    name the end of a turn only there.
+    Missing keys get transformers' defaults. End tokens of both files apply, generation's first, because instruct models
+    often list the end-of-turn token only there.
 
     Raises:
-        ModelError: another architecture, rope kind or activation, a quantized checkpoint, or a size that is missing or
-            invalid; names what was found and what is supported.
+        ModelError: unsupported architecture, rope kind, activation or quantization, or a missing or invalid size.
     """
     try:
         return _config_from_hf(config, generation or {}, default_dtype)
@@ -156,7 +155,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
-    """Theta and scaling; both spellings: ``rope_theta`` + ``rope_scaling``, and transformers 5's ``rope_parameters``."""
+    """Return theta and scaling from ``rope_theta`` and ``rope_scaling``, or from transformers 5's ``rope_parameters``."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
@@ -184,7 +183,7 @@ def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
 
 
 def _ids(key: str, *values: int | Sequence[int] | None) -> tuple[int, ...]:
-    """All ids, in order, each once."""
+    """Return all ids in order, without duplicates."""
     ids: list[int] = []
     for value in values:
         ids += [value] if isinstance(value, int) else list(value or ())
@@ -194,7 +193,7 @@ def _ids(key: str, *values: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """The object of a config.json, which ``config_from_hf`` reads back as the same, and transformers opens."""
+    """Return the object of a config.json. ``config_from_hf`` reads it back unchanged, and transformers accepts it."""
     exported: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,21 +1,21 @@
-"""Errors of models. Every message says what was given and what works."""
+"""Exception classes of model loading and serving."""
 
 
 class ModelError(ValueError):
-    """The model cannot be opened or served: not found, damaged, or not supported."""
+    """The model is not found, damaged or not supported."""
 
 
 class ChatTemplateError(ValueError):
-    """These messages cannot be rendered: there is no chat template, or it refuses them."""
+    """The messages cannot be rendered: there is no chat template, or it rejects them."""
 
 
 class WeightsError(RuntimeError):
-    """A layer of a served model does not arrive, or is damaged; the pass cannot finish."""
+    """A layer's weights did not arrive in time or are damaged; the pass cannot finish."""
 
 
 class PrepareError(RuntimeError):
-    """A prepared folder could not be finished; nothing of it is left."""
+    """A prepared folder could not be completed; the partial folder was removed."""
 
 
 class CacheError(RuntimeError):
-    """Keys and values of a layer do not arrive from the host; the pass cannot finish."""
+    """A layer's keys and values did not arrive from the host in time; the pass cannot finish."""

@@ -28,12 +28,12 @@ _QUANTIZED = (
     GGMLQuantizationType.Q4_K,
     GGMLQuantizationType.Q6_K,
 )
-# Bytes that dequantization needs for a quantized byte, temporaries included; limits the size of a piece.
+# Bytes of memory that dequantization needs per quantized byte, temporaries included; limits the size of a piece.
 _DEQUANTIZED_GROWTH = 16
 
 
 class GgufReader:
-    """``CheckpointReader`` over one .gguf of architecture ``llama``; opening it checks the place of every tensor."""
+    """``CheckpointReader`` for one .gguf of architecture ``llama``. Opening it checks that every tensor is in the file."""
 
     def __init__(self, file: GgufFile, config: LlamaConfig) -> None:
         self._file = file
@@ -56,7 +56,7 @@ class GgufReader:
         tensor = self._tensor(name)
         kind = self._supported_type(tensor)
         own_blocks = out if isinstance(out, PackedMatrix) and out.format.name == kind.name else None
-        # llama.cpp interleaves the two halves of each query and key head; this is undone head by head.
+        # llama.cpp interleaves the two halves of each query and key head, which is undone one head at a time.
         unit = self._head_dim if ".q_proj." in name or ".k_proj." in name else 1
         aligned = range(rows.start // unit * unit, -(-rows.stop // unit) * unit)
         row_bytes = self._bytes_per_row(tensor)
@@ -74,7 +74,7 @@ class GgufReader:
                 store_rows(out, start, piece, name)
 
     def _read_rows(self, tensor: GgufTensor, rows: range, columns: range | None) -> Tensor:
-        """These rows (or numbers of a vector) in the file's own order."""
+        """Return these rows of a matrix, or elements of a vector, in the file's order."""
         kind = self._supported_type(tensor)
         if kind in _PLAIN:
             row_shape, dtype = tensor.shape[1:], _PLAIN[kind]
@@ -84,7 +84,7 @@ class GgufReader:
         return _dequantize(self._raw_rows(tensor, rows), kind, columns)
 
     def _read_blocks(self, tensor: GgufTensor, rows: range, columns: range | None) -> Tensor:
-        """The bytes of these rows, in the file's own order; columns are whole blocks."""
+        """Return the bytes of these rows in the file's order; ``columns`` must be whole blocks."""
         blocks = torch.from_numpy(self._raw_rows(tensor, rows))
         if columns is None:
             return blocks
@@ -120,7 +120,7 @@ class GgufReader:
     def _check_extent(self, tensor: GgufTensor) -> None:
         kind = _type_of(tensor)
         if kind is None:
-            return  # of unknown size; an error when it is read
+            return  # unknown size; reading it raises
         block_elems, block_bytes = GGML_QUANT_SIZES[kind]
         stop = tensor.offset + int(np.prod(tensor.shape)) // block_elems * block_bytes
         if stop > self._file.file.size:
@@ -138,7 +138,7 @@ def _type_of(tensor: GgufTensor) -> GGMLQuantizationType | None:
 
 
 def _dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, columns: range | None) -> Tensor:
-    """Numbers of these rows; only blocks with requested columns are decoded."""
+    """Dequantize rows; only blocks with requested columns are decoded."""
     if columns is None:
         return torch.from_numpy(dequantize(raw, kind))
     block_elems, block_bytes = GGML_QUANT_SIZES[kind]
@@ -149,6 +149,6 @@ def _dequantize(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, columns:
 
 
 def _undo_interleave(x: Tensor, head_dim: int) -> Tensor:
-    """Rows of whole heads from llama.cpp's order (x0 y0 x1 y1 ...) to Hugging Face's (x0 x1 ... y0 y1 ...)."""
+    """Reorder rows of whole heads from llama.cpp's x0 y0 x1 y1 ... to Hugging Face's x0 x1 ... y0 y1 ..."""
     pairs = x.view(-1, head_dim // 2, 2, *x.shape[1:])
     return pairs.transpose(1, 2).reshape(x.shape)

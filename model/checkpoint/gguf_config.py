@@ -12,8 +12,8 @@ from tightwire.model.checkpoint.gguf_file import GgufFile
 _DTYPE_OF_TYPE_ID = {
     0: "float32",
     1: "float16",
-}  # everything else, such as bf16 and quantized types, is served as bfloat16
-# Tokens that end a turn in known chat formats; older files list only the one that ends a document.
+}  # other types, such as bf16 and quantized ones, are served as bfloat16
+# End-of-turn tokens of known chat formats. Older files list only the end-of-document token.
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>")
 _ROPE_FREQS = "rope_freqs.weight"
 
@@ -22,7 +22,7 @@ def config_from_gguf(file: GgufFile) -> LlamaConfig:
     """Read sizes, rope and token ids.
 
     Raises:
-        ModelError: another architecture or rope kind, experts, layers of different sizes, or a size that is missing.
+        ModelError: unsupported architecture or rope kind, experts, layers of different sizes, or a missing size.
     """
     try:
         return _config_from_gguf(file)
@@ -76,7 +76,7 @@ def _size(file: GgufFile, key: str, default: int | None = None) -> int:
 
 
 def _vocab_size(file: GgufFile) -> int:
-    """The embedding's rows, because some files' own count omits the padding."""
+    """Return the embedding's number of rows, because some files' own count omits the padding."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
@@ -89,7 +89,7 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _shortest_float(value: float) -> float:
-    """The shortest decimal of a float32: 1e-5 reads as 9.999999747378752e-06."""
+    """Return the shortest decimal that rounds to this float32, such as 1e-5 for 9.999999747378752e-06."""
     return float(f"{value:.6g}")
 
 
@@ -109,7 +109,7 @@ def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
 
 
 def _rope_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
-    """From the keys, or from the per-frequency divisors that llama.cpp's converter stores for Llama 3.1 and later."""
+    """Read scaling from the keys, or from the frequency divisors that llama.cpp stores for Llama 3.1 and later."""
     kind = file.get("llama.rope.scaling.type")
     factor = float(file.get("llama.rope.scaling.factor", 0) or file.get("llama.rope.scale_linear", 0) or 1)
     if kind not in (None, "none", "linear"):
@@ -124,7 +124,7 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
 
 
 def _llama3_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
-    """Recover Llama 3's scaling: its largest divisor is the factor; the others must follow from the released values."""
+    """Recover Llama 3's scaling from its divisors: the largest is the factor, the others must match the released values."""
     tensor = file.tensors[_ROPE_FREQS]
     if tensor.type_id != 0 or tensor.shape != (head_dim // 2,):
         raise ModelError(f"{file.path}: {_ROPE_FREQS} has an unexpected type or shape {tensor.shape}")

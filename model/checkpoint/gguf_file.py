@@ -1,9 +1,9 @@
-"""The header of a .gguf file: metadata and the table of tensors; arrays are decoded on request.
+"""Parses the header of a .gguf file: metadata and the table of tensors.
 
-``gguf.GGUFReader`` builds numpy views of every token and merge of the vocabulary, two seconds for SmolLM2; every rank
-would pay that to read a few scalars. Here arrays are skipped until they are requested.
+Arrays are decoded only on request. ``gguf.GGUFReader`` decodes every token and merge of the vocabulary, which takes two
+seconds for SmolLM2 on every rank.
 
-Source: the format's description, ggml/docs/gguf.md of ggml-org; checked against ``gguf.GGUFReader`` in the tests.
+Source: ggml/docs/gguf.md of ggml-org; the tests compare with ``gguf.GGUFReader``.
 """
 
 import math
@@ -43,7 +43,7 @@ class _Array:
 
 
 class GgufFile:
-    """A parsed header, and the file behind it."""
+    """A .gguf file and its parsed header."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +68,7 @@ class GgufFile:
         return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A scalar, a string, or an array as a list; ``default`` when the key is absent."""
+        """Return a scalar, a string, or an array as a list; ``default`` if the key is absent."""
         value = self._values.get(key, default)
         return self._decode(value) if isinstance(value, _Array) else value
 

@@ -1,4 +1,4 @@
-"""Names and shapes of a Llama's tensors: Hugging Face's, which the whole program uses, and llama.cpp's in a GGUF."""
+"""Names and shapes of a Llama's tensors, in Hugging Face's form (used everywhere) and in GGUF's."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ _HF_LAYER = {gguf: hf for hf, gguf in _GGUF_LAYER.items()}
 
 
 def gguf_name(hf_name: str) -> str | None:
-    """``model.layers.3.mlp.up_proj.weight`` -> ``blk.3.ffn_up.weight``; None for a name llama.cpp does not know."""
+    """Return e.g. ``blk.3.ffn_up.weight`` for ``model.layers.3.mlp.up_proj.weight``; None if there is no such name."""
     if hf_name in _GGUF_OUTER:
         return _GGUF_OUTER[hf_name]
     head, _, kind = hf_name.rpartition(".")
@@ -38,7 +38,7 @@ def gguf_name(hf_name: str) -> str | None:
 
 
 def hf_name(gguf_name: str) -> str | None:
-    """``blk.3.ffn_up.weight`` -> ``model.layers.3.mlp.up_proj.weight``; None for what a Llama does not have."""
+    """Return e.g. ``model.layers.3.mlp.up_proj.weight`` for ``blk.3.ffn_up.weight``; None if there is no such name."""
     if gguf_name in _HF_OUTER:
         return _HF_OUTER[gguf_name]
     parts = gguf_name.split(".")
@@ -48,7 +48,7 @@ def hf_name(gguf_name: str) -> str | None:
 
 
 def expected_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor the model needs, with its shape before any split."""
+    """Yield every tensor that the model needs, with its unsplit shape."""
     hidden = config.hidden_size
     yield EMBEDDING, (config.vocab_size, hidden)
     for index in range(config.num_layers):
@@ -79,10 +79,10 @@ def _layer_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]
 
 
 def check_tensors(reader: CheckpointReader, config: LlamaConfig) -> None:
-    """Compare the files' tensors with the configuration; reads headers only.
+    """Check the files' tensors against the configuration; reads headers only.
 
     Raises:
-        ModelError: a tensor is missing, has another shape, or is stored in a type that cannot be read.
+        ModelError: a tensor is missing, has another shape, or has an unsupported type.
     """
     for name, want in expected_tensors(config):
         found = reader.shape(name)

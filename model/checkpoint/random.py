@@ -1,7 +1,6 @@
-"""Random weights without a file: each number is a hash of (seed, tensor name, row, column).
+"""Computes random weights: each number is a hash of (seed, tensor name, row, column).
 
-Any slice can be computed alone, on its device, with the same bits for every split: ranks of a benchmark hold parts of one
-model, and TP 1 equals TP N.
+Each rank computes any slice by itself, on its device. The bits do not depend on the split, so TP 1 equals TP N.
 """
 
 import math
@@ -17,7 +16,7 @@ from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.names import expected_tensors
 from tightwire.model.checkpoint.reader import growth_of, row_chunks, store_rows
 
-# Llama's own initialization, which keeps activations of any depth in range.
+# Llama's initialization, which keeps activations in range at any depth.
 _STD = 0.02
 _INT32 = 2**32
 
@@ -59,7 +58,7 @@ RANDOM_SHAPES: dict[str, LlamaConfig] = {
 
 
 class RandomReader:
-    """``CheckpointReader`` that computes its numbers: norms are 1, everything else is uniform with std 0.02."""
+    """``CheckpointReader`` of random weights: norms are 1, all other numbers are uniform with std 0.02."""
 
     def __init__(self, config: LlamaConfig, seed: int) -> None:
         self._shapes = dict(expected_tensors(config))
@@ -84,16 +83,16 @@ class RandomReader:
         key = zlib.crc32(name.encode()) ^ (self._seed * 0x9E3779B1 % _INT32)
         is_bias = len(shape) == 1  # computed as the first column of a matrix
         columns = columns or range(1 if is_bias else shape[-1])
-        # 8 bytes a number in the estimate: the hash and its float copy exist together.
+        # 8 bytes per number, because the hash and its float copy exist at the same time.
         for chunk in row_chunks(rows, 8 * len(columns) * max(growth_of(out), 1 if out.device.type == "cuda" else 4)):
             piece = _uniform(key, chunk, columns, out.device)
             store_rows(out, chunk.start - rows.start, piece.squeeze(1) if is_bias else piece, name)
 
 
 def _uniform(key: int, rows: range, columns: range, device: torch.device) -> Tensor:
-    """(rows, columns) float32 in +-sqrt(3) std. All steps but the last two are exact integers on every device."""
+    """Return (rows, columns) float32 in +-sqrt(3) std. All steps but the last two are exact integer operations."""
     row_R = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device)
-    # Rows start far apart: 64-bit products, folded to the 32 bits that the mixing below works on.
+    # The 64-bit product gives each row a distant start; it is reduced to the 32 bits that ``_mix`` takes.
     row_R1 = _mix(_as_int32(row_R * 0x85EBCA6B + key)).unsqueeze(1)
     column_C = _as_int32(torch.arange(columns.start, columns.stop, dtype=torch.int64, device=device) * 0x9E3779B1)
     bits_RC = _mix(row_R1 + column_C)
@@ -102,14 +101,14 @@ def _uniform(key: int, rows: range, columns: range, device: torch.device) -> Ten
 
 
 def _as_int32(x: Tensor) -> Tensor:
-    """The low 32 bits, as a signed number."""
+    """Return the low 32 bits as a signed integer."""
     return ((x + 2**31) % _INT32 - 2**31).to(torch.int32)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Bijective 32-bit mixing, in place. Source: "lowbias32" of Chris Wellons' hash-prospector."""
+    """Mix 32 bits bijectively, in place. Source: "lowbias32" of Chris Wellons' hash-prospector."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - _INT32), (16, 1)):
-        # torch shifts signed numbers with their sign; the mask makes it the logical shift of the original.
+        # torch's right shift of signed integers is arithmetic; the mask makes it logical.
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1))
         if factor != 1:
             x.mul_(factor)

@@ -1,6 +1,6 @@
-"""Reads parts of a checkpoint's named tensors: the protocol of all formats, and what their readers share.
+"""The ``CheckpointReader`` protocol, and functions that the readers of all formats share.
 
-Files are read, not mapped: weights are used once and in order, where a page fault per page costs several times a read.
+Files are read, not mapped: weights are read once and in order, and a page fault per page costs several times a read.
 """
 
 import mmap
@@ -18,14 +18,14 @@ from torch import Tensor
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, quantize
 from tightwire.model.checkpoint.errors import ModelError
 
-# Bytes per piece: large enough that Python's share of a copy vanishes, small next to any rank's weights.
+# Bytes per piece: large enough to make Python's overhead negligible, small compared with any rank's weights.
 CHUNK_BYTES = 8 << 20
 
 
 class CheckpointReader(Protocol):
-    """Reads parts of named tensors of one checkpoint; names are Hugging Face's (``model.layers.0.mlp.up_proj.weight``).
+    """Reads parts of one checkpoint's tensors by Hugging Face name, such as ``model.layers.0.mlp.up_proj.weight``.
 
-    Only the requested rows and columns are read into memory, so a rank's peak stays near its share.
+    Only the requested rows and columns are read, so a rank's peak memory stays close to its share.
     """
 
     def names(self) -> Iterator[str]: ...
@@ -33,26 +33,26 @@ class CheckpointReader(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def stored_as(self, name: str) -> str:
-        """The type of its numbers by GGUF's name, such as F32 or Q4_1; ``random`` for random weights."""
+        """GGUF's name of the tensor's type, such as F32 or Q4_1; ``random`` for random weights."""
         ...
 
     def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
-        """Copy ``tensor[rows][:, columns]`` (or ``vector[rows]``) into ``out``, converting to its dtype.
+        """Copy ``tensor[rows][:, columns]`` (or ``vector[rows]``) into ``out``, converted to its dtype.
 
-        Blocks that already have the format of a packed ``out`` are copied unchanged (columns are whole groups); any other
-        numbers are quantized.
+        With a packed ``out``, columns are whole groups: blocks already in its format are copied unchanged, other numbers
+        are quantized.
 
         Raises:
-            ModelError: numbers that cannot be quantized.
+            ModelError: the numbers cannot be quantized.
         """
         ...
 
 
 def store_rows(out: Matrix, start: int, piece: Tensor, name: str) -> None:
-    """``piece`` as the rows of ``out`` from ``start`` on: converted to its dtype, or quantized.
+    """Store ``piece`` as the rows of ``out`` from ``start`` on, converted to its dtype or quantized.
 
     Raises:
-        ModelError: numbers that cannot be quantized.
+        ModelError: the numbers cannot be quantized.
     """
     if isinstance(out, Tensor):
         out[start : start + len(piece)].copy_(piece)
@@ -65,28 +65,28 @@ def store_rows(out: Matrix, start: int, piece: Tensor, name: str) -> None:
 
 
 def growth_of(out: Matrix) -> int:
-    """Memory that a byte of 16-bit numbers takes on its way into ``out``, as a factor; readers limit their pieces by it."""
-    return 16 if isinstance(out, PackedMatrix) else 1  # float32, and temporaries of quantizing
+    """Return the temporary memory per byte of 16-bit numbers stored in ``out``; limits the size of a reader's pieces."""
+    return 16 if isinstance(out, PackedMatrix) else 1  # a float32 copy, and temporaries of the quantization
 
 
 class WeightFile:
-    """Slices of a file's bytes, without a second copy of the weights. Threads may read at the same time."""
+    """Reads slices of a file's bytes. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         self.path = path
         with path.open("rb") as file:
             self.size = path.stat().st_size
-            # For the header, which is parsed in place.
+            # Only the header is read through the map.
             self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
             self._fd = os.dup(file.fileno())
         self._scratch = threading.local()
 
     def rows(self, offset: int, num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
-        """(rows, bytes), read into memory that this thread's next ``rows`` reuses.
+        """Return (rows, bytes), in memory that this thread's next call of ``rows`` overwrites.
 
         Raises:
             ModelError: the file ends too early, or cannot be read.
@@ -99,7 +99,7 @@ class WeightFile:
         return room[:num_bytes].reshape(num_rows, row_bytes)
 
     def read_into(self, out_B: npt.NDArray[np.uint8], offset: int) -> None:
-        """Fill ``out_B``, contiguous, with the bytes from ``offset`` on.
+        """Fill the contiguous ``out_B`` with the bytes from ``offset`` on.
 
         Raises:
             ModelError: the file ends too early, or cannot be read.
@@ -117,7 +117,7 @@ class WeightFile:
             done += got
 
     def numbers(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """``rows`` as a tensor of numbers."""
+        """Read a tensor with ``rows``."""
         row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
         return torch.from_numpy(self.rows(offset, shape[0], row_bytes)).view(-1).view(dtype).view(shape)
 
@@ -127,7 +127,7 @@ class WeightFile:
 
 
 def row_chunks(rows: range, row_bytes: int, *, multiple_of: int = 1) -> Iterator[range]:
-    """Cut ``rows`` into pieces of about ``CHUNK_BYTES``, each but the last a multiple of ``multiple_of`` rows."""
+    """Yield pieces of ``rows`` of about ``CHUNK_BYTES``; all but the last have a multiple of ``multiple_of`` rows."""
     step = max(1, CHUNK_BYTES // max(1, row_bytes) // multiple_of) * multiple_of
     for start in range(rows.start, rows.stop, step):
         yield range(start, min(start + step, rows.stop))

@@ -1,7 +1,7 @@
 """Reads slices of tensors from one or several .safetensors files.
 
-The header is parsed here rather than by the safetensors library: every size is checked against the file first, so a truncated
-download is reported in the first second instead of in the middle of a load.
+The header is parsed here, not by the safetensors library, to check every size against the file before any weights are
+read. A truncated download is then reported at once.
 """
 
 import json
@@ -21,7 +21,7 @@ from tightwire.model.checkpoint.reader import WeightFile, growth_of, row_chunks,
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # limit of the format
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class _Entry:
 
 
 class SafetensorsReader:
-    """``CheckpointReader`` over a Hugging Face folder; opens every file of the index and checks its size."""
+    """``CheckpointReader`` for a Hugging Face folder. Opens every file of the index and checks its size."""
 
     def __init__(self, folder: Path) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -48,7 +48,7 @@ class SafetensorsReader:
         return self._entry(name).shape
 
     def dtype_name(self, name: str) -> str:
-        """The file's type: ``float32``, ``bfloat16``, ``float16`` or ``float64``."""
+        """The tensor's type in the file: ``float32``, ``bfloat16``, ``float16`` or ``float64``."""
         return str(_DTYPES[self._entry(name).dtype]).removeprefix("torch.")
 
     def stored_as(self, name: str) -> str:
@@ -82,7 +82,7 @@ class SafetensorsReader:
 def _takes_as_stored(
     out: Matrix, dtype: torch.dtype, shape: tuple[int, ...], columns: range | None
 ) -> TypeGuard[Tensor]:
-    """True when whole rows can be read directly into ``out``, without conversion."""
+    """Return True if whole rows can be read directly into ``out``, without conversion."""
     return (
         isinstance(out, Tensor)
         and out.dtype == dtype
@@ -94,7 +94,7 @@ def _takes_as_stored(
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of the index, or the single file."""
+    """Return the files of the index, or the single file."""
     if (index := folder / _INDEX).is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -112,7 +112,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; a ModelError that names the file otherwise."""
+    """Return the JSON object in ``path``; raises a ModelError that names the file."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -148,7 +148,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 
 def _entry(path: Path, file: WeightFile, data_start: int, name: str, info: dict[str, Any]) -> _Entry:
-    """One entry of the header; its size is checked against its shape."""
+    """Return one entry of the header after checking its size against its shape."""
     begin, end = info["data_offsets"]
     entry = _Entry(file, info["dtype"], tuple(info["shape"]), data_start + begin)
     if entry.dtype in _DTYPES and (begin < 0 or end - begin != math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize):

@@ -1,7 +1,7 @@
-"""Makes a folder that appears complete or not at all: it is filled under a temporary name and renamed at the end.
+"""Creates a folder atomically: it is filled under a temporary name and renamed at the end.
 
-The temporary name is ``NAME.partial-PID``, and the process holds a lock on it, which the system releases when the process
-ends. A leftover of a killed process is recognized by its name and its free lock, and the next process removes it.
+The temporary name is ``NAME.partial-PID``, and the process holds a lock on the folder. The system releases the lock when
+the process ends, so the next process recognizes and removes the leftover of a killed one.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def is_partial(folder: Path) -> bool:
-    """True when the name is that of an unfinished folder."""
+    """Return True if the folder's name is a temporary one."""
     return re.search(re.escape(_PARTIAL) + r"\d+(-old)?$", folder.name) is not None
 
 
@@ -32,14 +32,14 @@ def is_partial(folder: Path) -> bool:
 def whole_folder(
     out: Path, *, check_replaced: Callable[[Path], object], say: Callable[[str], object] = lambda line: None
 ) -> Iterator[Path]:
-    """Yield an empty folder to fill. At the end of the block it is on the disk as ``out``; after an exception it is gone.
+    """Yield an empty folder to fill. The end of the block syncs and renames it to ``out``; an exception removes it.
 
     Args:
-        check_replaced: called with ``out`` when it exists and is not empty; raises if it must stay.
-        say: gets a line about each leftover that was removed.
+        check_replaced: called with ``out`` if it exists and is not empty; raises if it must not be replaced.
+        say: called with a line about each leftover that was removed.
     Raises:
-        ModelError: ``out`` cannot be made here, or another process is making it.
-        OSError: of the disk.
+        ModelError: ``out`` cannot be created here, or another process is creating it.
+        OSError: the disk failed.
     """
     out = Path(os.path.realpath(out))
     check_place(out, check_replaced)
@@ -49,7 +49,7 @@ def whole_folder(
         yield partial
         for path in [*partial.iterdir(), partial]:
             _sync(path)
-        check_place(out, check_replaced)  # it may have changed since
+        check_place(out, check_replaced)  # it may have changed in the meantime
         _put(partial, out)
         _sync(out.parent)
     finally:
@@ -60,7 +60,7 @@ def whole_folder(
 def check_place(out: Path, check_replaced: Callable[[Path], object]) -> None:
     """
     Raises:
-        ModelError: ``whole_folder`` cannot make ``out`` here.
+        ModelError: ``whole_folder`` cannot create ``out`` here.
     """
     if not out.parent.is_dir():
         raise ModelError(f"{out}: there is no folder {out.parent}; make it first")
@@ -82,7 +82,7 @@ def _remove_leftovers(out: Path, say: Callable[[str], object]) -> None:
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
-            continue  # gone meanwhile, or not ours
+            continue  # already removed, or not accessible
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -97,7 +97,7 @@ def _remove_leftovers(out: Path, say: Callable[[str], object]) -> None:
 
 
 def _make_locked(partial: Path) -> tuple[Path, int]:
-    """Make and lock the folder. Another process may remove it as a leftover before it is locked; then try again."""
+    """Create and lock the folder. Try again if another process removes it as a leftover before it is locked."""
     while True:
         partial.mkdir()
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
@@ -109,7 +109,7 @@ def _make_locked(partial: Path) -> tuple[Path, int]:
 
 
 def _put(partial: Path, out: Path) -> None:
-    """Rename ``partial`` to ``out``. An old ``out`` is at ``partial`` afterwards, or gone."""
+    """Rename ``partial`` to ``out``. Afterwards an old ``out`` is at ``partial`` or removed."""
     try:
         partial.rename(out)
         return
@@ -121,7 +121,7 @@ def _put(partial: Path, out: Path) -> None:
         return
     if (code := ctypes.get_errno()) not in _NO_EXCHANGE:
         raise OSError(code, os.strerror(code), str(out))
-    old = partial.with_name(partial.name + "-old")  # for file systems that cannot exchange names
+    old = partial.with_name(partial.name + "-old")  # the file system cannot exchange names
     out.rename(old)
     try:
         partial.rename(out)
