@@ -1,1 +1,1 @@
-"""Offline training on the same comm layer as the server. Start with ``run.run``."""
+"""Training on the same comm layer as the server. Start with ``run.run``."""

@@ -1,4 +1,4 @@
-"""The verb ``train``: arguments in, exit code out; torch is imported when the configuration is known to be right."""
+"""The command line of ``tightwire train``. It imports torch only after the configuration is checked."""
 
 import argparse
 import importlib
@@ -16,9 +16,11 @@ _SIGTERM_CODE = 128 + signal.SIGTERM
 
 
 def train(argv: Sequence[str]) -> int:
-    """``tightwire train``: 0 when all is done, and after Ctrl-C, which saves; 143 after SIGTERM, which saves too.
+    """Run ``tightwire train`` and return the exit code.
 
-    1 when the run failed, 2 when it was refused.
+    Returns:
+        0 after the last step or Ctrl-C, 143 after SIGTERM (both signals save a checkpoint), 1 if the run failed, 2 if
+        the configuration was refused.
     """
     args = _make_parser().parse_intermixed_args(argv)
     if args.keys:

@@ -1,1 +1,1 @@
-"""The configuration of a run: YAML in, checked values out, without importing torch. Start with ``tree``."""
+"""Reads and checks a run's configuration without importing torch. Start with ``tree``."""

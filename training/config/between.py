@@ -1,6 +1,6 @@
-"""What may stand in the slot between replicas, one class for each way of adding gradients there; ``kind`` says which.
+"""Options for the sum of gradients between replicas, one class per method; ``kind`` selects the class.
 
-These are the slots' own options too: ``between.make`` makes of each what it is of.
+``training.between.make`` builds the slot from these options.
 """
 
 from typing import Annotated, Literal
@@ -17,10 +17,10 @@ class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def check_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Any goes, unless a subclass says otherwise.
+        """Accept any optimizer; subclasses restrict it.
 
         Raises:
-            ValueError: the slot does what ``optimizer`` is told to do as well.
+            ValueError: the slot does not work with ``optimizer``, or both would do the same work.
         """
 
 
@@ -53,7 +53,10 @@ class SparseOptions(_Options):
     )
 
     def sparsity_at(self, step: int) -> float | None:
-        """Of ``step``, counted from 0; None: dense. ``rampup_step`` steps are cut into equal spans, the last one goes on."""
+        """The sparsity at ``step``, counted from 0; None: dense.
+
+        Each sparsity applies for an equal span of the ``rampup_step`` steps; the last one applies from then on.
+        """
         if step < self.rampup_begin_step:
             return None
         span = (step - self.rampup_begin_step) * len(self.sparsity) // self.rampup_step

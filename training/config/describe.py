@@ -1,4 +1,4 @@
-"""Every key of the configuration with its default and what it is for, as text."""
+"""Lists every configuration key with its default and description, as text."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,11 +1,11 @@
-"""Which optimizer, and what it is told. Knows torch's optimizers by name only, so that reading a file imports no torch."""
+"""The optimizer's options. Names torch's optimizers as text, so that reading a configuration does not import torch."""
 
 import math
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
-# An optimizer here sees flat pieces of many matrices, cut where the ranks' shards end.
+# An optimizer here sees flat shards, each with parts of many matrices.
 _REFUSED = {
     "Muon": "it turns whole matrices",
     "Adafactor": "it scales by rows and columns of whole matrices",

@@ -1,4 +1,4 @@
-"""A YAML file and ``key=value`` overrides to a ``TrainConfig``; everything that is wrong with them is said at once."""
+"""Reads a ``TrainConfig`` from a YAML file and ``key=value`` overrides. One error lists all invalid values."""
 
 import difflib
 import re
@@ -15,14 +15,14 @@ EXAMPLES = Path(__file__).parent / "examples"
 
 
 class ConfigError(ValueError):
-    """The file, an override or a value cannot be used; the text says what and what to write instead."""
+    """The file, an override or a value is invalid; the message says what to change."""
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read ``path`` (or the example of that name) and lay ``a.b=value`` over it; values are YAML: ``[1, 2]``, ``null``.
+    """Read ``path`` (or the example of that name) and apply overrides ``a.b=value``. Values are YAML: ``[1, 2]``, ``null``.
 
     Raises:
-        ConfigError: with one line for each thing that is wrong.
+        ConfigError: with one line for each invalid key or value.
     """
     values = _read_yaml(_find(path))
     for override in overrides:
@@ -34,7 +34,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def to_values(config: TrainConfig) -> dict[str, Any]:
-    """The whole tree as plain values, defaults included."""
+    """The configuration as plain values, with defaults."""
     return config.model_dump(mode="json")
 
 
@@ -63,7 +63,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-8, which has no point, for a text; everybody else for a number, and so does YAML 1.2."""
+    """Reads 1e-8 as a number, as YAML 1.2 does. YAML 1.1 reads it as text, because it has no decimal point."""
 
 
 _Loader.add_implicit_resolver(
@@ -74,7 +74,7 @@ _Loader.add_implicit_resolver(
 def _check_ends(node: Any, above: tuple[Any, ...]) -> None:
     """
     Raises:
-        yaml.YAMLError: an alias names what it lies in, so there would be no end to it.
+        yaml.YAMLError: an alias names a node that contains it, which makes the tree infinite.
     """
     if node in above:
         raise yaml.YAMLError(f"an alias names what it lies in itself{node.start_mark}")
@@ -125,14 +125,14 @@ def _lines(error: ValidationError) -> Iterator[str]:
 
 
 def _place(loc: Sequence[int | str]) -> Iterator[str]:
-    """The keys of a file. Pydantic names the member of a union after it, and ``between`` is the one union of sections."""
+    """Drop the union member that pydantic adds after ``between``, the only union of sections; the file has no such key."""
     return (str(part) for before, part in zip(["", *loc], loc, strict=False) if before != "between")
 
 
 def _nearest(name: str) -> str:
     known = list(_keys(TrainConfig))
     found = difflib.get_close_matches(name, known, n=1)
-    if not found:  # a key in the wrong section
+    if not found:  # the key may be in the wrong section
         found = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]][:1]
     return f"; did you mean {found[0]}?" if found else ""
 

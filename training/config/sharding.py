@@ -1,6 +1,6 @@
-"""The shardings of weights, gradients and optimizer state, by name.
+"""Defines how each sharding splits weights, gradients and optimizer state.
 
-A unit is cut over the ranks of a *shard group*; the ranks that hold the same shard are a *replica group*.
+The ranks of a *shard group* hold different shards of a unit; the ranks of a *replica group* hold the same shard.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 
 class GroupShape(NamedTuple):
-    """Of a shard group: its nodes, 1 where it is inside one, and its ranks on each."""
+    """The number of nodes of a shard group and its ranks per node."""
 
     num_nodes: int
     per_node: int
@@ -20,10 +20,11 @@ class GroupShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """``shard_over``: the ranks that a unit is cut over. ``keep_weights``: whole weights stay from step to step.
+    """How one sharding splits the units.
 
-    ``reduce_when``: ``step`` keeps whole gradients over the micro-batches and sums them over ranks once, ``backward`` sums
-    a block's as soon as its backward has ended, in each micro-batch, and keeps shards.
+    ``shard_over``: the ranks that hold shards of a unit. ``keep_weights``: whole weights stay between steps.
+    ``reduce_when``: ``step`` accumulates whole gradients over the micro-batches and sums them over ranks once; ``backward``
+    sums a block's gradients after its backward in each micro-batch and keeps only shards.
     """
 
     name: str
@@ -57,7 +58,7 @@ SHARDINGS = {
 def parse_sharding(name: str) -> Sharding:
     """
     Raises:
-        ValueError: no such sharding; says which there are.
+        ValueError: there is no such sharding; the message lists all names.
     """
     if name not in SHARDINGS:
         raise ValueError(f"unknown sharding {name!r}; choose one of {', '.join(SHARDINGS)}")

@@ -1,6 +1,6 @@
-"""Everything that a training run is told, as one tree of values that refuse what they do not know.
+"""The configuration of a training run as a tree of checked values. Unknown keys are errors.
 
-A YAML file has the same shape; ``read_config`` makes one of the other. A field's description is its help.
+A YAML file has the same structure; ``read_config`` reads it. ``tightwire train --keys`` prints the field descriptions.
 """
 
 from typing import Annotated, Any, Literal
@@ -12,8 +12,8 @@ from tightwire.training.config.optimizer import OptimizerConfig
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=0)]
-Size = Annotated[int, Field(gt=0, strict=True)]  # `true` is no size
-BYTES = "bytes"  # the tokenizer that needs no file
+Size = Annotated[int, Field(gt=0, strict=True)]  # strict rejects `true`
+BYTES = "bytes"  # the byte tokenizer, which needs no file
 BPE = "bpe:"
 
 
@@ -107,7 +107,7 @@ class BatchConfig(Section):
         """Micro-batches a step on each of ``world_size`` ranks.
 
         Raises:
-            ValueError: they do not come out even.
+            ValueError: the sequences do not divide evenly.
         """
         at_once = self.micro_sequences * world_size
         if self.sequences % at_once:
@@ -243,7 +243,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _dgc_clips(cls, values: Any) -> Any:
-        """The default of ``optimizer.clip_norm`` is not for DGC, which clips where its gradients are."""
+        """Change the default of ``optimizer.clip_norm`` to null with DGC, which clips local gradients itself."""
         match values:
             case {"parallel": {"between": {"kind": "dgc"}}, "optimizer": {**optimizer}} if "clip_norm" not in optimizer:
                 return {**values, "optimizer": {**optimizer, "clip_norm": None}}

@@ -1,7 +1,7 @@
 """Measures activation memory by running forward and backward on the meta device.
 
-The model runs in the engine's own hooks, so gates, recomputing and frozen parameters are what they will be; weights and
-gradient buffers are not counted, which ``training.engine.memory`` has.
+The model runs with the engine's own hooks, so recomputation and frozen parameters count as in a run. Weights and gradient
+buffers are not counted; ``training.engine.memory`` computes them.
 """
 
 from typing import Any, NamedTuple
@@ -20,13 +20,14 @@ from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import build_model
 
 _META = torch.device("meta")
-_ATTENTION = "tightwire-meta"  # as transformers is to know the stand-in
+_ATTENTION = "tightwire-meta"  # the name that transformers knows our attention by
 
 
 class Activations(NamedTuple):
-    """Bytes at the most of one micro-batch on one rank, gradients on their way through the model included.
+    """Peak bytes of one micro-batch on one rank, with gradients of activations.
 
-    ``reducing``: from when backward has handed over the first block's gradients, which ranks sum from then on.
+    ``most``: over the whole micro-batch. ``reducing``: after backward has produced the first block's gradients, when ranks
+    begin to sum them.
     """
 
     most: int
@@ -41,8 +42,8 @@ def activation_bytes(
     sequence_tokens: int,
     frozen: tuple[str, ...] = (),
 ) -> Activations:
-    """Kernels' own working memory is not known. Cost: some milliseconds a block."""
-    # On the meta device torch would take its plain attention, which keeps all scores; real devices have fused ones.
+    """Measure one micro-batch, without the kernels' own working memory. Cost: a few milliseconds per block."""
+    # On the meta device torch uses plain attention, which keeps all scores; real devices use fused kernels.
     AttentionInterface.register(_ATTENTION, _attention)
     model: Any = build_model(config, device=_META, frozen=frozen)
     model.loss_function = next_token_loss
@@ -61,7 +62,7 @@ def activation_bytes(
 
 
 class _Weights:
-    """Stand for ``engine.weights.Weights``: always there."""
+    """Replaces ``engine.weights.Weights``: every weight is always present."""
 
     def __init__(self, plan: UnitPlan, dtype: torch.dtype) -> None:
         self._views = {
@@ -82,10 +83,10 @@ class _Weights:
 
 
 class _Gradients:
-    """Stand for ``engine.gradients.Gradients``: take what comes into buffers that are not counted."""
+    """Replaces ``engine.gradients.Gradients``: gradients are not stored, so their buffers are not counted."""
 
     def __init__(self, live: LiveBytes) -> None:
-        self.most_before = 0  # a block's gradients were complete
+        self.most_before = 0  # peak until the first block's gradients were complete
         self._live = live
 
     def begin(self, unit: Unit, last: bool) -> None:
@@ -101,7 +102,7 @@ class _Gradients:
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps what fused kernels keep: queries, keys, values, the result, and one number for each query and head."""
+    """Saves what fused kernels save for backward: queries, keys, values, the result, one number per query and head."""
 
     @staticmethod
     def forward(ctx: Any, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Computes operations per token and the device's peak rate, for MFU.
 
-Source: PaLM, appendix B (arXiv 2204.02311): 6 N + 12 L H E S a token, where N counts the parameters of matrix products,
-attention is counted as if nothing were masked, and recomputed activations are not counted.
+Source: PaLM, appendix B (arXiv 2204.02311): 6 N + 12 L H E S operations per token. N is the number of parameters in matrix
+products. Attention counts without a mask; recomputation does not count.
 """
 
 import time
@@ -10,7 +10,7 @@ import torch
 
 from tightwire.model.checkpoint.config import LlamaConfig
 
-_BFLOAT16_TFLOPS = {  # dense, as the vendor states them; by a part of the device's name, the longest that fits
+_BFLOAT16_TFLOPS = {  # vendor's dense rates; the longest key that is part of the device's name applies
     "A100": 312.0,
     "A10G": 70.0,
     "A30": 165.0,
@@ -27,20 +27,19 @@ _SIDE, _TRIES = 1024, 8
 
 
 def flops_per_token(config: LlamaConfig, sequence_tokens: int) -> int:
-    """Forward and backward."""
+    """Operations per token of forward and backward."""
     width = config.num_heads * config.head_dim
     attention = config.hidden_size * (2 * width + 2 * config.num_kv_heads * config.head_dim)
     products = config.num_layers * (attention + 3 * config.hidden_size * config.mlp_size)
-    products += (
-        config.vocab_size * config.hidden_size
-    )  # the head, tied or not; looking up an embedding is no arithmetic
+    products += config.vocab_size * config.hidden_size  # the head, tied or not; an embedding lookup has no arithmetic
     return 6 * products + 12 * config.num_layers * width * sequence_tokens
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """A second, of one device: a known GPU's in bfloat16; on a CPU what a large product reaches; None: not known.
+    """Peak operations per second of one device; None: not known.
 
-    Cost on a CPU: some 0.2 s, on the threads that torch has.
+    A GPU has the vendor's bfloat16 rate. A CPU has the rate of a large matrix product on torch's threads, measured in about
+    0.2 s.
     """
     if device.type == "cpu":
         return _measure(dtype)
@@ -59,4 +58,4 @@ def _measure(dtype: torch.dtype) -> float:
         begun = time.perf_counter()
         torch.mm(a, b)
         times.append(time.perf_counter() - begun)
-    return 2 * _SIDE**3 / min(times)  # the others had company
+    return 2 * _SIDE**3 / min(times)  # the fastest try, because other programs slow the rest

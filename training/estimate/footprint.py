@@ -12,28 +12,28 @@ from tightwire.training.estimate.live_bytes import LiveBytes
 from tightwire.training.optimizer.make import make_optimizer
 
 _FLOAT32_BYTES = 4
-_TRIED = 256  # elements, to see what an optimizer keeps for each
+_TRIED = 256  # elements of a trial tensor
 
 
 def optimizer_bytes(config: OptimizerConfig, num_elems: int) -> int:
-    """What the optimizer keeps for ``num_elems`` numbers, seen on a few of them."""
+    """Bytes of optimizer state for ``num_elems`` elements, measured on a small tensor."""
     return _try(config).kept * num_elems
 
 
 def optimizer_moment_bytes(config: OptimizerConfig, num_elems: int) -> int:
-    """What its step takes for a moment where the largest tensor has ``num_elems`` numbers; one after the other, as on CPUs."""
+    """Temporary bytes of an optimizer step that updates one tensor at a time; the largest has ``num_elems`` elements."""
     return _try(config).moment * num_elems
 
 
 class _Tried(NamedTuple):
-    """Bytes an element."""
+    """Bytes per element."""
 
     kept: int
     moment: int
 
 
 def _try(config: OptimizerConfig) -> _Tried:
-    # Of two, because while one is computed an optimizer may still have what it made for the one before.
+    # Two tensors: an optimizer may still hold the first one's temporaries while it updates the second.
     tried = [torch.nn.Parameter(torch.zeros(_TRIED)) for _ in range(2)]
     for parameter in tried:
         parameter.grad = torch.ones(_TRIED)
@@ -43,11 +43,11 @@ def _try(config: OptimizerConfig) -> _Tried:
         optimizer.step()
     state = optimizer.state.get(tried[0], {}).values()
     flat = [value for value in state if isinstance(value, torch.Tensor) and value.numel() == _TRIED]
-    return _Tried(sum(value.element_size() for value in flat), live.most // _TRIED)  # numbers by themselves are dropped
+    return _Tried(sum(value.element_size() for value in flat), live.most // _TRIED)  # scalar state rounds to 0
 
 
 def checkpoint_bytes(config: OptimizerConfig, plan: UnitPlan, between: BetweenOptions, num_replicas: int) -> int:
-    """Of one checkpoint, all ranks' files together; each of the replicas, where there are several, has its own residuals."""
+    """Bytes of one checkpoint in all ranks' files. With several replicas, each one stores its own residuals."""
     trainable_bytes = _FLOAT32_BYTES + optimizer_bytes(config, 1)
     shared = sum(flat.num_parameters * (trainable_bytes if flat.trainable else _FLOAT32_BYTES) for flat in plan.flats)
     if num_replicas == 1:

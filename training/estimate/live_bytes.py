@@ -1,4 +1,4 @@
-"""Counts the bytes of live tensors while something runs."""
+"""Counts the bytes of live tensors while code runs."""
 
 import weakref
 from typing import Any
@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts inside ``with``, in this thread and in backward of CPU and meta tensors, on any device; the meta one has no memory.
+    """Counts tensors made inside ``with``, in this thread and in backward of CPU and meta tensors.
 
-    Tensors from before are not counted, nor what kernels take for themselves: a mode sees what operations return.
+    Tensors made before are not counted, nor the kernels' own working memory: a dispatch mode sees only results.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def start_anew(self) -> None:
-        """``most`` is of what comes from here on."""
+        """Restart ``most`` from the bytes that are live now."""
         self.most = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

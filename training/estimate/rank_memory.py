@@ -1,12 +1,11 @@
-"""Computes the peak memory of one rank: what it holds for the whole run, plus the largest peak in a step.
+"""Computes the peak memory of one rank: what it holds for the whole run, plus the largest of four peaks in a step.
 
-    backward     activations and gradients on their way through the model; most of it where backward begins
-    reducing     the same from the first sum over ranks on, with what that takes beside it
-    last sums    what summing the largest unit takes, when backward is over
-    optimizer    what its step takes for moments
+    backward         activations and their gradients, usually largest where backward begins
+    reducing         the same from the first sum over ranks on, plus that sum's buffers
+    last_sums        buffers of the largest unit's sum after backward
+    optimizer_step   temporaries of the optimizer's step
 
-The whole is what stays and the largest of the four. Not in it: the program, kernels' own working memory, and what an allocator
-keeps of what is freed.
+Not included: the program, the kernels' own working memory, and freed memory that an allocator keeps.
 """
 
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from tightwire.training.estimate.footprint import optimizer_bytes, optimizer_mom
 
 
 class RankMemory(NamedTuple):
-    """Bytes, by purpose: ``stays`` all of the time, ``moments`` each by itself."""
+    """Bytes by purpose. ``stays``: held for the whole run. ``moments``: peaks that do not coincide."""
 
     stays: dict[str, int]
     moments: dict[str, int]
@@ -37,7 +36,7 @@ class RankMemory(NamedTuple):
 def rank_memory(
     config: TrainConfig, options: EngineOptions, llama: LlamaConfig, plan: UnitPlan, topology: Topology
 ) -> RankMemory:
-    """``plan``: of the model of ``llama``, cut for these ranks."""
+    """``plan``: the units of ``llama``, sharded for these ranks."""
     nodes = {"num_nodes": topology.num_nodes, "ranks_per_node": topology.ranks_per_node}
     trainable = [flat for flat in plan.flats if flat.trainable]
     shards = [flat.num_elems // plan.shard_ranks for flat in trainable]

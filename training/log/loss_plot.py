@@ -1,19 +1,19 @@
-"""The curve of a run: the loss of each step, smoothed, and on held-out text. As SVG for pages and PNG for chats."""
+"""Plots the loss of each step, its running mean and the held-out loss, as SVG and PNG."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_SMOOTHING = 0.95  # of the running mean's weight on what was before
+_SMOOTHING = 0.95  # weight of the previous mean
 _FORMATS = ("svg", "png")
 
 
 def plot_losses(lines: Sequence[Mapping[str, Any]], folder: Path) -> Path | None:
-    """Draw ``loss.svg`` and ``loss.png`` from a log's lines; the first of them, or None when no step has been made."""
+    """Draw ``loss.svg`` and ``loss.png`` from a log's lines. Returns the SVG's path, or None if the log has no steps."""
     steps = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     if not steps:
         return None
-    from matplotlib.figure import Figure  # half a second, for those who plot
+    from matplotlib.figure import Figure  # takes half a second to import
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -35,5 +35,5 @@ def _smooth(losses: Sequence[float]) -> list[float]:
     mean, smoothed = 0.0, []
     for number, loss in enumerate(losses, start=1):
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
-        smoothed.append(mean / (1 - _SMOOTHING**number))  # as if the mean had not begun at 0
+        smoothed.append(mean / (1 - _SMOOTHING**number))  # removes the bias of starting at 0
     return smoothed

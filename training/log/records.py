@@ -6,18 +6,18 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """Of the step that made the ``step``-th set of weights. Losses are means over all ranks' tokens."""
+    """One optimizer step; ``step`` counts from 1. ``loss`` is the mean over all ranks' tokens."""
 
     step: int
     loss: float
     lr: float
     grad_norm: float
-    tokens: int  # of the step, over all ranks
+    tokens: int  # in this step, over all ranks
     seconds: float
-    mfu: float | None  # share of the device's arithmetic, recomputation not counted; None: peak not known
-    memory_bytes: int  # most that a rank has had so far
-    wire_bytes: int  # sent by this rank to others in the step
-    exposed_ms: float  # of the step, waited for other ranks
+    mfu: float | None  # model FLOPs utilization, without recomputation; None: the peak is not known
+    memory_bytes: int  # highest peak of any rank so far
+    wire_bytes: int  # sent by this rank in this step
+    exposed_ms: float  # time that this rank waited for communication in this step
 
     @property
     def tokens_per_s(self) -> float:
@@ -29,7 +29,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationRecord:
-    """Of the ``step``-th set of weights; ``samples`` are (prompt, continuation)."""
+    """One evaluation of the weights after ``step`` steps. ``samples`` holds (prompt, continuation) pairs."""
 
     step: int
     held_out_loss: float

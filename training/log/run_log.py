@@ -1,6 +1,6 @@
-"""The run's log: one JSON line for each step and evaluation, the same in TensorBoard if wished, and the loss as a plot.
+"""Writes the run's log: one JSON line per step and evaluation, TensorBoard scalars if enabled, and the loss plot.
 
-A run that goes on from a checkpoint first drops the lines after it, so the file reads as if nothing had happened.
+A resumed run first drops the lines after its checkpoint, so no step appears twice.
 """
 
 import importlib.util
@@ -30,12 +30,12 @@ _SCALARS = (
 
 
 class RunLog:
-    """Written by one rank. ``after_step``: of the checkpoint that the run goes on from, 0 for a new run."""
+    """Only one rank writes it. ``after_step``: the step of the checkpoint that the run resumes from, or 0."""
 
     def __init__(self, run: Path, *, after_step: int, tensorboard: bool) -> None:
         """
         Raises:
-            ValueError: there cannot be a log in the folder.
+            ValueError: the log file cannot be written.
         """
         self._path = run / LOG
         try:
@@ -45,14 +45,14 @@ class RunLog:
             raise ValueError(f"run: the log {self._path} cannot be written: {error}") from None
         self._writer: Any = None
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # a second to import, where it is not wished
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
             self._writer = SummaryWriter(run / _TENSORBOARD, purge_step=after_step + 1)
 
     def add(self, record: StepRecord | EvaluationRecord) -> None:
         """
         Raises:
-            OSError: of the disk; the line is kept, and written with a later one if there is room again.
+            OSError: the disk failed. The file's buffer keeps the line, and a later call writes it once there is room.
         """
         values = record.values()
         self._file.write(json.dumps(values) + "\n")
@@ -65,11 +65,11 @@ class RunLog:
                 self._writer.add_text(prompt, text, record.step)
 
     def plot(self) -> Path | None:
-        """Draw what there is so far; None when there is nothing yet."""
+        """Plot the log so far. Returns None if it has no steps."""
         return plot_losses(read_log(self._path), self._path.parent)
 
     def close(self) -> None:
-        with suppress(OSError):  # of lines that `add` has failed with, and what the run ends with is not to be hidden
+        with suppress(OSError):  # lines that `add` failed to write fail again here; do not hide the run's own error
             self._file.close()
         if self._writer is not None:
             self._writer.close()
@@ -78,7 +78,7 @@ class RunLog:
 def check_packages(config: LogConfig) -> None:
     """
     Raises:
-        ValueError: what the log is to have needs a package that is not installed.
+        ValueError: an enabled option needs a package that is not installed.
     """
     for option, package in (("tensorboard", "tensorboard"), ("plot", "matplotlib")):
         if getattr(config, option) and importlib.util.find_spec(package) is None:
@@ -89,7 +89,7 @@ def check_packages(config: LogConfig) -> None:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The whole lines, up to one that was cut off or is none of a log."""
+    """Read the records up to the first line that is incomplete or invalid."""
     values = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

@@ -1,4 +1,4 @@
-"""Terminal output of a run: lines, and a progress bar on a terminal."""
+"""Prints a run's progress: plain lines, plus a progress bar on a terminal."""
 
 import sys
 from typing import TextIO
@@ -8,7 +8,7 @@ from tightwire.training.log.records import EvaluationRecord, StepRecord
 
 
 class Terminal:
-    """Plain lines, for files and other ranks' eyes."""
+    """Plain lines without a progress bar."""
 
     def __init__(self, steps: int, every: int, stream: TextIO) -> None:
         self._steps, self._every, self._stream = steps, every, stream
@@ -27,14 +27,14 @@ class Terminal:
             self.say(f"    {prompt!r} -> {text!r}")
 
     def close(self) -> None:
-        """Nothing is shown any more that moves; lines may still be said."""
+        """Remove the progress bar, if there is one. ``say`` still works."""
 
 
 class LiveTerminal(Terminal):
-    """The same lines above a bar with the time to come."""
+    """The same lines above a progress bar with the remaining time."""
 
     def __init__(self, steps: int, every: int, stream: TextIO, done: int) -> None:
-        # rich takes 0.1 s to import, and only people at a terminal see it.
+        # rich takes 0.1 s to import.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -63,14 +63,14 @@ class LiveTerminal(Terminal):
 
 
 class Silent(Terminal):
-    """For ranks that nobody looks at."""
+    """Prints nothing."""
 
     def say(self, text: str) -> None:
         pass
 
 
 def make_terminal(steps: int, every: int, *, rank: int, done: int) -> Terminal:
-    """A bar when a person watches, lines when a file does, nothing on ranks but the first. ``done``: steps so far."""
+    """A progress bar if stderr is a terminal, else lines; nothing on other ranks than 0. ``done``: steps so far."""
     stream = sys.stderr
     if rank:
         return Silent(steps, every, stream)
@@ -78,7 +78,7 @@ def make_terminal(steps: int, every: int, *, rank: int, done: int) -> Terminal:
 
 
 def describe(record: StepRecord) -> str:
-    """One line with everything."""
+    """The record on one line."""
     mfu = "" if record.mfu is None else f"  MFU {100 * record.mfu:.1f} %"
     return (
         f"loss {record.loss:.4f}  lr {record.lr:.3g}  grad {record.grad_norm:.3g}  "
@@ -88,7 +88,7 @@ def describe(record: StepRecord) -> str:
 
 
 def _count(number: float) -> str:
-    """Three digits: ``12.3k``."""
+    """Three significant digits, such as ``12.3k``."""
     for unit in ("", "k"):
         if number < 1000:
             return f"{number:.3g}{unit}"

@@ -1,1 +1,1 @@
-"""The torch optimizer over sharded parameters, and its learning rate. Start with ``make``."""
+"""Builds the torch optimizer over flat shards and computes its learning rate. Start with ``make``."""

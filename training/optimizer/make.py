@@ -1,4 +1,4 @@
-"""A torch optimizer over flat shards."""
+"""Builds a torch optimizer over flat shards."""
 
 import difflib
 import inspect
@@ -12,10 +12,10 @@ from tightwire.training.config.optimizer import OptimizerConfig
 
 
 def make_optimizer(config: OptimizerConfig, param_groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """The optimizer that ``config`` names; of the groups, the one named ``matrices`` decays.
+    """Build the optimizer of ``config``. Only the group named ``matrices`` has weight decay.
 
     Raises:
-        ValueError: an option that its class does not have, or refuses.
+        ValueError: the class does not have an option, or refuses its value.
     """
     cls = getattr(torch.optim, config.torch_name)
     known = set(inspect.signature(cls).parameters) - {"params", "lr", "weight_decay"}
@@ -31,7 +31,7 @@ def make_optimizer(config: OptimizerConfig, param_groups: Sequence[Mapping[str, 
     tried = torch.nn.Parameter(torch.zeros(1, device=param_groups[0]["params"][0].device))
     tried.grad = torch.zeros_like(tried)
     try:
-        # Some options are refused only when a step is made, or with an error that is meant for nobody.
+        # Try a step on one element first: the class refuses some values only in a step.
         cls([{"params": [tried], "weight_decay": config.weight_decay}], lr=config.lr, **options).step()
         return cls(groups, lr=config.lr, **options)
     except (TypeError, ValueError, IndexError, AssertionError, ArithmeticError, RuntimeError) as error:

@@ -1,11 +1,11 @@
-"""The learning rate of each step: a straight warm-up, then constant, linear or cosine down to a share of the height."""
+"""Computes the learning rate of each step: linear warm-up, then constant, linear or cosine decay to a final share."""
 
 import math
 from collections.abc import Callable
 
 from tightwire.training.config.tree import ScheduleConfig
 
-# Progress after the warm-up, 0 to 1, to the share that is left of what will go.
+# Maps progress after the warm-up, 0 to 1, to the remaining share of the total decay.
 _REMAINING: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
@@ -14,7 +14,10 @@ _REMAINING: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(schedule: ScheduleConfig, height: float, step: int) -> float:
-    """Of step 0, 1, ...; the first step of a warm-up of N has height / N, the last step of the run the final rate."""
+    """The rate of ``step``, counted from 0.
+
+    The first step of an N-step warm-up has ``height`` / N, the last step of the run the final rate.
+    """
     if step < schedule.warmup_steps:
         return height * (step + 1) / schedule.warmup_steps
     steps_left = schedule.steps - 1 - schedule.warmup_steps
