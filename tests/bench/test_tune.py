@@ -106,11 +106,11 @@ def test_without_a_named_transport_all_that_work_are_measured(model: Path, cache
 def test_explain_shows_a_table_for_each_message_and_follows_the_flags(
     model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["explain", *flags(model, "--allreduce-down-proj", "flash-int4")]) == 0
+    assert main(["explain", *flags(model, "--allreduce", "flash-int4")]) == 0
     shown = capsys.readouterr().out
     assert "not measured yet" in shown
     assert "decode, o_proj and down_proj: 1 row" in shown
-    assert "prefill, o_proj: 16 rows" in shown and "prefill, down_proj: 16 rows" in shown
+    assert "prefill, o_proj and down_proj: 16 rows" in shown
     data = explained(capsys, *flags(model, "--error-budget", "0.5", "--transport", "process-group"))
     messages = data["messages"]
     assert isinstance(messages, list)
