@@ -1,1 +1,1 @@
-"""The verbs of the command line that serve or use a model. Start with `verbs`."""
+"""The command-line verbs that serve or use a model. Start with `verbs`."""

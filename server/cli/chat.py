@@ -1,7 +1,7 @@
-"""``tightwire chat``: a conversation in the terminal with a running server, ours or any other of the OpenAI dialect.
+"""Holds a conversation in the terminal with a running OpenAI-compatible server: ``tightwire chat``.
 
-With a terminal: a prompt, line editing, a history over sessions; Ctrl-C ends the current answer, /exit or Ctrl-D the
-program. With piped input each line is one turn, only the answers are written, and the first error ends it.
+On a terminal: a prompt, line editing and a saved history; Ctrl-C ends the current answer, /exit or Ctrl-D the program.
+With piped input, each line is one turn, only answers are written, and the first error ends the program.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from tightwire.server.cli.remote import (
 
 _READ_TIMEOUT_S = 300.0  # longest silence within an answer
 _HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer\n"
-# What a model writes is text; left in, escape sequences could rewrite the screen or the clipboard.
+# Escape sequences in a model's answer could rewrite the screen or the clipboard, so only text is printed.
 _CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], None)
 _PRINTABLE = {code: to for code, to in _CONTROLS.items() if chr(code) not in "\n\t"}
 
 
 @dataclass(kw_only=True, slots=True)
 class Conversation:
-    """The turns so far, and how to ask for the next."""
+    """The turns so far; asks the server for the next one."""
 
     remote: Remote
     system: str | None = None
@@ -48,13 +48,13 @@ class Conversation:
         self.turns.clear()
 
     def answer(self, text: str) -> Generator[str, None, None]:
-        """Say ``text``; yields the answer as it comes.
+        """Send ``text``; yields the answer as it arrives.
 
-        An answer that is cut short, by closing the iterator or by Ctrl-C, stays in the conversation as far as it
-        came; a question without any answer is taken back, so that roles go on alternating.
+        An answer cut short, by closing the iterator or by Ctrl-C, stays in the conversation. A question without any
+        answer is removed, so that roles keep alternating.
 
         Raises:
-            RemoteError: the server refuses, fails in the middle, or is gone.
+            RemoteError: the server refuses, fails during the answer, or is unreachable.
         """
         self.turns.append({"role": "user", "content": text})
         parts: list[str] = []
@@ -113,7 +113,7 @@ def _texts(response: httpx.Response) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 1 when the server cannot be used, 2 for bad options."""
+    """Returns 0; 1 if the server cannot be used; 2 for invalid options."""
     given = _parser().parse_args(argv)
     try:
         remote = connect(given.url, model=given.model, api_key=given.api_key)
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _talk(conversation: Conversation) -> int:
-    """The loop with a person at the terminal; errors are shown and the talk goes on."""
+    """The interactive loop; shows errors and continues."""
     out = sys.stdout
     out.write(f"{conversation.remote.model} at {conversation.remote.base}\n{_HELP}\n")
     with _line_history():
@@ -155,7 +155,7 @@ def _talk(conversation: Conversation) -> int:
                 out.write("\n")
                 return 0
             except KeyboardInterrupt:
-                out.write("\n")  # drops the line typed so far, as a shell does
+                out.write("\n")  # drops the typed line, as a shell does
                 continue
             if line == "/exit":
                 return 0
@@ -169,7 +169,7 @@ def _talk(conversation: Conversation) -> int:
 
 
 def _show_answer(conversation: Conversation, line: str, out: TextIO) -> None:
-    # Closed on the way out, so that Ctrl-C also ends the request: the server stops generating.
+    # Closing the iterator after Ctrl-C also ends the request, so the server stops generating.
     answer = conversation.answer(line)
     try:
         for part in answer:
@@ -185,7 +185,7 @@ def _show_answer(conversation: Conversation, line: str, out: TextIO) -> None:
 
 
 def _answer_lines(conversation: Conversation, lines: TextIO) -> int:
-    """One turn per line, answers only: for pipes and scripts."""
+    """One turn per line, answers only; for pipes and scripts."""
     for line in lines:
         match line.strip():
             case "":
@@ -204,19 +204,19 @@ def _answer_lines(conversation: Conversation, lines: TextIO) -> int:
 
 @contextmanager
 def _line_history() -> Iterator[None]:
-    """Line editing, and a history kept over sessions; where there is no readline module, neither."""
+    """Line editing and a saved history, if the readline module exists."""
     try:
         import readline
     except ImportError:
         yield
         return
     path = _history_path()
-    with suppress(OSError):  # none yet
+    with suppress(OSError):  # no history file yet
         readline.read_history_file(path)
     try:
         yield
     finally:
-        with suppress(OSError):  # a read-only home is no reason to end with a traceback
+        with suppress(OSError):  # the home folder may be read-only
             path.parent.mkdir(parents=True, exist_ok=True)
             readline.set_history_length(1000)
             readline.write_history_file(path)

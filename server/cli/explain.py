@@ -1,4 +1,7 @@
-"""``tightwire explain``: for the messages a model will send, every AllReduce with its cost, and why it was or was not taken."""
+"""Prints every AllReduce for the messages a model will send, with its cost and the reason for the choice.
+
+The work of ``tightwire explain``.
+"""
 
 import json
 import sys
@@ -20,15 +23,15 @@ from tightwire.server.plan.comm_request import check_all_reduce_names, policy_re
 from tightwire.server.plan.run_plan import asked_link, decide_setting
 
 _SITES = ("o_proj", "down_proj")
-_WHY_FITS = 76  # columns of a terminal; where there are fewer, reasons stand below the table
+_WHY_FITS = 76  # terminal columns; on a narrower one, reasons are printed below the table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explained:
-    """One message size of a phase, and every candidate for it, the chosen one first."""
+    """One message size of a phase and its candidates, the chosen one first."""
 
     sites: tuple[str, ...]
-    layers: tuple[int, ...] | None  # None: all, as where no policy file tells layers apart
+    layers: tuple[int, ...] | None  # None: all
     phase: str
     num_rows: int
     num_bytes: int
@@ -51,7 +54,7 @@ def run(config: ServeConfig, as_json: bool) -> int:
 
 
 def decide_for(config: ServeConfig) -> tuple[PolicyRequest, CommDecision, int]:
-    """What ``serve`` with the same options would decide, and the model's number of layers.
+    """The decision that ``serve`` would make with the same options, and the model's number of layers.
 
     Raises:
         ValueError: the model or an option is refused.
@@ -66,7 +69,7 @@ def decide_for(config: ServeConfig) -> tuple[PolicyRequest, CommDecision, int]:
 
 
 def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layers: int) -> list[Explained]:
-    """Sizes that the model will send: generated rows one by one and in batches, prompt rows in chunks."""
+    """Explain the message sizes of the model: decode steps from one row to full batches, and prompt chunks."""
     explained = []
     for phase in PHASES[::-1]:
         for sites, layers in _kinds(chooser, phase, num_layers):
@@ -86,7 +89,7 @@ def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layer
 
 
 def _kinds(chooser: Chooser, phase: str, num_layers: int) -> list[tuple[tuple[str, ...], tuple[int, ...] | None]]:
-    """Sites and layers whose messages go the same way, each kind once; None: all layers."""
+    """Groups of sites and layers with the same choices; None: all layers."""
     policy, kinds = chooser.policy(), dict[tuple[Choice, ...], dict[str, list[int]]]()
     for site in _SITES:
         for layer in range(num_layers):
@@ -101,7 +104,7 @@ def _kinds(chooser: Chooser, phase: str, num_layers: int) -> list[tuple[tuple[st
 
 
 def phase_rows(request: PolicyRequest, phase: str) -> list[int]:
-    """Rows of the messages of a phase, a few from the fewest to the most."""
+    """Row counts of a phase's messages: a few, from small to the largest."""
     if phase == "decode":
         return sorted({min(count, request.max_decode_rows) for count in (1, 16, request.max_decode_rows)})
     return sorted({max(1, request.max_rows // share) for share in (8, 1)})

@@ -1,4 +1,4 @@
-"""Ctrl-C while there is nothing yet to end in good order."""
+"""Makes Ctrl-C end the process at once during start-up."""
 
 import contextlib
 import signal
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def interrupts_end_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process silently, as SIGTERM does, and its ranks with it (the kernel sees to that).
+    """Let Ctrl-C end the process silently, as SIGTERM does; the kernel ends its ranks with it.
 
-    For stretches of imports: a KeyboardInterrupt raised inside one prints a traceback or, in a callback of the import
-    system's locks, is swallowed, and the program goes on as if nobody had pressed a key. Main thread only.
+    For use around imports: a KeyboardInterrupt inside one prints a traceback or, in a callback of the import system's
+    locks, is swallowed, and the program continues. Main thread only.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

@@ -1,6 +1,7 @@
-"""``serve``: this process becomes the HTTP process. The ranks it is given are importing their libraries meanwhile.
+"""Runs the HTTP process of ``serve``, while the ranks it is given import their libraries.
 
-The server answers at once, in the loading state. Then it opens the model, decides what will run and tells the ranks. Everything that can be refused is refused before weights are read (exit code 2).
+The server answers at once, in the loading state. It then opens the model, decides how to run it and tells the ranks.
+Everything that can be refused is refused before weights are read (exit code 2).
 """
 
 import asyncio
@@ -27,11 +28,11 @@ from tightwire.server.ranks.background import Background
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
 
-# After a rank failed: the time in which /health says why, before this process ends.
+# How long /health gives the reason before this process exits after a rank failure.
 _LAST_WORDS_S = 1.0
-# A wrapper and the terminal may each pass the same signal on; impatience takes longer.
+# A wrapper and the terminal may each forward the same signal; a second Ctrl-C by a person takes longer.
 _SAME_SIGNAL_S = 0.5
-_CANCELLED_S = 2.0  # for cancelled requests to reach their clients
+_CANCELLED_S = 2.0  # for the ends of cancelled requests to reach their clients
 
 
 def serve(config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: Progress) -> int:
@@ -41,11 +42,11 @@ def serve(config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: 
 
 
 class _StoppedError(Exception):
-    """A signal came before the model was ready."""
+    """A signal arrived before the model was ready."""
 
 
 class _Server:
-    """One life: load, serve, drain or fail."""
+    """One run of the server: load, serve, then drain or fail."""
 
     def __init__(self, config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: Progress) -> None:
         self._config, self._listener, self._ranks, self._progress = config, listener, ranks, progress
@@ -87,7 +88,7 @@ class _Server:
             self._progress.close()
 
     async def _load(self, engine: RankedEngine) -> None:
-        """Until a request would be answered.
+        """Load the model; returns when the engine can answer a request.
 
         Raises:
             ValueError: the model or the options are refused.
@@ -144,7 +145,7 @@ class _Server:
         task.result()
 
     async def _drain(self, engine: RankedEngine) -> int:
-        """Let what runs finish within the grace time, cancel the rest, end the ranks."""
+        """Let running requests finish within the grace time, cancel the rest, and end the ranks."""
         client, grace_s = engine.client, self._config.http.shutdown_grace_s
         client.set_phase(Phase.DRAINING)
         self._progress.say(f"shutting down: {client.num_live} sequences may finish within {grace_s:g} s")
@@ -170,12 +171,12 @@ def _numbers(info: ModelInfo) -> str:
 
 
 def _wire(info: ModelInfo, comm: CommSetup | None) -> str:
-    """How ranks meet, for the ready line; nothing when there is one."""
+    """The transport, for the ready line; empty for one rank."""
     return f"allreduce {info.allreduce} over {comm.transport if comm else info.transport}, " if info.tp > 1 else ""
 
 
 def describe_layout(decision: Decision, ready: Mapping[int, Ready]) -> str:
-    """What each rank holds, and the most memory its process has had, a line each."""
+    """One line per rank: what it holds, and its process's peak memory."""
     shards, num_replicas = decision.layout.shards, decision.plan.num_replicas
     mlp_size = sum(len(shard.mlp_columns) for shard in shards)
     return "\n".join(
@@ -188,7 +189,7 @@ def describe_layout(decision: Decision, ready: Mapping[int, Ready]) -> str:
 
 
 def _cores(ready: Ready) -> str:
-    """Which ones it keeps to, if any."""
+    """The cores the rank is bound to, if any."""
     if not ready.cores:
         return ""
     return f"; on core{'s' * (len(ready.cores) > 1)} {', '.join(map(str, ready.cores))}"

@@ -1,4 +1,4 @@
-"""``generate``: the ranks without the HTTP process, for one prompt; text goes to standard output as it comes."""
+"""Runs the ranks without the HTTP process for one prompt and writes the text as it arrives: ``generate``."""
 
 import asyncio
 import secrets
@@ -30,7 +30,7 @@ def generate(
     temperature: float,
     out: TextIO = sys.stdout,
 ) -> int:
-    """Continue ``prompt``. Exit code 0; 2 when refused, 1 when a rank is lost."""
+    """Continue ``prompt``. Exit code 0; 2 if refused, 1 if a rank is lost."""
     try:
         return asyncio.run(_generate(config, ranks, progress, prompt, max_tokens, temperature, out))
     except ValueError as refusal:

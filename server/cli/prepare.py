@@ -1,4 +1,4 @@
-"""``prepare``: the work of the verb, with what people see of it. The folder's path goes to standard output."""
+"""Writes or checks a prepared folder, with progress; the folder's path goes to standard output."""
 
 import os
 import signal
@@ -24,11 +24,11 @@ from tightwire.server.plan.run_plan import choose_dtype
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM, so that what is half made is removed on the way out, as after Ctrl-C."""
+    """SIGTERM arrived. An exception, so that unfinished files are removed, as after Ctrl-C."""
 
 
 def run(config: ServeConfig, out: Path, *, weight_codec: str = "none", force: bool = False) -> int:
-    """Make the folder ``out``. Exit code 0; 2 when refused, 1 when the disk failed, 130 and 143 after a signal."""
+    """Make the folder ``out``. Exit code 0; 2 if refused, 1 after a disk error, 130 and 143 after a signal."""
 
     def work(progress: Progress) -> None:
         name = config.model.model
@@ -52,7 +52,7 @@ def run(config: ServeConfig, out: Path, *, weight_codec: str = "none", force: bo
 
 
 def check(folder: Path) -> int:
-    """Compare every checksum of a prepared folder. Exit code 0; 1 when something is damaged, 2 when there is no such folder."""
+    """Verify every checksum of a prepared folder. Exit code 0; 1 if something is damaged, 2 if there is no such folder."""
 
     def work(progress: Progress) -> None:
         if not folder.is_dir():
@@ -92,7 +92,7 @@ def _run(work: Callable[[Progress], None], folder: Path, interrupted: str) -> in
 
 @contextmanager
 def _terminated() -> Iterator[None]:
-    """SIGTERM raises ``_TerminatedError`` in the main thread."""
+    """Raise ``_TerminatedError`` in the main thread on SIGTERM."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         raise _TerminatedError
@@ -105,7 +105,7 @@ def _terminated() -> Iterator[None]:
 
 
 def _stages(progress: Progress) -> Callable[[str, float], None]:
-    """Tells the progress of named stages, and how long each took."""
+    """A callback that reports the progress of named stages, and the time each took."""
     started: dict[str, float] = {}
 
     def tell(stage: str, fraction: float) -> None:

@@ -1,4 +1,4 @@
-"""The verb ``prepare``: arguments in, exit code out; torch is imported when they are known to be right."""
+"""Parses the options of ``tightwire prepare``, and imports torch only after they are known to be valid."""
 
 import argparse
 import importlib
@@ -16,7 +16,8 @@ _OPTIONS = ("tp", "tp_split", "dtype", "quantization", "seed")
 def prepare(argv: Sequence[str]) -> int:
     """``tightwire prepare``: the folder's path on standard output.
 
-    Exit code 0; 1 when the disk failed or ``--check`` found damage, 2 when refused, 130 and 143 after Ctrl-C and SIGTERM.
+    Exit code 0; 1 after a disk error or if ``--check`` finds damage, 2 if refused, 130 and 143 after Ctrl-C and
+    SIGTERM.
     """
     parser = _make_parser()
     config, args = parse(parser, argv, _GROUPS)

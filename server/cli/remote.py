@@ -1,7 +1,6 @@
-"""Client side of any OpenAI server: its URL, its model, its errors, its event stream.
+"""Client side of any OpenAI-compatible server: its URL, model, errors and event stream.
 
-Shared by the terminal chat and the bench. Knows nothing of our own engine, so whatever is measured through it is
-measured alike on every server.
+Shared by the chat and the bench. Knows nothing of our own engine, so measurements treat every server alike.
 """
 
 import ipaddress
@@ -14,11 +13,11 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 CONNECT_TIMEOUT_S = 10.0
-_ERROR_CHARS = 500  # of a body that is no OpenAI error: enough to recognise a proxy's page
+_ERROR_CHARS = 500  # of a body that is not an OpenAI error: enough to recognise a proxy's page
 
 
 class RemoteError(Exception):
-    """The server cannot be used as asked; the message says why and what to do."""
+    """The server cannot be used as requested; the message says why and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,12 +30,12 @@ class Remote:
 
     @property
     def root(self) -> str:
-        """Where /health and /metrics live."""
+        """The URL of /health and /metrics."""
         return self.base.removesuffix("/v1")
 
     @property
     def trust_env(self) -> bool:
-        """Whether proxies of the environment apply: never to this host itself."""
+        """Whether the environment's proxies apply: never for this host."""
         return not is_loopback(self.base)
 
     def timeout(self, seconds: float) -> httpx.Timeout:
@@ -44,10 +43,10 @@ class Remote:
 
 
 class SseDecoder:
-    """Turns the bytes of a text/event-stream into the data of its events.
+    """Decodes a text/event-stream into the data of its events.
 
-    Lines end at newlines alone: JSON may hold U+2028 and its like unescaped, at which ``str.splitlines`` (and so
-    ``httpx.Response.iter_lines``) would cut an event in two.
+    Splits lines only at newlines. JSON may hold unescaped U+2028 and similar characters, at which ``str.splitlines``
+    (and so ``httpx.Response.iter_lines``) would split an event.
     """
 
     def __init__(self) -> None:
@@ -69,7 +68,7 @@ class SseDecoder:
 
 
 def api_base(url: str) -> str:
-    """``http://host:8000``, with or without a slash or /v1, as ``http://host:8000/v1``."""
+    """The URL with /v1: accepts ``http://host:8000``, with or without a slash or /v1."""
     parsed = httpx.URL(url if "://" in url else f"http://{url}")
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise RemoteError(f"--url must look like http://127.0.0.1:8000, got {url!r}")
@@ -87,17 +86,17 @@ def is_loopback(url: str) -> bool:
 
 
 def environment_proxy(url: str) -> str | None:
-    """The proxy that the environment names for ``url``, as httpx finds it."""
+    """The environment's proxy for ``url``, as httpx finds it."""
     parsed = httpx.URL(url)
     proxies = getproxies()
     return None if proxy_bypass(parsed.host) else proxies.get(parsed.scheme, proxies.get("all"))
 
 
 def connect(url: str, *, model: str | None = None, api_key: str | None = None) -> Remote:
-    """Ask the server which models it has, and settle on one.
+    """Ask the server for its models, and choose one.
 
     Raises:
-        RemoteError: nothing answers, the key is refused, the server is not ready, or it has no such model.
+        RemoteError: no answer, the key is refused, the server is not ready, or it does not have the model.
     """
     base = api_base(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -115,10 +114,10 @@ def connect(url: str, *, model: str | None = None, api_key: str | None = None) -
 async def ask(
     http: httpx.AsyncClient, url: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
 ) -> dict[str, Any]:
-    """The JSON that ``url`` answers: to a POST of ``body``, or to a GET.
+    """The JSON response of ``url``: to a POST of ``body``, or to a GET.
 
     Raises:
-        RemoteError: no answer, or another status than 200; names the route.
+        RemoteError: no answer, or a status other than 200; names the route.
     """
     limit = http.timeout if timeout_s is None else timeout_s
     route = httpx.URL(url).path
@@ -144,7 +143,7 @@ def _choose_model(response: httpx.Response, wanted: str | None, base: str) -> st
     except (ValueError, KeyError, TypeError) as error:
         raise RemoteError(f"{base}/models is not an OpenAI model list; is --url right?") from error
     if not names:
-        # Says nothing of a named model: `transformers serve` lists its download cache, not what it serves.
+        # The list says nothing about a named model: `transformers serve` lists its download cache, not what it serves.
         if wanted:
             return wanted
         raise RemoteError(f"{base} lists no models; name one with --model")
@@ -154,12 +153,12 @@ def _choose_model(response: httpx.Response, wanted: str | None, base: str) -> st
 
 
 def error_text(response: httpx.Response) -> str:
-    """What an error answer says; its body must have been read."""
+    """The text of an error response; its body must have been read."""
     return body_text(response.text, response.reason_phrase)
 
 
 def body_text(body: str, reason_phrase: str) -> str:
-    """What the body of an error answer says, or its reason phrase where that is nothing."""
+    """The text of an error response's body, or the reason phrase if the body is empty."""
     try:
         return error_message(json.loads(body))
     except ValueError:
@@ -167,7 +166,7 @@ def body_text(body: str, reason_phrase: str) -> str:
 
 
 def error_message(body: Any) -> str:
-    """The message of an OpenAI error object, or of the other shapes that servers use."""
+    """The message of an OpenAI error object, or of other common formats."""
     if isinstance(body, dict):
         error = body.get("error", body)
         if isinstance(error, dict):
@@ -177,7 +176,7 @@ def error_message(body: Any) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in words; some of httpx's have no text of their own."""
+    """The text of an exception; some of httpx's are empty."""
     return str(error) or type(error).__name__
 
 
@@ -185,7 +184,7 @@ def parse_event(data: str) -> dict[str, Any]:
     """The JSON object of one stream event.
 
     Raises:
-        RemoteError: it is none, or it is an error of the server's.
+        RemoteError: the event is not an object, or is an error of the server.
     """
     try:
         event = json.loads(data)
@@ -203,7 +202,7 @@ def first_choice(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def choice_text(choice: Mapping[str, Any]) -> str:
-    """The text a choice adds, of either endpoint; may be empty."""
+    """The text a choice adds, for either endpoint; may be empty."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
         return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""

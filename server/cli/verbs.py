@@ -1,6 +1,6 @@
-"""The verbs ``serve``, ``generate`` and ``pull``: arguments in, exit code out; what is heavy is imported when needed.
+"""Parses the options of ``serve``, ``generate`` and ``pull``, and runs them; imports heavy modules only when needed.
 
-Ranks are started before this process imports anything heavy itself, so that their imports and ours overlap.
+Starts the ranks before this process imports heavy modules, so that both import at the same time.
 """
 
 import argparse
@@ -23,9 +23,9 @@ _OFFLINE_GROUPS = ("model", "parallel", "engine", "weights", "timeouts")
 
 
 def serve(argv: Sequence[str]) -> int:
-    """``tightwire serve``: exit code 0 after a signal, 1 when a rank was lost, 2 when refused.
+    """``tightwire serve``: exit code 0 after a signal, 1 if a rank is lost, 2 if refused.
 
-    A signal that comes before ``launch`` can handle it ends the process as signals do.
+    A signal that arrives before ``launch`` can handle it ends the process by default.
     """
     with interrupts_end_at_once():
         return _serve(argv)
@@ -49,7 +49,7 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def generate(argv: Sequence[str]) -> int:
-    """``tightwire generate``: the text on standard output, everything else on standard error; codes as ``serve``."""
+    """``tightwire generate``: the text on standard output, everything else on standard error; exit codes as ``serve``."""
     parser = make_parser(
         "generate", "Continue one prompt on the terminal, without a server.", _OFFLINE_GROUPS, argument="PROMPT"
     )
@@ -87,7 +87,7 @@ def generate(argv: Sequence[str]) -> int:
 
 
 def pull(argv: Sequence[str]) -> int:
-    """``tightwire pull``: the file's path on standard output; 1 when it cannot be fetched."""
+    """``tightwire pull``: the file's path on standard output; exit code 1 if it cannot be fetched."""
     catalog = importlib.import_module("tightwire.model.checkpoint.catalog")
     parser = argparse.ArgumentParser(prog="tightwire pull", description="Fetch a known model into the cache folder.")
     parser.add_argument(
@@ -111,10 +111,10 @@ def pull(argv: Sequence[str]) -> int:
 
 
 def _start_ranks(config: ServeConfig, stack: ExitStack) -> "Ranks":
-    """The ranks, and before them the wire that is to lie between them; both end with ``stack``, in that order.
+    """Start the wire between the ranks, if any, then the ranks; ``stack`` ends the ranks first.
 
     Raises:
-        ValueError: that wire cannot be had on this machine.
+        ValueError: this machine cannot create the wire.
     """
     options, wire = config.parallel, None
     if options.link is not None:
@@ -143,7 +143,7 @@ def _refuse(verb: str, error: Exception, exit_code: int = 2) -> int:
 
 
 def _at_least(least: int, kind: type[int] | type[float]) -> Callable[[str], float]:
-    """An argparse type for numbers not below ``least``."""
+    """An argparse type for numbers of at least ``least``."""
 
     def from_text(text: str) -> float:
         try:

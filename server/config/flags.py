@@ -1,8 +1,8 @@
-"""Command-line flags and YAML keys, derived from the fields of ``config``: a new option is a field, nothing else.
+"""Derives command-line flags and YAML keys from the fields of ``config``; a new option only needs a field.
 
-A flag is the field's name with dashes; a YAML file given by ``--config`` holds the same names (dashes or underscores),
-flat. A flag overrides the file, the file overrides the default. A name nobody knows is an error that suggests the
-nearest one.
+A flag is the field's name with dashes. A YAML file given by ``--config`` is flat and holds the same names (dashes or
+underscores). A flag overrides the file, and the file overrides the default. An unknown name is an error that suggests
+the nearest one.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tightwire.server.config.serve import GROUPS, ServeConfig, option_fields
 Fields = Mapping[str, Field[Any]]
 
 ALL_GROUPS = tuple(GROUPS)
-_MODEL_ARGUMENT = "model_argument"  # the model written without its flag: `tightwire serve MODEL`
+_MODEL_ARGUMENT = "model_argument"  # the model without its flag: `tightwire serve MODEL`
 
 
 def fields_of(groups: Iterable[str]) -> dict[str, Field[Any]]:
@@ -33,7 +33,7 @@ def make_parser(
 ) -> argparse.ArgumentParser:
     """A parser with every option of ``groups`` and ``--config``.
 
-    ``argument`` is what is written without a flag: ``[MODEL]``, or one that the caller adds, such as ``PROMPT``.
+    ``argument`` is the positional argument: ``[MODEL]``, or one that the caller adds, such as ``PROMPT``.
     """
     parser = argparse.ArgumentParser(
         prog=f"tightwire {verb}",
@@ -55,7 +55,7 @@ def make_parser(
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str], groups: Sequence[str] = ALL_GROUPS
 ) -> tuple[ServeConfig, argparse.Namespace]:
-    """The options, and all arguments including those the caller added. Wrong ones end the program with exit code 2."""
+    """The options, and all arguments including those the caller added. Invalid ones end the program with exit code 2."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
@@ -74,13 +74,13 @@ def parse(
 
 
 def refuse_allreduce_extra(parser: argparse.ArgumentParser, config: ServeConfig) -> None:
-    """For verbs that have no requests which could ask for a further AllReduce. Ends the program with exit code 2."""
+    """For verbs without requests that could ask for another AllReduce. Ends the program with exit code 2."""
     if config.parallel.allreduce_extra:
         parser.error("--allreduce-extra is for requests to `serve`; leave it out, or name one with --allreduce")
 
 
 def refuse_replicas(parser: argparse.ArgumentParser, config: ServeConfig) -> None:
-    """For verbs that have no requests to share out among replicas. Ends the program with exit code 2."""
+    """For verbs without requests to divide among replicas. Ends the program with exit code 2."""
     if config.parallel.dp > 1:
         parser.error(f"--dp {config.parallel.dp} is for requests to `serve`, which replicas share; leave it out")
 
@@ -89,7 +89,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
     """The config tree with some options set by field name, and the rest at their defaults.
 
     Raises:
-        ValueError: a value its option group refuses.
+        ValueError: an option group refuses a value.
     """
     by_group: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
     for name, value in values.items():
@@ -98,7 +98,7 @@ def make_config(values: Mapping[str, Any]) -> ServeConfig:
 
 
 def add_flags(parser: argparse._ActionsContainer, fields: Fields) -> None:
-    """One argument per field; one that is not given leaves no trace in the result, so that a file can fill it."""
+    """Add one argument per field. Arguments not given are absent from the result, so that a file can set them."""
     for name, field in fields.items():
         kind, _ = _kind(field)
         if kind is bool:
@@ -122,9 +122,10 @@ def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
     """Options from a flat YAML mapping, by field name.
 
     Raises:
-        ValueError: no such file, not a mapping, an unknown or doubled name, or a value of the wrong kind.
+        ValueError: the file is missing or not a mapping, or has an unknown or duplicate name or a value of the wrong
+            type.
     """
-    import yaml  # 20 ms that `--help` need not pay
+    import yaml  # saves `--help` 20 ms
 
     try:
         text = path.read_text()
@@ -153,10 +154,10 @@ def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
 
 
 def convert(field: Field[Any], value: object) -> Any:
-    """A flag's text or a YAML value as the type the field is annotated with.
+    """A flag's text or a YAML value, converted to the field's annotated type.
 
     Raises:
-        ValueError: it cannot be one.
+        ValueError: the conversion is not possible.
     """
     kind, optional = _kind(field)
     if value is None and optional:
@@ -202,7 +203,7 @@ _KIND_NAMES: dict[type, str] = {
 
 
 def _number(kind: type[int] | type[float], value: object) -> int | float:
-    """``value`` as an int or a float; a bool, or a fraction where a whole number is wanted, is an error."""
+    """``value`` as an int or a float; refuses a bool, and a fraction for an int."""
     if isinstance(value, str) or (isinstance(value, (int, kind)) and not isinstance(value, bool)):
         try:
             return kind(value)
@@ -239,7 +240,7 @@ def _flag(name: str) -> str:
 
 
 def _help(field: Field[Any]) -> str:
-    """The field's text with its default; an option whose default is None says itself what happens without it."""
+    """The field's help text with its default. If the default is None, the text itself says what happens."""
     text = field.metadata["help"].replace("%", "%%")
     default: Any = field.default
     if default in (None, ()):

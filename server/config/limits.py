@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-# Prompt rows of one step whose logits are asked for: 50 MB for a vocabulary of 49152. The memory budget counts them.
+# Prompt rows per step whose logits are requested: 50 MB for a vocabulary of 49152, counted in the memory budget.
 MAX_SCORED_ROWS = 256
 MAX_BODY_BYTES = 4 << 20  # of a request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """All known once the cache is allocated."""
+    """All are known once the cache is allocated."""
 
     max_model_len: int
     max_num_seqs: int
@@ -17,9 +17,9 @@ class Limits:
     num_blocks: int
     block_size: int
     max_scored_rows: int = MAX_SCORED_ROWS
-    max_drafting_seqs: int = 16  # with more sequences in a step none brings guesses along
-    prefix_cache: str = "prompts"  # what sequences that begin alike share: none, prompts, or all (answers too)
-    max_step_blocks: int | None = None  # of all sequences of one step together, each once; None: all there are
+    max_drafting_seqs: int = 16  # a step with more sequences drafts no tokens
+    prefix_cache: str = "prompts"  # what the prefix cache shares: none, prompts, or all (answers too)
+    max_step_blocks: int | None = None  # distinct blocks of all sequences of a step; None: no limit
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "num_blocks", "block_size", "max_scored_rows"):

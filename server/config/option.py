@@ -1,9 +1,9 @@
-"""One option of a group: its default and, in the field's metadata, its help text; and how a value is refused."""
+"""Declares one option of a group, with its default and help text, and refuses invalid values."""
 
 from dataclasses import field
 from typing import Any
 
-MAX_SECONDS = 1e6  # eleven days: a deadline that no clock or timer overflows at
+MAX_SECONDS = 1e6  # eleven days: no clock or timer overflows at such a deadline
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
@@ -11,8 +11,10 @@ def option(default: Any, help: str, choices: tuple[str, ...] = (), metavar: str 
 
 
 def require(ok: bool, name: str, value: object, want: str) -> None:
-    """Raises:
-    ValueError: not ``ok``; with the flag of option ``name``, its ``value`` and what it must be.
+    """Check the value of an option.
+
+    Raises:
+        ValueError: not ``ok``; names the option's flag, its ``value`` and what it must be.
     """
     if not ok:
         flag = "--" + name.replace("_", "-")

@@ -7,7 +7,7 @@ from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
 from tightwire.server.config.option import option, require
 
-_MAX_RANKS = 64  # each is a process that imports torch before the model can say how many it is good for
+_MAX_RANKS = 64  # each rank imports torch before the model can say how many ranks it supports
 POLICY_PREFIX = "policy:"  # of a name that stands for a policy file
 
 
@@ -99,12 +99,12 @@ class ParallelOptions:
 
     @property
     def num_ranks(self) -> int:
-        """Rank d * tp + t is number t of replica d."""
+        """All ranks: rank d * tp + t is rank t of replica d."""
         return self.tp * self.dp
 
     @property
     def sum_nodes(self) -> int:
-        """The nodes that the ranks which sum together are on: a replica lies inside one."""
+        """The nodes of one replica's ranks, which sum together; several replicas lie inside one node each."""
         return self.nodes if self.dp == 1 else 1
 
     def _check_nodes(self) -> None:
@@ -141,7 +141,7 @@ class ParallelOptions:
 
     @property
     def wire_nodes(self) -> int:
-        """The nodes that the wire of ``link`` joins."""
+        """The nodes that ``link`` connects."""
         return self.nodes if self.nodes > 1 else self.tp
 
     def _check_link(self) -> None:

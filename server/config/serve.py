@@ -115,7 +115,7 @@ class HttpOptions:
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
-        # An unset variable in a script must not become a key that everybody can guess.
+        # An unset variable in a script must not become an empty key.
         require(self.api_key != "", "api_key", self.api_key, "left out, or not empty")
         require(self.max_queued_requests >= 1, "max_queued_requests", self.max_queued_requests, "at least 1")
         grace_s = self.shutdown_grace_s
@@ -165,7 +165,7 @@ class ServeConfig:
 
 
 def _require_sharers(parallel: ParallelOptions) -> None:
-    """Replicas of a node share layers, so there are several on each."""
+    """Refuse ``partition`` unless every node has several replicas."""
     if parallel.dp == parallel.nodes or parallel.dp == 1:
         raise ValueError(
             f"--weights partition shares layers among the replicas of a node, and --dp {parallel.dp} --nodes {parallel.nodes} has one on "

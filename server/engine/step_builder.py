@@ -22,9 +22,7 @@ class Chunk(NamedTuple):
     end: int
     scored: range  # positions whose logits score the next prompt token
     samples: bool  # the last position's logits choose the next token
-    draft: Sequence[
-        int
-    ] = ()  # guesses of that token and the following ones, computed after ``end``; each has logits too
+    draft: Sequence[int] = ()  # guesses of the next tokens, computed after ``end``; each has a row of logits
 
     @property
     def num_rows(self) -> int:

@@ -1,8 +1,8 @@
-"""The zmq sockets between the processes of one server: every process binds one inbox, the others connect to it.
+"""Creates the zmq sockets between the processes of one server: each process binds one inbox, the others connect to it.
 
-Addresses are abstract Unix sockets with random names, so two servers never meet and a crash leaves no file behind.
-Between network namespaces, each of which has abstract sockets of its own, they are files in a private folder, which
-whoever made it removes.
+Addresses are abstract Unix sockets with random names, so two servers never collide and a crash leaves no file. Between
+network namespaces, which do not share abstract sockets, addresses are files in a private folder; its creator removes
+it.
 """
 
 import os
@@ -16,15 +16,15 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 def make_address(name: str, folder: Path | None = None) -> str:
-    """A fresh address, unknown to any other server; ``name`` is for whoever lists the machine's sockets.
+    """A unique address. ``name`` identifies it in a list of the machine's sockets.
 
-    ``folder``: where its file is to lie; None: it has none.
+    ``folder``: where to put the socket's file; None: an abstract socket.
     """
     return f"ipc://@tightwire-{secrets.token_hex(8)}-{name}" if folder is None else f"ipc://{folder / name}"
 
 
 def connect_sender(context: Context, address: str) -> zmq.Socket[bytes]:
-    """A socket whose messages wait for the receiver, however late it binds; sending never blocks."""
+    """A socket whose messages wait for the receiver to bind; sending never blocks."""
     socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, 10)
@@ -37,7 +37,7 @@ _AnySocket = TypeVar("_AnySocket", bound=zmq.Socket[Any])
 
 
 def bind_receiver(context: zmq.Context[_AnySocket], address: str) -> _AnySocket:
-    """An inbox that takes messages from this user's processes alone: abstract sockets have no file permissions."""
+    """An inbox that accepts only this user's processes: abstract sockets have no file permissions."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)

@@ -1,6 +1,6 @@
-"""The seam between HTTP routes and the engine: what a route may ask, and the ways the engine says no.
+"""The interface between HTTP routes and the engine: what routes may call, and the errors it raises.
 
-``client`` implements it over zmq; tests implement it in a dozen lines.
+``zmq_client`` implements it; tests implement it in a dozen lines.
 """
 
 import enum
@@ -17,7 +17,7 @@ from tightwire.server.ipc.messages import AddRequest, CommSetup, Output
 class Phase(enum.StrEnum):
     LOADING = "loading"
     READY = "ready"
-    DRAINING = "draining"  # SIGTERM came: what runs may finish, nothing new starts
+    DRAINING = "draining"  # SIGTERM received: running requests may finish, new ones are refused
     DEAD = "dead"
 
 
@@ -32,32 +32,32 @@ _WORDS = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineState:
     phase: Phase
-    reason: str = ""  # what is loading, or why it died
+    reason: str = ""  # what is loading, or why the engine died
 
     def __str__(self) -> str:
-        """For a client that is refused."""
+        """The message for a client that is refused."""
         words = _WORDS[self.phase]
         return f"{words}: {self.reason}" if self.reason else words
 
 
 class EngineUnavailableError(Exception):
-    """Loading, draining or dead; the message says which and why. HTTP 503."""
+    """The engine is loading, draining or dead; the message says which and why. HTTP 503."""
 
 
 class QueueFullError(Exception):
-    """As many requests wait or run as the server accepts. HTTP 429 with Retry-After."""
+    """The server has accepted its maximum number of requests. HTTP 429 with Retry-After."""
 
 
 class RecordingBusyError(Exception):
-    """Collectives are being recorded for another client already. HTTP 409."""
+    """Another client's recording is running. HTTP 409."""
 
 
 class RankSilentError(Exception):
-    """A rank did not send what it was asked for in time; the message names it. HTTP 504."""
+    """A rank did not send its recording in time; the message names it. HTTP 504."""
 
 
 class EngineClient(Protocol):
-    """What routes see of the engine."""
+    """The engine as routes see it."""
 
     @property
     def state(self) -> EngineState: ...
@@ -69,35 +69,35 @@ class EngineClient(Protocol):
 
     @property
     def comm_setup(self) -> CommSetup | None:
-        """How ranks meet; None until they are ready."""
+        """The transport and AllReduce policies; None until the ranks are ready."""
         ...
 
     @property
     def comm_latencies(self) -> Sequence[Latency]:
-        """How long the newest collectives of rank 0 took, by kind; at most a second old."""
+        """Durations of rank 0's newest collectives, by kind; at most a second old."""
         ...
 
     async def record_collectives(self, seconds: float) -> list[RankEvents]:
-        """Every collective that ends in the next ``seconds``, of all ranks.
+        """All collectives of all ranks that end within the next ``seconds``.
 
         Raises:
-            EngineUnavailableError: there is no engine, or it died meanwhile.
+            EngineUnavailableError: the engine is not available, or died meanwhile.
             RecordingBusyError, RankSilentError
         """
         ...
 
     def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
-        """Start these sequences (n > 1, or several prompts) and yield their outputs as they come, interleaved.
+        """Start these sequences (n > 1, or several prompts) and yield their outputs as they arrive, interleaved.
 
-        All are accepted or none. The iterator ends when each has had its ``finish_reason``. Closing it early
-        (``aclose``, client gone) cancels what still runs.
+        Accepts all or none. The iterator ends when each has sent its ``finish_reason``. Closing it early (``aclose``,
+        client disconnected) cancels the sequences that still run.
 
         Raises:
-            EngineUnavailableError: before the first output, or in the middle when the engine dies.
+            EngineUnavailableError: before the first output, or later if the engine dies.
             QueueFullError: before the first output.
         """
         ...
 
     def cancel(self, ids: Sequence[str]) -> None:
-        """End these; their ``Output`` with finish_reason ``cancelled`` still comes."""
+        """End these sequences; each still sends an ``Output`` with finish_reason ``cancelled``."""
         ...

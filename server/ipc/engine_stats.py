@@ -1,6 +1,6 @@
 """Counters and gauges of the engine. Each field carries the name and help of its metric on /metrics.
 
-To add a counter: add a field to ``EngineCounters`` and count it where it happens. /metrics follows from the field.
+To add a counter, add a field to ``EngineCounters`` and count it where it happens; /metrics reads the field.
 """
 
 from functools import cache
@@ -37,7 +37,7 @@ def metric_fields(kind: type[msgspec.Struct]) -> dict[str, MetricInfo]:
 
 
 class EngineCounters(msgspec.Struct):
-    """Totals since start, over all replicas. The engine and its schedulers count in one object."""
+    """Totals since start, over all replicas. The engine and its schedulers share one object."""
 
     num_steps: Annotated[int, _counter("engine_steps", "Forward passes")] = 0
     num_steps_ahead: Annotated[
@@ -66,7 +66,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
 
 
 class StreamCount(msgspec.Struct, frozen=True):
-    """Transfers of streamed layers to rank 0 since start, warm-up included."""
+    """Transfers of streamed layers to rank 0 since start, including the warm-up."""
 
     num_bytes: Annotated[int, _counter("weight_stream_bytes", "Bytes of streamed layers received by rank 0")]
     fetch_s: Annotated[
@@ -77,7 +77,7 @@ class StreamCount(msgspec.Struct, frozen=True):
 
 
 class CacheCount(msgspec.Struct, frozen=True):
-    """Transfers between a KV cache on the host and rank 0 since start, warm-up included."""
+    """Transfers between a KV cache on the host and rank 0 since start, including the warm-up."""
 
     num_bytes: Annotated[
         int, _counter("kv_offload_bytes", "Bytes of keys and values moved between the host and rank 0")
@@ -93,24 +93,22 @@ class CommCount(msgspec.Struct, frozen=True, array_like=True):
     phase: str
     calls: int
     bytes_sent: int
-    exact_bytes: int  # what the same collectives would have sent unquantized
+    exact_bytes: int  # bytes of the same collectives without quantization
     seconds: float
     message_bytes: int  # of the tensors passed in
-    codec_seconds: float | None = (
-        0.0  # part of ``seconds`` spent encoding and decoding; None: in a fused kernel, unknown
-    )
+    codec_seconds: float | None = 0.0  # part of ``seconds`` in codecs; None: unknown, inside a fused kernel
 
 
 class RankCounts(msgspec.Struct, frozen=True):
-    """Transfers and collectives since start, as rank 0 counts them."""
+    """Transfers and collectives since start, as counted by rank 0."""
 
     comm: list[CommCount] = []
-    stream: StreamCount | None = None  # set when layers stream
-    kv_offload: CacheCount | None = None  # set when the KV cache is on the host
+    stream: StreamCount | None = None  # set if layers stream
+    kv_offload: CacheCount | None = None  # set if the KV cache is on the host
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """The engine at the end of a step. The defaults are those of an engine before its first step."""
+    """The engine at the end of a step. The defaults describe an engine before its first step."""
 
     loads: list[ReplicaLoad] = []  # one for each replica
     counters: EngineCounters = msgspec.field(default_factory=EngineCounters)

@@ -1,8 +1,8 @@
-"""The messages between the HTTP process and the rank processes: msgspec structs over zmq, nothing pickled.
+"""The messages between the HTTP process and the rank processes: msgspec structs over zmq, without pickle.
 
 Channels, all local to one server: HTTP process -> rank 0 (``ToEngine``), every rank -> HTTP process (``FromRank``),
-rank 0 -> ranks 1.. (``ToFollower``), HTTP process -> every rank's reporter, which answers while the rank computes or
-hangs (``ToReporter``).
+rank 0 -> other ranks (``ToFollower``), HTTP process -> every rank's reporter, which answers even while the rank
+computes or hangs (``ToReporter``).
 """
 
 import msgspec
@@ -16,17 +16,17 @@ from tightwire.server.ipc.engine_stats import EngineStats
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
-    """One sequence to continue. ``id`` is unique among the live requests of this server."""
+    """One sequence to continue. ``id`` is unique among the server's live requests."""
 
     id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    allreduce: str | None = None  # the arm that sums its steps; None: the server's own
-    cache_salt: str = ""  # shares cached prefixes with requests of the same salt alone
+    allreduce: str | None = None  # AllReduce policy by name; None: the server's own
+    cache_salt: str = ""  # shares cached prefixes only with requests of the same salt
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
-    """Stop these at the next step and free their blocks; unknown ids are ignored. Their last ``Output`` still comes."""
+    """End these requests at the next step and free their blocks; unknown ids are ignored. Each sends a last ``Output``."""
 
     ids: list[str]
 
@@ -36,18 +36,18 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class StopFollowing(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """``Stop`` for a follower, in the array form of ``StepPlan``, because a union cannot mix the two forms."""
+    """``Stop`` for a follower, in the array form of ``StepPlan`` because a union cannot mix the two forms."""
 
 
 class Record(msgspec.Struct, frozen=True, tag=True):
-    """Record every collective for so long and send them as ``Recorded``; ends a recording that is under way."""
+    """Record every collective for ``seconds`` and send them as ``Recorded``. Replaces a running recording."""
 
     id: int
     seconds: float
 
 
 class Hush(msgspec.Struct, frozen=True, tag=True):
-    """To a reporter by its own process: no more heartbeats."""
+    """From a process to its own reporter: stop the heartbeat."""
 
 
 ToEngine = AddRequest | CancelRequest | Stop
@@ -56,10 +56,10 @@ ToReporter = Record | Hush
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probability of one token, and the most likely ones at its place, best first.
+    """Natural-log probability of one token, and of the most likely tokens at its position, best first.
 
-    ``rank`` is the chosen token's place in that order, from 1; logprobs are of the unmodified distribution (before
-    temperature and penalties), as vLLM reports them by default.
+    ``rank`` is the chosen token's position in that order, from 1. Logprobs are of the distribution before temperature
+    and penalties, as in vLLM's default.
     """
 
     token_id: int
@@ -69,26 +69,26 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """How rank 0 came to a sequence's first token, between two moments on the clock of ``time.monotonic``.
+    """Where rank 0 spent the time to a sequence's first token; moments are ``time.monotonic`` readings.
 
-    The processes of a server are on one host, so the HTTP process reads the same clock. ``codec_s`` None: in a fused
-    kernel, so part of ``allreduce_s``. What is missing between the two moments is the engine's own work.
+    The processes of a server are on one host, so the HTTP process reads the same clock. ``codec_s`` is None in a fused
+    kernel and then part of ``allreduce_s``. The remaining time between the two moments is the engine's own work.
     """
 
-    scheduled_s: float  # when its first step began
+    scheduled_s: float  # its first step began
     sampled_s: float
-    compute_s: float  # forward passes without their collectives
-    allreduce_s: float  # collectives, waiting for slower ranks included, without ``codec_s``
+    compute_s: float  # forward passes without collectives
+    allreduce_s: float  # collectives and waiting for slower ranks, without ``codec_s``
     codec_s: float | None
     sampling_s: float
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
-    """New tokens of one request. The last one of a request has ``finish_reason``; nothing follows it.
+    """New tokens of one request. The last output of a request has ``finish_reason``.
 
-    ``finish_reason``: ``stop`` (stop token; ``stop_token_id`` says which, and it is the last of ``token_ids``),
-    ``length``, ``cancelled`` or ``error`` (``message`` says what). ``prompt_logprobs`` comes once, with the first
-    token: entry 0 is None (nothing precedes it).
+    ``finish_reason``: ``stop`` (``stop_token_id`` is the stop token, the last of ``token_ids``), ``length``,
+    ``cancelled`` or ``error`` (see ``message``). ``prompt_logprobs`` comes once, with the first token; entry 0 is None
+    because nothing precedes it.
     """
 
     id: str
@@ -98,20 +98,20 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     finish_reason: str | None = None
     stop_token_id: int | None = None
     message: str | None = None
-    queue_s: float | None = None  # with the first token: from arrival at the engine to the first scheduled step
+    queue_s: float | None = None  # with the first token: from arrival at the engine to the first step
     first_token: FirstToken | None = None  # with the first token
-    num_cached_tokens: int = 0  # with the first token: of the prompt, found in the prefix cache
+    num_cached_tokens: int = 0  # with the first token: prompt tokens found in the prefix cache
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True):
-    """What one engine step brought; ``outputs`` may be empty (a prefill chunk), ``stats`` is current."""
+    """The result of one engine step. ``outputs`` may be empty (a prefill chunk); ``stats`` is current."""
 
     outputs: list[Output]
     stats: EngineStats
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """Start-up progress of one rank. ``fraction`` of this stage, 0 to 1; ``seconds`` is set when it is done."""
+    """Start-up progress of one rank: ``fraction`` of this stage, 0 to 1; ``seconds`` is set when it is done."""
 
     rank: int
     name: str
@@ -120,53 +120,53 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommChoice(msgspec.Struct, frozen=True):
-    """One line of the policy in force: messages of a site and phase, up to a size, and how they are summed."""
+    """One line of the policy in use: messages of a site and phase, up to a size, and their algorithm."""
 
     site: str  # embed, o_proj or down_proj
-    phase: str  # prefill or decode: what kind of rows; embed: any
-    up_to_bytes: int | None  # the largest message this line is for; None: any
+    phase: str  # prefill or decode; embed: any
+    up_to_bytes: int | None  # the largest message of this line; None: any size
     algorithm: str
     reason: str
     layers: list[int] | None = None  # None: all
 
 
 class SelfTestVerdict(msgspec.Struct, frozen=True):
-    """What the check at start-up found of one algorithm that the policy may use."""
+    """The start-up test's result for one algorithm that the policy may use."""
 
     algorithm: str
     ok: bool
-    detail: str  # the sizes checked, or what was wrong
+    detail: str  # the sizes tested, or the error
 
 
 class CommSetup(msgspec.Struct, frozen=True):
-    """How ranks meet; the same on every rank. With one rank there is nothing to choose or check."""
+    """The transport, policies and self-test results; the same on every rank. A single rank has no policy and no tests."""
 
     transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
     num_nodes: int
-    transport_reason: str = ""  # why ``auto`` took a slower one than it would have liked
-    overlap: bool = False  # one half of a prompt is computed while the other is summed
+    transport_reason: str = ""  # why ``auto`` chose a slower transport; empty if it did not
+    overlap: bool = False  # compute one half of a prompt while the other half is summed
     choices: list[CommChoice] = []
     self_test: list[SelfTestVerdict] = []
     link: LinkFacts | None = None  # the emulated wire between the nodes
-    extra: dict[str, list[CommChoice]] = {}  # the same for the policies that a request may ask for by name
+    extra: dict[str, list[CommChoice]] = {}  # the policies that a request may ask for by name
 
 
 class StreamForecast(msgspec.Struct, frozen=True):
-    """What streaming layers comes to on this rank, from what it took while warming up; computing is without waiting.
+    """The cost of streaming layers on this rank, measured while warming up. Compute times exclude waiting for layers.
 
-    What could not be measured is 0.
+    A value that could not be measured is 0.
     """
 
-    num_layers: int  # that stream
-    pass_bytes: int  # that come in for every step
+    num_layers: int  # streamed layers
+    pass_bytes: int  # bytes fetched for every step
     bytes_per_s: float
-    pass_s: float  # their way
-    decode_s: float  # computing one generated token
-    prompt_s: float  # computing a prompt of 512 tokens, as long as those of a short one
-    break_even_rows: int  # prompt tokens whose computing takes as long as the layers' way
+    pass_s: float  # time to fetch them
+    decode_s: float  # to compute one generated token
+    prompt_s: float  # to compute a prompt of 512 tokens, extrapolated from a short one
+    break_even_rows: int  # prompt tokens that take as long to compute as the layers take to arrive
 
     def describe(self) -> str:
-        """In a line, for people."""
+        """One line for the log."""
         token_s, first_s = _longest(self.pass_s, self.decode_s), _longest(self.pass_s, self.prompt_s)
         rows = f"about {self.break_even_rows}" if first_s else "an unknown number of"
         return (
@@ -179,7 +179,7 @@ class StreamForecast(msgspec.Struct, frozen=True):
 
 
 def _longest(*times_s: float) -> float:
-    """0 unless all are known."""
+    """The longest of these times; 0 if one is unknown."""
     return max(times_s) if all(times_s) else 0.0
 
 
@@ -188,47 +188,47 @@ def _known(value: float) -> str:
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """This rank has loaded, warmed up, and would answer; what it holds, for the log."""
+    """This rank has loaded and warmed up. The fields are for the log."""
 
     rank: int
     weight_bytes: int
     peak_host_bytes: int
     comm: CommSetup | None = None
-    cores: tuple[int, ...] = ()  # that it keeps to; none: it runs where the kernel puts it
-    stream: StreamForecast | None = None  # rank 0: where layers stream
+    cores: tuple[int, ...] = ()  # the cores it is bound to; empty: none
+    stream: StreamForecast | None = None  # on rank 0, if layers stream
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sent about twice a second from a thread of its own.
+    """Sent about twice a second by the reporter's thread.
 
-    ``doing`` names the stage or step, and the collective that runs now or ended last.
+    ``doing`` names the stage or step, and the current or last collective.
     """
 
     rank: int
     step: int
     doing: str
-    busy_s: float  # how long it has been doing it; 0 when idle
-    num_collectives: int = 0  # begun since start; a replica's ranks run the same ones, so who has the fewest is behind
-    num_meetings: int = 0  # of all replicas' ranks, begun since start; those with fewer are waited for
-    num_fetched: int = 0  # grows while layers' weights, or keys and values, come in
+    busy_s: float  # seconds since ``doing`` began; 0 when idle
+    num_collectives: int = 0  # begun since start; the rank of a replica with the lowest count is behind
+    num_meetings: int = 0  # collectives of all replicas' ranks, begun since start; ranks with fewer are waited for
+    num_fetched: int = 0  # grows while weights, or keys and values, arrive
     latencies: list[Latency] = []
 
 
 class Recorded(msgspec.Struct, frozen=True, tag=True):
-    """Collectives of one rank in order, for the ``Record`` of that id; more follow until ``last``."""
+    """Collectives of one rank in order, for the ``Record`` with that id; more follow unless ``last``."""
 
     rank: int
     id: int
     events: list[Event]
-    clock: str  # which clock their times are on (``comm.trace.clock_name``)
+    clock: str  # the clock of their times (``comm.trace.clock_name``)
     last: bool
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """This rank cannot go on; it exits after sending this.
+    """This rank cannot continue; it exits after sending this.
 
-    ``symptom``: it failed for want of another rank, whose own report says more. ``traceback``: empty where the message is
-    for the user, of an option that turned out not to be possible.
+    ``symptom``: another rank caused it, whose own report says more. ``traceback``: empty if the message tells the user
+    what to do.
     """
 
     rank: int

@@ -1,6 +1,6 @@
-"""The HTTP process's side of a recording: asks every rank, and puts together what they send.
+"""Collects a recording in the HTTP process: asks every rank for its collectives and merges the answers.
 
-One at a time, because a rank records for one. Every wait ends: a rank that does not send its part in time is named.
+One recording at a time. Every wait ends: the error names a rank that does not send its part in time.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from tightwire.comm.ledger.trace import RankEvents
 from tightwire.server.ipc.engine_client import EngineUnavailableError, RankSilentError, RecordingBusyError
 from tightwire.server.ipc.messages import Record, Recorded
 
-# After the recording's end: a rank's reporter shares the interpreter with threads that may hold it for long.
+# Wait after the recording's end: threads of the rank may hold the interpreter and delay its reporter for long.
 _PATIENCE_S = 10.0
 
 
 class Recordings:
-    """``ask`` sends to all ranks' reporters; ``heard`` is to be called with each part they send."""
+    """``ask`` sends to all ranks' reporters; call ``heard`` with each part they send."""
 
     def __init__(self, num_ranks: int, ask: Callable[[Record], None], patience_s: float = _PATIENCE_S) -> None:
         self._num_ranks, self._ask, self._patience_s = num_ranks, ask, patience_s
@@ -25,11 +25,11 @@ class Recordings:
         self._current: _Recording | None = None
 
     async def record(self, seconds: float) -> list[RankEvents]:
-        """What every rank did together with others in the next ``seconds``, in rank order.
+        """All collectives of all ranks in the next ``seconds``, in rank order.
 
         Raises:
-            RecordingBusyError: another recording is under way.
-            RankSilentError: a rank did not send its part; names all that did not.
+            RecordingBusyError: another recording is running.
+            RankSilentError: a rank did not send its part; names all such ranks.
             EngineUnavailableError: the engine died meanwhile.
         """
         if self._current is not None:
@@ -57,7 +57,7 @@ class Recordings:
         ]
 
     def heard(self, part: Recorded) -> None:
-        """Take in a part; one of a recording that was given up is ignored."""
+        """Add a part. Parts of an abandoned recording are ignored."""
         recording = self._current
         if recording is None or recording.id != part.id:
             return
@@ -69,7 +69,7 @@ class Recordings:
             recording.over.set()
 
     def fail(self, reason: str) -> None:
-        """The engine died: nothing more will come."""
+        """End the recording with an error: the engine died."""
         if self._current is not None:
             self._current.failure = reason
             self._current.over.set()

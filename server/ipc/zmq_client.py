@@ -1,6 +1,6 @@
-"""The engine as the HTTP process sees it: submits requests to rank 0 over zmq and routes its outputs to their streams.
+"""Submits requests to rank 0 over zmq and routes its outputs to their streams: the HTTP process's engine client.
 
-Lives on one asyncio loop. Knows nothing of processes: ``launch`` tells it when the engine is ready, draining or dead.
+Runs on one asyncio loop. Knows nothing of processes: ``RankedEngine`` and ``launch`` set its phase.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from tightwire.server.ipc.messages import (
 )
 from tightwire.server.ipc.recordings import Recordings
 
-_Inbox = asyncio.Queue[Output | None]  # None: the engine is dead, the reason is in ``state``
+_Inbox = asyncio.Queue[Output | None]  # None: the engine is dead; ``state`` has the reason
 
 
 class ZmqEngineClient:
@@ -39,10 +39,10 @@ class ZmqEngineClient:
 
     Args:
         to_engine: address of rank 0's inbox.
-        from_ranks: address all ranks report to; bound here.
-        max_queued_requests: sequences waiting or running before new ones are refused.
+        from_ranks: address that all ranks report to; bound here.
+        max_queued_requests: the limit of waiting and running sequences; more are refused.
         reporters: addresses of all ranks' reporters.
-        on_report: called with everything a rank says that is not a step's result or a recording.
+        on_report: called with every message except step results and recordings.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ZmqEngineClient:
         self._stats: EngineStats | None = None
         self._comm_setup: CommSetup | None = None
         self._comm_latencies: Sequence[Latency] = ()
-        self._live: dict[str, _Inbox | None] = {}  # None: cancelled, nobody listens any more
+        self._live: dict[str, _Inbox | None] = {}  # None: cancelled, without a reader
         self._empty = asyncio.Event()
         self._empty.set()
         self._context = zmq.asyncio.Context()
@@ -72,7 +72,7 @@ class ZmqEngineClient:
         self._receiving: asyncio.Task[None] | None = None
 
     def open(self) -> asyncio.Task[None]:
-        """Start to listen to the ranks; needs a running loop. The task ends with ``close`` alone, or by a fault."""
+        """Start listening to the ranks; needs a running loop. The task ends only by ``close`` or by an error."""
         self._receiving = asyncio.create_task(self._receive(), name="engine client")
         return self._receiving
 
@@ -107,11 +107,11 @@ class ZmqEngineClient:
 
     @property
     def num_live(self) -> int:
-        """Sequences the engine has not finished yet."""
+        """Sequences the engine has not finished."""
         return len(self._live)
 
     def set_phase(self, phase: Phase, reason: str = "") -> None:
-        """Say where the engine stands; ``DEAD`` ends every stream with the reason, and nothing comes after it."""
+        """Set the engine's phase. ``DEAD`` is final and ends every stream with the reason."""
         if self._state.phase is Phase.DEAD:
             return
         self._state = EngineState(phase=phase, reason=reason)
@@ -123,7 +123,7 @@ class ZmqEngineClient:
             self._recordings.fail(str(self._state))
 
     def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
-        """See ``EngineClient.submit``. Refuses at once; what is accepted is sent when the first output is asked for."""
+        """See ``EngineClient.submit``. Refuses at once; sends accepted requests when the first output is awaited."""
         self._admit(requests)
         return self._stream(requests)
 
@@ -133,7 +133,7 @@ class ZmqEngineClient:
             self._send(CancelRequest(ids=known))
 
     def cancel_all(self) -> None:
-        """End everything that runs, as when the time for it is up."""
+        """Cancel everything that runs, for example at the end of the grace time."""
         self.cancel(list(self._live))
 
     def stop_engine(self) -> None:
@@ -141,7 +141,7 @@ class ZmqEngineClient:
         self._send(Stop())
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Whether every sequence has finished within ``timeout_s``."""
+        """Whether every sequence finishes within ``timeout_s``."""
         try:
             await asyncio.wait_for(self._empty.wait(), timeout_s)
         except TimeoutError:
@@ -179,7 +179,7 @@ class ZmqEngineClient:
             self._abandon(pending)
 
     def _abandon(self, pending: set[str]) -> None:
-        """Cancel what nobody listens to; it counts as live until the engine has let go of it."""
+        """Cancel sequences without a reader; they count as live until the engine reports their end."""
         gone = [id for id in pending if id in self._live]
         for id in gone:
             self._live[id] = None
@@ -187,7 +187,7 @@ class ZmqEngineClient:
 
     def _send(self, message: ToEngine) -> None:
         if self._sender.closed:
-            return  # a stream that is let go of after the end has nothing left to cancel
+            return  # a stream closed after shutdown has nothing left to cancel
         self._sender.send(self._encoder.encode(message))
 
     def _ask_reporters(self, message: Record) -> None:
@@ -210,7 +210,7 @@ class ZmqEngineClient:
                 self._on_report(message)
 
     def _note(self, message: FromRank) -> None:
-        """Keep what rank 0 says about its collectives; the other ranks say nearly the same."""
+        """Keep rank 0's report on its collectives; the other ranks report nearly the same."""
         if isinstance(message, Heartbeat) and message.rank == 0:
             self._comm_latencies = message.latencies
         elif isinstance(message, Ready) and message.rank == 0:

@@ -113,9 +113,8 @@ class Leader:
             RuntimeError: a request does not end normally.
         """
         engine = self._make_engine()
-        room = max(
-            1, self._limits.max_model_len - 2
-        )  # leaves room for two answer tokens; the second takes its own step
+        # Leave room for two answer tokens; the second takes its own step.
+        room = max(1, self._limits.max_model_len - 2)
         vocab_size, policies = self._rules.vocab_size, self._rules.policies
         prompt = [token % vocab_size for token in range(1, 1 + min(_WARM_UP_PROMPT_TOKENS, room))]
         for replica in range(self._num_replicas):

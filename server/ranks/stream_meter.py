@@ -43,10 +43,7 @@ class StreamMeter:
         """
         self._weights, self._step_size, self._other_waits_s = weights, step_size, other_waits_s
         self._since = weights.flow()
-        self._computing_s = {
-            True: 0.0,
-            False: 0.0,
-        }  # without waiting for layers; key: whether all rows are generated tokens
+        self._computing_s = {True: 0.0, False: 0.0}  # without waits for layers; by ``is_decode``
         self._num_rows = {True: 1, False: 1}
 
     def forecast_from_here(self) -> None:
