@@ -54,8 +54,8 @@ class RunnerOptions:
 
     Args:
         dtype: type of activations, cache and plain weights.
-        buffer_blocks: blocks of each of two layers on the device, with the cache on the host; the most that one step may
-            need. None: the whole cache is on the device.
+        buffer_blocks: blocks of each of two layers on the device, with the cache on the host; the most that one step
+            may need. None: the whole cache is on the device.
         formats: formats of weight matrices; default: all plain. Ignored for a prepared folder, which has its own.
         weight_plan: layers to stream and their source.
         fetch_timeout_s: longest wait for a layer's weights or cache without receiving a byte.

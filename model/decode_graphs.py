@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs: captured once for each number of rows, replayed with one launch.
+"""Captures decode steps as CUDA graphs, one for each number of rows, and replays them with one launch.
 
-A decode step of a large model is hundreds of short kernels, and the host takes longer to launch them than the device to run
-them. A graph holds the launches, including the AllReduces, with the addresses of their tensors at capture; so the inputs of
-each step are written into the same tensors. A step of B rows uses the graph of the next size, with padding as its last
-rows: no context, slot -1, and a result that nobody reads.
+A decode step of a large model is hundreds of short kernels, which take longer to launch than to run. A graph records
+the launches, including the AllReduces, with fixed tensor addresses, so each step's inputs are copied into the same
+tensors. A step of B rows uses the next larger graph. The last rows are then padding: no context, slot -1, result
+ignored.
 
 The plan alone determines the graph, so all ranks use the same one.
 """
@@ -23,21 +23,21 @@ Replay = Callable[[], Tensor]
 
 
 class Capture(Protocol):
-    """Returns a function that repeats ``run`` with the numbers that its tensors hold by then."""
+    """Captures ``run`` and returns a function that replays it with the current contents of its tensors."""
 
     def __call__(self, run: Callable[[], Tensor]) -> Replay: ...
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of rows to capture; padding is at most seven rows."""
+    """Return the numbers of rows to capture; at most seven rows of a step are padding."""
     sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
     return (*sizes, *range(8, max_num_seqs, 8), max_num_seqs)
 
 
 class DecodeGraphs:
-    """Graphs of ``forward`` for ``sizes`` rows and every policy, captured here.
+    """Graphs of ``forward`` for each of ``sizes`` rows and each policy, captured by the constructor.
 
-    Cost: per size and policy some ten milliseconds to capture and a few MB; all share one pool of activations.
+    Cost: about ten milliseconds of capture and a few MB per size and policy; all graphs share one activation pool.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DecodeGraphs:
     ) -> None:
         self._sizes = sorted(sizes)
         ledger.phase = "decode"
-        # The largest first: the smaller ones reuse its activations' memory in the pool.
+        # Largest first, so that the smaller graphs reuse its activation memory in the pool.
         self._graphs = {
             (size, policy): _Graph(forward, size, policy, max_blocks, device, capture, ledger)
             for size in reversed(self._sizes)
@@ -61,19 +61,19 @@ class DecodeGraphs:
         }
 
     def fits(self, arrays: StepArrays) -> bool:
-        """True when the step has a graph: decode rows only, one a sequence, and not too many."""
+        """Return True if a graph covers the step: decode rows only, one per sequence, and few enough."""
         num_rows = len(arrays.token_ids_T)
         return arrays.num_decode_rows == num_rows <= self._sizes[-1] and arrays.has_one_token_each
 
     def run(self, arrays: StepArrays, policy: int, chosen_R: Tensor | None = None) -> Tensor:
-        """(B, D) hidden states, valid until the next step. ``chosen_R``: the tokens that were deferred."""
+        """Return (B, D) hidden states, valid until the next step. ``chosen_R``: the tokens of the last step."""
         num_rows = len(arrays.token_ids_T)
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
         return self._graphs[size, policy].run(arrays, chosen_R)[:num_rows]
 
 
 class _Graph:
-    """One size and policy: its inputs, side by side in one tensor that a step fills with one copy, and its replay."""
+    """The graph of one size and policy. Its inputs share one tensor, which one copy fills in each step."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _Graph:
         self._token_ids_T = token_ids
         self._pad(0)
         overwrite(self._device, self._host)
-        forward(batch)  # compiles kernels and allocates workspaces, which a capture must not do
+        forward(batch)  # compiles kernels and allocates workspaces, which is not allowed during capture
         before = {count[:3]: count for count in ledger.counts()}
         self._replay = capture(lambda: forward(batch))
         self._counts = [count.since(before.get(count[:3])) for count in ledger.counts()]
@@ -128,7 +128,7 @@ class _Graph:
         return hidden_TD
 
     def _pad(self, first: int) -> None:
-        """Make rows from ``first`` on padding."""
+        """Set the rows from ``first`` on to padding."""
         token_ids, positions, slots, context_lens, _ = self._fields
         for field in (token_ids, positions, context_lens):
             field[first:] = 0
@@ -136,9 +136,9 @@ class _Graph:
 
 
 def cuda_capture(pool: Any) -> Capture:
-    """Capture into graphs that share ``pool`` (``torch.cuda.graph_pool_handle()``).
+    """Return a ``Capture`` whose graphs share ``pool`` (``torch.cuda.graph_pool_handle()``).
 
-    A capture raises RuntimeError when an operation cannot be captured, or memory runs out.
+    Its calls raise RuntimeError if an operation cannot be captured or memory runs out.
     """
 
     def capture(run: Callable[[], Tensor]) -> Replay:

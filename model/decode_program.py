@@ -1,7 +1,7 @@
-"""The layers of one rank for decode rows on a CPU, many parts in one kernel: host side of ``kernels.cpu.decode_kernel``.
+"""Runs one rank's layers for decode rows on a CPU: the host side of ``kernels.cpu.decode_kernel``.
 
-Buffers stay from step to step. One call runs all layers when there is one rank or the ranks sum over shared memory;
-otherwise there are two calls a layer.
+Buffers are kept between steps. With one rank, or if the ranks sum over shared memory, one call runs all layers;
+otherwise each layer takes two calls.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from tightwire.model.weights.source import LayerWeights
 
 
 class DecodeProgram:
-    """``begin`` a step, then run its parts in order: part 2l is layer l's attention, part 2l + 1 its MLP.
+    """Runs the parts of a step in order after ``begin``: part 2l is layer l's attention, part 2l + 1 its MLP.
 
-    A layer must have been ``place``d, and not released, when its parts run. A row's bits are those of ``EagerLayers``.
-    One thread calls; several may work.
+    Call ``place`` for a layer before its parts run, and do not release it earlier. Results are bit-identical to
+    ``EagerLayers``. Call from one thread; the kernel may use several.
 
-    Cost: some microseconds per call; buffers of about 6 D + 3 H E + 4 K E + 3 F numbers a row.
+    Cost: some microseconds per call; buffers of about 6 D + 3 H E + 4 K E + 3 F numbers per row.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DecodeProgram:
         self._config, self._shard, self._cache = config, shard, cache
         self._angles = angles  # kept alive: the program holds their addresses
         self._placed: list[LayerWeights | None] = [None] * config.num_layers
-        self._placed_keys: list[Tensor | None] = [None] * config.num_layers  # the values move with them
+        self._placed_keys: list[Tensor | None] = [None] * config.num_layers  # values always move together with keys
         self._layers = torch.zeros(config.num_layers, kernel.LAYER_INTS, dtype=torch.int64)
         self._weights_per_part = _part_sizes(config, shard) * config.num_layers
         self._phases = torch.empty(config.num_layers * kernel.PHASES_PER_LAYER * kernel.PHASE_BYTES, dtype=torch.uint8)
@@ -77,10 +77,10 @@ class DecodeProgram:
         self._make_buffers(1)
 
     def begin(self, residual_TD: Tensor, batch: Batch) -> Self:
-        """Start a step of T rows. ``residual_TD``, contiguous, takes in every sum but the last as the parts run.
+        """Start a step of T rows. The parts add every sum but the last to the contiguous ``residual_TD``.
 
         Raises:
-            ValueError: a position, slot, length or block that cannot be.
+            ValueError: a position, slot, length or block is invalid.
         """
         num_rows = len(residual_TD)
         if num_rows > len(self._buffers[kernel.PARTIAL]):
@@ -119,7 +119,7 @@ class DecodeProgram:
     def place(self, index: int, weights: LayerWeights) -> None:
         """Use these weights, and the cache's layer ``index``, when the layer's parts run.
 
-        Cost: nothing where both are where they were; a new place of keys and values takes about a microsecond, of weights 20.
+        Cost: nothing if both are unchanged; about 1 us for new keys and values, 20 us for new weights.
         """
         keys_NKPE, values_NKPE = self._cache.layer(index)
         if self._placed[index] is not weights:
@@ -131,14 +131,14 @@ class DecodeProgram:
             integers[kernel.KEYS], integers[kernel.VALUES] = keys_NKPE.data_ptr(), values_NKPE.data_ptr()
 
     def run(self, part: int, update_TD: Tensor | None) -> Tensor:
-        """``run_parts`` of one part."""
+        """Run one part; see ``run_parts``."""
         return self.run_parts(part, part + 1, update_TD)
 
     def run_parts(self, first: int, stop: int, update_TD: Tensor | None) -> Tensor:
-        """Run parts ``first`` to ``stop`` without sums between them.
+        """Run parts ``first`` to ``stop`` (exclusive) without sums between them.
 
         Args:
-            update_TD: the ranks' sum of the part before, contiguous; None before the first.
+            update_TD: the ranks' sum of the previous part, contiguous; None for the first part.
         Returns:
             (T, D), the result of the last part, valid until the next run.
         """
@@ -148,20 +148,21 @@ class DecodeProgram:
         return self._buffers[kernel.PARTIAL][: self._num_rows]
 
     def run_and_sum(self, first: int, update_TD: Tensor | None, sums: KernelSums, labels: Sequence[str]) -> Tensor:
-        """Run one part for each of ``labels``, and after each sum over the ranks.
+        """Run one part per label, and sum each part's result over the ranks.
 
         Args:
-            labels: of the sums, for the ledger.
+            labels: the sums' names for the ledger.
         Returns:
-            (T, D), the last sum, valid until the next one is made; it may be the next ``update_TD``.
+            (T, D), the last sum, valid until the next sum; it may be the next ``update_TD``.
         Raises:
-            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: a rank does something else, or nothing.
+            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: another rank calls something else, is late
+                or is gone.
         """
         partial_TD, total_TD = self._buffers[kernel.PARTIAL][: self._num_rows], self._total_TD[: self._num_rows]
         table = sums.begin(partial_TD, total_TD, labels)
         try:
             while (num_done := sums.wait()) < len(labels):
-                # A second round follows only a sum for which another rank was late.
+                # The loop repeats only if another rank was late for a sum.
                 update_TD = total_TD if num_done else update_TD
                 self._run(first + num_done, first + len(labels), update_TD, table, first)
         finally:
@@ -214,13 +215,13 @@ class DecodeProgram:
 
 
 def _part_sizes(config: LlamaConfig, shard: Shard) -> list[int]:
-    """Number of weights of a layer's two parts."""
+    """Return the number of weights in each of a layer's two parts."""
     heads, kv_heads, mlp_size = shard.local_heads, shard.local_kv_heads, len(shard.mlp_columns)
     return [config.hidden_size * (2 * heads + 2 * kv_heads) * config.head_dim, config.hidden_size * 3 * mlp_size]
 
 
 def _layer_integers(weights: LayerWeights) -> list[int]:
-    """All of a layer's integers but the addresses of its keys and values."""
+    """Return a layer's integers for the kernel, except the addresses of its keys and values."""
     values = [0] * kernel.LAYER_INTS
     values[kernel.ATTENTION_NORM] = weights.attention_norm.data_ptr()
     values[kernel.MLP_NORM] = weights.mlp_norm.data_ptr()

@@ -1,6 +1,6 @@
-"""The layers of one rank, kernel by kernel, for any batch on any device.
+"""Runs one rank's layers kernel by kernel, for any batch on any device.
 
-``decode_program`` computes the same for decode rows on a CPU, with one kernel for many parts.
+``decode_program`` computes the same for decode rows on a CPU, with many parts in one kernel.
 """
 
 import math
@@ -21,7 +21,7 @@ from tightwire.model.weights.source import LayerWeights
 
 
 class EagerLayers:
-    """One pass: part 2l is layer l's attention, part 2l + 1 its MLP, each with the norm before it."""
+    """Computes one pass: part 2l is layer l's norm and attention, part 2l + 1 its norm and MLP."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class EagerLayers:
         self._placed[index] = weights
 
     def run(self, part: int, update_TD: Tensor | None) -> Tensor:
-        """(T, D), this rank's part of the sum over the ranks.
+        """Return (T, D), this rank's part of the sum over the ranks.
 
         Args:
-            update_TD: the ranks' sum of the part before; None before the first. It is added to ``residual_TD`` together
-                with the norm.
+            update_TD: the ranks' sum of the previous part, which the norm adds to the residual; None for the first
+                part.
         """
         index, is_mlp = divmod(part, 2)
         weights, eps = self._placed[index], self._config.norm_eps
@@ -64,11 +64,11 @@ class EagerLayers:
         return self._mlp(normed_TD, weights) if is_mlp else self._attention(normed_TD, weights, index)
 
     def _attention(self, x_TD: Tensor, weights: LayerWeights, index: int) -> Tensor:
-        """(T, D). Only rank 0 has the bias, so the sum over the ranks adds it once."""
+        """Return (T, D). Only rank 0 has the bias, so the sum over the ranks adds it once."""
         batch, head_dim, num_decode = self._batch, self._config.head_dim, self._batch.num_decode_rows
         qkv_TO = linear(x_TD, weights.qkv, weights.qkv_bias, num_decode_rows=num_decode)
         qkv_THE = qkv_TO.view(-1, self._shard.local_heads + 2 * self._shard.local_kv_heads, head_dim)
-        keys_NKPE, values_NKPE = self._cache.layer(index)  # may still be on the way until here
+        keys_NKPE, values_NKPE = self._cache.layer(index)  # waits for a transfer; as late as possible
         q_THE = rotate_and_cache(qkv_THE, self._cos_TE, self._sin_TE, keys_NKPE, values_NKPE, batch.slots_T)
         mixed_THE = paged_attention(
             q_THE,
@@ -92,11 +92,11 @@ class EagerLayers:
 
 
 def rope_table(config: LlamaConfig, max_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position x frequency, both (max_positions, E/2) float32.
+    """Return cosine and sine of position x frequency, both (max_positions, E/2) float32.
 
-    Frequencies are ``theta ** (-2i/E)``, stretched as ``config.rope_scaling`` says. Computed in float32 as in
-    transformers, because token parity in float32 needs equal bits.
-    Cost: 4 E bytes a position.
+    Frequencies are ``theta ** (-2i/E)``, scaled by ``config.rope_scaling``. The float32 arithmetic is that of
+    transformers, because equal tokens in float32 need equal bits.
+    Cost: 4 E bytes per position.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     frequencies = _stretch(1.0 / config.rope_theta**exponents, config.rope_scaling)
@@ -113,7 +113,7 @@ def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _stretch_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide the long wavelengths by ``factor``, keep the short ones, blend in between (Llama 3, 2407.21783)."""
+    """Divide frequencies of long wavelengths by ``factor``, keep short ones, and interpolate (Llama 3, 2407.21783)."""
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # full turns within the trained context
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept_share = ramp.clamp(0.0, 1.0)

@@ -1,12 +1,11 @@
-"""The split of a model over ranks: attention and MLP of every layer, each as evenly as possible.
+"""Splits a model over ranks: attention and MLP of every layer, each as evenly as possible.
 
-Attention is cut between query heads. When a cut falls inside the group of a KV head, both ranks keep that head, which costs
-its key and value weights and its place in the cache twice: SmolLM2's nine heads in three groups go to two ranks as five and
-four, with two KV heads each. The MLP can be cut at any column and is cut evenly. It does not compensate for the heads: ranks
-wait for each other after the attention and again after the MLP, so fewer columns for the rank with more heads would only
-make the other rank's MLP slower.
+Attention is cut between query heads. If a cut falls inside the group of a KV head, both ranks keep that head, with its
+weights and its cache. For example, SmolLM2's nine heads in three groups go to two ranks as five and four, with two KV
+heads each. The MLP is cut evenly even if the heads are not. Ranks wait for each other after the attention and again
+after the MLP, so an uneven MLP would only make one rank slower.
 
-Sizes only: no tensors, no files, no devices.
+This module computes sizes only; it uses no tensors, files or devices.
 """
 
 import math
@@ -17,15 +16,15 @@ from itertools import pairwise
 from tightwire.kernels.spec.attention import HeadGroups
 from tightwire.model.checkpoint.config import LlamaConfig
 
-# MLP columns are dealt in units of this many: numbers of packed weights that share a scale, and a cache line of 16-bit ones.
-# Plain weights are cut in the same places, so the split does not depend on the formats.
+# MLP columns are split in multiples of this: 32 packed weights share a scale, and 32 numbers of 16 bits fill a cache
+# line. Plain weights are cut in the same places, so the split does not depend on the formats.
 _COLUMN_UNIT = 32
 _VOCAB_UNIT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One rank's ranges of the whole model's heads, columns and rows."""
+    """One rank's ranges of the model's heads, columns and rows."""
 
     rank: int
     world_size: int
@@ -43,20 +42,20 @@ class Shard:
         return len(self.kv_heads)
 
     def head_groups(self, heads_per_kv_head: int) -> HeadGroups:
-        """The groups of this rank's query heads that share a KV head."""
+        """Return the groups of this rank's query heads that share a KV head."""
         skipped = self.query_heads.start % heads_per_kv_head
         return HeadGroups.of_part(self.local_heads, self.local_kv_heads, heads_per_kv_head, skipped)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The shards of all ranks, as equal as heads allow, or following ``shares``."""
+    """The shards of all ranks."""
 
     shards: tuple[Shard, ...]
 
     @property
     def max_vocab_rows(self) -> int:
-        """Rows to which every rank pads its logits, because a gather needs equal sizes."""
+        """The number of vocabulary rows to which each rank pads its logits, because a gather needs equal sizes."""
         return max(len(shard.vocab_rows) for shard in self.shards)
 
 
@@ -64,7 +63,7 @@ def make_layout(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
     """Split ``config`` over ``world_size`` ranks in proportion to ``shares`` (default: equal).
 
     Raises:
-        ValueError: more ranks than query heads, MLP columns or vocabulary rows, or shares that are not one above 0 per rank.
+        ValueError: more ranks than query heads, MLP columns or vocabulary rows, or not one positive share per rank.
     """
     shares = _normalized(config, world_size, shares)
     heads = _split_heads(config, shares)
@@ -101,15 +100,15 @@ def _normalized(config: LlamaConfig, world_size: int, shares: Sequence[float] | 
 
 
 def _split_heads(config: LlamaConfig, shares: list[float]) -> list[tuple[range, range]]:
-    """Query heads and KV heads of each rank, both contiguous and in rank order.
+    """Return each rank's query heads and KV heads, both contiguous and in rank order.
 
-    No rank gets more KV heads than if whole groups were dealt, because the rank with the most limits the length of the cache.
-    Among such cuts: the least work for the slowest rank, then the fewest KV heads kept twice, then the most even cut; ties go
-    to lower ranks.
+    No rank gets more KV heads than in a split by whole groups, because the rank with the most limits the cache length.
+    Among such splits the order of preference is: least work for the slowest rank, fewest duplicated KV heads, most even
+    number of query heads; ties go to lower ranks.
     """
     heads = range(config.num_heads + 1)
     whole = [head for head in heads if head % config.heads_per_kv_head == 0]
-    # First the places where packed columns can be cut (plain weights are cut there too), if that is no slower than whole groups.
+    # Prefer cuts that packed columns allow, unless whole groups are faster. Plain weights are cut in the same places.
     aligned = [head for head in heads if head * config.head_dim % _COLUMN_UNIT == 0 or head in (0, config.num_heads)]
     least_whole = _HeadCuts(config, shares, whole).least_cost
     for places in (aligned, sorted({*aligned, *whole}), heads):
@@ -120,16 +119,16 @@ def _split_heads(config: LlamaConfig, shares: list[float]) -> list[tuple[range, 
 
 
 class _HeadCuts:
-    """The ways to cut query heads at some of ``places``, always the first and the last, so that each rank gets some."""
+    """All splits of the query heads with cuts at ``places``, in which each rank gets at least one head."""
 
     def __init__(self, config: LlamaConfig, shares: list[float], places: Sequence[int]) -> None:
         self._per_kv, self._shares, self._places = config.heads_per_kv_head, shares, places
         self._end, num_kv = len(places) - 1, config.num_kv_heads
         self._most_kv = 1 if len(shares) > num_kv else max(_apportion(num_kv, shares, unit=1, at_least=1))
-        self.least_cost = self._least_cost()  # the smallest cost limit for all ranks; inf: there is no cut
+        self.least_cost = self._least_cost()  # cost of the slowest rank in the best split; inf: there is no split
 
     def best(self) -> list[tuple[range, range]]:
-        # For the ranks from here on, by the cut before them: KV heads kept, unevenness, and the cuts.
+        # Best split of the remaining ranks by their first cut: KV heads kept, unevenness, later cuts.
         found: dict[int, tuple[int, float, tuple[int, ...]]] = {self._end: (0, 0.0, ())}
         for rank in reversed(range(len(self._shares))):
             behind, found = found, {}
@@ -153,7 +152,7 @@ class _HeadCuts:
         return least.get(0, math.inf)
 
     def _parts(self, rank: int, limit: float) -> Iterator[tuple[int, int]]:
-        """Cuts before and after ``rank``'s heads that cost at most ``limit``, smaller parts first."""
+        """Yield the cuts before and after ``rank``'s heads that cost at most ``limit``, smaller parts first."""
         for start in range(rank, self._end):
             for stop in range(start + 1, self._end + 1):
                 if len(self._heads(start, stop)[1]) > self._most_kv or self._cost(rank, start, stop) > limit:
@@ -161,19 +160,19 @@ class _HeadCuts:
                 yield start, stop
 
     def _heads(self, start: int, stop: int) -> tuple[range, range]:
-        """Query heads between two cuts, and the KV heads that they need."""
+        """Return the query heads between two cuts, and the KV heads that they need."""
         query = range(self._places[start], self._places[stop])
         return query, range(query.start // self._per_kv, -(-query.stop // self._per_kv))
 
     def _cost(self, rank: int, start: int, stop: int) -> float:
-        """Rows of the projections of queries, outputs, keys and values, for a share of 1."""
+        """Return the work between two cuts, in heads of the q, o, k and v projections, divided by the rank's share."""
         return 2 * sum(map(len, self._heads(start, stop))) / self._shares[rank]
 
 
 def _apportion(total: int, shares: Sequence[float], *, unit: int, at_least: int) -> list[int]:
-    """Deal ``total`` in whole units in proportion to ``shares``: largest remainders first, ties to lower ranks.
+    """Split ``total`` in whole units in proportion to ``shares``: largest remainders first, ties to lower ranks.
 
-    A total that is not a multiple of ``unit``, or too small for every rank to get one, is dealt one by one.
+    If ``total`` is not a multiple of ``unit``, or has too few units for all ranks, it is split in units of one.
     """
     if total % unit or total // unit < len(shares):
         unit = 1
@@ -190,7 +189,7 @@ def _apportion(total: int, shares: Sequence[float], *, unit: int, at_least: int)
 
 
 def _ranges(counts: Sequence[int]) -> list[range]:
-    """Consecutive ranges of the given lengths."""
+    """Return consecutive ranges of the given lengths."""
     ranges, start = [], 0
     for count in counts:
         ranges.append(range(start, start + count))

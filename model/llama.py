@@ -1,6 +1,6 @@
-"""The Llama forward pass of one rank, over packed sequences and a paged cache. ``Llama._pass`` is the order of a layer.
+"""Runs the Llama forward pass of one rank over packed sequences and a paged cache. Start with ``Llama._pass``.
 
-Knows layers, not requests: tokens, positions and a block table in, hidden states out. Weights come from a
+The inputs are tokens, positions and block tables, and the results are hidden states. Weights come from a
 ``WeightSource``, keys and values from a ``CacheSource``, sums over the ranks from ``TensorParallel``.
 
 Source: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783.
@@ -24,11 +24,11 @@ from tightwire.model.parallel import RowSums, TensorParallel
 from tightwire.model.step_arrays import Batch
 from tightwire.model.weights.source import WeightSource
 
-Collective = Callable[[], Tensor]  # all ranks call it, in the same order
+Collective = Callable[[], Tensor]  # all ranks call their collectives in the same order
 
 
 class Llama:
-    """One rank's layers. ``forward`` leaves the new tokens' keys and values in the cache."""
+    """One rank's layers. ``forward`` writes the new tokens' keys and values to the cache."""
 
     def __init__(
         self,
@@ -57,21 +57,21 @@ class Llama:
 
     @torch.inference_mode()
     def forward(self, *parts: Batch, lane: CommLane | None = None) -> Tensor:
-        """(T, D) hidden states, before the final norm, of a step in one part or several.
+        """Compute a step in one or several parts; returns (T, D) hidden states before the final norm.
 
-        Each layer computes all parts before the next layer starts: its weights come once for all of them, and activations
-        take the memory of one. Each row's bits are those of the whole step where they do not depend on what travels
-        beside it.
+        Each layer computes all parts before the next layer starts, so its weights are fetched once, and the
+        intermediate activations take the memory of one part. A row's bits equal those of the unsplit step if its sum
+        does not depend on the other rows in its message.
 
         Args:
-            lane: sums one part while the next is computed; None: nothing is computed during a sum.
+            lane: sums one part while the next is computed; None: sums and computation do not overlap.
         """
         start = _call if lane is None else lambda collective: lane.start(collective).wait
         program = self._program if len(parts) == 1 and parts[0].is_decode else None
         passes = [self._pass(part, program) for part in parts]
         results = [start(next(layers)) for layers in passes]
         hidden: list[Tensor] = []
-        while not hidden:  # all passes have as many collectives, and so end in the same turn
+        while not hidden:  # all passes have the same number of collectives, so they end in the same round
             for number, layers in enumerate(passes):
                 try:
                     results[number] = start(layers.send(results[number]()))
@@ -80,10 +80,11 @@ class Llama:
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
     def _pass(self, batch: Batch, program: DecodeProgram | None) -> Generator[Collective, Tensor, Tensor]:
-        """One pass over the layers: yields each collective, is sent its result, and returns (T, D).
+        """Run one pass over the layers: yield each collective, receive its result, and return (T, D).
 
-        Embedding, sum; then in every layer attention, sum, MLP, sum. A part adds the sum before it to the residual stream
-        together with its norm, so the last sum is added here. ``program`` runs the parts of a whole decode step on a CPU.
+        The order is embedding, sum; then in every layer attention, sum, MLP, sum. Each part's norm adds the previous
+        sum to the residual stream, so only the last sum is added here. ``program`` runs the parts of a decode step on a
+        CPU.
         """
         residual_TD = yield partial(self._embed, batch)
         layers = self._eager(batch, residual_TD) if program is None else program.begin(residual_TD, batch)
@@ -104,7 +105,7 @@ class Llama:
     def _run_span(
         self, span: range, layers: EagerLayers | DecodeProgram, batch: Batch, update_TD: Tensor | None
     ) -> Generator[Collective, Tensor, Tensor]:
-        """The parts of these layers, each followed by its sum over the ranks."""
+        """Run the parts of these layers, each followed by its sum over the ranks."""
         first, stop = 2 * span.start, 2 * span.stop
         sums = self._sums[batch.policy][first:stop]
         if isinstance(layers, DecodeProgram):
@@ -124,7 +125,7 @@ class Llama:
     def _sums_in_kernel(
         self, sums: Sequence[RowSums | None], rows_TD: Tensor
     ) -> tuple[KernelSums, Sequence[str]] | None:
-        """What lets the decode kernel make these sums itself, and their labels; None where it cannot."""
+        """Return the arguments with which the decode kernel computes these sums itself, and their labels; None if it cannot."""
         known = [row_sums for row_sums in sums if row_sums is not None]
         kernel_sums = self._parallel.sums_in_kernel({row_sums.generated for row_sums in known}, rows_TD)
         return None if kernel_sums is None else (kernel_sums, [row_sums.label for row_sums in known])
@@ -135,19 +136,19 @@ class Llama:
 
     @torch.inference_mode()
     def last_chosen(self, chosen_R: Tensor | None, num: int) -> Tensor:
-        """(num,) int32 on every rank; see ``TensorParallel.last_chosen``."""
+        """Return (num,) int32 on every rank; see ``TensorParallel.last_chosen``."""
         return self._parallel.last_chosen(chosen_R, num)
 
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor, num_candidates: int = 0) -> Tensor | None:
-        """(R, V) float32 on rank 0, None elsewhere; see ``TensorParallel.logits``."""
+        """Return (R, V) float32 on rank 0, None elsewhere; see ``TensorParallel.logits``."""
         outer = self.weights.outer
         normed_RD = rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps)
         return self._parallel.logits(normed_RD, outer.head, num_candidates)
 
     @torch.inference_mode()
     def local_logits(self, hidden_RD: Tensor) -> Tensor:
-        """(R, local V) float32: this rank's columns."""
+        """Return this rank's columns, (R, local_V) float32."""
         outer = self.weights.outer
         return linear_to_float(rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps), outer.head)
 

@@ -1,8 +1,8 @@
 """Gathers the logits of data-parallel replicas on rank 0, which chooses tokens for every sequence.
 
-A replica is a whole model, split over a tensor-parallel group of its own. In a step each replica runs its own plan; then every
-rank of every replica sends rank 0 its columns of the replica's rows, or only the best few of them where those suffice
-(``sampling.candidates``). Rank 0 joins them as if one replica had computed all rows: a row does not depend on the replica.
+A replica is a whole model, split over its own tensor-parallel group. In a step each replica runs its own plan. Then
+every rank sends rank 0 its columns of the replica's rows, or only the largest few if those suffice
+(``sampling.candidates``). Rank 0 concatenates the rows of all replicas.
 """
 
 import time
@@ -33,22 +33,22 @@ class LogitsGather:
     """One rank's side of the gather."""
 
     def __init__(self, world: Group, layout: Layout) -> None:
-        """``world``: the ranks of all replicas, replica after replica, each in the layout's order."""
+        """``world``: the ranks of all replicas, grouped by replica, in the layout's order within each."""
         self._world = world
         self._vocab_rows = [shard.vocab_rows for shard in layout.shards]
         self._replica, self._place = divmod(world.rank, len(self._vocab_rows))
         self._sizes = [len(rows) for rows in self._vocab_rows]
-        self.num_begun = 0  # gathers, in the same order on all ranks
-        self.waited_s = 0.0  # in gathers: for the slowest rank, and for the bytes
+        self.num_begun = 0  # number of gathers started
+        self.waited_s = 0.0  # time in gathers, for the slowest rank and for the transfer
 
     def gather(self, sizes: bytes, local_RV: Tensor | None) -> Tensor | None:
-        """(R, V) float32 on rank 0, replica after replica; None elsewhere.
+        """Return (R, V) float32 on rank 0, in the order of the replicas; None elsewhere.
 
         Args:
             sizes: the plan's ``gather_sizes``.
-            local_RV: this rank's columns of its replica's rows; None if it has no rows.
+            local_RV: this rank's columns of its replica's rows; None without rows.
         Raises:
-            PeerLostError: a rank of a replica is gone.
+            PeerLostError: a rank is gone.
         Cost: each rank but 0 sends the largest of all ranks' messages: 4 R local_V bytes, or 8 R num_candidates.
         """
         replicas = [_Rows(*pair) for pair in ints(sizes).reshape(-1, 2).tolist()]
@@ -84,7 +84,7 @@ class LogitsGather:
         return as_bytes(local_RV.contiguous().view(-1))
 
     def _joined(self, messages: Sequence[Tensor], replica: _Rows) -> Tensor:
-        """One replica's rows from its ranks' messages."""
+        """Return one replica's rows from its ranks' messages."""
         if candidates_pay(replica.num_candidates, self._sizes):
             keys = [message.view(torch.int64).view(replica.num_rows, -1) for message in messages]
             return scatter_candidates(torch.cat(keys, dim=1), self._vocab_rows[-1].stop)

@@ -1,6 +1,6 @@
-"""Opens a model by what the user named: a known name, a folder, a repo id, a .gguf, or random weights.
+"""Opens a model from the user's argument: a known name, a folder, a .gguf, a repo id or random weights.
 
-Unsupported models are refused here, from headers alone, before a rank reads weights.
+It reads only headers and rejects unsupported models before any rank reads weights.
 """
 
 import re
@@ -34,9 +34,9 @@ _HUB_WEIGHTS = ["model.safetensors", "model-*.safetensors"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A model that exists and can be served; only headers have been read.
+    """A supported model of which only headers have been read.
 
-    ``location`` is for ``open_checkpoint`` in another process, and needs no network.
+    ``location`` is the argument for ``open_checkpoint`` in another process; it needs no network.
     """
 
     name: str
@@ -53,15 +53,15 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fraction: None) -> Checkpoint:
-    """Find the model and check it.
+    """Find the model and check its headers.
 
     Args:
-        model: ``smollm2-135m``, a folder with config.json and safetensors, one that ``tightwire prepare`` made, a .gguf
-            file (or a folder with one), a Hugging Face repo id, or ``random:SHAPE`` with a known shape or the path of a config.json.
-        seed: of random weights.
-        progress: of a download of a known name, 0 to 1.
+        model: ``smollm2-135m``, a folder with config.json and safetensors, a prepared folder, a .gguf file (or a folder
+            with one), a Hugging Face repo id, or ``random:SHAPE`` with a known shape or the path of a config.json.
+        seed: seed of random weights.
+        progress: called with the share of a known model downloaded, 0 to 1.
     Raises:
-        ModelError: not found, damaged or not supported; says what was found and what works.
+        ModelError: the model is not found, damaged or not supported.
     """
     if model in CATALOG:
         return replace(_open_gguf(pull(model, progress=progress)), name=model)
@@ -81,10 +81,10 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
 
 
 def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:
-    """The formats of its matrices: those of the prepared folder, or ``choose_formats``'s.
+    """Return the formats of a prepared folder's matrices, or those of ``choose_formats``.
 
     Raises:
-        ValueError: a matrix that cannot be packed so.
+        ValueError: a matrix cannot be packed in the requested format.
     """
     if checkpoint.prepared is not None:
         return checkpoint.prepared.formats
@@ -137,7 +137,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_prepared(folder: Path) -> Checkpoint:
-    """Configuration and tokenizer are as in a Hugging Face folder; the weights are cut for their ranks."""
+    """Open a prepared folder, whose configuration and tokenizer are files of a Hugging Face folder."""
     config = _folder_config(folder)
     prepared = open_prepared(folder, config)
 
@@ -172,7 +172,7 @@ def _states_dtype(folder: Path) -> bool:
 
 
 def _open_random(model: str, seed: int) -> Checkpoint:
-    """Real sizes, random numbers, and a tokenizer of bytes, whose special tokens replace the configuration's."""
+    """Open random weights of a known shape, with a byte tokenizer whose special tokens replace the configuration's."""
     shape = model.removeprefix(_RANDOM)
     location = model
     if shape in RANDOM_SHAPES:
@@ -201,8 +201,8 @@ def _open_random(model: str, seed: int) -> Checkpoint:
 
 
 def _fetch_repo(repo_id: str) -> Path:
-    """Fetch the repo into the hub's own cache, small files first: an unsupported model costs no download of weights."""
-    from huggingface_hub import snapshot_download  # 0.3 s to import, and most models are local
+    """Fetch the repo into the hub's cache, small files first, so an unsupported model fails before its weights load."""
+    from huggingface_hub import snapshot_download  # imported here because it takes 0.3 s and most models are local
 
     try:
         folder = Path(snapshot_download(repo_id, allow_patterns=_HUB_SMALL_FILES))

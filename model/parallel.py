@@ -1,8 +1,7 @@
-"""Tensor parallelism: the only model file that calls collectives among the ranks of a replica.
+"""Tensor parallelism: the collectives among the ranks of a replica.
 
-Column-parallel matrices (q, k, v, gate, up) need none: each rank multiplies its own rows. Their row-parallel partners (o,
-down) give every rank a partial sum, and an AllReduce adds them up: two per layer. The embedding and the head are split over
-the vocabulary.
+Column-parallel matrices (q, k, v, gate, up) need no communication. Row-parallel matrices (o, down) give every rank a
+partial sum, and an AllReduce adds these, twice per layer. The embedding and the head are split over the vocabulary.
 
 Source: Megatron-LM, arXiv 1909.08053, section 3.
 """
@@ -28,7 +27,7 @@ from tightwire.model.sampling.candidates import best_candidates, candidates_pay,
 
 @dataclass(frozen=True, slots=True)
 class RowSums:
-    """The AllReduces of one row-parallel matrix for prefill rows and for decode rows; both may be the same object."""
+    """The AllReduces of one row-parallel matrix for prefill rows and for decode rows; they may be the same object."""
 
     label: str  # matrix and layer, for the ledger's trace
     prompt: AllReduce
@@ -36,7 +35,7 @@ class RowSums:
 
 
 class TensorParallel:
-    """One rank's shard, its group, and its AllReduces: ``num_policies`` sets, of which each forward pass uses one."""
+    """One rank's shard, group and AllReduces. Each forward pass uses one of ``num_policies`` sets of AllReduces."""
 
     def __init__(self, group: Group, layout: Layout, routes: Routes | None) -> None:
         """``routes``: None for a single rank."""
@@ -51,7 +50,7 @@ class TensorParallel:
         ]
 
     def row_sums(self, site: str, layer: int, policy: int = 0) -> RowSums | None:
-        """The AllReduces of ``site``'s matrix in ``layer``, for ``sum_rows``; None for one rank."""
+        """Return the AllReduces of ``site``'s matrix in ``layer``, for ``sum_rows``; None for one rank."""
         if self._routes is None:
             return None
         return RowSums(
@@ -59,7 +58,7 @@ class TensorParallel:
         )
 
     def embed(self, local_table_VD: Matrix, token_ids_T: Tensor, policy: int, dtype: torch.dtype) -> Tensor:
-        """(T, D) embeddings in ``dtype``. Each token is known to one rank; the others add exact zeros."""
+        """Return (T, D) embeddings in ``dtype``. One rank has each token's row; the others add exact zeros."""
         embedding_sum = self._embedding_sums[policy]
         if embedding_sum is None:
             return embedding(token_ids_T, local_table_VD, dtype)
@@ -70,13 +69,13 @@ class TensorParallel:
         return embedding_sum(embedding(local_ids_T, local_table_VD, dtype).mul_(mine_T.unsqueeze(-1)))
 
     def last_chosen(self, chosen_R: Tensor | None, num: int) -> Tensor:
-        """The first ``num`` of the tokens that rank 0 chose after the last step, on every rank.
+        """Return on every rank the first ``num`` of the tokens that rank 0 chose after the last step.
 
         Args:
             chosen_R: (R,) int32 on rank 0, ignored elsewhere.
         Raises:
-            ValueError: rank 0 has fewer.
-        Cost: rank 0 sends the W - 1 others 4 num bytes.
+            ValueError: rank 0 has fewer tokens.
+        Cost: rank 0 sends 4 num bytes to each of the W - 1 other ranks.
         """
         if self._group.rank != 0:
             chosen_R = torch.empty(num, dtype=torch.int32, device=self._group.device)
@@ -87,10 +86,10 @@ class TensorParallel:
         return broadcast(self._group, chosen_R[:num])
 
     def sum_rows(self, partial_TD: Tensor, sums: RowSums | None, *, num_decode_rows: int) -> Tensor:
-        """(T, D): the sum of the ranks' partial results.
+        """Return (T, D), the sum of the ranks' partial results.
 
-        The first ``num_decode_rows`` rows are decode rows, the others prefill rows. When different algorithms sum the two,
-        they travel separately, so a row's bits do not depend on the kind of the other rows.
+        The first ``num_decode_rows`` rows are decode rows, the others prefill rows. If the two use different
+        algorithms, they are summed separately, so a row's bits do not depend on the kind of the other rows.
         """
         if sums is None:
             return partial_TD
@@ -106,17 +105,18 @@ class TensorParallel:
         return torch.cat([generated_TD, sums.prompt(partial_TD[num_decode_rows:])])
 
     def sums_in_kernel(self, generated: Iterable[AllReduce], rows_TD: Tensor) -> KernelSums | None:
-        """Lets one kernel make all these sums of messages like ``rows_TD``; None when one of them is not possible there."""
+        """Return the arguments for one kernel that computes all these sums of ``rows_TD``; None if it cannot compute one."""
         found = {kernel_sums(all_reduce, rows_TD.numel(), rows_TD.element_size()) for all_reduce in generated}
         return found.pop() if len(found) == 1 else None
 
     def logits(self, hidden_RD: Tensor, local_head_VD: Matrix, num_candidates: int = 0) -> Tensor | None:
-        """(R, V) float32 on rank 0, None on the others.
+        """Return (R, V) float32 on rank 0, None on the others.
 
         Args:
-            num_candidates: with several ranks, at least this many of each row's best logits are kept, and the others may
-                become minus infinity; 0: all are kept.
-        Cost: each rank sends W - 1 times R max_vocab_rows numbers of float32, or 8 R num_candidates bytes; the gather is to all.
+            num_candidates: keep at least this many of each row's largest logits; with several ranks the others may
+                become minus infinity. 0: keep all.
+        Cost: each rank sends 4 R max_vocab_rows or 8 R num_candidates bytes to each of the W - 1 others (an
+            all-gather).
         """
         local_RV = linear_to_float(hidden_RD, local_head_VD)
         if self._group.world_size == 1:

@@ -1,8 +1,8 @@
-"""Makes a prepared folder from any checkpoint: cut for its ranks, packed and encoded once, so that serving only reads.
+"""Creates a prepared folder from any checkpoint: split over ranks, packed and encoded once.
 
-It goes layer by layer, and rank by rank within a layer: the source is read about once, in its own order, and memory holds one
-packed layer as the kernels read it and one as the file stores it. Everything is read back from the disk before the folder
-gets its manifest and its name.
+It processes all ranks of one layer before the next layer, so the source is read about once and in order. Memory holds
+one packed layer in the kernels' form and one in the file's form. The files are read back from the disk and verified
+before the folder gets its manifest and its final name.
 """
 
 import errno
@@ -45,7 +45,7 @@ _GENERATION = "generation_config.json"
 _ALMOST = 0.999
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-Progress = Callable[[str, float], None]  # a stage's name and how much of it is done, 0 to 1
+Progress = Callable[[str, float], None]  # a stage's name, and the share of it that is done, 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +55,13 @@ class PrepareOptions:
     tp: int = 1
     shares: tuple[float, ...] | None = None
     dtype: str = "bfloat16"  # of plain numbers
-    quantization: str = "auto"  # as of ``choose_formats``
+    quantization: str = "auto"  # see ``choose_formats``
     codec: str = "none"  # of the layers' plain matrices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """Everything that will be written; known before the first byte."""
+    """The contents of the prepared folder, determined before anything is written."""
 
     checkpoint: Checkpoint
     options: PrepareOptions
@@ -92,12 +92,12 @@ def prepare(
     """Write ``checkpoint`` as the prepared folder ``out``.
 
     Args:
-        force: replace an existing prepared folder, once the new one is complete.
-        say: gets a line about leftovers of earlier runs that were removed.
+        force: replace an existing prepared folder after the new one is complete.
+        say: called with a line about each removed leftover of earlier runs.
     Raises:
-        ValueError: the model cannot be cut or packed so, or ``out`` cannot be made; nothing was written.
-        PrepareError: the disk failed, was full, or returned other bytes than were written; nothing is left.
-    Cost: the blobs' bytes on the disk; in memory the largest packed layer, twice with a codec.
+        ValueError: the model cannot be split or packed as requested, or ``out`` cannot be created; nothing was written.
+        PrepareError: the disk failed, was full, or returned wrong bytes; the partial folder was removed.
+    Cost: the blobs' bytes on the disk; the largest packed layer in memory, twice with a codec.
     """
     job = _plan(checkpoint, options)
 
@@ -121,7 +121,7 @@ def prepare(
 
 
 def read_back(folder: Path, manifest: Manifest, progress: Progress) -> list[str]:
-    """Compare every checksum; a line for each damaged part."""
+    """Check every checksum; returns a line for each damaged part."""
     damage = list(find_damage(folder, manifest, _meter("verify", manifest.num_bytes, progress)))
     progress("verify", 1.0)
     return damage
@@ -147,7 +147,7 @@ def _plan(checkpoint: Checkpoint, options: PrepareOptions) -> _Job:
 
 
 def _write_small_files(job: _Job, folder: Path) -> dict[str, str]:
-    """Write configuration and tokenizer; the files' checksums."""
+    """Write configuration and tokenizer; returns the files' checksums."""
     config = replace(job.checkpoint.config, dtype=job.options.dtype)
     (folder / "config.json").write_text(json.dumps(config_to_hf(config), indent=1) + "\n")
     job.checkpoint.tokenizer().save(folder)
@@ -168,7 +168,7 @@ def _check_space(folder: Path, num_bytes: int) -> None:
 
 
 def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progress) -> Manifest:
-    """Write every rank's file; the manifest is returned, not written."""
+    """Write every rank's file and return the manifest, which is not written yet."""
     config, tp = job.checkpoint.config, job.options.tp
     moved = _meter("prepare", job.num_plain_bytes + job.num_bytes, progress)
     with ExitStack() as stack, torch.inference_mode():
@@ -203,7 +203,7 @@ def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progr
 
 
 def _meter(stage: str, total_bytes: int, progress: Progress) -> Moved:
-    """Report moved bytes as progress of a stage, below 1: the end of the stage reports 1."""
+    """Report moved bytes as progress of a stage. It stays below 1, because the end of the stage reports 1."""
     done_bytes = 0
 
     def moved(num_bytes: int) -> None:
@@ -216,7 +216,7 @@ def _meter(stage: str, total_bytes: int, progress: Progress) -> Moved:
 
 @contextmanager
 def _disk_errors(out: Path) -> Iterator[None]:
-    """Turn the disk's errors into messages about ``out``."""
+    """Convert the disk's errors to errors that name ``out``."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Runs step plans on the model and returns the logits on rank 0. One runner per rank."""
+"""Runs step plans on one rank's model and returns the logits on rank 0."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from tightwire.model.transfer import upload
 class ModelRunner:
     """Executes plans in order. All ranks of a replica execute the same plans.
 
-    With several replicas each executes its own plan in every step, which may be empty.
+    Each replica executes its own plan in every step; the plan may be empty.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class ModelRunner:
     ) -> None:
         """
         Args:
-            graphs: replayed for the steps that have one; None: every step runs kernel by kernel.
+            graphs: replayed for the steps that fit one; None: every step runs kernel by kernel.
             lane: sums one half of a prefill step while the other is computed; None: steps are not halved.
-            most_rows: longer prefill steps go through each layer in several parts; None: in one.
-            logits_gather: of all replicas; None: there is one replica.
-            lockstep: all replicas stream weights together, so one with nothing to compute goes through the layers too.
+            most_rows: prefill steps with more rows are computed in parts; None: always in one part.
+            logits_gather: gathers from all replicas; None: there is one replica.
+            lockstep: all replicas stream weights together, so a replica with an empty plan fetches the layers too.
         """
         self._model, self._ledger, self._graphs, self._lane = model, ledger, graphs, lane
         self._most_rows = most_rows
@@ -48,23 +48,23 @@ class ModelRunner:
         self._device = model.cache.device
 
     def close(self) -> None:
-        """End the threads that fetch weights, keys and values. May be called twice."""
+        """Stop the threads that fetch weights, keys and values. May be called twice."""
         self.weights.close()
         self.cache.close()
 
     def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
-        """Run one forward pass; keys and values of the new tokens are in the cache afterwards.
+        """Run one forward pass, which writes the new tokens' keys and values to the cache.
 
-        On CUDA the host only launches it, and waits for nothing.
+        On CUDA the host launches the work and does not wait for it.
 
         Args:
-            chosen_R: on rank 0, the tokens (R,) int32 chosen after the last step, if the plan defers any.
+            chosen_R: on rank 0, the tokens (R,) int32 chosen after the last step, if the plan has deferred tokens.
         Returns:
             Logits (R, V) float32 of ``plan.logit_rows`` on rank 0; None on other ranks, and when R is 0. With
-            ``plan.num_candidates`` all but the best may be minus infinity. With ``plan.gather_sizes`` the rows are those of
-            all replicas.
+            ``plan.num_candidates`` all but the largest may be minus infinity. With ``plan.gather_sizes`` the rows are
+            those of all replicas.
         """
-        # A step with any prompt in it sends messages of a prompt's size, so it counts as prefill.
+        # A step with any prompt rows sends large messages, so it counts as prefill.
         self._ledger.phase = "decode" if plan.is_decode else "prefill"
         hidden_TD = self._hidden(plan, chosen_R)
         rows_R = ints(plan.logit_rows)
@@ -79,7 +79,7 @@ class ModelRunner:
         return self._model.logits(hidden_TD[self._to_device(rows_R)], plan.num_candidates)
 
     def _hidden(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
-        """(T, D) after the last layer; None if the plan has no tokens."""
+        """Return (T, D) after the last layer; None if the plan has no tokens."""
         if not plan.token_ids:
             if self.lockstep:
                 self._walk()
@@ -93,7 +93,7 @@ class ModelRunner:
         return self._model.forward(*parts, lane=self._lane if len(parts) > 1 else None)
 
     def _walk(self) -> None:
-        """One pass over the layers without computing."""
+        """Fetch and release every layer without computing."""
         for span in self.weights.spans:
             for index in span:
                 self.weights.layer(index)
@@ -101,7 +101,7 @@ class ModelRunner:
                 self.weights.release(index)
 
     def _parts(self, arrays: StepArrays) -> Sequence[StepArrays]:
-        """The step, or its parts: cut to fit, or in two halves for the lane."""
+        """Return the step, or its parts: of at most ``most_rows`` rows, or two halves for the lane."""
         num_rows, num_decode_rows = len(arrays.token_ids_T), arrays.num_decode_rows
         if self._most_rows is not None and num_rows > max(self._most_rows, num_decode_rows):
             return cut_up(arrays, self._most_rows)

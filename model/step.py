@@ -1,7 +1,7 @@
-"""The step plan: the input of one forward pass, small enough to send to every rank at every step.
+"""The step plan: the input of one forward pass, sent to every rank at every step.
 
-The scheduler on rank 0 makes it, and all ranks of a replica get the same one. Integer arrays travel as little-endian int32
-bytes, because a list of a few thousand Python ints costs more to encode than the step costs to schedule.
+The scheduler on rank 0 makes it, and all ranks of a replica get the same one. Integer arrays are sent as little-endian
+int32 bytes, because encoding a few thousand Python ints takes longer than scheduling the step.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ _INT_BYTES = 4
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One forward pass over B sequences, T new tokens in all, packed without padding.
+    """One forward pass over B sequences with T new tokens in total, packed without padding.
 
-    Rows are ordered by sequence; a sequence's new tokens are the last ``query_lens[b]`` of its ``context_lens[b]``. Decode
-    rows come before prefill rows, and no sequence has both: kernels differ for the two, and the kernel of a token must not
-    depend on the rest of the batch.
+    Rows are ordered by sequence; a sequence's new tokens are the last ``query_lens[b]`` of its ``context_lens[b]``.
+    Decode rows come before prefill rows, and no sequence has both. The two use different kernels, and a token's kernel
+    must not depend on the rest of the batch.
     """
 
-    index: int  # counts up by one; a rank that sees a gap stops
+    index: int  # increases by one; a rank that sees a gap stops
     token_ids: bytes  # (T,) int32; a negative one is a deferred token (``deferred_token``)
     query_lens: bytes  # (B,) int32
     context_lens: bytes  # (B,) int32, tokens in the cache after this step
     block_tables: bytes  # (B, max_blocks) int32, row-major, unused entries 0
-    num_decode_rows: int  # these rows of T come first: tokens that the model generated; the others are prompt
+    num_decode_rows: int  # the first rows are generated tokens, the others prompt tokens
     logit_rows: bytes  # (R,) int32 rows of T whose logits rank 0 needs; may be empty
-    policy: int = 0  # the number of the set of AllReduces that sums this step
-    num_candidates: int = 0  # each rank keeps at least this many of a row's best logits; 0: all
-    # With several replicas: (replicas, 2) int32, logit rows and candidates of each, the same in every replica's plan. Empty
-    # when only the first replica has rows.
+    policy: int = 0  # index of the set of AllReduces for this step
+    num_candidates: int = 0  # each rank keeps at least this many of a row's largest logits; 0: all
+    # (replicas, 2) int32: each replica's number of logit rows and candidates, the same in every replica's plan. Empty
+    # if only the first replica has rows.
     gather_sizes: bytes = b""
 
     @property
@@ -62,7 +62,7 @@ def make_plan(
     policy: int = 0,
     num_candidates: int = 0,
 ) -> StepPlan:
-    """A plan from numbers that are not packed yet; ``ints`` unpacks them."""
+    """Make a plan from arrays; ``ints`` unpacks the plan's bytes."""
     return StepPlan(
         index=index,
         token_ids=_packed(token_ids),
@@ -77,14 +77,14 @@ def make_plan(
 
 
 def idle_plan(index: int) -> StepPlan:
-    """The plan of a replica that has nothing to compute in a step."""
+    """Return the plan of a replica that has nothing to compute in a step."""
     return make_plan(
         index=index, token_ids=(), query_lens=(), context_lens=(), block_tables=(), num_decode_rows=0, logit_rows=()
     )
 
 
 def gather_sizes(plans: Sequence[StepPlan]) -> bytes:
-    """``StepPlan.gather_sizes`` of the replicas' plans for one step."""
+    """Return ``StepPlan.gather_sizes`` for the replicas' plans of one step."""
     sizes = [(plan.num_logit_rows, plan.num_candidates) for plan in plans]
     if not any(num_rows for num_rows, _ in sizes[1:]):
         return b""
@@ -92,15 +92,15 @@ def gather_sizes(plans: Sequence[StepPlan]) -> bytes:
 
 
 def deferred_token(index: int) -> int:
-    """Stands in a plan for the ``index``-th token that the last step, which still runs, is about to choose.
+    """Return the placeholder for the ``index``-th token of the last step, which is still running.
 
-    Ranks put the token in on the device, so the host need not wait for it.
+    Ranks replace it with the token on the device, so the host does not wait.
     """
     return -1 - index
 
 
 def ints(data: bytes) -> np.ndarray:
-    """Unpack a plan's numbers, in one dimension; a view of ``data``."""
+    """Unpack a plan's integers as a one-dimensional view of ``data``."""
     return np.frombuffer(data, "<i4")
 
 

@@ -1,4 +1,4 @@
-"""One step as arrays: on the host, where it can be cut in parts, and on the device; deferred tokens."""
+"""The arrays of one step: on the host (``StepArrays``), where a step can be cut in parts, and on the device (``Batch``)."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from tightwire.model.step import StepPlan, ints
 
-_CUT_FROM_ROWS = 64  # the messages of fewer rows are all latency
-_CUT_MULTIPLE = 16  # rows: whole groups of every codec when rows are multiples of eight numbers
+_CUT_FROM_ROWS = 64  # with fewer rows, latency dominates the time of a sum
+_CUT_MULTIPLE = 16  # a part of 16 rows has whole groups of every codec if a row is a multiple of eight numbers
 
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """B sequences, T tokens in all, the first ``num_decode_rows`` of them decode rows; all int32."""
+    """One step on the host: B sequences with T tokens, decode rows first; arrays are int32."""
 
     token_ids_T: np.ndarray
     positions_T: np.ndarray
@@ -54,20 +54,20 @@ class StepArrays:
 
 
 def cut_row(num_rows: int, num_decode_rows: int = 0) -> int:
-    """The row at which a step is cut so that one half is summed while the other is computed; 0: cutting does not pay."""
+    """Return the row at which to cut a step, to sum one half while the other is computed; 0: cutting does not pay."""
     if num_rows < _CUT_FROM_ROWS or num_decode_rows == num_rows:
         return 0
     return num_rows // 2 // _CUT_MULTIPLE * _CUT_MULTIPLE
 
 
 def cut(step: StepArrays, row: int) -> tuple[StepArrays, StepArrays]:
-    """The rows before ``row`` and the rest, neither empty. A sequence with rows in both continues in the second part.
+    """Split a step into the rows before ``row`` and the rest, neither empty. A sequence may have rows in both parts.
 
-    That part needs the keys and values of the first: in each layer the first part runs first.
+    The second part reads keys and values of the first, so in each layer the first part must run first.
     """
     starts = step.query_start_B1
     last = int(np.searchsorted(starts, row, side="left"))  # sequences that begin before ``row``
-    first = last - 1 if starts[last] > row else last  # the one that continues, or the next
+    first = last - 1 if starts[last] > row else last  # the sequence that is cut, or the next one
     context_lens_B = step.context_lens_B[:last].copy()
     context_lens_B[-1] -= starts[last] - row if starts[last] > row else 0
     return (
@@ -93,7 +93,7 @@ def cut(step: StepArrays, row: int) -> tuple[StepArrays, StepArrays]:
 
 
 def cut_up(step: StepArrays, most_rows: int) -> list[StepArrays]:
-    """Parts of at most ``most_rows`` rows, in order; see ``cut``. Decode rows always stay together."""
+    """Split a step into parts of at most ``most_rows`` rows, in order; see ``cut``. Decode rows stay in one part."""
     parts: list[StepArrays] = []
     while len(step.token_ids_T) > (row := max(most_rows, step.num_decode_rows)):
         part, step = cut(step, row)
@@ -103,16 +103,16 @@ def cut_up(step: StepArrays, most_rows: int) -> list[StepArrays]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One step on the device: B sequences packed into T rows, index tensors int32."""
+    """One step on the device: B sequences packed into T rows; tensors are int32."""
 
     token_ids_T: Tensor
     positions_T: Tensor
-    slots_T: Tensor  # of each row's key and value: block * P + offset
+    slots_T: Tensor  # cache slot of each row's key and value: block * P + offset
     query_start_B1: Tensor  # the first row of each sequence, then T
     context_lens_B: Tensor
     block_tables_BM: Tensor
-    num_decode_rows: int  # these come first; the others are prompt rows
-    policy: int = 0  # the number of the set of AllReduces
+    num_decode_rows: int  # decode rows come first; the others are prompt rows
+    policy: int = 0  # index of the set of AllReduces
 
     @property
     def is_decode(self) -> bool:
@@ -121,14 +121,14 @@ class Batch:
 
 
 def num_deferred(token_ids_T: np.ndarray) -> int:
-    """How many of the last step's tokens, from the first on, contain all that are deferred; 0: none is."""
+    """Return the smallest n such that the first n tokens of the last step include all deferred ones; 0: none."""
     return max(0, -int(token_ids_T.min()))
 
 
 def resolve_deferred(token_ids_T: Tensor, chosen_R: Tensor) -> Tensor:
-    """``token_ids_T`` with the tokens that the last step chose in place of deferred ones (``step.deferred_token``).
+    """Replace deferred tokens (``step.deferred_token``) in ``token_ids_T`` by the tokens that the last step chose.
 
-    A row for which no token could be chosen (``chosen_R`` is negative) gets token 0; nobody reads its result.
+    A negative number in ``chosen_R`` (no token could be chosen) becomes token 0; the row's result is not used.
     """
     index_T = (-1 - token_ids_T).clamp_(min=0)
     return torch.where(token_ids_T < 0, chosen_R.clamp(min=0)[index_T], token_ids_T)

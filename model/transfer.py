@@ -1,7 +1,7 @@
 """Asynchronous copies between the host and a device.
 
-The device reads and writes pinned memory itself, in order with its kernels. torch's allocator does not reuse such memory
-before the copy is done, so the host may drop the source at once.
+The device copies to and from pinned memory in order with its kernels. torch's allocator does not reuse pinned memory
+before the copy is done, so the host may release the source at once.
 """
 
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from torch import Tensor
 
 
 def upload(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``numbers`` (an array or nested lists) as a tensor on ``device``."""
+    """Copy ``numbers`` (an array or nested lists) to a tensor on ``device``."""
     host = torch.tensor(numbers, dtype=dtype)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def overwrite(target: Tensor, host: Tensor) -> None:
-    """Copy ``host`` into ``target`` of the same size. ``host`` may be overwritten at once."""
+    """Copy ``host`` into ``target`` of the same size. The caller may overwrite ``host`` after the call."""
     target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
 
 
 class Download:
-    """Tensors on their way to the host."""
+    """An asynchronous copy of tensors to the host."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """The copies begin after all work that the device has been given so far."""
+        """Start the copies, which run after all work queued on the device so far."""
         self._event: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in tensors):
             tensors = [_pinned_copy(tensor) for tensor in tensors]
@@ -35,7 +35,7 @@ class Download:
         self._tensors = list(tensors)
 
     def wait(self) -> list[Tensor]:
-        """Wait for the tensors on the host."""
+        """Wait for the copies and return the tensors on the host."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors

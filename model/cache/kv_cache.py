@@ -14,8 +14,8 @@ from tightwire.model.step_arrays import StepArrays
 class CacheSource(Protocol):
     """Provides each layer's keys and values to the passes of every step.
 
-    Each call of ``layer(i)`` needs one call of ``release(i)``; the result is valid until the last one. Several passes of a
-    step may hold the same layer.
+    Each call of ``layer(i)`` needs one call of ``release(i)``; the result is valid until the last one. Several passes
+    of a step may hold the same layer.
     """
 
     @property

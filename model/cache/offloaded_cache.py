@@ -1,12 +1,12 @@
 """A KV cache in host memory; the device holds only the blocks of two layers at a time.
 
 Each of two device buffers has room for one layer's blocks of one step. While layer i is computed, a thread fetches the
-blocks of layer i + 1. Before it fills layer i's buffer for layer i + 2, it saves the blocks of layer i that got new tokens.
-Only blocks of the step's sequences are moved, each once even if several sequences share it. During the step a block's
-number is its place in the buffer.
+blocks of layer i + 1. Before it fills layer i's buffer for layer i + 2, it saves the blocks of layer i that got new
+tokens. Only blocks of the step's sequences are moved, each once even if several sequences share it. During the step a
+block's number is its place in the buffer.
 
-One thread fetches and saves in order, so a step always reads the blocks that earlier steps saved. ``comm.buffers`` checks
-the order with a trace. Source: FlexGen, arXiv 2303.06865.
+One thread fetches and saves in order, so a step always reads the blocks that earlier steps saved. ``comm.buffers``
+checks the order with a trace. Source: FlexGen, arXiv 2303.06865.
 """
 
 import queue
@@ -50,8 +50,8 @@ class OffloadedCache:
 
     The layout of a layer is (N, 2, K, P, E) on both sides, so a block's keys and values move together.
 
-    Cost: the cache on the host; ``NUM_BUFFERS`` layers of ``buffer_blocks`` blocks on the device. Every step waits for its
-    first layer, and for other layers when the transfer takes longer than the computation.
+    Cost: the cache on the host; ``NUM_BUFFERS`` layers of ``buffer_blocks`` blocks on the device. Every step waits for
+    its first layer, and for other layers when the transfer takes longer than the computation.
     """
 
     def __init__(

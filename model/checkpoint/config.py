@@ -11,8 +11,8 @@ from tightwire.model.checkpoint.errors import ModelError
 class RopeScaling:
     """Scaling of rotary frequencies for contexts longer than the trained one.
 
-    ``kind``: ``none``; ``linear``: divide positions by ``factor``; ``llama3``: divide the frequencies of long wavelengths,
-    keep those of short ones, and interpolate between them (Llama 3.1 report).
+    ``kind``: ``none``; ``linear``: divide positions by ``factor``; ``llama3``: divide the frequencies of long
+    wavelengths, keep those of short ones, and interpolate between them (Llama 3.1 report).
     """
 
     kind: str = "none"

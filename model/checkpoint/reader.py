@@ -39,8 +39,8 @@ class CheckpointReader(Protocol):
     def read_into(self, out: Matrix, name: str, *, rows: range, columns: range | None = None) -> None:
         """Copy ``tensor[rows][:, columns]`` (or ``vector[rows]``) into ``out``, converted to its dtype.
 
-        With a packed ``out``, columns are whole groups: blocks already in its format are copied unchanged, other numbers
-        are quantized.
+        With a packed ``out``, columns are whole groups: blocks already in its format are copied unchanged, other
+        numbers are quantized.
 
         Raises:
             ModelError: the numbers cannot be quantized.

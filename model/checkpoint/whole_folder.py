@@ -1,7 +1,7 @@
 """Creates a folder atomically: it is filled under a temporary name and renamed at the end.
 
-The temporary name is ``NAME.partial-PID``, and the process holds a lock on the folder. The system releases the lock when
-the process ends, so the next process recognizes and removes the leftover of a killed one.
+The temporary name is ``NAME.partial-PID``, and the process holds a lock on the folder. The system releases the lock
+when the process ends, so the next process recognizes and removes the leftover of a killed one.
 """
 
 import contextlib

@@ -1,13 +1,11 @@
 """Draws one token per row from a filtered distribution; the result depends on that row alone.
 
-Probabilities become integers: ``weight = floor(exp((logit - max) / temperature) * 2^40)``. Integer sums do not depend on
-their order. So neither the rest of the batch, nor the path taken (bounded top-k, full sort), nor the device's scan algorithm
-changes which token a uniform number selects. Tokens less likely than the best by 2^40 are lost, as in float32.
+Probabilities become integers: ``weight = floor(exp((logit - max) / temperature) * 2^40)``. Integer sums do not depend
+on their order, so the same uniform number selects the same token for any batch, path (bounded top-k or full sort) and
+scan algorithm. Tokens with less than 2^-40 of the largest probability get weight 0.
 
-Sorted rows keep weight and token id in one int64, ``weight << 20 | (2^20 - 1 - id)``: keys are unique, equal weights are in
-order of id, and every top-k or sort algorithm gives the same order.
-
-Knows only tensors, not requests or penalties.
+Sorted rows keep weight and token id in one int64, ``weight << 20 | (2^20 - 1 - id)``. Keys are unique and equal weights
+are in order of id, so every top-k or sort algorithm gives the same order.
 """
 
 from dataclasses import dataclass
@@ -19,21 +17,22 @@ from torch import Tensor
 _WEIGHT_BITS = 40
 _ID_BITS = 20
 _ID_MASK = (1 << _ID_BITS) - 1
-UNSETTLED = -2  # in place of a token: the whole row must be sorted first
+UNSETTLED = -2  # returned instead of a token if the whole row must be sorted first
 MAX_VOCAB_SIZE = 1 << _ID_BITS  # 40 + 20 bits: keys, and sums over the whole vocabulary, stay below 2^63
 
-# The number of best tokens that are tried before the whole row is sorted. Language models put 95 % on a few dozen.
+# Number of most likely tokens tried before the whole row is sorted. A few dozen tokens usually have 95 % of the
+# probability.
 _WIDTH = 1024
-# Rows processed at once on a CPU: temporaries of 8 rows of 49152 stay in the cache (32 rows at once: 3 times slower).
+# Rows processed at once on a CPU: temporaries of 8 rows of 49152 tokens fit in the CPU cache (32 rows: 3 times slower).
 _CPU_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filters:
-    """Filters of R rows; all tensors are (R, 1) and on the device of the logits.
+    """Filters of R rows; all tensors are (R, 1) on the device of the logits.
 
-    Applied in this order, each to the result of the previous one: temperature, min_p, top_k, top_p. ``top_k_R1`` and
-    ``top_p_R1`` are both None if no row needs them; such rows are drawn without sorting.
+    Each filter applies to the result of the previous one, in the order temperature, min_p, top_k, top_p. ``top_k_R1``
+    and ``top_p_R1`` are both None if no row needs them; then rows are drawn without sorting.
     """
 
     temperature_R1: Tensor  # float32, above 0
@@ -54,16 +53,16 @@ class Filters:
 
 
 def mix_seed(seed: int) -> int:
-    """Spread any integer seed over 64 bits, so that seeds 1, 2, 3 start unrelated streams."""
+    """Hash an integer seed to 64 bits, so that consecutive seeds start unrelated streams."""
     return int(_splitmix64(np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], np.uint64))[0])
 
 
 def uniforms(mixed_seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each (seed, position); 53 bits, float64.
+    """Return one float64 in [0, 1) with 53 random bits for each (seed, position).
 
-    Counter-based (output ``position`` of the splitmix64 stream), so there is no state from token to token and a preempted
-    sequence continues with the same numbers. Computed on the host, where uint64 has logical shifts: ten tensor operations
-    on R elements would cost more launches than the draw itself.
+    The generator is counter-based (output ``position`` of the splitmix64 stream). It has no state, so a preempted
+    sequence continues with the same numbers. It runs on the host, because its ten tensor operations on R elements would
+    need more launches than the draw itself.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
@@ -72,13 +71,13 @@ def uniforms(mixed_seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
 
 
 def draw(logits_RV: Tensor, best_R: Tensor, filters: Filters, uniform_R: Tensor, *, waits: bool = True) -> Tensor:
-    """Inverse-CDF draw of one token id per row.
+    """Draw one token id per row by inverse CDF.
 
-    Only the device knows which rows must be sorted as a whole. Either the host waits for that, or such rows get
-    ``UNSETTLED`` and are drawn again later.
+    Only the device knows which rows need a full sort. Either the host waits for that result, or such rows get
+    ``UNSETTLED`` and must be drawn again.
 
     Args:
-        logits_RV: float32, -inf allowed, each row's maximum finite (otherwise the row gives some id below V).
+        logits_RV: float32, -inf allowed; each row's maximum must be finite (otherwise the result is an arbitrary id).
         best_R: each row's maximum.
         uniform_R: float64 in [0, 1).
         waits: True if the host may wait for the device.
@@ -101,13 +100,13 @@ def draw(logits_RV: Tensor, best_R: Tensor, filters: Filters, uniform_R: Tensor,
         total_R1 = weights_RV.sum(-1, keepdim=True)
         keys_RV = weights_RV.bitwise_left_shift_(_ID_BITS).add_(descending_V)
         ids_R1 = _draw_sorted(keys_RV, total_R1, filters, uniform_R1, min(_WIDTH, vocab_size), waits=waits)
-    # A row of NaN must not point outside the vocabulary.
+    # The id must be in the vocabulary even for a row of NaN.
     return ids_R1[:, 0].clamp_(UNSETTLED if filters.top_k_R1 is not None else 0, logits_RV.shape[1] - 1)
 
 
 def _weights(logits_RV: Tensor, best_R1: Tensor, filters: Filters) -> Tensor:
-    """(R, V) int64, 2^40 for the most likely token; 0 below min_p."""
-    share_RV = (logits_RV - best_R1).div_(filters.temperature_R1).exp_()  # of the most likely token's probability
+    """Return (R, V) int64 weights: 2^40 for the most likely token, 0 below min_p."""
+    share_RV = (logits_RV - best_R1).div_(filters.temperature_R1).exp_()  # relative to the most likely token
     if filters.min_p_R1 is not None:
         share_RV.masked_fill_(share_RV < filters.min_p_R1, 0.0)
     return share_RV.mul_(2.0**_WEIGHT_BITS).long()
@@ -116,14 +115,14 @@ def _weights(logits_RV: Tensor, best_R1: Tensor, filters: Filters) -> Tensor:
 def _draw_sorted(
     keys_RV: Tensor, total_R1: Tensor, filters: Filters, uniform_R1: Tensor, width: int, *, waits: bool
 ) -> Tensor:
-    """Draw among the ``width`` best tokens; rows that need more are sorted as a whole."""
+    """Draw among the ``width`` most likely tokens; rows that need more are sorted as a whole."""
     assert filters.top_k_R1 is not None and filters.top_p_R1 is not None
     vocab_size = keys_RV.shape[1]
     keys_RC = largest_keys(keys_RV, width)
     weights_RC = keys_RC >> _ID_BITS
     up_to_RC = weights_RC.cumsum(-1)
 
-    # The mass that top_k leaves. Known if the k best are among these, or if no other token has weight.
+    # The mass that top_k keeps is known if the k best tokens are among these, or if no other token has weight.
     inside_R1 = filters.top_k_R1 <= width
     last_R1 = up_to_RC[:, -1:]
     limit_R1 = torch.where(inside_R1, up_to_RC.gather(1, filters.top_k_R1.clamp(max=width) - 1), total_R1)
@@ -131,7 +130,7 @@ def _draw_sorted(
     reached_R1 = (filters.top_k_R1 >= vocab_size) & (last_R1.double() >= wanted_R1)
     settled_R1 = inside_R1 | reached_R1 | (last_R1 >= total_R1)
 
-    # A token is kept while those before it have not reached the wanted mass: the smallest set with mass >= top_p.
+    # Keep a token if those before it have not reached the wanted mass. This gives the smallest set with mass >= top_p.
     kept_RC = (up_to_RC - weights_RC).double() < wanted_R1
     num_kept_R1 = torch.minimum(kept_RC.sum(-1, keepdim=True), filters.top_k_R1).clamp_(1, width)
     place_R1 = _land(up_to_RC, up_to_RC.gather(1, num_kept_R1 - 1), uniform_R1).clamp_(max=width - 1)
@@ -153,7 +152,7 @@ def _draw_sorted(
 
 
 def largest_keys(keys_RV: Tensor, width: int) -> Tensor:
-    """The ``width`` largest keys of each row, largest first; keys are unique, so every algorithm agrees."""
+    """Return the ``width`` largest keys of each row, largest first. Keys are unique, so all algorithms give one result."""
     vocab_size = keys_RV.shape[1]
     if keys_RV.is_cpu:
         # NumPy's vectorized partition and sort take 0.05 and 0.2 ms for 49152 keys, torch's topk and sort 0.4 and 4.
@@ -167,7 +166,7 @@ def largest_keys(keys_RV: Tensor, width: int) -> Tensor:
 
 
 def _land(up_to_RC: Tensor, mass_R1: Tensor, uniform_R1: Tensor) -> Tensor:
-    """Index of the first entry whose running sum exceeds ``uniform * mass``; never an entry of weight 0."""
+    """Return the index of the first entry whose running sum exceeds ``uniform * mass``; its weight is never 0."""
     target_R1 = torch.minimum((uniform_R1 * mass_R1.double()).long(), mass_R1 - 1)
     return torch.searchsorted(up_to_RC, target_R1, right=True)
 

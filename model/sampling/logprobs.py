@@ -1,4 +1,4 @@
-"""Computes log-probabilities of tokens and of the most likely tokens, in the model's distribution before sampling filters."""
+"""Computes log-probabilities of given tokens and of the most likely tokens, before sampling filters."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from torch import Tensor
 from tightwire.kernels.cpu.best_number import MAX_ID, keys_of
 from tightwire.model.transfer import Download
 
-_CPU_ROWS = 8  # temporaries stay in the cache
+_CPU_ROWS = 8  # temporaries fit in the CPU cache
 _DEVICE_ROWS = 64  # about 60 MB of temporaries for 49152 tokens
 
 
 class TokenScore(NamedTuple):
-    """``rank`` is the token's place, from 1, in the order of ``top``: by probability, then by token id."""
+    """A token's log-probability. ``rank`` counts from 1 in the order of ``top``: by probability, then by token id."""
 
     token_id: int
     logprob: float
@@ -23,16 +23,16 @@ class TokenScore(NamedTuple):
 
 
 def score_tokens(logits_RV: Tensor, target_R: Tensor, top_n: list[int]) -> list[TokenScore]:
-    """Score ``target_R[r]`` under row r, with the ``top_n[r]`` best tokens.
+    """Score ``target_R[r]`` under row r, with the ``top_n[r]`` most likely tokens.
 
-    A row's result does not depend on the other rows, because log_softmax works row by row. A few rows are processed at a
-    time; temporaries take about 20 V bytes each.
+    A row's result does not depend on the other rows. A few rows are processed at a time; temporaries take about 20 V
+    bytes per row.
     """
     return Scoring(logits_RV, target_R, top_n).wait()
 
 
 class Scoring:
-    """``score_tokens`` running on the device; ``wait`` returns its result."""
+    """An asynchronous ``score_tokens`` on the device; ``wait`` returns the result."""
 
     def __init__(self, logits_RV: Tensor, target_R: Tensor, top_n: list[int]) -> None:
         num_rows = _CPU_ROWS if logits_RV.is_cpu else _DEVICE_ROWS
@@ -47,9 +47,9 @@ class Scoring:
 
 
 def _score(logits_RV: Tensor, target_R: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(R,) targets, their logprobs and ranks, and (R, C) the best tokens and their logprobs."""
+    """Return (R,) targets, their logprobs and ranks, and (R, C) most likely tokens and their logprobs."""
     logprob_RV = logits_RV.log_softmax(-1)
-    # Unique keys, so that equal logits have the same order everywhere: the lower id first.
+    # Unique keys order equal logits the same way everywhere: the lower id first.
     keys_RV = keys_of(logits_RV, torch.arange(logits_RV.shape[1], device=logits_RV.device))
     target_R1 = target_R[:, None]
     rank_R = (keys_RV > keys_RV.gather(1, target_R1)).sum(-1) + 1

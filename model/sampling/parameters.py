@@ -1,7 +1,7 @@
-"""Sampling parameters of one sequence: one value from the request to the sampler.
+"""Sampling parameters of one sequence.
 
-To add a parameter: a field of the request body (``server/api/schemas``), a field of the same name here, and its effect in
-the sampler. The body's field is copied by name.
+To add a parameter, add a field to the request body (``server/api/schemas``), a field of the same name here, and its
+effect to the sampler. The body's field is copied by name.
 """
 
 import enum
@@ -11,7 +11,7 @@ import msgspec
 
 
 class Needs(enum.Enum):
-    """The input that a parameter needs once it differs from its default."""
+    """The input that a parameter needs if it differs from its default."""
 
     BEST_LOGITS = "the logits of the tokens that may be drawn"
     ALL_LOGITS = "all logits: it may change which are the best, or it reports on all of them"
@@ -35,9 +35,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: Annotated[float, Needs.TOKENS] = 0.0
     repetition_penalty: Annotated[float, Needs.TOKENS] = 1.0
     logit_bias: Annotated[dict[int, float], Needs.ALL_LOGITS] = {}
-    # The number of best tokens to report for each chosen token; None: no logprobs.
+    # Number of most likely tokens to report for each chosen token; None: no logprobs.
     logprobs: Annotated[int | None, Needs.ALL_LOGITS] = None
-    # The same for the prompt's tokens. They are scored from logits of their own (``Chunk.scored``).
+    # The same for the prompt's tokens, which are scored from separate logits (``Chunk.scored``).
     prompt_logprobs: Annotated[int | None, Needs.BEST_LOGITS] = None
     # The engine adds the model's end tokens, unless ignore_eos.
     stop_token_ids: Annotated[tuple[int, ...], Needs.BEST_LOGITS] = ()
@@ -46,12 +46,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_greedy(self) -> bool:
-        """True when the most likely token is taken, whatever the seed."""
+        """True if the most likely token is chosen, for any seed."""
         return self.temperature < _GREEDY_BELOW or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:
-        """True when the tokens so far change the logits."""
+        """True if earlier tokens change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
@@ -63,12 +63,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return _any_set(self, _NEED_TOKENS)
 
 
-# As in vLLM: below this, float32 logits divided by the temperature leave nothing but the largest one.
+# As in vLLM: below this temperature only the largest float32 logit keeps a nonzero probability.
 _GREEDY_BELOW = 1e-5
 
 
 def declared_needs(kind: type[msgspec.Struct]) -> dict[str, Needs | None]:
-    """The declaration of each field. None, for a field without one, counts as ``Needs.TOKENS``."""
+    """Return each field's declaration; None, for a field without one, counts as ``Needs.TOKENS``."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         name: next((mark for mark in getattr(hints[name], "__metadata__", ()) if isinstance(mark, Needs)), None)

@@ -1,4 +1,4 @@
-"""Presence, frequency and repetition penalties, with a count of each live sequence's tokens on the device.
+"""Applies presence, frequency and repetition penalties, with token counts of each live sequence on the device.
 
 Cost: 5 V bytes per sequence with penalties (246 KB for SmolLM2, 641 KB for Llama 3).
 """
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tightwire.model.sampling.parameters import SamplingParams
 
-_CPU_ROWS = 8  # temporaries stay in the cache
+_CPU_ROWS = 8  # temporaries fit in the CPU cache
 
 
 class PenalizedRow(Protocol):
-    """The part of a sequence that penalties use; compared by identity."""
+    """The fields of a sequence that penalties use. Rows are compared by identity."""
 
     params: SamplingParams
     token_ids: list[int]  # prompt, then output
@@ -25,16 +25,16 @@ class PenalizedRow(Protocol):
 
 @dataclass(slots=True)
 class _Counts:
-    """One sequence's tokens."""
+    """Token counts of one sequence."""
 
-    row: PenalizedRow  # keeps it alive, so that its id() stays its own
+    row: PenalizedRow  # kept alive, so that no other object gets its id()
     num_counted: int  # of its token_ids
     count_V: Tensor  # int32, how often each token is in the output
     in_prompt_V: Tensor  # bool
 
 
 class PenaltyTables:
-    """Counts the tokens of sequences with penalties. ``apply_`` brings the counts up to date, also after a preemption."""
+    """Counts the tokens of sequences with penalties. ``apply_`` updates the counts, also after a preemption."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
@@ -45,10 +45,10 @@ class PenaltyTables:
         return len(self._counts)
 
     def apply_(self, logits_RV: Tensor, indices: Sequence[int], rows: Sequence[PenalizedRow]) -> None:
-        """Penalize, in place, the rows of ``logits_RV`` at ``indices``, which belong to ``rows``.
+        """Penalize in place the rows of ``logits_RV`` at ``indices``, which belong to ``rows``.
 
-        Tokens of prompt or output: positive logits divided by repetition_penalty, negative ones multiplied. Then minus
-        frequency_penalty times the count in the output, minus presence_penalty where that count is not 0.
+        For tokens of prompt or output, divide positive logits by repetition_penalty and multiply negative ones by it.
+        Then subtract frequency_penalty times the count in the output, and presence_penalty if that count is not 0.
         Source: CTRL, arXiv 1909.05858; OpenAI's API reference.
         """
         counts = [self._update(row) for row in rows]
@@ -59,7 +59,7 @@ class PenaltyTables:
             logits_RV[index] = self._penalize(logits_RV[index], counts[part])
 
     def release(self, row: PenalizedRow) -> None:
-        """Forget the row's tokens, if they were counted."""
+        """Drop the row's counts, if there are any."""
         self._counts.pop(id(row), None)
 
     def _penalize(self, logits_RV: Tensor, counts: Sequence[_Counts]) -> Tensor:

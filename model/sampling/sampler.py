@@ -1,8 +1,8 @@
 """Chooses the next token of every sequence in the batch, with batched tensor operations on the logits' device.
 
-Order, as in vLLM: logit_bias; stop tokens banned below min_tokens; repetition, frequency and presence penalties;
-temperature; min_p; top_k; top_p; one draw. Temperature 0 takes the largest logit after penalties, of equal ones the lowest
-id. Logprobs are of the distribution before all of this.
+The order is that of vLLM: logit_bias; ban of stop tokens below min_tokens; repetition, frequency and presence
+penalties; temperature; min_p; top_k; top_p; one draw. Temperature 0 takes the largest logit after penalties; of equal
+ones, the lowest id. Logprobs are those of the unmodified logits.
 
 A row's result depends on that row alone (see ``draw``); tests check bit-identity over batch compositions.
 """
@@ -23,7 +23,7 @@ from tightwire.model.transfer import Download, upload
 
 
 class SamplingRow(Protocol):
-    """The part of a sequence that the sampler reads. Compared by identity; the object lives as long as the sequence."""
+    """The fields of a sequence that the sampler reads. Rows are compared by identity."""
 
     params: SamplingParams
     stop_ids: frozenset[int]  # banned until min_tokens tokens are generated
@@ -32,7 +32,7 @@ class SamplingRow(Protocol):
 
 
 class Sampled(NamedTuple):
-    """One entry per row. ``token_ids`` is -1 if the best logit is not finite (NaN, inf, all banned)."""
+    """The chosen tokens, one entry per row; -1 if the largest logit is not finite (NaN, inf, all banned)."""
 
     token_ids: list[int]
     scores: list[TokenScore | None]  # None if params.logprobs is None
@@ -40,14 +40,14 @@ class Sampled(NamedTuple):
 
 
 class Choice:
-    """Tokens being chosen on the device. The device's next step can use ``ids_R``, (R,) int32.
+    """An asynchronous choice of tokens on the device. The next step can use ``ids_R``, (R,) int32, before ``wait``.
 
-    A row whose top_p reaches beyond the best 1024 tokens has a negative number there, because the host must have the whole
-    row sorted first. ``wait`` does that, and reports such rows as ``late``.
+    A row whose top_p needs more than the 1024 most likely tokens has a negative number in ``ids_R``, because the whole
+    row must be sorted first. ``wait`` does that and reports the row in ``late``.
     """
 
     def __init__(self, ids_R: Tensor, scoring: "_Scored | None", choose_late: "Callable[[], Choice] | None") -> None:
-        """``choose_late``: draws with sorting; keeps the logits. None if no row can be late."""
+        """``choose_late``: draws again with sorting, and keeps the logits alive; None if no row can be late."""
         self.ids_R = ids_R
         self._scoring, self._choose_late = scoring, choose_late
         self._download = Download([ids_R])
@@ -78,11 +78,11 @@ class Sampler:
 
     @property
     def num_penalized(self) -> int:
-        """The number of live sequences with penalties that have been sampled."""
+        """Number of live sequences with penalties that have been sampled."""
         return self._penalties.num_rows
 
     def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-        """The next token of each row; arguments as for ``start``."""
+        """Choose the next token of each row and wait for it; arguments as for ``start``."""
         return self.start(logits_RV, rows, waits=True).wait()
 
     @torch.inference_mode()
@@ -91,8 +91,8 @@ class Sampler:
 
         Args:
             logits_RV: (R, V) float32, not modified.
-            rows: the R sequences of the logits; ``token_ids`` ends with the token before the logits. That token may be
-                deferred, unless the row's parameters need all tokens (``SamplingParams.needs_tokens``).
+            rows: the R sequences; ``token_ids`` ends with the token before the logits. It may be a deferred token,
+                unless the row's parameters need all tokens (``SamplingParams.needs_tokens``).
             waits: True if the host may wait for the device. If False, it waits only for penalties.
         """
         if logits_RV.shape != (len(rows), self._vocab_size):
@@ -100,7 +100,7 @@ class Sampler:
         batch = self._prepared(rows)
         positions_R = np.array([len(row.token_ids) - row.num_prompt_tokens for row in rows], np.uint64)
         processed_RV = self._processed(logits_RV, batch, positions_R)
-        best_R, greedy_R = processed_RV.max(-1)  # of equal logits the first, so the lowest id
+        best_R, greedy_R = processed_RV.max(-1)  # the first of equal logits, so the lowest id
 
         @torch.inference_mode()
         def choose(*, waits: bool) -> Choice:
@@ -119,12 +119,12 @@ class Sampler:
 
     @torch.inference_mode()
     def score(self, logits_RV: Tensor, targets: Sequence[int], top_n: int) -> list[TokenScore]:
-        """Logprob of ``targets[r]`` under row r, for prompts. Memory use is bounded."""
+        """Score ``targets[r]`` under row r, for prompts. Memory use is bounded."""
         target_R = torch.tensor(targets, dtype=torch.int64, device=logits_RV.device)
         return score_tokens(logits_RV, target_R, [top_n] * len(targets))
 
     def release(self, row: SamplingRow) -> None:
-        """Forget a sequence that ended."""
+        """Drop the state of a sequence that ended."""
         self._penalties.release(row)
         if self._batch is not None and any(row is held for held in self._batch.rows):
             self._batch = None
@@ -140,7 +140,7 @@ class Sampler:
         return batch
 
     def _processed(self, logits_RV: Tensor, batch: "_Batch", positions_R: np.ndarray) -> Tensor:
-        """Logits after bias, bans and penalties; the same tensor if there are none."""
+        """Return logits after bias, bans and penalties; the same tensor if there are none."""
         banned = batch.banned_at(positions_R)
         if batch.bias is None and not banned and not batch.penalized:
             return logits_RV
@@ -169,7 +169,7 @@ class _Bias(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _DrawGroup:
-    """Rows with the same kind of draw, and their parameters as tensors; ``index`` is None for the whole batch."""
+    """Rows with the same kind of draw and their parameters as tensors; ``index`` is None for the whole batch."""
 
     rows: list[int]
     index: Tensor | None
@@ -179,7 +179,7 @@ class _DrawGroup:
     def draw_into(
         self, ids_R: Tensor, logits_RV: Tensor, best_R: Tensor, positions_R: np.ndarray, *, waits: bool
     ) -> Tensor:
-        """``ids_R`` with this group's entries replaced by drawn tokens."""
+        """Return ``ids_R`` with this group's entries replaced by drawn tokens."""
         numbers = uniforms(self.mixed_seeds, positions_R[self.rows])
         uniform = upload(numbers, torch.float64, logits_RV.device)
         if self.index is None:
@@ -189,7 +189,7 @@ class _DrawGroup:
 
 
 class _Batch:
-    """The data of a batch that do not change from step to step."""
+    """The data of a batch that stay the same from step to step."""
 
     def __init__(self, rows: list[SamplingRow], vocab_size: int, device: torch.device) -> None:
         self.rows = rows
@@ -207,7 +207,7 @@ class _Batch:
         self.groups = [self._group(chosen, device) for chosen in (in_order, ranked) if chosen]
 
     def banned_at(self, positions_R: np.ndarray) -> list[tuple[int, int]]:
-        """(row, stop id) of the rows that must not end yet, after this many generated tokens."""
+        """Return (row, stop id) for the rows that must not end yet after this many generated tokens."""
         return [
             (r, token_id)
             for r in self._short

@@ -1,7 +1,7 @@
-"""A tokenizer without training data, one token per byte of UTF-8, for random weights and tiny test models.
+"""A tokenizer with one token per byte of UTF-8, for random weights and tiny test models.
 
-Ids 0 to 255 are the bytes, followed by four special tokens. Encoding never produces the ids beyond, up to the model's
-vocabulary, but a random model samples them, so each has a text (`` w300``).
+Ids 0 to 255 are the bytes, followed by four special tokens. Encoding never produces larger ids, but a random model
+samples them, so each has a text (`` w300``).
 """
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -21,10 +21,10 @@ CHAT_TEMPLATE = (
 
 
 def byte_backend(vocab_size: int) -> Backend:
-    """A ``tokenizers.Tokenizer`` with exactly ``vocab_size`` tokens.
+    """Return a ``tokenizers.Tokenizer`` with exactly ``vocab_size`` tokens.
 
     Raises:
-        ModelError: fewer than 260, which the bytes and special tokens need.
+        ModelError: ``vocab_size`` is below 260, the number of bytes and special tokens.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ModelError(f"a byte tokenizer needs a vocab_size of at least {MIN_VOCAB_SIZE}, got {vocab_size}")
@@ -41,9 +41,9 @@ def byte_backend(vocab_size: int) -> Backend:
 
 
 def byte_characters() -> list[str]:
-    """GPT-2's printable stand-in for each byte, by byte; the alphabet of every byte-level vocabulary.
+    """Return GPT-2's printable character for each byte, the alphabet of every byte-level vocabulary.
 
-    Source: ``bytes_to_unicode`` of openai/gpt-2: printable Latin-1 stands for itself, the rest follows from U+0100.
+    Source: ``bytes_to_unicode`` of openai/gpt-2: printable Latin-1 maps to itself, the other bytes to U+0100 and up.
     """
     own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     characters, next_free = [""] * 256, 256

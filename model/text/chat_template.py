@@ -1,7 +1,7 @@
-"""Renders messages with a model's own Jinja template, in a sandbox, as transformers does.
+"""Renders messages with a model's Jinja template, in a sandbox, as transformers does.
 
-Checkpoints' templates expect transformers' environment: its whitespace settings, ``raise_exception``, ``strftime_now`` and
-``tojson``, and ``generation`` blocks, which mark generated text and print their body.
+Templates expect transformers' environment: its whitespace settings, ``raise_exception``, ``strftime_now``, ``tojson``,
+and ``generation`` blocks, which mark generated text and print their body.
 """
 
 import json
@@ -19,7 +19,7 @@ from tightwire.model.checkpoint.errors import ChatTemplateError
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens for it (``bos_token``, ``eos_token``, ...)."""
+    """A compiled template and its special tokens (``bos_token``, ``eos_token``, ...)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
@@ -29,7 +29,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str:
-        """Raises ChatTemplateError with the template's own message when it refuses these messages."""
+        """Render messages; raises ChatTemplateError with the template's message if it rejects them."""
         values = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
@@ -66,7 +66,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape HTML characters, such as ``<`` to ``\\u003c``."""
+    """Encode JSON without escaping HTML characters; Jinja's filter would turn ``<`` into ``\\u003c``."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -25,7 +25,7 @@ def _gpt2_words() -> pre_tokenizers.PreTokenizer:
 
 
 def _smollm_words() -> pre_tokenizers.PreTokenizer:
-    """GPT-2's words; every digit is a separate word."""
+    """Return GPT-2's split into words, with every digit a separate word."""
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_words()])
 
 
@@ -38,7 +38,7 @@ def _llama3_words() -> pre_tokenizers.PreTokenizer:
     )
 
 
-# By ``tokenizer.ggml.pre``, llama.cpp's name of the pre-tokenizer.
+# Keys: ``tokenizer.ggml.pre``, llama.cpp's name of the pre-tokenizer.
 _WORDS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": _gpt2_words,
     "gpt-2": _gpt2_words,
@@ -51,7 +51,7 @@ _LLAMA3_NAMES = ("llama-bpe", "llama-v3", "llama3")
 
 
 def tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
-    """Raises ModelError for an unsupported tokenizer model or pre-tokenizer, by name."""
+    """Build the tokenizer; raises ModelError for an unsupported tokenizer model or pre-tokenizer."""
     tokens: list[str] = file.get("tokenizer.ggml.tokens", [])
     if not tokens:
         raise ModelError(f"{file.path}: has no tokenizer (tokenizer.ggml.tokens is missing)")
@@ -105,7 +105,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Backend:
     )
     prefix_space = bool(file.get("tokenizer.ggml.add_space_prefix", True))
     to_spaces = normalizers.Replace(" ", _SPACE)
-    # Before every run of text, also after a special token, as in Llama 2's training and llama.cpp.
+    # The space precedes every run of text, also after a special token, as in Llama 2's training and llama.cpp.
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), to_spaces]) if prefix_space else to_spaces
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix_space else steps)
@@ -113,7 +113,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Backend:
 
 
 def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the pair whose joined piece scores best; BPE needs that order as a list of pairs.
+    """Return the merges of a SentencePiece vocabulary, ordered by the score of the merged piece.
 
     Source: ``generate_merges`` of transformers' SentencePiece converter, with the same order of ties.
     """
@@ -128,7 +128,7 @@ def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tupl
 
 
 def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:
-    """Control tokens are left out of decoded text; user-defined ones are text that is never split."""
+    """Add control tokens, which decoding omits, and user-defined tokens, which are text that is never split."""
     for kind, special in ((_CONTROL, True), (_UNKNOWN, True), (_USER_DEFINED, False)):
         chosen = [
             AddedToken(token, special=special, normalized=False)
@@ -139,7 +139,7 @@ def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:
 
 
 def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str, str]) -> None:
-    """Set the tokens that ``encode(..., add_special_tokens=True)`` puts around a text; llama.cpp's defaults without keys."""
+    """Set the tokens that ``encode(..., add_special_tokens=True)`` adds; missing keys get llama.cpp's defaults."""
     is_llama2 = file.get("tokenizer.ggml.model") == "llama"
     is_llama3 = file.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
     add_bos = file.get("tokenizer.ggml.add_bos_token", is_llama2 or is_llama3)
@@ -152,7 +152,7 @@ def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str,
 
 
 def _set_template(backend: Backend, bos: str | None, eos: str | None) -> None:
-    """Put these tokens around every text that is encoded with special tokens."""
+    """Add these tokens around every text that is encoded with special tokens."""
     used = {text: backend.token_to_id(text) for text in (bos, eos) if text is not None}
     missing = [text for text, token_id in used.items() if token_id is None]
     if missing:

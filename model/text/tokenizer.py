@@ -1,7 +1,7 @@
 """Converts text to token ids and back, and messages to a prompt, for every kind of checkpoint.
 
-It uses the ``tokenizers`` library directly: importing transformers costs each process two seconds and 200 MB, and is needed
-only for folders without a tokenizer.json.
+It uses the ``tokenizers`` library directly, because importing transformers costs each process two seconds and 200 MB.
+Only folders without a tokenizer.json need transformers.
 """
 
 import json
@@ -30,7 +30,7 @@ class Tokenizer:
         bos_token_id: int | None,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        """``special_tokens``: texts by role, such as ``{"bos_token": "<s>"}``, by the names of chat templates."""
+        """``special_tokens``: texts by their name in chat templates, such as ``{"bos_token": "<s>"}``."""
         self._backend = backend
         self._chat_template_source = chat_template
         self._special_tokens = dict(special_tokens)
@@ -39,21 +39,21 @@ class Tokenizer:
 
     @property
     def backend(self) -> Backend:
-        """The library's own object, for streaming token by token."""
+        """The library's tokenizer, for streaming token by token."""
         return self._backend
 
     @cached_property
     def vocab_size(self) -> int:
-        """The largest id plus one. The model's vocabulary may be padded beyond."""
+        """The largest id plus one. The model's vocabulary may be larger because of padding."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of ``text``; with special tokens, also those that the model expects around a prompt (often a BOS)."""
-        # This method of the library does not record each token's place in the text and takes a third less time.
+        """Encode ``text``, with the special tokens that the model expects around a prompt (often a BOS) if requested."""
+        # This method does not record each token's position in the text, and takes a third less time.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; incomplete UTF-8 becomes U+FFFD, ids without a token are left out."""
+        """Decode ``ids``; incomplete UTF-8 becomes U+FFFD, and ids without a token are omitted."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     @property
@@ -63,21 +63,21 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt text for ``messages`` (``{"role", "content"}``); further variables are passed to the template.
+        """Render the prompt for ``messages`` (``{"role", "content"}``); the template receives all further variables.
 
         Raises:
-            ChatTemplateError: no chat template, or it refuses these messages.
+            ChatTemplateError: there is no chat template, or it rejects these messages.
         """
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Ids of ``render_chat``. The template itself writes a BOS if the model needs one."""
+        """Render and encode ``messages``. No special tokens are added, because the template writes a BOS if needed."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Write the files that ``tokenizer_from_folder`` opens as this tokenizer; the ids of BOS and EOS are in config.json."""
+        """Write files that ``tokenizer_from_folder`` opens. The ids of BOS and EOS are not among them (see config.json)."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._special_tokens}
         if self._chat_template_source is not None:
             config["chat_template"] = self._chat_template_source
@@ -92,9 +92,10 @@ class Tokenizer:
 
 
 def tokenizer_from_folder(folder: Path, *, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> Tokenizer:
-    """From tokenizer.json with tokenizer_config.json beside it; through transformers when there is only another kind.
+    """Open tokenizer.json and tokenizer_config.json, or through transformers a folder with another kind of tokenizer.
 
-    tokenizer.json alone determines the special tokens around a text: as in transformers 5, ``add_bos_token`` is ignored.
+    tokenizer.json alone determines the special tokens around a text; ``add_bos_token`` is ignored, as in transformers
+    5.
 
     Raises:
         ModelError: there is no tokenizer, or it cannot be read.
@@ -119,7 +120,7 @@ def _read_backend(folder: Path) -> Backend:
             backend = Backend.from_file(str(path))
         except Exception as error:  # noqa: BLE001 - the library raises no narrower type
             raise ModelError(f"{path}: cannot be read: {error}") from None
-        # Some files have leftovers of training; a server must neither truncate nor pad prompts.
+        # Some files keep truncation and padding settings from training, which must not change a server's prompts.
         backend.no_truncation()
         backend.no_padding()
         return backend
@@ -138,7 +139,7 @@ def _convert_with_transformers(folder: Path) -> Backend:
 
 
 def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """A separate file has priority over the key; of several named templates, the default one is used."""
+    """Return the template: a separate file has priority over the key; of several named templates, the default."""
     for name in ("chat_template.jinja", "chat_template.json"):
         if (path := folder / name).is_file():
             return path.read_text() if name.endswith(".jinja") else read_json(path).get("chat_template")
@@ -150,7 +151,7 @@ def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and similar ones; older folders have them in a separate file."""
+    """Return ``bos_token`` and similar tokens; older folders have them in a separate file."""
     older = folder / "special_tokens_map.json"
     values = {**(read_json(older) if older.is_file() else {}), **config}
     tokens: dict[str, str] = {}
@@ -162,7 +163,7 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _add_missing_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
-    """Add the tokens that only the configuration has; most folders have added tokens in both files."""
+    """Add tokens that are only in the configuration; most folders have added tokens in both files."""
     for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(token["content"]) is None:
             backend.add_tokens([AddedToken(**token)])
