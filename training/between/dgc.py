@@ -8,15 +8,15 @@ Each node computes, with g the mean gradient of its ranks, m the momentum, d the
     send the largest of v; v <- v - what was sent; u <- 0 where sent        momentum factor masking (9)
     result: the sum of what all nodes sent, divided by the number of nodes; the optimizer is plain SGD without momentum
 
-Numbers in parentheses are equations of the article on DGC in Paddle. Gradients are means over a node, not divided by the
-number of nodes N (equation 12), so the decay term is d w and not d/N w, which would lose precision.
+Numbers in parentheses are equations of the article on DGC in Paddle. Gradients are means over a node, not divided by
+the number of nodes N (equation 12), so the decay term is d w and not d/N w, which would lose precision.
 
 Steps before the warm-up, and small parameters always, use momentum SGD on the exact sum. Its bits equal those of
 ``torch.optim.SGD(momentum, weight_decay, nesterov)`` if N and the ranks per node are powers of two. When compression
 starts, its velocity continues as u on every node.
 
-Masking clears the momentum of every element sent, so a low sparsity leaves little momentum; sparsity 0 is SGD without it.
-Source: arXiv 1712.01887.
+Masking clears the momentum of every element sent, so a low sparsity leaves little momentum; sparsity 0 is SGD without
+it. Source: arXiv 1712.01887.
 """
 
 from torch import Tensor

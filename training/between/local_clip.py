@@ -22,7 +22,7 @@ def local_norm(clip_norm: float, num_nodes: int) -> float:
 
 
 def clip_pieces(pieces: Sequence[Tensor], max_norm: float, inside: Group | None) -> None:
-    """Scale each parameter in place to a norm of at most ``max_norm``; ``pieces`` are this rank's parts, one a parameter.
+    """Scale each parameter in place to a norm of at most ``max_norm``; ``pieces`` has one per parameter.
 
     All ranks of ``inside`` call with pieces of the same parameters in the same order; a piece may be empty. The norm is
     over all of them. A NaN norm makes the piece NaN. Cost: ``clip_bytes`` inside a node, one round.

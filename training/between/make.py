@@ -45,7 +45,7 @@ def check_options(options: BetweenOptions) -> None:
 
 
 def between_bytes(options: BetweenOptions, shard: UnitShard, *, rank: int, world_size: int, step: int) -> int:
-    """``Between.wire_bytes`` without a group: bytes that ``rank`` of ``world_size`` nodes sends for ``shard`` at ``step``."""
+    """``Between.wire_bytes`` without a group: bytes that node ``rank`` of ``world_size`` sends for ``shard``."""
     if isinstance(options, SparseOptions):
         return sparse_bytes(rank, world_size, shard, options, step)
     if isinstance(options, QuantizedOptions):

@@ -1,9 +1,9 @@
 """Quantized sum over nodes: a reduce-scatter through one codec, then a gather through another.
 
-qgZ (ZeRO++, arXiv 2306.10209) stops after the reduce-scatter, because with sharding ``zero3`` only one rank updates each
-slice (``comm.collectives.node_wise``). With sharding ``hybrid`` every node updates its own copy of the shard, so the summed
-slices are gathered again: twice the bytes and a second rounding. All nodes, the owner of a slice included, decode the
-same bytes, so the copies stay equal.
+qgZ (ZeRO++, arXiv 2306.10209) stops after the reduce-scatter, because with sharding ``zero3`` only one rank updates
+each slice (``comm.collectives.node_wise``). With sharding ``hybrid`` every node updates its own copy of the shard, so
+the summed slices are gathered again: twice the bytes and a second rounding. All nodes, the owner of a slice included,
+decode the same bytes, so the copies stay equal.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def quantized_bytes(rank: int, world_size: int, num_elems: int, options: Quantiz
 class QuantizedBetween:
     """Encode slices, exchange, decode and add in float32, encode the sum of the own slice, gather, decode.
 
-    The slot is stateless: rounding errors are not fed back, because codecs round to nearest and so add no bias over steps.
+    Stateless: rounding errors are not fed back, because codecs round to nearest and so add no bias over steps.
     Cost: ``flash_bytes``, about (n-1)/n (r + g)/8 bytes an element for codecs of r and g bits.
     """
 

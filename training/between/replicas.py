@@ -13,8 +13,8 @@ from tightwire.training.engine.units import UnitShard
 class Replicas:
     """This rank's shards by unit, and the groups that a slot communicates over.
 
-    ``group``: the ranks that hold the same shards, one of each node. ``inside``: the ranks that together hold this node's
-    sum, None if that is this rank alone; only clipping needs it. No other component uses these two groups.
+    ``group``: the ranks that hold the same shards, one of each node. ``inside``: the ranks that together hold this
+    node's sum, None if that is this rank alone; only clipping needs it. No other component uses these two groups.
     ``weights``: returns the float32 shard of a unit's parameters; only weight decay needs it.
     """
 

@@ -1,8 +1,8 @@
 """Base of the sparse slots ``dgc`` and ``top_k``: sends the largest accumulated elements and keeps the rest.
 
 The largest elements are selected per parameter, so parameters of a small scale are sent too. Values are mean gradients
-of a node (the sum over its ranks divided by their number), so the kept state stays valid on another number of ranks, and
-weight decay needs no rescaling (see ``dgc``). The rounding error of sent values is kept too.
+of a node (the sum over its ranks divided by their number), so the kept state stays valid on another number of ranks,
+and weight decay needs no rescaling (see ``dgc``). The rounding error of sent values is kept too.
 """
 
 import math
@@ -27,14 +27,14 @@ _STEP = "step"
 
 
 def split_pieces(shard: UnitShard, options: SparseOptions, sparsity: float | None) -> tuple[list[Piece], list[Piece]]:
-    """The pieces sent whole, and the pieces of which the largest elements are sent. ``sparsity`` None: all are sent whole."""
+    """The pieces sent whole, and the pieces of which the largest elements are sent. ``sparsity`` None: all whole."""
     limit = math.inf if sparsity is None else options.dense_below
     whole = [piece for piece in shard.pieces if piece.parameter_elems < limit]
     return whole, [piece for piece in shard.pieces if piece.parameter_elems >= limit]
 
 
 def sparse_bytes(rank: int, world_size: int, shard: UnitShard, options: SparseOptions, step: int) -> int:
-    """Bytes that this rank sends at ``step``: (n-1) (8 + K (4 + value)) for K elements, plus ``dense_bytes`` of whole pieces."""
+    """Bytes sent at ``step``: (n-1) (8 + K (4 + value)) for K elements, plus ``dense_bytes`` of whole pieces."""
     sparsity = options.sparsity_at(step)
     whole, largest = split_pieces(shard, options, sparsity)
     num_bytes = dense_bytes(rank, world_size, sum(piece.num_elems for piece in whole))
@@ -48,8 +48,8 @@ def sparse_bytes(rank: int, world_size: int, shard: UnitShard, options: SparseOp
 class SparseBetween(ABC):
     """A slot that keeps what it does not send; a subclass defines what is added to it.
 
-    State: ``residual/UNIT``, (N,) float32, and the step number; all allocated at construction. Cost: ``sparse_bytes``, two
-    rounds, ``top_elements`` of each piece, and temporary memory for one piece.
+    State: ``residual/UNIT``, (N,) float32, and the step number; all allocated at construction. Cost: ``sparse_bytes``,
+    two rounds, ``top_elements`` of each piece, and temporary memory for one piece.
     """
 
     name: str
@@ -117,7 +117,7 @@ class SparseBetween(ABC):
         self._summed.clear()
 
     def _sum_whole(self, unit: str, pieces: Sequence[Piece], sum_N: Tensor) -> None:
-        """Overwrite ``pieces`` of ``sum_N`` with ``_direction`` of the mean over all nodes, times the number of gradients."""
+        """Overwrite ``pieces`` of ``sum_N`` with ``_direction`` of the mean over nodes, times the number of gradients."""
         divisor = self._replicas.num_gradients
         mean_N = self._all_reduce(torch.cat([sum_N[piece.place] for piece in pieces])).div_(divisor)
         means = mean_N.split([piece.num_elems for piece in pieces])
@@ -127,7 +127,7 @@ class SparseBetween(ABC):
             torch.mul(self._direction(unit, piece, mean), divisor, out=sum_N[piece.place])
 
     def _sum_largest(self, unit: str, pieces: Sequence[Piece], sparsity: float, sum_N: Tensor) -> None:
-        """Add ``pieces`` of ``sum_N`` to the residual, send its largest elements, overwrite ``sum_N`` with the sum over nodes."""
+        """Add ``pieces`` of ``sum_N`` to the residual, send its largest elements, write their sum over nodes to ``sum_N``."""
         group, per_node = self._replicas.group, self._replicas.gradients_per_node
         means = [sum_N[piece.place].div_(per_node) for piece in pieces]
         if self._options.clip_norm is not None:

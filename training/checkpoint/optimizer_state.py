@@ -39,7 +39,7 @@ def prepare_state(
     scalars: Mapping[str, Mapping[str, float]],
     keys: Mapping[str, int],
 ) -> None:
-    """Restore the scalars and allocate zeros for the flat state, so that ``optimizer_pieces`` gives tensors to read into.
+    """Restore the scalars and allocate zeros for the flat state, so that ``optimizer_pieces`` can be read into.
 
     Args:
         keys: all keys of the checkpoint with their lengths; they determine which flat state exists.

@@ -84,8 +84,8 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
 
     Raises:
         CheckpointError: the description is missing or damaged.
-        OtherRunError: model, data order, optimizer or between-node slot differ (the message names what), or the checkpoint
-            has more steps than the run is to have.
+        OtherRunError: model, data order, optimizer or between-node slot differ (the message names what), or the
+            checkpoint has more steps than ``schedule.steps``.
     """
     said = read_about(folder)
     if differing := _difference(said["model"], identity.model):

@@ -1,9 +1,9 @@
 """Collects a run's state as pieces and restores it: weights, optimizer, between-node slot, random states.
 
-Flat state is keyed by parameter name, so a run with another sharding can read it. State that each replica keeps for itself
-(residuals, velocities) has the replica's number in its key; if the number of replicas has changed, every new replica gets
-the mean of the old ones, which preserves the mean they send (``training.between``). Random states are per rank;
-a rank without a saved one is seeded with ``seed + rank``.
+Flat state is keyed by parameter name, so a run with another sharding can read it. State that each replica keeps for
+itself (residuals, velocities) has the replica's number in its key; if the number of replicas has changed, every new
+replica gets the mean of the old ones, which preserves the mean they send (``training.between``). Random states are per
+rank; a rank without a saved one is seeded with ``seed + rank``.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Writes checkpoints in a background thread while training continues.
 
-Only ``begin`` and ``complete`` communicate with other ranks. The folder gets its final name after all ranks have written.
-A failed write leaves earlier checkpoints unchanged.
+Only ``begin`` and ``complete`` communicate with other ranks. The folder gets its final name after all ranks have
+written. A failed write leaves earlier checkpoints unchanged.
 """
 
 import shutil
@@ -78,7 +78,7 @@ class Checkpointer:
 
 
 class Completed(NamedTuple):
-    """``error``: why ``folder`` was not published, "" if it was. ``warning``: why old checkpoints could not be removed, or ""."""
+    """``error``: why ``folder`` was not published, "" if it was. ``warning``: why old ones were not removed."""
 
     folder: Path
     error: str

@@ -1,7 +1,4 @@
-"""The seam between replicas: one call turns the sum of a shard group's gradients into that of all ranks.
-
-``training.between`` has what may stand there.
-"""
+"""Interface of a between-node slot, which sums gradients over replicas. ``training.between`` implements it."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -10,43 +7,42 @@ from torch import Tensor
 
 
 class Between(Protocol):
-    """Sums flat float32 gradients over the ranks that hold the same shard, one rank of each node.
+    """Sums flat float32 gradients over the ranks that hold the same shard: one rank of each node.
 
-    With sharding ``none`` these are all ranks. Calls are collective, one for each unit in a step: all ranks of the group
-    make the same ones in the same order, from one thread, the reduce lane.
+    With sharding ``none`` these are all ranks. Calls are collective, one per unit and step: all ranks of the group call
+    in the same order, from the thread of the reduce lane.
     """
 
     name: str
 
     def __call__(self, unit: str, sum_N: Tensor) -> Tensor:
-        """(N,) this node's sum of ``unit``'s gradients to (N,) the sum over all nodes, the same bits on every rank.
+        """Turn (N,) this node's sum of ``unit``'s gradients into (N,) the sum over nodes; same bits on every rank.
 
-        Nothing is divided by the number of ranks; the engine does so once. ``sum_N`` is the slot's to overwrite, and
-        the result may be the same memory.
+        The engine, not the slot, divides by the number of ranks. The slot may overwrite ``sum_N``; the result may share
+        its memory.
 
         Raises:
-            RuntimeError: a slot that keeps something from step to step was called twice for ``unit`` in one step; with
-                accumulation, micro-batches are added up before.
-            CommError: a rank did not come; the group is of no use any more.
+            RuntimeError: a slot with state was called twice for ``unit`` in one step; add up micro-batches first.
+            CommError: a rank did not take part; the group cannot be used any more.
         """
         ...
 
     def step_done(self) -> None:
-        """All units have been summed, and the optimizer will step."""
+        """Called once per step, after all units are summed and before the optimizer steps."""
         ...
 
     def wire_bytes(self, unit: str) -> int:
-        """Bytes that this rank sends to other nodes in the next call for ``unit``, exactly."""
+        """Exact number of bytes that this rank sends to other nodes in the next call for ``unit``."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is kept from step to step, this rank's own; {} where nothing is. The tensors themselves, not copies."""
+        """This rank's state kept from step to step, {} if none. Its tensors are not copied."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a ``state_dict`` of the same units.
+        """Restore a ``state_dict`` of the same units.
 
         Raises:
-            ValueError: it is of other units or sizes; for other ranks a checkpoint is cut anew when a run resumes.
+            ValueError: units or sizes differ. To change the number of ranks, resume from a checkpoint.
         """
         ...

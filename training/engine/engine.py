@@ -1,4 +1,4 @@
-"""Training one model on many ranks: flat units, float32 shards for the optimizer, weights and gradients on lanes of their own.
+"""Trains one model on many ranks: shards parameters and gradients, and communicates in threads of its own (lanes).
 
     engine = Engine(model, plan, groups, options)
     optimizer = torch.optim.AdamW(engine.param_groups(), lr=3e-4)
@@ -11,7 +11,7 @@
         optimizer.step()
         engine.weights_changed()
 
-All ranks make the same calls in the same order. What goes wrong on a lane is raised in the thread that waits for it.
+All ranks make the same calls in the same order. A failure on a lane is raised in the thread that waits for the lane.
 """
 
 import math
@@ -37,9 +37,9 @@ from tightwire.training.ranks.groups import TrainGroups, replica_group, shard_gr
 
 
 class Engine:
-    """Takes the parameters out of ``model``, whose modules have them only while they compute.
+    """Takes the parameters out of ``model``; its modules have them only during their forward.
 
-    Cost: ``training.engine.memory`` has it as formulas; all of it is allocated here.
+    Cost: the memory of ``training.engine.memory``, allocated at construction.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Engine:
     ) -> None:
         """
         Args:
-            model: its parameters are the same numbers on every rank, or all on the meta device: then ``load_full`` gives them.
-            plan: of this model, for ``options.sharding.shard_ranks``.
-            between: sums over the ranks that hold the same shard; needed where there are any.
-            trace: what is done with buffers is written there, for ``check_trace``.
+            model: its parameters are equal on every rank, or all on the meta device; then call ``load_full``.
+            plan: made from this model for ``options.sharding.shard_ranks``.
+            between: sums over the ranks that hold the same shard; required if there are several.
+            trace: records the work on buffers, for ``check_trace``.
         Raises:
-            ValueError: plan and options do not go with the groups, or the ranks' parameters differ.
+            ValueError: plan or options do not match the groups, or the ranks' parameters differ.
         """
         sharding = options.sharding
         wanted = sharding.shard_ranks(groups.world_size, groups.num_nodes)
@@ -94,11 +94,11 @@ class Engine:
 
     @property
     def waited_s(self) -> float:
-        """What the computing thread has waited for the lanes since the start: communication that nothing hid."""
+        """Seconds that the computing thread has waited for the lanes: communication that was not overlapped."""
         return self._weights.waited_s + self._gradients.waited_s
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """What an optimizer takes: the shards of matrices, and those of norms and biases, which are not to be decayed."""
+        """Parameter groups for an optimizer: ``matrices``, and ``norms`` (norms and biases), which should not decay."""
         trainable = [(unit, self._shards[unit.trainable.name].main) for unit in self.plan.units if unit.trainable]
         chosen = {
             "matrices": [main for unit, main in trainable if unit.name != NORMS],
@@ -108,7 +108,7 @@ class Engine:
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """One forward and backward. ``last``: gradients are complete after it, and weights will change."""
+        """One forward and backward. ``last``: it is the last micro-batch before the optimizer steps."""
         with self._running(last=last):
             yield
         if last:
@@ -116,25 +116,25 @@ class Engine:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Forwards without backward, as many as all ranks make, between two steps."""
+        """Forwards without backward, between two steps; all ranks make the same number."""
         with torch.no_grad(), self._running(last=True):
             yield
 
     def finish_gradients(self) -> None:
-        """Wait until the gradients of all ranks are summed, and give the shards their mean."""
+        """Wait until the gradients are summed over all ranks; set ``grad`` of each shard to their mean."""
         self._gradients.finish()
         for unit, main in self._trainable():
             main.grad = self._gradients.grad(unit)
 
     def gradient_norm(self) -> float:
-        """The global norm of the gradients, the same bits on every rank. Summed in float64."""
+        """The global norm of the gradients, summed in float64; the same bits on every rank."""
         squares = [torch.linalg.vector_norm(main.grad, dtype=torch.float64).square() for _, main in self._trainable()]
         own = torch.stack(squares).sum().view(1)
         parts = run_leg(self._groups.main, self._group, all_gather, self._group, own)
         return math.sqrt(sum(float(part) for part in parts))
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Scale the gradients to a global norm of at most ``max_norm``; the norm that they had."""
+        """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before scaling."""
         norm = self.gradient_norm()
         scale = max_norm / (norm + 1e-6)
         if scale < 1:
@@ -144,25 +144,25 @@ class Engine:
         return norm
 
     def weights_changed(self) -> None:
-        """The optimizer has stepped: nothing that was gathered before counts any more."""
+        """Call after each optimizer step: invalidates gathered trainable weights."""
         self._check_idle()
         for shard in self._shards.values():
             shard.version += shard.flat.trainable
         self._weights.changed()
 
     def named_flats(self) -> Iterator[tuple[Flat, nn.Parameter]]:
-        """Every flat with this rank's main shard of it, frozen ones too; where parameters lie is in the flat."""
+        """Every flat, frozen ones too, with this rank's main shard; the flat has the position of each parameter."""
         return ((flat, self._shards[flat.name].main) for flat in self.plan.flats)
 
     @property
     def shard_rank(self) -> int:
-        """Which shard of each flat this rank has, of ``plan.shard_ranks``."""
+        """Index of this rank's shard of each flat, below ``plan.shard_ranks``."""
         return self._group.rank
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by its name in the model, float32; gathered unit by unit, by all ranks together.
+        """Every parameter with its name in the model, in float32. Collective: gathers one flat at a time.
 
-        A tensor is to be read, and until the next is asked for: where a rank has the whole unit it is the unit itself.
+        Do not write to a tensor, and do not keep it: it may be memory that the optimizer uses.
         """
         for flat, main in self.named_flats():
             shards = run_leg(self._groups.main, self._group, all_gather, self._group, main.data)
@@ -171,24 +171,24 @@ class Engine:
                 yield part.name, part.of(full_N)
 
     def load_full(self, tensor_of: Callable[[str], Tensor]) -> None:
-        """Give every parameter the numbers that ``tensor_of`` its name has. Not collective.
+        """Set every parameter to ``tensor_of(name)``. Not collective.
 
         Raises:
-            ValueError: a tensor of another shape.
+            ValueError: a tensor has another shape.
         """
         for flat, main in self.named_flats():
             copy_into_shard(tensor_of, cut(flat, self.shard_rank, self.plan.shard_ranks), main.data)
         self.all_weights_changed()
 
     def all_weights_changed(self) -> None:
-        """Main shards were written from outside, frozen ones too, as by a checkpoint: nothing gathered counts any more."""
+        """Call after writing to main shards, such as from a checkpoint: invalidates all gathered weights."""
         self._check_idle()
         for shard in self._shards.values():
             shard.version += 1
         self._weights.changed()
 
     def close(self) -> None:
-        """End the lanes and drop the connections. May be called twice."""
+        """End the lanes and close the connections. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -213,7 +213,7 @@ class Engine:
         try:
             yield
         except BaseException:
-            self._is_broken = True  # lanes may wait for what will not come
+            self._is_broken = True  # lanes may wait for ranks that never join
             raise
         run.leave()
         self._hooks.micro_batch = None

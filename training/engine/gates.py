@@ -1,14 +1,14 @@
 """Autograd functions that mark where backward enters and leaves a decoder block.
 
-A module's backward hook may run before all gradients of its parameters are there, or before its backward when an input
-needs no gradient. So all that a block takes and gives goes through gates, which change nothing:
+A module's backward hook may run before all gradients of its parameters are ready, or before its backward if an input
+needs no gradient. So the inputs, weights and outputs of a block pass through identity functions, called gates:
 
-    outputs   backward of their gate runs before that of anything in the block
-    weights   are made anew for each forward, as children of the inputs' gate; their backward has the gradients
-    inputs    backward of their gate runs after that of all the weights, and before that of whatever made an input
+    outputs   the gate's backward runs before the backward of anything in the block
+    weights   are created for each forward, as children of the inputs' gate; their backward receives the gradients
+    inputs    the gate's backward runs after that of all weights, and before that of the operations that made the inputs
 
-Tensors are found in keyword arguments and inside lists and dictionaries too. An anchor, which needs a gradient, keeps the
-inputs' gate in the graph where no input needs one. Source: YaFSDP's GateGradFlow and Narrow.
+Tensors inside keyword arguments, lists and dictionaries are gated too. An anchor that requires a gradient keeps the
+inputs' gate in the graph if no input requires one. Source: YaFSDP's GateGradFlow and Narrow.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ TakeGrad = Callable[[Tensor], None]
 
 
 class Passage(Protocol):
-    """What is told when backward goes through one call of a block."""
+    """Receives the events of backward through one call of a block."""
 
     def backward_begins(self) -> None: ...
 
@@ -30,7 +30,7 @@ class Passage(Protocol):
 
 
 def gate_inputs(passage: Passage, anchor: Tensor, args: Any) -> tuple[Tensor, Any]:
-    """The anchor for the block's weights, and ``args`` again."""
+    """Gate the tensors in ``args``. Returns the gated anchor, for the block's weights, and the gated ``args``."""
     leaves, spec = tree_flatten(args)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     gated = _InputGate.apply(passage, anchor, *(leaves[i] for i in places))
@@ -53,7 +53,7 @@ def needs_gradient(args: Any) -> bool:
 
 
 def weight(anchor: Tensor, values: Tensor, take: TakeGrad) -> Tensor:
-    """``values`` as a parameter of this forward, whose gradient goes to ``take``."""
+    """``values`` as a parameter of this forward; backward passes its gradient to ``take``."""
     return _Weight.apply(anchor, values, take)  # pyright: ignore[reportReturnType]
 
 

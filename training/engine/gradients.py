@@ -1,8 +1,9 @@
-"""Gradients on their way to the optimizer: written by backward into a buffer, summed over ranks by the lane, kept as shards.
+"""Reduces gradients: backward writes them into a buffer, the lane sums them over ranks, and each rank keeps its shard.
 
-Where ``reduce_when`` is ``backward``, blocks alternate over two buffers and are summed in every micro-batch; the sums add up in
-the shard. All others have a buffer each, in which micro-batches add up, and are summed once, at the end of the step. Sums over
-ranks are float32; what a replica group adds (``between``) comes once a step; the one division is at the very end.
+If ``reduce_when`` is ``backward``, blocks share two buffers and are reduced in every micro-batch; the shard accumulates
+the sums. Every other unit has its own buffer, which accumulates micro-batches, and is reduced once, at the end of the
+step. Sums over ranks are float32. The between-node slot (``between``) runs once per unit and step. ``finish`` divides
+by the number of ranks.
 """
 
 import math
@@ -31,7 +32,7 @@ NUM_BUFFERS = 2
 
 @dataclass(slots=True)
 class Place:
-    """Where a unit's gradients are written, and where their sums are kept: ``in_place``, in the same memory."""
+    """A unit's gradient buffer and the shard of their sums. ``in_place``: both are the same memory."""
 
     flat: Flat
     pool: BufferPool
@@ -42,30 +43,30 @@ class Place:
     alternates: bool
     in_place: bool
     written: set[Part] = field(default_factory=set)
-    is_open: bool = False  # backward has it
-    has_sum: bool = False  # of this step; the lane's
-    is_last: bool = False  # nothing comes to this step's any more
+    is_open: bool = False  # backward is writing to it
+    has_sum: bool = False  # ``grad_S`` has a sum of this step; used by the lane
+    is_last: bool = False  # this step's gradients are complete
 
 
 def alternates(options: EngineOptions, unit: Unit) -> bool:
-    """Whether the unit shares its gradient buffer with others, and is reduced in every micro-batch."""
+    """Whether the unit shares its gradient buffer with others and is reduced in every micro-batch."""
     return unit.block is not None and options.sharding.reduce_when == "backward"
 
 
 def lies_in_buffer(options: EngineOptions, unit: Unit, shard_ranks: int) -> bool:
-    """Whether the gradient that the optimizer gets is the buffer that backward writes."""
+    """Whether the optimizer's gradient is the buffer that backward writes."""
     return shard_ranks == 1 and options.reduce_dtype == torch.float32 and not alternates(options, unit)
 
 
 def reduce_codecs(options: EngineOptions, unit: Unit) -> tuple[Codec, Codec]:
-    """Of the legs inside and across nodes. Norms and biases are not quantized."""
+    """The codecs inside and across nodes. Norms and biases are not quantized."""
     if unit.name == NORMS:
         return NONE, NONE
     return parse_codec(options.reduce_codec), parse_codec(options.reduce_across_codec)
 
 
 class Gradients:
-    """The computing thread calls; ``lane`` reduces. ``waited_s``: what the computing thread has waited."""
+    """Called by the computing thread; the lane reduces. ``waited_s``: seconds that the computing thread has waited."""
 
     def __init__(
         self,
@@ -80,15 +81,15 @@ class Gradients:
         self._lane_group, self._group = lane_group, shard_group(lane_group, options.sharding)
         self._patience_s = PATIENCE * lane_group.timeout_s
         self._places = self._make_places(lane_group.device)
-        self._layouts: dict[int, list[tuple[int, int]]] = {}  # by alternating buffer, where its parameters were
+        self._layouts: dict[int, list[tuple[int, int]]] = {}  # by shared buffer: parameters' (start, length)
         self._lane = Lane("reduce", lane_group.device, self._close_pools)
 
     def grad(self, unit: Unit) -> Tensor:
-        """(N / ranks,) float32: this rank's part of the unit's gradient; right between ``finish`` and the next step."""
+        """(N / ranks,) float32: this rank's shard of the unit's gradient; valid from ``finish`` to the next step."""
         return self._places[unit.number].grad_S
 
     def begin(self, unit: Unit, last: bool) -> None:
-        """Backward is to write ``unit``'s gradients: wait for a buffer. ``last``: this is the step's last micro-batch."""
+        """Wait until backward may write ``unit``'s gradients to its buffer. ``last``: the step's last micro-batch."""
         place = self._places[unit.number]
         if place.is_last:
             raise RuntimeError(
@@ -97,7 +98,7 @@ class Gradients:
             )
         place.is_open = True
         if not place.alternates and place.written:
-            return  # it has had the buffer since an earlier micro-batch
+            return  # it holds the buffer since an earlier micro-batch
         start_s = time.perf_counter()
         place.pool.fill(unit.number, place.number, self._patience_s)
         self.waited_s += time.perf_counter() - start_s
@@ -106,13 +107,13 @@ class Gradients:
         if place.alternates:
             layout = [(part.start, part.num_elems) for part in place.flat.parts]
             if self._layouts.get(place.number) != layout:
-                place.buffer_N.zero_()  # between parameters lies what was another unit's
+                place.buffer_N.zero_()  # padding between parameters holds values of another unit
                 self._layouts[place.number] = layout
             place.is_last = last
             self._lane.start(lambda: self._reduce(unit, place, last))
 
     def add(self, unit: Unit, part: Part, grad: Tensor) -> None:
-        """Write a parameter's gradient, or add it to what the unit's buffer has of it."""
+        """Write a parameter's gradient to the unit's buffer, or add it if the parameter has one there."""
         place = self._places[unit.number]
         if not place.is_open:
             raise RuntimeError(f"a gradient of {part.name} came outside of the backward of {unit.name}")
@@ -139,7 +140,7 @@ class Gradients:
             self._lane.start(lambda: self._reduce(unit, place, last=True))
 
     def end_step(self) -> None:
-        """The last micro-batch is over: hand over what backward has not completed, in the order of the plan."""
+        """Called after the last micro-batch: reduce, in plan order, the units that backward has not completed."""
         for unit in self._units():
             place = self._places[unit.number]
             if place.is_last:
@@ -153,10 +154,10 @@ class Gradients:
                 self.end(unit, last=True)
 
     def finish(self) -> None:
-        """Wait until all gradients are summed, and divide them by the number of ranks.
+        """Wait until all gradients are summed, then divide them by the number of ranks.
 
         Raises:
-            RuntimeError: the step's last micro-batch has not been.
+            RuntimeError: the step's last micro-batch has not run.
         """
         if not all(place.is_last for place in self._places.values()):
             raise RuntimeError("gradients are not complete before a micro-batch that is the step's last; say last=True")
@@ -176,7 +177,7 @@ class Gradients:
         self._lane.close()
 
     def _reduce(self, unit: Unit, place: Place, last: bool) -> None:
-        place.pool.use(unit.number, math.inf)  # who waits for the lane has a deadline
+        place.pool.use(unit.number, math.inf)  # the thread that waits for the lane has a deadline
         with self._trace.span("reduce", unit.name, place.name):
             if not place.in_place:
                 self._add_sum(unit, place)
@@ -190,7 +191,7 @@ class Gradients:
             pool.moved()
 
     def _add_sum(self, unit: Unit, place: Place) -> None:
-        """On its own, so that the sum is gone when replicas add theirs."""
+        """Add the reduced sum to the shard. Separate, so that the sum is freed before the slot allocates."""
         sum_S = self._sum(unit, place.buffer_N)
         place.grad_S.add_(sum_S) if place.has_sum else place.grad_S.copy_(sum_S)
 
@@ -203,7 +204,7 @@ class Gradients:
         return run_leg(self._lane_group, group, reduce_scatter, group, grad_N, inside, dtype)
 
     def _complete(self, unit: Unit, place: Place) -> None:
-        """The shard has the sum of all micro-batches: add those of the replicas."""
+        """Sum over replicas, once the shard has the sum of all micro-batches."""
         if not place.has_sum:
             place.grad_S.zero_()
         if self._between is not None:

@@ -1,7 +1,7 @@
-"""A model whose parameters have been taken out: its modules get them for the time of a forward.
+"""Wraps a model's forwards: modules have parameters only during a forward.
 
-Blocks go through gates, so that backward has their weights before it begins and has handed on all of their gradients when it
-ends. The embedding, the head and norms outside of blocks just get theirs. Outside of a forward the modules have no parameters.
+Blocks go through gates, so that their weights are gathered before their backward begins and all their gradients are
+known when it ends. The embedding, the head and norms outside blocks only receive their weights.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ from tightwire.training.engine.units import Unit, UnitPlan, Use
 
 
 class Hooks:
-    """The wrapped forwards of ``model``. ``micro_batch`` is the one that is under way."""
+    """The wrapped forwards of ``model``. ``micro_batch`` is the current one, or None."""
 
     def __init__(self, model: nn.Module, plan: UnitPlan) -> None:
         self.micro_batch: MicroBatch | None = None
@@ -36,7 +36,7 @@ class Hooks:
             del model.get_submodule(use.module)._parameters[use.attribute]
 
     def close(self) -> None:
-        """Give the modules their forwards back; their parameters are gone."""
+        """Restore the modules' forwards. Their parameters are not restored."""
         for module in self._wrapped:
             del module.forward
         self._wrapped.clear()
@@ -95,7 +95,7 @@ _User = tuple[nn.Module, Use]
 
 @contextmanager
 def _given(users: Iterable[_User], weights: Iterable[Tensor]) -> Iterator[None]:
-    """The modules have their parameters inside, as plain attributes."""
+    """Set the parameters as plain attributes of their modules while the context is open."""
     for (module, use), tensor in zip(users, weights, strict=True):
         module.__dict__[use.attribute] = tensor
     try:
@@ -106,7 +106,7 @@ def _given(users: Iterable[_User], weights: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _uses_by_host(plan: UnitPlan) -> dict[str, list[Use]]:
-    """The module whose forward gives parameters to its users: their block, or the user itself. All blocks are hosts."""
+    """Uses by host, the module whose forward sets them: the enclosing block, else the user. All blocks are hosts."""
     hosted: dict[str, list[Use]] = {block: [] for block in plan.block_modules}
     for use in plan.uses:
         host = next((block for block in plan.block_modules if f"{use.module}.".startswith(f"{block}.")), use.module)

@@ -1,7 +1,7 @@
-"""A lane: a thread that runs what it is given one after the other, beside computing; on CUDA with a stream of its own.
+"""A thread that runs communication in order while another thread computes; on CUDA it has its own stream.
 
-All ranks give a lane the same collectives in the same order, and nothing else uses its group. A failure ends the lane: whoever
-waits for it is told by ``on_failure``, and what was given after it is not begun.
+All ranks give a lane the same collectives in the same order, and nothing else uses its group. A failure ends the lane:
+it calls ``on_failure`` and starts no later work.
 """
 
 import queue
@@ -28,7 +28,7 @@ class Lane:
         self._thread.start()
 
     def start(self, work: Work) -> None:
-        """Run ``work`` after all that was given before; on CUDA also after all that the caller has queued."""
+        """Run ``work`` after all earlier work; on CUDA also after everything the caller has queued on its stream."""
         queued = None
         if self._stream is not None:
             queued = torch.cuda.Event()
@@ -38,11 +38,11 @@ class Lane:
         self._work.put((work, queued))
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all that was given is done.
+        """Wait until all work is done.
 
         Raises:
-            TimeoutError: nothing has been done for ``timeout_s``.
-            Exception: what ended the lane.
+            TimeoutError: the lane completed no work for ``timeout_s``.
+            Exception: the failure that ended the lane.
         """
         with self._changed:
             seen, deadline = self._num_done, time.monotonic() + timeout_s
@@ -58,7 +58,7 @@ class Lane:
                 torch.cuda.current_stream().wait_stream(self._stream)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """End the thread. One that waits for other ranks ends with its group, and is waited for no longer than this."""
+        """End the thread; wait at most ``timeout_s``. Waits for other ranks end when the group is closed."""
         self._work.put(None)
         self._thread.join(timeout_s)
 
@@ -70,7 +70,7 @@ class Lane:
                     if self._stream is not None and queued is not None:
                         self._stream.wait_event(queued)
                     work()
-                except BaseException as failure:  # noqa: BLE001 - whoever waits raises it
+                except BaseException as failure:  # noqa: BLE001 - ``finish`` raises it
                     self._fail(failure)
                     return
                 with self._changed:

@@ -1,4 +1,4 @@
-"""One rank's part of a flat: the float32 numbers that the optimizer changes, and the bytes that stand for them on the wire."""
+"""One rank's shard of a flat: the float32 values that the optimizer updates, and their encoded bytes."""
 
 import torch
 from torch import Tensor, nn
@@ -8,13 +8,13 @@ from tightwire.training.engine.units import Flat
 
 
 class MainShard:
-    """``main`` is float32, (N / ranks,). ``version`` grows whenever it changes, and nothing gathered before counts then.
+    """``main`` is float32, (N / ranks,). ``version`` increases when it changes; copies of an older version are invalid.
 
-    Cost: 4 bytes an element, and the encoded bytes beside them where those are not the very numbers.
+    Cost: 4 bytes an element, plus the encoded bytes unless those are ``main`` itself (float32, exact codec).
     """
 
     def __init__(self, flat: Flat, num_ranks: int, codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
-        """``dtype``: of the weights on the wire and while computing, where nothing is quantized."""
+        """``dtype``: of the computing weights, and of the wire if the codec is exact."""
         self.flat = flat
         self.codec = codec
         self.version = 0
@@ -27,7 +27,7 @@ class MainShard:
         self._wire_version = -1
 
     def wire(self) -> Tensor:
-        """The encoded shard; encoded once a version, however often it is gathered."""
+        """The encoded shard, encoded once per version."""
         numbers_S = self.main.data
         if self._wire is None:
             return numbers_S.view(torch.uint8)
@@ -41,5 +41,5 @@ class MainShard:
 
 
 def shard_wire_bytes(flat: Flat, num_ranks: int, codec: Codec, dtype: torch.dtype) -> int:
-    """Of one rank's shard, encoded."""
+    """Bytes of one rank's encoded shard."""
     return codec.wire_bytes(flat.num_elems // num_ranks, dtype.itemsize)

@@ -1,19 +1,19 @@
 """Formulas for the memory that the engine allocates, in bytes per rank and by purpose.
 
-With N elements in all units, R ranks in a shard group, B of a block, d and g the bytes of compute_dtype and reduce_dtype:
+With N elements in all units, B in the largest block, R ranks in a shard group, L ranks on a node, d and g the bytes of
+compute_dtype and reduce_dtype:
 
     main_shards        4 N/R, float32
-    wire_shards        N/R on the wire, where that is not the main shard itself (float32, no codec)
-    gradient_shards    4 N/R of what is trainable, where that is not the buffer itself (R = 1, float32, reduced once a step)
-    weight_buffers     num_buffers d B, where blocks alternate
-    kept_weights       d N of all units that do not, where that is not the main shard itself (R = 1, float32)
-    gradient_buffers   2 g B, where blocks alternate
-    kept_gradients     g N of what is trainable and does not
-    secondary          N/L on the wire of the blocks that nodes keep
-    gather_room        the largest unit once on the wire, where weights are encoded or come over nodes in two legs
+    wire_shards        N/R encoded, unless that is the main shard itself (float32, no codec)
+    gradient_shards    4 N/R of trainable units, unless that is the buffer itself (R = 1, float32, reduced once a step)
+    weight_buffers     num_buffers d B, if blocks share buffers
+    kept_weights       d N of units with their own buffer, unless that is the main shard itself (R = 1, float32)
+    gradient_buffers   2 g B, if blocks share buffers
+    kept_gradients     g N of trainable units with their own buffer
+    secondary          N/L encoded, of the blocks that nodes keep
+    gather_room        the largest unit once encoded, if weights are encoded or gathered across nodes in two legs
 
-What sums take on their way is in ``training.engine.transfers``; the optimizer's state and activations are not the engine's. With torch.distributed.fsdp's words for W ranks and a block of B
-elements of d bytes: its two shards and two whole blocks (2 d B/W + 2 d B) are wire_shards' part and weight_buffers.
+``training.engine.transfers`` has the temporary memory of reductions. Optimizer state and activations are not included.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
-"""One forward and backward of a rank: when weights are asked for, waited for and let go, and gradients taken in.
+"""Schedules one forward and backward of a rank: requests and releases weights, collects gradients.
 
-Blocks come in order, in forward and then backward. Those whose weights backward begins with are kept after forward, those
-that the next micro-batch begins with after backward. ``explicit`` asks for the next ``num_buffers`` blocks before computing one:
-the lane brings each as soon as its buffer is free, beside computing even where the thread that asks is the one that computes.
+Forward calls blocks in order, backward in reverse. The last ``num_buffers`` blocks keep their weights from forward to
+backward, the first ``num_buffers`` from backward to the next micro-batch. With ``explicit`` prefetch, the next
+``num_buffers`` blocks are requested before computing one; the lane gathers each as soon as its buffer is free.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from tightwire.training.engine.weights import Weights
 
 
 class MicroBatch:
-    """State from entering ``Engine.micro_batch`` to leaving it; an evaluation's too, which has no backward."""
+    """State of one ``Engine.micro_batch`` or ``Engine.evaluation``; an evaluation has no backward."""
 
     def __init__(
         self,
@@ -30,15 +30,15 @@ class MicroBatch:
         *,
         last: bool,
     ) -> None:
-        """``last``: of this optimizer step."""
+        """``last``: it is the last micro-batch of the optimizer step."""
         self.options, self.anchor = options, anchor
         self._plan, self._weights, self._gradients, self._last = plan, weights, gradients, last
         self._blocks = plan.blocks
         self._ahead = options.num_buffers if options.prefetch == "explicit" else 0
-        self._in_use: list[Unit] = []  # without gates: from their first use on
-        self._made: dict[Part, Tensor] = {}  # their parameters, once for all modules that share one
-        self._owed: dict[int, set[Part]] = {}  # by unit without gates, parameters whose gradients have not come
-        self._awaiting: set[int] = set()  # blocks that backward will come to
+        self._in_use: list[Unit] = []  # units without gates, from their first use on
+        self._made: dict[Part, Tensor] = {}  # parameters of units without gates, shared by tied modules
+        self._owed: dict[int, set[Part]] = {}  # by unit without gates, parameters that await gradients
+        self._awaiting: set[int] = set()  # blocks whose backward has not ended
         if self._ahead:
             for unit in plan.units:
                 if unit.block is None:
@@ -46,7 +46,7 @@ class MicroBatch:
             self._request(range(options.num_buffers))
 
     def begin_block(self, unit: Unit) -> "BlockCall":
-        """Forward has come to ``unit``: wait for its weights."""
+        """Wait for the weights of ``unit`` before its forward, and request those of the next blocks."""
         assert unit.block is not None
         if unit.block in self._awaiting:
             raise RuntimeError(f"{unit.name} was called twice in a micro-batch; each block is called once")
@@ -63,7 +63,7 @@ class MicroBatch:
         self._weights.done(unit, keep=awaits_backward and is_among_last)
 
     def parameter(self, use: Use, anchor: Tensor) -> Tensor:
-        """The parameter that a module is to compute with now. ``anchor``: of the block that the module is in."""
+        """The tensor that a module computes with. ``anchor``: the gated one of the module's block, or ``self.anchor``."""
         unit, flat, part = use.unit, use.flat, use.part
         if unit.block is None and unit not in self._in_use:
             self._weights.use(unit)
@@ -88,7 +88,7 @@ class MicroBatch:
             self._gradients.begin(unit, self._last)
 
     def backward_ends(self, unit: Unit) -> None:
-        """All gradients of the block are in its buffer, and none has flowed on."""
+        """Called when all gradients of the block are in its buffer, before backward continues to the inputs."""
         assert unit.block is not None
         self._awaiting.remove(unit.block)
         self._weights.done(unit, keep=not self._last and unit.block < self.options.num_buffers)
@@ -96,7 +96,7 @@ class MicroBatch:
             self._gradients.end(unit, self._last)
 
     def leave(self) -> None:
-        """Forward and backward are over."""
+        """Release the weights after forward and backward."""
         for unit in self._in_use:
             self._weights.done(unit, keep=True)
         if self._last or self._awaiting:
@@ -109,7 +109,7 @@ class MicroBatch:
                 self._weights.request(self._blocks[block])
 
     def _take(self, unit: Unit, part: Part, grad: Tensor) -> None:
-        """A gradient of a unit without gates. It is complete when all parameters that were given out have theirs."""
+        """Take a gradient of a unit without gates. The unit is complete when all used parameters have theirs."""
         self._gradients.begin(unit, self._last)
         self._gradients.add(unit, part, grad)
         owed = self._owed[unit.number]
@@ -119,7 +119,7 @@ class MicroBatch:
 
 
 class BlockCall:
-    """One call of a block; what its gates tell."""
+    """Passes the events of one block call's gates to the micro-batch."""
 
     def __init__(self, micro_batch: MicroBatch, unit: Unit) -> None:
         self._micro_batch, self._unit = micro_batch, unit

@@ -1,4 +1,4 @@
-"""The options of the engine: one frozen value, checked when it is made and against the ranks."""
+"""Options of the engine, checked at construction and against the number of nodes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,20 +15,20 @@ _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
     """
-    compute_dtype: of weights while computing; main shards are float32.
-    reduce_dtype: of gradients until they are summed; sums are float32.
-    num_buffers: blocks alternate over so many weight buffers, where weights are not kept whole.
-    prefetch: ``explicit`` asks for the next blocks' weights before computing one, so that as many as there are buffers are
-        there or on their way; ``implicit`` when they are needed.
-    gather_codec: of weights on the wire (qwZ). Norms and biases travel as they are.
-    gather_path: over several nodes, ``hierarchical`` goes across nodes first and then inside.
-    secondary: each node keeps a copy of its own of the blocks' weights until they change (hpZ).
-    secondary_codec: of that copy; None: as it came.
-    secondary_blocks: so many first blocks are kept; None: all.
-    reduce_path: over several nodes, ``hierarchical`` sums inside nodes first (qgZ), ``flat`` in rank order at once.
-    reduce_codec: of gradients on the wire; on a hierarchical path, inside nodes. Norms and biases travel as they are.
-    reduce_across_codec: of gradients between nodes, on a hierarchical path.
-    checkpoint_every: recompute every k-th block's activations in backward; 0: of none, 1: of all.
+    compute_dtype: dtype of weights while computing; main shards are float32.
+    reduce_dtype: dtype of gradients until they are summed; sums are float32.
+    num_buffers: number of weight buffers that blocks share, unless sharding keeps whole weights.
+    prefetch: ``explicit`` requests the weights of the next ``num_buffers`` blocks before computing one; ``implicit``
+        requests weights when they are needed.
+    gather_codec: codec of gathered weights (qwZ). Norms and biases are not encoded.
+    gather_path: on several nodes, ``hierarchical`` gathers across nodes first, then inside.
+    secondary: each node keeps its own copy of the blocks' weights until they change (hpZ).
+    secondary_codec: codec of that copy; None keeps the bytes as received.
+    secondary_blocks: number of blocks to keep, from the first; None: all.
+    reduce_path: on several nodes, ``hierarchical`` sums inside nodes first (qgZ), ``flat`` sums in rank order.
+    reduce_codec: codec of reduced gradients; with ``hierarchical``, inside nodes. Norms and biases are not encoded.
+    reduce_across_codec: codec of gradients between nodes, with ``hierarchical``.
+    checkpoint_every: recompute the activations of every k-th block in backward; 0: none, 1: all.
     """
 
     sharding: Sharding = SHARDINGS["zero3"]
@@ -81,7 +81,7 @@ class EngineOptions:
 
     @property
     def codecs(self) -> list[str]:
-        """Names of all codecs that may run: what ``comm.collectives.prepare_codecs`` is to be given."""
+        """Names of all codecs that may run."""
         secondary = [] if self.secondary_codec is None else [self.secondary_codec]
         return [self.gather_codec, self.reduce_codec, self.reduce_across_codec, *secondary]
 
@@ -90,9 +90,10 @@ class EngineOptions:
         return [parse_codec(name) for name in dict.fromkeys(self.codecs) if name != "none"]
 
     def check_ranks(self, num_nodes: int) -> None:
-        """
+        """Check the options against the number of nodes.
+
         Raises:
-            ValueError: the options mean nothing on ``num_nodes`` nodes.
+            ValueError: an option needs several nodes and ``num_nodes`` is 1.
         """
         if num_nodes > 1:
             return

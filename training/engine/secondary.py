@@ -1,8 +1,8 @@
-"""The node's own copy of the blocks' weights (hpZ of ZeRO++, arXiv 2306.10209): after the first gather, none leaves the node.
+"""Keeps a copy of the blocks' weights on each node, so that repeated gathers stay inside the node.
 
-Of every block each rank keeps 1/L, on L ranks a node: by default the very bytes that came across nodes, so later gathers give
-the same bits. A copy belongs to one version of the weights, and one of another version is not found: after an optimizer
-step, a load, or whatever else changes weights, the next gather goes across nodes again.
+Each of the L ranks of a node keeps 1/L of every block: by default the bytes received from other nodes, so later gathers
+give the same bits. A copy is valid for one version of the weights; when they change, the next gather crosses nodes
+again. Source: hpZ of ZeRO++, arXiv 2306.10209.
 """
 
 import torch
@@ -24,7 +24,7 @@ def kept_units(options: EngineOptions, blocks: tuple[Unit, ...]) -> tuple[Unit, 
 
 
 class Secondary:
-    """This rank's 1/L of the copies. Cost: ``secondary_bytes`` of each flat, from the start."""
+    """This rank's 1/L of the copies. Cost: ``secondary_bytes`` of each flat, allocated at construction."""
 
     def __init__(
         self, options: EngineOptions, shards: dict[str, MainShard], units: tuple[Unit, ...], group: Group
@@ -48,9 +48,9 @@ class Secondary:
         return flat.name in self._copies
 
     def gather(self, shard: MainShard, out_N: Tensor, room: Tensor) -> None:
-        """Fill ``out_N`` with the weights of ``shard``'s flat, over the least wire that has them in their version.
+        """Fill ``out_N`` with the weights of a flat: from the node's copy if it is current, else across nodes.
 
-        ``room``: as ``comm.shard_gather`` has it.
+        ``room``: as in ``comm.collectives.shard_gather``.
         """
         name = shard.flat.name
         copy = self._copies[name]
@@ -63,7 +63,7 @@ class Secondary:
 
     def _bring(self, shard: MainShard, copy: Tensor, out_N: Tensor, room: Tensor) -> None:
         name = shard.flat.name
-        self._versions.pop(name, None)  # it is overwritten from here on
+        self._versions.pop(name, None)  # the copy is overwritten from here on
         if self._codec is None:
             gather_across(self._group, shard.wire(), copy)
             gather_inside(self._group, copy, shard.codec, out_N, room)
@@ -78,7 +78,7 @@ class Secondary:
 def secondary_bytes(
     flat: Flat, num_nodes: int, ranks_per_node: int, wire_bytes: int, codec: Codec | None, dtype: torch.dtype
 ) -> int:
-    """What a rank keeps of a flat whose encoded shard is ``wire_bytes``: 1/L of it. ``codec``: of its own, if any."""
+    """Bytes of a rank's 1/L of a flat whose encoded shard has ``wire_bytes``. ``codec``: of the copy, if any."""
     if codec is None:
         return num_nodes * wire_bytes
     return codec.wire_bytes(flat.num_elems // ranks_per_node, dtype.itemsize)

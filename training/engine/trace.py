@@ -1,15 +1,14 @@
 """Records the order of work on buffers, and checks that the order is right.
 
-Whoever works on a buffer writes down when the work itself begins and ends, beside the waiting and not as part of it: so
-``check_trace`` proves that the waits were enough, and a wait that is missing shows.
+Events mark the begin and end of the work itself, independently of the waits, so ``check_trace`` detects a missing wait.
 
     C1  computing with a unit's weights begins after their gather into that buffer has ended
-    C2  a gather into a buffer begins after computing with what was in it has ended
-    C3  backward writes into a gradient buffer after the reduce of what was in it has ended
+    C2  a gather into a buffer begins after computing with its previous content has ended
+    C3  backward writes into a gradient buffer after the reduce of its previous content has ended
     C4  a reduce begins after backward has written all of the unit's gradients
 
-On CUDA the times are those at which work was queued; there the buffers' events order the queues. Source: YaFSDP's four
-conditions (github.com/yandex/YaFSDP).
+On CUDA the times are those at which work was queued; CUDA events of the buffers order the streams.
+Source: YaFSDP's four conditions (github.com/yandex/YaFSDP).
 """
 
 import threading
@@ -23,7 +22,7 @@ _MAX_EVENTS = 1 << 18
 
 
 class OrderError(RuntimeError):
-    """A trace breaks one of C1 to C4: an error of the program, which has computed with wrong numbers."""
+    """A trace breaks one of C1 to C4: a bug, and the results may be wrong."""
 
 
 class Event(NamedTuple):
@@ -68,7 +67,7 @@ class Trace:
 
 
 class _NoTrace(Trace):
-    """Forgets everything, at no cost."""
+    """Records nothing."""
 
     def _note(self, kind: str, begins: bool, unit: str, buffer: str) -> None:
         pass
@@ -78,12 +77,12 @@ NO_TRACE = _NoTrace()
 
 
 def check_trace(events: Iterable[Event]) -> None:
-    """Whether C1 to C4 hold in a trace that begins with empty buffers.
+    """Check that C1 to C4 hold in a trace that begins with empty buffers.
 
     Raises:
-        OrderError: one does not; says which, of whom and where.
+        OrderError: one does not; the message names it, the unit and the buffer.
     """
-    states: dict[str, tuple[str, str]] = {}  # by buffer: whose, and what happened to it last
+    states: dict[str, tuple[str, str]] = {}  # by buffer: the unit in it and its last event
     for event in events:
         unit, last = states.get(event.buffer, ("", "empty"))
         word = event.kind if event.begins else f"{event.kind} ended"
@@ -96,7 +95,7 @@ def check_trace(events: Iterable[Event]) -> None:
         states[event.buffer] = (event.unit, word)
 
 
-# What an event breaks when it is out of order, whether the buffer must be the same unit's before, and what may come before.
+# By event: the condition it breaks out of order, whether the buffer must already hold its unit, allowed last events.
 _RULES = {
     "gather": ("C2", False, ("empty", "gather ended", "compute ended")),
     "gather ended": ("C2", True, ("gather",)),

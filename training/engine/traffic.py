@@ -1,15 +1,15 @@
 """Formulas for the bytes that training sends: every collective of an optimizer step.
 
-Sums over the ledger of a lane, by operation, are sums over these; tests hold one against the other. All ranks send alike.
-With M the bytes of a unit on the wire, W = K L ranks on K nodes, per rank and call:
+Tests compare them with the ledger of each lane, by operation. All ranks send the same number of bytes.
+With M the bytes of an encoded unit and W = K L ranks on K nodes, per rank and call:
 
     all_gather       (W-1) M/W     of which between nodes (W-L) M/W
     gather_across    (K-1) M/W     all between nodes
     gather_inside    (L-1) K M/W   none
     reduce_scatter   (W-1) M/W     of which between nodes (W-L) M/W
-      hierarchical   (L-1) M'/L + (K-1) M"/W, the second between nodes, M' and M" by each leg's codec
+      hierarchical   (L-1) M'/L + (K-1) M"/W, the second term between nodes; M' and M" are M in each leg's codec
 
-What the slot between replicas sends is its own to say (``wire_bytes``).
+The between-node slot is not included; see ``Between.wire_bytes``.
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ from tightwire.training.engine.units import EMBEDDING, Flat, Unit, UnitPlan
 
 
 class Flow(NamedTuple):
-    """One kind of call of an optimizer step; bytes are of one call, by one rank. ``lane``: gather or reduce."""
+    """One kind of collective in an optimizer step; bytes are per call and rank. ``lane``: gather or reduce."""
 
     lane: str
     op: str
     flat: str
     calls: int
-    payload_bytes: int  # what each rank brings to it, or takes from it: a shard on the wire
+    payload_bytes: int  # one rank's encoded input of a gather, or encoded slice of a reduce
     bytes_sent: int
     bytes_between_nodes: int
 
@@ -48,9 +48,9 @@ def step_traffic(
     accumulation: int,
     first: bool = False,
 ) -> list[Flow]:
-    """The collectives of one step of ``accumulation`` micro-batches, in the order of units.
+    """The collectives of one step of ``accumulation`` micro-batches, in plan order.
 
-    ``first``: of the first step after the start or a load, in which what is frozen comes to its place too.
+    ``first``: it is the first step after the start or a load, which also gathers frozen weights with their own buffer.
     """
     ranks = options.sharding.shard_group(num_nodes, ranks_per_node)
     if ranks.world_size == 1:
@@ -64,7 +64,7 @@ def step_traffic(
 
 
 def first_backward_block(plan: UnitPlan) -> int:
-    """The first block that backward comes to; those before it are frozen, and so is the embedding."""
+    """The first block that needs a backward; the blocks before it and the embedding are frozen."""
     if any(unit.name == EMBEDDING and unit.trainable for unit in plan.units):
         return 0
     for number, block in enumerate(plan.block_modules):
@@ -74,10 +74,11 @@ def first_backward_block(plan: UnitPlan) -> int:
 
 
 def gathers_per_step(block: int, num_blocks: int, num_buffers: int, first_backward: int, accumulation: int) -> int:
-    """How often block ``block`` is gathered in a step where blocks alternate over ``num_buffers``.
+    """How often block ``block`` is gathered in a step if blocks share ``num_buffers`` weight buffers.
 
-    Once for each forward and backward, but the last blocks are still there when backward begins with them, and the first
-    when the next forward does. Over B blocks that is 2 A (B - buffers) + buffers, if buffers <= B.
+    Once per forward and backward, except that backward finds the last blocks still gathered, and the next forward the
+    first blocks. If everything is trained, B blocks and A micro-batches take 2 A (B - buffers) + buffers gathers,
+    buffers <= B.
     """
     stays_till_forward = first_backward <= block < num_buffers
     comes_for_backward = first_backward <= block < num_blocks - num_buffers

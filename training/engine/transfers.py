@@ -1,14 +1,16 @@
 """Formulas for the temporary memory of one gradient reduction: messages and partial sums.
 
-With N elements of g bytes over W ranks, L of them on each of K nodes, and a codec's c(n) bytes for n elements:
+With N elements of g bytes over W ranks, L on each of K nodes, R in a shard group, and c(n) encoded bytes for n
+elements:
 
     flat, exact            g N (W-1)/W received, 4 N/W the sum
     flat, encoded          W c(N/W) sent, (W-1) c(N/W) received, 4 N/W the sum
-    hierarchical, inside   g N joined to messages (encoded: g N/L at a time and L c(N/L) sent), (L-1) c(N/L) received, 4 N/L the sum
-    hierarchical, across   4 N/L that sum, K c(N/W) sent where encoded, (K-1) c(N/W) received, 4 N/W the sum
-    between replicas       8 N/R of a shard over R ranks, received and summed; a sparse slot takes about as much
+    hierarchical, inside   exact: g N joined to messages; encoded: g N/L at a time, L c(N/L) sent
+                           both: (L-1) c(N/L) received, 4 N/L the sum
+    hierarchical, across   4 N/L that sum, K c(N/W) sent if encoded, (K-1) c(N/W) received, 4 N/W the sum
+    between replicas       8 N/R of a shard, received and summed; a sparse slot takes about as much
 
-Weights take nothing: they are received where they stay. Where ranks are threads of one process, messages are not copied.
+Gathered weights need no temporary memory here. If ranks are threads of one process, messages are not copied.
 """
 
 from typing import NamedTuple
@@ -23,7 +25,7 @@ _FLOAT32_BYTES = 4
 
 
 class Transfers(NamedTuple):
-    """Bytes per rank, of the largest unit. ``beside_backward``: of those that are summed while backward goes on."""
+    """Bytes per rank, for the largest unit. ``beside_backward``: the largest of the units reduced during backward."""
 
     beside_backward: int
     at_the_end: int
@@ -61,6 +63,6 @@ def _reduce_bytes(unit: Unit, flat: Flat, options: EngineOptions, shape: GroupSh
 
 
 def _messages(codec: Codec, num_elems: int, elem_bytes: int, ranks: int) -> int:
-    """Received from the others, and what is encoded for all of them; exact slices are sent as they lie."""
+    """Bytes received from the others, plus bytes encoded for all ranks; exact slices are sent without a copy."""
     one = codec.wire_bytes(num_elems, elem_bytes)
     return (ranks - 1) * one + (0 if codec.exact else ranks * one)

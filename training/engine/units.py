@@ -1,13 +1,13 @@
-"""What is gathered and reduced together: the model's parameters as flat units, cut equally over the ranks of a shard group.
+"""Divides a model's parameters into flat units, which are gathered, reduced and sharded as a whole.
 
-    embedding   the token embedding, and the head where they are one (tied)
+    embedding   the token embedding, and the head if they are tied
     blocks.I    the matrices of decoder block I
     head        the final projection
     norms       all one-dimensional parameters of the model: norms and biases
 
-A unit's parameters lie one after the other, each at a multiple of ``ALIGN_ELEMS``; the end is padded so that every rank's
-shard is as long, and whole groups of every codec. What is frozen lies in a flat of its own (``.frozen``), with no
-gradients. Where a parameter lies does not depend on the number of ranks, only the padding at the end does.
+A unit's parameters are concatenated, each starting at a multiple of ``ALIGN_ELEMS``. The end is padded so that shards
+have equal length and consist of whole codec groups. Frozen parameters are in a separate flat (``.frozen``) without
+gradients. Positions of parameters do not depend on the number of ranks; only the padding at the end does.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-ALIGN_ELEMS = 16  # 64 bytes of float32: a cache line, and whole vectors
-SHARD_MULTIPLE = 256  # of a shard's elements: whole groups of every codec, whole words of every number of bits
+ALIGN_ELEMS = 16  # 64 bytes of float32: a cache line
+SHARD_MULTIPLE = 256  # elements of a shard: whole groups of every codec, whole words at every bit width
 
 EMBEDDING, HEAD, NORMS = "embedding", "head", "norms"
 
 
 class Part(NamedTuple):
-    """One parameter's place in a flat."""
+    """One parameter's position in a flat."""
 
-    name: str  # as model.named_parameters() has it
+    name: str  # as in model.named_parameters()
     shape: tuple[int, ...]
     start: int
     num_elems: int
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Parameters as one vector of ``num_elems``, padding included; a multiple of shard ranks * SHARD_MULTIPLE."""
+    """Parameters as one vector. ``num_elems`` includes padding and is a multiple of shard ranks * SHARD_MULTIPLE."""
 
     name: str
     parts: tuple[Part, ...]
@@ -50,7 +50,7 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """``flats``: the trainable one, then the frozen one; a unit has at least one of them. ``block``: which, or None."""
+    """``flats``: trainable, then frozen; at least one of them. ``block``: the block's index, or None."""
 
     number: int
     name: str
@@ -63,7 +63,7 @@ class Unit:
 
 
 class Use(NamedTuple):
-    """A module that has a parameter as an attribute; a tied one has several."""
+    """A module attribute that is a parameter; a tied parameter has several uses."""
 
     module: str
     attribute: str
@@ -74,7 +74,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """The units of a model for ``shard_ranks`` ranks. ``uses`` says where the parameters came from."""
+    """The units of a model for ``shard_ranks`` ranks, and the module attributes that use their parameters."""
 
     units: tuple[Unit, ...]
     uses: tuple[Use, ...]
@@ -95,13 +95,13 @@ class UnitPlan:
 
 
 def plan_units(model: nn.Module, shard_ranks: int, blocks: str = "model.layers") -> UnitPlan:
-    """The units of ``model``, which may be on the meta device: only names, shapes and ``requires_grad`` are read.
+    """Plan the units of ``model``, which may be on the meta device: only names, shapes and ``requires_grad`` are read.
 
     Args:
-        model: has ``get_input_embeddings`` and ``get_output_embeddings``, as those of transformers do.
-        blocks: the module list whose entries are called one after the other.
+        model: has ``get_input_embeddings`` and ``get_output_embeddings``, like models of transformers.
+        blocks: name of the module list whose entries are called in order.
     Raises:
-        ValueError: a parameter belongs to no unit; names it.
+        ValueError: a parameter belongs to no unit; the message names it.
     """
     block_names = tuple(f"{blocks}.{i}" for i, _ in enumerate(model.get_submodule(blocks).children()))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
@@ -109,7 +109,7 @@ def plan_units(model: nn.Module, shard_ranks: int, blocks: str = "model.layers")
     owners = {names[id(embedding)]: EMBEDDING} | ({} if head is None else {names[id(head)]: HEAD})
     members: dict[str, list[tuple[str, nn.Parameter]]] = {EMBEDDING: []}
     members |= {f"blocks.{i}": [] for i in range(len(block_names))} | {HEAD: [], NORMS: []}
-    unit_of: dict[int, str] = {}  # by parameter; a tied one is where it is found first
+    unit_of: dict[int, str] = {}  # by parameter id
     for name, parameter in model.named_parameters():
         unit_of[id(parameter)] = unit = _unit_of(name, parameter, owners, block_names)
         members[unit].append((name, parameter))
@@ -161,7 +161,7 @@ def _round_up(num_elems: int, multiple: int) -> int:
 
 
 class Piece(NamedTuple):
-    """What a shard has of a part: ``num_elems`` from ``offset`` of the flattened parameter on, at ``start`` of the shard."""
+    """A shard's elements of a part: ``num_elems`` from ``offset`` of the flattened parameter, at ``start`` of the shard."""
 
     part: Part
     offset: int
@@ -170,7 +170,7 @@ class Piece(NamedTuple):
 
     @property
     def place(self) -> slice:
-        """Where it lies in the shard."""
+        """Its slice of the shard."""
         return slice(self.start, self.start + self.num_elems)
 
     @property
@@ -179,24 +179,24 @@ class Piece(NamedTuple):
 
     @property
     def parameter_elems(self) -> int:
-        """Of the whole parameter."""
+        """Elements of the whole parameter."""
         return self.part.num_elems
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay is for this parameter: for matrices, not for norms and biases."""
+        """Whether weight decay applies to this parameter: to matrices, not to norms and biases."""
         return len(self.part.shape) > 1
 
 
 class UnitShard(NamedTuple):
-    """A rank's shard of a flat: ``num_elems`` with padding, and a piece for every part, in order, maybe an empty one."""
+    """A rank's shard of a flat. ``num_elems`` includes padding; ``pieces`` has one, maybe empty, per part."""
 
     num_elems: int
     pieces: tuple[Piece, ...]
 
 
 def cut(flat: Flat, rank: int, num_ranks: int) -> UnitShard:
-    """Shard ``rank`` of ``num_ranks``."""
+    """The layout of shard ``rank`` of ``num_ranks``."""
     length = flat.num_elems // num_ranks
     pieces = []
     for part in flat.parts:
@@ -209,10 +209,10 @@ def cut(flat: Flat, rank: int, num_ranks: int) -> UnitShard:
 
 
 def copy_into_shard(tensor_of: Callable[[str], Tensor], shard: UnitShard, shard_S: Tensor) -> None:
-    """Copy what a shard has of every parameter, which ``tensor_of`` its name gives whole.
+    """Fill ``shard_S`` from ``tensor_of(name)``, which returns a whole parameter.
 
     Raises:
-        ValueError: a tensor of another shape.
+        ValueError: a tensor has another shape.
     """
     for piece in shard.pieces:
         tensor, shape = tensor_of(piece.parameter), piece.part.shape

@@ -1,9 +1,9 @@
-"""Gathers weights: requested, gathered into a buffer by the lane, waited for, used, released.
+"""Gathers weights: the computing thread requests them, the lane gathers them into a buffer.
 
-Blocks alternate over a few buffers, block i always in buffer i % ``num_buffers``, so that what autograd saved as views is right
-again when backward has them gathered anew. Embedding, head and norms, and the blocks too where weights are kept whole, have
-a buffer each and are gathered once per version. Where a rank has all of a flat in the dtype that computes, its main shard is
-the buffer.
+Blocks share ``num_buffers`` buffers. Block i always uses buffer i % ``num_buffers``, so that views saved by autograd
+are valid again when backward gathers the block again. The other units, and the blocks if sharding keeps whole weights,
+have their own buffers and are gathered once per version. If one rank holds a whole flat in float32 and computes in
+float32, the main shard is the buffer.
 """
 
 import time
@@ -27,23 +27,23 @@ from tightwire.training.engine.trace import Trace
 from tightwire.training.engine.units import NORMS, Flat, Part, Unit, UnitPlan
 from tightwire.training.ranks.groups import shard_group
 
-PATIENCE = 4  # deadlines of a collective, before a wait for the lane gives up: others' may run in front
+PATIENCE = 4  # in timeouts of a collective: a wait for the lane may include earlier collectives
 
 
 @dataclass(slots=True)
 class Place:
-    """Where a unit's weights come to lie. ``pool`` None: they lie there already. ``alternates``: with other units."""
+    """A unit's weight buffer. ``pool`` None: the main shard is the buffer. ``alternates``: other units share it."""
 
     pool: BufferPool | None
     number: int
     name: str
     views: dict[str, Tensor]  # by flat, (N,)
     alternates: bool
-    versions: dict[str, int]  # by flat, of what lies there
+    versions: dict[str, int]  # by flat, the version in the buffer
 
 
 def gather_codec(options: EngineOptions, unit: Unit, shard_ranks: int) -> Codec:
-    """What a unit's weights travel in: nothing that does not travel is quantized, nor are norms and biases."""
+    """The codec of a unit's gathered weights. Norms and biases, and weights of a single rank, are not quantized."""
     return NONE if shard_ranks == 1 or unit.name == NORMS else parse_codec(options.gather_codec)
 
 
@@ -53,12 +53,12 @@ def alternates(options: EngineOptions, unit: Unit) -> bool:
 
 
 def lies_in_shard(options: EngineOptions, unit: Unit, shard_ranks: int) -> bool:
-    """Whether the main shard is the weights that compute."""
+    """Whether the main shard itself is the buffer that modules compute with."""
     return shard_ranks == 1 and options.compute_dtype == torch.float32 and not alternates(options, unit)
 
 
 def room_bytes(plan: UnitPlan, options: EngineOptions, shape: GroupShape) -> int:
-    """Of what the lane receives into where it cannot go to its place: whatever is encoded, or comes over nodes in two legs."""
+    """Bytes of the lane's receive buffer, for weights that are encoded or gathered across nodes in two legs."""
     kept = kept_units(options, plan.blocks)
     secondary_codec = None if options.secondary_codec is None else parse_codec(options.secondary_codec)
     most = 0
@@ -77,7 +77,7 @@ def room_bytes(plan: UnitPlan, options: EngineOptions, shape: GroupShape) -> int
 
 
 class Weights:
-    """The computing thread calls; ``lane`` gathers. ``waited_s``: what the computing thread has waited."""
+    """Called by the computing thread; the lane gathers. ``waited_s``: seconds that the computing thread has waited."""
 
     def __init__(
         self,
@@ -97,11 +97,11 @@ class Weights:
         num_nodes = 1 if self._group.nodes is None else self._group.nodes.across.world_size
         shape = GroupShape(num_nodes, self._group.world_size // num_nodes)
         self._room = torch.empty(room_bytes(plan, options, shape), dtype=torch.uint8, device=lane_group.device)
-        self._held: set[int] = set()  # units asked for and not released
+        self._held: set[int] = set()  # units requested and not released
         self._lane = Lane("gather", lane_group.device, self._close_pools)
 
     def request(self, unit: Unit) -> None:
-        """Have the lane bring ``unit``, unless it is there or on its way."""
+        """Have the lane gather ``unit``, unless it is gathered or requested already."""
         place = self._places[unit.number]
         if place.pool is None or unit.number in self._held:
             return
@@ -109,7 +109,7 @@ class Weights:
         self._lane.start(lambda: self._bring(unit, place))
 
     def use(self, unit: Unit) -> None:
-        """Wait until ``unit`` is there; it stays until ``done``."""
+        """Wait until ``unit`` is gathered; it stays so until ``done``."""
         self.request(unit)
         place = self._places[unit.number]
         if place.pool is None:
@@ -120,7 +120,7 @@ class Weights:
         self._trace.begin("compute", unit.name, place.name)
 
     def done(self, unit: Unit, keep: bool) -> None:
-        """The computing thread has ended its work with ``unit``. ``keep``: it will use it again in this version."""
+        """End the use of ``unit``. ``keep``: do not release it, because it will be used again in this version."""
         place = self._places[unit.number]
         if place.pool is None:
             return
@@ -132,17 +132,17 @@ class Weights:
             self._held.remove(unit.number)
 
     def view(self, unit: Unit, flat: Flat, part: Part) -> Tensor:
-        """A parameter's weights where they lie. Not tied by a version counter to what the lane writes there later."""
+        """A view of a parameter in its buffer, without the buffer's autograd version counter: the lane writes there later."""
         return part.of(self._places[unit.number].views[flat.name].data)
 
     def drop_blocks(self) -> None:
-        """Release the blocks that were kept or brought ahead."""
+        """Release the blocks that were kept or gathered ahead."""
         for unit in self._plan.blocks:
             if self._places[unit.number].alternates:
                 self._drop(unit)
 
     def changed(self) -> None:
-        """Versions have moved: release what is of an older one."""
+        """Release units of an older version."""
         for unit in self._plan.units:
             place = self._places[unit.number]
             if any(place.versions.get(flat.name) != self._shards[flat.name].version for flat in unit.flats):
@@ -155,7 +155,7 @@ class Weights:
     def _drop(self, unit: Unit) -> None:
         place = self._places[unit.number]
         if place.pool is not None and unit.number in self._held:
-            place.pool.use(unit.number, self._patience_s)  # it may still be coming
+            place.pool.use(unit.number, self._patience_s)  # the lane may still be gathering it
             place.pool.release(unit.number)
             self._held.remove(unit.number)
 
@@ -165,13 +165,13 @@ class Weights:
         with self._trace.span("gather", unit.name, place.name):
             for flat in unit.flats:
                 shard = self._shards[flat.name]
-                # In a buffer of its own, what is frozen is still there.
+                # A buffer of its own still holds an unchanged (frozen) flat.
                 if place.alternates or place.versions.get(flat.name) != shard.version:
                     self._gather(shard, place.views[flat.name])
                     place.versions[flat.name] = shard.version
         place.pool.filled(unit.number)
         for pool in self._pools():
-            pool.moved()  # whoever waits for what comes later has reason to wait on
+            pool.moved()  # extends the deadline of waits for later units
 
     def _gather(self, shard: MainShard, out_N: Tensor) -> None:
         group = self._group

@@ -1,4 +1,4 @@
-"""The process groups of training: each thread that communicates has its own connections, so threads do not block each other.
+"""Opens the process groups of training: one set of connections per thread, so that threads do not block each other.
 
 A *lane group* contains all ranks and, on several nodes, the smaller groups inside and across nodes. There are three:
 ``gather`` for weights, ``reduce`` for gradients, ``main`` for the computing thread.
@@ -19,7 +19,7 @@ _LANES = ("gather", "reduce", "main")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainGroups:
-    """This rank's three lane groups; they differ only in their connections. Each records its collectives in one ledger."""
+    """This rank's three lane groups, which differ only in their connections. Each has one ledger of its collectives."""
 
     gather: Group
     reduce: Group
