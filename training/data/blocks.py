@@ -1,8 +1,7 @@
-"""Text to training blocks: token documents packed end to end, cut to equal length, dealt to data-parallel ranks.
+"""Packs tokenized documents end to end, cuts them into blocks of equal length, and assigns blocks to data-parallel ranks.
 
-Packing wastes no position on padding. Every rank reads the same stream and keeps every ``world_size``-th block, so the
-blocks of all ranks together are the blocks of one rank, whatever their number; a position in the stream is one integer,
-which is all a checkpoint needs to go on from.
+There is no padding. Every rank reads the same stream and keeps every ``world_size``-th block, so all ranks together train on
+the same blocks for any number of ranks. A position in the stream is one integer, which a checkpoint stores.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -16,7 +15,7 @@ from torch import Tensor
 class Block:
     """One training sample; ``targets`` are ``inputs`` shifted by one."""
 
-    index: int  # place in the stream; resume with ``first_block=index + 1``
+    index: int  # position in the stream; resume with ``first_block=index + 1``
     inputs_S: Tensor  # (S,) int64
     targets_S: Tensor
 
@@ -38,12 +37,12 @@ def pack_blocks(
     the first is predicted once. Tokens that do not fill a last block are dropped.
 
     Args:
-        encode: text to token ids, without special tokens.
-        end_token_id: put after each document.
-        first_block: blocks before this one are skipped (they are tokenized again, not trained on).
-        start: the first block's number, where a stream goes on from another.
+        encode: returns the token ids of a text, without special tokens.
+        end_token_id: inserted after each document.
+        first_block: blocks before this one are tokenized but not yielded.
+        start: number of the first block, if this stream continues another one.
     Returns:
-        The number after the last block's, of all ranks.
+        The number after the last block of all ranks.
     """
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")

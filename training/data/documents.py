@@ -1,7 +1,7 @@
-"""Documents out of files, read as they are needed: text parted by blank lines, whole text files, or lines of JSON.
+"""Reads documents from files on demand: text separated by blank lines, whole text files, or JSON lines.
 
-Which documents are held out follows from each one's own text, so it does not change with order, epoch or number of ranks,
-and two equal documents are never on both sides.
+A hash of each document's text decides whether it is held out. So the split does not depend on order, epoch or number of
+ranks, and equal documents are on the same side.
 """
 
 import glob
@@ -23,9 +23,9 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """All documents of ``files``; reading starts anew with each iteration.
+    """All documents of ``files``; each iteration reads the files again.
 
-    ``parted_by``: ``blank-line`` or ``file``, for text files; a JSONL file has one document a line, under ``text_key``.
+    ``parted_by``: ``blank-line`` or ``file``, for text files. A JSONL file has one document per line, under ``text_key``.
     """
 
     files: tuple[Path, ...]
@@ -36,10 +36,10 @@ class Documents:
         return self.read(self.files)
 
     def read(self, files: Iterable[Path]) -> Iterator[str]:
-        """The documents of some of the files, in the order given.
+        """Yield the documents of ``files`` in order.
 
         Raises:
-            DataError: a file cannot be read, is no UTF-8, or has a line that is no JSON with a text.
+            DataError: a file cannot be read, is not UTF-8, or has a line that is not JSON with a text.
         """
         for path in files:
             try:
@@ -64,10 +64,10 @@ class Documents:
 
 
 def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """The files that any of the patterns names, sorted, each once.
+    """The files that match any pattern, sorted, each once.
 
     Raises:
-        DataError: a pattern that names no file.
+        DataError: a pattern matches no file.
     """
     found: set[Path] = set()
     for pattern in patterns:
@@ -83,22 +83,22 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
 
 
 def describe_files(files: Sequence[Path]) -> str:
-    """A fingerprint of names and sizes: equal when the documents come in the same order."""
+    """A fingerprint of the files' names and sizes, in order."""
     listing = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
     return hashlib.sha256(listing.encode()).hexdigest()[:16]
 
 
 def is_held_out(document: str, share: float) -> bool:
-    """Whether this document falls to the held-out share."""
+    """Whether the document is held out."""
     digest = hashlib.blake2b(document.encode(), digest_size=_HASH_BYTES).digest()
     return int.from_bytes(digest) < share * 256**_HASH_BYTES
 
 
 def training_documents(documents: Documents, *, epoch: int, seed: int, window: int, held_out: float) -> Iterator[str]:
-    """One epoch: every document that is not held out once, in an order that (seed, epoch) fix.
+    """Yield every document that is not held out once, in an order that (seed, epoch) determine.
 
-    Files come in random order; documents are drawn at random from a window of ``window`` that the next ones fill up.
-    With ``window`` 0 all is in order.
+    Files come in random order; each document is drawn at random from a window of the next ``window`` documents. With
+    ``window`` 0, files and documents keep their order.
     """
     draw = random.Random(f"{seed} {epoch}")
     files = list(documents.files)

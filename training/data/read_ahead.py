@@ -1,4 +1,4 @@
-"""An iterator that a thread of its own runs ahead of its reader, so that reading and tokenizing take no time of a step."""
+"""Reads and tokenizes data ahead in a thread, so that a step does not wait for it."""
 
 import queue
 import threading
@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Self, TypeVar
 
 _POLL_S = 0.1
-_PATIENCE_S = 2.0  # of who closes, with a source that says nothing
+_PATIENCE_S = 2.0  # how long `close` waits for the thread
 
 T = TypeVar("T")
 
 
 class ClosedError(Exception):
-    """Nobody reads any more."""
+    """The reader was closed."""
 
 
 def until_closed(items: Iterable[T], closed: threading.Event) -> Iterator[T]:
-    """``items`` for inside a source, which may go through many before it has one to give.
+    """Yield ``items`` until ``closed`` is set. For a source that may skip many items before it yields one.
 
     Raises:
-        ClosedError: ``closed`` was set meanwhile.
+        ClosedError: ``closed`` was set.
     """
     for item in items:
         if closed.is_set():
@@ -28,10 +28,10 @@ def until_closed(items: Iterable[T], closed: threading.Event) -> Iterator[T]:
 
 
 class ReadAhead(Generic[T]):
-    """Up to ``depth`` items of ``source`` wait. An error of the source is raised where its item would have come."""
+    """Keeps up to ``depth`` items of ``source`` ready. An error of the source is raised in the place of its item."""
 
     def __init__(self, source: Iterator[T], depth: int, closed: threading.Event | None = None) -> None:
-        """``closed``: set when the reader ends, for the source to look at."""
+        """``closed``: ``close`` sets it; the source can check it."""
         self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
         self._closed = closed or threading.Event()
         self._thread = threading.Thread(target=self._run, args=(source,), name="read-ahead", daemon=True)
@@ -55,12 +55,12 @@ class ReadAhead(Generic[T]):
                 if give_up():
                     return None
         if error is not None:
-            self._put((None, error))  # whoever asks again hears the same
+            self._put((None, error))  # later calls raise the same error
             raise error
         return item
 
     def close(self) -> None:
-        """End the thread; what waits is dropped. One that a silent source holds is left to end with the process."""
+        """End the thread and drop its items. If the source blocks, the thread stays until the process ends."""
         self._closed.set()
         self._thread.join(_PATIENCE_S)
 
@@ -70,7 +70,7 @@ class ReadAhead(Generic[T]):
                 if not self._put((item, None)):
                     return
             self._put((None, StopIteration()))
-        except Exception as error:  # noqa: BLE001, whatever it is goes to the reader
+        except Exception as error:  # noqa: BLE001, the reader gets every error
             self._put((None, error))
 
     def _put(self, entry: tuple[T | None, BaseException | None]) -> bool:

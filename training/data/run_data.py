@@ -1,4 +1,4 @@
-"""A run's documents, and the blocks that are made of them: to train on, and to evaluate on."""
+"""Finds a run's documents and makes its training and evaluation blocks."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from tightwire.training.data.documents import DataError, Documents, find_files, 
 from tightwire.training.data.read_ahead import until_closed
 from tightwire.training.data.stream import Batch, endless_blocks, micro_batches
 
-_MOST_NAMES = 3  # of files that are told
+_MOST_NAMES = 3  # file names in an error message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """The run's documents."""
+    """The run's documents; ``held_out_documents`` is None if a share of ``documents`` is held out."""
 
     config: TrainConfig
     documents: Documents
@@ -27,7 +27,7 @@ class RunData:
     def find(cls, config: TrainConfig) -> "RunData":
         """
         Raises:
-            DataError: a pattern names no file.
+            DataError: a pattern matches no file.
         """
 
         def documents(patterns: list[str]) -> Documents:
@@ -43,7 +43,7 @@ class RunData:
     def check_documents(self) -> None:
         """
         Raises:
-            DataError: the files hold no document at all; names them.
+            DataError: the files contain no document; the message names the files.
         """
         for key, documents in (("files", self.documents), ("held_out_files", self.held_out_documents)):
             if documents is not None and next(iter(documents), None) is None:
@@ -74,7 +74,7 @@ class RunData:
     def batches(
         self, tokenizer: Tokenizer, end_token_id: int, *, rank: int, world_size: int, position: int, closed: Event
     ) -> Iterator[Batch]:
-        """A rank's micro-batches from ``position`` on, without end; on the way there ``closed`` ends it."""
+        """A rank's endless micro-batches from ``position`` on. ``closed`` stops reading."""
         blocks = endless_blocks(
             lambda epoch: until_closed(self.training(epoch), closed),
             lambda text: tokenizer.encode(text, add_special_tokens=False),
@@ -87,10 +87,10 @@ class RunData:
         return micro_batches(blocks, self.config.batch.micro_sequences)
 
     def held_out_blocks(self, tokenizer: Tokenizer, end_token_id: int) -> list[Block]:
-        """What all ranks together evaluate on.
+        """The evaluation blocks of all ranks.
 
         Raises:
-            DataError: there is not one block of it.
+            DataError: the held-out documents do not fill one block.
         """
         block_tokens = self.config.data.sequence_tokens
         packed = pack_blocks(

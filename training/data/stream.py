@@ -1,6 +1,6 @@
-"""The endless stream of training blocks, epoch after epoch, and a rank's part of it as micro-batches.
+"""Yields a rank's endless stream of training blocks, epoch after epoch, as micro-batches.
 
-A position is one integer, the number of blocks that all ranks together have used; it means the same for any number of ranks.
+A position is the number of blocks that all ranks together have used, so it does not depend on the number of ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,10 +32,10 @@ def endless_blocks(
     world_size: int = 1,
     position: int = 0,
 ) -> Iterator[Block]:
-    """This rank's blocks from ``position`` on; ``documents_of(epoch)`` gives an epoch's documents.
+    """This rank's blocks from ``position`` on; ``documents_of(epoch)`` returns an epoch's documents.
 
-    Each epoch is packed by itself and has equally many blocks, whatever its order. So going on from a position tokenizes
-    at most one whole epoch, to learn that number, and then the part of its own epoch that was used.
+    Each epoch is packed separately and has the same number of blocks in any order. Resuming tokenizes at most one whole
+    epoch, to count its blocks, and then the used part of the current epoch.
 
     Raises:
         DataError: an epoch does not fill one block.
@@ -63,7 +63,7 @@ def endless_blocks(
 
 
 def micro_batches(blocks: Iterator[Block], num_sequences: int) -> Iterator[Batch]:
-    """Stacks of ``num_sequences`` blocks, without end."""
+    """Stack every ``num_sequences`` blocks."""
     while True:
         stacked = [next(blocks) for _ in range(num_sequences)]
         yield Batch(torch.stack([b.inputs_S for b in stacked]), torch.stack([b.targets_S for b in stacked]))

@@ -1,6 +1,6 @@
-"""The trained model as a Hugging Face folder, which `tightwire serve` opens, tokenizer included.
+"""Exports the trained model and its tokenizer as a Hugging Face folder, which `tightwire serve` opens.
 
-Every rank takes part, as weights are gathered unit by unit; the first one writes. Peak memory there: one file's tensors.
+Every rank takes part, because weights are gathered unit by unit; rank 0 writes and holds at most one file's tensors.
 """
 
 import json
@@ -29,13 +29,13 @@ def export_folder(
     writes: bool,
     file_bytes: int = _FILE_BYTES,
 ) -> str:
-    """Write ``out`` as a whole, in the place of what an earlier run left there.
+    """Write the folder ``out``, replacing an earlier export only when the new one is complete.
 
     Args:
-        tensors: collective; gone through to the end even when the disk fails, so that no rank waits for another.
-        writes: whether this rank is the one that does.
+        tensors: collective; consumed to the end even if the disk fails, so that no other rank waits.
+        writes: whether this rank writes.
     Returns:
-        What went wrong ("" when nothing has), for the caller to tell the other ranks.
+        The error ("" for none), for the caller to share with the other ranks.
     """
     remaining = iter(tensors)
     error = ""
@@ -52,10 +52,11 @@ def export_folder(
 
 
 def check_out(out: Path) -> None:
-    """Before the work is done: whether ``out`` may be written when it is.
+    """Check before training that the export can be written to ``out``.
 
     Raises:
-        OSError, ValueError: it cannot, or holds something else.
+        OSError: ``out`` cannot be written.
+        ValueError: ``out`` holds something that is not a model.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     check_place(out.resolve(), _check_replaced)
@@ -91,12 +92,14 @@ def _write(
         json.dumps({**config_to_hf(config), "torch_dtype": dtype_name}, indent=1) + "\n"
     )
     tokenizer.save(folder)
-    for path in folder.iterdir():  # safetensors lets only its owner read a file, and a server may be another user
+    for (
+        path
+    ) in folder.iterdir():  # safetensors files are readable by their owner only, but a server may run as another user
         path.chmod((folder / "config.json").stat().st_mode)
 
 
 def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
-    """A single file, or numbered ones with an index; how many there are is known only now."""
+    """Rename the parts to a single file, or to numbered files with an index."""
     if len(files) == 1:
         (folder / "part-0").rename(folder / "model.safetensors")
         return

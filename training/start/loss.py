@@ -1,8 +1,7 @@
-"""The loss of a next token, whose memory is that of the logits: what it keeps and what it gives back lie in their place.
+"""Next-token loss that works in place: its saved tensor and its gradient overwrite the float32 logits.
 
-torch's cross-entropy takes four tensors as large as float32 logits, three of them at once where backward begins: there a step
-needs most memory, and the vocabulary is what it is made of. Here rows are taken some at a time through torch's own
-operators, so losses and gradients have the same bits.
+torch's cross-entropy makes four tensors as large as float32 logits. Three of them are live where backward begins, which is
+the step's memory peak. Here torch's own operators process a few rows at a time, so losses and gradients have the same bits.
 """
 
 from typing import Any
@@ -10,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_IGNORED = -100  # a target that does not count
-_MEAN = 1  # torch's number of the reduction
-_PIECES = 16  # that rows are taken in
+_IGNORED = -100  # torch's ignore_index
+_MEAN = 1  # torch's code for reduction="mean"
+_PIECES = 16  # the rows are processed in this many chunks
 
 _aten = torch.ops.aten
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, shift_labels: Tensor, **_: Any) -> Tensor:
-    """The mean over all targets that are not -100; what a transformers model takes for its ``loss_function``.
+    """The mean loss over all targets that are not -100, as the ``loss_function`` of a transformers model.
 
     Args:
-        logits: (B, S, V), of no use any more: float32 ones are overwritten. One backward can go through it.
-        labels: not looked at.
-        shift_labels: (B, S) int64, the token after each.
-    Cost: logits as float32, of which two sixteenths more for moments.
+        logits: (B, S, V). float32 logits are overwritten, so backward can run only once.
+        labels: unused.
+        shift_labels: (B, S) int64, the token after each position.
+    Cost: memory of the float32 logits, plus two sixteenths of that for temporaries.
     """
     return _NextTokenLoss.apply(logits.float().view(-1, vocab_size), shift_labels.flatten())  # pyright: ignore[reportReturnType]
 

@@ -1,7 +1,7 @@
-"""The model that a run begins with: a transformers Llama without weights, where its weights come from, and its tokenizer.
+"""Opens the model a run starts from: a transformers Llama without weights, a reader of its weights, and its tokenizer.
 
-Weights are read tensor by tensor through the readers that serve too, so a folder, a repo, a .gguf (its packed matrices
-expanded) and random weights all do; no rank holds the whole model while it starts.
+The server's readers read weights tensor by tensor from a folder, a repo, a .gguf (with its packed matrices expanded) or random
+weights.
 """
 
 import fnmatch
@@ -26,7 +26,7 @@ from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.training.config.tree import BPE, BYTES, ModelConfig, ShapeConfig
 from tightwire.training.start.tokenizer import train_bpe, with_template
 
-# What of a new model is not to be chosen.
+# Values of a new model's config.json that are not configurable.
 _FIXED: dict[str, Any] = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -36,7 +36,7 @@ _FIXED: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingModel:
-    """What is known before any weight has been read."""
+    """A model whose weights are not read yet."""
 
     name: str
     config: LlamaConfig
@@ -45,7 +45,7 @@ class StartingModel:
 
     @property
     def end_token_id(self) -> int:
-        """Put after each document: what ends a text, or else what begins one."""
+        """The token after each document: the tokenizer's end-of-text token, or else its beginning-of-text token."""
         ids = [*self.tokenizer.eos_token_ids, self.tokenizer.bos_token_id]
         known = [token for token in ids if token is not None]
         if not known:
@@ -53,7 +53,7 @@ class StartingModel:
         return known[0]
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor in float32, by its Hugging Face name."""
+        """Read a whole tensor in float32 by its Hugging Face name."""
         shape = self.reader.shape(name)
         out = torch.empty(shape)
         self.reader.read_into(out, name, rows=range(shape[0]))
@@ -61,14 +61,14 @@ class StartingModel:
 
 
 def open_start(config: ModelConfig, *, seed: int, keep_in: Path, texts: Callable[[], Iterable[str]]) -> StartingModel:
-    """Find the model to go on from, or make up a new one.
+    """Open the model to continue from, or create a new one.
 
     Args:
         seed: of random weights.
-        keep_in: where a tokenizer that is trained here is kept, and found when the run goes on.
-        texts: the documents to train it on.
+        keep_in: folder of a tokenizer that this run trains; a resumed run reads it from there.
+        texts: the documents to train the tokenizer on.
     Raises:
-        ModelError: no such model or tokenizer, or sizes that make no sense.
+        ModelError: there is no such model or tokenizer, or the sizes are invalid.
     """
     if config.shape is None:
         checkpoint = open_checkpoint(config.start, seed)
@@ -88,7 +88,7 @@ def config_of(config: ModelConfig) -> LlamaConfig:
     """The model's sizes, without reading weights or training a tokenizer.
 
     Raises:
-        ModelError: no such model or tokenizer, or sizes that make no sense.
+        ModelError: there is no such model or tokenizer, or the sizes are invalid.
     """
     if config.shape is None:
         return open_checkpoint(config.start).config
@@ -98,12 +98,12 @@ def config_of(config: ModelConfig) -> LlamaConfig:
 
 
 def build_model(config: LlamaConfig, *, device: torch.device, frozen: Iterable[str] = ()) -> LlamaForCausalLM:
-    """The modules, with parameters on the meta device: shapes without memory, for the engine to take out.
+    """Build the modules with parameters on the meta device, for the engine to replace.
 
     Args:
-        frozen: patterns of parameters that need no gradient.
+        frozen: name patterns of parameters that need no gradient.
     Raises:
-        ValueError: a pattern that fits no parameter, or all are frozen.
+        ValueError: a pattern matches no parameter, or all parameters are frozen.
     """
     hf = HfConfig(
         **{key: value for key, value in config_to_hf(config).items() if key not in ("architectures", "model_type")}
@@ -111,7 +111,7 @@ def build_model(config: LlamaConfig, *, device: torch.device, frozen: Iterable[s
     hf._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = LlamaForCausalLM(hf)
-    # Computed from the configuration alone and kept in no file, so it has to have memory from the beginning.
+    # Rotary tables are computed from the configuration and are in no checkpoint, so they need real memory here.
     model.model.rotary_emb = LlamaRotaryEmbedding(hf).to(device)
     names = [name for name, _ in model.named_parameters()]
     for pattern in frozen:
@@ -133,13 +133,13 @@ def _new_config(shape: ShapeConfig, vocab_size: int) -> LlamaConfig:
         )
     try:
         return config_from_hf({**_FIXED, **shape.model_dump(), "vocab_size": shape.vocab_size or vocab_size})
-    except ModelError as error:  # which takes them for a file's
+    except ModelError as error:  # whose message names a file, but these values come from model.shape
         raise ModelError(f"model.shape: {str(error).removeprefix('config.json: ')}") from None
 
 
 def _given_tokenizer(config: ModelConfig) -> Tokenizer:
-    """One that need not be trained first."""
+    """The byte tokenizer or another model's tokenizer."""
     if config.tokenizer in ("", BYTES):
         size = config.shape.vocab_size if config.shape else None
-        return with_template(byte_backend(max(size or 0, MIN_VOCAB_SIZE)))  # ids beyond the bytes' have texts too
+        return with_template(byte_backend(max(size or 0, MIN_VOCAB_SIZE)))  # ids above the bytes' also decode to text
     return open_checkpoint(config.tokenizer).tokenizer()

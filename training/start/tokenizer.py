@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer made from the run's own documents, for a new model."""
+"""Trains a byte-level BPE tokenizer on the run's documents, for a new model."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -10,16 +10,16 @@ from tightwire.model.text.byte_tokenizer import BOS, CHAT_TEMPLATE, END_OF_TURN,
 from tightwire.model.text.tokenizer import Tokenizer, tokenizer_from_folder
 
 _SPECIAL = (BOS, EOS, START_OF_TURN, END_OF_TURN)
-_MOST_CHARACTERS = 1 << 26  # of text to learn from; more changes little and takes minutes
+_MOST_CHARACTERS = 1 << 26  # of text to train on; more text changes little and takes minutes
 
 
 def train_bpe(vocab_size: int, keep_in: Path, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-    """The tokenizer that is in ``keep_in``, or else one learned from ``texts()`` and kept there.
+    """Load the tokenizer in ``keep_in``, or train one on ``texts()`` and save it there.
 
-    Ids 0..3 are the special tokens of the byte tokenizer, so the same chat template goes with it.
+    Ids 0..3 are the special tokens of the byte tokenizer, so its chat template works here too.
 
     Raises:
-        ValueError: a size below that of bytes and special tokens, or too little text for it.
+        ValueError: the size is smaller than the bytes and special tokens, or there is too little text for it.
     """
     if vocab_size < len(_SPECIAL) + 256:
         raise ValueError(
@@ -62,7 +62,7 @@ def _some(texts: Iterable[str]) -> Iterator[str]:
 
 
 def with_template(backend: Backend) -> Tokenizer:
-    """A tokenizer that has the byte tokenizer's special tokens, wherever, and its chat template."""
+    """Add the byte tokenizer's chat template to a backend with the same special tokens, under any ids."""
     bos_id, *end_ids = (backend.token_to_id(token) for token in (BOS, EOS, END_OF_TURN))
     return Tokenizer(
         backend,
