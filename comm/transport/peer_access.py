@@ -8,14 +8,14 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from importlib.util import find_spec
 
 import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
+from tightwire.comm.errors import CollectiveTimeoutError, CommError
 from tightwire.comm.protocols import Transport
+from tightwire.comm.transport.fact_exchange import FactExchange
 
 _MAX_RANKS = 31  # one bit each in an int32
 _CAPABILITY = (7, 0)  # Triton's minimum
@@ -32,45 +32,13 @@ def host_identity() -> str:
         return socket.gethostname()
 
 
-class Council:
-    """Shares small facts between ranks over a store, so that all decide alike."""
-
-    def __init__(self, store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._store, self._timeout_s = store, timeout_s
-
-    def share(self, topic: str, fact: bytes) -> list[bytes]:
-        """Return all ranks' facts on ``topic`` in rank order. Each topic can be shared once.
-
-        Raises:
-            CollectiveTimeoutError: some ranks did not share in time; names them.
-        """
-        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], fact)  # pyright: ignore[reportArgumentType]: bytes are taken too
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise CollectiveTimeoutError(
-                f"rank {self.rank} waited {self._timeout_s:g} s for peer memory ({topic}); {name_ranks(absent)} of "
-                f"{self.world_size} did not come",
-                absent,
-            ) from error
-        return [self._store.get(key) for key in keys]
-
-    def first_objection(self, topic: str, objection: str | None) -> str | None:
-        """Return the objection of the lowest rank that has one, or None."""
-        objections = [told.decode() for told in self.share(topic, (objection or "").encode())]
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(objections) if text), None)
-
-
-def why_unusable(council: Council, device: torch.device) -> str | None:
+def why_unusable(exchange: FactExchange, device: torch.device) -> str | None:
     """Return why these ranks cannot sum through each other's GPU memory, according to CUDA; None when they can."""
-    objection = _own_objection(council.world_size, device)
+    objection = _own_objection(exchange.world_size, device)
     uuid = "" if objection else str(torch.cuda.get_device_properties(device).uuid)
-    facts = council.share("gpu", f"{host_identity()}\n{uuid}".encode())
+    facts = exchange.share("gpu", f"{host_identity()}\n{uuid}".encode())
     objection = objection or _objection_to_peers(device, [fact.decode().split("\n") for fact in facts])
-    return council.first_objection("access", objection)
+    return exchange.first_objection("access", objection)
 
 
 def _own_objection(world_size: int, device: torch.device) -> str | None:
@@ -117,15 +85,15 @@ def with_peer_memory(
     Raises:
         CollectiveTimeoutError: a rank did not come.
     """
-    council = Council(store, rank=library.rank, world_size=library.world_size, timeout_s=timeout_s)
-    reason = why_unusable(council, device)
+    exchange = FactExchange(store, rank=library.rank, world_size=library.world_size, timeout_s=timeout_s)
+    reason = why_unusable(exchange, device)
     if reason is None:
         # Imported only when Triton is installed.
         from tightwire.comm.transport.peer_buffers import map_peer_buffers
         from tightwire.comm.transport.peer_memory import PeerMemoryTransport
 
         try:
-            buffers = map_peer_buffers(council, store, device)
+            buffers = map_peer_buffers(exchange, store, device)
         except CollectiveTimeoutError:
             raise
         except CommError as error:

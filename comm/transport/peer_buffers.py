@@ -12,7 +12,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.reductions import reduce_tensor
 
 from tightwire.comm.errors import CommError, name_ranks
-from tightwire.comm.transport.peer_access import Council
+from tightwire.comm.transport.fact_exchange import FactExchange
 from tightwire.kernels.cuda.all_reduce import PeerBuffers, buffer_bytes
 
 # Half of a rank's buffer: the bytes that one launch moves. Longer messages take several launches of about 10 us each.
@@ -27,7 +27,7 @@ _Mapping = Callable[[int], tuple[list[Tensor], object]]
 
 
 def map_peer_buffers(
-    council: Council,
+    exchange: FactExchange,
     store: Store,
     device: torch.device,
     *,
@@ -42,27 +42,27 @@ def map_peer_buffers(
         CommError: neither works, or a rank's test pattern did not arrive; the same on all ranks.
         CollectiveTimeoutError: a rank did not come.
     """
-    world_size = council.world_size
+    world_size = exchange.world_size
     num_blocks = min(num_blocks, torch.cuda.get_device_properties(device).multi_processor_count)
-    num_blocks = min(int(told) for told in council.share("blocks", str(num_blocks).encode()))
+    num_blocks = min(int(told) for told in exchange.share("blocks", str(num_blocks).encode()))
     size = buffer_bytes(send_bytes, num_blocks, world_size)
     ways: list[tuple[str, _Mapping]] = [
-        ("symmetric memory", lambda size: _map_symmetric(size, council, store, device)),
-        ("CUDA IPC", lambda size: _map_ipc(size, council, device)),
+        ("symmetric memory", lambda size: _map_symmetric(size, exchange, store, device)),
+        ("CUDA IPC", lambda size: _map_ipc(size, exchange, device)),
     ]
-    uuids = council.share("device", str(torch.cuda.get_device_properties(device).uuid).encode())
+    uuids = exchange.share("device", str(torch.cuda.get_device_properties(device).uuid).encode())
     if len(set(uuids)) < world_size:
         ways = ways[1:]  # symmetric memory does not support ranks that share a GPU
     objections: list[str] = []
     for name, mapping in ways:
         views, memory, objection = _try(mapping, size)
-        objection = council.first_objection(name, objection)
+        objection = exchange.first_objection(name, objection)
         if objection is None:
-            objection = council.first_objection(f"{name}, written", _verify(views, council, name, device))
+            objection = exchange.first_objection(f"{name}, written", _verify(views, exchange, name, device))
         if objection is None:
             return PeerBuffers(
                 addresses=torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=device),
-                rank=council.rank,
+                rank=exchange.rank,
                 send_bytes=send_bytes,
                 num_blocks=num_blocks,
                 failure=torch.zeros(1, dtype=torch.int32).pin_memory(),
@@ -80,23 +80,25 @@ def _try(mapping: _Mapping, size: int) -> tuple[list[Tensor], object, str | None
     return views, memory, None
 
 
-def _map_symmetric(size: int, council: Council, store: Store, device: torch.device) -> tuple[list[Tensor], object]:
+def _map_symmetric(
+    size: int, exchange: FactExchange, store: Store, device: torch.device
+) -> tuple[list[Tensor], object]:
     symmetric: Any = torch._C._distributed_c10d._SymmetricMemory  # pyright: ignore[reportAttributeAccessIssue]
     # Torch keeps groups by name for a whole process; all ranks must call this one alike.
-    name = council.share("symmetric group", f"tightwire-peer-memory-{os.getpid()}-{id(council)}".encode())[0].decode()
-    symmetric.set_group_info(name, council.rank, council.world_size, store)
+    name = exchange.share("symmetric group", f"tightwire-peer-memory-{os.getpid()}-{id(exchange)}".encode())[0].decode()
+    symmetric.set_group_info(name, exchange.rank, exchange.world_size, store)
     own = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
     handle = symmetric.rendezvous(own)
-    return [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(council.world_size)], (own, handle)
+    return [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(exchange.world_size)], (own, handle)
 
 
-def _map_ipc(size: int, council: Council, device: torch.device) -> tuple[list[Tensor], object]:
+def _map_ipc(size: int, exchange: FactExchange, device: torch.device) -> tuple[list[Tensor], object]:
     own = torch.zeros(size, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
-    handles = council.share("handles", pickle.dumps(reduce_tensor(own)))
+    handles = exchange.share("handles", pickle.dumps(reduce_tensor(own)))
     views = []
     for rank, handle in enumerate(handles):
-        if rank == council.rank:
+        if rank == exchange.rank:
             views.append(own)  # a process cannot open its own handle
         else:
             rebuild, args = pickle.loads(handle)
@@ -104,20 +106,20 @@ def _map_ipc(size: int, council: Council, device: torch.device) -> tuple[list[Te
     return views, own
 
 
-def _verify(views: Sequence[Tensor], council: Council, name: str, device: torch.device) -> str | None:
+def _verify(views: Sequence[Tensor], exchange: FactExchange, name: str, device: torch.device) -> str | None:
     """Each rank writes its own pattern into every rank's memory, then checks its own memory for all patterns."""
-    own = views[council.rank]
+    own = views[exchange.rank]
     own.zero_()
     torch.cuda.synchronize(device)
-    council.share(f"{name}, zeroed", b"")
-    start = council.rank * _PATTERN_BYTES
+    exchange.share(f"{name}, zeroed", b"")
+    start = exchange.rank * _PATTERN_BYTES
     for view in views:
-        view[start : start + _PATTERN_BYTES].fill_(council.rank + 1)
+        view[start : start + _PATTERN_BYTES].fill_(exchange.rank + 1)
     torch.cuda.synchronize(device)
-    council.share(f"{name}, patterns", b"")
-    found = own[: council.world_size * _PATTERN_BYTES].view(council.world_size, _PATTERN_BYTES).cpu()
-    wrong = [rank for rank in range(council.world_size) if not bool((found[rank] == rank + 1).all())]
-    council.share(f"{name}, read", b"")
+    exchange.share(f"{name}, patterns", b"")
+    found = own[: exchange.world_size * _PATTERN_BYTES].view(exchange.world_size, _PATTERN_BYTES).cpu()
+    wrong = [rank for rank in range(exchange.world_size) if not bool((found[rank] == rank + 1).all())]
+    exchange.share(f"{name}, read", b"")
     own.zero_()
     torch.cuda.synchronize(device)
     return f"what {name_ranks(wrong)} wrote did not arrive" if wrong else None

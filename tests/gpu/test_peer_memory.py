@@ -18,7 +18,8 @@ from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateI
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.topology import Topology
-from tightwire.comm.transport.peer_access import Council, why_unusable
+from tightwire.comm.transport.fact_exchange import FactExchange
+from tightwire.comm.transport.peer_access import why_unusable
 
 pytestmark = pytest.mark.gpu
 
@@ -40,9 +41,9 @@ def _on_one_device(group: Group, store_path: str) -> Group:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     store: Store = FileStore(store_path, group.world_size)
-    council = Council(store, rank=group.rank, world_size=group.world_size, timeout_s=60.0)
-    assert why_unusable(council, device) is None
-    buffers = map_peer_buffers(council, store, device, send_bytes=SEND_BYTES, num_blocks=NUM_BLOCKS)
+    exchange = FactExchange(store, rank=group.rank, world_size=group.world_size, timeout_s=60.0)
+    assert why_unusable(exchange, device) is None
+    buffers = map_peer_buffers(exchange, store, device, send_bytes=SEND_BYTES, num_blocks=NUM_BLOCKS)
     transport = PeerMemoryTransport(buffers, library=group.transport, timeout_s=60.0, describe=group.ledger.current)
     return replace(group, transport=transport, device=device)
 

@@ -12,22 +12,25 @@ from tightwire.comm.errors import CollectiveTimeoutError
 from tightwire.comm.group.group import open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.transport import peer_access
+from tightwire.comm.transport.fact_exchange import FactExchange
 from tightwire.comm.transport.in_process import InProcessTransport, Meeting
-from tightwire.comm.transport.peer_access import Council, host_identity, why_unusable, with_peer_memory
+from tightwire.comm.transport.peer_access import host_identity, why_unusable, with_peer_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 
-def _council(path: Path, rank: int, world_size: int, timeout_s: float = 30.0) -> Council:
-    return Council(FileStore(str(path / "store"), world_size), rank=rank, world_size=world_size, timeout_s=timeout_s)
+def _exchange(path: Path, rank: int, world_size: int, timeout_s: float = 30.0) -> FactExchange:
+    return FactExchange(
+        FileStore(str(path / "store"), world_size), rank=rank, world_size=world_size, timeout_s=timeout_s
+    )
 
 
 def test_all_ranks_hear_the_first_objection(tmp_path: Path) -> None:
     def decide(rank: int) -> tuple[list[bytes], str | None, str | None]:
-        council = _council(tmp_path, rank, 3)
-        facts = council.share("facts", bytes([rank, 0, 10]))
-        objection = council.first_objection("hot", f"it is hot at {rank}" if rank else None)
-        return facts, objection, council.first_objection("cold", None)
+        exchange = _exchange(tmp_path, rank, 3)
+        facts = exchange.share("facts", bytes([rank, 0, 10]))
+        objection = exchange.first_objection("hot", f"it is hot at {rank}" if rank else None)
+        return facts, objection, exchange.first_objection("cold", None)
 
     with ThreadPoolExecutor(3) as pool:
         decided = list(pool.map(decide, range(3)))
@@ -36,12 +39,12 @@ def test_all_ranks_hear_the_first_objection(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     with pytest.raises(CollectiveTimeoutError, match="ranks 1 and 2 of 3 did not come") as raised:
-        _council(tmp_path, 0, 3, timeout_s=0.2).share("facts", b"")
+        _exchange(tmp_path, 0, 3, timeout_s=0.2).share("facts", b"")
     assert raised.value.ranks == (1, 2)
 
 
 def test_a_cpu_rank_objects(tmp_path: Path) -> None:
-    reason = why_unusable(_council(tmp_path, 0, 1), CPU)
+    reason = why_unusable(_exchange(tmp_path, 0, 1), CPU)
     assert reason == "rank 0: peer memory is between GPUs, and its device is cpu"
 
 
