@@ -1,1 +1,1 @@
-"""Runs training from start to end, or prints what it would take. Start with ``run``."""
+"""Runs training, or estimates its cost in a dry run. Start with ``run``."""

@@ -13,16 +13,16 @@ from tightwire.training.data.documents import describe_files
 from tightwire.training.data.run_data import RunData
 from tightwire.training.ranks.control import Control
 
-# Paths, whose files are compared instead, and what only the first rank or nobody looks at.
+# Data paths, whose files are compared instead, and values that only rank 0 or no rank uses.
 _MAY_DIFFER = ("run", "data.files", "data.held_out_files", "export.folder", "log.", "dry_run.")
-_MOST_KEYS = 5  # that are told
+_MOST_KEYS = 5  # keys in the error message
 
 
 def check_told_alike(config: TrainConfig, data: RunData, control: Control) -> None:
     """Collective.
 
     Raises:
-        ValueError: some values of the configuration, or the data, are not the same on every rank; names them.
+        ValueError: configuration values or data differ between ranks; the message names them.
     """
     own = {key: value for key, value in _flat(to_values(config), "") if not key.startswith(_MAY_DIFFER)}
     own["the fingerprint of data.files"] = describe_files(data.documents.files)
@@ -38,12 +38,12 @@ def check_told_alike(config: TrainConfig, data: RunData, control: Control) -> No
 
 
 def check_replicas(state: RunState, shard_rank: int, control: Control) -> None:
-    """Collective. Cost: every shard is read once; a few numbers a rank.
+    """Collective. Cost: reads every shard once, and gathers one number per unit from each rank.
 
     Raises:
-        ValueError: ranks that hold the same shard have other bits in it; names them and the units.
+        ValueError: ranks that hold the same shard have different bits; the message names the ranks and units.
     """
-    # Sums of the bits as whole numbers: exact, so any one bit shows, in a NaN too.
+    # Sum the bits as integers: exact, so every single-bit difference changes the sum, also in a NaN.
     sums = {shard.unit: int(shard.flat_N.detach().view(torch.int32).sum(dtype=torch.int64)) for shard in state.shards}
     first: dict[int, tuple[int, Mapping[str, int]]] = {}
     for rank, (shard, theirs) in enumerate(control.gather((shard_rank, sums))):

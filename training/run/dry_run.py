@@ -1,8 +1,8 @@
-"""Prints what a run would take, from formulas: no ranks, no weights, and of the data only file names.
+"""Estimates a run's memory, traffic and step time without starting ranks or loading weights.
 
-Memory and traffic are the engine's own formulas (``training.estimate.rank_memory``, ``training.engine.traffic``), which tests hold
-against what it takes and sends; activations are counted on the meta device. The time is the longer one of computing at the rate of
-large products and of the wires, each by itself: what a step cannot be faster than.
+Memory and traffic come from formulas (``training.estimate.rank_memory``, ``training.engine.traffic``) that tests compare with
+the engine; activations are measured on the meta device. The step time is a lower bound: the longest of computing at the
+device's peak rate and of sending over each link.
 """
 
 import os
@@ -33,17 +33,17 @@ from tightwire.training.start.model import build_model, config_of
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank sends in a step."""
+    """Bytes that one rank sends in a step."""
 
     inside: int
     between_nodes: int
 
 
 def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
-    """The report, line by line.
+    """The report as text.
 
     Raises:
-        ValueError: the run would be refused; says why.
+        ValueError: a run with this configuration would fail its checks.
     """
     topology = _topology(config, environment)
     options = engine_options(config)
@@ -153,7 +153,7 @@ def _about_traffic(
 
 
 def _by_kind(sizes: Iterable[tuple[str, int]], what: str) -> Iterator[str]:
-    """Units of a kind have equal sizes but where their parameters are unlike: a line for each size."""
+    """One line for each kind of unit and size. Units of a kind differ in size only if their parameters differ."""
     for (kind, size), calls in Counter((re.sub(r"\.\d+", "", flat), size) for flat, size in sizes).items():
         yield f"        {kind:<14}{calls:>10} x {what} {format_bytes(size)}"
 
@@ -161,7 +161,7 @@ def _by_kind(sizes: Iterable[tuple[str, int]], what: str) -> Iterator[str]:
 def _about_time(
     config: TrainConfig, llama: LlamaConfig, sent: Sent, topology: Topology, links: Mapping[str, Link]
 ) -> Iterator[str]:
-    """``links``: those that were given, by their key in ``dry_run``."""
+    """``links``: the configured links, by their key in ``dry_run``."""
     yield ""
     yield "time of a step: at least the longest of these"
     tokens = config.batch.sequences * config.data.sequence_tokens / topology.world_size
@@ -193,7 +193,7 @@ def _about_time(
 
 
 def _slot_bytes(config: TrainConfig, plan: UnitPlan, topology: Topology) -> dict[str, int]:
-    """By unit, what the slot sends at the last step, when it is as sparse as it gets; {} where there is none."""
+    """Bytes that the slot between replicas sends in the last step, by unit; {} without replicas."""
     num_replicas = topology.world_size // plan.shard_ranks
     if num_replicas == 1:
         return {}
@@ -208,14 +208,14 @@ def _slot_bytes(config: TrainConfig, plan: UnitPlan, topology: Topology) -> dict
 def sent_in_a_step(
     config: TrainConfig, options: EngineOptions, plan: UnitPlan, flows: list[Flow], topology: Topology
 ) -> Sent:
-    """By one rank, in the last step: ``flows`` and what the slot between replicas sends."""
+    """Bytes that one rank sends in the last step: ``flows`` and the slot between replicas."""
     between = sum(flow.calls * flow.bytes_between_nodes for flow in flows)
     inside = sum(flow.calls * flow.bytes_sent for flow in flows) - between
     num_replicas = topology.world_size // plan.shard_ranks
     if num_replicas > 1:
         shards = [cut(flat, 0, plan.shard_ranks) for flat in plan.flats if flat.trainable]
         sent = sum(_slot_bytes(config, plan, topology).values())
-        # Of the other replicas, those on this node: with sharding none, the node's other ranks.
+        # Replicas share a node only with sharding none, where every rank is a replica.
         neighbours = topology.ranks_per_node // plan.shard_ranks - 1 if options.sharding.shard_over == "self" else 0
         inside += sent * neighbours // (num_replicas - 1)
         inside += sum(inside_bytes(config.parallel.between, shard, plan.shard_ranks) for shard in shards)

@@ -1,4 +1,4 @@
-"""The mean loss on held-out blocks, over all ranks, the same number on each."""
+"""Computes the mean loss on held-out blocks over all ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _IGNORED = -100
 
 
 class Evaluator:
-    """``blocks``: those of all ranks, the same list on each; dealt here."""
+    """``blocks`` is the same list on all ranks; each rank evaluates its own part of it."""
 
     def __init__(
         self,
@@ -30,13 +30,13 @@ class Evaluator:
         self._model, self._engine, self._control, self._device = model, engine, control, device
         own = list(blocks[control.rank :: control.world_size])
         num_batches = -(-len(blocks) // (control.world_size * micro_sequences))
-        # Ranks run equally many passes, because each gathers weights: the missing ones are of tokens that do not count.
+        # Each pass gathers weights, so all ranks run the same number; fill up with blocks whose targets are ignored.
         nothing = Block(index=-1, inputs_S=blocks[0].inputs_S, targets_S=torch.full_like(blocks[0].targets_S, _IGNORED))
         own += [nothing] * (num_batches * micro_sequences - len(own))
         self._batches = [own[at : at + micro_sequences] for at in range(0, len(own), micro_sequences)]
 
     def run(self) -> tuple[float, int]:
-        """(mean loss in nats a token, number of tokens). Collective."""
+        """(mean loss in nats per token, number of tokens), the same on all ranks. Collective."""
         total, count = 0.0, 0
         self._model.eval()
         with self._engine.evaluation():

@@ -1,8 +1,8 @@
-"""The steps of a run: batches through the engine, the optimizer, and what happens between two steps.
+"""Runs the training steps: batches, engine, optimizer, logging, evaluation and checkpoints.
 
-Ranks exchange five numbers at the end of each step: its loss, whether somebody is to stop, whether a checkpoint's part is
-written, memory, and whether the next step's data could not be read. So all of them decide alike: a signal to one of them
-stops all after the same step, and so does a damaged file, which they come to at different times.
+After each step, ranks exchange five numbers: the loss, a stop signal, whether their part of a checkpoint is written, memory,
+and whether the next step's data failed to load. So all ranks stop after the same step when one rank gets a signal or reads a
+damaged file.
 """
 
 import math
@@ -35,16 +35,16 @@ _NO_CLIPPING = math.inf
 
 
 class DivergedError(RuntimeError):
-    """Gradients or weights are inf or NaN; no such weights are saved."""
+    """Gradients or weights are inf or NaN; these weights are not saved."""
 
 
 class BrokenDataError(RuntimeError):
-    """The data cannot be read on; what was trained has been saved."""
+    """The data of the next step cannot be read; the trained weights are saved."""
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """One run on one rank. ``step`` and ``position`` are where it goes on from, and where it is."""
+    """One run on one rank. ``step`` and ``position`` start at the checkpoint's and advance with each step."""
 
     config: TrainConfig
     model: Any
@@ -54,9 +54,9 @@ class Loop:
     batches: ReadAhead[Batch]
     evaluate: Callable[[int], EvaluationRecord] | None
     checkpointer: Checkpointer
-    about: Callable[[int, int], Mapping[str, Any]]  # of a checkpoint: step, position
+    about: Callable[[int, int], Mapping[str, Any]]  # a checkpoint's metadata, by step and position
     terminal: Terminal
-    log: RunLog | None  # on the rank that writes it
+    log: RunLog | None  # None on ranks that do not write it
     stop_signal: Callable[[], int]
     device: torch.device
     flops_per_token: int
@@ -69,18 +69,18 @@ class Loop:
     def __post_init__(self) -> None:
         self._saved_step = self.step
         self._accumulation = self.config.batch.accumulation(self.control.world_size)
-        self._upcoming: list[Batch] = []  # of the next step
+        self._upcoming: list[Batch] = []  # micro-batches of the next step
         self._data_error = ""
-        self._logs = True  # the newest record is in the log
+        self._logs = True  # the newest record was written to the log
 
     def run(self) -> int:
-        """Train until the last step or a signal, and save. Returns the signal's number, 0 when all steps are done.
+        """Train until the last step or a signal, and save. Returns the signal's number, or 0 after the last step.
 
         Raises:
-            DataError: there is no data for the first step.
-            BrokenDataError: there is none for a later one.
-            DivergedError: with the step, the units and the last good checkpoint.
-            CheckpointError: what the run ends with could not be saved.
+            DataError: the data of the first step cannot be read.
+            BrokenDataError: the data of a later step cannot be read.
+            DivergedError: gradients or weights are inf or NaN; names the step, the units and the last good checkpoint.
+            CheckpointError: the last checkpoint could not be written.
         """
         self.model.train()
         signal = self._begin()
@@ -92,7 +92,7 @@ class Loop:
             if saves or evaluates:
                 self._check_finite()
             if evaluates and not signal and not is_broken:
-                self._evaluate()  # who sends a signal gets a checkpoint at once
+                self._evaluate()  # after a signal, save at once
             if saves:
                 self._save()
             if is_broken:
@@ -101,7 +101,7 @@ class Loop:
         return signal
 
     def _begin(self) -> int:
-        """Read up to where the run goes on from; the signal that came meanwhile, or 0."""
+        """Read the data up to ``position``. Returns the signal that some rank received, or 0."""
         if self.position and self.step < self.config.schedule.steps:
             self.terminal.say(f"reading the data up to position {self.position}")
         with self.control.failing_together(DataError):
@@ -111,7 +111,7 @@ class Loop:
         return int(max(signal for (signal,) in self.control.gather_numbers(self.stop_signal())))
 
     def _read(self) -> None:
-        """Have the next step's micro-batches, before any rank begins with it; a signal ends the waiting."""
+        """Read the next step's micro-batches. A signal ends the wait."""
         self._upcoming = []
         if self.step == self.config.schedule.steps:
             return
@@ -125,7 +125,7 @@ class Loop:
             self._data_error = str(error)
 
     def _step(self) -> tuple[int, bool]:
-        """The signal that came to some rank, and whether some rank's data cannot be read on."""
+        """Run one step. Returns the signal that some rank received, and whether some rank failed to read its data."""
         begun, sent, waited = perf_counter(), self.engine.bytes_sent, self.engine.waited_s
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, self.step)
         loss = self._gradients()
@@ -146,7 +146,7 @@ class Loop:
         tokens = self.config.batch.sequences * self.config.data.sequence_tokens
         reached = self.flops_per_token * tokens / self.control.world_size / seconds
         if self.peak_flops is not None and self.config.log.peak_tflops is None:
-            # What a step reaches, the device can do: the product that was to show how much it can had company then.
+            # A step can be faster than the measured peak, because other programs may have run during that measurement.
             self.peak_flops = max(self.peak_flops, reached)
         self._tell(
             StepRecord(
@@ -167,12 +167,12 @@ class Loop:
         return int(max(signals)), any(broken)
 
     def _gradients(self) -> float:
-        """All micro-batches forward and backward; this rank's mean loss."""
+        """Run forward and backward of all micro-batches. Returns this rank's mean loss."""
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(self._upcoming):
             inputs_BS, targets_BS = (tensor.to(self.device, non_blocking=True) for tensor in batch)
             with self.engine.micro_batch(last=number == self._accumulation - 1):
-                # The targets are shifted already; transformers wants `labels` beside them, to compute a loss at all.
+                # The targets are shifted already, but transformers computes a loss only if `labels` is given.
                 loss = self.model(input_ids=inputs_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False).loss
                 (loss / self._accumulation).backward()
             total += loss.detach()
@@ -180,7 +180,7 @@ class Loop:
         return float(total) / self._accumulation
 
     def _diverged(self, loss: float) -> None:
-        """All ranks come here together, as the norm is the same on each."""
+        """Raise DivergedError. Collective: the norm is the same on all ranks."""
         own = [
             shard.unit
             for shard in self.state.shards
@@ -196,7 +196,7 @@ class Loop:
         )
 
     def _check_finite(self) -> None:
-        """Before weights are saved or evaluated. Collective."""
+        """Raise DivergedError if weights or optimizer state are not finite. Collective."""
         units = sorted({unit for units in self.control.gather(not_finite(self.state)) for unit in units})
         if units:
             self._settle(raising=False)
@@ -206,7 +206,7 @@ class Loop:
             )
 
     def _remedy(self) -> str:
-        """Weights of a checkpoint have proved good when a gradient was computed with them."""
+        """How to continue. A checkpoint counts as good only if it is older than the failed step."""
         newest = self.last_checkpoint
         good = newest_before(Path(self.config.run).expanduser(), self.step)
         if newest is None:
@@ -222,7 +222,7 @@ class Loop:
         )
 
     def _end_without_data(self) -> None:
-        """All ranks come here together, after saving."""
+        """Raise BrokenDataError after saving. Collective."""
         self._settle(raising=True)
         text = next(text for text in self.control.gather(self._data_error) if text)
         raise BrokenDataError(
@@ -243,7 +243,7 @@ class Loop:
         self._saved_step = self.step
 
     def _settle(self, *, raising: bool) -> None:
-        """Wait for the checkpoint that is being written, if any. Collective."""
+        """Wait for a checkpoint in progress, if any. Collective."""
         if not self.checkpointer.writing:
             return
         folder, error, warning = self.checkpointer.complete()
@@ -267,7 +267,7 @@ class Loop:
             try:
                 self.log.add(record)
                 self._logs = True
-            except OSError as error:  # a full disk may have room again; steps are worth more than lines
+            except OSError as error:  # keep training: a full disk may have room again later
                 if self._logs:
                     self.terminal.say(f"WARNING: from step {record.step} on lines are missing in the log: {error}")
                 self._logs = False
@@ -278,7 +278,7 @@ class Loop:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """The most that this process has had."""
+    """Peak memory of this process: reserved CUDA memory, or resident memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

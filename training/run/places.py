@@ -20,10 +20,10 @@ _MODEL, _CONFIG = "model", "config.yaml"
 
 
 def make_folder(config: TrainConfig, control: Control) -> Path:
-    """The run's folder, without what a killed run left unfinished, and with the configuration in it. Collective.
+    """Create the run's folder, remove unfinished files of a killed run, and write the configuration there. Collective.
 
     Raises:
-        ValueError: it cannot be written to, the ranks do not share it, or the model cannot be exported to its place.
+        ValueError: the folder cannot be written, the ranks do not share it, or the export folder is unusable.
     """
     run = Path(config.run).expanduser()
     with control.failing_together(ValueError):
@@ -47,10 +47,10 @@ def export_place(config: TrainConfig, run: Path) -> Path:
 
 
 def check_room(config: TrainConfig, run: Path, *, checkpoint_bytes: int, num_parameters: int) -> None:
-    """For all checkpoints that there are at once, beside those that are there, and the exported model.
+    """Check the disk space for the checkpoints still to come and for the exported model.
 
     Raises:
-        ValueError: there is less room than that.
+        ValueError: there is not enough space.
     """
     more = config.checkpoint.keep + 1 - min(config.checkpoint.keep, len(checkpoints_in(run)))
     model_bytes = num_parameters * getattr(torch, config.export.dtype).itemsize
@@ -80,11 +80,11 @@ def _same_disk(one: Path, other: Path) -> bool:
 
 
 def _check_shared(run: Path, control: Control) -> None:
-    """All ranks write their parts of a checkpoint into one folder."""
+    """Check that all ranks see the run folder, because each writes its part of a checkpoint there."""
     mark = run / control.gather(f".{uuid.uuid4()}")[0]
     if control.rank == 0:
         mark.touch()
-    control.gather(None)  # it is there
+    control.gather(None)  # wait until rank 0 has created the mark
     unseen = [rank for rank, seen in enumerate(control.gather(mark.exists())) if not seen]
     if control.rank == 0:
         mark.unlink()

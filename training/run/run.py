@@ -47,16 +47,16 @@ FAILURES = (
     DivergedError,
     CommError,
     OSError,
-)  # that a run may end with once it has begun
-_READ_AHEAD = 4  # micro-batches, if a step has no more
+)  # errors after a run has started
+_READ_AHEAD = 4  # micro-batches, or those of a step if it has more
 _TOKENIZER = "tokenizer"
 
 
 def run_training(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> int:
-    """Train, save and export. Returns the number of the signal that ended it, or 0.
+    """Train, save and export. Returns the number of the signal that ended the run, or 0.
 
     Raises:
-        ValueError: refused, with the reason; nothing has been changed.
+        ValueError: the configuration, the data or the run folder is invalid.
         CheckpointError, BrokenDataError, DivergedError, CommError, OSError: the run cannot go on.
     """
     topology = find_topology(environment, config.parallel.nodes)
@@ -75,12 +75,12 @@ def run_training(config: TrainConfig, environment: Mapping[str, str] = os.enviro
 
 
 class Run:
-    """A run on ranks that have met; all make the same calls."""
+    """A run on connected ranks. All ranks make the same calls."""
 
     def __init__(self, config: TrainConfig, options: EngineOptions, data: RunData, ranks: Ranks) -> None:
         """
         Raises:
-            ValueError: ranks were told unlike things, a folder cannot be written to, or there is no such model.
+            ValueError: ranks have different configurations, a folder cannot be written, or there is no such model.
         """
         self._config, self._data, self._control = config, data, ranks.control
         check_told_alike(config, data, ranks.control)
@@ -93,7 +93,7 @@ class Run:
         plan, replicas = self._trained.engine.plan, self._trained.state.replica.size
         between = config.parallel.between
         with ranks.control.failing_together(ValueError):
-            if ranks.control.rank == 0:  # which writes the model
+            if ranks.control.rank == 0:  # rank 0 writes the model
                 check_room(
                     config,
                     self._folder,
@@ -105,7 +105,7 @@ class Run:
         self._trained.engine.close()
 
     def train(self, stop_signal: Callable[[], int]) -> int:
-        """Go on from the newest checkpoint, or begin, until the end. ``stop_signal``: what came to this rank, else 0."""
+        """Train from the newest checkpoint or from the start. ``stop_signal``: the signal that this rank received, or 0."""
         config, control = self._config, self._control
         checkpoint, step, position = self._load()
         terminal = make_terminal(config.schedule.steps, config.log.every, rank=control.rank, done=step)
@@ -157,7 +157,7 @@ class Run:
                 log.close()
 
     def _load(self) -> tuple[Path | None, int, int]:
-        """Fill the weights; the checkpoint that they are from, its step and position."""
+        """Load the weights. Returns the checkpoint (None: a new run), its step and its position."""
         config, control, trained = self._config, self._control, self._trained
         step = position = 0
         with control.failing_together(OtherRunError):
@@ -189,7 +189,7 @@ class Run:
         )
 
     def _evaluation(self) -> Callable[[int], EvaluationRecord]:
-        """Evaluates the weights of a step."""
+        """The function that evaluates the current weights."""
         config, start, trained = self._config, self._start, self._trained
         evaluator = Evaluator(
             trained.model,
@@ -246,7 +246,7 @@ class Run:
 
 
 def _open_start(config: TrainConfig, data: RunData, run: Path, ranks: Ranks) -> StartingModel:
-    """The first rank goes ahead, as it may fetch a model or train a tokenizer for the others to find."""
+    """Rank 0 opens the model first: it may download a model or train a tokenizer, which the other ranks then read."""
 
     def start() -> StartingModel:
         return open_start(

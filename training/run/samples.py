@@ -1,6 +1,6 @@
 """Writes greedy continuations of prompts with the model in training.
 
-Without a cache, one whole pass for each token, which is all right for a few dozen tokens now and then.
+There is no KV cache: each token takes a whole forward pass.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ def write_samples(
     max_positions: int,
     device: torch.device,
 ) -> tuple[tuple[str, str], ...]:
-    """(prompt, continuation) for each prompt; a text ends at its end token. Collective: all ranks write the same."""
+    """(prompt, continuation) for each prompt, cut at the end token. Collective: all ranks get the same texts."""
     written = []
     model.eval()
     with engine.evaluation():
         for prompt in prompts:
             ids = tokenizer.encode(prompt) or [tokenizer.bos_token_id or 0]
             begin = len(ids)
-            # As many passes on every rank, whatever it chose: each gathers weights.
+            # Do not stop early: each pass gathers weights, so all ranks must run the same number.
             for _ in range(num_tokens):
                 inputs_1S = torch.tensor([ids[-max_positions:]], device=device)
                 logits_V = model(input_ids=inputs_1S, use_cache=False, logits_to_keep=1).logits[0, -1]

@@ -1,4 +1,4 @@
-"""From a configuration to an engine: everything that can be refused is, before ranks meet and before weights are read."""
+"""Checks a configuration, connects the ranks, and builds the engine and optimizer."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -26,7 +26,7 @@ from tightwire.training.ranks.groups import TrainGroups, open_train_groups, repl
 from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import StartingModel, build_model
 
-_OWN_OPTIONS = ("sharding", "compute_dtype", "reduce_dtype")  # said otherwise in the configuration
+_OWN_OPTIONS = ("sharding", "compute_dtype", "reduce_dtype")  # these need a conversion from the configuration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """The model that is trained, without parameters of its own, and who has them."""
+    """The model in training, and the engine and state that hold its parameters."""
 
     model: Any
     engine: Engine
@@ -57,7 +57,7 @@ class Trained:
 def engine_options(config: TrainConfig) -> EngineOptions:
     """
     Raises:
-        ValueError: options that do not go together; they have the configuration's names.
+        ValueError: the options contradict each other; the message uses the configuration's names.
     """
     parallel = config.parallel
     names = [name for name in EngineOptions.__dataclass_fields__ if name not in _OWN_OPTIONS]
@@ -75,7 +75,7 @@ def engine_options(config: TrainConfig) -> EngineOptions:
 def check_ranks(config: TrainConfig, options: EngineOptions, topology: Topology) -> None:
     """
     Raises:
-        ValueError: the run cannot be on these ranks.
+        ValueError: the configuration does not fit these ranks.
     """
     config.batch.accumulation(topology.world_size)
     try:
@@ -102,7 +102,7 @@ def check_ranks(config: TrainConfig, options: EngineOptions, topology: Topology)
 def check_sequences(config: TrainConfig, llama: LlamaConfig) -> None:
     """
     Raises:
-        ValueError: sequences are longer than the model's positions.
+        ValueError: sequences have more tokens than the model has positions.
     """
     if config.data.sequence_tokens > llama.max_positions:
         raise ValueError(
@@ -114,7 +114,7 @@ def check_sequences(config: TrainConfig, llama: LlamaConfig) -> None:
 def find_device(wanted: str, topology: Topology) -> torch.device:
     """
     Raises:
-        ValueError: there is no such device for this rank.
+        ValueError: this host has fewer CUDA devices than ranks.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -132,7 +132,7 @@ def meet(parallel: ParallelConfig, topology: Topology, store: Store, device: tor
     """Connect all ranks.
 
     Raises:
-        CollectiveTimeoutError: some did not come.
+        CollectiveTimeoutError: some ranks did not connect.
     """
     groups = open_train_groups(topology, store=store, device=device, timeout_s=parallel.timeout_s)
     control = open_process_group(
@@ -142,10 +142,10 @@ def meet(parallel: ParallelConfig, topology: Topology, store: Store, device: tor
 
 
 def make_trained(config: TrainConfig, options: EngineOptions, start: StartingModel, groups: TrainGroups) -> Trained:
-    """The model in its engine, with the optimizer beside it; weights are zeros until they are loaded.
+    """Build the model, engine and optimizer. Weights are zeros until they are loaded.
 
     Raises:
-        ValueError: the optimizer or what is to be frozen does not go with the model.
+        ValueError: the sequences, the optimizer or the frozen parameters do not fit the model.
     """
     check_sequences(config, start.config)
     model = build_model(start.config, device=groups.device, frozen=config.model.frozen)
@@ -171,7 +171,7 @@ def _make_between(
     groups: TrainGroups,
     weights: dict[str, torch.Tensor],
 ) -> Between | None:
-    """``weights``: by unit, filled when the engine has made them."""
+    """``weights``: the shards by unit; the caller fills it after it has built the engine."""
     replicas = replica_group(groups.reduce, options.sharding)
     if replicas.world_size == 1:
         return None

@@ -8,7 +8,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Between ``with`` and its end; main thread only. ``number`` is 0 until a signal comes."""
+    """A context manager for the main thread. ``number`` is the signal received inside ``with``, or 0."""
 
     def __init__(self) -> None:
         self.number = 0
