@@ -1,7 +1,7 @@
-"""The two seams of the comm floor: how bytes move (``Transport``) and how a tensor is summed (``AllReduce``).
+"""Protocols of comm: ``Transport`` moves bytes between ranks, ``AllReduce`` sums a tensor over them.
 
-An algorithm is written once against ``Transport``; a transport knows nothing of algorithms. Everything that a caller
-above this floor needs is in ``Group`` (comm/group.py), which holds one transport and one ledger.
+An algorithm is written once against ``Transport``; a transport knows no algorithms. Callers above comm use a ``Group``
+(comm/group/group.py), which holds one transport and one ledger.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,34 +11,34 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec
 
-Moved = Callable[[int], None]  # told of bytes that have come, so that whoever waits knows that something moves
+Moved = Callable[[int], None]  # called with the number of bytes that arrived, as a sign of progress
 
 
 def nothing_told(num_bytes: int) -> None:
-    """A ``Moved`` that nobody listens to."""
+    """A ``Moved`` that does nothing."""
 
 
 class KernelSums(Protocol):
-    """One-shots that a kernel of the caller's makes by itself, of one buffer again and again: ``kernels.shared_sums``.
+    """One-shot sums of one buffer that a caller's kernel runs repeatedly by itself: ``kernels.cpu.shared_sums``.
 
         table = sums.begin(x, out, sites)
         while (num_done := sums.wait()) < len(sites):
             ...  # call the kernel, which makes sums from number ``num_done`` on
         sums.end()
 
-    ``end`` is called whatever happens; no other collective runs before. All ranks begin with the same shape, dtype and
-    number of sites.
+    ``end`` is always called, also after an error; no other collective runs before it. All ranks begin with the same
+    shape, dtype and number of sites.
     """
 
     def begin(self, x: Tensor, out: Tensor, sites: Sequence[str]) -> int:
-        """The address of the kernel's table. Each sum is of what ``x`` then holds and goes to ``out``; both contiguous.
+        """Return the address of the kernel's table. Each sum reads ``x`` and writes ``out``; both are contiguous.
 
-        ``sites``: what each is for, as the ledger's ``site``.
+        ``sites``: the purpose of each sum, as the ledger's ``site``.
         """
         ...
 
     def wait(self) -> int:
-        """How many sums are done, when one that the kernel left for want of a rank has been made too.
+        """Return how many sums are done. First makes a sum that the kernel left because a rank was late.
 
         Raises:
             CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: as a single AllReduce does.
@@ -46,19 +46,19 @@ class KernelSums(Protocol):
         ...
 
     def end(self) -> None:
-        """Count what was done, as if each had been called."""
+        """Record the sums that are done, as if each were a call."""
         ...
 
 
 class FusedAllReduce(Protocol):
     """Whole AllReduces in one kernel, for transports whose ranks map each other's memory.
 
-    The same results to the bit, and the same ``bytes_sent``, as the algorithm of that name over the transport's
-    messages. ``x`` is contiguous, of any shape, not empty, and only read; the result is a new tensor of its shape.
+    Results and ``bytes_sent`` equal those of the same algorithm over the transport's messages, to the bit. ``x`` is
+    contiguous, of any shape, not empty, and only read; the result is a new tensor of its shape.
     """
 
-    tells_coding: bool  # whether ``flash`` tells the group's ledger how long it encodes and decodes
-    in_kernel: KernelSums | None  # ``one_shot`` for a caller's kernel; None: only by itself
+    tells_coding: bool  # whether ``flash`` records its encoding and decoding time in the group's ledger
+    in_kernel: KernelSums | None  # ``one_shot`` inside a caller's kernel; None: not available
 
     def one_shot(self, x: Tensor) -> Tensor: ...
 
@@ -81,9 +81,9 @@ class Transport(Protocol):
     fused: FusedAllReduce | None  # None: algorithms go through the methods below
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """All-to-all: ``slices[i]`` goes to rank i, the result's entry i came from rank i (own entry included).
+        """All-to-all: ``slices[i]`` goes to rank i; entry i of the result came from rank i (own entry included).
 
-        All ranks cut alike: what comes from each rank is as long as this rank's own entry. The own entry may be the
+        All ranks use the same slice lengths, so each received entry is as long as this rank's own. The own entry may be the
         given tensor itself.
         """
         ...
@@ -96,9 +96,9 @@ class Transport(Protocol):
         ...
 
     def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
-        """All-gather of equally long buffers into ``out``, one after the other in rank order, without copies between.
+        """All-gather buffers of equal length into ``out`` in rank order, without intermediate copies.
 
-        ``buf`` may be the own part of ``out``. ``moved`` is told of bytes of ``out`` as they come, where the host sees them.
+        ``buf`` may be the own part of ``out``. ``moved`` is called as bytes of ``out`` arrive, where the host sees that.
         """
         ...
 
@@ -107,20 +107,20 @@ class Transport(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The library's own sum, when it has one (gloo, NCCL): what ``native`` uses. Returns a new tensor."""
+        """The sum of the library (gloo, NCCL), for ``native``. Returns a new tensor."""
         ...
 
     def barrier(self) -> None: ...
 
     def close(self) -> None:
-        """Take part no more. A call of another thread's that waits for others ends with an error, over gloo by its deadline."""
+        """Stop taking part. Another thread's call that waits for other ranks raises; over gloo, by its deadline."""
         ...
 
 
 class AllReduce(Protocol):
-    """Sums a tensor over the group into a new one, contiguous, of its shape and dtype; the same bits on every rank.
+    """Sums a tensor over the group into a new contiguous one of the same shape and dtype; the same bits on every rank.
 
-    The input is left as it was.
+    The input does not change.
     """
 
     name: str

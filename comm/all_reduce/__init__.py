@@ -1,1 +1,1 @@
-"""AllReduce algorithms, one a file with its cost and registry entry. Start with `entry` and `one_shot`."""
+"""AllReduce algorithms, each in a file with its cost and registry entry. Start with `entry` and `one_shot`."""

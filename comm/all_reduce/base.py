@@ -11,11 +11,11 @@ from tightwire.comm.sums import SUMMABLE
 
 
 class BaseAllReduce(ABC):
-    """Sums a tensor over ``group``; a subclass says how, what it sends, and how exact it is.
+    """Sums a tensor over ``group``; a subclass defines the algorithm, its bytes and its error bound.
 
     All ranks call with the same shape and dtype (fp32, bf16 or fp16), in the same order. The result is a new
-    contiguous tensor that belongs to the caller, the same bits on every rank and in every run. It is no part of an
-    autograd graph: what a sum over ranks means for gradients is for the caller to say. One thread per group.
+    contiguous tensor that belongs to the caller, with the same bits on every rank and in every run. It is not part of
+    an autograd graph; the caller defines gradients of a sum over ranks. One thread per group.
     """
 
     name: str
@@ -26,14 +26,14 @@ class BaseAllReduce(ABC):
         self._transport = group.transport
         self._counter = group.transport if group.nodes is None else group  # of bytes sent
         self._ledger = group.ledger
-        self._fused: Callable[[Tensor], Tensor] | None = None  # a subclass's way in one kernel, in place of ``_reduce``
+        self._fused: Callable[[Tensor], Tensor] | None = None  # a subclass's single kernel, in place of ``_reduce``
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum over ranks of ``x``, any shape.
 
         Raises:
             TypeError: a dtype that cannot be summed.
-            CollectiveTimeoutError, PeerLostError: a rank did not come; the group is of no use any more.
+            CollectiveTimeoutError, PeerLostError: a rank did not come; the group cannot be used any more.
         """
         if x.dtype not in SUMMABLE:
             raise TypeError(f"all_reduce sums {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert it first")
@@ -44,7 +44,7 @@ class BaseAllReduce(ABC):
         counter, ledger = self._counter, self._ledger
         sent_before = counter.bytes_sent
         ledger.begin("all_reduce", self.name, x.nbytes)
-        # A view costs as much as the ledger, and view(x.shape) three times that.
+        # A view costs as much as the ledger, and view(x.shape) three times as much.
         fused = self._fused
         result = self._reduce(x.contiguous().view(-1)).view_as(x) if fused is None else fused(x.contiguous())
         ledger.end(counter.bytes_sent - sent_before, self._exact_bytes(x))
@@ -56,12 +56,12 @@ class BaseAllReduce(ABC):
         return True
 
     def _exact_bytes(self, x: Tensor) -> int | None:
-        """What the exact algorithm of the same shape would have sent for ``x``; None: this one is exact."""
+        """Bytes that the exact algorithm of the same shape would have sent for ``x``; None: this one is exact."""
         return None
 
     @abstractmethod
     def _reduce(self, x_N: Tensor) -> Tensor:
-        """The sum of the contiguous ``x_N`` (N > 0) over at least two ranks, as a new tensor; ``x_N`` is only read."""
+        """Sum the contiguous ``x_N`` (N > 0) over at least two ranks into a new tensor; ``x_N`` is only read."""
 
     @abstractmethod
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:

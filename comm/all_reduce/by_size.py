@@ -1,4 +1,4 @@
-"""Several AllReduces as one that takes each message by its size. Costs a comparison; with one entry, nothing."""
+"""An AllReduce that selects another AllReduce by message size. Costs a comparison; nothing with a single entry."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from tightwire.comm.protocols import AllReduce
 
 
 class SizedAllReduce:
-    """Messages up to a limit go by that limit's algorithm. The ledger records the algorithm that ran.
+    """Each message uses the algorithm of the first limit that it does not exceed. The ledger records that algorithm.
 
-    All ranks call with the same shape, so all take the same one.
+    All ranks call with the same shape, so all select the same algorithm.
     """
 
     def __init__(self, table: Sequence[tuple[int | None, AllReduce]], name: str = "by size") -> None:
@@ -48,7 +48,7 @@ class SizedAllReduce:
 
 
 def by_size(table: Sequence[tuple[int | None, AllReduce]]) -> AllReduce:
-    """The AllReduce for ``table``: (largest message in bytes, algorithm) with rising limits, the last one None.
+    """Return the AllReduce for ``table``: (largest message in bytes, algorithm) with rising limits, the last one None.
 
     Raises:
         ValueError: the limits do not rise, or the last one is not None.

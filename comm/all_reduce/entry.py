@@ -1,6 +1,6 @@
-"""The entry that an AllReduce has in the registry: its name, how to make it, what it costs, and whether ``auto`` may use it.
+"""The registry entry of an AllReduce: its name, constructor, cost, and whether ``auto`` may use it.
 
-Each file of this folder that defines an ``ENTRY`` is an algorithm; ``registry`` finds it there.
+Each file of this folder that defines an ``ENTRY`` is an algorithm, which ``registry`` finds.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ RANK_ORDER, NODE_ORDER = "in rank order", "node by node"
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """The conditions that a predicted or measured time belongs to, beside the algorithm and the size."""
+    """The conditions of a predicted or measured time, beside the algorithm and the size."""
 
     transport: str
     device: str  # cpu or cuda
@@ -39,7 +39,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of one rank in one AllReduce: what the cost model multiplies with a link's constants."""
+    """The work of one rank in one AllReduce; the cost model multiplies it by a link's constants."""
 
     rounds: int
     sent_bytes: float
@@ -58,18 +58,18 @@ class Entry:
     Args:
         make: (group) for names without codecs, else (group, *codecs, name=...).
         work: (setting, message bytes, *codecs): what one rank does.
-        wire_bytes: (setting, message bytes, *codecs): exactly what rank 0 sends; None: by ``work``, up to rounding.
+        wire_bytes: (setting, message bytes, *codecs): the exact bytes of rank 0; None: from ``work``, up to rounding.
         num_codecs: how many codecs the constructor takes.
         patterns: the forms with codecs, each with its explanation.
         presets: names with fixed codecs.
         lossy_names: quantized names worth measuring, for a suffix of their codecs such as ``-g64``.
         exact_codecs: the codecs of the bare ``name``; None: the bare name needs codecs and is not valid.
-        order: the order in which it adds. Algorithms of one order give the same bits.
+        order: the order of adding. Algorithms with equal order give the same bits.
         depends_on_place: with three or more ranks on CPU the order depends on an element's place in the tensor.
-        needs_nodes: it is worth using on several nodes only.
+        needs_nodes: it is useful on several nodes only.
         rounds: ``kernel``: one kernel where memory is shared; ``message``: always messages; ``library``: gloo or NCCL.
-        neighbours_only: each rank sends to the next one alone, so one rank of a node uses the link between nodes.
-        preference: the lowest is chosen among equally fast ones.
+        neighbours_only: each rank sends to the next one only, so one rank of a node uses the link between nodes.
+        preference: the lowest wins among equally fast ones.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Entry:
     preference: int = 100
 
     def refusal(self, setting: Setting) -> str | None:
-        """The reason why ``auto`` may not use its exact form in this setting; None: it may."""
+        """Return why ``auto`` may not use the exact form in this setting; None: it may."""
         if self.needs_nodes and setting.num_nodes == 1:
             return "there is one node, where it is two-shot"
         if self.depends_on_place and setting.world_size > 2 and setting.device == "cpu":
@@ -102,7 +102,7 @@ def coded_elem_bytes(codec: "Codec", setting: Setting) -> float:
 
 
 def coding_effort(codec: "Codec") -> float:
-    """The time of ``codec`` in multiples of int8's, as `tightwire bench kernels` measures it; 0 for an exact one."""
+    """The time of ``codec`` relative to int8, as measured by `tightwire bench kernels`; 0 for an exact codec."""
     fmt = codec.format
     if fmt is None:
         return 0.0

@@ -1,8 +1,8 @@
-"""Flash: two-shot with both legs quantized. For large messages on slow links, where bytes matter more than bits.
+"""Flash AllReduce: two-shot with both legs quantized. For large messages on slow links, at a loss of accuracy.
 
-Each number is quantized twice, however many ranks there are: by every rank before the slices are exchanged, and by the
-slice's owner after summing. (A quantized ring does it at every hop.) The owner decodes its own slice too, so that all
-ranks hold the same bits.
+Each number is quantized twice, for any number of ranks: by every rank before the exchange of slices, and by the slice's
+owner after summing. (A quantized ring quantizes at every hop.) The owner decodes its own slice too, so that all ranks hold
+the same bits.
 
 Source: Flash Communication, arXiv 2412.04964; bit splitting for 5 and 6 bits after Flash Communication V2, 2508.03760.
 """
@@ -29,10 +29,10 @@ class FlashAllReduce(BaseAllReduce):
 
     With r = ``reduce_codec``, a = ``gather_codec`` and slices of ceil(n / N) elements rounded up to whole groups:
 
-    Cost: sum over the other ranks' slices r(slice) + (N-1) * a(own slice) bytes sent in two rounds, where a codec's
-    c(n) = ceil(n / g) bytes of a group (``Codec.wire_bytes``); about 2 (N-1)/N * n * b/8 with b bits an element.
-    Exactness: as ``max_error`` says, a rounding to the wire in each leg. An element's result depends only on the
-    ranks' numbers in its own group, so rows of whole groups do not know what travels beside them.
+    Cost: sum over the other ranks' slices r(slice) + (N-1) * a(own slice) bytes in two rounds, where a codec's c(n) is
+    ``Codec.wire_bytes``: ceil(n / g) groups; about 2 (N-1)/N * n * b/8 with b bits an element.
+    Exactness: ``max_error``, with one quantization in each leg. An element's result depends only on the ranks' numbers
+    in its own group, so rows of whole groups do not depend on other rows of the message.
     """
 
     def __init__(self, group: Group, reduce_codec: Codec, gather_codec: Codec, name: str | None = None) -> None:
@@ -50,7 +50,7 @@ class FlashAllReduce(BaseAllReduce):
         return self._reduce_codec.exact and self._gather_codec.exact
 
     def slices(self, num_elems: int) -> list[int]:
-        """Elements of each rank's slice; groups of both codecs are whole in it."""
+        """Elements of each rank's slice, in whole groups of both codecs."""
         return _slices(num_elems, self.world_size, self._reduce_codec, self._gather_codec)
 
     def _reduce(self, x_N: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class FlashAllReduce(BaseAllReduce):
         return flash_bytes(self.rank, self.world_size, num_elems, elem_bytes, self._reduce_codec, self._gather_codec)
 
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The ranks' reduce-leg bounds and the sum's, then the gather leg's bound for the sum, then one rounding."""
+        """Bound: the ranks' reduce-leg bounds and the additions, then the gather leg's bound for the sum, then one rounding."""
         if self.world_size == 1:
             return torch.zeros(inputs[0].shape, dtype=torch.float64, device=inputs[0].device)
         flat = [x.reshape(-1) for x in inputs]
@@ -85,7 +85,7 @@ class FlashAllReduce(BaseAllReduce):
 def flash_bytes(
     rank: int, world_size: int, num_elems: int, elem_bytes: int, reduce_codec: Codec, gather_codec: Codec
 ) -> int:
-    """What ``rank`` sends: the others' slices, then its own sum to each of them."""
+    """Bytes that ``rank`` sends: the others' slices, then the sum of its own slice to each of them."""
     if world_size == 1:
         return 0
     lengths = _slices(num_elems, world_size, reduce_codec, gather_codec)
@@ -103,7 +103,7 @@ def _work(setting: Setting, num_bytes: int, reduce_codec: Codec, gather_codec: C
     ranks, elems = setting.world_size, num_bytes / setting.elem_bytes
     elem_bytes = coded_elem_bytes(reduce_codec, setting) + coded_elem_bytes(gather_codec, setting)
     sent = (ranks - 1) / ranks * elems * elem_bytes
-    # Own slices out, everybody's slices in; then the own sum out, everybody's sums in.
+    # Encode and decode: all own slices out and all ranks' slices in; then the own sum out and all sums in.
     reduced, gathered = elems * coding_effort(reduce_codec), elems * coding_effort(gather_codec)
     summed = elems if reduce_codec.exact else 0
     return Work(2, sent, summed, reduced + gathered / ranks, reduced + gathered)

@@ -1,8 +1,8 @@
-"""Hierarchical: sum inside each node, then between nodes, then share inside. For nodes joined by a slower wire.
+"""Hierarchical AllReduce: sums inside each node, then between nodes, then shares inside. For slow links between nodes.
 
-Of N ranks on K nodes of L ranks each, every rank carries 1/L of the tensor over the slow wire: 2 (K-1)/K * M/L bytes
-against two-shot's nearly 2 M. Flash Communication V2 (arXiv 2508.03760) does so between NUMA domains, qgZ (ZeRO++,
-2306.10209) between machines.
+Of N ranks on K nodes of L ranks each, every rank sends 1/L of the tensor over the slow link: 2 (K-1)/K * M/L bytes against
+two-shot's nearly 2 M. Flash Communication V2 (arXiv 2508.03760) does so between NUMA domains, qgZ (ZeRO++, 2306.10209)
+between machines.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,15 @@ _EXACT = parse_codec("none")
 
 
 class HierarchicalAllReduce(BaseAllReduce):
-    """Two-shot whose sums of slices go through a second two-shot, between nodes, with a codec of its own.
+    """Two-shot whose sums of slices go through a second two-shot, between nodes, with its own codec.
 
-    Four rounds: exchange slices inside the node; exchange, gather between nodes; gather inside. A group on one
-    node (``Group.nodes`` None) leaves the middle ones out, and so is two-shot.
+    Four rounds: exchange slices inside the node; exchange and gather between nodes; gather inside. A group on one node
+    (``Group.nodes`` None) skips the two middle rounds, which makes it two-shot.
 
-    Cost, with s the own slice of about M/L inside and c what ``codec`` makes of it: M - s + (L-1) s inside, about
-    2 (K-1)/K * c between nodes. Exactness: without a codec a node's sum is rounded to the dtype once on its way, with
-    one it goes encoded from float32 and is rounded by the codec in either leg. Ranks are added in order within a node
-    and nodes in order, so without a codec an element's sum does not depend on its place; with one it depends on the
-    numbers in its own codec group.
+    Cost: with s the own slice of about M/L inside and c its size encoded by ``codec``: M - s + (L-1) s inside, about
+    2 (K-1)/K * c between nodes. Exactness: without a codec a node's sum is rounded to the dtype once; with one it is
+    encoded from float32, once in each leg. Ranks are added in order within a node, and nodes in order. So without a
+    codec an element's sum does not depend on its place; with one it depends on the numbers in its own codec group.
     """
 
     def __init__(self, group: Group, codec: Codec = _EXACT, name: str = "hierarchical") -> None:
@@ -71,7 +70,7 @@ class HierarchicalAllReduce(BaseAllReduce):
         return run_leg(group, inside, gather_decoded, inside.transport, own_bytes, lengths, _EXACT, dtype, self._ledger)
 
     def _sum_nodes(self, across: Group, node_sum_N: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum over nodes of ``node_sum_N``, in ``dtype``; the nodes' are float32 where they will be encoded."""
+        """Sum ``node_sum_N`` over nodes into ``dtype``; the input is float32 when it will be encoded."""
         codec, transport, ledger = self._codec, across.transport, self._ledger
         lengths = self._slices_across(node_sum_N.numel())
         received = exchange_encoded(transport, node_sum_N, lengths, codec, ledger)
@@ -80,7 +79,7 @@ class HierarchicalAllReduce(BaseAllReduce):
         return gather_decoded(transport, encoded, lengths, codec, dtype, ledger)
 
     def _slices_inside(self, num_elems: int) -> list[int]:
-        # Groups of the codec between nodes are counted from the start of the tensor, whatever L is.
+        # Codec groups between nodes are aligned to the start of the tensor, for any L.
         return slice_lengths(num_elems, self._inside.world_size, self._codec.group_elems)
 
     def _slices_across(self, num_elems: int) -> list[int]:
@@ -107,7 +106,7 @@ class HierarchicalAllReduce(BaseAllReduce):
         return sent_inside + exchanged + len(lengths) * codec.wire_bytes(own_across, elem_bytes)
 
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Without a codec: the nodes' sums with one rounding each, then their sum. With one: flash's, over nodes."""
+        """Without a codec: the nodes' sums with one rounding each, then their sum. With one: flash's bound, over nodes."""
         if self._across is None:
             return rank_order_bound(inputs)
         size = self._inside.world_size

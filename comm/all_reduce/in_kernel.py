@@ -6,9 +6,9 @@ from tightwire.comm.protocols import AllReduce, KernelSums
 
 
 def kernel_sums(all_reduce: AllReduce, num_elems: int, elem_bytes: int) -> KernelSums | None:
-    """What makes the sums of ``all_reduce`` for messages of this size, the same bits and bytes; None: only it can.
+    """Return the sums in a kernel that equal ``all_reduce`` at this size, bits and bytes; None: not available.
 
-    One object for all the one-shots of a group.
+    All one-shots of a group share one object.
     """
     while isinstance(all_reduce, SizedAllReduce):
         all_reduce = all_reduce.choose(num_elems, elem_bytes)

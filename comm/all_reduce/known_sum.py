@@ -1,7 +1,7 @@
-"""Messages of any size whose exact sum is known, at the price of a few random numbers: pieces of those, again and again.
+"""Messages of any size with a known exact sum, made by repeating pieces of a limited number of random numbers.
 
-Pieces begin at random places, so that a part of the result in the place of another shows. The places are whole groups
-of every codec, so that a piece is encoded as it is where it comes from, and one bound serves all of its copies.
+Pieces begin at random places, so that a misplaced part of the result is detected. The places are multiples of every codec's
+group size, so each copy of a piece is encoded alike and one error bound serves all copies.
 """
 
 from collections.abc import Iterator
@@ -12,32 +12,32 @@ from torch import Tensor
 
 from tightwire.comm.protocols import AllReduce
 
-_ALL_RANKS_ELEMS = 1 << 19  # random numbers of all ranks together: tens of milliseconds, and of MiB for their bounds
-_LEAST_ELEMS = 1 << 12  # of one rank, however many there are
-_PIECES = 4  # that fit into the random numbers
+_ALL_RANKS_ELEMS = 1 << 19  # random numbers of all ranks together: tens of milliseconds, tens of MiB for the bounds
+_LEAST_ELEMS = 1 << 12  # the minimum for one rank, for any number of ranks
+_PIECES = 4  # the random numbers are this many times as long as a piece
 _GROUP_ELEMS = 128  # a multiple of every codec's group
-_STEPS = 1 << 22  # numbers are -2 to 2 in as many steps a unit: all of them are float32 numbers
+_STEPS = 1 << 22  # steps per unit: numbers from -2 to 2, all exact in float32
 _SEED = 1234
 
 
 class Errors(NamedTuple):
-    """``num_wrong`` elements of a result are beyond the bound; ``largest`` is the largest error, NaN if there is one."""
+    """``num_wrong``: elements outside the bound. ``largest``: the largest error, NaN if there is one."""
 
     num_wrong: int
     largest: float
 
 
 class KnownSum:
-    """A message of ``num_elems`` for each rank, the same on whichever machine it is made.
+    """A message of ``num_elems`` for each rank, the same on every machine.
 
-    Cost: W random tensors of ``random_elems`` and their float64 sum; memory beyond that is the caller's own message.
+    Cost: W random tensors of ``random_elems`` and their float64 sum; beyond that, only the caller's own message.
     """
 
     def __init__(self, rank: int, world_size: int, num_elems: int, dtype: torch.dtype, device: torch.device) -> None:
         most = max(_LEAST_ELEMS, _ALL_RANKS_ELEMS // world_size)
         self.num_elems = num_elems
         self.random_elems = num_random = min(num_elems, most // _GROUP_ELEMS * _GROUP_ELEMS)
-        # Whole numbers and made on the CPU: other generators give other numbers on other processors.
+        # Whole numbers made on the CPU: float and GPU generators give different numbers on different processors.
         generator = torch.Generator().manual_seed(_SEED + num_elems)
         shape = (world_size, num_random)
         steps = torch.randint(-2 * _STEPS, 2 * _STEPS, shape, generator=generator, dtype=torch.int32)
@@ -64,22 +64,22 @@ class KnownSum:
         return self.num_elems * self._own.element_size()
 
     def own(self) -> Tensor:
-        """This rank's message, (num_elems,), new."""
+        """This rank's message, (num_elems,), as a new tensor."""
         return torch.cat([self._own[piece] for piece in self._pieces])
 
     def is_own(self, x_N: Tensor) -> bool:
-        """Whether ``x_N`` is this rank's message still."""
+        """Whether ``x_N`` still equals this rank's message."""
         return all(torch.equal(part, self._own[piece]) for part, piece in self._parts(x_N))
 
     def errors(self, result_N: Tensor, all_reduce: AllReduce) -> Errors:
-        """How far ``result_N`` is from the exact sum, and how much of it further than ``all_reduce.max_error``.
+        """Compare ``result_N`` with the exact sum and with the bound ``all_reduce.max_error``.
 
-        That bound must be an element's own or its codec group's, as all of them are. Goes piece by piece.
+        An element's bound must depend on its own codec group only, as in all algorithms here. Works piece by piece.
         """
         bound = all_reduce.max_error(self._inputs)
         last, last_bound = self._pieces[-1], None
         if (last.stop - last.start) % _GROUP_ELEMS:
-            last_bound = all_reduce.max_error([x[last] for x in self._inputs])  # its last group ends earlier here
+            last_bound = all_reduce.max_error([x[last] for x in self._inputs])  # the last codec group is shorter here
         num_right, largest = [], []
         for part, piece in self._parts(result_N):
             error = part.double().sub_(self._exact[piece]).abs_()

@@ -1,4 +1,4 @@
-"""The library's own AllReduce: gloo's or NCCL's. The baseline the others are measured against."""
+"""The AllReduce of the library, gloo or NCCL: the baseline for the others."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from tightwire.comm.codec.error_bounds import rounded_hops_bound
 
 
 class NativeAllReduce(BaseAllReduce):
-    """Hands the tensor to the library.
+    """Calls the library.
 
-    Cost: counted as a ring's 2 (N-1)/N * M bytes, rounded down to whole elements; the library does not say what it
-    really sends. Exactness: sums in the tensor's dtype, in an order of the library's choosing. Gloo's ring (torch
-    2.13) gives all ranks the same bits, but with three or more ranks the order of an element's sum depends on its
-    place in the tensor and on the tensor's size; with two ranks addition commutes and it does not.
+    Cost: counted as a ring's 2 (N-1)/N * M bytes, rounded down to whole elements; the library does not report its
+    bytes. Exactness: sums in the tensor's dtype, in an order of the library's choice. Gloo's ring (torch 2.13) gives
+    all ranks the same bits, but with three or more ranks the order of an element's sum depends on its place in the
+    tensor and on the tensor's size. With two ranks it does not, because addition commutes.
     """
 
     name = "native"

@@ -1,6 +1,6 @@
-"""One-shot: every rank sends its whole tensor to all others, and each sums what it has. For small messages.
+"""One-shot AllReduce: every rank sends its whole tensor to all others and sums all tensors. For small messages.
 
-One round of waiting. With two ranks it sends no more than any other algorithm; with more it trades bytes for latency.
+One round. With two ranks it sends no more than any other algorithm; with more it sends more bytes for a lower latency.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Every AllReduce by name, found in the files of this folder: a file with an ``ENTRY`` is an algorithm.
+"""Finds every AllReduce by name in the files of this folder: a file with an ``ENTRY`` is an algorithm.
 
-``auto`` is a policy's choice, so its class is in ``comm.policy`` and imported when it is made.
+The class of ``auto`` is in ``comm.policy`` and imported when it is made.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ ALL_REDUCE: dict[str, Entry] = {
 
 @dataclass(frozen=True, slots=True)
 class AllReduceName:
-    """A valid name, taken apart. ``codecs`` are what the algorithm's constructor takes after the group."""
+    """A parsed, valid name. ``codecs``: the constructor's arguments after the group."""
 
     name: str
     entry: Entry
@@ -36,17 +36,17 @@ class AllReduceName:
 
     @property
     def lossless(self) -> bool:
-        """Whether nothing is quantized, whatever the group."""
+        """Whether nothing is quantized, in any group."""
         return all(codec.exact for codec in self.codecs)
 
 
 def lossless_names() -> list[str]:
-    """What ``auto`` may consider, the preferred one of equals first."""
+    """The names that ``auto`` may consider, in order of preference."""
     return [name for name, entry in ALL_REDUCE.items() if entry.exact_codecs is not None and entry.work is not None]
 
 
 def lossy_names(suffix: str) -> list[str]:
-    """Quantized names worth measuring, whose codecs have this ``suffix``."""
+    """Quantized names worth measuring, for codecs with this ``suffix``."""
     found = [entry.lossy_names(suffix) for entry in ALL_REDUCE.values() if entry.lossy_names is not None]
     return [name for names in found for name in names]
 
@@ -57,12 +57,12 @@ def plain_names() -> list[str]:
 
 
 def preset_names() -> list[str]:
-    """The names that stand for an algorithm with fixed codecs."""
+    """The names of algorithms with fixed codecs."""
     return [name for entry in ALL_REDUCE.values() for name in entry.presets]
 
 
 def all_reduce_names() -> list[str]:
-    """The names that stand for themselves, for tests, self-tests and benchmarks of all of them."""
+    """All names without explicit codecs, for tests, self-tests and benchmarks."""
     bare = [name for name, entry in ALL_REDUCE.items() if entry.num_codecs and entry.exact_codecs is not None]
     return [*plain_names(), *preset_names(), *bare]
 
@@ -74,10 +74,10 @@ def describe_all_reduce_names() -> str:
 
 
 def parse_all_reduce(name: str) -> AllReduceName:
-    """Take ``name`` apart, without a group.
+    """Parse ``name``, without a group.
 
     Raises:
-        ValueError: no such algorithm, or one of its codecs does not exist; says what is possible.
+        ValueError: no such algorithm, or one of its codecs does not exist; lists the valid forms.
     """
     for entry in ALL_REDUCE.values():
         if name in entry.presets:
@@ -97,7 +97,7 @@ def parse_all_reduce(name: str) -> AllReduceName:
 
 
 def make_all_reduce(name: str, group: Group) -> AllReduce:
-    """The algorithm ``name`` over ``group``; all ranks make the same one.
+    """Make the algorithm ``name`` over ``group``; all ranks make the same one.
 
     Raises:
         ValueError: no such algorithm.

@@ -1,6 +1,6 @@
-"""The check at start-up: every algorithm that may be used sums known numbers, in the sizes and dtype to come.
+"""Start-up check: every algorithm that may be used sums known numbers, in the sizes and dtype of the model.
 
-A broken kernel, driver or cable is found here and not in a text. The ranks agree on what they found, so all of them
+It detects a broken kernel, driver or cable before the first request. The ranks share their results, so all of them
 quarantine the same algorithms.
 """
 
@@ -18,12 +18,12 @@ from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
 
 _DIGEST_BYTES = 8
-_PROBLEM_BYTES = 240  # a message of fixed size: all ranks know what to receive
+_PROBLEM_BYTES = 240  # a fixed size, so that all ranks know how much to receive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """``detail``: the sizes checked, or the first rank that found something wrong, and what."""
+    """``detail``: the sizes checked, or the first rank that found an error, and the error."""
 
     algorithm: str
     ok: bool
@@ -35,14 +35,13 @@ def self_test(
 ) -> list[Verdict]:
     """Check each of ``candidates`` with a message of one row and one of ``max_rows`` rows of ``row_elems``.
 
-    Wrong is: a result further from the float64 sum than the algorithm's own ``max_error``, another shape or dtype, a
-    changed input, other bytes counted than ``wire_bytes`` says, an exception, or bits that differ between ranks.
-    Collective: all ranks pass the same arguments and get the same verdicts. The larger message is as large as that,
-    always; where its numbers would take too long to make, fewer are repeated (``comm.known_sum``), and the verdict says
-    how many bytes of them there are.
+    Errors: a result further from the float64 sum than the algorithm's own ``max_error``, another shape or dtype, a
+    changed input, a byte count other than ``wire_bytes``, an exception, or bits that differ between ranks. Collective:
+    all ranks pass the same arguments and get the same verdicts. A large message repeats a limited number of random
+    numbers (``known_sum``); the verdict then says how many bytes of random numbers it has.
 
     Raises:
-        CollectiveTimeoutError, PeerLostError: a rank did not come; the group is of no use any more.
+        CollectiveTimeoutError, PeerLostError: a rank did not come; the group cannot be used any more.
     """
     checks = [
         _Check(KnownSum(group.rank, group.world_size, rows * row_elems, dtype, group.device))
@@ -52,7 +51,7 @@ def self_test(
 
 
 def agree(world: Group, verdicts: Sequence[Verdict], group_size: int) -> list[Verdict]:
-    """What groups of ``group_size`` ranks, of which ``world`` is made, each found by itself: wrong in one is wrong in all.
+    """Combine the verdicts of all groups of ``group_size`` ranks in ``world``: an algorithm wrong in one is wrong in all.
 
     Collective in ``world``: all ranks have verdicts on the same algorithms, in the same order.
     """
@@ -80,7 +79,7 @@ class _Check:
         return f"{known.num_bytes} B" + (f" ({random_bytes} B, repeated)" if random_bytes < known.num_bytes else "")
 
     def problem(self, group: Group, all_reduce: AllReduce) -> tuple[str, bytes]:
-        """What is wrong (empty: nothing), and a digest of the result's bits."""
+        """The error found (empty: none), and a digest of the result's bits."""
         given, sent_before = self.known.own(), group.bytes_sent
         try:
             result = all_reduce(given)
@@ -88,7 +87,7 @@ class _Check:
             return self._wrong(all_reduce, given, result, sent), _digest(result)
         except CommError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it raises, it is not to be used
+        except Exception as error:  # noqa: BLE001 - an algorithm that raises anything is not used
             return f"raised {type(error).__name__}: {error}", bytes(_DIGEST_BYTES)
 
     def _wrong(self, all_reduce: AllReduce, given: Tensor, result: Tensor, sent: int) -> str:

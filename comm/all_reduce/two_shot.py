@@ -1,6 +1,6 @@
-"""Two-shot: each rank sums one slice of the tensor and sends the sum to all others. For large messages.
+"""Two-shot AllReduce: each rank sums one slice of the tensor and sends the sum to all others. For large messages.
 
-The bytes of a ring in two rounds of waiting instead of 2 (N-1). The form that Flash AllReduce quantizes.
+It sends the bytes of a ring in two rounds instead of 2 (N-1). Flash AllReduce is its quantized form.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from tightwire.comm.sums import as_bytes, slice_lengths, sum_in_rank_order
 class TwoShotAllReduce(BaseAllReduce):
     """exchange(slices), sum the own slice in rank order, gather(sums).
 
-    Cost: M - s to reduce and (N-1) * s to gather, s being this rank's slice of about M/N: 2 (N-1)/N * M when N divides
-    the elements. Exactness: as one-shot; a slice is summed once, by its owner, so all ranks hold the same bits.
+    Cost: M - s to reduce and (N-1) * s to gather, where s is this rank's slice of about M/N: 2 (N-1)/N * M when N
+    divides the elements. Exactness: as one-shot; the owner sums a slice once, so all ranks hold the same bits.
     """
 
     name = "two-shot"
@@ -43,7 +43,7 @@ class TwoShotAllReduce(BaseAllReduce):
 
 
 def two_shot_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int) -> int:
-    """Bytes that ``rank`` sends: all slices but its own, then its own to all others."""
+    """Bytes that ``rank`` sends: all slices but its own, then the sum of its own slice to all others."""
     if world_size == 1:
         return 0
     own = slice_lengths(num_elems, world_size)[rank]

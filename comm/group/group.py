@@ -89,20 +89,20 @@ def open_process_group(
     Host names are never resolved.
 
     Args:
-            store: any torch.distributed store that all ranks reach, such as a TCPStore. It serves to join and, after a
-                failure, to find the ranks at fault; keep it alive as long as the group.
-            device: this rank's ``cpu`` or ``cuda:N``.
-            timeout_s: the longest wait in each collective.
-            join_timeout_s: the longest wait for all ranks to join; default: ``timeout_s``.
-            name: distinguishes several groups on one store.
-            interface: gloo's network interface, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one that leads to
-                the store. (NCCL reads NCCL_SOCKET_IFNAME.)
-            segment_fd: memory that all ranks share (``comm.transport.segment``). CPU tensors then travel through it; only the
-                library's own all-reduce uses gloo.
-            peer_memory: sum CUDA tensors through each other's memory with this project's kernels
-                (``comm.transport.peer_access``); when that is not possible, log the reason and sum with NCCL.
-            ledger: where the group's collectives are recorded; default: a new one.
-        Raises:
+        store: any torch.distributed store that all ranks reach, such as a TCPStore. It serves to join and, after a
+            failure, to find the ranks at fault; keep it alive as long as the group.
+        device: this rank's ``cpu`` or ``cuda:N``.
+        timeout_s: the longest wait in each collective.
+        join_timeout_s: the longest wait for all ranks to join; default: ``timeout_s``.
+        name: distinguishes several groups on one store.
+        interface: gloo's network interface, such as ``eth0``; default: GLOO_SOCKET_IFNAME, else the one that leads to
+            the store. (NCCL reads NCCL_SOCKET_IFNAME.)
+        segment_fd: memory that all ranks share (``comm.transport.segment``). CPU tensors then travel through it; only the
+            library's own all-reduce uses gloo.
+        peer_memory: sum CUDA tensors through each other's memory with this project's kernels
+            (``comm.transport.peer_access``); when that is not possible, log the reason and sum with NCCL.
+        ledger: where the group's collectives are recorded; default: a new one.
+    Raises:
         CollectiveTimeoutError: some ranks did not join in time; names them.
     """
     if device.type not in ("cpu", "cuda"):

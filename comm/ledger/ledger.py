@@ -1,11 +1,9 @@
-"""Counts, bytes and times of the collectives by (op, algorithm, phase); the running one; and a recording of each.
+"""Counts, bytes and times of collectives by (op, algorithm, phase); the running collective; and a recording of each.
 
-Cheap enough to stay on: 0.5 us a collective. One thread, the one that runs the collectives, writes (and
-one that lets them run beside its work tells what it did not wait for: ``hide``); any thread may read, and any may start and
-stop a recording.
+Always on: it costs 0.5 us a collective. One thread, which runs the collectives, writes; a thread that overlaps them with its
+own work calls ``hide``. Any thread may read, start or stop a recording.
 
-On CUDA ``seconds`` is the time to enqueue the collective, because the host does not wait for the device; the same goes
-for ``codec_seconds``.
+On CUDA ``seconds`` and ``codec_seconds`` are the time to enqueue, because the host does not wait for the device.
 """
 
 from collections import deque
@@ -17,7 +15,7 @@ from tightwire.comm.ledger.series import NUM_RECENT, Series, Totals
 
 GATHERING = "weights"  # the phase of partitioned layers, which are gathered beside steps
 
-_MAX_EVENTS = 1 << 16  # of a recording that nobody takes away: some 15 s of a small model's decoding, 20 MB
+_MAX_EVENTS = 1 << 16  # in a recording: about 15 s of a small model's decoding, 20 MB
 
 
 class Count(NamedTuple):
@@ -28,13 +26,15 @@ class Count(NamedTuple):
     phase: str
     calls: int
     bytes_sent: int
-    exact_bytes: int  # what the exact algorithm of the same shape would have sent; bytes_sent itself when exact
+    exact_bytes: int  # sent by the exact algorithm of the same shape; equals bytes_sent for an exact algorithm
     seconds: float
-    message_bytes: int  # of the tensors given, as the ranks hold them
-    codec_seconds: float | None = 0.0  # of ``seconds``, to encode and decode; None: inside a fused kernel, not known
+    message_bytes: int  # of the input tensors
+    codec_seconds: float | None = (
+        0.0  # the part of ``seconds`` that encodes and decodes; None: unknown, in a fused kernel
+    )
 
     def since(self, before: "Count | None") -> "Count":
-        """What was added to these totals after ``before`` was read (None: after the start)."""
+        """The increase of these totals since ``before`` (None: since the start)."""
         if before is None:
             return self
         return self._replace(
@@ -48,9 +48,9 @@ class Count(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Time that was waited for collectives since start, of which ``codec_seconds`` is known to be encoding and decoding.
+    """Time spent waiting for collectives since start; ``codec_seconds`` is the part known to be encoding and decoding.
 
-    ``num_unsplit``: calls that encode inside a fused kernel; their share is in ``seconds`` alone.
+    ``num_unsplit``: calls that encode inside a fused kernel; their time is in ``seconds`` only.
     """
 
     seconds: float = 0.0
@@ -59,7 +59,7 @@ class Spent(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """How long the newest calls (512 at most) of one (op, algorithm, phase) took: half of them less than ``p50_us``."""
+    """Median and 99th percentile of the newest calls (512 at most) of one (op, algorithm, phase)."""
 
     op: str
     algorithm: str
@@ -74,8 +74,8 @@ class Event(NamedTuple):
     op: str
     algorithm: str
     phase: str
-    site: str  # what the sum is for, such as "o_proj 3"; empty when the caller does not say
-    number: int  # counts up by one per rank; equal numbers on two ranks are the same collective
+    site: str  # the purpose of the sum, such as "o_proj 3"; empty when the caller does not set it
+    number: int  # rises by one per collective of a rank; equal numbers on two ranks are the same collective
     message_bytes: int
     bytes_sent: int
     exact_bytes: int
@@ -84,7 +84,7 @@ class Event(NamedTuple):
     finished: bool = True
 
 
-# Op, algorithm, message bytes, number, start; a NamedTuple takes twice as long.
+# Op, algorithm, message bytes, number, start; a plain tuple, because a NamedTuple takes twice as long.
 Begun = tuple[str, str, int, int, float]
 
 
@@ -104,37 +104,36 @@ class _CodingTimer:
 class Ledger:
     """The collectives of one rank of one group.
 
-    The caller sets ``phase`` ("prefill", "decode", ...) per step and may set ``site`` per collective. A collective that
-    quantizes does its encoding and decoding inside ``with ledger.coding``, which is not to be nested, or calls
-    ``hide_coding``.
+    The caller sets ``phase`` ("prefill", "decode", ...) per step and may set ``site`` per collective. A quantized
+    collective encodes and decodes inside ``with ledger.coding``, which must not be nested, or calls ``hide_coding``.
     """
 
     def __init__(self) -> None:
         self.phase = ""
         self.site = ""
         self.coding = _CodingTimer(self)
-        self.coding_s = 0.0  # of the collective that runs
-        self._hidden = False  # whether that one encodes where nobody sees it
+        self.coding_s = 0.0  # of the running collective
+        self._hidden = False  # whether the running collective encodes inside a fused kernel
         self._spent_s = self._all_coding_s = 0.0
-        self._hidden_s = self._hidden_coding_s = 0.0  # of those, what passed while others computed
+        self._hidden_s = self._hidden_coding_s = 0.0  # the part of these that overlapped with computing
         self._num_unsplit = 0
         self._totals: dict[tuple[str, str, str], Totals] = {}
         self._number = 0
         self._current: Begun | None = None
         self._last: Begun | None = None
-        self._series: Series | None = None  # what a kernel runs now
+        self._series: Series | None = None  # the series that a kernel runs now
         self._events: deque[Event] | None = None
         self._recording_since_s = 0.0
 
     def begin(self, op: str, algorithm: str, num_bytes: int) -> None:
-        """A collective over a tensor of ``num_bytes`` starts. If it fails it is never ended, and stays ``current``."""
+        """Start a collective over a tensor of ``num_bytes``. A collective that fails is not ended and stays ``current``."""
         self._number = number = self._number + 1
         self._current = (op, algorithm, num_bytes, number, perf_counter())
 
     def end(self, bytes_sent: int, exact_bytes: int | None = None) -> None:
-        """The collective begun last is done; this rank sent ``bytes_sent`` to others for it.
+        """End the collective that began last; this rank sent ``bytes_sent`` to others for it.
 
-        ``exact_bytes``: what it would have sent unquantized; None: it was exact.
+        ``exact_bytes``: the bytes it would have sent unquantized; None: the collective is exact.
         """
         begun = self._current
         assert begun is not None, "end() without begin()"
@@ -162,13 +161,13 @@ class Ledger:
             )
 
     def begin_series(self, series: Series) -> None:
-        """A kernel is to run these collectives, of which ``number``, ``begun`` and the like tell while it does."""
+        """Start collectives that a kernel runs. ``number``, ``begun`` and ``current`` read its progress meanwhile."""
         self._series = series
 
     def end_series(self) -> int:
-        """The kernel has returned: count what it has done, and give the bytes that this rank sent for it.
+        """Count the collectives of the kernel that has returned; return the bytes that this rank sent for them.
 
-        One that was begun and not done stays ``current``. Cost: some 20 us for 60 of them, 60 more in a recording.
+        A collective that began but did not end stays ``current``. Cost: about 20 us for 60 of them, 60 us more in a recording.
         """
         series = self._series
         assert series is not None, "end_series() without begin_series()"
@@ -199,7 +198,7 @@ class Ledger:
         return series.nth(series.num_done - 1) if series.num_done else self._last
 
     def _events_of(self, series: Series, after: int = 0) -> list[Event]:
-        """Those that ended in the recording, and whose number is above ``after``."""
+        """The collectives of ``series`` that ended in the recording and have a number above ``after``."""
         key, since_s, sent = (series.op, series.algorithm, self.phase), self._recording_since_s, series.bytes_sent
         spans = zip(series.sites, series.starts_s(), series.seconds(), strict=False)
         return [
@@ -209,7 +208,7 @@ class Ledger:
         ]
 
     def add_replayed(self, counts: Iterable[Count]) -> None:
-        """Collectives that ran inside a replayed CUDA graph; how long they took nobody knows, nor are they recorded."""
+        """Count the collectives of a replayed CUDA graph. Their times are unknown, and they are not recorded."""
         for count in counts:
             if not count.calls:
                 continue
@@ -221,7 +220,7 @@ class Ledger:
             self._number += count.calls
 
     def hide_coding(self) -> None:
-        """The collective that runs encodes and decodes inside a fused kernel, and nobody knows for how long."""
+        """Mark the running collective as one that encodes inside a fused kernel, so that its coding time is unknown."""
         self._hidden = True
 
     def _end_coding(self, totals: Totals) -> None:
@@ -234,16 +233,16 @@ class Ledger:
         self.coding_s, self._hidden = 0.0, False
 
     def spent(self) -> Spent:
-        """The sum of all kinds without what was hidden; unlike ``counts`` it costs no more when there are many."""
+        """Time spent in all kinds, less the hidden time. Unlike ``counts``, its cost does not grow with the number of kinds."""
         seconds, coding_s = self._spent_s - self._hidden_s, self._all_coding_s - self._hidden_coding_s
         return Spent(seconds, coding_s, self._num_unsplit)
 
     def busy(self) -> tuple[float, float]:
-        """Seconds in all collectives since start, and of coding, waited for or not."""
+        """Seconds in all collectives since start, and the part spent coding; hidden time included."""
         return self._spent_s, self._all_coding_s
 
     def hide(self, seconds: float, coding_s: float) -> None:
-        """So much of the collectives' time passed while this rank computed."""
+        """Subtract time of collectives that overlapped with this rank's computing from ``spent``."""
         self._hidden_s += seconds
         self._hidden_coding_s += coding_s
 
@@ -255,61 +254,61 @@ class Ledger:
         ]
 
     def latencies(self) -> list[Latency]:
-        """Quantiles of the newest calls of each kind. Sorts 512 numbers for each: for now and then, not for a step."""
+        """Quantiles of the newest calls of each kind. Sorts up to 512 numbers per kind, so do not call it in every step."""
         quantiles = [(key, totals.quantiles_s(0.5, 0.99)) for key, totals in list(self._totals.items())]
         return [Latency(*key, *(seconds * 1e6 for seconds in found)) for key, found in quantiles if found]
 
     def forget_latencies(self) -> None:
-        """Quantiles are of later calls from now on; totals go on."""
+        """Restart the quantiles with later calls; the totals continue."""
         for totals in list(self._totals.values()):
             totals.first_timed = totals.calls
 
     @property
     def number(self) -> int:
-        """How many collectives have been begun. Ranks run the same ones, so the rank with the fewest is behind."""
+        """The number of collectives begun. Ranks run the same ones, so the rank with the lowest number is behind."""
         series = self._series
         return self._number if series is None else series.first_number + series.num_begun
 
     @property
     def begun(self) -> Begun | None:
-        """The collective that runs now: op, algorithm, bytes, number, start. One object as long as it runs, if not in a kernel."""
+        """Op, algorithm, bytes, number, start of the running collective; the same object while it runs outside a kernel."""
         series = self._series
         return self._current if series is None else series.current
 
     def current(self) -> str | None:
-        """The collective that runs now, such as ``all_reduce ring 1152 B, #523, 0.4 s``; None between collectives."""
+        """The running collective, such as ``all_reduce ring 1152 B, #523, 0.4 s``; None between collectives."""
         begun = self.begun
         return None if begun is None else f"{_words(begun)}, {perf_counter() - begun[-1]:.1f} s"
 
     def last(self) -> str | None:
-        """The collective that was finished last; None before the first."""
+        """The collective that ended last; None before the first."""
         series = self._series
         begun = self._last if series is None else self._last_of(series)
         return None if begun is None else _words(begun)
 
     def start_recording(self) -> None:
-        """From now on keep each collective that ends, until ``stop_recording``: a fraction of a microsecond for each.
+        """Keep each collective that ends until ``stop_recording``. Cost: less than a microsecond each.
 
-        When more than 65536 wait to be taken the oldest are lost, which shows as a gap in their numbers.
+        When more than 65536 wait for ``take_events``, the oldest are dropped, which shows as a gap in the numbers.
         """
         self._recording_since_s = perf_counter()
         self._events = deque(maxlen=_MAX_EVENTS)
 
     def take_events(self, at_most: int) -> list[Event]:
-        """The oldest recorded collectives that have not been taken yet; empty when nothing is recorded."""
+        """The oldest recorded collectives not taken yet; empty without a recording."""
         events = self._events
-        # A deque may be emptied by one thread while another fills it, but not be iterated.
+        # Another thread may append to a deque while this one pops, but not while this one iterates.
         return [events.popleft() for _ in range(min(at_most, len(events)))] if events else []
 
     def stop_recording(self) -> list[Event]:
-        """What was not taken yet, and at its end the collective that runs now, if any, as far as it has come."""
+        """The recorded collectives not taken yet, and last the running one, if any, marked as not finished."""
         series, is_recording = self._series, self._events is not None
         events = self.take_events(_MAX_EVENTS)
         self._events = None
         begun, site = self._current, self.site
         if series is not None:
             begun, site = series.current, series.sites[max(0, series.num_begun - 1)]
-            if is_recording:  # the series may have ended just now, and its events be among those taken
+            if is_recording:  # the series may have just ended, with its events among those taken
                 events += self._events_of(series, after=events[-1].number if events else 0)
         if begun is not None:
             op, algorithm, num_bytes, number, start_s = begun

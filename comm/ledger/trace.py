@@ -1,7 +1,6 @@
-"""Collectives of all ranks as a Chrome trace: the JSON that ui.perfetto.dev and chrome://tracing open.
+"""Writes collectives of all ranks as a Chrome trace: the JSON that ui.perfetto.dev and chrome://tracing open.
 
-A row for each rank, a bar for each collective; one that is long on all ranks but one shows who was late. Knows nothing
-of how the events were collected (``Ledger.start_recording``) or brought together.
+Each rank has a row and each collective a bar. A bar that is long on all ranks but one shows which rank was late.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -17,7 +16,7 @@ from tightwire.comm.ledger.ledger import Event
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEvents:
-    """What one rank recorded. Times of ranks can be compared where ``clock`` is equal."""
+    """The events of one rank. Times of two ranks are comparable when ``clock`` is equal."""
 
     rank: int
     clock: str
@@ -25,16 +24,16 @@ class RankEvents:
 
 
 def clock_name() -> str:
-    """Names the clock behind ``time.perf_counter``: it counts from a host's start, the same for all its processes."""
+    """Name the clock of ``time.perf_counter``, which all processes of a host share."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip()[:8]}" if boot.exists() else socket.gethostname()
 
 
 def chrome_trace(ranks: Sequence[RankEvents]) -> dict[str, Any]:
-    """The trace as an object to write as JSON; times in microseconds, from the first event on each clock.
+    """Return the trace as an object to write as JSON; times in microseconds, from the first event on each clock.
 
-    Each bar has its message size, the bytes its rank sent, those the exact algorithm would have sent, and its number,
-    which is the same on all ranks. One that had not ended when the recording did says ``unfinished``.
+    Each bar has its message size, the bytes its rank sent, the bytes the exact algorithm would have sent, and its
+    number, which is the same on all ranks. A bar is marked ``unfinished`` if its collective was still running.
     """
     clocks: dict[str, float] = {}
     for part in ranks:
@@ -91,5 +90,5 @@ def _bars(part: RankEvents, origin_s: float) -> Iterator[dict[str, Any]]:
 
 
 def _num_lost(events: Sequence[Event]) -> int:
-    """Numbers count up by one, so a gap is what the ledger had to drop."""
+    """Count gaps in the numbers, which rise by one: each is an event that the ledger dropped."""
     return events[-1].number - events[0].number + 1 - len(events) if events else 0
