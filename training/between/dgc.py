@@ -16,7 +16,9 @@ Steps before the warm-up, and small parameters always, use momentum SGD on the e
 starts, its velocity continues as u on every node.
 
 Masking clears the momentum of every element sent, so a low sparsity leaves little momentum; sparsity 0 is SGD without
-it. Source: arXiv 1712.01887.
+it.
+
+Source: arXiv 1712.01887.
 """
 
 from torch import Tensor

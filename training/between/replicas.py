@@ -14,7 +14,7 @@ class Replicas:
     """This rank's shards by unit, and the groups that a slot communicates over.
 
     ``group``: the ranks that hold the same shards, one of each node. ``inside``: the ranks that together hold this
-    node's sum, None if that is this rank alone; only clipping needs it. No other component uses these two groups.
+    node's sum, None if that is this rank alone; only clipping needs it.
     ``weights``: returns the float32 shard of a unit's parameters; only weight decay needs it.
     """
 

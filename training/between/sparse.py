@@ -117,7 +117,7 @@ class SparseBetween(ABC):
         self._summed.clear()
 
     def _sum_whole(self, unit: str, pieces: Sequence[Piece], sum_N: Tensor) -> None:
-        """Overwrite ``pieces`` of ``sum_N`` with ``_direction`` of the mean over nodes, times the number of gradients."""
+        """Overwrite ``pieces`` of ``sum_N`` with ``_direction`` of the mean over nodes, times ``num_gradients``."""
         divisor = self._replicas.num_gradients
         mean_N = self._all_reduce(torch.cat([sum_N[piece.place] for piece in pieces])).div_(divisor)
         means = mean_N.split([piece.num_elems for piece in pieces])
@@ -127,7 +127,7 @@ class SparseBetween(ABC):
             torch.mul(self._direction(unit, piece, mean), divisor, out=sum_N[piece.place])
 
     def _sum_largest(self, unit: str, pieces: Sequence[Piece], sparsity: float, sum_N: Tensor) -> None:
-        """Add ``pieces`` of ``sum_N`` to the residual, send its largest elements, write their sum over nodes to ``sum_N``."""
+        """Add ``pieces`` of ``sum_N`` to the residual, send the largest elements, write their sum over nodes back."""
         group, per_node = self._replicas.group, self._replicas.gradients_per_node
         means = [sum_N[piece.place].div_(per_node) for piece in pieces]
         if self._options.clip_norm is not None:

@@ -8,10 +8,8 @@ from torch import Tensor
 _SAMPLED_FROM = 1 << 18
 _SAMPLED_SHARE = 1 / 32
 _STRIDE = 127  # prime, so that samples come from all columns of a matrix
-_MARGINS = (
-    2,
-    8,
-)  # candidates to aim for, in multiples of ``count``; the next if the threshold left fewer than ``count``
+# Candidates to aim for, in multiples of ``count``; the second if the first threshold left fewer than ``count``.
+_MARGINS = (2, 8)
 
 
 def num_sent(num_elems: int, sparsity: float) -> int:

@@ -4,7 +4,9 @@ An element that is not sent stays in the residual and is sent later as the sum o
 divides by a running root mean square, such as Adam, sees a sum of T steps once in T steps, and its root mean square is
 sqrt(T) times that of dense gradients. So at sparsity s its updates are up to sqrt(1 / (1 - s)) times smaller than dense
 ones: use a lower sparsity or a higher learning rate. With a momentum optimizer it lacks the momentum correction of
-``dgc``. Source: sparsified SGD with memory, arXiv 1809.07599.
+``dgc``.
+
+Source: sparsified SGD with memory, arXiv 1809.07599.
 """
 
 from torch import Tensor

@@ -8,7 +8,9 @@ needs no gradient. So the inputs, weights and outputs of a block pass through id
     inputs    the gate's backward runs after that of all weights, and before that of the operations that made the inputs
 
 Tensors inside keyword arguments, lists and dictionaries are gated too. An anchor that requires a gradient keeps the
-inputs' gate in the graph if no input requires one. Source: YaFSDP's GateGradFlow and Narrow.
+inputs' gate in the graph if no input requires one.
+
+Source: YaFSDP's GateGradFlow and Narrow.
 """
 
 from collections.abc import Callable

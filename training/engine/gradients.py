@@ -45,7 +45,7 @@ class Place:
     written: set[Part] = field(default_factory=set)
     is_open: bool = False  # backward is writing to it
     has_sum: bool = False  # ``grad_S`` has a sum of this step; used by the lane
-    is_last: bool = False  # this step's gradients are complete
+    is_last: bool = False  # no further backward may begin in this step
 
 
 def alternates(options: EngineOptions, unit: Unit) -> bool:

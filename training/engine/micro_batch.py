@@ -63,7 +63,7 @@ class MicroBatch:
         self._weights.done(unit, keep=awaits_backward and is_among_last)
 
     def parameter(self, use: Use, anchor: Tensor) -> Tensor:
-        """The tensor that a module computes with. ``anchor``: the gated one of the module's block, or ``self.anchor``."""
+        """The tensor that a module computes with. ``anchor``: the gated one of its block, or ``self.anchor``."""
         unit, flat, part = use.unit, use.flat, use.part
         if unit.block is None and unit not in self._in_use:
             self._weights.use(unit)

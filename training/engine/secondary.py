@@ -2,7 +2,9 @@
 
 Each of the L ranks of a node keeps 1/L of every block: by default the bytes received from other nodes, so later gathers
 give the same bits. A copy is valid for one version of the weights; when they change, the next gather crosses nodes
-again. Source: hpZ of ZeRO++, arXiv 2306.10209.
+again.
+
+Source: hpZ of ZeRO++, arXiv 2306.10209.
 """
 
 import torch

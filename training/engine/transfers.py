@@ -1,7 +1,6 @@
 """Formulas for the temporary memory of one gradient reduction: messages and partial sums.
 
-With N elements of g bytes over W ranks, L on each of K nodes, R in a shard group, and c(n) encoded bytes for n
-elements:
+With N elements of g bytes, W ranks, L on each of K nodes, R in a shard group, and c(n) encoded bytes for n elements:
 
     flat, exact            g N (W-1)/W received, 4 N/W the sum
     flat, encoded          W c(N/W) sent, (W-1) c(N/W) received, 4 N/W the sum

@@ -161,7 +161,7 @@ def _round_up(num_elems: int, multiple: int) -> int:
 
 
 class Piece(NamedTuple):
-    """A shard's elements of a part: ``num_elems`` from ``offset`` of the flattened parameter, at ``start`` of the shard."""
+    """A part's elements in a shard: ``num_elems`` from ``offset`` of the flat parameter, at ``start`` of the shard."""
 
     part: Part
     offset: int

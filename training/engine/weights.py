@@ -132,7 +132,7 @@ class Weights:
             self._held.remove(unit.number)
 
     def view(self, unit: Unit, flat: Flat, part: Part) -> Tensor:
-        """A view of a parameter in its buffer, without the buffer's autograd version counter: the lane writes there later."""
+        """A view of a parameter in its buffer, without the buffer's version counter: the lane writes there later."""
         return part.of(self._places[unit.number].views[flat.name].data)
 
     def drop_blocks(self) -> None:

@@ -20,7 +20,7 @@ class Control:
         self.world_size = group.world_size
 
     def gather_numbers(self, *numbers: float) -> list[tuple[float, ...]]:
-        """The numbers of all ranks, in rank order; each passes the same count. Cost: 8 (W-1) bytes a number, one round."""
+        """The numbers of all ranks, in rank order; all pass equally many. Cost: 8 (W-1) bytes a number, one round."""
         rows = all_gather(self._group, torch.tensor(numbers, dtype=torch.float64))
         return [tuple(row.tolist()) for row in rows]
 
@@ -33,7 +33,7 @@ class Control:
 
     @contextmanager
     def failing_together(self, *expected: type[Exception]) -> Iterator[None]:
-        """Raise on all ranks the first ``expected`` exception of any rank's block, so that none waits for one that failed.
+        """Raise on all ranks the first ``expected`` exception of any rank, so that none waits for one that failed.
 
         Cost: a ``gather`` at the end of the block.
         """
