@@ -1,5 +1,4 @@
-"""Floor 1: ranks and the bytes between them. Knows nothing of layers, requests or gradients.
+"""Communication between ranks: groups, transports, collectives and AllReduce policies. Start with `protocols`.
 
-An algorithm (``all_reduce/``) is written once against the ``Transport`` seam (``protocols``) and so runs over
-in-process ranks, a torch.distributed group, and whatever transport comes next.
+An algorithm (``all_reduce/``) is written once against the ``Transport`` protocol and so runs over every transport.
 """

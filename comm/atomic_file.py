@@ -1,4 +1,4 @@
-"""Writes a file that is whole or not there: a reader, or a crash, never sees half of it."""
+"""Writes a file atomically: a reader, or a crash, never sees a part of it."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ def write_atomic(path: Path, content: bytes) -> None:
     """Write ``content`` beside ``path``, then rename it to ``path``. Parent folders must exist.
 
     Raises:
-        OSError: the folder cannot be written; nothing is left behind.
+        OSError: the folder cannot be written; no temporary file remains.
     """
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
@@ -18,7 +18,7 @@ def write_atomic(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            os.fchmod(file.fileno(), 0o644)  # mkstemp's files are private, and servers may run as another user
+            os.fchmod(file.fileno(), 0o644)  # mkstemp's files are private, and a server may run as another user
         Path(draft).replace(path)
     except BaseException:
         with contextlib.suppress(OSError):

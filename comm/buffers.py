@@ -1,16 +1,16 @@
-"""Buffers that are allocated once and change hands: whoever fills one and whoever works with it wait for each other.
+"""A pool of preallocated buffers: one thread fills slots, another uses them, and each waits for the other.
 
-What is too large to have at once comes piece by piece: weights of a layer, or its gradients. A piece has a slot from the
-moment it is asked for until its last user has released it. Slots are taken in turns, or named by whoever fills them; with
-two of them one is filled while the other is worked with, and memory is a constant. Where the work changes a piece, it is
-saved before its slot is free again. Three conditions hold, and ``check_order`` proves them from a trace:
+It streams pieces that do not fit in memory at once, such as a layer's weights or gradients. A piece holds a slot from the
+request until its last user releases it. Slots are taken in turn, or by number; with two slots one is filled while the other
+is used, and memory is constant. A piece that changes is saved before its slot is free again. Three conditions hold, and
+``check_order`` verifies them in a trace:
 
-    C1  a piece is worked with only after it has come whole
-    C2  a slot is filled anew only after the work with what was in it has ended, and after that has been saved
-    C3  a piece is fetched anew only after what was done to it the last time has been saved
+    C1  a piece is used only after it has arrived completely
+    C2  a slot is refilled only after the use of its piece has ended, and the piece has been saved if it must be
+    C3  a piece is fetched again only after its changes from the last use have been saved
 
-On CUDA both ends queue work and go on: there the slot's events make the queues wait for each other, and the trace has the
-times at which work was queued. Source: YaFSDP, whose buffers have owners too (github.com/yandex/YaFSDP).
+On CUDA both threads only queue work: the slot's events make the queues wait for each other, and the trace has the times of
+queueing. Source: YaFSDP, whose buffers have owners too (github.com/yandex/YaFSDP).
 """
 
 import math
@@ -28,18 +28,18 @@ _TRACED_EVENTS = 1 << 16
 
 
 class BufferConflictError(RuntimeError):
-    """A slot was used out of turn: an error of the program, which would otherwise have worked with wrong numbers."""
+    """A slot was used out of order: a bug in the caller, which would otherwise have computed with wrong data."""
 
 
 def page_aligned(num_bytes: int, device: torch.device, *, pinned: bool = False) -> Tensor:
-    """(num_bytes,) uint8 at the address of a page: what a disk can write to around the page cache."""
+    """(num_bytes,) uint8 at a page boundary, as direct disk I/O needs."""
     room = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, device=device, pin_memory=pinned)
     start = -room.data_ptr() % PAGE_BYTES
     return room[start : start + num_bytes]
 
 
 class SlotEvent(NamedTuple):
-    """What happened to a slot. ``kind``: fill, filled, ask, use, keep, release, save, saved; ``ask`` is of no slot (-1)."""
+    """One event of a slot. ``kind``: fill, filled, ask, use, keep, release, save, saved; ``ask`` has no slot (-1)."""
 
     at_s: float  # perf_counter
     kind: str
@@ -48,7 +48,7 @@ class SlotEvent(NamedTuple):
 
 
 class Slot:
-    """One buffer and whose it is: from free by filling and filled to used; then, maybe by released and saving, to free."""
+    """One buffer and its state: free, filling, filled, used, then free; with saving, released and saving before free."""
 
     def __init__(self, number: int, num_bytes: int, device: torch.device, *, pinned: bool) -> None:
         self.number = number
@@ -77,9 +77,9 @@ class Slot:
 
 
 class BufferPool:
-    """Slots between one thread that fills and one that works. Pieces are known by a number, their owner's.
+    """Slots shared by one thread that fills and one that uses. A piece's number is its slot's owner.
 
-    The thread that fills also saves, on CUDA in the same queue.
+    The filling thread also saves, on CUDA in the same queue.
 
     Cost: ``num_slots * slot_bytes`` on ``device``, from the start; a lock and a clock reading per call.
     """
@@ -96,29 +96,29 @@ class BufferPool:
     ) -> None:
         """
         Args:
-            saves: a piece that is released is to be saved (``save``, ``saved``) before its slot is free.
-            traced: whether ``events`` has what happens, for ``check_order``; else it stays empty.
+            saves: a released piece must be saved (``save``, ``saved``) before its slot is free.
+            traced: record ``events`` for ``check_order``; otherwise they stay empty.
         """
         self._saves = saves
         self.slots = tuple(Slot(number, slot_bytes, device, pinned=pinned) for number in range(num_slots))
         self._traced = traced
         self.events: deque[SlotEvent] = deque(maxlen=_TRACED_EVENTS)
-        self._next = 0  # the slot that is filled next
+        self._next = 0  # the slot to fill next
         self._changed = threading.Condition()
-        self.num_moves = 0  # grows while what is being filled gets more of its bytes
+        self.num_moves = 0  # rises while a piece receives bytes
         self._closed: BaseException | None = None
 
     def fill(self, owner: int, number: int | None = None, timeout_s: float = math.inf) -> Slot:
-        """Slot ``number`` (default: the one after the slot filled last), to be filled for ``owner``, once it is free.
+        """Reserve slot ``number`` (default: the one after the slot filled last) for ``owner`` once it is free.
 
         Raises:
-            BufferConflictError: ``owner`` has a slot already, and not this one until it is released.
-            TimeoutError: it was not free after ``timeout_s``. (By default there is no deadline: the worker may be idle.)
-            Exception: what ``close`` was given.
+            BufferConflictError: ``owner`` already holds a slot, and waiting for this one cannot free it.
+            TimeoutError: the slot was not free after ``timeout_s``. (No deadline by default: the worker may be idle.)
+            Exception: the error given to ``close``.
         """
         with self._changed:
             slot = self.slots[self._next if number is None else number]
-            # By name a slot may be asked for while its piece still waits to be used, as gradients do for a slow lane.
+            # A slot taken by number may be requested while its piece still waits for use: gradients wait for a slow lane.
             patient = slot.state == "used" or (number is not None and slot.state == "filled")
             if any(other.owner == owner and not (other is slot and patient) for other in self.slots):
                 raise BufferConflictError(f"{owner} has a slot already: {self._describe()}")
@@ -136,11 +136,11 @@ class BufferPool:
         return slot
 
     def moved(self) -> None:
-        """Some more bytes have come; whoever waits for them has reason to wait on."""
+        """Record that more bytes have arrived; this extends the deadline of a waiting ``use``."""
         self.num_moves += 1
 
     def filled(self, owner: int) -> None:
-        """``owner`` has come whole (on CUDA: what brings it is in the caller's queue)."""
+        """Mark ``owner`` as arrived completely (on CUDA: its transfer is in the caller's queue)."""
         with self._changed:
             slot = self._slot_of(owner, "filling")
             slot.mark_filled()
@@ -149,11 +149,11 @@ class BufferPool:
             self._changed.notify_all()
 
     def use(self, owner: int, timeout_s: float) -> Slot:
-        """The slot with ``owner``, once it has come.
+        """Return the slot with ``owner`` once it has arrived.
 
         Raises:
-            TimeoutError: no byte has come for ``timeout_s``.
-            Exception: what ``close`` was given.
+            TimeoutError: no byte has arrived for ``timeout_s``.
+            Exception: the error given to ``close``.
         """
         with self._changed:
             self._note("ask", owner, -1)
@@ -172,7 +172,7 @@ class BufferPool:
         return slot
 
     def keep(self, owner: int) -> None:
-        """The work with ``owner`` has ended for now: its slot stays, to be used again or by another."""
+        """End the use of ``owner`` for now; its slot stays filled for another use."""
         with self._changed:
             slot = self._slot_of(owner, "used")
             slot.state = "filled"
@@ -180,7 +180,7 @@ class BufferPool:
             self._changed.notify_all()
 
     def release(self, owner: int) -> None:
-        """The work with ``owner`` has ended (on CUDA: is in the caller's queue)."""
+        """End the use of ``owner`` (on CUDA: the work is in the caller's queue)."""
         with self._changed:
             slot = self._slot_of(owner, "used")
             slot.mark_released()
@@ -189,7 +189,7 @@ class BufferPool:
             self._changed.notify_all()
 
     def save(self, owner: int) -> Slot:
-        """The slot with ``owner``, to be saved, once the work with it has ended. There is no deadline, as for ``fill``."""
+        """Return the slot with ``owner``, to be saved, once its use has ended. No deadline, as for ``fill``."""
         with self._changed:
             while not any(slot.owner == owner and slot.state == "released" for slot in self.slots):
                 self._check_open()
@@ -201,7 +201,7 @@ class BufferPool:
         return slot
 
     def saved(self, owner: int) -> None:
-        """What was done to ``owner`` is where it comes from (on CUDA: what takes it there is in the caller's queue)."""
+        """Mark ``owner`` as saved (on CUDA: its transfer is in the caller's queue)."""
         with self._changed:
             slot = self._slot_of(owner, "saving")
             slot.owner, slot.state = None, "free"
@@ -209,7 +209,7 @@ class BufferPool:
             self._changed.notify_all()
 
     def close(self, reason: BaseException) -> None:
-        """Nobody waits any more: whoever does, or comes, gets ``reason``. The first reason stays."""
+        """Make all waiting and later calls raise ``reason``. The first reason stays."""
         with self._changed:
             self._closed = self._closed or reason
             self._changed.notify_all()
@@ -235,7 +235,7 @@ class BufferPool:
             self.events.append(SlotEvent(time.perf_counter(), kind, owner, slot))
 
 
-_BEFORE = {  # what may have happened last to a slot; the first, once it is free, depends on whether its pool saves
+_BEFORE = {  # the allowed previous events of a slot; that of "fill" depends on whether the pool saves
     "filled": ("fill",),
     "use": ("filled", "keep"),
     "keep": ("use",),
@@ -246,26 +246,26 @@ _BEFORE = {  # what may have happened last to a slot; the first, once it is free
 
 
 def check_order(events: Iterable[SlotEvent], *, saves: bool = False) -> None:
-    """Whether C1, C2 and C3 hold in a trace that begins with free slots.
+    """Check C1, C2 and C3 in a trace that begins with free slots.
 
     Args:
-        saves: of a pool that saves.
+        saves: whether the pool saves.
     Raises:
-        BufferConflictError: one does not; says which, for whom.
+        BufferConflictError: a condition does not hold; names it and the owner.
     """
     OrderCheck(saves=saves).go_on(events)
 
 
 class OrderCheck:
-    """``check_order`` of a trace that is told in parts: what it costs is of the part alone."""
+    """An incremental ``check_order``: each part of a trace costs only its own length."""
 
     def __init__(self, *, saves: bool = False) -> None:
         self._end = "saved" if saves else "release"
         self._before = {**_BEFORE, "fill": (self._end,)}
-        self._inside: dict[int, tuple[int, str]] = {}  # by slot: whose piece, and the last that happened to it
+        self._inside: dict[int, tuple[int, str]] = {}  # by slot: the owner and its last event
 
     def go_on(self, events: Iterable[SlotEvent]) -> None:
-        """Raises as ``check_order`` does; after that no part is worth telling."""
+        """Check the next part. Raises as ``check_order`` does; do not continue after an error."""
         for event in events:
             if event.kind != "ask":
                 self._check(event)

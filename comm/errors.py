@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping
 
 
 class CommError(RuntimeError):
-    """A collective failed. The group is unusable from now on; close it. ``ranks`` are those at fault, if known."""
+    """A collective failed. The group cannot be used any more; close it. ``ranks``: those at fault, if known."""
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -14,7 +14,7 @@ class CommError(RuntimeError):
 
 
 class CollectiveTimeoutError(CommError):
-    """Some ranks did not come to a collective in time: hung, stopped, or still busy elsewhere. ``ranks`` names them."""
+    """Some ranks did not come to a collective in time: hung, stopped, or busy elsewhere. ``ranks`` names them."""
 
 
 class PeerLostError(CommError):
@@ -22,11 +22,11 @@ class PeerLostError(CommError):
 
 
 class CollectiveMismatchError(CommError):
-    """The ranks called unlike collectives: another operation, shape or dtype. ``ranks`` are those unlike most."""
+    """The ranks called different collectives: operation, shape or dtype differ. ``ranks`` differ from the majority."""
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 2`` or ``ranks 1 and 3``, for messages."""
+    """Format ranks for messages: ``rank 2`` or ``ranks 1 and 3``."""
     names = [str(rank) for rank in sorted(ranks)]
     if not names:
         return "an unknown rank"
@@ -36,13 +36,13 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def unlike_most(calls: Mapping[int, Hashable]) -> list[int]:
-    """The ranks whose call is not that of more than half of them; all of them when there is no such call."""
+    """The ranks whose call differs from that of more than half of them; all ranks if there is no majority."""
     usual, count = Counter(calls.values()).most_common(1)[0]
     return [rank for rank, call in calls.items() if call != usual] if 2 * count > len(calls) else list(calls)
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """The end of a message about an unknown ``name``: the nearest known one; or ``otherwise``, by default all known."""
+    """The end of a message about an unknown ``name``: the nearest known one; else ``otherwise``, by default all known."""
     known = sorted(known)
     if close := difflib.get_close_matches(name, known, n=1):
         return f"; did you mean {close[0]!r}?"

@@ -1,7 +1,7 @@
 """A thread that runs collectives in order while the caller computes.
 
-What travels over a slow wire costs no core's time; so while one part of a prompt is being summed the next is computed. All
-ranks start the same collectives in the same order, and nothing else uses the group until the last one is waited for.
+Transfers over a slow link use no core, so one part of a prompt is summed while the next is computed. All ranks start the
+same collectives in the same order, and nothing else uses the group until the caller has waited for the last one.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from tightwire.comm.ledger.ledger import Ledger
 
 
 class InFlight:
-    """A collective, or several, that the lane was given."""
+    """One piece of work that the lane runs: a collective or several."""
 
     def __init__(self, result: "Future[tuple[Tensor, float, float]]", ledger: Ledger) -> None:
         self._result, self._ledger = result, ledger
 
     def wait(self) -> Tensor:
-        """Its result. What it raised is raised here.
+        """Return the result, or raise the error of the work.
 
-        The ledger learns how much of its time nobody waited for.
+        The ledger records how much of the work's time was hidden, that is, not waited for.
         """
         start_s = perf_counter()
         total, comm_s, coding_s = self._result.result()
@@ -33,21 +33,21 @@ class InFlight:
 
 
 class CommLane:
-    """For CPU tensors. Its thread is made at the first use and has the cores of the thread that uses it."""
+    """Runs work in a single thread, made at first use with the core affinity of its creator. For CPU tensors."""
 
     def __init__(self, ledger: Ledger) -> None:
-        """``ledger``: of the group whose collectives will run here."""
+        """``ledger``: of the group whose collectives run here."""
         self._ledger = ledger
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tightwire-comm")
         self._failure: BaseException | None = None
 
     def start(self, work: Callable[[], Tensor]) -> InFlight:
-        """Run ``work`` after all that was started before."""
+        """Run ``work`` after all work started before."""
         return InFlight(self._thread.submit(self._run, work), self._ledger)
 
     def _run(self, work: Callable[[], Tensor]) -> tuple[Tensor, float, float]:
         if self._failure is not None:
-            raise self._failure  # the group is of no use any more: what follows would wait for its deadline
+            raise self._failure  # the group is unusable: later work would wait for its deadline
         comm_s, coding_s = self._ledger.busy()
         try:
             with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: ``2GiB``, ``512MB``, ``4096``."""
+"""Parses and formats byte sizes: ``2GiB``, ``512MB``, ``4096``."""
 
 import re
 
@@ -22,7 +22,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """The shortest of B, KiB, MiB, GiB, TiB with one decimal where it is not zero."""
+    """Format in the largest unit of B, KiB, MiB, GiB, TiB that gives 1 or more, with one decimal unless it is zero."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:

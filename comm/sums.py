@@ -1,7 +1,7 @@
 """Slices of a tensor, one for each rank, and the sum of the ranks' parts. ``codec.error_bounds`` bounds its error.
 
-Sums are fp32 in rank order with one rounding at the end. So an element's sum depends on the ranks' values for it and on
-nothing else: not on its place, not on the tensor's size, not on which rank adds.
+Sums are fp32 in rank order with one rounding at the end. So an element's sum depends only on the ranks' values for it, not on
+its place, the tensor's size, or the rank that adds.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,7 @@ def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
 def slice_lengths(num_elems: int, num_slices: int, multiple: int = 1) -> list[int]:
     """Lengths of consecutive slices of ceil(n / slices) elements, rounded up to a ``multiple``; the last may be short.
 
-    Slices begin at multiples of ``multiple``: a codec's groups are never cut. There may be none left for the last
-    slices, which are then empty.
+    Slices begin at multiples of ``multiple``, so a codec's groups are never split. The last slices may be empty.
     """
     length = -(-num_elems // num_slices)
     length = -(-length // multiple) * multiple
@@ -37,5 +36,5 @@ def slice_lengths(num_elems: int, num_slices: int, multiple: int = 1) -> list[in
 
 
 def as_bytes(x_N: Tensor) -> Tensor:
-    """The memory of a contiguous one-dimensional tensor as uint8, not copied."""
+    """The memory of a contiguous one-dimensional tensor as uint8, without a copy."""
     return x_N.view(torch.uint8)

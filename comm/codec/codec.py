@@ -1,7 +1,7 @@
-"""Codecs by name: the bytes of a tensor on the wire, as ``none``, ``int8``, ``int4-g64-had``, ...
+"""Codecs by name: encodings of a tensor for the wire, such as ``none``, ``int8`` or ``int4-g64-had``.
 
-Two primitives carry all that quantizes in this project, and both take a codec: reduce-scatter (encode, exchange slices,
-decode and sum) and all-gather (encode, gather, decode). The bytes themselves are ``kernels.block_quant``'s.
+Both quantized primitives take a codec: reduce-scatter (encode, exchange slices, decode and sum) and all-gather (encode,
+gather, decode). ``kernels.block_quant`` defines the bytes.
 """
 
 import re
@@ -19,7 +19,7 @@ _NAME = re.compile(r"(?:(fp8)|int([234568]))(?:-g(32|64|128))?(-sym)?(-had)?(-sr
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """``format`` None is ``none``: the numbers as they are, in their own dtype."""
+    """``format`` None is ``none``: the numbers unchanged, in their own dtype."""
 
     name: str
     format: BlockFormat | None = None
@@ -30,37 +30,37 @@ class Codec:
 
     @property
     def group_elems(self) -> int:
-        """Elements that are encoded together: where a message may be cut without a difference."""
+        """Elements that are encoded together; a message may be split at multiples of this."""
         return 1 if self.format is None else self.format.group_elems
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
-        """Bytes of ``num_elems`` encoded elements that have ``elem_bytes`` each before."""
+        """Bytes of ``num_elems`` encoded elements of ``elem_bytes`` each before encoding."""
         return num_elems * elem_bytes if self.format is None else self.format.encoded_bytes(num_elems)
 
     def encode(self, x_N: Tensor, out: Tensor | None = None) -> Tensor:
-        """(N,) contiguous to uint8 bytes; into ``out`` when given. With ``none`` and no ``out``, a view of ``x_N``."""
+        """Encode (N,) contiguous to uint8 bytes, into ``out`` if given. With ``none`` and no ``out``, a view of ``x_N``."""
         if self.format is not None:
             return block_quant.encode(x_N, self.format, out)
         bytes_of_x = x_N.view(torch.uint8)
         return bytes_of_x if out is None else out.copy_(bytes_of_x)
 
     def decode(self, buf: Tensor, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The ``num_elems`` numbers of ``buf``, which were of ``dtype``. With ``none`` and no ``out``, a view of ``buf``."""
+        """Decode ``num_elems`` numbers of ``dtype`` from ``buf``. With ``none`` and no ``out``, a view of ``buf``."""
         if self.format is not None:
             return block_quant.decode(buf, self.format, num_elems, dtype, out)
         return buf.view(dtype) if out is None else out.copy_(buf.view(dtype))
 
     def decode_add(self, buf: Tensor, sum_N: Tensor, dtype: torch.dtype) -> None:
-        """Add the numbers of ``buf``, which were of ``dtype``, to the float32 ``sum_N``."""
+        """Add the numbers of ``buf``, of ``dtype`` before encoding, to the float32 ``sum_N``."""
         if self.format is not None:
             block_quant.decode_add(buf, self.format, sum_N)
         else:
             sum_N.add_(buf.view(dtype))
 
     def max_error(self, x_N: Tensor) -> Tensor:
-        """(N,) float64: bounds on |decode(encode(x)) - x| before rounding to ``x_N``'s dtype (``kernels.block_bound``).
+        """(N,) float64: bounds on |decode(encode(x)) - x| before rounding to ``x_N``'s dtype (``kernels.spec.block_bound``).
 
-        Infinite where a group may come back as NaN: it has an inf or NaN in it, or comes close to float32's end.
+        Infinite for a group that may decode to NaN: it contains an inf or NaN, or is close to float32's limit.
         """
         if self.format is None:
             return torch.zeros(x_N.shape, dtype=torch.float64, device=x_N.device)

@@ -1,7 +1,7 @@
 """Elementwise bounds on the error of a sum over ranks, derived from the steps of the algorithm.
 
-Each is float64 with the shape of one input, and infinite where the sum may leave the dtype's range. u is 2^-24, half of
-float32's eps; v is that of the dtype (2^-8 bfloat16, 2^-11 float16).
+Each bound is float64 with the shape of one input, and infinite if the sum may exceed the dtype's range. u is 2^-24, half of
+float32's eps; v is half of the dtype's eps (2^-8 bfloat16, 2^-11 float16).
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ _FP32_UNIT = 2.0**-24
 def rank_order_bound(inputs: Sequence[Tensor]) -> Tensor:
     """Elementwise bound on the error of ``sum_in_rank_order``, (elements of one input) float64.
 
-    With u = 2^-24, N parts and S = sum |x_i|: N - 1 fp32 additions err by at most e = ((1 + u)^(N-1) - 1) S. Rounding
-    the total t to a type with unit v (2^-8 bf16, 2^-11 fp16) adds at most v (|t| + e). Infinite where S leaves the
-    type's range. Source: Higham, Accuracy and Stability of Numerical Algorithms, chapters 2 and 4.
+    With N parts and S = sum |x_i|: N - 1 fp32 additions have an error of at most e = ((1 + u)^(N-1) - 1) S. Rounding the
+    total t to a 16-bit type adds at most v (|t| + e). Source: Higham, Accuracy and Stability of Numerical Algorithms,
+    chapters 2 and 4.
     """
     exact, error = _exact(inputs), adding_bound(inputs)
     largest = _magnitude(inputs) + error
@@ -30,12 +30,12 @@ def rank_order_bound(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def adding_bound(inputs: Sequence[Tensor]) -> Tensor:
-    """Bound on the error of the float32 sum of ``inputs`` in any order, before it is rounded: e of the above."""
+    """Bound on the error of the float32 sum of ``inputs`` in any order, before rounding: e of ``rank_order_bound``."""
     return _adding_factor(len(inputs)) * _magnitude(inputs)
 
 
 def rounded_parts_bound(parts: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Bound for sums in rank order of each of ``parts``, rounded to the inputs' dtype, then added and rounded alike.
+    """Bound for sums in rank order of each of ``parts``, rounded to the inputs' dtype, then added and rounded again.
 
     With e_k the bound of part k and S = sum |x_i|: E = sum e_k + (K - 1 additions of numbers up to S + sum e_k), and
     then v (|t| + E) with the symbols of ``rank_order_bound``.
@@ -51,7 +51,7 @@ def rounded_parts_bound(parts: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def rounded_hops_bound(inputs: Sequence[Tensor]) -> Tensor:
-    """Elementwise bound on the error of a sum whose every partial sum is rounded to the wire's dtype, in any order.
+    """Elementwise bound on the error of a sum whose partial sums are all rounded to the dtype, in any order.
 
     Each of the N - 1 additions is done in fp32 and rounded to the type: a factor of at most (1 + u)(1 + v), so
     (((1 + u)(1 + v))^(N-1) - 1) S with the symbols of ``rank_order_bound`` (for fp32 the factor is 1 + u alone).
@@ -66,7 +66,7 @@ def rounded_hops_bound(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def quantized_sum_bound(inputs: Sequence[Tensor], codec: Codec) -> tuple[Tensor, Tensor]:
-    """The float32 sum of the (N,) ``inputs`` after a pass through ``codec`` each, and a bound on its error, float64.
+    """The float32 sum of the (N,) ``inputs``, each encoded and decoded by ``codec``, and a float64 bound on its error.
 
     With b_i the codec's own bound for input i: sum b_i, and W - 1 float32 additions of numbers up to |x_i| + b_i.
     Rotated formats may add rotated numbers, each of which is at most the sum of its group's magnitudes.
@@ -83,17 +83,17 @@ def quantized_sum_bound(inputs: Sequence[Tensor], codec: Codec) -> tuple[Tensor,
 
 
 def quantized_total_bound(inputs: Sequence[Tensor], sum_N: Tensor, error_N: Tensor, codec: Codec) -> Tensor:
-    """Bound on the error of a sum that goes through ``codec`` and is then rounded to the inputs' dtype, float64.
+    """Float64 bound on the error of a sum that is encoded by ``codec``, decoded, and rounded to the inputs' dtype.
 
-    ``sum_N`` is within ``error_N`` of the exact sum t, or else is taken to be: what the codec may do to it depends on
-    its size, and a wrong sum must not widen its own bound. Rounding adds v (|t| + e) or half the smallest number.
+    ``sum_N`` is clamped to ``error_N`` around the exact sum t: the codec's error depends on the sum's size, and a wrong
+    sum must not widen its own bound. Rounding adds v (|t| + e) or half the smallest number.
     """
     dtype, exact_N = inputs[0].dtype, _exact(inputs)
     if not codec.exact:
         reached_N = torch.clamp(sum_N.double(), exact_N - error_N, exact_N + error_N)
         codec_error_N = codec.max_error(reached_N.float())
-        # Rotated numbers may have been added rotated, to other last bits than these; those may move the group's
-        # scale, a bfloat16, to its neighbour.
+        # Rotated numbers may have been added while rotated, with other last bits. That may move the group's bfloat16
+        # scale to a neighboring value.
         error_N = error_N + codec_error_N * (1 + 2.0**-7 * _rotates(codec))
     largest_N = _magnitude(inputs) + error_N
     if dtype != torch.float32:
@@ -107,7 +107,7 @@ def _rotates(codec: Codec) -> bool:
 
 
 def _group_sums(x_N: Tensor, group_elems: int) -> Tensor:
-    """For each element, the sum over its group of ``group_elems``; the last is filled as the codec fills it."""
+    """For each element, the sum over its group of ``group_elems``; the last group is padded as the codec pads it."""
     filling = x_N[-1:].expand(-x_N.numel() % group_elems)
     padded = torch.cat([x_N, filling]).view(-1, group_elems)
     return padded.sum(1, keepdim=True).expand_as(padded).reshape(-1)[: x_N.numel()]
@@ -130,6 +130,6 @@ def _magnitude(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _infinite_on_overflow(error: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """``largest``: what a sum on the way may come to, its roundings so far included."""
-    # Written so that NaN, the sum of an infinite and an opposite one, is beyond any bound too.
+    """``largest``: a bound on the partial sums, including their roundings."""
+    # Written so that NaN, the sum of opposite infinities, exceeds any bound too.
     return torch.where(largest <= torch.finfo(dtype).max, error, torch.inf)

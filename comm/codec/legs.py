@@ -1,13 +1,11 @@
-"""The two legs that everything quantized is made of: sum one slice per rank (reduce-scatter), share slices (all-gather).
+"""The two legs of quantized collectives: sum one slice per rank (reduce-scatter) and share slices (all-gather).
 
-Each leg rounds a number at most once, on its way through the codec. These functions move and add, over a transport's
-messages; who records the call and what it is called is for the callers (``all_reduce``, ``collectives``). What moves
-also tells the ``ledger`` how long coding took; what only adds (``sum_encoded``, ``sum_and_encode``) is called inside
-``with ledger.coding`` by those who quantize.
+Each leg quantizes a number at most once. These functions move and add; the callers (``all_reduce``, ``collectives``) record
+the call in the ledger. Functions that move tell the ``ledger`` their coding time; the functions that only add
+(``sum_encoded``, ``sum_and_encode``) are called inside ``with ledger.coding`` if they quantize.
 
-Sums are float32 in rank order, from rank 0, of what the bytes stand for: the own slice goes through the codec like the
-others'. So whoever adds the same slices gets the same bits, and an element's sum depends only on the ranks' numbers in
-its own codec group.
+Sums are float32 in rank order of the decoded numbers; the own slice is encoded and decoded like the others. So every rank
+that adds the same slices gets the same bits, and an element's sum depends only on the ranks' numbers in its codec group.
 """
 
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ from tightwire.kernels import block_quant
 
 
 def prepare(device: torch.device, codec: Codec, out_codec: Codec) -> None:
-    """Have the codecs' kernels compiled now: in a rank's first collective all others would wait for its compiler."""
+    """Compile the codecs' kernels now: in a first collective all other ranks would wait for this rank's compiler."""
     for dtype in SUMMABLE:
         encoded = codec.encode(torch.zeros(1, dtype=dtype, device=device))
         summed = sum_and_encode([encoded], 1, codec, out_codec, dtype)
@@ -33,7 +31,7 @@ def prepare(device: torch.device, codec: Codec, out_codec: Codec) -> None:
 def exchange_encoded(
     transport: Transport, x_N: Tensor, lengths: Sequence[int], codec: Codec, ledger: Ledger
 ) -> list[Tensor]:
-    """Encode each slice of ``x_N`` for its owner; return this rank's own slice as every rank encoded it."""
+    """Encode each slice of ``x_N`` for its owner; return this rank's own slice as encoded by every rank."""
     if codec.exact:
         return transport.exchange(encode_slices(x_N, lengths, codec))
     with ledger.coding:
@@ -44,7 +42,7 @@ def exchange_encoded(
 def gather_decoded(
     transport: Transport, own: Tensor, lengths: Sequence[int], codec: Codec, dtype: torch.dtype, ledger: Ledger
 ) -> Tensor:
-    """Share ``own``, this rank's encoded slice; return all slices, decoded, one after the other: (sum(lengths),)."""
+    """Share ``own``, this rank's encoded slice; return all decoded slices, concatenated: (sum(lengths),)."""
     received = transport.gather(own, [codec.wire_bytes(length, dtype.itemsize) for length in lengths])
     if codec.exact:
         return decode_slices(received, lengths, codec, dtype)
@@ -53,7 +51,7 @@ def gather_decoded(
 
 
 def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec) -> list[Tensor]:
-    """Slices of the contiguous ``x_N`` as bytes, lying one after the other in memory."""
+    """Encode slices of the contiguous ``x_N`` into consecutive memory."""
     elem_bytes = x_N.element_size()
     sizes = [codec.wire_bytes(length, elem_bytes) for length in lengths]
     if codec.exact:
@@ -66,7 +64,7 @@ def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec) -> list[Ten
 
 
 def decode_slices(bufs: Sequence[Tensor], lengths: Sequence[int], codec: Codec, dtype: torch.dtype) -> Tensor:
-    """The numbers of the encoded ``bufs`` in one new tensor."""
+    """Decode ``bufs`` into one new tensor."""
     if codec.exact:
         return torch.cat(list(bufs)).view(dtype)
     x_N = bufs[0].new_empty(sum(lengths), dtype=dtype)
@@ -77,7 +75,7 @@ def decode_slices(bufs: Sequence[Tensor], lengths: Sequence[int], codec: Codec, 
 
 
 def sum_encoded(bufs: Sequence[Tensor], num_elems: int, codec: Codec, dtype: torch.dtype) -> Tensor:
-    """The float32 sum of slices of ``num_elems`` numbers that were of ``dtype`` before they were encoded."""
+    """The float32 sum of encoded slices of ``num_elems`` numbers each, of ``dtype`` before encoding."""
     if num_elems == 0:
         return bufs[0].new_empty(0, dtype=torch.float32)
     sum_N = bufs[0].new_empty(num_elems, dtype=torch.float32)
@@ -93,7 +91,7 @@ def sum_encoded(bufs: Sequence[Tensor], num_elems: int, codec: Codec, dtype: tor
 def sum_and_encode(
     bufs: Sequence[Tensor], num_elems: int, codec: Codec, out_codec: Codec, dtype: torch.dtype
 ) -> Tensor:
-    """``sum_encoded``, encoded with ``out_codec`` (``none``: rounded to ``dtype``), in one pass where there is one."""
+    """``sum_encoded``, encoded with ``out_codec`` (``none``: rounded to ``dtype``), in one pass if both quantize."""
     if num_elems == 0:
         return bufs[0].new_empty(0)
     if codec.exact and out_codec.exact:

@@ -1,16 +1,15 @@
-"""Collectives that are not an AllReduce: all-gather, reduce-scatter, broadcast, gather to one rank, pairs of unlike counts.
+"""Collectives other than AllReduce: all-gather, reduce-scatter, broadcast, gather to one rank, and sparse all-gather.
 
-Two of them carry all that is quantized outside the AllReduce: weights travel by ``all_gather`` with a codec (qwZ of
-ZeRO++, arXiv 2306.10209), gradients by ``reduce_scatter`` (qgZ; between nodes see ``node_collectives``), sparse gradients
-by ``sparse_all_gather`` (DGC, 1712.01887). All are recorded in the group's ledger, with the bytes that the same call
-without a codec would send. Each has its exact cost as a function of its own beside it.
+Quantized training uses ``all_gather`` with a codec for weights (qwZ of ZeRO++, arXiv 2306.10209), ``reduce_scatter`` for
+gradients (qgZ; over nodes see ``node_wise``) and ``sparse_all_gather`` for sparse gradients (DGC, 1712.01887). The group's
+ledger records every call, with the bytes of the same call without a codec. Each collective has a function for its exact cost.
 
-Like an AllReduce, a call is made by all ranks with the same shapes and dtypes in the same order; its input is only read;
-a rank that does not come is a ``CollectiveTimeoutError`` or a ``PeerLostError``, after which the group is of no use.
-With a single rank nothing travels, and so nothing is quantized.
+As for an AllReduce, all ranks call with the same shapes and dtypes in the same order, and inputs are only read. A rank that
+does not come raises ``CollectiveTimeoutError`` or ``PeerLostError``, and the group cannot be used any more. With a single
+rank nothing is sent or quantized.
 
-A codec's kernels are compiled when first used, while the other ranks wait in the collective: whoever sets ranks up
-calls ``prepare_codecs`` before they meet, with all codecs to come, those of ``node_collectives`` too.
+A codec's kernels compile at first use, while other ranks wait in the collective. So call ``prepare_codecs`` with all codecs,
+those of ``node_wise`` too, before the first collective.
 """
 
 from collections.abc import Sequence
@@ -30,14 +29,14 @@ from tightwire.comm.sums import SUMMABLE, as_bytes, slice_lengths
 NONE = parse_codec("none")
 _INDEX_TYPES = (torch.int32, torch.int64)
 _COUNT_BYTES = 8
-# Triton compiles anew for whole blocks, for whole groups, and for lengths that are neither.
+# Triton compiles separately for lengths of whole blocks, of whole groups, and others.
 _PREPARED_LENGTHS = (1 << 16, 128, 17)
 
 
 def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
-    """Have compiled now what collectives with these codecs run on ``device``, for every dtype that can be summed.
+    """Compile the kernels that collectives with these codecs use on ``device``, for every summable dtype.
 
-    Not collective. Cost: the compiler's time when a machine does it first; reading its cache after that.
+    Not collective. Cost: compilation the first time on a machine; later, reading the compiler's cache.
     """
     for codec, dtype, length in product(codecs, SUMMABLE, _PREPARED_LENGTHS):
         encoded = codec.encode(torch.zeros(length, dtype=dtype, device=device))
@@ -48,8 +47,8 @@ def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
 def all_gather(group: Group, x: Tensor, codec: Codec = NONE) -> list[Tensor]:
     """The ranks' tensors in rank order; all have the shape and dtype of ``x``.
 
-    Without a codec any dtype travels as it is, and the own entry may share memory with ``x``. With one, every entry has
-    been through it, the own one too: all ranks hold the same bits.
+    Without a codec any dtype is allowed, and the own entry may share memory with ``x``. With a codec every entry, the own
+    one too, is decoded from its encoding: all ranks hold the same bits.
 
     Cost: ``all_gather_bytes``, one round.
 
@@ -87,16 +86,16 @@ def all_gather_into(
     exact_bytes: int = 0,
     moved: Moved = nothing_told,
 ) -> None:
-    """The ranks' parts one after the other in ``out_WN``, as they are: for bytes that were encoded once and travel often.
+    """Gather the ranks' parts into ``out_WN`` unchanged, for bytes that are encoded once and gathered often.
 
     Cost: (W-1) N bytes, one round; nothing is allocated.
 
     Args:
         part_N: (N,) uint8, of one length on all ranks; may be this rank's own part of ``out_WN``.
         out_WN: (W N,) uint8.
-        codec: what the bytes were encoded with, for the ledger.
-        exact_bytes: that this rank would send of the same tensors not encoded; only looked at with a codec.
-        moved: told of bytes of ``out_WN`` as they come, where the host sees them.
+        codec: the codec of the bytes, for the ledger.
+        exact_bytes: the bytes that this rank would send without encoding; used only with a codec.
+        moved: called as bytes of ``out_WN`` arrive, where the host sees that.
     """
     if part_N.numel() == 0 or group.world_size == 1:
         out_WN.copy_(part_N)
@@ -111,11 +110,11 @@ def all_gather_into(
 def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dtype | None = None) -> Tensor:
     """This rank's slice, (``reduce_scatter_slices(...)[rank]``,), of the sum of the ranks' flattened tensors.
 
-    Every rank sends every other that one's slice, encoded, in one round; a slice is summed once, by its owner, in
-    float32 in rank order, and rounded once, to ``dtype`` (default: that of ``x``; float32 keeps the sum as it is).
+    Every rank sends each other rank that rank's slice, encoded, in one round. The owner sums a slice in float32 in rank
+    order and rounds once to ``dtype`` (default: that of ``x``; float32 keeps the sum unrounded).
 
     Cost: ``reduce_scatter_bytes``. Error: the ranks' codec bounds, the additions and the last rounding
-    (``comm.error_bounds.quantized_sum_bound``).
+    (``comm.codec.error_bounds.quantized_sum_bound``).
 
     Raises:
         TypeError: a dtype that cannot be summed.
@@ -144,13 +143,13 @@ def reduce_scatter_slices(num_elems: int, world_size: int, codec: Codec = NONE) 
 
 
 def reduce_scatter_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int, codec: Codec = NONE) -> int:
-    """What the other ranks' slices take, encoded: about (W-1)/W c(n)."""
+    """Encoded bytes of the other ranks' slices: about (W-1)/W c(n)."""
     lengths = reduce_scatter_slices(num_elems, world_size, codec)
     return sum(codec.wire_bytes(length, elem_bytes) for owner, length in enumerate(lengths) if owner != rank)
 
 
 def broadcast(group: Group, x: Tensor, root: int = 0) -> Tensor:
-    """``root``'s tensor, on every rank; the others give one of the same shape and dtype, whose numbers do not matter.
+    """Return ``root``'s tensor on every rank; other ranks pass a tensor of the same shape and dtype, whose values are unused.
 
     On ``root`` the result may share memory with ``x``. Any dtype. Cost: root sends (W-1) M, the others nothing; one
     round.
@@ -178,12 +177,12 @@ def broadcast_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int,
 
 
 def gather_to_root(group: Group, x: Tensor, sizes: Sequence[int], root: int = 0) -> list[Tensor] | None:
-    """All ranks' bytes in rank order, on ``root``; None on the others.
+    """All ranks' bytes in rank order on ``root``; None on the others.
 
     Args:
         x: (sizes[rank],) uint8.
-        sizes: of each rank's bytes, the same list on all ranks; zeros are fine, but not for all.
-    Cost: ``gather_to_root_bytes``, one round. Messages travel as long as the longest, as a transport's exchange cuts alike.
+        sizes: each rank's bytes, the same list on all ranks; some but not all may be zero.
+    Cost: ``gather_to_root_bytes``, one round. All messages have the length of the longest, as ``Transport.exchange`` needs.
     """
     if group.world_size == 1:
         return [x.contiguous()]
@@ -200,17 +199,17 @@ def gather_to_root(group: Group, x: Tensor, sizes: Sequence[int], root: int = 0)
 
 
 def gather_to_root_bytes(rank: int, sizes: Sequence[int], root: int = 0) -> int:
-    """The longest, rounded up to a multiple of 8, from each rank but ``root``."""
+    """The longest size, rounded up to a multiple of 8, from each rank but ``root``."""
     return 0 if rank == root else _padded(sizes)
 
 
 def _padded(sizes: Sequence[int]) -> int:
-    """So that each message may be read as numbers of any type where one lies behind the other."""
+    """The longest size, rounded up so that consecutive messages are aligned for every dtype."""
     return -(-max(sizes) // 8) * 8
 
 
 def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The ranks' (indices, values), in rank order; each rank may have another number K of them, or none.
+    """The ranks' (indices, values), in rank order; each rank may have its own number K of pairs, or none.
 
     The own pair may share memory with the arguments. Cost: ``sparse_all_gather_bytes``; two rounds, the first for the
     numbers of pairs.
@@ -220,7 +219,7 @@ def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list
         values_K: (K,) float32, bfloat16 or float16.
     Raises:
         TypeError: other dtypes.
-        ValueError: unlike or other shapes.
+        ValueError: shapes that differ or are not one-dimensional.
     """
     if indices_K.dtype not in _INDEX_TYPES:
         raise TypeError(f"indices are {' or '.join(map(str, _INDEX_TYPES))}, got {indices_K.dtype}")
@@ -241,7 +240,7 @@ def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list
     received = transport.gather(own, [count * pair_bytes for count in counts]) if any(counts) else [own] * len(counts)
     pairs = []
     for count, buf in zip(counts, received, strict=True):
-        # Cloned because a message may lie at an address that its types refuse.
+        # Cloned because a part of a message may not be aligned for its dtype.
         indices, values = buf[: count * index_bytes].clone(), buf[count * index_bytes :].clone()
         pairs.append((indices.view(indices_K.dtype), values.view(values_K.dtype)))
     ledger.end(transport.bytes_sent - sent_before)
@@ -249,12 +248,12 @@ def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list
 
 
 def sparse_all_gather_bytes(world_size: int, num_pairs: int, index_bytes: int, value_bytes: int) -> int:
-    """(W-1) (8 + K (index and value)), with this rank's K."""
+    """(W-1) (8 + K (index bytes + value bytes)), with this rank's K."""
     return (world_size - 1) * (_COUNT_BYTES + num_pairs * (index_bytes + value_bytes))
 
 
 def _label(codec: Codec) -> str:
-    """The algorithm, as the ledger has it."""
+    """The algorithm's name in the ledger."""
     return "direct" if codec.exact else codec.name
 
 

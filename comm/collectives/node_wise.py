@@ -1,10 +1,10 @@
-"""Reduce-scatter over nodes: inside each node first, so that the wire between nodes carries one tensor per node.
+"""Reduce-scatter over nodes: inside each node first, so that the link between nodes carries one tensor per node.
 
-That is qgZ of ZeRO++ (arXiv 2306.10209, section 3.3): of N ranks on K nodes of L, a plain all-to-all sends L (K-1)/K of
-a tensor out of every node, this sends (K-1)/K. Each number is quantized twice, once a leg, each leg with its own codec.
+This is qgZ of ZeRO++ (arXiv 2306.10209, section 3.3): of N ranks on K nodes of L, a plain all-to-all sends L (K-1)/K of a
+tensor out of every node, this one (K-1)/K. Each number is quantized twice, once in each leg, each leg with its own codec.
 
-Any shape and count of elements: slices are those of ``collectives.reduce_scatter``, short or empty ones included.
-Codecs are prepared as there, with ``collectives.prepare_codecs``.
+Any shape and number of elements: slices are those of ``collectives.reduce_scatter``, short or empty ones included. Prepare
+codecs with ``collectives.prepare_codecs``.
 """
 
 from contextlib import nullcontext
@@ -29,17 +29,17 @@ def hierarchical_reduce_scatter(
 ) -> Tensor:
     """This rank's slice, (``hierarchical_slices(...)[rank]``,), of the sum of the ranks' flattened tensors.
 
-    1. Inside its node a rank sends each other the slices of all ranks that have that one's place on their node.
-    2. Each adds what it got, in float32 in rank order: its node's part of K slices. A ``none`` leg between nodes
-       carries them in the dtype of ``x``, so rounded once more; a codec encodes the float32 sums.
-    3. Between nodes it sends each part to its owner, who adds them in the order of the nodes and rounds once to
+    1. Inside its node a rank sends each other rank the slices of all ranks with that rank's place on their node.
+    2. Each rank adds what it received, in float32 in rank order: its node's part of K slices. A ``none`` leg between
+       nodes sends these sums in the dtype of ``x``, so rounded once more; a codec encodes the float32 sums.
+    3. Between nodes it sends each part to its owner, which adds them in the order of the nodes and rounds once to
        ``dtype`` (default: that of ``x``).
 
     Cost: ``hierarchical_reduce_scatter_bytes``, two rounds.
 
     Raises:
         TypeError: a dtype that cannot be summed.
-        ValueError: the group was opened without nodes; ``collectives.reduce_scatter`` is for those.
+        ValueError: the group was opened without nodes; use ``collectives.reduce_scatter``.
     """
     if x.dtype not in SUMMABLE:
         raise TypeError(f"reduce-scatter sums {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert it first")
@@ -73,7 +73,7 @@ def hierarchical_slices(num_elems: int, world_size: int, inside_codec: Codec, ac
 def hierarchical_reduce_scatter_bytes(
     group: Group, num_elems: int, elem_bytes: int, inside_codec: Codec = NONE, across_codec: Codec = NONE
 ) -> int:
-    """Bytes this rank sends: the other places' slices inside, the other nodes' own-place slices between nodes.
+    """Bytes this rank sends: slices of other places inside its node, then slices of its own place to other nodes.
 
     About (L-1)/L a(n) + (K-1)/K b(n/L) with a, b the codecs' ``wire_bytes``.
     """
@@ -91,7 +91,7 @@ def hierarchical_bytes(
     inside_codec: Codec = NONE,
     across_codec: Codec = NONE,
 ) -> tuple[int, int]:
-    """The same of ``rank`` on any nodes, without them: (inside, between) nodes."""
+    """The bytes of ``rank`` on given numbers of nodes and ranks, without a group: (inside, between) nodes."""
     lengths = hierarchical_slices(num_elems, num_nodes * ranks_per_node, inside_codec, across_codec)
     by_place = _lengths_by_place(ranks_per_node, lengths)
     node, place = divmod(rank, ranks_per_node)
@@ -102,10 +102,10 @@ def hierarchical_bytes(
 
 
 def _sum_inside(inside: Group, x_N: Tensor, lengths: list[int], codec: Codec) -> Tensor:
-    """The node's float32 sum of the slices of this place on every node, one after the other."""
+    """The node's float32 sum of the slices of this place on every node, concatenated."""
     if inside.world_size == 1:
-        return x_N.float()  # nothing travels, so nothing is quantized
-    # All but one slice are whole groups and the short one comes last, so slices joined are encoded as slices alone.
+        return x_N.float()  # nothing is sent, so nothing is quantized
+    # All but one slice are whole groups and the short one is last, so joined slices have the same encoding as single ones.
     parts, per_node = x_N.split(lengths), inside.world_size
     coding = nullcontext() if codec.exact else inside.ledger.coding
     encoded = []
@@ -119,7 +119,7 @@ def _sum_inside(inside: Group, x_N: Tensor, lengths: list[int], codec: Codec) ->
 
 
 def _lengths_by_place(per_node: int, lengths: list[int]) -> list[list[int]]:
-    """For each place on a node, the slices of the ranks that have it, by node."""
+    """For each place on a node, the slices of the ranks with that place, by node."""
     return [lengths[place::per_node] for place in range(per_node)]
 
 

@@ -1,14 +1,14 @@
-"""All-gather of shards that were encoded once and are gathered often, into memory that stays: weights while training.
+"""All-gather of shards that are encoded once and gathered often into permanent memory: weights during training.
 
-A plain all-gather (``gather_shards``) is one round. Over nodes it has two legs: ``gather_across`` brings the shards of this
-rank's place on every node, ``gather_inside`` shares them inside the node. What the first brings is 1/L of the tensor, so a
-node that keeps it has a copy of its own, and gathers again without the wire between nodes (hpZ of ZeRO++, arXiv
-2306.10209). Slices are equal: (N,) is W shards of N / W. Every rank gets the same bits, by either way.
+A plain all-gather (``gather_shards``) is one round. Over nodes there are two legs: ``gather_across`` gets the shards of this
+rank's place on every node, ``gather_inside`` shares them inside the node. The first leg's result is 1/L of the tensor. Nodes
+that keep it hold a complete copy, and can gather again without the link between nodes (hpZ of ZeRO++, arXiv 2306.10209).
+Slices are equal: (N,) is W shards of N / W. Every rank gets the same bits either way.
 
-Nothing is allocated: what is encoded comes to ``room``, (W c(N/W),) uint8 or more, and in two legs what is exact does too.
+Nothing is allocated: encoded bytes go to ``room``, (W c(N/W),) uint8 or more; exact ones do too in two legs.
 
-Bytes out of a node of L ranks, of M encoded in all, on K nodes: M (K-1)/K over the legs. Plain, each of L ranks sends its
-own shard to W - L others: L times that.
+Bytes out of a node of L ranks, with M encoded bytes in all, on K nodes: M (K-1)/K with two legs. In the plain form each of L
+ranks sends its own shard to W - L others: L times as much.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from tightwire.comm.group.nodes import run_leg
 
 
 def gather_shards(group: Group, wire: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
-    """Decode the shards of all ranks of ``group`` into ``out_N``, in rank order. ``wire``: this rank's, encoded.
+    """Decode the shards of all ranks of ``group`` into ``out_N``, in rank order. ``wire``: this rank's encoded shard.
 
-    Exact ones come to their places without another copy. Cost: (W-1) c(N/W).
+    Exact shards are gathered in place, without another copy. Cost: (W-1) c(N/W).
     """
     if codec.exact:
         _share(group, wire, codec, out_N, out_N.view(torch.uint8), [], "all_gather")
@@ -34,7 +34,7 @@ def gather_shards(group: Group, wire: Tensor, codec: Codec, out_N: Tensor, room:
 
 
 def gather_over_nodes(group: Group, wire: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
-    """The same in two legs: ``gather_across`` and ``gather_inside``."""
+    """Like ``gather_shards``, in two legs: ``gather_across`` and ``gather_inside``."""
     assert group.nodes is not None
     inside = group.nodes.inside
     brought = room[: group.world_size * wire.numel()].chunk(inside.world_size)[inside.rank]
@@ -43,7 +43,7 @@ def gather_over_nodes(group: Group, wire: Tensor, codec: Codec, out_N: Tensor, r
 
 
 def gather_across(group: Group, wire: Tensor, out: Tensor) -> None:
-    """Bring the encoded shards of this rank's place on each of K nodes into ``out``, in the order of nodes.
+    """Gather the encoded shards of this rank's place on each of K nodes into ``out``, in the order of nodes.
 
     Cost: (K-1) c(N/W).
     """
@@ -56,7 +56,7 @@ def gather_across(group: Group, wire: Tensor, out: Tensor) -> None:
 
 
 def gather_inside(group: Group, wires: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
-    """Share inside the node what ``gather_across`` brought each rank, and decode all of it into ``out_N``.
+    """Share the results of ``gather_across`` inside the node, and decode all of them into ``out_N``.
 
     ``wires`` may be this rank's part of ``room``. Cost: (L-1) K c(N/W).
     """
@@ -69,7 +69,7 @@ def gather_inside(group: Group, wires: Tensor, codec: Codec, out_N: Tensor, room
 
 
 def gather_node_copy(group: Group, wire: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
-    """Decode into ``out_N`` what the ranks of the node have of it between them, one equal slice each, in their order.
+    """Decode into ``out_N`` the node's copy, of which each rank of the node holds one equal slice, in rank order.
 
     Cost: (L-1) c(N/L).
     """
@@ -94,7 +94,7 @@ def gather_inside_bytes(num_nodes: int, ranks_per_node: int, wire_bytes: int) ->
 def _share(
     group: Group, wires: Tensor, codec: Codec, out_N: Tensor, room: Tensor, slices: Sequence[Tensor], op: str
 ) -> None:
-    """Gather each rank's ``wires`` into ``room``, and decode that into ``slices`` of ``out_N``, as many of each rank."""
+    """Gather each rank's ``wires`` into ``room``, and decode it into ``slices`` of ``out_N``, equally many per rank."""
     transport, ledger = group.transport, group.ledger
     before, received = transport.bytes_sent, room[: group.world_size * wires.numel()]
     ledger.begin(op, "direct" if codec.exact else codec.name, out_N.nbytes)

@@ -1,1 +1,1 @@
-"""Wires by name, and real slow ones between processes of one machine."""
+"""Links by name, and emulated ones between processes of one machine. Start with `link` and `wire`."""

@@ -1,18 +1,18 @@
-"""Nodes on one machine with a real wire between them: network namespaces, veth pairs, the kernel's own rate limit.
+"""Nodes on one machine with a real link between them: network namespaces, veth pairs, the kernel's rate limit.
 
     with EmulatedNetwork(parse_link("1gbit"), num_nodes=2) as network:
         network.nodes[1].command(["sleep", "1"])       # the command line of a program on that node
-        network.nodes[1].enter()                       # or: this thread moves there
-        network.measure()                              # bytes per second that really pass
+        network.nodes[1].enter()                       # or: move this thread there
+        network.measure()                              # the measured bytes per second
 
-Each node is a namespace with one interface, joined to the others by a bridge in a namespace of its own, so that nothing
-of the machine's own network is touched. Processes of one node reach each other through its loopback interface, which
-no limit slows down. Needs root, and ``ip`` and ``tc`` of iproute2. Latency is not added here (that takes netem, which
-many kernels lack): a transport that waits does it (``comm.transport.throttled``).
+Each node is a namespace with one interface. A bridge in its own namespace joins the nodes, so the machine's own network does
+not change. Processes of one node reach each other through its loopback interface, without a limit. Needs root, and ``ip``
+and ``tc`` of iproute2. Latency is not emulated here (that needs netem, which many kernels lack);
+``comm.transport.throttled`` adds it.
 
-Namespaces are named after the process that made them, and so is a folder for Unix sockets that processes of unlike
-nodes meet at (abstract ones are each namespace's own). All are removed at the end of the context; when the process dies
-first, by a child that notices; when both are killed, by whoever makes the next network.
+Namespaces are named after the process that made them, and so is a folder for Unix sockets between nodes (abstract sockets
+are local to a namespace). The end of the context removes them. If the process dies first, a child process removes them; if
+both are killed, the next network does.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ from tightwire.comm.link.line_rate import line_rate
 from tightwire.comm.link.link import Link
 
 WIRE = "wire0"  # the interface of every node
-_FOLDER = Path("/run/netns")  # where iproute2 keeps namespaces
-_SOCKETS = Path("/run")  # short, as the names of Unix sockets must be; iproute2 needs it too
+_FOLDER = Path("/run/netns")  # the folder of iproute2's namespaces
+_SOCKETS = Path("/run")  # short, because paths of Unix sockets must be; iproute2 needs it too
 _NAME = re.compile(r"tightwire-(\d+)-[0-9a-f]{4}-(?:\d+|switch)")
 _STEM = re.compile(r"tightwire-(\d+)-[0-9a-f]{4}")
 _MAX_NODES = 64
@@ -43,15 +43,15 @@ _COMMAND_TIMEOUT_S = 20.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _T = TypeVar("_T")
 
-# Token bucket: what may pass at once, and so what of every message that follows a pause passes for free: as little as
-# the rate bears. The largest packet before segmentation must fit, so slower wires are given smaller ones, of two Ethernet
-# frames at least; and on top what the rate brings while the kernel's timer is late, or that is lost.
+# Token bucket: the burst is the part of a message after a pause that the limit does not slow, so it is as small as the rate
+# allows. The largest packet before segmentation must fit, so slower links use smaller packets, of at least two Ethernet
+# frames. The burst also covers what the rate brings while the kernel's timer is late, which would be lost otherwise.
 _PACKET_S = _LATE_S = 0.5e-3
 _LEAST_BYTES, _MOST_PACKET_BYTES = 3 << 10, 64 << 10
-_QUEUE_BYTES, _QUEUE_S = 4 << 20, 20e-3  # what waits at most: more than TCP lets wait, so that nothing is lost
+_QUEUE_BYTES, _QUEUE_S = 4 << 20, 20e-3  # the queue's limit: more than TCP keeps in flight, so that nothing is dropped
 
-# Begins when it is told to, or when its standard input ends: then the parent is dead, however it died, and what it had
-# just started to make a namespace may still be about to.
+# Starts when told to, or when its standard input ends because the parent has died. In that case it waits, because a command
+# that the parent started may still be making a namespace.
 _REMOVE = (
     'trap "" INT TERM HUP; read -r _ || sleep 0.5; folder=$1; shift; '
     'for name; do ip netns del "$name" 2>/dev/null; done; rm -rf -- "$folder"; exit 0'
@@ -59,30 +59,30 @@ _REMOVE = (
 
 
 class NoEmulatedNetworkError(RuntimeError):
-    """This machine or this user cannot have one. The message says why."""
+    """Network emulation is not possible on this machine or for this user. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedNode:
-    """One end of the wire. ``interface`` is the one that gloo and NCCL are to use."""
+    """One end of the link. ``interface`` is the one for gloo and NCCL."""
 
     namespace: str
     address: str
     interface: str = WIRE
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """``argv`` as a command line that runs on this node."""
+        """Return a command line that runs ``argv`` on this node."""
         return ["ip", "netns", "exec", self.namespace, *argv]
 
     def enter(self) -> None:
-        """Move the calling thread here for good, and whatever threads and processes it starts from now on."""
+        """Move the calling thread to this node permanently; threads and processes it starts later are there too."""
         with open(_FOLDER / self.namespace, "rb") as file:
             if _LIBC.setns(file.fileno(), _CLONE_NEWNET):
                 code = ctypes.get_errno()
                 raise OSError(code, f"cannot enter the namespace {self.namespace}: {os.strerror(code)}")
 
     def visit(self, fn: Callable[[], _T]) -> _T:
-        """The result of ``fn``, run here by a thread of its own; a socket it makes stays one of this node."""
+        """Run ``fn`` on this node in a new thread and return its result; a socket it makes stays on this node."""
         results: list[_T] = []
         errors: list[Exception] = []
 
@@ -90,7 +90,7 @@ class EmulatedNode:
             try:
                 self.enter()
                 results.append(fn())
-            except Exception as error:  # noqa: BLE001, raised again by the caller's thread
+            except Exception as error:  # noqa: BLE001, the caller's thread raises it again
                 errors.append(error)
 
         visitor = threading.Thread(target=run)
@@ -102,7 +102,7 @@ class EmulatedNode:
 
 
 class EmulatedNetwork:
-    """``num_nodes`` nodes that each send and receive at the rate of ``link``, whoever they talk to.
+    """``num_nodes`` nodes that each send and receive at the rate of ``link``, to and from all others together.
 
     Raises:
         NoEmulatedNetworkError: not possible here; nothing is left behind.
@@ -116,11 +116,11 @@ class EmulatedNetwork:
         _sweep()
         self.link = link
         stem = f"tightwire-{os.getpid()}-{secrets.token_hex(2)}"
-        self.folder = _SOCKETS / stem  # of this user alone
+        self.folder = _SOCKETS / stem  # accessible to this user only
         self.nodes = tuple(EmulatedNode(f"{stem}-{i}", f"10.0.0.{i + 1}") for i in range(num_nodes))
         self._switch = f"{stem}-switch"
         names = [self._switch, *(node.namespace for node in self.nodes)]
-        # Started before there is anything to remove, in a session of its own: Ctrl-C is not for it.
+        # Started before there is anything to remove, in its own session, so that Ctrl-C does not reach it.
         self._remover = subprocess.Popen(
             ["sh", "-c", _REMOVE, "sh", str(self.folder), *names], stdin=subprocess.PIPE, start_new_session=True
         )
@@ -133,7 +133,7 @@ class EmulatedNetwork:
             raise
 
     def measure(self, seconds: float = 1.0) -> float:
-        """Bytes of payload that a second carries each way between two nodes while both send: the slower way's."""
+        """Payload bytes per second between two nodes while both send, of the slower direction."""
         first, second = self.nodes[:2]
         ends = first.visit(_stream_socket), second.visit(_stream_socket)
         return line_rate(*ends, first.address, seconds, self.link.bytes_per_s)
@@ -141,12 +141,12 @@ class EmulatedNetwork:
     def close(self) -> None:
         """Remove everything. May be called twice.
 
-        Processes that still run in a node keep that node alive, without a wire.
+        A node with running processes continues to exist, without a link.
         """
         self._awake.close()
         assert self._remover.stdin is not None
         if not self._remover.stdin.closed:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # then it ends by itself, later
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the remover ends by itself later
                 self._remover.communicate(b"\n", timeout=_COMMAND_TIMEOUT_S)
 
     def __enter__(self) -> Self:
@@ -172,11 +172,11 @@ class EmulatedNetwork:
             _run("ip", "-n", inside, "link", "set", "lo", "up")
             _run("ip", "-n", inside, "addr", "add", f"{node.address}/24", "dev", wire)
             _run("ip", "-n", inside, "link", "set", wire, "up")
-            # Reno is in every kernel, and where nothing is lost it has nothing to decide.
+            # Reno is in every kernel, and without losses the choice of algorithm has no effect.
             _run("ip", "-n", inside, "route", "change", "10.0.0.0/24", "dev", wire, "congctl", "reno")
             node.visit(_keep_speed_when_idle)
             self._limit(inside, wire)
-            if len(self.nodes) > 2:  # of two, what one receives is what the other was allowed to send
+            if len(self.nodes) > 2:  # with two nodes, the sender's limit also limits the receiver
                 self._limit(self._switch, port)
 
     def _limit(self, namespace: str, interface: str) -> None:
@@ -192,10 +192,10 @@ class EmulatedNetwork:
 
 
 def interface_bytes() -> int:
-    """What this process's node has sent, headers included, by the kernel's count.
+    """Bytes that this process's node has sent, headers included, by the kernel's count.
 
     Raises:
-        RuntimeError: this process is on no emulated node.
+        RuntimeError: this process is not on an emulated node.
     """
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, colon, counts = line.partition(":")
@@ -205,7 +205,7 @@ def interface_bytes() -> int:
 
 
 def why_impossible() -> str:
-    """Why this process cannot make a network, with what to do; empty when nothing is known to be missing."""
+    """Return why this process cannot make a network, with advice; empty if no requirement is known to be missing."""
     advice = "run as root on Linux with iproute2 installed, or use a link that is throttled in user space"
     if os.name != "posix" or not hasattr(_LIBC, "setns"):
         return f"network namespaces are Linux's; {advice}"
@@ -217,11 +217,11 @@ def why_impossible() -> str:
 
 
 def _sweep() -> None:
-    """Remove what processes left that were killed together with their remover."""
+    """Remove namespaces and folders of processes that were killed together with their remover."""
     for path in _FOLDER.glob("tightwire-*") if _FOLDER.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match and not Path(f"/proc/{match[1]}").exists():
-            with contextlib.suppress(NoEmulatedNetworkError):  # another process sweeps at the same time
+            with contextlib.suppress(NoEmulatedNetworkError):  # another process may remove it at the same time
                 _run("ip", "netns", "del", path.name)
     for path in _SOCKETS.glob("tightwire-*"):
         match = _STEM.fullmatch(path.name)
@@ -244,10 +244,10 @@ def _stream_socket() -> socket.socket:
 
 @contextlib.contextmanager
 def _cores_awake() -> Iterator[None]:
-    """Idle cores do not sleep: on a virtual machine they wake milliseconds late, and with them the wire's timers.
+    """Keep idle cores from sleeping: on a virtual machine they wake milliseconds late, and delay the link's timers.
 
-    Measured on one: an idle machine carried 75 to 93 % of 80 Mbit/s, a busy one 94 %, an idle one that is kept awake 94 %.
-    Where the kernel does not offer it, a wire is slower than asked, as measuring it tells.
+    Measured on one at 80 Mbit/s: an idle machine carried 75 to 93 % of the rate, a busy one 94 %, an idle one kept awake
+    94 %. If the kernel does not offer this, the link is slower than requested, which ``measure`` shows.
     """
     try:
         device = os.open("/dev/cpu_dma_latency", os.O_WRONLY | os.O_CLOEXEC)
@@ -255,14 +255,14 @@ def _cores_awake() -> Iterator[None]:
         yield
         return
     try:
-        os.write(device, (0).to_bytes(4, "little"))  # microseconds that waking may take; until it is closed
+        os.write(device, (0).to_bytes(4, "little"))  # the longest wake-up in microseconds; valid until closed
         yield
     finally:
         os.close(device)
 
 
 def _keep_speed_when_idle() -> None:
-    """A connection that was idle goes on at the rate it had, as between collectives the wire is idle all the time."""
+    """Make an idle connection continue at its previous rate, because the link is often idle between collectives."""
     try:
         Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").write_text("0")
     except OSError as error:

@@ -5,23 +5,23 @@ import threading
 import time
 
 _PIECE_BYTES = 1 << 20
-_WAKE_BYTES, _WAKE_S = 16 << 10, 10e-3  # a receiver is woken for so much and no less: packets need the cores too
-_WARM_UP_S = 0.3  # the congestion window opens, and the token bucket's first credit is spent
+_WAKE_BYTES, _WAKE_S = 16 << 10, 10e-3  # the least data that wakes a receiver: waking uses cores that packets need
+_WARM_UP_S = 0.3  # for the congestion window to open and the token bucket's initial credit to be used up
 _DEADLINE_S = 30.0  # of a single send or receive
 
 
 def line_rate(
     listener: socket.socket, caller: socket.socket, address: str, seconds: float, expected: float | None = None
 ) -> float:
-    """Payload bytes per second of the slower direction while both are full.
+    """Payload bytes per second of the slower direction while both directions are full.
 
     Args:
         listener, caller: unconnected TCP sockets of the two ends; closed afterwards.
         address: of the listener's end.
         seconds: how long to measure, after a warm-up of 0.3 s.
-        expected: bytes per second at most, where that is known.
+        expected: the maximum of bytes per second, if known.
     Raises:
-        OSError: the two ends cannot reach each other, or nothing passes for half a minute.
+        OSError: the two ends cannot reach each other, or nothing arrives for half a minute.
     """
     with listener, caller:
         for end in (listener, caller):

@@ -1,8 +1,7 @@
-"""A wire by name: ``1gbit``, ``pcie3x4``, ``200mbit,latency=50us``. How fast it carries bytes, and how late.
+"""A link by name, such as ``1gbit``, ``pcie3x4`` or ``200mbit,latency=50us``: its rate and its latency.
 
-Numbers only. A wire of that kind between processes of one machine is made by ``comm.link.emulated_network`` (the
-kernel's own queues, as root on Linux); where that cannot be had, ``comm.transport.throttled`` slows a transport down in
-user space.
+``comm.link.emulated_network`` makes such a link between processes of one machine (kernel queues, as root on Linux). If that
+is not possible, ``comm.transport.throttled`` slows a transport down in user space.
 """
 
 import re
@@ -11,30 +10,30 @@ from dataclasses import dataclass
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _BYTES = {"kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-# Bytes per second of one lane in one direction, line coding taken off (8b/10b, then 128b/130b, then 242/256 in flits).
+# Bytes per second of one lane in one direction, without line coding (8b/10b, then 128b/130b, then 242/256 in flits).
 _PCIE_LANE = {1: 250e6, 2: 500e6, 3: 8e9 / 8 * 128 / 130, 4: 16e9 / 8 * 128 / 130, 5: 32e9 / 8 * 128 / 130, 6: 7.5625e9}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([a-z/]+)")
 _PCIE = re.compile(r"pcie([1-6])x(1|2|4|8|16)")
-# Beyond these the first AllReduce outlasts whoever waits for it.
+# Beyond these limits the first AllReduce exceeds the deadlines of its callers.
 _LEAST_RATE, _MOST_LATENCY_S = 64e3 / 8, 1.0
 _EXAMPLES = "200mbit, 2.5gbit, 300MB/s or pcie3x4, and if wished latency=50us after a comma"
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What each node can send, and at the same time receive; and how much later it arrives."""
+    """The rate at which each node can send and receive at the same time, and the latency."""
 
     name: str
-    bytes_per_s: float | None  # None: as fast as the machine goes
+    bytes_per_s: float | None  # None: unlimited
     latency_s: float = 0.0  # one way
 
     def seconds(self, num_bytes: float) -> float:
-        """The time one message needs, alone on the wire."""
+        """The time of one message alone on the link."""
         return self.latency_s + (num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
 
 
 def parse_link(text: str) -> Link:
-    """A rate, a latency, or both with a comma between, in any order and case.
+    """Parse a rate, a latency, or both with a comma between, in any order and case.
 
     Rates: ``kbit mbit gbit`` (a second), ``KB/s MB/s GB/s`` (of 10**3, 10**6, 10**9) and ``pcie`` generation ``x`` lanes,
     which is one direction's payload before packet headers. Latency: ``latency=`` with ``us``, ``ms`` or ``s``.

@@ -1,11 +1,11 @@
-"""The wire between the nodes of a server: made as its link says, measured, described, taken away.
+"""The link between the nodes of a server: opens, measures, describes and removes it.
 
     with open_wire(parse_link("200mbit"), num_nodes=2) as wire:
-        wire.nodes[1].enter()          # a process of the second node; () where nodes are not real
+        wire.nodes[1].enter()          # a process of the second node; () if nodes are not namespaces
 
-A real one is the kernel's (``comm.link.emulated_network``). Where that cannot be had, ``wire.throttle`` says what
-each rank's transport is to be slowed down to (``comm.transport.throttled``), and the facts say so and why. Imports
-nothing heavy: the parent of the ranks makes the wire before it knows the model.
+With network namespaces the kernel limits the rate (``comm.link.emulated_network``). If that is not possible,
+``wire.throttle`` is the link to which each rank's transport is slowed down (``comm.transport.throttled``), and the facts say
+so and why. Imports nothing heavy: the parent of the ranks opens the link before it knows the model.
 """
 
 import time
@@ -21,36 +21,36 @@ from tightwire.comm.link.link import Link
 
 NAMESPACES, USER_SPACE = "namespaces", "user-space"
 EMULATIONS = ("auto", NAMESPACES, USER_SPACE)
-LEAST_SHARE = 0.9  # of the rate that was asked for; a wire that carries less is not that wire
+LEAST_SHARE = 0.9  # of the requested rate; a slower link is refused
 
-_FULL_SHARE = 0.92  # what is left of it beside headers, or nearly
+_FULL_SHARE = 0.92  # nearly all of the rate that remains beside headers
 _TRIES = 6
-_MEASURE_S = 15.0  # no further try after this long: on a slow wire each takes seconds
+_MEASURE_S = 15.0  # no further try after this long: on a slow link each try takes seconds
 
 
 class LinkTooFastError(ValueError):
-    """This machine does not carry what was asked for; the message says how much it carries."""
+    """This machine does not carry the requested rate; the message says how much it carries."""
 
 
 class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A link as it was asked for, and what became of it. Rates are of a node, one way, in bytes of payload."""
+    """A link as requested and as measured. Rates are of a node, one way, in bytes of payload."""
 
     name: str
-    asked_bytes_per_s: float | None  # None: a latency alone was asked for
+    asked_bytes_per_s: float | None  # None: only a latency was requested
     measured_bytes_per_s: float | None  # None: not measured yet
     latency_s: float
     emulation: str
-    reason: str = ""  # why not namespaces; empty when they are, or when user space was asked for
+    reason: str = ""  # why namespaces are not used; empty if they are, or if user space was requested
 
     @property
     def link(self) -> Link:
-        """What the wire does, by its measured rate where there is one."""
+        """The link with its measured rate, or its requested rate if it was not measured."""
         rate = self.asked_bytes_per_s and (self.measured_bytes_per_s or self.asked_bytes_per_s)
         return Link(self.name, rate, self.latency_s)
 
     @property
     def how(self) -> str:
-        """Which kind of wire this is, in words."""
+        """The kind of emulation, in words."""
         if self.emulation == USER_SPACE:
             return "throttled in user space"
         how = "tc tbf between network namespaces" if self.asked_bytes_per_s else "network namespaces"
@@ -67,10 +67,10 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wire:
-    """``nodes``: where each node's processes live, () on the machine's own network.
+    """``nodes``: the namespaces of the nodes' processes, () on the machine's own network.
 
-    ``throttle``: what each rank's transport is to be slowed down to. ``folder``: where sockets between processes of
-    unlike nodes may lie, gone with the wire.
+    ``throttle``: the link to which each rank's transport is slowed down. ``folder``: for sockets between processes of
+    different nodes, removed with the link.
     """
 
     facts: LinkFacts
@@ -81,13 +81,13 @@ class Wire:
 
 @contextmanager
 def open_wire(link: Link, *, num_nodes: int, ranks_per_node: int = 1, emulation: str = "auto") -> Iterator[Wire]:
-    """The wire, until the end of the context. ``emulation``: ``auto`` takes namespaces where they can be had.
+    """Open the link until the end of the context. ``emulation``: ``auto`` uses namespaces if possible.
 
-    Call on the main thread before others run. Cost: about two seconds with namespaces, most of it measuring.
+    Call on the main thread before other threads run. Cost: about two seconds with namespaces, mostly for measuring.
 
     Raises:
-        ValueError: namespaces were asked for and cannot be had, or the machine cannot carry the link; says what can be
-            done. Nothing is left behind.
+        ValueError: namespaces were requested and are not possible, or the machine cannot carry the link; says what to
+            do. Nothing is left behind.
     """
     facts = plan_link(link, emulation)
     if facts.emulation == USER_SPACE:
@@ -104,13 +104,13 @@ def open_wire(link: Link, *, num_nodes: int, ranks_per_node: int = 1, emulation:
     with network:
         facts = msgspec.structs.replace(facts, measured_bytes_per_s=_measure(network))
         refuse_too_fast(facts)
-        # The kernel limits the rate; what it often cannot do is wait (netem), so a transport that only waits does it.
+        # The kernel limits the rate but often cannot delay (netem is missing), so a throttled transport adds the latency.
         delay = Link(link.name, None, link.latency_s) if link.latency_s else None
         yield Wire(facts=facts, nodes=network.nodes, throttle=delay, folder=network.folder)
 
 
 def _measure(network: EmulatedNetwork) -> float:
-    """What it carries; again where that is less than it should, as others may have had the cores, then the most."""
+    """The measured rate: the best of several tries if the first is too low, as other programs may have used the cores."""
     asked, most = network.link.bytes_per_s or 0.0, 0.0
     deadline = time.monotonic() + _MEASURE_S
     try:
@@ -127,10 +127,10 @@ def _measure(network: EmulatedNetwork) -> float:
 
 
 def plan_link(link: Link, emulation: str = "auto") -> LinkFacts:
-    """What ``open_wire`` would try first, without making anything.
+    """The facts of the link that ``open_wire`` would try first, without making anything.
 
     Raises:
-        ValueError: namespaces were asked for and cannot be had.
+        ValueError: namespaces were requested and are not possible.
     """
     reason = "" if emulation == USER_SPACE else why_impossible()
     if emulation == NAMESPACES and reason:
@@ -146,7 +146,7 @@ def plan_link(link: Link, emulation: str = "auto") -> LinkFacts:
 
 
 def refuse_too_fast(facts: LinkFacts) -> None:
-    """Raises LinkTooFastError when what was measured falls short of what was asked for."""
+    """Raise LinkTooFastError if the measured rate is less than ``LEAST_SHARE`` of the requested rate."""
     asked, measured = facts.asked_bytes_per_s, facts.measured_bytes_per_s
     if asked is None or measured is None or measured >= LEAST_SHARE * asked:
         return
@@ -159,7 +159,7 @@ def refuse_too_fast(facts: LinkFacts) -> None:
 
 
 def _throttled(facts: LinkFacts, link: Link, num_nodes: int, ranks_per_node: int) -> Wire:
-    # Ranks of one node share its wire. Of the flat group's bytes, those that stay inside a node are slowed too.
+    # Ranks of one node share its link. Traffic of the flat group inside a node is slowed too.
     rate = None if link.bytes_per_s is None else link.bytes_per_s / ranks_per_node
     return Wire(facts=facts, throttle=Link(link.name, rate, link.latency_s))
 

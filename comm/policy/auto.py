@@ -1,6 +1,6 @@
-"""The lossless choice by size, from the cost model's seeds: what ``auto`` is for whoever has no policy.
+"""The ``auto`` AllReduce without a policy: a lossless choice by size, from the cost model's seeds.
 
-A server's ``auto`` is a policy (``comm.policy.choose``): it knows the model's messages and what was measured on the host.
+A server's ``auto`` is a policy (``comm.policy.choose``), which uses the model's messages and measurements on the host.
 """
 
 from tightwire.comm.all_reduce.by_size import SizedAllReduce
@@ -11,14 +11,14 @@ from tightwire.comm.group.group import Group
 from tightwire.comm.policy.cost import CostModel, size_grid
 
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 10, 64 << 20
-_FUSED = {"cpu": "shared-memory", "cuda": "peer-memory"}  # the transports that sum in kernels of their own
+_FUSED = {"cpu": "shared-memory", "cuda": "peer-memory"}  # the transports that sum in their own kernels
 
 
 class AutoAllReduce(SizedAllReduce):
-    """``one-shot`` up to some size, ``two-shot`` beyond; with two ranks in shared memory always one-shot, which sends no more.
+    """``one-shot`` up to some size, ``two-shot`` beyond. With two ranks in shared memory always one-shot: the bytes are equal.
 
-    Both are exact and add in rank order with one rounding, so the switch changes no bit of the result: a row's sum does
-    not depend on how many rows travel with it. The ledger records the algorithm that ran, not this name.
+    Both are exact and add in rank order with one rounding, so the switch changes no bit of the result. A row's sum does
+    not depend on the number of rows in its message. The ledger records the algorithm that ran, not ``auto``.
     """
 
     def __init__(self, group: Group) -> None:
@@ -28,13 +28,13 @@ class AutoAllReduce(SizedAllReduce):
 
 
 def _last_one_shot_bytes(group: Group) -> int | None:
-    """The largest message that one-shot is not slower for; None: any."""
+    """The largest message for which one-shot is not slower; None: any."""
     setting = Setting(
         transport="process-group" if group.transport.fused is None else _FUSED[group.device.type],
         device=group.device.type,
         world_size=group.world_size,
         num_nodes=1,
-        dtype="bfloat16",  # of no matter to algorithms that encode nothing
+        dtype="bfloat16",  # irrelevant for algorithms that encode nothing
     )
     costs, best = CostModel(setting), 0
     for size in size_grid(_SMALLEST_BYTES, _LARGEST_BYTES):

@@ -1,9 +1,9 @@
 """Makes the policy: an AllReduce for each site, phase and size, with the reasons.
 
-Two rules stand above speed. Nothing lossy is chosen unless it was named or an error budget allows it, and then for
-prompt rows only. And within a phase a row's sum must not depend on the size of the message it travels in, or a text
-would depend on what else runs: so ``auto`` first chooses an order of summing for the phase, and switches by size only
-between algorithms of that order, which give the same bits.
+Two rules precede speed. A lossy algorithm is chosen only if it was named or an error budget allows it, and a budget applies
+to prompt rows only. And within a phase a row's sum must not depend on the size of its message, or a text would depend on
+other requests. So ``auto`` first chooses an order of adding for the phase, and switches by size only between algorithms of
+that order, which give the same bits.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ from tightwire.comm.policy.cost import CostModel, size_grid
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile, apply, world_size_warning
 from tightwire.comm.policy.rules import PHASES, SITES, Choice, Policy, QuarantinedError, Rule
 
-_KEEP_WITHIN = 1.03  # a switch has to gain more than medians repeat to
-_DECODE_ROWS = (1, 4, 16)  # message sizes that a phase's order of summing is chosen for
+_KEEP_WITHIN = 1.03  # a switch must gain more than the repeatability of medians
+_DECODE_ROWS = (1, 4, 16)  # message sizes for choosing a phase's order of adding
 _PREFILL_SHARES = (0.25, 1.0)
 _DECODED_BESIDE = "a text may depend on what is generated"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyRequest:
-    """What was asked for, and what the model will send: rows of ``row_elems``, up to ``max_rows`` in a step."""
+    """The user's options, and the model's messages: rows of ``row_elems``, up to ``max_rows`` in a step."""
 
     row_elems: int
     max_rows: int
@@ -36,7 +36,7 @@ class PolicyRequest:
     o_proj: str | None = None
     down_proj: str | None = None
     error_budget: float | None = None
-    file: PolicyFile | None = None  # goes before all of the above
+    file: PolicyFile | None = None  # takes precedence over all of the above
     file_name: str = ""
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class PolicyRequest:
                 parse_all_reduce(name)
 
     def asked(self, site: str, phase: str, layer: int = 0) -> tuple[str, str]:
-        """The name asked for, maybe ``auto``, and by which flag or file."""
+        """The name requested, maybe ``auto``, and the flag or file that requests it."""
         for rule in () if self.file is None else self.file.rules:
             if (rule.site, rule.phase) == (site, phase) and (rule.layers is None or layer in rule.layers):
                 return rule.algorithm, f"policy file {self.file_name}"
@@ -65,32 +65,32 @@ class PolicyRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """One algorithm for one message size: what it would cost, and why it was or was not taken."""
+    """One algorithm for one message size: its cost, and why it was or was not chosen."""
 
     algorithm: str
-    predicted_us: float  # from the seeds
+    predicted_us: float  # by the model
     measured_us: float | None
     wire_bytes: int
-    error: float  # relative RMS; 0: none beyond rounding a sum to the dtype
+    error: float  # relative RMS; 0: only the rounding of a sum to the dtype
     chosen: bool
     why: str
 
     @property
     def us(self) -> float:
-        """What the choice was made by."""
+        """The time that the choice is based on."""
         return self.predicted_us if self.measured_us is None else self.measured_us
 
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """What ``auto`` may use in a phase: algorithms by order of summing, and the refused ones with the reason."""
+    """The algorithms that ``auto`` may use in a phase, by order of adding, and the refused ones with the reason."""
 
     orders: dict[str, list[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
 
 class Chooser:
-    """Decides for one request in one setting. ``wrong``: algorithms that summed wrongly here, and what they did."""
+    """Decides for one request in one setting. ``wrong``: algorithms that summed wrongly here, with the error."""
 
     def __init__(self, request: PolicyRequest, costs: CostModel, wrong: Mapping[str, str] | None = None) -> None:
         self._request, self._costs, self._wrong = request, costs, dict(wrong or {})
@@ -102,7 +102,7 @@ class Chooser:
         """Rules for every site and phase; the same inputs always give the same policy.
 
         Raises:
-            QuarantinedError: nothing that ``auto`` may use is left.
+            QuarantinedError: ``auto`` has no usable algorithm left.
         """
         base = Policy(tuple(Rule(site, phase, self._choices(site, phase)) for site in SITES for phase in PHASES))
         file = self._request.file
@@ -113,7 +113,7 @@ class Chooser:
 
     @property
     def warning(self) -> str | None:
-        """What is wrong with the request's policy file, though it can be obeyed."""
+        """A problem with the request's policy file that does not prevent its use, or None."""
         request, world_size = self._request, self._costs.setting.world_size
         return None if request.file is None else world_size_warning(request.file, request.file_name, world_size)
 
@@ -133,7 +133,7 @@ class Chooser:
         return self._errors[name]
 
     def verdicts(self, site: str, phase: str, num_bytes: int, layer: int = 0) -> list[Verdict]:
-        """Every candidate for one message of the model, the chosen one first, then the fastest."""
+        """Every candidate for one message of the model: the chosen one first, the others by time."""
         choices = self.policy().choices(site, layer, phase)
         choice = next(choice for choice in choices if choice.up_to_bytes is None or num_bytes <= choice.up_to_bytes)
         chosen, (asked, by) = choice.algorithms[0], self._request.asked(site, phase, layer)
@@ -211,7 +211,7 @@ class Chooser:
                 admitted.refused[name] = reason
             else:
                 usable[name] = order
-        # Seeds and measurements do not compare: where some were measured, the others are left alone.
+        # Seeds and measurements are not comparable: if some algorithms were measured, the others are not used.
         measured = {name for name in usable if self._costs.predict(name, self._row_bytes).measured}
         for name, order in usable.items():
             if measured and name not in measured:
@@ -221,7 +221,7 @@ class Chooser:
         return admitted
 
     def _lossy(self) -> list[str]:
-        """The presets, in groups that fill whole rows."""
+        """The quantized names worth measuring, with codec groups that fill whole rows if possible."""
         suffix = next((f"-g{size}" for size in (64, 32) if self._request.row_elems % size == 0), "")
         return lossy_names("" if self._request.row_elems % 128 == 0 else suffix)
 
@@ -247,7 +247,7 @@ class Chooser:
         return None
 
     def _crossing_rows(self, name: str, phase: str = "prefill") -> str:
-        """What to know when a codec's groups hold numbers of two rows; empty when they do not."""
+        """A warning for codec groups that hold numbers of two rows; empty if they do not."""
         group = max((codec.group_elems for codec in parse_all_reduce(name).codecs), default=1)
         if self._request.row_elems % group == 0:
             return ""
@@ -255,7 +255,7 @@ class Chooser:
         return f"; its groups of {group} cross rows of {self._request.row_elems}, so {what} beside it"
 
     def _reason(self, rule: FileRule) -> str:
-        """A policy file's reason for a rule, and what else is to be known."""
+        """A policy file's reason for a rule, with warnings."""
         quantized = rule.phase == "decode" and not parse_all_reduce(rule.algorithm).lossless
         beside = "; generated rows are quantized" if quantized else ""
         return (rule.reason + beside + self._crossing_rows(rule.algorithm, rule.phase)).removeprefix("; ")
@@ -303,12 +303,12 @@ class Chooser:
 
 
 def _budget_phase(site: str, phase: str) -> str:
-    """Embeddings are exact in prompt rows too."""
+    """The phase whose error budget applies: embeddings are exact in prompt rows too."""
     return "decode" if site == "embed" else phase
 
 
 def _preface(by: str) -> str:
-    """Why it is ``auto`` that decides, where that was not asked for."""
+    """The reason why ``auto`` decides, if no flag requested it."""
     return "" if by.startswith("--") else f"{by}; "
 
 

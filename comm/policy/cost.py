@@ -3,10 +3,10 @@
     us = call + rounds * round + sent bytes * byte + summed elements * sum
          (+ coded call + encoded elements * encode + decoded elements * decode)
 
-The constants of a ``LinkCost`` are seeds: good enough to tell apart algorithms that differ much. ``tightwire tune``
-replaces the prediction by what it measured. Behind an emulated wire (``serve --link``) bytes between nodes cost what
-that wire's own rate says, rounds its latency more, and computing what ``tune`` measured of it apart from any wire. Source
-of the model: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005.
+The constants of a ``LinkCost`` are seeds: accurate enough to separate algorithms that differ much. Measurements of
+``tightwire tune`` replace predictions. Behind an emulated link (``serve --link``), bytes between nodes cost the link's rate,
+rounds add its latency, and computing costs what ``tune`` measured without messages. Source of the model: Thakur,
+Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005.
 """
 
 import math
@@ -21,30 +21,29 @@ from tightwire.comm.link.link import Link
 
 _MIB = 1 << 20
 _SLOWEST, _FASTEST = 1e4, 1e13  # bytes per second
-_STEPS = 60  # of halving, in logarithms
+_STEPS = 60  # bisection steps, on a logarithmic scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkCost:
-    """Seeds for one way ranks reach each other, in microseconds; ``*_mib`` per MiB sent, ``*_melem`` per 2^20 elements."""
+    """Seed costs of one transport, in microseconds; ``*_mib`` per MiB sent, ``*_melem`` per 2^20 elements."""
 
     call: float
-    coded_call: float  # on top, for an algorithm that encodes
+    coded_call: float  # added for an algorithm that encodes
     round: float  # of one-shot, two-shot and flash, which are one kernel where memory is shared
-    message_round: float  # of those that always go message by message
+    message_round: float  # of algorithms that always send messages
     mib: float
     native_round: float
     native_mib: float
-    encode_melem: float  # int8 and int4 in groups of 128; ``_effort`` says what others take
+    encode_melem: float  # int8 in groups of 128; ``coding_effort`` scales it for other codecs
     decode_melem: float
-    sum_melem: float = 0.0  # adding exactly, where ``mib`` does not hold it
+    sum_melem: float = 0.0  # adding exactly, where ``mib`` does not include it
 
 
-# Where each comes from: shared memory and gloo from `bench comm` with 2 ranks on two cores
-# of a server CPU, rounded (gloo through the loopback interface: a real network has its own bandwidth); encoding and
-# decoding there from `bench kernels`, one core, and adding from `bench comm --link`; the two for CUDA are
-# published figures of PCIe boxes (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier), not measured
-# here.
+# Sources. Shared memory and gloo: `bench comm` with 2 ranks on two cores of a server CPU, rounded (gloo over the loopback
+# interface; a real network has its own bandwidth). Encoding and decoding: `bench kernels` on one core. Adding: `bench comm
+# --link`. CUDA: published figures of PCIe machines (25 GB/s each way, 10 us for a library call, 4 us for a kernel's barrier),
+# not measured here.
 LINK_COSTS: Mapping[tuple[str, str], LinkCost] = {
     ("shared-memory", "cpu"): LinkCost(
         call=6,
@@ -96,7 +95,7 @@ LINK_COSTS: Mapping[tuple[str, str], LinkCost] = {
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """``measured``: read off what was measured on this host, not computed from seeds."""
+    """``measured``: interpolated from measurements on this host, not computed from seeds."""
 
     us: float
     measured: bool
@@ -106,10 +105,10 @@ Points = Mapping[str, Sequence[tuple[int, float]]]  # algorithm -> (message byte
 
 
 class CostModel:
-    """Times of algorithms in one setting. ``points`` are measurements, none for an algorithm that was not measured.
+    """Times of algorithms in one setting. ``points``: measurements; algorithms without any are predicted.
 
-    ``wire``: what each node sends over, at most at that rate, whoever of its ranks it is; each rank is a node of its own
-    where there are no others. ``computing``: measured times of algorithms whose messages took none, behind any wire.
+    ``wire``: the link between nodes, shared by all ranks of a node; with a single node, each rank counts as its own node.
+    ``computing``: measured times of algorithms without messages, used with any ``wire``.
     """
 
     def __init__(
@@ -125,11 +124,11 @@ class CostModel:
         self.setting = setting
         self._link, self._wire = LINK_COSTS[key], wire
         self._points = {name: list(row) for name, row in (points or {}).items() if row}
-        # Of messages: where memory is shared and nothing lies between, kernels do it all at once.
+        # Only behind a link: with shared memory alone, kernels compute and move in one.
         self._computing = {name: list(row) for name, row in (computing or {}).items() if row and wire is not None}
 
     def predict(self, name: str, num_bytes: int) -> Prediction:
-        """How long ``name`` takes for a message of ``num_bytes``; beyond measured sizes with the model's shape."""
+        """The time of ``name`` for a message of ``num_bytes``; beyond the measured sizes, scaled by the model."""
         row = self._points.get(name)
         if row is None:
             return Prediction(self.modelled_us(name, num_bytes), measured=False)
@@ -144,7 +143,7 @@ class CostModel:
         return round(work.sent_bytes + work.node_bytes)
 
     def modelled_us(self, name: str, num_bytes: int) -> float:
-        """What the formula says, with the seeds' constants; computing as it was measured, where that is known."""
+        """The formula with the seeds' constants; computing as measured, if it was."""
         work = self._work(name, num_bytes)
         link, between = self._costs(name)
         kind = parse_all_reduce(name).entry.rounds
@@ -168,7 +167,7 @@ class CostModel:
         return parsed.entry.work(self.setting, num_bytes, *parsed.codecs)
 
     def _costs(self, name: str) -> tuple[LinkCost, LinkCost]:
-        """Of the messages of ``name`` between all ranks, or inside a node where it knows nodes; and between nodes."""
+        """Costs of the messages of ``name``: between all ranks (inside a node if it uses nodes), and between nodes."""
         setting, link = self.setting, self._link
         between = LINK_COSTS["process-group", setting.device]
         if self._wire is None:
@@ -177,19 +176,19 @@ class CostModel:
         entry = parse_all_reduce(name).entry
         if entry.needs_nodes and setting.num_nodes > 1:
             return LINK_COSTS["shared-memory", setting.device], _behind(between, self._wire, local)
-        # Of a ring, one rank of each node sends to another node; of all others each does, to all ranks there.
+        # In a ring, one rank of each node sends to another node. In all others each rank does, to all ranks there.
         others, remote = setting.world_size - 1, setting.world_size - local
         shared_by = 1 if entry.neighbours_only else local * remote / others
         return _behind(link, self._wire, shared_by), between
 
 
 def _behind(cost: LinkCost, wire: Link, shared_by: float) -> LinkCost:
-    """``cost`` behind ``wire``, over which go the bytes of ``shared_by`` ranks, at the rate that is the lower."""
+    """``cost`` behind ``wire``, which carries the bytes of ``shared_by`` ranks; the lower of both rates applies."""
     wire_mib = shared_by * _MIB / wire.bytes_per_s * 1e6 if wire.bytes_per_s else 0.0
     latency_us = wire.latency_s * 1e6
     return replace(
         cost,
-        round=cost.message_round + latency_us,  # no kernel reaches over a wire
+        round=cost.message_round + latency_us,  # kernels cannot span a network link
         message_round=cost.message_round + latency_us,
         mib=max(cost.mib, wire_mib),
         native_round=cost.native_round + latency_us,
@@ -199,15 +198,15 @@ def _behind(cost: LinkCost, wire: Link, shared_by: float) -> LinkCost:
 
 
 def _computing_us(work: Work, link: LinkCost, between: LinkCost) -> float:
-    """By the seeds: calling, adding, encoding and decoding."""
+    """Time to call, add, encode and decode, by the seeds."""
     adding_us = (work.summed_elems * link.sum_melem + work.node_summed_elems * between.sum_melem) / _MIB
     coding_us = (work.encoded_elems * link.encode_melem + work.decoded_elems * link.decode_melem) / _MIB
     return link.call + adding_us + (link.coded_call + coding_us if work.encoded_elems else 0)
 
 
 def _read_off(row: Sequence[tuple[int, float]], num_bytes: int, shape_us: Callable[[int], float]) -> float:
-    """Microseconds at ``num_bytes``: between two measured sizes of ``row`` a straight line in logarithms, beyond them
-    ``shape_us`` from the nearest one."""
+    """Microseconds at ``num_bytes``: linear in logarithms between two measured sizes of ``row``; beyond them scaled from
+    the nearest one by ``shape_us``."""
     place = bisect_left(row, (num_bytes, 0.0))
     if 0 < place < len(row):
         (low, low_us), (high, high_us) = row[place - 1], row[place]
@@ -218,7 +217,7 @@ def _read_off(row: Sequence[tuple[int, float]], num_bytes: int, shape_us: Callab
 
 
 def size_grid(smallest: int, largest: int) -> list[int]:
-    """Message sizes from ``smallest`` to at least ``largest``, four to every doubling."""
+    """Message sizes from ``smallest`` to at least ``largest``, four per doubling."""
     count = max(0, math.ceil(4 * math.log2(largest / smallest)))
     grid = [round(smallest * 2 ** (step / 4)) for step in range(count + 1)]
     assert all(a < b for a, b in pairwise(grid)), "steps of a byte and more"
@@ -234,13 +233,13 @@ def crossover_rate(
     latency_s: float = 0.0,
     computing: Points | None = None,
 ) -> float | None:
-    """Bytes per second of a link between nodes at which both are predicted to take equally long.
+    """Find the bytes per second of a link between nodes at which both algorithms are predicted to take equally long.
 
     Args:
         exact, lossy: algorithms; ``num_bytes``: of the message that they sum.
-        computing: what ``tightwire tune`` measured of it; seeds stand in for what is not there.
+        computing: measurements of ``tightwire tune``; seeds replace missing ones.
     Returns:
-        None where there is no such rate: ``lossy`` pays at every one, because the transport itself is no faster, or at
+        None if there is no such rate: ``lossy`` is faster at every rate, because the transport itself limits it, or at
         none.
     """
 

@@ -1,7 +1,7 @@
-"""Policy files: an AllReduce for each layer, written by a bench that measured its effect, obeyed by ``serve``.
+"""Policy files: an AllReduce for each layer, written by a bench that measured its effect, used by ``serve``.
 
-A file names algorithms, lossy ones too, for prompt and for generated rows: that is how they are asked for. What it does
-not cover goes as without it. It carries what it was made for, and a model of another shape refuses it.
+A file names algorithms, lossy ones too, for prompt and for generated rows. Messages without a rule are handled as without a
+file. The file records the model shape it was made for, and a model of another shape refuses it.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class FileRule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
 
 class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rules, the first that matches counts; and facts about what they were made for, of which some are checked."""
+    """Rules, of which the first match applies, and facts about the model they were made for, some of them checked."""
 
     schema: str = SCHEMA
     made_for: dict[str, Any] = {}
@@ -37,10 +37,10 @@ class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_policy_file(path: Path) -> PolicyFile:
-    """The file's content, checked as far as that goes without a model.
+    """Read the file and check everything that needs no model.
 
     Raises:
-        ValueError: it cannot be read, is no policy file, or has a rule that cannot be obeyed; says which.
+        ValueError: it cannot be read, is not a policy file, or has an invalid rule; names the problem.
     """
     try:
         file = msgspec.json.decode(path.read_bytes(), type=PolicyFile)
@@ -58,11 +58,11 @@ def read_policy_file(path: Path) -> PolicyFile:
 
 
 def write_policy_file(path: Path, file: PolicyFile) -> None:
-    """Write ``file`` so that it is whole or not there.
+    """Write ``file`` atomically.
 
     Raises:
         OSError: the folder cannot be written.
-        ValueError: it has a rule that could not be obeyed.
+        ValueError: the file has an invalid rule.
     """
     if problem := _problem(file):
         raise ValueError(problem)
@@ -70,12 +70,12 @@ def write_policy_file(path: Path, file: PolicyFile) -> None:
 
 
 def apply(base: Policy, file: PolicyFile, name: str = "") -> Policy:
-    """``base`` with the file's rules before its own; rules that come to no layer are left out.
+    """Put the file's rules before those of ``base``; leave out rules that apply to no layer.
 
-    ``name``: the file's, for the reasons.
+    ``name``: of the file, for the reasons.
     """
     rules: list[Rule] = []
-    taken: dict[tuple[str, str], set[int] | None] = {}  # layers with a rule by site and phase; None: all have one
+    taken: dict[tuple[str, str], set[int] | None] = {}  # by site and phase, the layers that have a rule; None: all
     for rule in [*(_rule(rule, name) for rule in file.rules), *base.rules]:
         kind = (rule.site, rule.phase)
         before = taken.get(kind, set[int]())
@@ -96,7 +96,7 @@ def check_shape(file: PolicyFile, name: str, shape: Mapping[str, int]) -> None:
     """Refuse ``file`` for a model of another ``shape`` (``num_layers``, ``hidden_size``) than it was made for.
 
     Raises:
-        ValueError: it was, or it names a layer that there is not.
+        ValueError: the shape differs, or a rule names a layer that does not exist.
     """
     for fact, value in shape.items():
         made = file.made_for.get(fact)
@@ -114,7 +114,7 @@ def check_shape(file: PolicyFile, name: str, shape: Mapping[str, int]) -> None:
 
 
 def world_size_warning(file: PolicyFile, name: str, world_size: int) -> str | None:
-    """What to say when ``file`` was made for another number of ranks; None when it was not."""
+    """The warning for a ``file`` that was made for another number of ranks, or None."""
     made = file.made_for.get("world_size")
     if made is None or made == world_size:
         return None
@@ -129,7 +129,7 @@ def _rule(rule: FileRule, name: str) -> Rule:
 
 
 def _problem(file: PolicyFile) -> str | None:
-    """What makes a file of the right form impossible to obey."""
+    """The first invalid fact or rule of a well-formed file, or None."""
     for fact in _CHECKED_FACTS:
         value = file.made_for.get(fact, 1)
         if type(value) is not int or value < 1:

@@ -15,19 +15,19 @@ from tightwire.comm.ledger.ledger import Latency
 from tightwire.comm.transport.segment import make_segment
 
 _WARM_UP_CALLS = 50
-_CALLS = 512  # as many as a ledger keeps times of
+_CALLS = 512  # the number of times that a ledger keeps
 _NUM_RANKS = 2
 
 
 def measure_round_trip(num_bytes: int) -> Latency:
-    """Quantiles of rank 0's time in a one-shot AllReduce of ``num_bytes`` between two processes: one round of waiting.
+    """Quantiles of rank 0's time in a one-shot AllReduce of ``num_bytes`` between two processes: one round.
 
     Raises:
-        LocalRankError: a process was lost, or could not join the other.
+        LocalRankError: a process died, or could not join the other.
     """
     descriptors = (make_segment(_NUM_RANKS), os.memfd_create("tightwire-store"))
     try:
-        # Processes that are not this one's own forks inherit no descriptors, but may open them.
+        # Ranks come from a fork server and inherit no descriptors, but can open them by path.
         segment, store = map(fd_path, descriptors)
         with LocalRanks(_NUM_RANKS, partial(_open_group, segment, store)) as ranks:
             latencies = dict(ranks.stream(_sum_often, num_bytes))

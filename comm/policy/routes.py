@@ -1,8 +1,7 @@
-"""Policies turned into AllReduces: for each kind of message of the model, the object that sums it.
+"""Turns policies into AllReduces: the object that sums each kind of message.
 
-A model may be given several policies, its arms: each forward pass goes by one of them. Objects are shared: two kinds of
-message with the same choices get the same object, so a caller can tell by identity whether two parts of a tensor may
-travel together.
+A model may have several policies; each forward pass uses one of them. Two kinds of message with the same choices share one
+object, so a caller can tell by identity whether two parts of a tensor may be sent together.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from tightwire.comm.protocols import AllReduce
 
 
 def make_candidates(policies: Iterable[Policy], group: Group) -> dict[str, AllReduce]:
-    """Every algorithm that one of ``policies`` may use, by name; all ranks make the same ones in the same order.
+    """Make every algorithm that a policy may use, by name; all ranks make the same ones in the same order.
 
     Raises:
         ValueError: no such algorithm.
@@ -25,7 +24,7 @@ def make_candidates(policies: Iterable[Policy], group: Group) -> dict[str, AllRe
 
 
 class Routes:
-    """``arms``, policies by name, over the ``candidates`` made for them all. One thread, as the AllReduces themselves."""
+    """Looks up AllReduces: ``arms`` are policies by name, over the ``candidates`` made for them. For one thread."""
 
     def __init__(self, arms: Sequence[tuple[str, Policy]], candidates: Mapping[str, AllReduce]) -> None:
         self._arms, self._candidates = tuple(arms), candidates
@@ -33,14 +32,14 @@ class Routes:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """Their names; an arm's number is its place here."""
+        """Names of the policies; a policy's number is its place here."""
         return tuple(name for name, _ in self._arms)
 
     def all_reduce(self, site: str, layer: int, phase: str, arm: int = 0) -> AllReduce:
-        """What sums these messages when an arm is in force; ask once and keep it.
+        """Return the AllReduce for these messages under policy number ``arm``; the caller keeps it.
 
         Raises:
-            ValueError: the policy has no rule for them.
+            ValueError: the policy has no rule for these messages.
         """
         return self._by_size(self._arms[arm][1].choices(site, layer, phase))
 

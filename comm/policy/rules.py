@@ -1,7 +1,7 @@
 """The policy: rules that name an AllReduce for each message, made once by ``choose`` and given to every rank.
 
-A message is known by its site (where in the model it arises), its layer, its phase (prompt rows or generated rows) and
-its size. Knows names only and imports no torch; ``routes`` turns the names into AllReduces.
+A message has a site (its place in the model), a layer, a phase (prompt rows or generated rows) and a size. This module has
+names only and imports no torch; ``routes`` turns names into AllReduces.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ PHASES = ("prefill", "decode")
 
 
 class QuarantinedError(ValueError):
-    """Nothing is left to sum some messages with: every algorithm that the policy allows there summed wrongly."""
+    """Some messages have no AllReduce left: every algorithm that the policy allows there failed the self-test."""
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Messages up to ``up_to_bytes`` (None: of any size) go by the first of ``algorithms``.
+    """Messages up to ``up_to_bytes`` (None: of any size) use the first of ``algorithms``.
 
-    The others, best first, take its place when it fails the self-test; a single one was asked for by name.
+    The others, best first, are substitutes if the first fails the self-test. A single one was requested by name.
     """
 
     up_to_bytes: int | None
@@ -37,12 +37,12 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """Rules for every site and phase. Where several match a layer, the first one counts."""
+    """Rules for every site and phase. If several match a layer, the first one applies."""
 
     rules: tuple[Rule, ...]
 
     def choices(self, site: str, layer: int, phase: str) -> tuple[Choice, ...]:
-        """By size, for one message kind of the model."""
+        """The choices by size for one site, layer and phase."""
         for rule in self.rules:
             if (rule.site, rule.phase) == (site, phase) and (rule.layers is None or layer in rule.layers):
                 return rule.choices
@@ -50,15 +50,15 @@ class Policy(msgspec.Struct, frozen=True):
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """Every name that may come to be used, each once."""
+        """Every name that the policy may use, each once."""
         names = (name for rule in self.rules for choice in rule.choices for name in choice.algorithms)
         return tuple(dict.fromkeys(names))
 
     def without(self, wrong: Mapping[str, str]) -> "Policy":
-        """The policy with some algorithms quarantined: ``wrong`` says of each what it did.
+        """The policy with some algorithms quarantined; ``wrong`` maps each to the error found.
 
         Raises:
-            QuarantinedError: some messages are left without an algorithm.
+            QuarantinedError: some messages have no algorithm left.
         """
         rules = (
             msgspec.structs.replace(rule, choices=_merged([_allowed(rule, choice, wrong) for choice in rule.choices]))
@@ -68,13 +68,13 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 def one_for_all(name: str) -> Policy:
-    """One AllReduce for every message, whatever it costs and however exact it is."""
+    """Use one AllReduce for every message, regardless of cost and accuracy."""
     choices = (Choice(up_to_bytes=None, algorithms=(name,), reason="for everything"),)
     return Policy(tuple(Rule(site, phase, choices) for site in SITES for phase in PHASES))
 
 
 def describe_layers(layers: Sequence[int]) -> str:
-    """Rising layer numbers in words, such as ``layers 0-3, 7``."""
+    """Format rising layer numbers, such as ``layers 0-3, 7``."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:
@@ -101,7 +101,7 @@ def _allowed(rule: Rule, choice: Choice, wrong: Mapping[str, str]) -> Choice:
 
 
 def _merged(choices: list[Choice]) -> tuple[Choice, ...]:
-    """Neighbours that have come to the same algorithm are one choice."""
+    """Merge neighboring choices with the same algorithm."""
     merged: list[Choice] = []
     for choice in choices:
         if merged and merged[-1].algorithms[0] == choice.algorithms[0]:

@@ -1,6 +1,6 @@
-"""Tune files: times that ``tightwire tune`` measured, one JSON file per kind of host.
+"""Tune files: times measured by ``tightwire tune``, one JSON file per kind of host.
 
-Times do not carry over: the file is named by a fingerprint of what they depend on, and says it inside.
+Times are valid for one kind of host only: a fingerprint of the host is the file's name, and the file contains the host.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ SCHEMA = 2
 
 
 class Host(msgspec.Struct, frozen=True):
-    """What measured times depend on, beside the setting."""
+    """The properties of a host that measured times depend on."""
 
     cpu: str
-    num_cores: int  # that this process may use
+    num_cores: int  # available to this process
     devices: tuple[str, ...]  # names of the CUDA devices that are visible
     torch: str
     tightwire: str
@@ -50,7 +50,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Computing(msgspec.Struct, frozen=True):
-    """The median time that one algorithm computes at one size, messages left out, on the slowest rank."""
+    """The median computing time of one algorithm at one size, without messages, on the slowest rank."""
 
     algorithm: str
     num_bytes: int
@@ -58,9 +58,9 @@ class Computing(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One setting. ``wrong``: algorithms that summed wrongly, and what they did.
+    """One setting. ``wrong``: algorithms that summed wrongly, with the error.
 
-    ``computing`` does not depend on the transport: it holds behind any link.
+    ``computing`` does not depend on the transport and applies to any link.
     """
 
     setting: Setting
@@ -70,11 +70,11 @@ class Measured(msgspec.Struct, frozen=True):
     date: str  # ISO, UTC
 
     def rows(self) -> dict[str, list[tuple[int, float]]]:
-        """Points by algorithm, for ``comm.policy.cost.CostModel``; those of wrong ones are left out."""
+        """Points by algorithm, for ``comm.policy.cost.CostModel``, without wrong algorithms."""
         return self._rows(self.points)
 
     def computing_rows(self) -> dict[str, list[tuple[int, float]]]:
-        """What algorithms compute, in the same form."""
+        """Computing times in the same form."""
         return self._rows(self.computing)
 
     def _rows(self, points: Sequence[Point] | Sequence[Computing]) -> dict[str, list[tuple[int, float]]]:
@@ -93,7 +93,7 @@ class _File(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TuneRecords:
-    """The settings measured on a host. ``warning``: why a file that is there could not be used."""
+    """The settings measured on a host. ``warning``: why an existing file could not be used."""
 
     settings: tuple[Measured, ...] = ()
     warning: str | None = None
@@ -102,7 +102,7 @@ class TuneRecords:
         return next((measured for measured in self.settings if measured.setting == setting), None)
 
     def computing_of(self, setting: Setting) -> dict[str, list[tuple[int, float]]]:
-        """What algorithms compute with as many ranks, the same device and numbers, over whichever wire; the latest."""
+        """The latest computing times with the same number of ranks, device and dtype, over any transport."""
         alike = [
             measured
             for measured in self.settings
@@ -132,7 +132,7 @@ def tune_path(cache: Path, host: Host) -> Path:
 
 
 def read_tuned(path: Path, host: Host) -> TuneRecords:
-    """What was measured on ``host``; nothing, with a warning, when the file is damaged or another host's."""
+    """Read the measurements of ``host``; empty, with a warning, if the file is damaged or from another host."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -155,13 +155,13 @@ def read_tuned(path: Path, host: Host) -> TuneRecords:
 
 
 def write_tuned(path: Path, host: Host, new: Sequence[Measured], timeout_s: float = 30.0) -> None:
-    """Add ``new`` settings to the file, in place of older ones of the same setting. It is never half written.
+    """Add ``new`` settings to the file and replace older ones of the same setting. The write is atomic.
 
-    Several may write at once: each in its turn, so that nobody's settings are lost.
+    A lock file serializes concurrent writers, so no writer's settings are lost.
 
     Raises:
         OSError: the folder cannot be written.
-        TimeoutError: another process has been writing for ``timeout_s``.
+        TimeoutError: another process has held the lock for ``timeout_s``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_suffix(".lock")
@@ -180,10 +180,10 @@ def write_tuned(path: Path, host: Host, new: Sequence[Measured], timeout_s: floa
 
 
 def check_writable(path: Path) -> None:
-    """Find out before measuring whether ``write_tuned`` could write there.
+    """Check before measuring that ``write_tuned`` can write there.
 
     Raises:
-        OSError: it could not; says what to do.
+        OSError: it cannot; says what to do.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,13 +198,13 @@ def check_writable(path: Path) -> None:
 
 
 class _Schema(msgspec.Struct):
-    """The one field that every version of the file has."""
+    """The field that every version of the file has."""
 
     schema: int
 
 
 def _problem(settings: Sequence[Measured]) -> str | None:
-    """What a file that has the right fields may still say wrongly."""
+    """The first impossible value in a well-formed file, or None."""
     for measured in settings:
         for name, row in [*measured.rows().items(), *measured.computing_rows().items()]:
             sizes = [num_bytes for num_bytes, _ in row]
@@ -214,7 +214,7 @@ def _problem(settings: Sequence[Measured]) -> str | None:
 
 
 def _cpu_name(cpuinfo: Path) -> str:
-    """As the kernel names it, or by the numbers it gives where a processor has no name."""
+    """The kernel's name of the processor, or its numbers if it has no name."""
     fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text().splitlines():
