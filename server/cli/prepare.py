@@ -52,7 +52,7 @@ def run(config: ServeConfig, out: Path, *, weight_codec: str = "none", force: bo
 
 
 def check(folder: Path) -> int:
-    """Verify every checksum of a prepared folder. Exit code 0; 1 if something is damaged, 2 if there is no such folder."""
+    """Verify every checksum of a prepared folder. Exit code 0; 1 if a file is damaged, 2 if there is no folder."""
 
     def work(progress: Progress) -> None:
         if not folder.is_dir():

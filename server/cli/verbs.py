@@ -49,7 +49,7 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def generate(argv: Sequence[str]) -> int:
-    """``tightwire generate``: the text on standard output, everything else on standard error; exit codes as ``serve``."""
+    """``tightwire generate``: text on standard output, everything else on standard error; exit codes as ``serve``."""
     parser = make_parser(
         "generate", "Continue one prompt on the terminal, without a server.", _OFFLINE_GROUPS, argument="PROMPT"
     )

@@ -55,7 +55,7 @@ def make_parser(
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str], groups: Sequence[str] = ALL_GROUPS
 ) -> tuple[ServeConfig, argparse.Namespace]:
-    """The options, and all arguments including those the caller added. Invalid ones end the program with exit code 2."""
+    """The options, and all arguments including those the caller added. Invalid ones exit with code 2."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]

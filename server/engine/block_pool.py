@@ -1,7 +1,7 @@
-"""Allocates the KV cache's blocks by number and counts their holders. Knows nothing of tensors or requests.
+"""Allocates the KV cache's blocks by number and counts their holders.
 
-Several sequences with the same beginning may hold one block. A block without holders is free. If it is marked as kept, its
-content stays as long as other blocks can be allocated; of kept blocks the least recently used is allocated first.
+Several sequences with the same prefix may hold one block. A block without holders is free. A free block marked as kept
+retains its content while other blocks can be allocated; the least recently used kept block is reused first.
 """
 
 from collections import OrderedDict
@@ -15,7 +15,7 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a block pool needs at least 1 block, got {num_blocks}")
         self.num_blocks = num_blocks
-        # A stack, lowest number on top: a small load touches a small part of the cache.
+        # A stack, lowest number on top, so that a small load touches a small part of the cache.
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._unused: OrderedDict[int, None] = OrderedDict()  # kept and free, least recently used first
         self._kept = bytearray(num_blocks)
@@ -53,7 +53,7 @@ class BlockPool:
             self._num_holders[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Remove a holder from each. Of kept blocks, the first of ``blocks`` are allocated again first.
+        """Remove a holder from each. Kept blocks are reused in the order of ``blocks``.
 
         Raises:
             ValueError: a block is already free or does not exist; those before it have been freed.
@@ -70,7 +70,7 @@ class BlockPool:
                 self._blank.append(block)
 
     def keep(self, block: int) -> None:
-        """Mark a held block's content as useful to others, now and after it is free."""
+        """Mark a held block's content for reuse by others, even after it is free."""
         assert self._num_holders[block], "a free block has no content to keep"
         self._kept[block] = 1
 

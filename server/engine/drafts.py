@@ -1,7 +1,7 @@
-"""Guesses a sequence's next tokens from its own text: the tokens that followed its last few tokens earlier.
+"""Drafts a sequence's next tokens from its own text: the tokens that followed its last few tokens earlier.
 
-Prompt lookup: answers that quote (summaries, code edits, extraction) repeat parts of their prompt. A wrong guess does no
-harm: the model computes all guessed tokens in one step, and only those that it would have chosen itself are kept.
+Answers that quote (summaries, code edits, extraction) repeat parts of their prompt. The model computes all drafted
+tokens in one step, and keeps only those that it would have chosen itself.
 
 Source: prompt lookup decoding, github.com/apoorvumang/prompt-lookup-decoding.
 """
@@ -16,7 +16,7 @@ _TOKEN_BYTES = array("i").itemsize
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NgramDrafter:
-    """Looks for the last ``longest`` to ``shortest`` tokens, longest first; guesses at most ``max_tokens``."""
+    """Searches for the last ``longest`` to ``shortest`` tokens, longest first; drafts at most ``max_tokens``."""
 
     max_tokens: int
     longest: int
@@ -25,7 +25,7 @@ class NgramDrafter:
     def draft(self, request: Request, room: int) -> list[int]:
         """At most ``room`` tokens that may follow ``request``'s; often none.
 
-        A sequence whose guesses fail gets shorter drafts until they succeed again.
+        A sequence whose drafts fail gets shorter ones until they succeed again.
 
         Cost: about ten microseconds for a context of 10,000 tokens.
         """
@@ -42,7 +42,7 @@ class NgramDrafter:
         return []
 
     def learn(self, request: Request, num_right: int) -> None:
-        """The first ``num_right`` tokens of the last draft were right."""
+        """Record that the first ``num_right`` tokens of the last draft were right."""
         request.draft_limit = min(self.max_tokens, 2 * num_right + 1)
 
 

@@ -1,11 +1,11 @@
-"""Turns requests into tokens, on rank 0: each ``step`` runs the scheduler, the model and the sampler once.
+"""Turns requests into tokens on rank 0: each ``step`` runs the scheduler, the model and the sampler once.
 
 Everything it uses is passed in, so tests run it without a model, a process or a clock. Not thread-safe: one loop calls
-``add``, ``cancel`` and ``step``. Exceptions of the runner or the sampler go through to that loop. A request that cannot
-run, or whose logits are not numbers, ends with its own error and does not affect the others.
+``add``, ``cancel`` and ``step``, and receives the exceptions of the runner and the sampler. A request that cannot run,
+or whose logits are not finite, ends with its own error and does not affect the others.
 
-With several replicas of the model, each has its own scheduler (``replicas``), and a step has one plan for each. Rank 0 is in
-the first replica, gets the logits of all, and chooses the tokens of every sequence.
+Each replica of the model has its own scheduler (``replicas``), and a step has one plan per replica. Rank 0 is in the
+first replica, gets the logits of all, and chooses the tokens of every sequence.
 """
 
 import copy
@@ -30,7 +30,7 @@ _NOT_FINITE = "the model's scores for this sequence are not finite numbers, so n
 
 
 class Engine:
-    """Owns the requests that run. Steps belong to the pipeline, blocks and queues to the replicas' schedulers."""
+    """Owns the live requests. The pipeline owns steps; the replicas' schedulers own blocks and queues."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Engine:
         num_replicas: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``limits``: of each replica. ``drafter``: guesses tokens ahead; None: nothing does.
+        """``limits``: of each replica. ``drafter``: drafts tokens; None: no drafts.
 
-        ``plan_ahead``: launch each step before the previous one is waited for, if possible; with one replica only.
+        ``plan_ahead``: launch each step before waiting for the previous one, if possible; with one replica only.
         """
         if plan_ahead and num_replicas > 1:
             raise ValueError(f"steps of {num_replicas} replicas cannot be planned ahead")
@@ -63,10 +63,10 @@ class Engine:
     def add(self, message: AddRequest, replica: int | None = None) -> None:
         """Queue a sequence; it joins the next step. One that cannot run gets its error with the next step.
 
-        ``replica``: the one that computes it; None: the engine chooses.
+        ``replica``: where to compute it; None: the engine chooses.
         """
         if message.id in self._requests:
-            # A protocol error of the sender. An error output under this id would end the sequence that is running.
+            # A protocol error of the sender. An error output with this id would end the running sequence.
             _log.error("request %s is already running; the second one with this id is ignored", message.id)
             return
         problem = self._rules.find_problem(message)
@@ -96,7 +96,8 @@ class Engine:
     def step(self) -> StepResult:
         """Run one forward pass, if a sequence needs one, and return the outputs.
 
-        Planning ahead, this is the pass launched in the previous call; the next one is launched before it is waited for.
+        When planning ahead, this is the pass launched in the previous call; the next one is launched before waiting for
+        it.
         """
         outputs, self._pending = self._pending, []
         step = self._pipeline.next()
@@ -127,7 +128,7 @@ class Engine:
         """The output with a step's new tokens; the sequence's last one if it stops here."""
         request, finish_reason = new.chunk.request, new.finish_reason
         num_new = len(new.token_ids)
-        request.num_computed += num_new - 1  # the guesses that were right
+        request.num_computed += num_new - 1  # the drafted tokens that were right
         self._counters.num_generation_tokens += num_new
         if new.chunk.draft and self._drafter is not None:
             self._counters.num_draft_tokens += len(new.chunk.draft)

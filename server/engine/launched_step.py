@@ -1,4 +1,4 @@
-"""A step that was launched and is not collected yet: its sequences, and the new tokens that each gets."""
+"""A launched step that is not collected yet: its sequences, and the new tokens of each."""
 
 from collections.abc import Iterator, Sequence
 
@@ -26,7 +26,7 @@ class NewTokens:
         self._is_deferred = False
 
     def defer(self, index: int) -> None:
-        """Put a deferred token in the token's place until it is known. The last token of an answer needs none."""
+        """Append a deferred token until the real one is known. The last token of an answer needs none."""
         request = self.chunk.request
         if request.num_output_tokens + 1 < request.params.max_tokens:
             request.token_ids.append(deferred_token(index))
@@ -54,7 +54,7 @@ class NewTokens:
 
     @property
     def draft_held(self) -> bool:
-        """True if the last token is the one that was guessed, so that there are logits for the next."""
+        """True if the last token matches the draft, so that there are logits for the next."""
         draft, num_new = self.chunk.draft, len(self.token_ids)
         if self.broken or self.finish_reason is not None or num_new > len(draft):
             return False
@@ -62,7 +62,9 @@ class NewTokens:
 
 
 class LaunchedStep:
-    """``choice`` holds one token for each of ``new``. Steps that score prompts or check drafts have ``logits_RV`` instead."""
+    """``choice`` holds one token for each of ``new``. Steps that score prompts or check drafts have ``logits_RV``
+    instead.
+    """
 
     def __init__(self, chunks: Sequence[Chunk], forward_pass: Download) -> None:
         """``chunks``: in the order of the rows of logits. ``forward_pass``: done when the forward pass is."""
@@ -84,7 +86,7 @@ class LaunchedStep:
 
     @property
     def chunks(self) -> Iterator[Chunk]:
-        """Of the sequences that were not dropped."""
+        """The chunks of sequences that were not dropped."""
         return iter(self._chunks.values())
 
     @property
@@ -96,7 +98,7 @@ class LaunchedStep:
 
     @property
     def is_simple(self) -> bool:
-        """True if the step yields nothing but one token for some of its sequences."""
+        """True if the step yields only one token for some of its sequences."""
         return not self.scored and not any(new.chunk.draft for new in self.new)
 
     @property

@@ -1,10 +1,10 @@
 """Launches steps on the ranks and collects their tokens, with at most one step planned ahead.
 
-A device need not wait for what the host does between two steps. Planning ahead, step N + 1 is launched while N runs; only
-then are N's tokens waited for. A sequence that continues has a row in N + 1 for its deferred token, which the device fills
-in (``model/step``). If the sequence turns out to have ended, that row was computed in vain. N + 1 is planned
-after N when it depends on N's result: prompts are scored, tokens are or may be drafted, a sampling parameter needs all
-tokens, or blocks run out.
+Planning ahead keeps the device busy while the host works between steps: step N + 1 is launched while N runs, and only
+then does the host wait for N's tokens. A sequence that continues has a row in N + 1 for its deferred token, which the
+device fills in (``model/step``). If the sequence has ended in N, that row is wasted. N + 1 is planned after N when it
+depends on N's result: prompts are scored, tokens are or may be drafted, a sampling parameter needs all tokens, or
+blocks run out.
 """
 
 import math
@@ -45,7 +45,7 @@ class StepRunner(Protocol):
         ...
 
     def step_tokens(self) -> int | None:
-        """The most tokens that each replica's next step may take; None: as its limits say."""
+        """The token limit of each replica's next step; None: the configured limit."""
         ...
 
     def comm_spent(self) -> Spent:
@@ -62,11 +62,11 @@ class Collected(NamedTuple):
 
     new: list[NewTokens]  # only of sequences that have not ended meanwhile
     scored: list[Request]  # ended with their prompt's scores and nothing to generate
-    broken: list[Request]  # their prompt's scores are not numbers
+    broken: list[Request]  # ended because their prompt's scores are not finite
 
 
 class StepPipeline:
-    """``next`` and ``collect`` take turns. Owns the step that runs ahead."""
+    """Call ``next`` and ``collect`` in turn. Owns the step that runs ahead."""
 
     def __init__(
         self,
@@ -98,7 +98,8 @@ class StepPipeline:
 
     def collect(self, step: LaunchedStep) -> Collected:
         """Wait for the step; score prompts and choose tokens."""
-        self._times.sampling(step.forward_pass.wait)  # even without tokens: requests that arrive now join the next step
+        # Wait even without tokens, so that requests that arrive meanwhile join the next step.
+        self._times.sampling(step.forward_pass.wait)
         broken = [] if step.logits_RV is None else self._score_prompts(step, step.logits_RV)
         scored = [c.request for c in step.chunks if not c.samples and c.end == len(c.request.token_ids)]
         new = [new for new in step.new if step.has(new.chunk.request)]
@@ -109,13 +110,13 @@ class StepPipeline:
         return Collected(new, scored, broken)
 
     def forget(self, request: Request) -> None:
-        """The sequence has ended."""
+        """Drop a sequence that has ended."""
         if self._ahead is not None:
             self._ahead.drop(request)
         self._sampler.release(request)
 
     def _launch(self, last: LaunchedStep | None) -> LaunchedStep | None:
-        """Plan a step and launch it with the choice of its tokens, without waiting; None: there is no step now.
+        """Plan a step and launch it with the choice of its tokens, without waiting; None: nothing to launch.
 
         ``last``: the step that still runs.
         """
@@ -160,10 +161,10 @@ class StepPipeline:
                 self._ahead.drop(step.new[row].chunk.request)
 
     def _choose(self, new: Sequence[NewTokens], logits_RV: Tensor) -> None:
-        """Choose each sequence's next token, and the following ones as long as its draft holds.
+        """Choose each sequence's next token, and the following ones while they match its draft.
 
-        The logits after a right guess are those that the token itself would have led to. So the text is the same as without
-        drafts, to the bit, for drawn tokens too.
+        The logits after a correct draft token are those that the token itself would have given, so the text is the same
+        as without drafts, to the bit, for sampled tokens too.
         """
         going_on = list(new)
         while going_on:
@@ -176,7 +177,7 @@ class StepPipeline:
             going_on = [each for each in going_on if each.draft_held]
 
     def _score_prompts(self, step: LaunchedStep, logits_RV: Tensor) -> list[Request]:
-        """Score the chunks' prompt tokens; drops and returns the requests whose scores are not numbers."""
+        """Score the chunks' prompt tokens; drops and returns the requests whose scores are not finite."""
         chunks = [(chunk, rows) for chunk, rows in step.scored if step.has(chunk.request)]
         broken = [chunk.request for chunk, rows in chunks if not self._score(chunk, logits_RV[rows])]
         for request in broken:
@@ -184,7 +185,7 @@ class StepPipeline:
         return broken
 
     def _score(self, chunk: Chunk, logits_RV: Tensor) -> bool:
-        """Append the chunk's prompt logprobs; False when they are not numbers."""
+        """Append the chunk's prompt logprobs; False if they are not finite."""
         request, positions = chunk.request, chunk.scored
         assert request.prompt_logprobs is not None
         targets = request.token_ids[positions.start + 1 : positions.stop + 1]

@@ -1,17 +1,17 @@
-"""Lets sequences with the same beginning share the KV-cache blocks of that beginning, so it is computed once.
+"""Shares the KV-cache blocks of a common prefix between sequences, so that it is computed once.
 
-A block is found by its own tokens and everything before it: its key is the entry number of the block before it plus its
-own tokens. Keys are compared in full, not by hash, so no prompt can be made to match another's blocks. The first block's
-key starts with the AllReduce policy, because keys and values depend on how they were summed, and with the request's salt:
-salted requests share only with requests of the same salt (whoever can time answers can tell what was asked before).
+A block's key is the entry number of the block before it plus its own tokens, so a block is found by all tokens up to
+its end. Keys are compared in full, not by hash, so no prompt can be crafted to match another's blocks. The first
+block's key also holds the AllReduce policy, because keys and values depend on the sums, and the request's salt: salted
+requests share only with requests of the same salt, because a client that times answers can detect earlier prompts.
 
-By default only blocks of prompts are cached. Their numbers are the same bits whatever a prompt is batched with (on a CPU,
-with an AllReduce that guarantees it: docs/architecture.md, "The same text whatever else runs"), so a hit does not change
-the answer. Generated tokens may go through other kernels and another AllReduce; their blocks are cached only with
+By default only blocks of prompts are cached. Their values are the same bits whatever a prompt is batched with (on a
+CPU, with an AllReduce that guarantees it: docs/architecture.md, "The same text whatever else runs"), so a hit does not
+change the answer. Generated tokens may use other kernels and another AllReduce; their blocks are cached only with
 ``prefix_cache`` "all".
 
-A block is entered when the step that fills it is planned: in each layer all keys and values of a step are written before
-any are read, so sequences of one step can share.
+A block is entered when the step that fills it is planned: each layer writes all keys and values of a step before it
+reads any, so sequences of one step can share.
 """
 
 from array import array
@@ -39,7 +39,7 @@ class PrefixCache:
         self._numbers = count(1)
 
     def advance(self, request: Request) -> int:
-        """Skip the tokens of ``request`` that are cached, from its start or from where it is; returns how many.
+        """Skip the cached tokens of ``request``, from its current position; returns how many.
 
         The last token is never skipped, because its logits are needed.
         """
@@ -77,7 +77,7 @@ class PrefixCache:
         return self._key(request, index, request.prefix or _root(request))
 
     def count_query(self, request: Request) -> None:
-        """Count a request that starts. Its hits, now and later, go to ``count_hits``."""
+        """Count a request that starts. ``count_hits`` counts its hits, now and later."""
         if self._enabled and request.prompt_logprobs is None:
             self._counters.num_prefix_queried_tokens += request.num_prompt_tokens
 
@@ -86,7 +86,8 @@ class PrefixCache:
         self._counters.num_prefix_hit_tokens += num_tokens
 
     def enter(self, request: Request, num_tokens: int) -> None:
-        """Let others share the blocks that are full once ``num_tokens`` of ``request`` are computed, after the next step.
+        """Let others share, after the next step, the blocks that are full once ``num_tokens`` of ``request`` are
+        computed.
 
         A block with a deferred token is entered one step later.
         """

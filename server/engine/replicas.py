@@ -1,7 +1,6 @@
-"""The replicas of the model: chooses one for each new sequence, and makes one step of all of them.
+"""Chooses a replica of the model for each new sequence, and makes one step of all replicas.
 
-Each replica has its own scheduler and KV-cache blocks. A sequence stays with its replica, also after a preemption. With one
-replica this is just its scheduler.
+Each replica has its own scheduler and KV-cache blocks. A sequence stays with its replica, even after a preemption.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from tightwire.server.engine.scheduler import Scheduler
 from tightwire.server.engine.step_builder import Chunk
 from tightwire.server.ipc.engine_stats import EngineCounters, ReplicaLoad
 
-# As a share of the larger of two loads. A replica may have this much more work than another for the sake of its prefix
-# cache: a cached prompt saves work once, while a running sequence slows its neighbours down until it ends.
+# As a share of the larger of two loads: how much more work a replica may have than another because its prefix cache
+# holds the prompt. A cached prompt saves work once, while a running sequence slows its neighbours until it ends.
 _NEAR_SHARE = 0.25
 
 
@@ -30,7 +29,7 @@ class WorldStep(NamedTuple):
 
 
 class Replicas:
-    """``schedule`` makes one step of all; other calls go to the scheduler of the sequence."""
+    """``schedule`` makes one step of all replicas; other calls go to the sequence's scheduler."""
 
     def __init__(
         self, limits: Limits, num_replicas: int, drafter: NgramDrafter | None, counters: EngineCounters
@@ -51,7 +50,7 @@ class Replicas:
         return self._schedulers[0].may_draft(num_seqs)
 
     def limit_steps(self, num_tokens: int) -> None:
-        """Set the most tokens that each replica's next steps may take."""
+        """Set the token limit of each replica's next steps."""
         for scheduler in self._schedulers:
             scheduler.step_tokens = num_tokens
 
@@ -82,10 +81,10 @@ class Replicas:
 
 
 def choose_replica(loads: Sequence[int], num_cached: Sequence[int]) -> int:
-    """Of the replicas with nearly the least load, the one with most of the prompt in its prefix cache.
+    """Of the replicas with nearly the least load, the one that has cached most of the prompt.
 
     Args:
-        loads: tokens that each replica has to compute, as far as known: the rest of its prompts, and one per running answer.
+        loads: known tokens left to compute on each replica: the rest of its prompts, and one per running answer.
         num_cached: tokens of the prompt that each replica has cached.
     """
     least = min(loads)

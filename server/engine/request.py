@@ -1,4 +1,4 @@
-"""One sequence inside the engine, from its arrival to its last token, and the checks before it is accepted."""
+"""Defines one sequence inside the engine, from arrival to last token, and the checks before it is accepted."""
 
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
@@ -12,12 +12,12 @@ from tightwire.server.ipc.messages import AddRequest, TokenLogprob
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A sequence's tokens, the number of them in the KV cache, and their blocks.
+    """A sequence's tokens, how many of them are in the KV cache, and their blocks.
 
-    Prefill, decode and recomputation look the same: ``token_ids`` is prompt then output; ``num_computed`` of them have keys
-    and values in ``blocks``, or will have once the launched steps are done; the rest is still to compute. When a step leaves
-    nothing to compute, its last row of logits gives the next token. Until that token is known, the last of ``token_ids``
-    may be deferred (``model/step``).
+    Prefill, decode and recomputation look the same. ``token_ids`` is the prompt and then the output. The first
+    ``num_computed`` have keys and values in ``blocks``, or will have once the launched steps are done. When a step
+    leaves no token to compute, its last row of logits gives the next token. Until that token is known, the last of
+    ``token_ids`` may be deferred (``model/step``).
     """
 
     id: str
@@ -27,7 +27,7 @@ class Request:
     stop_ids: frozenset[int]
     arrival_s: float
     policy: int = 0  # index of the AllReduce policy that sums its steps
-    replica: int = 0  # the one that computes it
+    replica: int = 0  # the replica that computes it
     cache_salt: str = ""  # requests of different salts share no cached prefix
     first_scheduled_s: float | None = None
     at_first_step: Reading | None = None  # the engine's times when its first step began
@@ -41,7 +41,7 @@ class Request:
     draft_limit: int = 0  # the longest useful draft, judged by the last one; 0: not known yet
     # Entries so far, the first None; None if not requested, or already sent.
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    num_candidates: int = 0  # the number of best logits that decide its next token; 0: all may
+    num_candidates: int = 0  # how many of the best logits decide its next token; 0: all
     needs_tokens: bool = False  # the sampler needs every token so far, so no step is planned ahead of them
 
     @property
@@ -54,7 +54,7 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Tokens without a deferred one at the end."""
+        """Number of tokens, not counting a deferred one at the end."""
         return len(self.token_ids) - (self.token_ids[-1] < 0)
 
     @property
@@ -64,7 +64,7 @@ class Request:
 
     @property
     def queue_s(self) -> float | None:
-        """From arrival to the first scheduled step; None before it."""
+        """Seconds from arrival to the first scheduled step; None before it."""
         return None if self.first_scheduled_s is None else self.first_scheduled_s - self.arrival_s
 
     def rows_to_score(self, start: int, end: int) -> range:
@@ -99,7 +99,8 @@ class RequestRules:
     def find_problem(self, message: AddRequest) -> str | None:
         """The reason this request cannot run here; None if it can.
 
-        The HTTP process has checked ranges already. These checks protect the other requests if something got past it.
+        The HTTP process has already checked ranges. These checks protect the other requests if an invalid one gets
+        through.
         """
         prompt, params = message.prompt_token_ids, message.params
         if not prompt:

@@ -1,31 +1,32 @@
 """Fills each step with tokens of the running sequences. ``sequences`` decides which sequences run.
 
 Continuous batching, first come, first served. A step has a budget of tokens. Running sequences that need one token come
-first, so a long prefill never stops them. The rest of the budget goes to prompts: up to half of it to prompts that can be
-finished with it, the remainder to the oldest prompt and then the next ones. So neither does a long prompt delay the short
-ones behind it, nor they the long one. When blocks run out, the youngest running sequence is preempted.
+first, so a long prefill never stops them. Prompts get the rest: up to half of it goes to prompts that it can finish,
+the remainder to the oldest prompt and then to the next ones. So long and short prompts do not block each other. When
+blocks run out, the youngest running sequence is preempted.
 
-No sequence starves. Running sequences are older than waiting ones, only the youngest is preempted, and the oldest always
-gets at least one token, because the pool holds the longest possible sequence and the budget is at least one token per
-sequence. So the oldest finishes, and every sequence becomes the oldest.
+No sequence starves. Running sequences are older than waiting ones, only the youngest is preempted, and the oldest
+always gets at least one token, because the pool holds the longest possible sequence and the budget is at least one
+token per sequence. So the oldest finishes, and every sequence becomes the oldest.
 
-A sequence starts after its tokens that the prefix cache has, on admission and after a preemption. Of several sequences
-whose next block is the same, the oldest computes it, and the others continue after it in the same step or the next one.
+A sequence starts after its cached prefix, on admission and after a preemption. If several sequences have the same next
+block, the oldest computes it, and the others continue after it in the same step or the next one.
 
-With a drafter, a sequence that needs one token may add guesses of the following tokens, from what all others have left of
-budget and blocks. No sequence waits or is preempted for a guess.
+With a drafter, a sequence that needs one token may add drafted tokens, from the budget and blocks that the others
+leave. No sequence waits or is preempted for a draft.
 
-Sequences of different AllReduce policies never share a step. Policies with work take turns, one step each. All wait in one
-queue in order of arrival, so the argument about starvation holds for the turns of each policy. A step of one policy may
-preempt the youngest sequence of another.
+Sequences of different AllReduce policies never share a step. Policies with work take turns, one step each. All
+sequences wait in one queue in order of arrival, so the argument about starvation holds for the turns of each policy. A
+step of one policy may preempt the youngest sequence of another.
 
-When keys and values come from the host for every step (``max_step_blocks``), a step can use only so many blocks. Then the
-youngest sequences skip a step, and those that need one token leave enough blocks for the oldest one if it is behind.
+When every step reads keys and values from the host (``max_step_blocks``), a step can use a limited number of blocks.
+Then the youngest sequences skip a step, and those that need one token leave enough blocks for the oldest one if it is
+behind.
 
 A step may be planned ahead, while the previous one runs and its tokens are unknown. A sequence's next token is then
-deferred (``model/step``). Such a step preempts nobody, because a sequence that is about to end may free its
-blocks, and drafts nothing. Blocks of an ended sequence are free at once, even if the running step still writes to them:
-whoever gets them writes and reads later.
+deferred (``model/step``). Such a step drafts nothing, and preempts nobody, because a sequence about to end may free its
+blocks. Blocks of an ended sequence are free at once, even if the running step still writes to them: the next holder
+writes and reads later.
 """
 
 from collections.abc import Hashable, Sequence
@@ -48,7 +49,7 @@ class Scheduler:
     def __init__(
         self, limits: Limits, drafter: NgramDrafter | None = None, counters: EngineCounters | None = None
     ) -> None:
-        """``drafter``: None: nothing is guessed. ``counters``: the engine's; None: its own."""
+        """``drafter``: None: no drafts. ``counters``: the engine's; None: its own."""
         self.step_tokens = limits.max_num_batched_tokens  # budget of the next step
         self.counters = EngineCounters() if counters is None else counters
         self.sequences = Sequences(limits, self.counters)
@@ -57,13 +58,13 @@ class Scheduler:
         self._num_planned = 0
 
     def may_draft(self, num_seqs: int) -> bool:
-        """True if tokens may be guessed in a step of this many sequences."""
+        """True if a step of this many sequences may hold drafts."""
         return self._drafter is not None and num_seqs <= self._limits.max_drafting_seqs
 
     def schedule(self, now_s: float, *, ahead: bool = False) -> ScheduledStep | None:
-        """The next step, or None when there is nothing to do.
+        """The next step, or None if there is nothing to do.
 
-        ``ahead``: while the previous step runs. None may then also mean that it must be waited for.
+        ``ahead``: the previous step still runs. None may then also mean that the caller must wait for it.
         """
         if not self.sequences:
             return None
@@ -77,7 +78,7 @@ class Scheduler:
     def _plan(self, now_s: float, ahead: bool) -> ScheduledStep | None:
         for policy in self._turns():
             chunks = self._fill(policy, ahead).chunks()
-            if chunks:  # none when the youngest found no block, and the head of the queue no room
+            if chunks:  # empty if the youngest found no block, and the head of the queue did not fit
                 self._last_policy = policy
                 self._num_planned += 1
                 for chunk in chunks:
@@ -101,8 +102,8 @@ class Scheduler:
         for request in [request for request in running if not _is_behind(request)]:
             if request not in step.preempted:
                 self._give(request, step, preempting=True)
-        self.sequences.admit(policy)  # never one just preempted: it gave up less than it would need
-        # Beside prompts, this is a sequence just admitted whose tokens but the last were in the prefix cache.
+        self.sequences.admit(policy)  # never one just preempted: it freed fewer blocks than it would need
+        # Besides prompts: sequences just admitted with all but their last token in the prefix cache.
         rest = [
             request for request in self.sequences.running if request.policy == policy and request not in step.tokens
         ]
@@ -113,7 +114,7 @@ class Scheduler:
         return step
 
     def _fill_with_prompts(self, prompts: Sequence[Request], step: StepBuilder) -> None:
-        """Give the rest of the step to prompts and to sequences computed again. The oldest of all gets something."""
+        """Give the rest of the step to prompts and to recomputed sequences. The oldest sequence always gets tokens."""
         started: set[Hashable] = set()  # keys of blocks that this step computes, or leaves for the next step
         preempting = True
         while True:
@@ -137,7 +138,7 @@ class Scheduler:
     def _split_by_next_block(
         self, prompts: Sequence[Request], started: set[Hashable]
     ) -> tuple[list[Request], list[Request]]:
-        """Sequences that compute a block that no older one computes, and the others, which wait for it."""
+        """Sequences whose next block no older one computes, and the others, which wait for it."""
         leaders: list[Request] = []
         followers: list[Request] = []
         for request in prompts:
@@ -153,9 +154,9 @@ class Scheduler:
             step.take(request, num_tokens)
 
     def _grow(self, request: Request, num_tokens: int, step: StepBuilder, *, preempting: bool) -> bool:
-        """Allocate blocks for its next tokens; False when there are none for it.
+        """Allocate blocks for its next tokens; False if there are too few.
 
-        ``preempting``: preempt the youngest sequences for it, but not beyond the sequence itself.
+        ``preempting``: preempt younger sequences for it, and finally the sequence itself.
         """
         while not self.sequences.grow(request, num_tokens):
             if not preempting:
@@ -173,7 +174,7 @@ class Scheduler:
         if request.in_prompt or request.num_to_compute != 1:
             return
         sequences, num_tokens = self.sequences, len(request.token_ids)
-        # Leaves one block for each sequence's next token, because blocks of failed guesses are not given back.
+        # Leave one block for each sequence's next token, because blocks of rejected drafts are not returned.
         num_free = max(0, sequences.pool.num_free - len(sequences.running))
         free_slots = (len(request.blocks) + num_free) * self._limits.block_size - num_tokens
         # The last token of an answer is chosen, not computed.
@@ -191,7 +192,7 @@ def _is_behind(request: Request) -> bool:
 def _short_ones(prompts: Sequence[Request], budget: int) -> dict[Request, int]:
     """The prompts after the oldest that half of the budget can finish, with the tokens that each needs.
 
-    Prompts with scored tokens are left out: scoring has its own budget, which must be complete for the oldest.
+    Excludes prompts with scored tokens: scoring has its own budget, which must be complete for the oldest.
     """
     room = budget // 2
     short: dict[Request, int] = {}

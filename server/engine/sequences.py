@@ -1,7 +1,7 @@
 """Owns the waiting and running sequences of one replica and their KV-cache blocks: admits, grows, preempts, removes.
 
 Admission is first come, first served: a waiting sequence runs when there are blocks for all of its tokens and for the
-running ones to grow. A preempted sequence gives its blocks back and waits at the head of the queue, to be computed again.
+running ones to grow. A preempted sequence frees its blocks and waits at the head of the queue to be recomputed.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ class Sequences:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens left to compute as far as known, with cached tokens of waiting sequences."""
+        """Known tokens left to compute, including cached tokens of waiting sequences."""
         return sum(request.num_to_compute for requests in (self.running, self.waiting) for request in requests)
 
     def add(self, request: Request) -> None:
@@ -40,9 +40,9 @@ class Sequences:
         self.waiting.append(request)
 
     def remove(self, request: Request, *, spoiled: bool = False) -> None:
-        """Forget a sequence that ended or was cancelled; its blocks are free at once.
+        """Remove a sequence that ended or was cancelled; its blocks are free at once.
 
-        ``spoiled``: others must not share what it computed.
+        ``spoiled``: others must not share its blocks.
         """
         (self.running if request in self.running else self.waiting).remove(request)
         if spoiled:
@@ -52,7 +52,7 @@ class Sequences:
         self._free(request)
 
     def admit(self, policy: int) -> None:
-        """Let waiting sequences of this policy run, in order, while there is room for them."""
+        """Start waiting sequences of this policy, in order, while they fit."""
         wanted = sum(self._blocks_soon(request) - len(request.blocks) for request in self.running)
         while self.waiting and self.waiting[0].policy == policy and len(self.running) < self._limits.max_num_seqs:
             if self.running and wanted >= self.pool.num_free:
@@ -60,7 +60,7 @@ class Sequences:
             request = self.waiting[0]
             num_cached = self.prefixes.advance(request)
             wanted += self._blocks_soon(request) - len(request.blocks)
-            # The only sequence always has room.
+            # A sequence that runs alone always fits.
             if self.running and (wanted > self.pool.num_free or not self._fits_in_a_step(request)):
                 self._free(request)
                 return
@@ -69,7 +69,7 @@ class Sequences:
             self.prefixes.count_query(request)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Allocate blocks for its next tokens; False when too few are free."""
+        """Allocate blocks for its next tokens; False if too few are free."""
         missing = self._limits.blocks_for(request.num_computed + num_tokens) - len(request.blocks)
         if missing > self.pool.num_free:
             return False
@@ -106,7 +106,7 @@ class Sequences:
     def _blocks_soon(self, request: Request) -> int:
         """The blocks that its tokens need, and one more.
 
-        Without this margin a preempted sequence would return, be computed again, and be preempted a few tokens later.
+        Without this margin, a preempted sequence would return and be preempted again a few tokens later.
         """
         num_tokens = len(request.token_ids) + self._limits.block_size
         return max(len(request.blocks), self._limits.blocks_for(min(num_tokens, self._limits.max_model_len)))

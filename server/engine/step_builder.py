@@ -1,7 +1,7 @@
-"""Puts one step together: how many tokens each sequence takes, within the step's budgets, and the plan that all ranks run.
+"""Builds one step: the tokens each sequence takes within the step's budgets, and the plan that all ranks run.
 
-Budgets: tokens; rows of logits that score prompts; and, when keys and values come from the host, KV-cache blocks, where a
-block that several sequences share counts once.
+Budgets: tokens; rows of logits that score prompts; and KV-cache blocks, if keys and values come from the host. A block
+shared by several sequences counts once.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class ScheduledStep(NamedTuple):
 
 
 class StepBuilder:
-    """Takes sequences' tokens into the step. The scheduler has allocated the blocks for what a sequence takes."""
+    """Adds sequences' tokens to the step. The scheduler has already allocated their blocks."""
 
     def __init__(self, limits: Limits, budget: int, *, ahead: bool = False) -> None:
         """``budget``: tokens in all. ``ahead``: the step is planned while the previous one runs."""
@@ -45,17 +45,17 @@ class StepBuilder:
         self.preempted: set[Request] = set()
         self.tokens: dict[Request, int] = {}
         self._drafts: dict[Request, list[int]] = {}
-        self.budget = budget  # tokens that are left
+        self.budget = budget  # tokens left
         self._scored_rows = limits.max_scored_rows
         self._limits = limits
         self._blocks: set[int] = set()  # of all sequences in the step, if blocks are limited
-        self._reserved: tuple[Request, int] | None = None  # blocks that the others leave for this sequence
+        self._reserved: tuple[Request, int] | None = None  # a sequence, and the blocks that the others leave for it
 
     def affordable(self, request: Request, reserved: int = 0) -> int:
-        """The number of its tokens that ``request`` can compute in this step, leaving ``reserved`` tokens of the budget."""
+        """The number of tokens ``request`` can compute in this step, leaving ``reserved`` tokens of the budget."""
         num_tokens = min(request.num_to_compute, self.budget - reserved)
         if request.in_prompt:
-            # A chunk ends where the prompt does: recomputed output tokens must use the same kernels as before.
+            # A chunk stops at the end of the prompt: recomputed output tokens must use the same kernels as before.
             num_tokens = min(num_tokens, request.num_prompt_tokens - request.num_computed)
         rows = request.rows_to_score(request.num_computed, request.num_computed + num_tokens)
         if len(rows) > self._scored_rows:
@@ -63,7 +63,7 @@ class StepBuilder:
         return min(num_tokens, self._tokens_in_blocks(request))
 
     def reserve(self, request: Request) -> None:
-        """Make the other sequences leave the blocks for the tokens that this one can take now."""
+        """Make the other sequences leave blocks for the tokens that this one can take now."""
         self._reserved = request, self._limits.blocks_for(request.num_computed + self.affordable(request))
 
     def take(self, request: Request, num_tokens: int) -> None:
@@ -85,7 +85,7 @@ class StepBuilder:
         self._scored_rows -= len(draft)
 
     def drop(self, request: Request) -> None:
-        """Leave out a preempted sequence. What it took from the budgets stays spent."""
+        """Remove a preempted sequence. Its share of the budgets stays spent."""
         self.preempted.add(request)
         self.tokens.pop(request, None)
 
@@ -146,7 +146,7 @@ def _make_chunk(request: Request, num_tokens: int, draft: Sequence[int]) -> Chun
 
 
 def _candidates_needed(chunks: Sequence[Chunk]) -> int:
-    """The number of best logits that is enough for every row; 0: all logits are needed, or there are no rows."""
+    """The number of best logits that is enough for every row; 0: all are needed, or there are no rows."""
     if any(chunk.scored for chunk in chunks):
         return 0
     needed = [chunk.request.num_candidates for chunk in chunks if chunk.samples]

@@ -1,8 +1,8 @@
-"""Running totals of rank 0's time by kind of work; a sequence's times are the difference of two readings.
+"""Keeps running totals of rank 0's time by kind of work; a sequence's times are differences of two readings.
 
-Times are the host's. On CUDA a forward pass and its collectives are only enqueued, and the host waits for the device when it
-needs the sampled tokens, so ``sampling`` then includes the device's remaining work. With steps planned ahead, the next step
-is launched in between and counts as part of the wait.
+Times are the host's. On CUDA a forward pass and its collectives are only enqueued. The host waits for the device when
+it needs the sampled tokens, so ``sampling`` includes the device's remaining work. With steps planned ahead, it also
+includes launching the next step.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Reading(NamedTuple):
 
 
 class StepTimes:
-    """``clock``: seconds, the same clock in all processes of the host. ``comm``: the ledger's totals so far."""
+    """``clock``: seconds, the same clock in all processes of the host. ``comm``: returns the ledger's totals."""
 
     def __init__(self, clock: Callable[[], float], comm: Callable[[], Spent]) -> None:
         self._clock, self._comm = clock, comm
@@ -61,7 +61,7 @@ def first_token(scheduled: Reading, sampled: Reading) -> FirstToken:
     return FirstToken(
         scheduled_s=scheduled.at_s,
         sampled_s=sampled.at_s,
-        # A difference of large totals may be rounded below zero.
+        # A difference of large totals may round below zero.
         compute_s=max(0.0, sampled.forward_s - scheduled.forward_s - comm_s),
         allreduce_s=max(0.0, comm_s - (codec_s or 0.0)),
         codec_s=codec_s,

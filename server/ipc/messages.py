@@ -26,7 +26,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
-    """End these requests at the next step and free their blocks; unknown ids are ignored. Each sends a last ``Output``."""
+    """End these requests at the next step; unknown ids are ignored. Each request sends a last ``Output``."""
 
     ids: list[str]
 
@@ -139,7 +139,7 @@ class SelfTestVerdict(msgspec.Struct, frozen=True):
 
 
 class CommSetup(msgspec.Struct, frozen=True):
-    """The transport, policies and self-test results; the same on every rank. A single rank has no policy and no tests."""
+    """The transport, policies and self-test results; the same on every rank. Empty lists for a single rank."""
 
     transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
     num_nodes: int

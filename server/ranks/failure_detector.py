@@ -31,9 +31,7 @@ class _Rank:
     doing: str = "starting"
     step: int = -1
     busy_s: float = 0.0  # in this step
-    moved_s: float = (
-        0.0  # seconds into the step at which progress was last reported: a collective, or part of a streamed layer
-    )
+    moved_s: float = 0.0  # ``busy_s`` at the last progress: a new collective, or a part of a streamed layer
     num_collectives: int = 0
     num_meetings: int = 0
     num_fetched: int = 0

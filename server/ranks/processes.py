@@ -210,7 +210,7 @@ def _begin(node: EmulatedNode | None) -> None:
 
 
 def _environment(world_size: int) -> dict[str, str]:
-    """The parent's environment with the CPU threads divided over the ranks; set before their libraries start threads."""
+    """The parent's environment, with the CPU threads divided over the ranks before their libraries start any."""
     threads = str(max(1, num_cores() // world_size))
     source = str(Path(tightwire.__file__).parent.parent)
     return {

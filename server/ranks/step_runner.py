@@ -42,7 +42,7 @@ class RankZeroRunner:
         num_replicas: int,
         peers: PartitionPeers | None,
     ) -> None:
-        """``followers``: addresses of ranks 1, 2, ... ``peers``: ranks that share layers with this one, for the counts."""
+        """``followers``: addresses of ranks 1, 2, ... ``peers``: ranks that share layers with this one."""
         self._runner, self._group, self._reporter = runner, group, reporter
         self._vocab_size, self._step_size, self._num_replicas = vocab_size, step_size, num_replicas
         self._ledgers = [group.ledger] if peers is None else [group.ledger, peers.inside.ledger]

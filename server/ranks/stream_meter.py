@@ -47,7 +47,7 @@ class StreamMeter:
         self._num_rows = {True: 1, False: 1}
 
     def forecast_from_here(self) -> None:
-        """Exclude everything so far: layers arrive slower while kernels compile and files are read for the first time."""
+        """Exclude everything so far: layers arrive slower while kernels compile and files are first read."""
         self._since = self._weights.flow()
 
     def run(self, execute: Callable[[], _T], plan: StepPlan) -> _T:
