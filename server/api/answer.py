@@ -39,14 +39,14 @@ class HeadedBody(msgspec.Struct):
 
 
 class Dialect(Protocol):
-    """Writes deltas as one API's bodies. Each request has its own, which may remember what it has written."""
+    """Converts deltas to one API's bodies. Each request has its own instance, which may keep state."""
 
     def chunks(self, delta: Delta) -> Iterator[msgspec.Struct]:
-        """The stream's chunks for this delta: content first, the finish reason in a chunk of its own."""
+        """The stream's chunks for this delta: content first, then the finish reason in a separate chunk."""
         ...
 
     def last_chunk(self, usage: Usage | None, extra: TightwireExtra | UnsetType) -> msgspec.Struct:
-        """The chunk without choices that ends a stream when usage or an extra was asked for."""
+        """The chunk without choices that ends a stream if usage or an extra was requested."""
         ...
 
     def whole(self, choices: list[Delta], usage: Usage, extra: TightwireExtra | UnsetType) -> msgspec.Struct: ...
@@ -62,7 +62,7 @@ def make_heading(prefix: str, model: ServedModel, body: GenerationBody) -> Headi
 
 
 class Answer:
-    """One request's sequences on their way to a response."""
+    """Runs one request's sequences and makes the response."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Answer:
         self._deltas = generate(serving.engine, self._sequences, trace, body.tightwire.allreduce, body.cache_salt or "")
 
     async def respond(self, request: Request) -> Response:
-        """The response. An error before the first token has its own status; a later one is an event of the stream."""
+        """The response. An error before the first token sets the status; a later one is an event of the stream."""
         try:
             if not self._body.stream:
                 return await cancel_on_disconnect(request.receive, self._whole())

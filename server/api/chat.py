@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages to a prompt, deltas to ``chat.completion`` bodies and chunks."""
+"""Implements POST /v1/chat/completions: messages to a prompt, deltas to ``chat.completion`` bodies and chunks."""
 
 from collections.abc import Iterator
 
@@ -60,7 +60,7 @@ async def chat_token_ids(model: ServedModel, messages: list[Message]) -> list[in
     """The tokens of the conversation in the model's chat template.
 
     Raises:
-        ApiError: 400, the model has no template, or the template rejects these messages.
+        ApiError: 400; the model has no template, or the template rejects these messages.
     """
     if not model.tokenizer.has_chat_template:
         raise invalid(
@@ -94,7 +94,7 @@ async def chat_sequences(body: ChatBody, model: ServedModel, max_sequences: int)
 
 
 class ChatDialect:
-    """The first chunk of each choice has the role, the last one only the finish reason."""
+    """Makes chat bodies and chunks. A choice's first chunk has the role, its last only the finish reason."""
 
     def __init__(self, body: ChatBody, heading: Heading, tokens: TokenTable) -> None:
         self._heading, self._tokens = heading, tokens

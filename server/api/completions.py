@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts as text or token ids, deltas to ``text_completion`` bodies and chunks."""
+"""Implements POST /v1/completions: text or token prompts, deltas to ``text_completion`` bodies and chunks."""
 
 from collections.abc import Iterator
 
@@ -51,7 +51,7 @@ async def completion_sequences(body: CompletionBody, model: ServedModel, max_seq
 
 
 def _tokenize(body: CompletionBody, model: ServedModel) -> tuple[list[list[int]], list[str | None] | None]:
-    """The ids of each prompt; with ``echo`` also their texts."""
+    """The token ids of each prompt; with ``echo`` also their texts."""
     tokenizer = model.tokenizer
     if isinstance(body.prompt[0], str):
         ids = [tokenizer.encode(prompt, body.add_special_tokens) for prompt in body.prompt]
@@ -62,7 +62,7 @@ def _tokenize(body: CompletionBody, model: ServedModel) -> tuple[list[list[int]]
 
 
 class CompletionDialect:
-    """The last chunk of each choice has no text, only the finish reason."""
+    """Makes completion bodies and chunks. A choice's last chunk has no text, only the finish reason."""
 
     def __init__(self, body: CompletionBody, heading: Heading, tokens: TokenTable) -> None:
         self._heading, self._tokens = heading, tokens

@@ -1,13 +1,10 @@
 """Turns tokens into text one token at a time, and finds stop strings in that text.
 
-Works on the bytes of single tokens, so each token costs O(its length) and text that was emitted never changes. The emitted
-text as a whole equals ``tokenizer.decode`` of all ids (skipping special tokens), for the two decoders that Llama
-checkpoints have:
+Works on the bytes of single tokens, so each token costs O(its length) and emitted text never changes. All emitted text
+equals ``tokenizer.decode`` of all ids (skipping special tokens), for the two decoders of Llama checkpoints:
 
     byte level (Llama 3, SmolLM2, GPT-2 style)    every token is some bytes; a character may be split anywhere
     SentencePiece style (Llama 2, TinyLlama)      tokens are text; other characters are byte tokens such as <0xE4>
-
-Knows nothing of requests.
 """
 
 import codecs
@@ -29,7 +26,7 @@ class TokenTable:
     """The bytes of each token of one tokenizer, and how its decoder joins them.
 
     Raises:
-        ValueError: the decoder has a step that this file does not know.
+        ValueError: the decoder has an unknown step.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -47,7 +44,7 @@ class TokenTable:
         self._bytes: dict[int, bytes] = {}
 
     def is_silent(self, token_id: int) -> bool:
-        """Special tokens, and ids of a padded vocabulary that stand for no token, have no text."""
+        """True for tokens without text: special tokens, and the padding ids of the vocabulary."""
         return token_id in self._special or self._backend.id_to_token(token_id) is None
 
     def fallback_byte(self, token_id: int) -> int | None:
@@ -63,7 +60,7 @@ class TokenTable:
         return known
 
     def text_of(self, token_id: int) -> str:
-        """The token alone; one with incomplete characters reads ``bytes:\\xe2\\x82``, as OpenAI writes it."""
+        """The text of a single token; incomplete characters read ``bytes:\\xe2\\x82``, as OpenAI writes them."""
         raw = self.bytes_of(token_id)
         try:
             return raw.decode()
@@ -117,7 +114,7 @@ class Detokenizer:
         self.num_chars = 0  # emitted so far
 
     def push(self, token_id: int) -> str:
-        """The text that is final with this token; empty while a character is incomplete."""
+        """The text that this token completes; empty while a character is incomplete."""
         if self._table.is_silent(token_id):
             return ""
         if self._table.byte_level:
@@ -150,10 +147,10 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Passes text through until one of ``stops`` is complete, and holds back only what may become one.
+    """Passes text through until one of ``stops`` is complete; holds back only text that may become one.
 
-    The stop string that is complete first wins; of several, the longest. The result does not depend on how the text is
-    divided into pieces.
+    The stop string that is complete first wins; among several, the longest. The result does not depend on how the text
+    is split.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -182,7 +179,7 @@ class StopStrings:
         return held
 
     def _count_possible_start(self, text: str) -> int:
-        """The length of the longest end of ``text`` that a stop string starts with."""
+        """The length of the longest end of ``text`` that is the start of a stop string."""
         longest = min(len(text), max(map(len, self._stops)) - 1)
         for length in range(longest, 0, -1):
             tail = text[-length:]

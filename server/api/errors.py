@@ -1,7 +1,7 @@
 """Turns every error into the envelope that OpenAI clients read: ``{"error": {message, type, param, code}}``.
 
-Routes raise ``ApiError``, the engine client its own exceptions (``_ENGINE_ERRORS``). An unexpected exception becomes a 500
-without details and a log record.
+Routes raise ``ApiError``; the engine client raises its own exceptions (``_ENGINE_ERRORS``). An unexpected exception
+becomes a 500 without details and a log record.
 """
 
 import logging
@@ -93,7 +93,7 @@ def unavailable(message: str) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The client's view of any exception. An unexpected one is logged here, and the client gets no details."""
+    """The ``ApiError`` for any exception. Logs an unexpected one and hides its details from the client."""
     match error:
         case ApiError():
             return error

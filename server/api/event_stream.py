@@ -22,7 +22,7 @@ class ClientGoneError(Exception):
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled if the client disconnects first.
+    """The result of ``work``; cancels it if the client disconnects first.
 
     The request's body must have been read: until then ``receive`` returns the body.
 
@@ -32,7 +32,7 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        # No deadline here: the engine client fails every wait on a dead or hung rank, so the work ends by itself.
+        # No deadline here: the engine client fails every wait on a dead or hung rank, so the work always ends.
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGoneError
@@ -72,7 +72,7 @@ async def _encode_frames(events: AsyncGenerator[msgspec.Struct, None]) -> AsyncG
     try:
         async for event in events:
             yield encode_frame(event)
-    except Exception as error:  # noqa: BLE001 - the status is already sent, so an event is the only way to tell the client
+    except Exception as error:  # noqa: BLE001 - the status is already sent, so only an event can tell the client
         yield encode_frame(to_api_error(error).body())
     yield _DONE
 
@@ -83,7 +83,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel what still runs and wait for its clean-up, so that nothing outlives the request."""
+    """Cancel the tasks that still run and wait for their cleanup, so that none outlives the request."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Submits the sequences of one request to the engine and turns the tokens that come back into text.
+"""Submits the sequences of one request to the engine and turns the returned tokens into text.
 
 All dialects use ``generate``. Knows neither JSON nor HTTP.
 """
@@ -43,11 +43,12 @@ class Delta:
 
 
 class Sequence:
-    """One choice of an answer. Detokenizes its tokens and looks for stop strings; ``take`` each of its outputs in turn.
+    """One choice of an answer. Detokenizes its tokens and looks for stop strings; call ``take`` with each output in
+    order.
 
     Args:
-        echo: the prompt's text, when the answer begins with it.
-        discard_tokens: the client asked for no tokens, only for the prompt's logprobs; the engine makes one anyway.
+        echo: the prompt's text, if the answer begins with it.
+        discard_tokens: the client asked only for the prompt's logprobs; the engine generates one token anyway.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Sequence:
         self.index = index
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.token_ids: list[int] = []  # of the answer, with the token that ended it
+        self.token_ids: list[int] = []  # of the answer, including the token that ended it
         self.num_cached_tokens = 0  # prompt tokens that the engine did not compute
         self.finished = False
         self._tokens = tokens
@@ -80,7 +81,7 @@ class Sequence:
         self._delta = Delta(index)
 
     def take(self, output: Output) -> Delta | None:
-        """The text, logprobs and finish reason that are final after this output, if any.
+        """The text, logprobs and finish reason that become final with this output, if any.
 
         Raises:
             ApiError: the engine ended the sequence with an error.
@@ -157,7 +158,7 @@ def _make_error(output: Output) -> ApiError:
 async def generate(
     engine: EngineClient, sequences: Mapping[str, Sequence], trace: RequestTrace, policy: str | None, cache_salt: str
 ) -> AsyncGenerator[Delta, None]:
-    """Run these sequences (by engine id) and yield what is new, interleaved, until all are finished.
+    """Run these sequences (by engine id) and yield new deltas, interleaved, until all are finished.
 
     Closing the generator early cancels the sequences that still run.
 
@@ -166,11 +167,11 @@ async def generate(
         cache_salt: cached prompts are shared only with requests of the same salt.
 
     Raises:
-        QueueFullError, EngineUnavailableError: nothing was started, or the engine died in the middle.
+        QueueFullError, EngineUnavailableError: nothing was started, or the engine died meanwhile.
         ApiError: the engine ended a sequence with an error.
     """
     running, accepted = dict(sequences), False
-    outcome = "cancelled"  # of sequences that still run at the end: the client has gone, unless there was an error
+    outcome = "cancelled"  # of sequences that still run at the end: the client disconnected, unless there was an error
     requests = [AddRequest(id_, s.prompt_token_ids, s.params, policy, cache_salt) for id_, s in sequences.items()]
     trace.submitted(sequences)
     try:
@@ -180,7 +181,7 @@ async def generate(
                 accepted = True
                 sequence = running.get(output.id)
                 if sequence is None:
-                    continue  # a stop string ended it while this output was on its way
+                    continue  # a stop string has already ended it
                 trace.saw(output)
                 delta = sequence.take(output)
                 if delta is None:

@@ -1,4 +1,4 @@
-"""Logprobs in the formats of completions, chat completions, and vLLM's ``prompt_logprobs``."""
+"""Formats logprobs for completions, chat completions, and vLLM's ``prompt_logprobs``."""
 
 from collections.abc import Iterable
 
@@ -74,12 +74,14 @@ def completion_logprobs(entries: Iterable[TokenEntry], table: TokenTable) -> Com
 
 
 def prompt_logprobs(logprobs: list[TokenLogprob | None], table: TokenTable) -> PromptLogprobs:
-    """The candidates of each prompt token by id."""
+    """The candidates of each prompt token, by id."""
     return [None if logprob is None else _by_id(logprob, table) for logprob in logprobs]
 
 
 def _by_text(logprob: TokenLogprob, table: TokenTable) -> dict[str, float]:
-    """The most likely tokens and the chosen one. Of tokens with equal text the most likely one counts."""
+    """The logprobs of the most likely tokens and the chosen one. Among tokens with equal text, the most likely one
+    counts.
+    """
     texts: dict[str, float] = {}
     for token_id, value in [*logprob.top, (logprob.token_id, logprob.logprob)]:
         texts.setdefault(table.text_of(token_id), _finite(value))

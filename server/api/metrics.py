@@ -1,6 +1,6 @@
-"""The /metrics page: latencies that request traces observe, and the engine's newest counters and gauges.
+"""Renders the /metrics page: latencies from request traces, and the engine's newest counters and gauges.
 
-Each app has its own registry, so that two apps can run in one process (tests).
+Each app has its own registry, so that tests can run two apps in one process.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,20 +57,20 @@ class Metrics:
             "tightwire_requests", "Sequences ended, by outcome", ["outcome"], registry=self.registry
         )
         for outcome in ("stop", "length", "cancelled", "error", "refused"):
-            self.requests.labels(outcome)  # present from the start, so that a rate can be taken
+            self.requests.labels(outcome)  # present from the start, so that a rate can be computed
         self.registry.register(_Snapshot(lambda: _engine_metrics(stats() or EngineStats())))
         self.registry.register(_Snapshot(lambda: _startup_metrics(startup_s())))
         self.registry.register(_Snapshot(lambda: _self_test_metrics(comm_setup())))
 
     def observe_ttft(self, timing: Mapping[str, float | None]) -> None:
-        """Add the parts of one request's ``Timing``; an unknown part is left out."""
+        """Add the parts of one request's ``Timing``; unknown parts are left out."""
         for part in _TTFT_PARTS:
             seconds = timing[f"{part}_s"]
             if seconds is not None:
                 self._ttft_parts.labels(part).observe(seconds)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, as the scraper's Accept header wants it."""
+        """The page and its content type, chosen by the scraper's Accept header."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
@@ -79,7 +79,7 @@ class Metrics:
 
 
 class _Snapshot(Collector):
-    """Makes its metrics anew at each scrape."""
+    """Creates its metrics at each scrape."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self.collect = collect

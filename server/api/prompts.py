@@ -38,7 +38,7 @@ def make_unknown_model_error(name: str, info: ModelInfo) -> ApiError:
 
 
 def check_count(num_prompts: int, n: int, max_sequences: int) -> None:
-    """400 for more sequences than the server can ever accept. Called before the prompts are tokenized."""
+    """400 for more sequences than the server can ever accept. Called before tokenizing the prompts."""
     if num_prompts * n > max_sequences:
         raise invalid(
             f"{num_prompts} prompts with n={n} make {num_prompts * n} sequences; this server accepts {max_sequences} "

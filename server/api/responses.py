@@ -1,6 +1,6 @@
-"""Response bodies that do not belong to one dialect: usage, models, tokens, health, /comm and the collectives' trace.
+"""Response bodies shared by all dialects: usage, models, tokens, health, /comm and the collectives' trace.
 
-msgspec structs; the OpenAPI page is made from them.
+They are msgspec structs; the OpenAPI page is generated from them.
 """
 
 from typing import Any

@@ -33,7 +33,7 @@ IGNORED_FIELDS = frozenset(
     }
 )
 
-# Known to OpenAI and not supported: the values that are accepted because they ask for nothing, and advice.
+# Fields of OpenAI that are not supported: the values that are accepted because they have no effect, and advice.
 UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), "tool calling is not supported; describe the tools in the messages"),
     "tool_choice": (("none", "auto"), "tool calling is not supported"),
@@ -179,7 +179,7 @@ class GenerationBody(Body):
     tightwire: TightwireOptions = TightwireOptions(comm=False, timing=False, token_ids=False, allreduce=None)
 
     def sampling_params(self, **decided: Any) -> SamplingParams:
-        """The fields that ``SamplingParams`` has under the same name; ``decided`` ones replace what the client sent."""
+        """The fields that ``SamplingParams`` has under the same name; ``decided`` replaces the client's values."""
         asked = {name: getattr(self, name) for name in SamplingParams.__struct_fields__ if name not in decided}
         return msgspec.convert(asked | decided, SamplingParams)
 
@@ -230,7 +230,7 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """The form that chat templates read. ``developer`` is OpenAI's newer name for ``system``, which templates know."""
+        """The form that chat templates read. Writes ``developer``, OpenAI's newer name for ``system``, as ``system``."""
         role = "system" if self.role == "developer" else self.role
         extras = {"name": self.name, "tool_call_id": self.tool_call_id}
         return {"role": role, "content": self.content} | {key: text for key, text in extras.items() if text is not None}

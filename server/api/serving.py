@@ -1,4 +1,4 @@
-"""The parts that every route is given: the engine, the loaded model, HTTP options, metrics."""
+"""The dependencies of every route: the engine, the loaded model, HTTP options, metrics."""
 
 import time
 from dataclasses import dataclass, field
@@ -26,14 +26,15 @@ class ModelInfo:
     transport: str = "none"
     dtype: str = ""
     weights: str = ""  # their packed formats, such as Q4_1+Q8_0; empty: not packed
-    default_seed: int = 0  # for requests without a seed; 0: a random one per request
+    default_seed: int = 0  # for requests without a seed; 0: a random seed per request
     created: int = field(default_factory=lambda: int(time.time()))
 
     def fingerprint(self, policy: str | None = None) -> str:
-        """Equal seeds give equal text only under an equal fingerprint; its parts change the weights or the bits of a sum.
+        """Equal seeds give equal text only under an equal fingerprint, which covers everything that changes the weights
+        or a sum.
 
-        ``policy``: the one that the request named. It replaces the server's own at the start of ``allreduce``; the
-        options behind it apply to every policy.
+        ``policy``: the one named by the request. It replaces the server's own at the start of ``allreduce``; the
+        options after it apply to every policy.
         """
         own = self.policies[0]
         allreduce = (own if policy is None else policy) + self.allreduce.removeprefix(own)
@@ -49,7 +50,7 @@ class ServedModel:
 
 @dataclass(slots=True)
 class ModelSlot:
-    """Holds the model once it is loaded. The code that starts the ranks fills it before the engine becomes ready."""
+    """Holds the loaded model. The code that starts the ranks fills it before the engine becomes ready."""
 
     startup_s: float | None = None  # from the process's start to the model's first answer
     model: ServedModel | None = None
@@ -75,7 +76,7 @@ class Serving:
         return state
 
     def require_model(self) -> ServedModel:
-        """The model, for routes that do not need the engine to take new work.
+        """The model, for routes that also work while the engine drains.
 
         Raises:
             ApiError: 503 while it loads, or after the engine died.

@@ -1,6 +1,6 @@
-"""One record per request, from its arrival to its last token.
+"""Records the times and collectives of one request, from its arrival to its last token.
 
-/metrics and the response extras ``"tightwire": {"timing": true}`` and ``{"comm": true}`` are derived from it.
+/metrics and the response extras ``"tightwire": {"timing": true}`` and ``{"comm": true}`` use it.
 """
 
 import time
@@ -88,11 +88,11 @@ _CommCounts = dict[tuple[str, str, str], CommCount]
 
 
 class RequestTrace:
-    """Told of each event as it happens. Only the first call of ``sent`` and of ``ended`` for a sequence counts.
+    """Records each event as it happens. Only the first call of ``sent`` and of ``ended`` per sequence counts.
 
     Args:
-        arrived_s: when the request came.
-        streamed: whether text is sent as it comes; if not, ``timing`` ends with the first token.
+        arrived_s: when the request arrived.
+        streamed: whether text is sent as it arrives; if not, ``timing`` ends with the first token.
         clock: the clock that rank 0 reads too (``FirstToken``).
     """
 
@@ -123,12 +123,12 @@ class RequestTrace:
         self._tokenize_s = self._clock() - start_s
 
     def submitted(self, ids: Iterable[str]) -> None:
-        """These sequences go to the engine now."""
+        """Record that these sequences are submitted to the engine now."""
         self._last_token_s = dict.fromkeys(ids)
         self._submitted_s, self._comm_at_submit = self._clock(), self._read_comm()
 
     def saw(self, output: Output) -> None:
-        """The engine's output of a sequence that runs has come."""
+        """Record an output of a running sequence."""
         now_s = self._clock()
         if self._first_output_s is None:
             self._first_output_s, self._comm_at_first = now_s, self._read_comm()
@@ -141,13 +141,13 @@ class RequestTrace:
             self.sent()
 
     def sent(self) -> None:
-        """Text has been handed to the socket."""
+        """Record that text was handed to the socket."""
         if self.timing is None and self._first_token is not None:
             self.timing = self._split(self._first_token, self._clock())
             self._metrics.observe_ttft(msgspec.structs.asdict(self.timing))
 
     def ended(self, id_: str, outcome: str) -> None:
-        """A sequence is over."""
+        """Record the end of a sequence."""
         if id_ not in self._last_token_s:
             return
         del self._last_token_s[id_]
@@ -156,7 +156,7 @@ class RequestTrace:
             self._metrics.e2e_latency.observe(self._clock() - self._arrived_s)
 
     def comm_report(self) -> CommReport:
-        """Differences of the engine's counters between submission, first output and now."""
+        """Changes of the engine's counters from submission to the first output, and from there to now."""
         start, end, end_s = self._comm_at_submit, self._read_comm(), self._clock()
         first, first_s = self._comm_at_first, self._first_output_s
         if first_s is None:
@@ -183,7 +183,7 @@ class RequestTrace:
         self._last_token_s[output.id] = now_s
 
     def _split(self, first: FirstToken, sent_s: float) -> Timing:
-        # A difference of two moments may be rounded below zero, and no part may be negative.
+        # Rounding may make a difference of two moments negative, and no part may be negative.
         http_s = max(0.0, self._submitted_s - self._arrived_s - self._tokenize_s)
         queue_s = max(0.0, first.scheduled_s - self._submitted_s)
         on_rank_s = first.compute_s + first.allreduce_s + (first.codec_s or 0.0) + first.sampling_s
@@ -224,7 +224,7 @@ def _difference(now: CommCount, before: CommCount | None) -> CommTotals:
 
 
 def _seconds(counts: _CommCounts) -> float:
-    """The time that steps waited for; layers are gathered while steps compute."""
+    """The time steps waited for collectives; excludes gathering layers, which overlaps with computing."""
     return sum(count.seconds for count in counts.values() if count.phase != GATHERING)
 
 
