@@ -1,1 +1,1 @@
-"""``tightwire bench train``: steps of the engine between emulated nodes, beside torch's own data parallelism."""
+"""Implements ``tightwire bench train``: times the engine between emulated nodes against torch. Start with ``bench``."""

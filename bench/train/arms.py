@@ -1,4 +1,4 @@
-"""The arms of ``bench train``: shardings of the engine, and torch's own data parallelism."""
+"""Defines the arms of ``bench train``: shardings of the engine, and torch's data parallelism."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,9 +9,9 @@ _SGD = {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """``parallel``: of a training configuration; empty for ``peer``, which names something of torch's instead.
+    """One way to train. ``parallel``: the section of a training configuration. ``peer``: the torch method to use instead.
 
-    ``adds``: the order in which an exact arm adds gradients, of ranks or nodes first; None where it rounds them away.
+    ``adds``: the order in which an exact arm sums gradients; None for an arm that compresses them.
     """
 
     name: str
@@ -94,7 +94,7 @@ ARMS = {
 def parse_arms(text: str) -> tuple[str, ...]:
     """
     Raises:
-        ValueError: a name that is none; says which there are.
+        ValueError: there is no such arm; the message lists all names.
     """
     names = tuple(dict.fromkeys(text.split(",")))
     if unknown := [name for name in names if name not in ARMS]:

@@ -1,6 +1,6 @@
-"""``tightwire bench train``: steps of the engine between emulated nodes against torch's own, their bytes and a prediction.
+"""Runs ``tightwire bench train``: compares engine steps between emulated nodes with torch, byte formulas and a prediction.
 
-Losses that are not those of an exact sum, or bytes that are not the formula's, fail the run.
+The run fails if losses differ from those of an exact sum, or bytes differ from the formula.
 """
 
 import json
@@ -73,7 +73,7 @@ class TrainBench:
                 try:
                     self._measure(link, checks)
                 except LinkTooFastError as error:
-                    self._facts["left_out"][link] = str(error)  # said at the end
+                    self._facts["left_out"][link] = str(error)  # reported at the end
         self._facts["others_share"] = max(self._others)
         report.show_end(self._console, self._facts, self._rows())
         if options.output is not None:
@@ -85,13 +85,13 @@ class TrainBench:
         return 1 if self._error else 0
 
     def fail(self, reason: str) -> int:
-        """Keep what was measured, if anything was, and say why there is no more."""
+        """Print ``reason``, keep the results so far, and return 1."""
         sys.stderr.write(f"{_NAME}: {reason}\n")
         self._finish(reason)
         return 1
 
     def _check(self, checks: Checks) -> None:
-        """Every arm in processes that have had no other, so that memory is its own."""
+        """Check each arm in fresh processes, so that memory is that arm's alone."""
         options = self._options
         task = self._progress.add_task("checking", total=len(options.arms))
         for arm in options.arms:
@@ -132,8 +132,7 @@ class TrainBench:
             self._files.write_json(self._result())
 
     def _finish(self, error: str | None) -> None:
-        """Keep what there is and print it on one line, without raw samples; ``error`` says why it cannot be trusted or is
-        not complete."""
+        """Write the results and print them on one line without samples. ``error``: why they are wrong or incomplete."""
         self._error = error
         if self._files is not None and self._rows():
             try:

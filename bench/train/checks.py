@@ -1,4 +1,4 @@
-"""Checks losses against each other and bytes against their formula, without a slow link."""
+"""Checks each arm's losses against a reference arm and its bytes against the formula."""
 
 import math
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from tightwire.bench.train.arms import ARMS
 from tightwire.bench.train.formulas import Formulas
 from tightwire.bench.train.measure import Checked
 
-# Between sums in another order, relative to the loss after a few steps; bfloat16 has 8 bits.
+# Relative loss difference after a few steps between arms that sum in different orders; bfloat16 has 8 bits.
 _TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 @dataclass(kw_only=True, slots=True)
 class Checks:
-    """By arm and rank."""
+    """The checked steps, by arm and rank."""
 
     formulas: Mapping[str, Formulas]
     dtype: str
@@ -25,12 +25,12 @@ class Checks:
         self.told.setdefault(checked.arm, {})[rank] = checked
 
     def losses(self, arm: str) -> list[float]:
-        """The mean over ranks, of each step."""
+        """The mean loss over ranks of each step."""
         ranks = self.told[arm].values()
         return [math.fsum(losses) / len(ranks) for losses in zip(*(told.losses for told in ranks), strict=True)]
 
     def facts(self, arm: str) -> dict[str, Any]:
-        """Of one arm, for its rows."""
+        """The check results for the rows of one arm."""
         ranks, formulas = self.told[arm], self.formulas.get(arm)
         peaks = [told.peak_bytes for told in ranks.values() if told.peak_bytes is not None]
         grown = [told.resident_bytes for told in ranks.values() if told.resident_bytes is not None]
@@ -45,7 +45,7 @@ class Checks:
         }
 
     def faults(self, arm: str) -> list[str]:
-        """What makes the arm worth nothing; empty when nothing does."""
+        """The failed checks that invalidate the arm."""
         facts, found = self.facts(arm), []
         if not all(map(math.isfinite, facts["losses"])):
             found.append(f"its losses are {facts['losses']}")
@@ -61,12 +61,12 @@ class Checks:
         return found
 
     def _reference(self) -> str | None:
-        """The arm that losses are held against: the first that adds all numbers exactly, rank by rank if there is one."""
+        """The arm to compare losses with: the first exact one, preferably one that sums rank by rank."""
         exact = [arm for arm in self.told if ARMS[arm].adds is not None]
         return min(exact, key=lambda arm: ARMS[arm].adds != "ranks", default=None)
 
     def _loss_error(self, arm: str) -> float | None:
-        """The largest relative difference; None where another optimizer makes the steps."""
+        """The largest relative loss difference to the reference; None if the optimizers differ."""
         reference = self._reference()
         if reference is None or ARMS[arm].optimizer != ARMS[reference].optimizer:
             return None

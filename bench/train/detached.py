@@ -1,7 +1,7 @@
-"""Groups whose ranks can be taken apart for a while: then messages take no time, and what remains of a step is computing.
+"""Wraps groups so that messages can be switched off, which leaves only a step's computing.
 
-The same engine makes steps over the wire and without it in turns, so both meet the same machine, whoever else works on it.
-What it computes while detached is worth nothing: what comes from another rank is this rank's own.
+The same engine alternates between steps with and without messages, so other programs affect both alike. Results of detached
+steps are wrong: each message from another rank is replaced by this rank's own data.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tightwire.comm.transport.weightless import WeightlessTransport
 
 
 class Switch:
-    """Of all groups of a rank."""
+    """Switches all groups of a rank."""
 
     def __init__(self) -> None:
         self.is_detached = False
@@ -32,7 +32,7 @@ class Switch:
 
 
 class DetachableTransport:
-    """``transport``, or no time at all."""
+    """Uses ``transport``, or no messages while the switch is detached."""
 
     def __init__(self, transport: Transport, switch: Switch) -> None:
         self.rank, self.world_size = transport.rank, transport.world_size
@@ -71,7 +71,7 @@ class DetachableTransport:
 
 
 def detachable(group: Group, switch: Switch) -> Group:
-    """``group`` and its smaller ones, all at ``switch``."""
+    """``group`` and its node groups, all controlled by ``switch``."""
     whole = replace(group, transport=DetachableTransport(group.transport, switch))
     if group.nodes is None:
         return whole

@@ -1,4 +1,4 @@
-"""What the rows say to the questions that people have: arms against each other, on the same link or on a slower one."""
+"""Compares arms with each other, on the same link or on a slower one."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ _Rows = Sequence[dict[str, Any]]
 
 
 class Finding(NamedTuple):
-    """``ratio``: seconds of ``slower`` over those of ``arm``; above 1, ``arm`` is the faster one."""
+    """A comparison of two arms. ``ratio``: seconds of ``slower`` / seconds of ``arm``; above 1, ``arm`` is faster."""
 
     link: str
     arm: str
@@ -20,7 +20,7 @@ class Finding(NamedTuple):
 
 
 def find(rows: _Rows) -> list[Finding]:
-    """ZeRO++ against zero3 and against zero3 with four times the bandwidth, sparse sums against dense, all against torch's."""
+    """Compare ZeRO++ with zero3, also at four times the bandwidth; sparse sums with dense; and arms with torch's."""
     pairs = [("zero++", "zero3"), ("zero++", "zero3-flat"), ("zero++", "zero3-by-node"), ("zero3", "zero3-on-demand")]
     pairs += [("dgc", "hybrid"), ("top-k", "hybrid"), ("hybrid-quantized", "hybrid")]
     pairs += [

@@ -1,4 +1,4 @@
-"""All that formulas say of the arms before any is run, by name; torch's own have none."""
+"""Computes bytes and memory of the engine's arms from formulas, before any arm runs."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from tightwire.training.estimate.rank_memory import rank_memory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formulas:
-    """``traffics``: by rank."""
+    """The formulas of one arm. ``traffics``: by rank."""
 
     options: EngineOptions
     traffics: tuple[Traffic, ...]
@@ -23,21 +23,21 @@ class Formulas:
 
     @property
     def node_bytes(self) -> int:
-        """What leaves the node that sends most."""
+        """Bytes per step that leave the node that sends most."""
         between = [traffic.between_nodes for traffic in self.traffics]
         per_node = self.ranks_per_node
         return max(sum(between[first : first + per_node]) for first in range(0, len(between), per_node))
 
     @property
     def busiest(self) -> Traffic:
-        """Of the rank that sends most to other nodes; the others wait for it."""
+        """The traffic of the rank that sends most to other nodes; the others wait for it."""
         return max(self.traffics, key=lambda traffic: traffic.between_nodes)
 
 
 def formulas_of(options: TrainBenchOptions, llama: LlamaConfig) -> dict[str, Formulas]:
     """
     Raises:
-        ValueError: an arm is not for these ranks; names it.
+        ValueError: an arm does not fit these ranks; the message names it.
     """
     first, *others = (Topology(rank, options.world_size, num_nodes=options.nodes) for rank in range(options.world_size))
     found = {}

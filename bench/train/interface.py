@@ -5,11 +5,11 @@ from typing import NamedTuple, Self
 
 from tightwire.comm.link.emulated_network import WIRE
 
-_HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with timestamps: of every packet, those that only acknowledge too
+_HEADERS = 14 + 20 + 32  # per packet, acknowledgements too: Ethernet, IPv4, TCP with timestamps
 
 
 class Sent(NamedTuple):
-    """Since the interface was made, by all processes of the node."""
+    """Counts of all processes of the node since the interface was created."""
 
     num_bytes: int
     num_packets: int
@@ -23,7 +23,7 @@ class Sent(NamedTuple):
 
 
 def sent_by_node(text: str | None = None) -> Sent:
-    """Of the namespace that this process is in. ``text``: of /proc/net/dev."""
+    """Read the counters in this process's network namespace. ``text``: the content of /proc/net/dev."""
     for line in (Path("/proc/net/dev").read_text() if text is None else text).splitlines():
         name, colon, counts = line.partition(":")
         if colon and name.strip() == WIRE:

@@ -22,17 +22,16 @@ from tightwire.training.ranks.groups import TrainGroups
 from tightwire.training.start.model import StartingModel
 
 CHECKED_STEPS = 3
-_KEEPING_STEPS = 2  # until the allocator has all that it will keep
+_KEEPING_STEPS = 2  # steps until the allocator's memory no longer grows
 _SETTLE_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """One arm on one rank. ``bytes_sent``: by the ledgers in the last of the steps; None of a peer.
+    """The checked steps of one arm on one rank. ``bytes_sent``: in the last step, by the ledgers; None for a peer.
 
-    ``peak_bytes``: in use at the most, beyond what the process had before the arm: resident memory while all that is freed
-    goes back to the system. ``resident_bytes``: where the allocator keeps what is freed, as while steps are timed. None: not
-    known on this system.
+    ``peak_bytes``: peak growth of resident memory during the arm, while the allocator returns all freed memory to the system.
+    ``resident_bytes``: the same while the allocator keeps freed memory, as in timed steps. None: not known on this system.
     """
 
     arm: str
@@ -44,7 +43,7 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wired:
-    """What this rank's node sent in one step, payload and with headers."""
+    """Bytes that this rank's node sent in one step, without and with headers."""
 
     arm: str
     payload_bytes: int
@@ -53,7 +52,7 @@ class Wired:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """A step over the wire or, ``detached``, without it. ``number``: the same on all ranks that made it together."""
+    """A timed step; ``detached``: without messages. ``number`` is the same on all ranks of the step."""
 
     arm: str
     detached: bool
@@ -62,7 +61,7 @@ class Timed:
 
 
 def check_arm(world: Group, plan: RankPlan, options: TrainBenchOptions, name: str) -> Iterator[Checked]:
-    """Losses of the first steps, bytes and memory of one arm, in a process that has had no other."""
+    """Check losses, bytes and memory of one arm in a fresh process."""
     start = open_model(options.model, options.seed)
     with ExitStack() as stack:
         arm, groups = ARMS[name], None
@@ -86,7 +85,7 @@ def check_arm(world: Group, plan: RankPlan, options: TrainBenchOptions, name: st
 
 
 def measure_link(world: Group, plan: RankPlan, options: TrainBenchOptions) -> Iterator[Probed | Wired | Timed]:
-    """Steps of all arms in turns, in random order."""
+    """Time steps of all arms in turns, in random order."""
     start = open_model(options.model, options.seed)
     arms = [ARMS[name] for name in options.arms]
     with ExitStack() as stack:
@@ -122,12 +121,12 @@ class _Turns:
         self._number = 0
 
     def wired(self, name: str) -> Wired:
-        """One step, which also warms everything up."""
+        """Count the bytes of one step, which is also the warm-up."""
         self._world.transport.barrier()
-        time.sleep(_SETTLE_S)  # for the barrier's own last packets
+        time.sleep(_SETTLE_S)  # so that the barrier's last packets are not counted
         before = sent_by_node()
         self._step(name)
-        self._world.transport.barrier()  # a few small packets, of which only the headers are not subtracted
+        self._world.transport.barrier()  # its few small packets are counted
         time.sleep(_SETTLE_S)
         sent = sent_by_node().since(before)
         return Wired(arm=name, payload_bytes=sent.payload_bytes, wire_bytes=sent.num_bytes)
@@ -159,7 +158,7 @@ def _make(arm: Arm, options: TrainBenchOptions, start: StartingModel, groups: Tr
 
 
 def _warm_up(arm: Arm, options: TrainBenchOptions, groups: TrainGroups | None) -> None:
-    """A step of a tiny model: what libraries take for themselves, and kernels that are compiled, belong to no arm."""
+    """Run a step of a tiny model, so that memory of libraries and compiled kernels does not count for the arm."""
     tiny = replace(options, model=TINY, sequences=1, sequence_tokens=16)
     start = open_model(TINY, options.seed)
     with _closing(_make(arm, tiny, start, groups)) as trainee:
@@ -167,7 +166,7 @@ def _warm_up(arm: Arm, options: TrainBenchOptions, groups: TrainGroups | None) -
 
 
 class _closing:
-    """``contextlib.closing`` for what is a Protocol."""
+    """``contextlib.closing``, typed for the ``Trainee`` protocol."""
 
     def __init__(self, trainee: Trainee) -> None:
         self._trainee = trainee

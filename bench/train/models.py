@@ -1,4 +1,4 @@
-"""The model that is trained, and an arm's training configuration: the one that ``tightwire train`` would be given."""
+"""Defines the benchmark's models and makes an arm's training configuration."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from tightwire.bench.train.arms import Arm
 from tightwire.training.config.tree import ModelConfig, TrainConfig
 from tightwire.training.start.model import StartingModel, open_start
 
-# Parameters about as many as the name says; embeddings are tied.
+# The name is the approximate number of parameters; embeddings are tied.
 TINY = "tiny"
 MODELS: dict[str, dict[str, int | float | bool]] = {
     TINY: {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 192},
@@ -38,14 +38,14 @@ def arm_config(
 ) -> TrainConfig:
     """
     Raises:
-        ValueError: the arm is not for such a model.
+        ValueError: the arm does not fit the model.
     """
     return TrainConfig.model_validate(
         {
             "run": "bench",
             "device": "cpu",
             "model": {**model_values(model), "compute_dtype": dtype},
-            "data": {"files": ["-"], "sequence_tokens": sequence_tokens},  # tokens are drawn, no file is read
+            "data": {"files": ["-"], "sequence_tokens": sequence_tokens},  # tokens are random, no file is read
             "batch": {"sequences": sequences * world_size, "micro_sequences": sequences},
             "optimizer": arm.optimizer,
             "parallel": {**arm.parallel, "timeout_s": timeout_s},

@@ -1,4 +1,4 @@
-"""The model of a step's time on machines that nobody here has: 8 to 1024 GPUs. On paper, from assumptions that it names."""
+"""Predicts step times on 8 to 1024 GPUs from stated assumptions, without measurements."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,15 +16,15 @@ from tightwire.training.run.setup import engine_options
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumptions:
-    """Nothing of this was measured here. Codecs and memory traffic are taken to cost nothing beside the products."""
+    """Assumed values; none was measured. Codecs and memory traffic are assumed to take no time."""
 
     model: str = "random:llama-3-8b"
     gpus_per_node: int = 8
-    flops_per_s: float = 400e12  # of a GPU in bfloat16, that its products reach
-    inside_bytes_per_s: float = 200e9  # of a GPU to those of its node
+    flops_per_s: float = 400e12  # of one GPU's bfloat16 matrix products
+    inside_bytes_per_s: float = 200e9  # from one GPU to the others of its node
     inside_round_s: float = 20e-6
     across_round_s: float = 50e-6
-    gbits: tuple[int, ...] = (100, 400, 800)  # of a node to all others, all of it used
+    gbits: tuple[int, ...] = (100, 400, 800)  # from one node to all others, fully used
     sequences: int = 1
     sequence_tokens: int = 2048
 
@@ -34,9 +34,9 @@ _GPUS = (8, 16, 64, 256, 1024)
 
 
 def extrapolate(assumed: Assumptions | None = None) -> dict[str, Any]:
-    """Plain data: what is assumed, and a row for each number of GPUs, wire and arm. ``step_s`` is on paper.
+    """The assumptions, and a row for each number of GPUs, link and arm. ``step_s`` is a prediction.
 
-    Cost: some seconds, most of it making modules without weights.
+    Cost: a few seconds, most of it for building modules without weights.
     """
     assumed = assumed or Assumptions()
     llama = open_checkpoint(assumed.model).config

@@ -1,4 +1,4 @@
-"""The options of ``tightwire bench train``: one frozen value, checked where it is born, and its command line."""
+"""Defines and checks the options of ``tightwire bench train`` and parses its command line."""
 
 import argparse
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ class TrainBenchOptions:
     ranks_per_node: int = 2
     links: tuple[str, ...] = tuple(_LINKS.split(","))
     arms: tuple[str, ...] = tuple(_ARMS.split(","))
-    sequences: int = 4  # of a rank and step
+    sequences: int = 4  # per rank and step
     sequence_tokens: int = 128
     dtype: str = "float32"
-    steps: int = 1  # one after the other, before another arm has its turn
+    steps: int = 1  # steps of an arm per turn
     repeats: int = 3  # turns of each arm
     seed: int = 0
     timeout_s: float = 120.0
@@ -63,7 +63,7 @@ class TrainBenchOptions:
 
 
 def parse_options(argv: Sequence[str]) -> TrainBenchOptions:
-    """Read the command line; prints what is wrong and exits with status 2 when it is."""
+    """Parse the command line. Prints the error and exits with status 2 if it is wrong."""
     parser = _parser()
     given = vars(parser.parse_args(argv))
     quick = given.pop("quick")

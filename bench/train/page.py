@@ -1,4 +1,4 @@
-"""The page of ``bench train``: step times by link, against what was predicted, checks, and a table on paper."""
+"""Makes the HTML page of ``bench train``: step times by link, predictions, checks, and extrapolations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ _Rows = Sequence[dict[str, Any]]
 
 
 def make_page(result: dict[str, Any]) -> str:
-    """The result, as ``bench train`` keeps it, in one HTML document."""
+    """The result of ``bench train`` as one HTML document."""
     rows = result["cells"]
     sections = (
         [_step_times(rows), _predictions(rows), _parts(rows), _cells(rows), _findings(rows), _checks(rows)]
@@ -72,7 +72,7 @@ def _step_times(rows: _Rows) -> Section:
 
 
 def _predictions(rows: _Rows) -> Section | None:
-    """Every cell as a point: what was measured, and what was predicted over it."""
+    """Plot the predicted and measured time of every cell."""
     predicted = [row for row in rows if row["predicted_s"] is not None]
     if not predicted:
         return None
@@ -97,7 +97,7 @@ def _predictions(rows: _Rows) -> Section | None:
 
 
 def _parts(rows: _Rows) -> Section | None:
-    """Of the slowest link: what a step computes, and what of its communication nothing hid."""
+    """For the slowest link, the time for computing and for communication that does not overlap it."""
     link = min(_links(rows), key=lambda name: parse_link(name).bytes_per_s or 0.0)
     own = [row for row in rows if row["link"] == link and row["computing_s"] is not None]
     if not own:
@@ -154,7 +154,7 @@ def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     facts += [(arm, ARMS[arm].what) for arm in _arms(result["cells"])]
     facts += [("link", describe_link(link)) for link in result["links"]]
     facts += [("left out", words) for words in result["left_out"].values()]
-    if "others_share" in result:  # not in a run that was cut short
+    if "others_share" in result:  # missing if the run stopped early
         facts.append(("quiet", describe_others(result)))
     return facts
 

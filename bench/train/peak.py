@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def reset_peak() -> int | None:
-    """What this process has now, from where its peak begins anew; None: not known on this system."""
+    """Reset the peak. Returns the current resident bytes, or None if not known on this system."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -13,7 +13,7 @@ def reset_peak() -> int | None:
 
 
 def grown_by(before: int | None) -> int | None:
-    """The peak since ``reset_peak``, beyond what it said."""
+    """The peak since ``reset_peak``, minus ``before``, which it returned."""
     peak = _status_bytes("VmHWM")
     return None if before is None or peak is None else peak - before
 

@@ -1,4 +1,4 @@
-"""torch's own data parallelism on gloo: the same modules, weights, batches and optimizer."""
+"""Trains with torch's data parallelism on gloo, with the same modules, weights, batches and optimizer."""
 
 import time
 from typing import Any
@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 class PeerTrainee:
     """``ddp``: DistributedDataParallel. ``fsdp2``: fully_shard of each block and of the rest, weights freed after forward.
 
-    In bfloat16, FSDP2 computes with it and sums in float32, as the engine does; DDP knows float32 only.
+    With bfloat16, FSDP2 computes in bfloat16 and sums in float32, as the engine does; DDP supports only float32 here.
     """
 
     def __init__(self, arm: Arm, options: TrainBenchOptions, start: StartingModel) -> None:
@@ -64,7 +64,7 @@ class PeerTrainee:
 
 
 def _with_weights(model: Any, start: StartingModel) -> Any:
-    """Real parameters for those on the meta device; tied ones stay one."""
+    """Replace the meta parameters with loaded ones; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
