@@ -81,15 +81,15 @@ class Transport(Protocol):
     fused: FusedAllReduce | None  # None: algorithms go through the methods below
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """All-to-all: ``slices[i]`` goes to rank i; entry i of the result came from rank i (own entry included).
+        """All-to-all: ``slices[i]`` goes to rank i; entry i of the result came from rank i (this rank's included).
 
-        All ranks use the same slice lengths, so each received entry is as long as this rank's own. The own entry may be the
-        given tensor itself.
+        All ranks use the same slice lengths, so each received entry is as long as this rank's own. This rank's entry may be
+        the given tensor itself.
         """
         ...
 
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """All-gather: the buffers of all ranks in rank order (own entry included, maybe ``buf`` itself).
+        """All-gather: the buffers of all ranks in rank order (this rank's included, maybe ``buf`` itself).
 
         ``sizes``: bytes of each rank's buffer, the same list on all ranks; None: all are as long as ``buf``.
         """
@@ -98,7 +98,7 @@ class Transport(Protocol):
     def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
         """All-gather buffers of equal length into ``out`` in rank order, without intermediate copies.
 
-        ``buf`` may be the own part of ``out``. ``moved`` is called as bytes of ``out`` arrive, where the host sees that.
+        ``buf`` may be this rank's part of ``out``. ``moved`` is called as bytes of ``out`` arrive, where the host sees that.
         """
         ...
 

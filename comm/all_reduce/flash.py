@@ -25,7 +25,7 @@ from tightwire.comm.sums import slice_lengths
 
 
 class FlashAllReduce(BaseAllReduce):
-    """encode slices, exchange, decode + sum + encode the own slice, gather, decode.
+    """encode slices, exchange, decode + sum + encode this rank's slice, gather, decode.
 
     With r = ``reduce_codec``, a = ``gather_codec`` and slices of ceil(n / N) elements rounded up to whole groups:
 
@@ -103,7 +103,7 @@ def _work(setting: Setting, num_bytes: int, reduce_codec: Codec, gather_codec: C
     ranks, elems = setting.world_size, num_bytes / setting.elem_bytes
     elem_bytes = coded_elem_bytes(reduce_codec, setting) + coded_elem_bytes(gather_codec, setting)
     sent = (ranks - 1) / ranks * elems * elem_bytes
-    # Encode and decode: all own slices out and all ranks' slices in; then the own sum out and all sums in.
+    # Encode all slices and decode one from each rank; then encode this rank's sum and decode all sums.
     reduced, gathered = elems * coding_effort(reduce_codec), elems * coding_effort(gather_codec)
     summed = elems if reduce_codec.exact else 0
     return Work(2, sent, summed, reduced + gathered / ranks, reduced + gathered)

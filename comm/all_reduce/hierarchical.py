@@ -35,7 +35,7 @@ class HierarchicalAllReduce(BaseAllReduce):
     Four rounds: exchange slices inside the node; exchange and gather between nodes; gather inside. A group on one node
     (``Group.nodes`` None) skips the two middle rounds, which makes it two-shot.
 
-    Cost: with s the own slice of about M/L inside and c its size encoded by ``codec``: M - s + (L-1) s inside, about
+    Cost: with s this rank's slice of about M/L inside and c its size encoded by ``codec``: M - s + (L-1) s inside, about
     2 (K-1)/K * c between nodes. Exactness: without a codec a node's sum is rounded to the dtype once; with one it is
     encoded from float32, once in each leg. Ranks are added in order within a node, and nodes in order. So without a
     codec an element's sum does not depend on its place; with one it depends on the numbers in its own codec group.

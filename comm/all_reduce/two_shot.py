@@ -16,7 +16,7 @@ from tightwire.comm.sums import as_bytes, slice_lengths, sum_in_rank_order
 
 
 class TwoShotAllReduce(BaseAllReduce):
-    """exchange(slices), sum the own slice in rank order, gather(sums).
+    """exchange(slices), sum this rank's slice in rank order, gather(sums).
 
     Cost: M - s to reduce and (N-1) * s to gather, where s is this rank's slice of about M/N: 2 (N-1)/N * M when N
     divides the elements. Exactness: as one-shot; the owner sums a slice once, so all ranks hold the same bits.

@@ -4,7 +4,7 @@ Each leg quantizes a number at most once. These functions move and add; the call
 the call in the ledger. Functions that move tell the ``ledger`` their coding time; the functions that only add
 (``sum_encoded``, ``sum_and_encode``) are called inside ``with ledger.coding`` if they quantize.
 
-Sums are float32 in rank order of the decoded numbers; the own slice is encoded and decoded like the others. So every rank
+Sums are float32 in rank order of the decoded numbers; a rank's own slice is encoded too. So every rank
 that adds the same slices gets the same bits, and an element's sum depends only on the ranks' numbers in its codec group.
 """
 

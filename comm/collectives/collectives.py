@@ -47,8 +47,8 @@ def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
 def all_gather(group: Group, x: Tensor, codec: Codec = NONE) -> list[Tensor]:
     """The ranks' tensors in rank order; all have the shape and dtype of ``x``.
 
-    Without a codec any dtype is allowed, and the own entry may share memory with ``x``. With a codec every entry, the own
-    one too, is decoded from its encoding: all ranks hold the same bits.
+    Without a codec any dtype is allowed, and this rank's entry may share memory with ``x``. With a codec every entry,
+    this rank's too, is decoded from its encoding: all ranks hold the same bits.
 
     Cost: ``all_gather_bytes``, one round.
 
@@ -211,7 +211,7 @@ def _padded(sizes: Sequence[int]) -> int:
 def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The ranks' (indices, values), in rank order; each rank may have its own number K of pairs, or none.
 
-    The own pair may share memory with the arguments. Cost: ``sparse_all_gather_bytes``; two rounds, the first for the
+    This rank's pair may share memory with the arguments. Cost: ``sparse_all_gather_bytes``; two rounds, the first for the
     numbers of pairs.
 
     Args:

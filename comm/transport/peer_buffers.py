@@ -84,7 +84,7 @@ def _map_symmetric(
     size: int, exchange: FactExchange, store: Store, device: torch.device
 ) -> tuple[list[Tensor], object]:
     symmetric: Any = torch._C._distributed_c10d._SymmetricMemory  # pyright: ignore[reportAttributeAccessIssue]
-    # Torch keeps groups by name for a whole process; all ranks must call this one alike.
+    # Torch keeps groups by name for a whole process; all ranks must use the same name.
     name = exchange.share("symmetric group", f"tightwire-peer-memory-{os.getpid()}-{id(exchange)}".encode())[0].decode()
     symmetric.set_group_info(name, exchange.rank, exchange.world_size, store)
     own = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
