@@ -43,8 +43,7 @@ class Delta:
 
 
 class Sequence:
-    """One choice of an answer. Detokenizes its tokens and looks for stop strings; call ``take`` with each output in
-    order.
+    """One choice of an answer. Detokenizes its tokens and finds stop strings; call ``take`` with each output in order.
 
     Args:
         echo: the prompt's text, if the answer begins with it.

@@ -79,9 +79,7 @@ def prompt_logprobs(logprobs: list[TokenLogprob | None], table: TokenTable) -> P
 
 
 def _by_text(logprob: TokenLogprob, table: TokenTable) -> dict[str, float]:
-    """The logprobs of the most likely tokens and the chosen one. Among tokens with equal text, the most likely one
-    counts.
-    """
+    """The most likely tokens and the chosen one. Among tokens with equal text, the most likely one counts."""
     texts: dict[str, float] = {}
     for token_id, value in [*logprob.top, (logprob.token_id, logprob.logprob)]:
         texts.setdefault(table.text_of(token_id), _finite(value))

@@ -230,7 +230,7 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """The form that chat templates read. Writes ``developer``, OpenAI's newer name for ``system``, as ``system``."""
+        """The form that chat templates read. ``developer``, OpenAI's newer name, becomes ``system``."""
         role = "system" if self.role == "developer" else self.role
         extras = {"name": self.name, "tool_call_id": self.tool_call_id}
         return {"role": role, "content": self.content} | {key: text for key, text in extras.items() if text is not None}

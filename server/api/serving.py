@@ -30,8 +30,7 @@ class ModelInfo:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def fingerprint(self, policy: str | None = None) -> str:
-        """Equal seeds give equal text only under an equal fingerprint, which covers everything that changes the weights
-        or a sum.
+        """Equal seeds give equal text only under an equal fingerprint. Its parts change the weights or the sums' bits.
 
         ``policy``: the one named by the request. It replaces the server's own at the start of ``allreduce``; the
         options after it apply to every policy.

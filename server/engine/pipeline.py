@@ -83,7 +83,7 @@ class StepPipeline:
         self._ahead: LaunchedStep | None = None  # launched before its predecessor was collected
 
     def next(self) -> LaunchedStep | None:
-        """The step to collect now, launched here or ahead. With ``plan_ahead``, also launches its successor if it can."""
+        """The step to collect now, launched here or earlier. With ``plan_ahead``, launches its successor if it can."""
         step, self._ahead = self._ahead, None
         if step is None or not step.is_wanted:  # all its sequences have ended
             step = self._launch(None)

@@ -111,7 +111,7 @@ class Watch:
         return self.reason
 
     def _verdict(self, now: float) -> str | None:
-        """Checks causes before symptoms. An exit or a symptom waits for a better explanation first."""
+        """Check causes before symptoms. A normal exit or a symptom first waits for a better explanation."""
         patience_s = min(_CAUSE_PATIENCE_S, self._rank_timeout_s / 2)
         waits = self._first_sign_s is not None and now - self._first_sign_s < patience_s
         for find in (self._killed, self._failed, self._left, self._silent, self._hung, self._symptom):
