@@ -5,8 +5,8 @@
     compute   the rest of the pass
     hidden    fetch + compute - pass = fetch - stall
 
-At most the shorter of ``fetch`` and ``compute`` can run behind the other: overlap = hidden / min(fetch, compute). It is about
-time on the clock; that both slow each other down on shared cores shows in the pass's length only.
+At most the shorter of ``fetch`` and ``compute`` can be hidden: overlap = hidden / min(fetch, compute). If both slow each other
+down on shared cores, only the length of the pass shows it.
 """
 
 from collections.abc import Iterable
@@ -45,7 +45,7 @@ SOURCES = {
 
 @dataclass(frozen=True, order=True, slots=True)
 class Arm:
-    """One way for weights to come. ``rate``: bytes/s to which each rank's source is throttled; 0: not throttled."""
+    """A source and codec of streamed weights. ``rate``: bytes/s to which each rank's source is throttled; 0: no limit."""
 
     source: str
     codec: str

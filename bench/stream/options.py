@@ -1,4 +1,4 @@
-"""The options of ``tightwire bench stream``."""
+"""Defines the options of ``tightwire bench stream``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

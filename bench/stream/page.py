@@ -1,4 +1,4 @@
-"""The tables, plots and explanations of ``bench stream``, for the terminal, CSV and the page."""
+"""Makes the tables, plots and explanations of ``bench stream`` for the terminal, CSV and the HTML page."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

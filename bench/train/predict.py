@@ -1,9 +1,9 @@
-"""The time of a step, from what its computing takes alone, what a wire carries, and the engine's rules of who waits for whom.
+"""Predicts the time of a step from its computing time, the link's rate and latency, and the engine's scheduling rules.
 
-Bytes are the engine's formulas, computing is measured without any wire, and a wire's rate and round are measured as its
-collectives see them: nothing is fitted to steps over the wire. The rules: two lanes of collectives beside computing;
-blocks alternate over weight buffers, and over two gradient buffers; with explicit prefetch a block's weights are asked for
-as soon as a buffer is free. What it does not know: cores that packets take from computing.
+Bytes come from the engine's formulas, computing is measured without messages, and the link is measured with collectives:
+nothing is fitted to steps over the link. The rules: two lanes of collectives run beside computing; blocks alternate over the
+weight buffers and over two gradient buffers; with explicit prefetch, a block's weights are requested as soon as a buffer is
+free. The prediction ignores the CPU time that packets take from computing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ _COMPUTE, _GATHER, _REDUCE = "compute", "gather", "reduce"
 
 
 class Computing(NamedTuple):
-    """Seconds of a rank's step without messages, all ranks at once."""
+    """Seconds of the parts of a step without messages, while all ranks compute."""
 
     forward_s: float
     backward_s: float
@@ -27,7 +27,7 @@ class Computing(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Of each rank while all of its node's send. A round is a collective of next to nothing."""
+    """Rates of each rank while all ranks of its node send. ``_round_s`` is the time of a collective of a few bytes."""
 
     across_bytes_per_s: float
     across_round_s: float
@@ -36,7 +36,7 @@ class Rates(NamedTuple):
 
 
 class SlotBytes(NamedTuple):
-    """What the slot between replicas sends for a unit, in how many rounds."""
+    """Bytes and rounds of the slot between replicas for one unit."""
 
     inside: int
     between_nodes: int
@@ -51,7 +51,7 @@ def predict_step(
     computing: Computing,
     rates: Rates,
 ) -> float:
-    """Seconds of a step of one micro-batch. ``slots``: by unit, {} where there is no slot."""
+    """Seconds of a step of one micro-batch. ``slots``: by unit; {} without a slot."""
     return max(simulate(list(step_tasks(plan, options, flows, slots, computing, rates))).values())
 
 
@@ -63,14 +63,14 @@ def step_tasks(
     computing: Computing,
     rates: Rates,
 ) -> Iterator[Task]:
-    """Of one rank; all are alike."""
+    """The tasks of one rank; all ranks have the same."""
     yield from _gathers(plan, options, flows, rates)
     yield from _computing(plan, options, computing)
     names = []
     for task in _reduces(plan, flows, slots, rates):
         names.append(task.name)
         yield task
-    yield Task("rest", _COMPUTE, tuple(names), computing.rest_s + rates.across_round_s)  # clipping asks all ranks once
+    yield Task("rest", _COMPUTE, tuple(names), computing.rest_s + rates.across_round_s)  # clipping takes one collective
 
 
 def _gathers(plan: UnitPlan, options: EngineOptions, flows: Sequence[Flow], rates: Rates) -> Iterator[Task]:
@@ -84,7 +84,7 @@ def _gathers(plan: UnitPlan, options: EngineOptions, flows: Sequence[Flow], rate
         if not calls[unit.number]:
             continue
         assert unit.block is not None
-        # A buffer is free once the block before in it is done; buffers that are nobody else's wait to be asked for.
+        # A shared buffer is free once its previous block is done.
         before = unit.block - ahead - (not weights.alternates(options, unit))
         after = f"forward {before if is_explicit else unit.block - 1}"
         yield Task(f"gather {unit.block}", _GATHER, (after,), *calls[unit.number][0])
@@ -97,7 +97,7 @@ def _gathers(plan: UnitPlan, options: EngineOptions, flows: Sequence[Flow], rate
 
 def _computing(plan: UnitPlan, options: EngineOptions, computing: Computing) -> Iterator[Task]:
     elems = [sum(flat.num_parameters for flat in unit.flats) for unit in plan.blocks]
-    # The head, tied or not, has as many as the embedding; looking an embedding up is no arithmetic.
+    # The head, tied or not, has the embedding's size; an embedding lookup has no arithmetic.
     head = sum(flat.num_parameters for unit in plan.units if unit.name == EMBEDDING for flat in unit.flats)
     total = sum(elems) + head
     first = tuple(f"gather {unit.name}" for unit in plan.units if unit.block is None)
@@ -108,7 +108,7 @@ def _computing(plan: UnitPlan, options: EngineOptions, computing: Computing) -> 
     yield Task("backward head", _COMPUTE, (), computing.backward_s * head / total)
     for block, count in reversed(list(enumerate(elems))):
         after = [f"gather again {block}"]
-        before = block + gradients.NUM_BUFFERS  # had the same gradient buffer
+        before = block + gradients.NUM_BUFFERS  # the previous block in the same gradient buffer
         if before < len(elems) and gradients.alternates(options, plan.blocks[block]):
             after.append(f"reduce {plan.blocks[before].name}")
         yield Task(f"backward {block}", _COMPUTE, tuple(after), computing.backward_s * count / total)
@@ -128,7 +128,7 @@ def _reduces(plan: UnitPlan, flows: Sequence[Flow], slots: Mapping[str, SlotByte
 
 
 def _calls(unit: Unit, flows: Sequence[Flow], rates: Rates) -> list[tuple[float, float]]:
-    """For each gather of a unit in a step, fixed and wire seconds: what goes across nodes once is in the first only."""
+    """(fixed, wire) seconds of each gather of a unit in a step; flows that run once count for the first gather only."""
     by_op: dict[tuple[str, str], list[Flow]] = {}
     for flow in flows:
         if flow.lane == _GATHER and any(flow.flat == flat.name for flat in unit.flats):
@@ -141,7 +141,7 @@ def _calls(unit: Unit, flows: Sequence[Flow], rates: Rates) -> list[tuple[float,
 
 
 def _seconds(flows: Sequence[Flow], rates: Rates) -> tuple[float, float]:
-    """Before the wire, and on it."""
+    """(seconds before the link, seconds on it)."""
     fixed_s = wire_s = 0.0
     for flow in flows:
         fixed_s += rates.across_round_s if flow.bytes_between_nodes else rates.inside_round_s

@@ -16,11 +16,11 @@ _TRIES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probed:
-    """Seconds of an all-gather of ``num_bytes`` of each rank. ``where``: inside or across nodes, by all ranks at once."""
+    """Seconds of an all-gather with ``num_bytes`` per rank, on all ranks at once. ``where``: inside or across nodes."""
 
     where: str
     num_bytes: int
-    others: int  # ranks that each rank sends them to
+    others: int  # ranks that each rank sends to
     seconds: float
 
 

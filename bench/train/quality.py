@@ -101,7 +101,7 @@ class Curve:
     losses: list[float]  # of each step's batch
     evaluated_steps: list[int]
     held_out: list[float]
-    wire_bytes: float  # that rank 0 sent in one of the last steps
+    wire_bytes: float  # mean that rank 0 sent in the last steps
 
 
 def order_runs(arms: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:

@@ -1,6 +1,6 @@
-"""The ranks of ``bench train``: processes on emulated nodes, and their connections, which all arms share.
+"""Starts the ranks of ``bench train`` as processes on emulated nodes and opens their connections, which all arms share.
 
-Opening an arm's own connections each time would take longer than its steps; arms take turns, so nobody else uses them.
+Arms take turns, so sharing is safe; opening connections for each arm would take longer than its steps.
 """
 
 import os
@@ -25,18 +25,18 @@ from tightwire.comm.transport.gloo_threads import make_loop_threads_batch
 from tightwire.training.ranks.groups import TrainGroups, open_train_groups
 
 _LOOPBACK = "lo"
-_MEASURE = "tightwire.bench.train.measure"  # takes a while to import, and every arm has processes of its own
+_MEASURE = "tightwire.bench.train.measure"  # preloaded, because its import is slow and every arm starts processes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlan:
-    """All that a rank process needs to join."""
+    """The settings that a rank process needs to connect."""
 
     world_size: int
     num_nodes: int
     timeout_s: float
-    store_paths: tuple[str, ...]  # of the bench's own group, of training's, of torch's
-    network: tuple[EmulatedNode, ...] = ()  # where each node's ranks live; (): on the machine's own network
+    store_paths: tuple[str, ...]  # for the groups of the bench, of training, and of torch
+    network: tuple[EmulatedNode, ...] = ()  # by node; (): the machine's own network
 
     def topology(self, rank: int) -> Topology:
         return Topology(rank, self.world_size, num_nodes=self.num_nodes)
@@ -49,10 +49,10 @@ class RankPlan:
 def open_bench_ranks(
     *, nodes: int, ranks_per_node: int, link: str | None, timeout_s: float
 ) -> Iterator[tuple[LocalRanks, RankPlan, dict[str, Any] | None]]:
-    """The running ranks, how they join, and facts about the link; ``link`` None: nothing between nodes is slow.
+    """Start ranks; yields them, their plan, and facts about the link. ``link`` None: no emulated link.
 
     Raises:
-        ValueError: such a link cannot be had on this machine; says why.
+        ValueError: this machine cannot emulate the link; the message says why.
         LocalRankError: the ranks could not join.
     """
     world_size = nodes * ranks_per_node
@@ -70,7 +70,7 @@ def open_bench_ranks(
             store_paths=tuple(_anonymous_file(stack) for _ in range(3)),
             network=wire.nodes if wire else (),
         )
-        # A step says nothing until it is over, and all of an arm's collectives may take their time.
+        # A rank reports nothing during a step, which may contain several slow collectives.
         ranks = stack.enter_context(
             LocalRanks(world_size, partial(_open_world, plan), silence_s=10 * timeout_s, preload=[_MEASURE])
         )
@@ -80,7 +80,7 @@ def open_bench_ranks(
 
 @contextmanager
 def open_shared_groups(plan: RankPlan, rank: int) -> Iterator[tuple[TrainGroups, Switch]]:
-    """Training's connections, which engines leave open, and what takes the ranks apart for a while."""
+    """Open training's groups, which engines do not close, and the switch that turns their messages off."""
     switch = Switch()
     groups = open_train_groups(
         plan.topology(rank),
@@ -98,11 +98,11 @@ def open_shared_groups(plan: RankPlan, rank: int) -> Iterator[tuple[TrainGroups,
 
 @contextmanager
 def torch_group(plan: RankPlan, rank: int) -> Iterator[None]:
-    """torch.distributed's default group of all ranks, on gloo over the same wire."""
+    """Open torch.distributed's default group of all ranks, with gloo over the same link."""
     os.environ["GLOO_SOCKET_IFNAME"] = plan.interface(rank) or _LOOPBACK
     store = FileStore(plan.store_paths[2], plan.world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.world_size)
-    make_loop_threads_batch()  # as for our own connections
+    make_loop_threads_batch()  # as our own transports do
     try:
         yield
     finally:
@@ -110,14 +110,14 @@ def torch_group(plan: RankPlan, rank: int) -> Iterator[None]:
 
 
 class _Shared(TrainGroups):
-    """Outlives the engines that use it."""
+    """Groups that stay open when an engine closes."""
 
     def close(self) -> None:
         pass
 
 
 def _open_world(plan: RankPlan, rank: int) -> Group:
-    """The bench's own group, for all ranks to begin together; runs in the rank's process."""
+    """Open the bench's own group, which synchronizes the ranks. Runs in the rank's process."""
     topology = plan.topology(rank)
     if plan.network:
         plan.network[topology.node].enter()

@@ -22,7 +22,7 @@ from tightwire.bench.train.words import (
 
 SCHEMA = "tightwire.bench.train/1"
 
-_QUIET_SHARE = 0.1  # of the cores that others may use before it is worth a word
+_QUIET_SHARE = 0.1  # of the cores; print a note if other programs use more
 _CSV_COLUMNS = [
     *(
         "link",
@@ -58,7 +58,7 @@ def show_link(console: Console, link: dict[str, Any], rows: Sequence[dict[str, A
 
 
 def show_end(console: Console, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """What follows from all rows, and why to read them with care, if at all."""
+    """Print the findings of all rows, and notes about disturbances."""
     if any(row["prediction_error"] is not None for row in rows):
         console.print(describe_predictions(rows), soft_wrap=True)
     for finding in find(rows):
@@ -68,7 +68,7 @@ def show_end(console: Console, facts: dict[str, Any], rows: list[dict[str, Any]]
 
 
 def keep(files: ResultFiles, result: dict[str, Any]) -> None:
-    # Matplotlib takes half a second to import, belongs to an extra, and is of use only here.
+    # Matplotlib is optional and takes half a second to import.
     from tightwire.bench.train.page import make_page
 
     files.write_json(result)
@@ -77,6 +77,6 @@ def keep(files: ResultFiles, result: dict[str, Any]) -> None:
 
 
 def without_samples(result: dict[str, Any]) -> dict[str, Any]:
-    """What fits on one line."""
+    """The result without samples and extrapolations, for one line of output."""
     cells = [{name: value for name, value in row.items() if name != "samples_s"} for row in result["cells"]]
     return {**{name: value for name, value in result.items() if name != "on_paper"}, "cells": cells}

@@ -1,7 +1,7 @@
-"""Tasks of three actors over one wire, on the clock: each actor does its own one after the other, the wire is shared.
+"""Simulates the end times of tasks: each actor runs its tasks in order, and all actors share one link.
 
-A task waits for others to end, computes for ``fixed_s``, then sends what takes ``wire_s`` alone on the wire; who sends at the
-same time as another gets half of it.
+A task waits for other tasks, takes ``fixed_s``, then sends for ``wire_s`` if it has the link alone. Tasks that send at the same
+time share the link equally.
 """
 
 from collections import deque
@@ -14,22 +14,22 @@ _NO_TIME = 1e-12
 class Task(NamedTuple):
     name: str
     actor: str
-    after: tuple[str, ...]  # that are no tasks at all are over
+    after: tuple[str, ...]  # names without a task count as ended
     fixed_s: float
     wire_s: float = 0.0
 
 
 def simulate(tasks: Sequence[Task]) -> dict[str, float]:
-    """When each task ends.
+    """The end time of each task, in seconds.
 
     Raises:
-        ValueError: tasks that wait for each other.
+        ValueError: tasks wait for each other.
     """
     names = {task.name for task in tasks}
     queues: dict[str, deque[Task]] = {}
     for task in tasks:
         queues.setdefault(task.actor, deque()).append(task)
-    left: dict[str, list[float]] = {}  # of the tasks that run: fixed, wire
+    left: dict[str, list[float]] = {}  # [fixed, wire] seconds left of running tasks
     ends: dict[str, float] = {}
     now = 0.0
     while any(queues.values()):

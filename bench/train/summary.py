@@ -1,4 +1,4 @@
-"""From what the ranks tell over one link to rows: an arm's step against its bytes, its computing and its prediction."""
+"""Turns the ranks' reports over one link into rows: each arm's step, bytes, computing time and prediction."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,18 +11,18 @@ from tightwire.bench.train.measure import Timed, Wired
 from tightwire.bench.train.predict import Computing, Rates, predict_step
 from tightwire.bench.train.probe import Probed
 
-MOST_WIRE_ERROR = 0.02  # of what the kernel counted, against the formula
-_MESSAGE_BYTES = 256  # beside its payload: what gloo says before and after
-_BARRIER_MESSAGES = 16  # of the barrier that the step ends with, and of clipping
+MOST_WIRE_ERROR = 0.02  # relative difference between the kernel's byte count and the formula
+_MESSAGE_BYTES = 256  # gloo's own bytes per message
+_BARRIER_MESSAGES = 16  # of clipping and the barrier after the step
 MOST_PREDICTION_ERROR = 0.15
 
 
 @dataclass(kw_only=True, slots=True)
 class LinkCells:
-    """One link. ``told`` is by arm, whether detached, number of the step, and rank."""
+    """The reports over one link. ``told``: by (arm, detached), step number and rank."""
 
     link: str
-    bytes_per_s: float  # that a bulk transfer reaches
+    bytes_per_s: float  # of a bulk transfer
     num_nodes: int
     world_size: int
     checks: Checks
@@ -41,26 +41,26 @@ class LinkCells:
 
     @property
     def num_timed(self) -> int:
-        """Steps that ranks have told of."""
+        """The number of steps that ranks reported."""
         return sum(len(ranks) for steps in self.told.values() for ranks in steps.values())
 
     def rates(self) -> Rates:
         return Rates(*self._rate_and_round("across"), *self._rate_and_round("inside"))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of every arm that has made a whole turn, in the arms' order."""
+        """The rows of every arm with a complete step on all ranks."""
         return [self._row(arm) for arm in self.checks.told if self._steps(arm, detached=False) and arm in self.wired]
 
     def _rate_and_round(self, where: str) -> tuple[float, float]:
         small, large = sorted(num_bytes for at, num_bytes in self.probed if at == where)
         others = self.probed[where, large][0].others
         round_s, large_s = (max(told.seconds for told in self.probed[where, size]) for size in (small, large))
-        if others == 0:  # ranks that are alone on their nodes
+        if others == 0:  # one rank per node
             return float("inf"), 0.0
         return others * (large - small) / max(large_s - round_s, 1e-9), round_s
 
     def _steps(self, arm: str, *, detached: bool) -> list[list[Timed]]:
-        """Those that all ranks have told of."""
+        """The steps that all ranks reported."""
         steps = self.told.get((arm, detached), {}).values()
         return [list(ranks.values()) for ranks in steps if len(ranks) == self.world_size]
 
@@ -113,7 +113,7 @@ class LinkCells:
 
 
 def _computing(alone: Sequence[Sequence[Timed]]) -> Computing:
-    """The median step's parts: those of the mean rank, stretched to the slowest, whom the others wait for."""
+    """The parts of the median step: the mean over ranks, scaled to the slowest rank's step."""
     parts = []
     for ranks in alone:
         times = [told.times for told in ranks]
@@ -127,5 +127,5 @@ def _computing(alone: Sequence[Sequence[Timed]]) -> Computing:
 
 
 def fault_texts(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Every fault, by the name of its arm, once."""
+    """Every fault once, with its arm."""
     return list(dict.fromkeys(f"{row['arm']}: {fault}" for row in rows for fault in row["faults"]))

@@ -1,4 +1,4 @@
-"""What an arm sends in a step, by the engine's and the slot's formulas: in all, between nodes, and unit by unit."""
+"""Computes the bytes that an arm sends in a step, from the formulas of the engine and the slot between replicas."""
 
 from dataclasses import dataclass, replace
 
@@ -15,12 +15,12 @@ from tightwire.training.engine.traffic import Flow, step_traffic
 from tightwire.training.engine.units import UnitPlan, cut, plan_units
 from tightwire.training.start.model import build_model
 
-_CLIPPING_BYTES = 8  # the square of a shard's norm, to every rank of its shard group
+_CLIPPING_BYTES = 8  # a shard's squared norm, sent to each rank of its shard group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Of one rank; ``between_nodes`` is part of ``bytes_sent``. Ranks differ in what a sparse slot finds in their shards."""
+    """The bytes of one rank; ``bytes_sent`` includes ``between_nodes``. With a sparse slot, ranks differ."""
 
     plan: UnitPlan
     flows: list[Flow]
@@ -34,18 +34,18 @@ class Traffic:
 
     @property
     def between_nodes(self) -> int:
-        """Without clipping's few bytes."""
+        """Bytes sent to other nodes, without clipping."""
         slots = sum(slot.between_nodes for slot in self.slots.values())
         return sum(flow.calls * flow.bytes_between_nodes for flow in self.flows) + slots
 
     def messages_between(self, num_nodes: int) -> int:
-        """Which the transport announces in messages of its own, clipping's not counted."""
+        """The number of messages to other nodes, without clipping."""
         flows = sum(flow.calls * flow.bytes_between_nodes // flow.payload_bytes for flow in self.flows)
         return flows + sum(slot.rounds * (num_nodes - 1) for slot in self.slots.values())
 
 
 def arm_traffic(config: TrainConfig, options: EngineOptions, llama: LlamaConfig, topology: Topology) -> Traffic:
-    """Of a step after the first, of the topology's own rank."""
+    """The traffic of ``topology``'s rank in a step after the first."""
     shard_ranks = options.sharding.shard_ranks(topology.world_size, topology.num_nodes)
     plan = plan_units(build_model(llama, device=torch.device("cpu")), shard_ranks)
     flows = step_traffic(
@@ -60,7 +60,7 @@ def arm_traffic(config: TrainConfig, options: EngineOptions, llama: LlamaConfig,
 
 
 def of_another_rank(traffic: Traffic, config: TrainConfig, options: EngineOptions, topology: Topology) -> Traffic:
-    """The same step of ``topology``'s rank."""
+    """The traffic of the same step on ``topology``'s rank."""
     return replace(traffic, slots=_slots(config.parallel.between, options, traffic.plan, topology))
 
 
@@ -68,7 +68,7 @@ def _slots(slot: BetweenOptions, options: EngineOptions, plan: UnitPlan, topolog
     replicas = topology.world_size // plan.shard_ranks
     if replicas == 1:
         return {}
-    # Of the other replicas, those on this node: with sharding none, the node's other ranks.
+    # Replicas share a node only with sharding none, where every rank is a replica.
     is_whole = options.sharding.shard_over == "self"
     neighbours = topology.ranks_per_node - 1 if is_whole else 0
     shard, replica = (0, topology.rank) if is_whole else (topology.node_rank, topology.node)

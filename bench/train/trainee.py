@@ -1,4 +1,4 @@
-"""A model that one arm trains, on this rank: the engine as a training run makes it."""
+"""Runs an arm's training steps with the engine on one rank, and defines the trainee protocol."""
 
 import math
 import time
@@ -23,13 +23,13 @@ MAX_NORM = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """Of the thread that computes. ``rest_s``: from the end of backward on, waiting for the last gradients included."""
+    """Seconds of one step. ``rest_s``: after backward, including the wait for the last gradients."""
 
     loss: float
     forward_s: float
     backward_s: float
     rest_s: float
-    waited_s: float | None  # for lanes; None: it has none
+    waited_s: float | None  # time waited for lanes; None: the trainee has no lanes
 
     @property
     def step_s(self) -> float:
@@ -38,7 +38,7 @@ class StepTimes:
 
 class Trainee(Protocol):
     def step(self, tokens_BS: Tensor) -> StepTimes:
-        """One optimizer step, with all ranks together. ``tokens_BS``: one more than is predicted from."""
+        """Run one optimizer step. Collective. ``tokens_BS``: one token more per sequence than the inputs."""
         ...
 
     def close(self) -> None: ...
@@ -47,7 +47,7 @@ class Trainee(Protocol):
 def config_of_arm(options: TrainBenchOptions, arm: Arm) -> tuple[TrainConfig, EngineOptions]:
     """
     Raises:
-        ValueError: the arm is not for these ranks.
+        ValueError: the arm does not fit these ranks.
     """
     config = arm_config(
         arm,
@@ -67,7 +67,7 @@ def config_of_arm(options: TrainBenchOptions, arm: Arm) -> tuple[TrainConfig, En
 
 
 class EngineTrainee:
-    """The steps of ``training.run.loop``, without what lies between them."""
+    """Runs the steps of ``training.run.loop``, without logging, evaluation and checkpoints."""
 
     def __init__(self, arm: Arm, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups) -> None:
         config, how = config_of_arm(options, arm)
@@ -75,7 +75,7 @@ class EngineTrainee:
         self.trained.engine.load_full(start.read)
         self.trained.model.train()
         self._optimizer = self.trained.state.optimizer
-        # What DGC sums is none to clip again; its norm is computed all the same, as in a run.
+        # DGC clips local gradients, so do not clip their sum; its norm is still computed, as in a run.
         self._max_norm = math.inf if config.optimizer.clip_norm is None else MAX_NORM
         self._ledgers = [group.ledger for group in (groups.gather, groups.reduce, groups.main)]
 
@@ -101,7 +101,7 @@ class EngineTrainee:
 
     @property
     def bytes_sent(self) -> int:
-        """By the ledgers."""
+        """Bytes sent so far, by the ledgers."""
         return sum(count.bytes_sent for ledger in self._ledgers for count in ledger.counts())
 
     def close(self) -> None:
@@ -114,6 +114,6 @@ def loss_of(model: Any, tokens_BS: Tensor) -> Tensor:
 
 
 def draw_tokens(options: TrainBenchOptions, vocab_size: int, rank: int, step: int) -> Tensor:
-    """What ``rank`` is given in ``step``, in every arm; a few of the vocabulary, so that there is something to learn."""
+    """Random tokens, the same in every arm. At most 256 different ids, so that the loss can fall."""
     source = torch.Generator().manual_seed((options.seed * 1_000_003 + step) * 1_009 + rank)
     return torch.randint(0, min(256, vocab_size), (options.sequences, options.sequence_tokens + 1), generator=source)

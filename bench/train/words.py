@@ -1,4 +1,4 @@
-"""The column names and texts of ``bench train``."""
+"""Defines the column names and texts of ``bench train``."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def describe_link(link: dict[str, Any]) -> str:
 
 
 def describe_others(facts: dict[str, Any]) -> str:
-    """How busy the machine was otherwise."""
+    """The share of the cores that other programs used."""
     return f"others used {facts['others_share']:.0%} of this machine's cores while it was measured"
 
 
