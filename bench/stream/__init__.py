@@ -1,1 +1,1 @@
-"""``tightwire bench stream``: times steps with streamed weights against their bytes and their computing. Start at ``bench.py``."""
+"""Implements ``tightwire bench stream``, which times steps with streamed weights. Start with ``bench``."""

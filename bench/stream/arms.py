@@ -23,7 +23,7 @@ class Source:
     origin: str  # of a ``WeightPlan``
     codecs: tuple[str, ...] = ("none", "int8", "int4")
     why_no_other: str = ""
-    in_files: bool = False  # only weights in files can come from it
+    in_files: bool = False  # works only for a model whose weights are in files
     is_prepared: bool = False  # reads a folder of ``tightwire prepare``, made for the run
     is_shared: bool = False  # replicas keep parts of each layer and make the same steps for their own sequences
     has_raw: bool = True  # its bytes can be read without the pipeline (``raw_source``)

@@ -1,4 +1,4 @@
-"""``tightwire bench stream``: times steps with streamed weights against the time of their bytes and of their computing.
+"""Runs ``tightwire bench stream``: compares steps with streamed weights with the time of their bytes and of computing.
 
 The run fails if an arm without a codec generates other tokens than resident weights, or if a buffer is used out of order.
 """

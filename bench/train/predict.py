@@ -84,7 +84,7 @@ def _gathers(plan: UnitPlan, options: EngineOptions, flows: Sequence[Flow], rate
         if not calls[unit.number]:
             continue
         assert unit.block is not None
-        # A shared buffer is free once its previous block is done.
+        # A shared buffer is free once its previous block is done; an unshared one is requested one block earlier.
         before = unit.block - ahead - (not weights.alternates(options, unit))
         after = f"forward {before if is_explicit else unit.block - 1}"
         yield Task(f"gather {unit.block}", _GATHER, (after,), *calls[unit.number][0])
