@@ -1,4 +1,4 @@
-"""The arms of ``bench quality``: an arm is a policy for all of a model's messages, named as ``serve`` names it."""
+"""Defines the arms of ``bench quality``: an arm is one AllReduce policy and weight codec for all layers."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from tightwire.model.weights import WEIGHT_CODECS
 
 LOSSLESS = "two-shot"  # adds in float32 in rank order and rounds once, as `auto` does on CPUs
 EXACT = "exact"
-MIX = "mix"  # what a search has found
+MIX = "mix"  # the mix that ``--search`` finds
 LOSSY_SITES = ("o_proj", "down_proj")
 _POLICY = "policy:"
-WEIGHTS = "weights:"  # exact sums, of weights that have been through a codec
+WEIGHTS = "weights:"  # exact sums, with weights that were encoded by a codec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
     name: str
     policy: Policy
-    weight_codec: str = "none"  # what the layers' plain matrices have been through: ``serve --weight-codec``
+    weight_codec: str = "none"  # as ``serve --weight-codec`` sets it for the layers' matrices
 
     def algorithm(self, site: str, layer: int) -> str:
-        """What sums a prompt's rows there."""
+        """The AllReduce of prompt rows at this site and layer."""
         return self.policy.choices(site, layer, "prefill")[0].algorithms[0]
 
 
@@ -36,13 +36,12 @@ def exact_arm() -> Arm:
 
 
 def make_arm(name: str, config: LlamaConfig) -> Arm:
-    """The arm of ``serve --allreduce NAME``, with ``policy:FILE`` of ``serve --comm-policy FILE``, with ``weights:CODEC`` of
-    ``serve --weight-codec CODEC``.
-
-    Prompt rows go as the name says; generated rows and embeddings are exact, but where a file says otherwise.
+    """Make an arm that sums as ``serve --allreduce NAME`` does.
+    ``policy:FILE`` stands for ``serve --comm-policy FILE`` and ``weights:CODEC`` for ``serve --weight-codec CODEC``. The
+    AllReduce applies to prompt rows. Generated rows and embeddings are exact unless a policy file says otherwise.
 
     Raises:
-        ValueError: no such AllReduce, one that needs several nodes, or a file that is not for this model.
+        ValueError: the AllReduce is unknown or needs several nodes, or the file is for another model.
     """
     check_name(name)
     if name.startswith(WEIGHTS):
@@ -54,7 +53,7 @@ def make_arm(name: str, config: LlamaConfig) -> Arm:
 
 
 def file_arm(name: str, file: PolicyFile, config: LlamaConfig) -> Arm:
-    """The arm of a policy file.
+    """Make the arm of a policy file.
 
     Raises:
         ValueError: the file is for another model.
@@ -64,7 +63,7 @@ def file_arm(name: str, file: PolicyFile, config: LlamaConfig) -> Arm:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for what cannot be an arm, as far as that can be told without a model."""
+    """Raise ValueError if ``name`` is not a valid arm, as far as this can be checked without a model."""
     if name.startswith(_POLICY):
         read_policy_file(Path(name.removeprefix(_POLICY)))
     elif name.startswith(WEIGHTS):
@@ -81,7 +80,7 @@ def check_name(name: str) -> None:
 
 
 def bytes_per_token(arm: Arm, config: LlamaConfig, world_size: int, rows: int, elem_bytes: int) -> float:
-    """Bytes that a rank sends for one token of a prompt of ``rows``, in all AllReduces of all layers; mean of the ranks."""
+    """Bytes a rank sends per token of a ``rows``-token prompt in all layers' AllReduces, averaged over ranks."""
     names = Counter(arm.algorithm(site, layer) for site in LOSSY_SITES for layer in range(config.num_layers))
     return sum(
         count * bytes_at(name, config.hidden_size, world_size, rows, elem_bytes) for name, count in names.items()
@@ -90,7 +89,7 @@ def bytes_per_token(arm: Arm, config: LlamaConfig, world_size: int, rows: int, e
 
 @cache
 def bytes_at(name: str, row_elems: int, world_size: int, rows: int, elem_bytes: int) -> float:
-    """The same for one AllReduce."""
+    """Bytes a rank sends per row in one AllReduce of ``rows`` rows, averaged over ranks."""
     groups = in_process_groups(world_size)
     sent = [make_all_reduce(name, group).wire_bytes(rows * row_elems, elem_bytes) for group in groups]
     return sum(sent) / world_size / rows

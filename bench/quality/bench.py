@@ -1,7 +1,7 @@
-"""``tightwire bench quality``: measures what quantized AllReduces cost a model in accuracy, and finds the cheapest within a budget.
+"""``tightwire bench quality``: measures the accuracy cost of quantized AllReduces; finds the cheapest within a budget.
 
-Every arm is compared with the exact model of the same number of ranks: same shards, same dtype, lossless sums. What was
-measured is kept when the run is cut short.
+Every arm is compared with the exact model of the same number of ranks: same shards, same dtype, lossless sums. An
+interrupted run keeps its measurements.
 """
 
 import os
@@ -29,7 +29,7 @@ _NUM_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0, 1 for a run that failed, 2 for bad options, 130 after Ctrl-C."""
+    """Return 0, 1 if the run failed, 2 for bad options, 130 after Ctrl-C."""
     return QualityBench(parse_options(argv)).run()
 
 
@@ -48,7 +48,7 @@ class QualityBench(Bench):
 
     @property
     def failures(self) -> tuple[tuple[type[Exception], int], ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Before the measurement a failure is a refusal of the options."""
+        """Before the measurement, errors mean bad options and exit with 2."""
         status = 2 if self._setting is None else 1
         return ((ValueError, status), (ModelError, status), (OSError, status))
 
@@ -65,7 +65,7 @@ class QualityBench(Bench):
                 with self._open_ranks(setting, world_size) as ranks:
                     if self._options.search is not None and self._mix is None:
                         self._mix = find_mix(setting, ranks, pool, self._told)
-                        if self._options.budget is None:  # else all arms have to be measured before one is chosen
+                        if self._options.budget is None:  # with a budget, the choice needs all arms
                             self._write_policy(self._mix.file)
                     self._measure_ranks(setting, ranks, pool)
                 self.progress.reset(self._task, total=None)
@@ -114,10 +114,10 @@ class QualityBench(Bench):
             self._policy_file = str(path)
 
     def _chosen_file(self, setting: Setting) -> PolicyFile:
-        """Of the cheapest arm inside the budget.
+        """The policy file of the cheapest arm within the budget.
 
         Raises:
-            ValueError: nothing is inside.
+            ValueError: no arm is within the budget.
         """
         choice = self._choice()
         if choice is None or choice["algorithm"] is None:

@@ -1,10 +1,10 @@
-"""Measures every arm at one world size beside the exact model: scores of all windows, noise by layer, greedy texts.
+"""Measures every arm at one world size against the exact model: scores of all windows, noise by layer, greedy texts.
 
-With l and m the logits of both, p the exact distribution and d = m - l,
+With logits l (exact) and m (arm), exact distribution p and d = m - l,
 
-    KL(p || q) = log sum p e^d - sum p d = log1p(sum p expm1(d - c)),  c = sum p d,
+    KL(p || q) = log sum p e^d - sum p d = log1p(sum p expm1(d - c)),  c = sum p d.
 
-which stays accurate when q is close to p, where the difference of two logarithms does not; equal logits give 0.
+This form stays accurate when q is close to p, unlike the difference of two logarithms; equal logits give 0.
 """
 
 import time
@@ -29,14 +29,14 @@ from tightwire.bench.quality.ranks import (
 )
 from tightwire.bench.quality.setting import Windows
 
-_ROWS = 128  # whose logits are in memory at once, for each thread
+_ROWS = 128  # rows whose logits one thread keeps in memory at a time
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """One number for each position: the surprise at the token that came (nats), KL (nats), whether top-1 is the same."""
+    """One number per position: negative log likelihood of the next token, KL (both nats), equal top token."""
 
     nll_T: Floats
     kl_T: Floats
@@ -44,7 +44,7 @@ class Scores:
 
 
 class Scorer:
-    """Compares final hidden states through one head. ``pool``'s threads have one torch thread each."""
+    """Compares final hidden states through the model's head. Each thread of ``pool`` uses one torch thread."""
 
     def __init__(self, head_VD: Tensor, pool: ThreadPoolExecutor) -> None:
         self._head_DV, self._pool = head_VD.T, pool
@@ -52,7 +52,7 @@ class Scorer:
     def score(
         self, exact_TD: Tensor, others: Mapping[str, Tensor], next_ids_T: Tensor
     ) -> tuple[Scores, dict[str, Scores]]:
-        """Of the exact states, and of each of the others; ``next_ids_T`` came after each position."""
+        """Return the scores of the exact states and of each arm's; ``next_ids_T`` are the true next tokens."""
         starts = range(0, len(exact_TD), _ROWS)
         parts = list(self._pool.map(lambda at: self._score_rows(exact_TD, others, next_ids_T, at), starts))
         return (
@@ -99,11 +99,11 @@ def _joined(parts: Sequence[Scores]) -> Scores:
 
 @dataclass(kw_only=True, slots=True)
 class Measured:
-    """What is known so far; lists hold one entry for each batch of windows. ``scores`` is by arm, the exact one among them."""
+    """The results so far. Lists have one entry per batch of windows; ``scores`` includes the exact model."""
 
     world_size: int
     scores: dict[str, list[Scores]] = field(default_factory=dict)
-    same_tokens: dict[str, list[int]] = field(default_factory=dict)  # until each greedy text differs
+    same_tokens: dict[str, list[int]] = field(default_factory=dict)  # length of the equal prefix of each greedy text
     noise: dict[tuple[str, str, int], Power] = field(default_factory=dict)  # by (algorithm, site, layer)
 
     def joined(self, name: str, what: Callable[[Scores], Floats]) -> Floats:
@@ -111,12 +111,12 @@ class Measured:
 
 
 class NotFiniteError(ValueError):
-    """A model's states have overflowed: there is nothing to compare."""
+    """A model's hidden states overflowed, so they cannot be compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """``told`` is called before each forward pass or so, with what is being done and how many passes are through."""
+    """Measures all arms at one world size; calls ``told`` with the name of each step before it begins."""
 
     ranks: PlayedRanks
     windows: Windows
@@ -126,7 +126,7 @@ class Measurement:
     told: Callable[[str], None]
 
     def run(self, measured: Measured) -> Iterator[None]:
-        """Fill ``measured``; yields whenever there is something new worth keeping."""
+        """Fill ``measured``; yield after each step whose results are worth saving."""
         self._noise(measured)
         self.ranks.give_arms([exact_arm(), *self.arms])
         yield
@@ -138,12 +138,12 @@ class Measurement:
 
     @property
     def num_steps(self) -> int:
-        """How often ``told`` will be called."""
+        """The number of calls of ``told``."""
         num_batches = -(-len(self.windows.judged) // self.batch)
         return 1 + num_batches * (len(self.arms) + 2) + len(self.arms) + 1
 
     def seconds_left(self) -> float:
-        """About how long all batches will take, from one pass that is made for it; ask after the first yield."""
+        """Estimate the time of all batches by running one extra pass; call after the first yield."""
         numbers = self.windows.judged[: self.batch]
         began = time.monotonic()
         states_TD = self.windows.scored(self.ranks.prefill(self.windows.token_ids_NL[list(numbers)], 0))
@@ -186,7 +186,7 @@ def batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 def spread(numbers: Sequence[int], most: int) -> list[int]:
-    """``most`` of them, evenly from the whole, or all where there are fewer."""
+    """At most ``most`` of the numbers, evenly spaced."""
     count = min(most, len(numbers))
     return [numbers[i * len(numbers) // count] for i in range(count)]
 
@@ -194,7 +194,7 @@ def spread(numbers: Sequence[int], most: int) -> list[int]:
 def noise_of_arms(
     ranks: PlayedRanks, windows: Windows, numbers: Sequence[int], arms: Sequence[Arm]
 ) -> dict[tuple[str, str, int], Power]:
-    """Of every algorithm that one of ``arms`` uses for prompt rows, at every place, on the windows ``numbers``."""
+    """Measure the noise of each algorithm that an arm uses for prompt rows, at every site and layer."""
     places = [(site, layer) for site in LOSSY_SITES for layer in range(ranks.num_layers)]
     names = dict.fromkeys(arm.algorithm(*place) for arm in arms for place in places)
     record = NoiseRecord(ranks.world_size, list(names))

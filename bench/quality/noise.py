@@ -1,7 +1,7 @@
-"""Measures signal and noise of each layer's two sums, with the reduce and the gather leg apart.
+"""Measures signal and noise of both AllReduces of each layer, separately for the reduce and the gather leg.
 
-A pass of the exact model brings every message of every rank here, and each AllReduce in question sums it too: all of them
-see the same numbers. The pass goes on with the exact sum.
+One pass of the exact model records every rank's prompt messages. Each algorithm under test also sums them, so all
+algorithms get the same inputs; the pass continues with the exact sum.
 """
 
 import math
@@ -27,10 +27,10 @@ _NONE = parse_codec("none")
 class Power:
     """Sums of squares over the elements of one layer's messages of one site."""
 
-    signal: float = 0.0  # of the lossless sum
-    total: float = 0.0  # of the AllReduce's result, less the lossless sum
-    reduce: float = 0.0  # of the sum's error before the gather leg
-    gather: float = 0.0  # of what the gather leg added
+    signal: float = 0.0  # the lossless sum
+    total: float = 0.0  # error of the AllReduce's result
+    reduce: float = 0.0  # error of the sum before the gather leg
+    gather: float = 0.0  # error that the gather leg adds
 
 
 def sqnr_db(signal: float, noise: float) -> float:
@@ -41,7 +41,7 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 
 class NoiseRecord:
-    """``powers`` by (algorithm, site, layer), filled by rank 0 as messages pass."""
+    """Collects ``powers`` by (algorithm, site, layer); rank 0 fills it while messages pass."""
 
     def __init__(self, world_size: int, algorithms: Sequence[str]) -> None:
         self.algorithms = tuple(algorithms)
@@ -49,18 +49,18 @@ class NoiseRecord:
         self._inputs: list[Tensor | None] = [None] * world_size
 
     def routes(self, arms: Sequence[Arm], group: Group) -> Routes:
-        """One rank's routes by the single arm of ``arms``, a lossless one, which let this record see every prompt message."""
+        """Make one rank's routes for the single lossless arm in ``arms``; this record observes every prompt message."""
         policies = [(arm.name, arm.policy) for arm in arms]
         candidates = make_candidates([policy for _, policy in policies], group)
         others = {name: make_all_reduce(name, group) for name in self.algorithms}
         return _WatchedRoutes(policies, candidates, others, group.rank, self)
 
     def bring(self, rank: int, x: Tensor) -> None:
-        """What ``rank`` is about to sum, to be left as it is."""
+        """Store the message that ``rank`` is about to sum. The caller must not change it."""
         self._inputs[rank] = x.reshape(-1)
 
     def brought(self) -> list[Tensor]:
-        """Every rank's numbers; call after a collective that came after ``bring`` and before the next."""
+        """Every rank's message. Call between a collective after ``bring`` and the next collective."""
         inputs = [x for x in self._inputs if x is not None]
         assert len(inputs) == len(self._inputs), "a rank has brought nothing"
         return inputs
@@ -82,9 +82,9 @@ class NoiseRecord:
 
 
 def _leg_noise(inputs: Sequence[Tensor], lossless_N: Tensor, reduce: Codec, gather: Codec) -> tuple[float, float]:
-    """Of one AllReduce: sum of what each rank's codec did, then what the gather leg's codec does to that sum.
+    """Squared errors of one AllReduce: of the ranks' codecs in the sum, then of the gather codec on that sum.
 
-    Slices begin where groups do, so the whole message may go through the codecs at once.
+    Slices begin at quantization groups, so encoding the whole message gives the same codes.
     """
     num_elems, dtype = lossless_N.numel(), inputs[0].dtype
     sum_N = sum_encoded([reduce.encode(x) for x in inputs], num_elems, reduce, dtype)
@@ -116,7 +116,7 @@ class _WatchedRoutes(Routes):
 
 
 class _Watched:
-    """Sums as ``exact`` does, and has the others sum the same."""
+    """Returns the sum of ``exact``, and runs ``others`` on the same message."""
 
     def __init__(
         self,

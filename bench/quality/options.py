@@ -21,16 +21,16 @@ _FORM = re.compile(r"(kl)=([0-9.eE+-]+)|(ppl)=([0-9.eE+-]+)%")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """``kind`` is ``kl`` (mean nats) or ``ppl`` (relative increase); ``limit`` in that unit."""
+    """The allowed accuracy loss: ``kind`` is ``kl`` (mean nats) or ``ppl`` (relative increase)."""
 
     text: str
     kind: str
     limit: float
 
     def allows(self, row: Mapping[str, Any]) -> bool:
-        """Whether an arm that came to ``row`` at one world size is inside.
+        """True if an arm's ``row`` at one world size is within the budget.
 
-        Perplexity needs many tokens until luck evens out: the upper end of its interval has to be inside.
+        Perplexity is noisy on few tokens, so the upper end of its interval counts.
         """
         if self.kind == "kl":
             return row["kl_mean"] <= self.limit
@@ -39,7 +39,7 @@ class Budget:
 
 
 def parse_budget(text: str) -> Budget:
-    """Raises ValueError with what is possible."""
+    """Parse ``kl=0.01`` or ``ppl=0.1%``; raise ValueError for anything else."""
     match = _FORM.fullmatch(text.strip())
     number = (match[2] or match[4]) if match else ""
     try:
@@ -54,9 +54,9 @@ def parse_budget(text: str) -> Budget:
 
 
 def cheapest_inside(rows: Sequence[Mapping[str, Any]], budget: Budget) -> str | None:
-    """The name of the arm that sends least among those inside at every world size in ``rows``; None: there is none.
+    """The arm that sends the fewest bytes among those within the budget at every world size, or None.
 
-    Of arms with equally many bytes, the one with the smaller KL.
+    Ties go to the smaller KL.
     """
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
     inside = [name for name in names if all(budget.allows(row) for row in rows if row["algorithm"] == name)]
@@ -69,7 +69,7 @@ def cheapest_inside(rows: Sequence[Mapping[str, Any]], budget: Budget) -> str | 
 
 
 DEFAULT_ALGORITHMS = (
-    "ring",  # lossless, but adds in another order with more than two ranks: what rounding alone does
+    "ring",  # lossless, but with more than two ranks it adds in another order: shows the effect of rounding alone
     *("flash-int8", "flash-int6", "flash-int6-uniform", "flash-int5", "flash-int4"),
     *("flash:int4-had,int4-had", "flash:int4-sr,int4-sr"),
 )
@@ -84,17 +84,17 @@ class QualityOptions(OutputOptions):
     model: str = DEFAULT_MODEL
     algorithms: tuple[str, ...] = DEFAULT_ALGORITHMS
     world_sizes: tuple[int, ...] = (2, 4, 8)
-    text: Path | None = None  # None: the project's own
+    text: Path | None = None  # None: the project's own text
     tokens: int = 50_000
     window: int = 512
     batch: int = 4  # windows in a forward pass
     dtype: str = "auto"
     quantization: str = "auto"
     budget: Budget | None = None
-    search: str | None = None  # find a mix that sends at most as many bytes as this one
-    search_tokens: int = SEARCH_TOKENS  # that it is found with, besides those that are judged
+    search: str | None = None  # find a mix that sends at most as many bytes as this algorithm
+    search_tokens: int = SEARCH_TOKENS  # calibration tokens, in addition to ``tokens``
     write_policy: Path | None = None
-    seed: int = 0  # of random weights
+    seed: int = 0  # seed of random weights
 
     def __post_init__(self) -> None:
         for name in (*self.algorithms, *([self.search] if self.search else [])):
@@ -129,7 +129,7 @@ class QualityOptions(OutputOptions):
 
 
 def parse_options(argv: Sequence[str]) -> QualityOptions:
-    """Read the command line; prints what is wrong and exits with status 2 when it is."""
+    """Parse the command line; on an error, print it and exit with status 2."""
     parser = _parser()
     given = parser.parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""The page of ``bench quality``: accuracy against bytes, where the noise arises, every number."""
+"""Makes the page of ``bench quality``: accuracy against bytes, noise by layer, and all numbers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ _Rows = Sequence[Mapping[str, Any]]
 
 
 def make_sections(result: Mapping[str, Any]) -> list[Section]:
-    """The plots and tables of a result."""
+    """Make the plots and tables of a result."""
     rows = result["cells"]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows))}
     sizes = sorted({row["world_size"] for row in rows})
@@ -76,7 +76,7 @@ def _ecdf(rows: _Rows, numbers: Mapping[str, int], world_size: int) -> Section:
 
 
 def _heat_map(rows: _Rows, world_size: int, site: str) -> Section:
-    """Noise to signal, so that dark is bad."""
+    """Plot noise-to-signal, so that worse places are darker."""
     title = f"Noise by layer: {site}, {world_size} ranks"
     own = [row for row in rows if row["world_size"] == world_size]
     values = [[None if db is None else -db for db in row["sqnr_db"][site]["layers"]["total"]] for row in own]
@@ -94,7 +94,7 @@ def _heat_map(rows: _Rows, world_size: int, site: str) -> Section:
 
 
 def _mix(search: Mapping[str, Any]) -> Section:
-    """What the search put where, and what it went by."""
+    """Show the algorithm that the search chose at each place, and the numbers behind the choice."""
     rows = [
         [
             place["site"],
@@ -115,7 +115,7 @@ def _mix(search: Mapping[str, Any]) -> Section:
 
 
 def _legs(rows: _Rows) -> Section:
-    """Signal to noise over all layers, with the legs apart."""
+    """Show signal-to-noise over all layers, by leg."""
     legs = ("total", "reduce", "gather")
     columns = ["ranks", "algorithm", *(f"{site} {leg}" for site in LOSSY_SITES for leg in legs)]
     texts = [

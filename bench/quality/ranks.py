@@ -1,8 +1,8 @@
-"""Runs a model split over ranks that are threads of this process, so that any number of ranks is possible.
+"""Runs a tensor-parallel model whose ranks are threads of this process, so any number of ranks is possible.
 
-Layers, shards, kernels and AllReduces are those that serve: sums have the same order and dtype. Greedy texts show after how
-many tokens a quantized prompt leads to another text: generated tokens are summed as ``serve`` does, exactly unless a policy
-file says otherwise, and end tokens are ignored, so every text has the same length.
+Layers, shards, kernels and AllReduces are those of the server: sums have the same order and dtype. As in ``serve``, rows of
+generated tokens are summed exactly unless a policy file says otherwise. End tokens are ignored, so all texts have the same
+length.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,13 +38,13 @@ _TIMEOUT_S = 600.0
 
 
 def plain_routes(arms: Sequence[Arm], group: Group) -> Routes:
-    """Arms by their place, as ``serve`` would make them."""
+    """Make the arms' routes in order, as ``serve`` does."""
     policies = [(arm.name, arm.policy) for arm in arms]
     return Routes(policies, make_candidates([policy for _, policy in policies], group))
 
 
 class PlayedRanks:
-    """``world_size`` ranks of ``checkpoint``. ``give_arms`` before the first pass."""
+    """Runs ``world_size`` ranks of ``checkpoint``. Call ``give_arms`` before the first pass."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class PlayedRanks:
         max_tokens: int,
         formats: WeightFormats | None = None,
     ) -> None:
-        """``num_sequences`` of up to ``max_tokens`` find room in the cache; ``formats`` as for ``load_resident``.
+        """Allocate a cache for ``num_sequences`` of up to ``max_tokens`` each; ``formats`` as for ``load_resident``.
 
         Raises:
-            ValueError: the model cannot be split so.
+            ValueError: the model cannot be split over this number of ranks.
             ModelError: the checkpoint cannot be read.
         """
         self.world_size, self.num_layers = world_size, checkpoint.config.num_layers
@@ -67,7 +67,6 @@ class PlayedRanks:
         self._layout = make_layout(checkpoint.config, world_size)
         self._blocks_each = -(-max_tokens // _BLOCK_SIZE)
         self._groups = in_process_groups(world_size, timeout_s=_TIMEOUT_S)
-        # One thread for each rank, and each rank one thread.
         self._pool = ThreadPoolExecutor(world_size, "rank", initializer=torch.set_num_threads, initargs=(1,))
         self._stack = ExitStack()
         self._stack.callback(self._pool.shutdown)
@@ -94,10 +93,10 @@ class PlayedRanks:
         self._models: list[list[Llama]] = []  # by arm, in rank order
 
     def give_arms(self, arms: Sequence[Arm], make_routes: MakeRoutes = plain_routes) -> None:
-        """The AllReduces and weights that the passes to come may go by, by their number here.
+        """Set the arms of the following passes; a pass selects one by its index.
 
         Raises:
-            ValueError: weights cannot go through an arm's codec.
+            ValueError: an arm's codec cannot encode the weights.
         """
         by_codec = {codec: self._make_models(arms, codec, make_routes) for codec in {arm.weight_codec for arm in arms}}
         self._models = [by_codec[arm.weight_codec] for arm in arms]
@@ -115,7 +114,7 @@ class PlayedRanks:
         )
 
     def _weights_of(self, codec: str) -> list[WeightSource]:
-        """Of every rank: resident ones, or as they come when they stream in that codec."""
+        """Each rank's weights: resident without a codec, otherwise streamed through it."""
         if codec not in self._weights:
             self._weights[codec] = self._on_ranks(lambda rank: self._load(codec, rank))
             for weights in self._weights[codec]:
@@ -138,17 +137,17 @@ class PlayedRanks:
         return load_streamed(layers, plan, device=device, timeout_s=_TIMEOUT_S)
 
     def prefill(self, token_ids_BL: Tensor, arm: int) -> Tensor:
-        """(B, L, D) hidden states after the final norm, of B prompts of L tokens."""
+        """Run B prompts of L tokens; return (B, L, D) hidden states after the final norm."""
         num_sequences, length = token_ids_BL.shape
         return self._pass(token_ids_BL, torch.arange(length).expand(num_sequences, -1), arm, is_decode=False)
 
     def decode(self, token_ids_B: Tensor, position: int, arm: int) -> Tensor:
-        """(B, D) hidden states of one generated token in each sequence, all of them at ``position``."""
+        """Run one generated token of each sequence, all at ``position``; return (B, D) hidden states."""
         positions_B1 = torch.full((len(token_ids_B), 1), position)
         return self._pass(token_ids_B.unsqueeze(1), positions_B1, arm, is_decode=True).squeeze(1)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """(R, V) float32, not rounded to the model's dtype."""
+        """Return (R, V) float32 logits, not rounded to the model's dtype."""
         return hidden_RD.float() @ self.head_VD.T
 
     def _pass(self, token_ids_BL: Tensor, positions_BL: Tensor, arm: int, *, is_decode: bool) -> Tensor:
@@ -170,13 +169,13 @@ class PlayedRanks:
         return normed_TD.view(num_sequences, length, -1)
 
     def _on_ranks(self, call: Callable[[int], _Result]) -> list[_Result]:
-        """``call`` of every rank at once; the first exception that is not another's consequence."""
+        """Run ``call`` on every rank at once; raise the first exception that another rank's failure did not cause."""
 
         def guarded(rank: int) -> _Result:
             try:
                 return call(rank)
             except BaseException:
-                self._groups[rank].close()  # the others, who wait for this one, are freed at once
+                self._groups[rank].close()  # unblocks the ranks that wait for this one
                 raise
 
         futures = [self._pool.submit(guarded, rank) for rank in range(self.world_size)]
@@ -199,7 +198,7 @@ NEW_TOKENS = 64
 
 @torch.inference_mode()
 def generate(ranks: PlayedRanks, prompts_BL: Tensor, arm: int, num_tokens: int) -> Tensor:
-    """(B, num_tokens) most likely tokens."""
+    """Generate greedily; return (B, num_tokens)."""
     hidden_BD = ranks.prefill(prompts_BL, arm)[:, -1]
     tokens: list[Tensor] = []
     for position in range(prompts_BL.shape[1], prompts_BL.shape[1] + num_tokens):
@@ -210,6 +209,6 @@ def generate(ranks: PlayedRanks, prompts_BL: Tensor, arm: int, num_tokens: int) 
 
 
 def first_differences(exact_BT: Tensor, other_BT: Tensor) -> list[int]:
-    """For each text, how many tokens are the same before the first that is not; T when all are."""
+    """For each text, the number of equal tokens before the first difference; T if there is none."""
     num_tokens = exact_BT.shape[1]
     return [int(row.argmax()) if row.any() else num_tokens for row in (exact_BT != other_BT).int()]

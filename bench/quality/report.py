@@ -1,4 +1,4 @@
-"""Shows and keeps a result of ``bench quality``: a table for each world size, JSON, CSV, an HTML page."""
+"""Prints a result of ``bench quality`` and formats its cells: one table for each world size."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ LEGEND = (
 
 
 def cell_texts(row: Mapping[str, Any]) -> list[str]:
-    """One arm at one world size, under ``COLUMNS``."""
+    """The cells of one arm at one world size, in the order of ``COLUMNS``."""
     greedy = row["greedy"]
     return [
         f"{row['bytes_per_token']:,.0f}",
@@ -37,12 +37,12 @@ def cell_texts(row: Mapping[str, Any]) -> list[str]:
 
 
 def exact_texts(row: Mapping[str, Any]) -> list[str]:
-    """The exact model, under ``COLUMNS``."""
+    """The cells of the exact model, in the order of ``COLUMNS``."""
     return ["", "100 %", f"{row['perplexity']:.3f}", *[""] * (len(COLUMNS) - 3)]
 
 
 def describe_setting(result: Mapping[str, Any]) -> str:
-    """What was compared on what, in a line."""
+    """Describe model, text and ranks in one line."""
     dtype, weights = result["dtype"], result["weights"]
     numbers = dtype if weights == dtype else f"{dtype} (weights in {weights})"
     return (
@@ -52,7 +52,7 @@ def describe_setting(result: Mapping[str, Any]) -> str:
 
 
 def describe_choice(choice: Mapping[str, Any]) -> str:
-    """What the budget came to."""
+    """Describe the arm that the budget selected."""
     sizes = ", ".join(map(str, choice["world_sizes"]))
     if choice["algorithm"] is None:
         return f"within {choice['budget']} at {sizes} ranks: none of these; all but lossless ones lose more"
@@ -92,13 +92,13 @@ def show_head(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def show_estimate(console: Console, seconds: float, num_cores: int) -> None:
-    """How long the whole run will take, from its first pass."""
+    """Print the estimated time of the whole run."""
     words = f"about {max(1, round(seconds / 60))} min on {num_cores} cores; fewer --tokens take less"
     console.print(words + "\n", soft_wrap=True)
 
 
 def show_world_size(console: Console, result: Mapping[str, Any], world_size: int) -> None:
-    """The table of one world size."""
+    """Print the table of one world size."""
     table = Table(
         title=f"{world_size} ranks", title_justify="left", title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0)
     )
@@ -116,7 +116,7 @@ def show_world_size(console: Console, result: Mapping[str, Any], world_size: int
 
 
 def show_findings(console: Console, result: Mapping[str, Any]) -> None:
-    """What was chosen, and what the search came to."""
+    """Print the chosen arm and the result of the search."""
     for words in finding_words(result):
         console.print(words, style="bold", soft_wrap=True)
 

@@ -1,11 +1,11 @@
-"""Finds a mix of codecs by layer and site with the least predicted KL for a number of bytes, and makes policy files.
+"""Finds the mix of codecs by layer and site with the least predicted KL for a number of bytes, and makes policy files.
 
-KL grows with the square of a small disturbance, and the disturbances of different places are independent, so the KL of
-a mix is taken to be the sum over places of sensitivity times noise power. A place's sensitivity comes from a pass in
-which it alone is quantized; the noise power of every codec there from one pass that all codecs observe. The prediction is
-then measured like any other arm, on other windows.
+KL grows with the square of a small disturbance. Assuming that disturbances of different places are independent, the KL of
+a mix is the sum over places of sensitivity times noise power. A place's sensitivity comes from a pass that quantizes only
+that place; one pass measures the noise power of all codecs at all places. The chosen mix is then measured like any other
+arm, on other windows.
 
-Cost: 2 x layers + 2 forward passes over the calibration windows.
+Cost: about 2 x layers + 2 forward passes over the calibration windows.
 """
 
 import heapq
@@ -47,7 +47,7 @@ _PROBE = "flash-int4"  # coarse enough to stand out from the rounding of bfloat1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """One candidate at one place: bytes of a token that a rank sends, and the KL it is predicted to add."""
+    """One candidate at one place: bytes a rank sends per token, and the predicted KL."""
 
     algorithm: str
     num_bytes: float
@@ -67,7 +67,7 @@ class Mix:
         return sum(offer.num_bytes for offer in self.chosen.values())
 
     def rules(self) -> tuple[FileRule, ...]:
-        """For a policy file: prompt rows alone."""
+        """The mix as rules of a policy file, for prompt rows only."""
         layers: dict[tuple[str, str], list[int]] = {}
         for (site, layer), offer in self.chosen.items():
             layers.setdefault((site, offer.algorithm), []).append(layer)
@@ -89,7 +89,7 @@ class Search:
 
     @property
     def num_steps(self) -> int:
-        """How often ``told`` will be called."""
+        """The number of calls of ``told``."""
         num_batches = -(-len(self.windows.calibration) // self.batch)
         return 2 + num_batches * len(self.places)
 
@@ -98,7 +98,7 @@ class Search:
         return [(site, layer) for site in LOSSY_SITES for layer in range(self.config.num_layers)]
 
     def sensitivities(self) -> dict[Place, float]:
-        """KL by noise power: what quantizing that place alone does, over the calibration windows."""
+        """KL per noise power of each place when only that place is quantized, over the calibration windows."""
         arms = [self._alone(place) for place in self.places]
         noise = self._noise([make_arm(_PROBE, self.config)])
         self.ranks.give_arms([exact_arm(), *arms])
@@ -118,7 +118,7 @@ class Search:
         return {place: totals[place] / num_rows / powers[place] if powers[place] else 0.0 for place in self.places}
 
     def offers(self, sensitivities: Mapping[Place, float], candidates: Sequence[str]) -> dict[Place, list[Offer]]:
-        """What each candidate would cost and do at each place."""
+        """Bytes and predicted KL of each candidate at each place."""
         rows = self.windows.token_ids_NL.shape[1]
         noise = self._noise([make_arm(name, self.config) for name in candidates])
         sent = {
@@ -145,10 +145,10 @@ class Search:
 
 
 def choose(offers: Mapping[Place, Sequence[Offer]], max_bytes: float) -> Mix:
-    """The mix of at most ``max_bytes`` with the least KL, but for what is left over at the end.
+    """Choose the mix of at most ``max_bytes`` with about the least KL.
 
-    From the cheapest offer everywhere, one step after the other up the convex hull of some place, the one that gains
-    most KL for its bytes first.
+    A greedy algorithm: start with the cheapest offer at every place; repeat the step along a place's convex hull that lowers KL
+    most per byte. It is optimal except for bytes that remain unused.
 
     Raises:
         ValueError: the cheapest mix already sends more.
@@ -175,12 +175,12 @@ def choose(offers: Mapping[Place, Sequence[Offer]], max_bytes: float) -> Mix:
 
 
 def _gain(hull: Sequence[Offer], at: int) -> float:
-    """KL less for each byte more."""
+    """Decrease of KL per added byte."""
     return (hull[at].kl - hull[at + 1].kl) / (hull[at + 1].num_bytes - hull[at].num_bytes)
 
 
 def _hull(offers: Sequence[Offer]) -> list[Offer]:
-    """Rising bytes, falling KL, falling gain: what no line between two others beats."""
+    """The lower convex hull: rising bytes, falling KL, falling gain."""
     hull: list[Offer] = []
     for offer in sorted(offers, key=lambda offer: (offer.num_bytes, offer.kl)):
         if hull and offer.kl >= hull[-1].kl:
@@ -191,12 +191,12 @@ def _hull(offers: Sequence[Offer]) -> list[Offer]:
     return hull
 
 
-_AS_MANY = 1.1  # times the mix's bytes: arms that send more are no rivals
+_AS_MANY = 1.1  # times the mix's bytes: the most that an arm may send to be compared with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundMix:
-    """``file`` holds the mix, ``arm`` is measured like any other, ``facts`` are for the result."""
+    """The result of the search: the mix as a policy file and as an arm, and facts for the result."""
 
     file: PolicyFile
     arm: Arm
@@ -207,7 +207,7 @@ def find_mix(setting: Setting, ranks: PlayedRanks, pool: ThreadPoolExecutor, tol
     """Search on the calibration windows with ``ranks``.
 
     Raises:
-        ValueError: not even the cheapest mix is within the bytes.
+        ValueError: even the cheapest mix exceeds the bytes.
     """
     options, config = setting.options, setting.config
     assert options.search is not None
@@ -255,7 +255,7 @@ def _chosen(mix: Mix, sensitivities: Mapping[tuple[str, int], float]) -> list[di
 
 
 def mix_against(measured: Measured, rows: Sequence[Mapping[str, Any]], window_rows: int) -> list[dict[str, Any]]:
-    """The mix's KL over that of each arm that sends about as much, but no less, window by window, with a 95 % interval."""
+    """Ratio of the mix's KL to that of each arm with equal or slightly more bytes, with a 95 % interval."""
     own = next((row for row in rows if row["algorithm"] == MIX), None)
     if own is None:
         return []
@@ -265,7 +265,7 @@ def mix_against(measured: Measured, rows: Sequence[Mapping[str, Any]], window_ro
         if row["algorithm"] == MIX or not 1 <= row["bytes_per_token"] / own["bytes_per_token"] <= _AS_MANY:
             continue
         other_kl = window_means(measured, row["algorithm"], "kl_T", window_rows)
-        if min(*other_kl, *mix_kl) <= 0:  # one that is exact has nothing to be compared with
+        if min(*other_kl, *mix_kl) <= 0:  # an exact arm has no ratio
             continue
         comparison = compare(other_kl, mix_kl, paired=True)
         found.append(
@@ -282,7 +282,7 @@ def mix_against(measured: Measured, rows: Sequence[Mapping[str, Any]], window_ro
 
 
 def budget_policy(setting: Setting, name: str, rows: Sequence[Mapping[str, Any]]) -> PolicyFile:
-    """The policy file of the arm ``name``, with the worst that it came to at any world size."""
+    """Make the policy file of the arm ``name``, with its worst figures over all world sizes."""
     arm = next(arm for arm in setting.arms if arm.name == name)
     own = [row for row in rows if row["algorithm"] == name]
     worst = {key: max(row[key] for row in own) for key in ("kl_mean", "perplexity_delta", "bytes_per_token")}
@@ -304,7 +304,7 @@ def budget_policy(setting: Setting, name: str, rows: Sequence[Mapping[str, Any]]
 
 
 def made_for_facts(setting: Setting) -> dict[str, Any]:
-    """What a policy file says of where it comes from; ``serve`` compares the sizes with its own."""
+    """The origin of a policy file; ``serve`` compares the sizes with its own model."""
     names = ("model", "num_layers", "hidden_size", "dtype", "weights", "text", "tokens")
     facts = {name: setting.facts[name] for name in names}
     sizes = setting.options.world_sizes

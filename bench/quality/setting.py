@@ -1,4 +1,4 @@
-"""Opens the model, cuts the text into windows and checks the options of a run before any weight is read.
+"""Opens the model, cuts the text into windows and checks the options, all before reading weights.
 
 Windows have equal length, are spread evenly over the text and do not overlap.
 """
@@ -24,36 +24,36 @@ from tightwire.model.weights.formats import WeightFormats, check_split, choose_f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Windows:
-    """``token_ids_NL``: N windows, each begins with what the tokenizer puts before a text, ``num_first`` tokens.
+    """N windows as ``token_ids_NL``; each begins with the ``num_first`` tokens the tokenizer puts before a text.
 
-    ``calibration`` and ``judged`` number the windows for choosing a mix and for all that is reported; none is in both.
+    ``calibration`` and ``judged`` are disjoint indices: windows for the search, and windows for the reported figures.
     """
 
     token_ids_NL: Tensor
     num_first: int
-    text_tokens: int  # of the whole text
+    text_tokens: int  # tokens of the whole text
     calibration: tuple[int, ...]
     judged: tuple[int, ...]
 
     @property
     def num_scored(self) -> int:
-        """Rows of a window whose next token is text."""
+        """The number of a window's rows whose next token is text."""
         return self.token_ids_NL.shape[1] - max(1, self.num_first)
 
     def scored(self, hidden_BLD: Tensor) -> Tensor:
-        """(T, D): the rows whose next token is text."""
+        """Select the rows whose next token is text: (T, D)."""
         return hidden_BLD[:, max(0, self.num_first - 1) : -1].flatten(0, 1)
 
     def next_ids(self, numbers: Sequence[int]) -> Tensor:
-        """(T,): what came after each of ``scored``."""
+        """The next tokens of the rows of ``scored``: (T,)."""
         return self.token_ids_NL[list(numbers), max(1, self.num_first) :].flatten()
 
 
 def make_windows(tokenizer: Tokenizer, text: str, *, num_tokens: int, window: int, num_calibration: int = 0) -> Windows:
-    """Windows of ``window`` tokens, ``num_tokens`` in all to judge by (rounded up to windows), and some to calibrate with.
+    """Cut windows of ``window`` tokens: ``num_tokens`` (rounded up) to judge, and ``num_calibration`` windows.
 
     Raises:
-        ValueError: the text is too short; says how long it is.
+        ValueError: the text is too short; the message has its length.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     first = tokenizer.encode("")
@@ -68,7 +68,7 @@ def make_windows(tokenizer: Tokenizer, text: str, *, num_tokens: int, window: in
             f"the text has {len(ids)} tokens, and {num_windows} windows of {window}{found_with} need "
             f"{num_windows * length}; give a longer --text, {ask}"
         )
-    # Of the places that windows could take in a row, those that spread over the text.
+    # Start at multiples of the length, evenly spaced over the text.
     places = len(ids) // length
     starts = [number * places // num_windows * length for number in range(num_windows)]
     token_ids_NL = torch.tensor([[*first, *ids[start : start + length]] for start in starts])
@@ -101,9 +101,8 @@ def make_setting(options: QualityOptions) -> Setting:
     """Open the model and cut the text.
 
     Raises:
-        ValueError: a text that is too short or no text, ranks that the model cannot be split to, a policy file of
-            another model.
-        ModelError: no such model.
+        ValueError: the text is missing or too short, the model cannot be split, or a policy file is for another model.
+        ModelError: the model does not exist.
     """
     text = english_text() if options.text is None else read_text(options.text)
     checkpoint = open_checkpoint(options.model, options.seed)
@@ -163,7 +162,7 @@ def _check_split(config: LlamaConfig, world_size: int, formats: WeightFormats) -
 
 
 def _choose_dtype(asked: str, config: LlamaConfig) -> torch.dtype:
-    """As ``serve --dtype`` does."""
+    """Choose the dtype as ``serve --dtype`` does."""
     name = config.dtype if asked == "auto" else asked
     if name == "float16" and config.dtype == "bfloat16":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Turns measured numbers into rows: one for each arm at each world size, plain data for JSON."""
+"""Turns measurements into rows: plain data for JSON, one row for each arm at each world size."""
 
 import math
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ LEGS = ("total", "reduce", "gather")
 
 
 def exact_row(measured: Measured) -> dict[str, Any]:
-    """The exact model at this world size."""
+    """The row of the exact model at this world size."""
     nll_T = measured.joined(EXACT, lambda scores: scores.nll_T)
     return {"world_size": measured.world_size, "tokens": len(nll_T), "perplexity": float(np.exp(nll_T.mean()))}
 
 
 def make_rows(measured: Measured, arms: Sequence[Arm], setting: Setting) -> list[dict[str, Any]]:
-    """Rows in the arms' order; what has not been measured yet is None. Empty before the first batch of windows."""
+    """Rows in the arms' order. Values not yet measured are None; no rows before the first batch of windows."""
     if not measured.scores:
         return []
     config, window, elem_bytes = setting.config, setting.options.window, setting.dtype.itemsize
@@ -46,7 +46,7 @@ def make_rows(measured: Measured, arms: Sequence[Arm], setting: Setting) -> list
 
 
 def window_samples(measured: Measured, name: str, window_rows: int) -> dict[str, list[float]]:
-    """Means over each window, as raw samples: a token's own numbers would fill a hundred times the space."""
+    """Window means as raw samples; samples of every token would be a hundred times larger."""
     return {
         what: window_means(measured, name, field, window_rows)
         for what, field in (("nll", "nll_T"), ("kl", "kl_T"), ("same_top", "same_top_T"))
@@ -54,7 +54,7 @@ def window_samples(measured: Measured, name: str, window_rows: int) -> dict[str,
 
 
 def window_means(measured: Measured, name: str, field: str, window_rows: int) -> list[float]:
-    """A field of ``Scores``, one mean for each window of ``window_rows`` scored rows."""
+    """Mean of one field of ``Scores`` over each window of ``window_rows`` scored rows."""
     values_T = measured.joined(name, lambda scores: getattr(scores, field))
     return values_T.reshape(-1, window_rows).mean(1).tolist()
 
@@ -81,7 +81,7 @@ def _distances(measured: Measured, name: str, exact_nll_T: Floats, window_rows: 
 
 
 def _interval(differences_N: Floats) -> tuple[float | None, float | None]:
-    """Normal 95 % interval of the mean over windows; (None, None) for fewer than two."""
+    """Normal 95 % interval of the mean over windows; (None, None) for fewer than two windows."""
     if len(differences_N) < 2:
         return None, None
     mean, reach = float(differences_N.mean()), 1.96 * float(differences_N.std(ddof=1)) / math.sqrt(len(differences_N))
@@ -101,7 +101,7 @@ def _greedy(same_tokens: Sequence[int] | None) -> dict[str, Any] | None:
 
 
 def _sqnr(measured: Measured, arm: Arm, num_layers: int) -> dict[str, Any]:
-    """By site and leg: over all layers, and each layer's own. None: no noise at all."""
+    """Signal-to-noise by site and leg, over all layers and for each layer; None without noise."""
     result: dict[str, Any] = {}
     for site in LOSSY_SITES:
         powers = [measured.noise[arm.algorithm(site, layer), site, layer] for layer in range(num_layers)]
@@ -113,11 +113,11 @@ def _sqnr(measured: Measured, arm: Arm, num_layers: int) -> dict[str, Any]:
 
 
 def _over_layers(powers: Sequence[Power], leg: str) -> float:
-    """Mean of the layers' noise-to-signal ratios: a layer with large numbers must not hide the others."""
+    """Average noise-to-signal ratios, so that a layer with large values does not hide the others."""
     ratios = [getattr(power, leg) / power.signal for power in powers if power.signal > 0]
     return sqnr_db(1.0, fmean(ratios)) if ratios else math.inf
 
 
 def _finite(db: float) -> float | None:
-    """JSON has no infinity."""
+    """None for infinity, which JSON does not have."""
     return db if math.isfinite(db) else None
