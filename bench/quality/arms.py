@@ -37,8 +37,8 @@ def exact_arm() -> Arm:
 
 def make_arm(name: str, config: LlamaConfig) -> Arm:
     """Make an arm that sums as ``serve --allreduce NAME`` does.
-    ``policy:FILE`` stands for ``serve --comm-policy FILE`` and ``weights:CODEC`` for ``serve --weight-codec CODEC``. The
-    AllReduce applies to prompt rows. Generated rows and embeddings are exact unless a policy file says otherwise.
+    ``policy:FILE`` stands for ``serve --comm-policy FILE`` and ``weights:CODEC`` for ``serve --weight-codec CODEC``.
+    The AllReduce applies to prompt rows. Generated rows and embeddings are exact unless a policy file says otherwise.
 
     Raises:
         ValueError: the AllReduce is unknown or needs several nodes, or the file is for another model.

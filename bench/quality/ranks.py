@@ -1,8 +1,8 @@
 """Runs a tensor-parallel model whose ranks are threads of this process, so any number of ranks is possible.
 
-Layers, shards, kernels and AllReduces are those of the server: sums have the same order and dtype. As in ``serve``, rows of
-generated tokens are summed exactly unless a policy file says otherwise. End tokens are ignored, so all texts have the same
-length.
+Layers, shards, kernels and AllReduces are those of the server: sums have the same order and dtype. As in ``serve``,
+rows of generated tokens are summed exactly unless a policy file says otherwise. End tokens are ignored, so all texts
+have the same length.
 """
 
 from collections.abc import Callable, Sequence

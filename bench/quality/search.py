@@ -1,9 +1,9 @@
 """Finds the mix of codecs by layer and site with the least predicted KL for a number of bytes, and makes policy files.
 
-KL grows with the square of a small disturbance. Assuming that disturbances of different places are independent, the KL of
-a mix is the sum over places of sensitivity times noise power. A place's sensitivity comes from a pass that quantizes only
-that place; one pass measures the noise power of all codecs at all places. The chosen mix is then measured like any other
-arm, on other windows.
+KL grows with the square of a small disturbance. Assuming that disturbances of different places are independent, the KL
+of a mix is the sum over places of sensitivity times noise power. A place's sensitivity comes from a pass that quantizes
+only that place; one pass measures the noise power of all codecs at all places. The chosen mix is then measured like any
+other arm, on other windows.
 
 Cost: about 2 x layers + 2 forward passes over the calibration windows.
 """
@@ -147,8 +147,8 @@ class Search:
 def choose(offers: Mapping[Place, Sequence[Offer]], max_bytes: float) -> Mix:
     """Choose the mix of at most ``max_bytes`` with about the least KL.
 
-    A greedy algorithm: start with the cheapest offer at every place; repeat the step along a place's convex hull that lowers KL
-    most per byte. It is optimal except for bytes that remain unused.
+    A greedy algorithm: start with the cheapest offer at every place; repeat the step along a place's convex hull that
+    lowers KL most per byte. It is optimal except for bytes that remain unused.
 
     Raises:
         ValueError: the cheapest mix already sends more.

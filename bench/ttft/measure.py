@@ -171,7 +171,7 @@ class Measurement:
         self.expected_s += turn.wall_s * self._options.repeats
 
     async def _check_answers(self, http: httpx.AsyncClient, remote: Remote) -> None:
-        """Of each cell and arm, as many timed answers as asked for, spread over the rounds."""
+        """Check ``--answers`` timed answers of each cell and arm, spread over the rounds."""
         measured, faults = self.measured, list[str]()
         lossless = [arm for arm in (measured.baseline, *measured.arms) if arm.lossless]
         reference = lossless[0] if lossless else measured.baseline

@@ -241,7 +241,7 @@ def _compare(measured: Measured, base: Arm, other: Arm) -> Comparison:
 
 
 def _slower_decode(measured: Measured, base: Arm, other: Arm) -> str:
-    """A warning when generated tokens take longer."""
+    """A warning if generated tokens take longer."""
     slower = []
     for cell in measured.cells:
         before, after = ([turn.mean("tpot_s") for turn in measured.of(cell, arm)] for arm in (base, other))
