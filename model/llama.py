@@ -125,7 +125,7 @@ class Llama:
     def _sums_in_kernel(
         self, sums: Sequence[RowSums | None], rows_TD: Tensor
     ) -> tuple[KernelSums, Sequence[str]] | None:
-        """Return the arguments with which the decode kernel computes these sums itself, and their labels; None if it cannot."""
+        """Return the arguments for sums inside the decode kernel, and their labels; None if it cannot sum."""
         known = [row_sums for row_sums in sums if row_sums is not None]
         kernel_sums = self._parallel.sums_in_kernel({row_sums.generated for row_sums in known}, rows_TD)
         return None if kernel_sums is None else (kernel_sums, [row_sums.label for row_sums in known])

@@ -105,7 +105,7 @@ class TensorParallel:
         return torch.cat([generated_TD, sums.prompt(partial_TD[num_decode_rows:])])
 
     def sums_in_kernel(self, generated: Iterable[AllReduce], rows_TD: Tensor) -> KernelSums | None:
-        """Return the arguments for one kernel that computes all these sums of ``rows_TD``; None if it cannot compute one."""
+        """Return the arguments for these sums of ``rows_TD`` inside one kernel; None if one of them is not possible."""
         found = {kernel_sums(all_reduce, rows_TD.numel(), rows_TD.element_size()) for all_reduce in generated}
         return found.pop() if len(found) == 1 else None
 

@@ -1,4 +1,4 @@
-"""The arrays of one step: on the host (``StepArrays``), where a step can be cut in parts, and on the device (``Batch``)."""
+"""The arrays of one step: on the host (``StepArrays``), where a step can be cut, and on the device (``Batch``)."""
 
 from dataclasses import dataclass
 from typing import Self

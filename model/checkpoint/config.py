@@ -155,7 +155,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
-    """Return theta and scaling from ``rope_theta`` and ``rope_scaling``, or from transformers 5's ``rope_parameters``."""
+    """Return theta and scaling, from ``rope_theta`` and ``rope_scaling`` or transformers 5's ``rope_parameters``."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):

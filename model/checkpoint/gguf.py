@@ -33,7 +33,7 @@ _DEQUANTIZED_GROWTH = 16
 
 
 class GgufReader:
-    """``CheckpointReader`` for one .gguf of architecture ``llama``. Opening it checks that every tensor is in the file."""
+    """``CheckpointReader`` for a .gguf of architecture ``llama``; checks that the file contains every tensor."""
 
     def __init__(self, file: GgufFile, config: LlamaConfig) -> None:
         self._file = file

@@ -124,7 +124,7 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
 
 
 def _llama3_scaling(file: GgufFile, head_dim: int) -> RopeScaling:
-    """Recover Llama 3's scaling from its divisors: the largest is the factor, the others must match the released values."""
+    """Recover Llama 3's scaling: the largest divisor is the factor, the others must match the released values."""
     tensor = file.tensors[_ROPE_FREQS]
     if tensor.type_id != 0 or tensor.shape != (head_dim // 2,):
         raise ModelError(f"{file.path}: {_ROPE_FREQS} has an unexpected type or shape {tensor.shape}")

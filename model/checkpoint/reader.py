@@ -65,7 +65,7 @@ def store_rows(out: Matrix, start: int, piece: Tensor, name: str) -> None:
 
 
 def growth_of(out: Matrix) -> int:
-    """Return the temporary memory per byte of 16-bit numbers stored in ``out``; limits the size of a reader's pieces."""
+    """Return the temporary memory per byte of 16-bit numbers stored in ``out``; it limits the size of pieces."""
     return 16 if isinstance(out, PackedMatrix) else 1  # a float32 copy, and temporaries of the quantization
 
 

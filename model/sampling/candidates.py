@@ -39,7 +39,7 @@ def candidates_pay(num_candidates: int, local_vocab_sizes: Sequence[int]) -> boo
 
 
 def best_candidates(logits_RV: Tensor, count: int, first_id: int) -> Tensor:
-    """Return (R, count) keys of each row's largest logits. ``first_id``: token id of column 0. NaN counts as largest."""
+    """Return (R, count) keys of each row's largest logits. ``first_id``: id of column 0. NaN counts as largest."""
     if count == 1:
         return best_keys(logits_RV, first_id)[:, None]
     ids_V = torch.arange(first_id, first_id + logits_RV.shape[1], device=logits_RV.device)

@@ -48,7 +48,7 @@ class Tokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode ``text``, with the special tokens that the model expects around a prompt (often a BOS) if requested."""
+        """Encode ``text``, by default with the special tokens that the model expects around a prompt (often a BOS)."""
         # This method does not record each token's position in the text, and takes a third less time.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -77,7 +77,7 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Write files that ``tokenizer_from_folder`` opens. The ids of BOS and EOS are not among them (see config.json)."""
+        """Write the files that ``tokenizer_from_folder`` opens. The ids of BOS and EOS belong to config.json."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._special_tokens}
         if self._chat_template_source is not None:
             config["chat_template"] = self._chat_template_source

@@ -1,7 +1,7 @@
-"""The format of each weight matrix in memory, packed in 8 or 4 bits or plain, chosen from a checkpoint's header.
+"""Chooses each weight matrix's format in memory: packed in 8 or 4 bits, or plain.
 
-Activations, norms, biases and the KV cache are always plain. A matrix's format does not depend on the split, so every number
-of ranks serves the same model.
+Activations, norms, biases and the KV cache are always plain. A matrix's format does not depend on the split, so any
+number of ranks serves the same model.
 """
 
 from collections import Counter
@@ -17,28 +17,28 @@ from tightwire.model.weights.fused import Fused, all_tensors
 
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "random")
-# Formats of quantized floats. Embedding and head always get 8 bits, as in llama.cpp's 4-bit files.
+# Formats for quantizing floats. Embedding and head always get 8 bits, as in llama.cpp's 4-bit files.
 QUANTIZED_AS = {"int8": Q8_0, "int4": Q4_1}
 _TABLE_FORMAT = Q8_0
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """Formats of matrices by name. All others are plain."""
+    """Formats of packed matrices by name; all other matrices are plain."""
 
     packed: Mapping[str, PackedFormat] = field(default_factory=dict)
-    plain: Mapping[str, str] = field(default_factory=dict)  # and its type in the checkpoint
+    plain: Mapping[str, str] = field(default_factory=dict)  # plain matrices' types in the checkpoint
 
     def of(self, fused: Fused) -> PackedFormat | None:
         return self.packed.get(fused.names[0])  # all parts have one format
 
     @property
     def name(self) -> str:
-        """Such as ``Q4_1+Q8_0``, the most frequent first; empty when all is plain."""
+        """The formats, such as ``Q4_1+Q8_0``, most frequent first; empty if all matrices are plain."""
         return "+".join(name for name, _ in Counter(packed.name for packed in self.packed.values()).most_common())
 
     def describe(self, dtype: str) -> str:
-        """For the log: how many matrices have which format, and which are expanded to ``dtype`` from fewer bits in the file."""
+        """Describe for the log the number of matrices per format, and those expanded to ``dtype`` from fewer bits."""
         found = Counter(packed.name for packed in self.packed.values())
         for stored in self.plain.values():
             found[dtype if stored in _PLAIN_TYPES else f"{dtype}, expanded from {stored}"] += 1
@@ -51,10 +51,10 @@ def choose_formats(reader: CheckpointReader, config: LlamaConfig, quantization: 
     """Resolve ``--quantization`` for every matrix.
 
     Args:
-        quantization: auto: packed formats stay as in the file. none: all plain. int8, int4: floats are quantized to Q8_0
-            and Q4_1 when they are read; matrices that the file already holds packed in as many bits stay as they are.
+        quantization: auto: keep the file's packed formats. none: all plain. int8, int4: quantize floats to Q8_0 or Q4_1
+            when they are read; keep matrices that the file holds packed in that many bits.
     Raises:
-        ValueError: a matrix that cannot be packed so, by name.
+        ValueError: a matrix cannot be packed in this format.
     """
     packed: dict[str, PackedFormat] = {}
     plain: dict[str, str] = {}
@@ -74,7 +74,7 @@ def _choose(fused: Fused, stored: Sequence[str], quantization: str) -> PackedFor
     assert fused.columns is not None
     kept = PACKED_FORMATS.get(stored[0]) if len(stored) == 1 else None
     if quantization == "auto":
-        return kept  # None also when parts differ: one product reads one format
+        return kept  # None also if parts differ, because one product reads one format
     asked = QUANTIZED_AS[quantization]
     made = _TABLE_FORMAT if fused.names[0] in (EMBEDDING, HEAD) else asked
     if kept is not None and kept.bits in (made.bits, asked.bits):
@@ -93,10 +93,10 @@ def _choose(fused: Fused, stored: Sequence[str], quantization: str) -> PackedFor
 
 
 def check_split(layout: Layout, config: LlamaConfig, formats: WeightFormats) -> None:
-    """Check that ranks cut packed rows between groups.
+    """Check that the layout cuts packed rows between groups.
 
     Raises:
-        ValueError: one does not; says which matrix, and what can be done.
+        ValueError: a cut is inside a group.
     """
     for shard in layout.shards:
         for fused in all_tensors(config, shard):
@@ -111,7 +111,7 @@ def check_split(layout: Layout, config: LlamaConfig, formats: WeightFormats) -> 
 
 
 def weight_bytes(config: LlamaConfig, shard: Shard, formats: WeightFormats, elem_bytes: int) -> int:
-    """Bytes of the rank with ``shard``, norms and biases included; plain numbers take ``elem_bytes`` each."""
+    """Return the bytes of one rank's weights, norms and biases included; plain numbers take ``elem_bytes`` each."""
     total = 0
     for fused in all_tensors(config, shard):
         packed, columns = formats.of(fused), fused.columns

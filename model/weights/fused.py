@@ -1,6 +1,6 @@
-"""The parts of a checkpoint's tensors that a rank holds, fused where one product serves several matrices, and their reading.
+"""Maps a rank's fused tensors to a checkpoint's tensors, and reads them.
 
-Rows of matrices that are multiplied with the same inputs are stacked, one matrix below the other.
+Rows of matrices that are multiplied with the same inputs are stacked, so one product serves all of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from tightwire.model.layout import Shard
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Rows of named tensors, one part below the other, and their columns; None: vectors."""
+    """Stacked rows of named tensors, and the columns that they have in common; None: the tensors are vectors."""
 
     parts: tuple[tuple[str, range], ...]
     columns: range | None = None
@@ -34,7 +34,7 @@ class Fused:
 
 
 def outer_tensors(config: LlamaConfig, shard: Shard) -> dict[str, Fused]:
-    """By the fields of ``OuterWeights``; without a head that is the embedding."""
+    """Return tensors by field of ``OuterWeights``. A head that is tied to the embedding is omitted."""
     every = range(config.hidden_size)
     tensors = {
         "embedding": Fused(((EMBEDDING, shard.vocab_rows),), every),
@@ -46,7 +46,7 @@ def outer_tensors(config: LlamaConfig, shard: Shard) -> dict[str, Fused]:
 
 
 def layer_tensors(config: LlamaConfig, shard: Shard, index: int) -> dict[str, Fused]:
-    """By the fields of ``LayerWeights``; only biases that the model has, and this rank holds."""
+    """Return tensors by field of ``LayerWeights``, with only the biases that this rank holds."""
     prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     every = range(config.hidden_size)
@@ -71,7 +71,7 @@ def layer_tensors(config: LlamaConfig, shard: Shard, index: int) -> dict[str, Fu
 
 
 def all_tensors(config: LlamaConfig, shard: Shard) -> Iterator[Fused]:
-    """All tensors that the rank with ``shard`` holds."""
+    """Yield all tensors that the rank with ``shard`` holds."""
     yield from outer_tensors(config, shard).values()
     for index in range(config.num_layers):
         yield from layer_tensors(config, shard, index).values()
@@ -87,7 +87,7 @@ def read_tensors(
     into: Mapping[str, Matrix],
     moved: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Read every field of ``tensors`` into its matrix of ``into``; ``moved`` gets the bytes of each part when it is read."""
+    """Read each field of ``tensors`` into its matrix of ``into``; ``moved`` gets each part's bytes after its read."""
     for field, fused in tensors.items():
         out, start = into[field], 0
         for name, rows in fused.parts:

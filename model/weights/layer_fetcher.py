@@ -1,7 +1,7 @@
-"""Brings streamed layers into two buffers on the device, in the order of passes, on a thread of its own.
+"""Fetches streamed layers into two device buffers on a separate thread, in the order of passes.
 
-A layer is read from its store, copied to the device and decoded, as far as it needs each. When it needs more than reading,
-a second thread reads the next layer into another pair of buffers meanwhile.
+A layer is read from its store, then copied to the device and decoded if needed. If it needs a copy or decoding, a
+second thread reads the next layer into another pair of buffers at the same time.
 """
 
 import math
@@ -22,25 +22,25 @@ from tightwire.model.weights.packed_layer import PackedLayer
 
 NUM_BUFFERS = 2
 
-# Gloo cannot interrupt a wait before its deadline: a thread that waits there is left behind.
+# Gloo cannot interrupt a wait before its deadline, so ``close`` does not wait longer than this for a thread.
 _END_S = 5.0
 
 
 class LayerFetcher:
-    """Fetches the layers of ``order`` again and again, each as soon as a buffer of ``pool`` is free.
+    """Fetches the layers of ``order`` cyclically, each as soon as a buffer of ``pool`` is free.
 
-    Cost: ``NUM_BUFFERS`` plain layers on ``device``; as many stored ones, on the store's device, when they are copied or
-    decoded; one stored layer on ``device`` when both differ.
+    Cost: ``NUM_BUFFERS`` plain layers on ``device``. If layers are copied or decoded, also ``NUM_BUFFERS`` stored
+    layers on the store's device; if both copied and decoded, also one stored layer on ``device``.
     """
 
     def __init__(
         self, store: LayerStore, plain: Sequence[PackedLayer], order: Sequence[int], device: torch.device
     ) -> None:
-        """``plain``: of every layer of the model."""
+        """``plain``: the plain form of every layer of the model."""
         self.store, self._plain, self._order = store, plain, order
         self.pool = BufferPool(NUM_BUFFERS, max(plain[layer].num_bytes for layer in order), device, traced=True)
         self.num_layers = self.num_bytes = 0  # fetched since the start; bytes as stored
-        self.fetch_s = 0.0  # without waits for other ranks; on CUDA until the copies were queued
+        self.fetch_s = 0.0  # excludes waits for other ranks; on CUDA ends when the copies are queued
         self._stages = _Stages(store, plain, order, device, lambda num_bytes: self.pool.moved())
         self._thread = threading.Thread(target=self._fetch, name="tightwire-weights", daemon=True)
 
@@ -50,21 +50,21 @@ class LayerFetcher:
 
     @property
     def is_full(self) -> bool:
-        """True when all buffers hold their layers: nothing is fetched until one is released."""
+        """True if all buffers are filled, so nothing is fetched until one is released."""
         return _all_filled(self.pool) and self._stages.is_full
 
     @property
     def read_pool(self) -> BufferPool | None:
-        """Buffers of stored layers; None when layers are read directly into ``pool``."""
+        """Buffers of stored layers; None if layers are read directly into ``pool``."""
         return self._stages.pool
 
     def late_since(self, layer: int, start_s: float) -> float:
-        """Seconds since ``start_s`` that the layer's read waited for other ranks."""
+        """Return the seconds since ``start_s`` that the layer's read waited for other ranks."""
         late_from_s, late_to_s = self.store.others_late(layer)
         return max(0.0, min(late_to_s, time.perf_counter()) - max(late_from_s, start_s))
 
     def close(self) -> None:
-        """End the threads; layers in use stay valid. May be called twice."""
+        """Stop the threads; layers in use stay valid. May be called twice."""
         self.pool.close(_closed())
         self._stages.stop()
         self.store.stop()
@@ -90,7 +90,7 @@ class LayerFetcher:
 
 
 class _Stages:
-    """A layer's way from its store into a buffer: read, copied to the device, decoded."""
+    """The stages of fetching a layer: read, copy to the device, decode."""
 
     def __init__(
         self, store: LayerStore, plain: Sequence[PackedLayer], order: Sequence[int], device: torch.device, moved: Moved
@@ -99,7 +99,7 @@ class _Stages:
         stored_bytes = max(store.packed(layer).num_bytes for layer in order)
         encoded = any(not store.packed(layer).is_plain for layer in order)
         self._same_device = store.device.type == device.type
-        self._arrived: dict[int, Tensor] = {}  # by layer, the store's bytes
+        self._arrived: dict[int, Tensor] = {}  # layer -> bytes read from the store
         self.pool: BufferPool | None = None
         self.thread: threading.Thread | None = None
         if encoded or not self._same_device:
@@ -117,7 +117,7 @@ class _Stages:
         return self.pool is None or _all_filled(self.pool)
 
     def queue(self) -> AbstractContextManager[object]:
-        """GPU work of this block runs beside the computation."""
+        """Run GPU work of the ``with`` block concurrently with the computation."""
         return _queue(self._stream)
 
     def start(self) -> None:
@@ -132,7 +132,7 @@ class _Stages:
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
             return
-        self.pool.use(layer, math.inf)  # the pass that waits for the buffer has the deadline
+        self.pool.use(layer, math.inf)  # no timeout here: the waiting pass has one
         source = self._arrived.pop(layer)
         if stored.is_plain:
             slot.buffer[: stored.num_bytes].copy_(source, non_blocking=True)
@@ -145,7 +145,7 @@ class _Stages:
         self.pool.release(layer)
 
     def stop(self) -> None:
-        """End the reading thread after the ``read`` under way."""
+        """Stop the reading thread after its current ``read``."""
         if self.pool is not None:
             self.pool.close(_closed())
 

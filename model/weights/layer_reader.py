@@ -1,4 +1,4 @@
-"""Reads one rank's packed layers when weights are loaded: from a checkpoint's tensors, or from a prepared folder's file."""
+"""Reads one rank's packed layers at load time, from a checkpoint or a prepared folder."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -23,47 +23,47 @@ _CPU = torch.device("cpu")
 
 
 class LayerReader(Protocol):
-    """One rank's layers, read in any order. ``packed.stored`` is their form in ``read_layer``."""
+    """Reads one rank's layers in any order. ``read_layer`` returns them in the form ``packed.stored``."""
 
     @property
     def packed(self) -> PackedModel: ...
 
     @property
     def reads_parts(self) -> bool:
-        """False when a layer can only be read whole."""
+        """False if a layer can only be read whole."""
         ...
 
     def read_outer(self, moved: Moved) -> Tensor:
-        """(packed bytes,) uint8 on the host, page-aligned.
+        """Return the outer tensors as (packed bytes,) uint8 on the host, page-aligned.
 
         Raises:
-            ModelError, WeightsError: it cannot be read.
+            ModelError, WeightsError: they cannot be read.
         """
         ...
 
     def read_layer(self, layer: int, moved: Moved, *, pinned: bool = False) -> Tensor:
-        """The same for a layer, in pinned memory if asked."""
+        """Return a layer in the same form, in pinned memory if requested."""
         ...
 
     def read_part(self, layer: int, start: int, into: Tensor, moved: Moved) -> None:
-        """Fill ``into`` (N,) uint8 with the layer's bytes from ``start`` on. Only where ``reads_parts``.
+        """Fill ``into`` (N,) uint8 with the layer's bytes from ``start`` on. Requires ``reads_parts``.
 
         Raises:
-            WeightsError: they cannot be read.
+            WeightsError: the bytes cannot be read.
         """
         ...
 
     def open_store(self) -> LayerStore:
-        """The streamed layers, read each time they are needed."""
+        """Return a store that reads the streamed layers each time they are needed."""
         ...
 
     def close(self) -> None: ...
 
 
 class CheckpointLayers:
-    """Made from a checkpoint's tensors, and encoded when they are read where ``packed.stored`` is."""
+    """``LayerReader`` that packs a checkpoint's tensors, and encodes them if ``packed.stored`` is encoded."""
 
-    reads_parts = False  # tensors are read by rows, and a codec's groups of a layer cover all of its rows
+    reads_parts = False  # tensors are read by rows, and encoding needs all rows of a layer
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class CheckpointLayers:
         packed: PackedModel,
         streamed: Collection[int] = (),
     ) -> None:
-        """``streamed``: the layers of ``open_store``."""
+        """``streamed``: the layers that ``open_store`` provides."""
         self.packed = packed
         self._reader, self._streamed = reader, streamed
         self._outer = outer_tensors(config, shard)
@@ -89,7 +89,7 @@ class CheckpointLayers:
         dtype: torch.dtype,
         formats: WeightFormats,
     ) -> Self:
-        """Layers that stream from host memory or from other ranks are encoded; all others stay plain."""
+        """Make a reader that encodes layers streamed from host memory or other ranks; all others stay plain."""
         codec = weight_codec("none" if plan.origin == "disk" else plan.codec)
         packed = pack_model(config, shard, formats, dtype, codec)
         stored = [
@@ -123,14 +123,17 @@ class CheckpointLayers:
         return CheckpointStore(self._reader, self.packed.plain, layers)
 
     def close(self) -> None:
-        """The reader belongs to the checkpoint."""
+        """Does nothing: the checkpoint owns the reader."""
 
 
 class PreparedLayers:
-    """Read from one rank's file of a prepared folder. A checksum covers a whole layer, so verified ones have no parts."""
+    """``LayerReader`` for one rank's file of a prepared folder. With ``verify`` it reads only whole layers.
+
+    A checksum covers a whole layer.
+    """
 
     def __init__(self, prepared: Prepared, rank: int, plan: WeightPlan, patience_s: float) -> None:
-        """``patience_s``: how long reads that fail temporarily are retried."""
+        """``patience_s``: time limit for retries of reads that fail temporarily."""
         self.packed = prepared.packed(rank)
         self.reads_parts = not plan.verify
         self._prepared, self._rank, self._verify = prepared, rank, plan.verify

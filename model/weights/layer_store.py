@@ -1,4 +1,4 @@
-"""Stores of streamed layers: the protocol, and stores in host memory, in a checkpoint, and slowed down."""
+"""Stores of streamed layers: the protocol, stores over host memory and a checkpoint, and a bandwidth limit."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -15,60 +15,60 @@ from tightwire.model.weights.packed_layer import PackedLayer
 
 NEVER = (0.0, 0.0)
 
-# The bucket's size, in time. A real wire carries on while the thread that waits for it oversleeps; without this allowance
-# an emulated one would stop meanwhile, and on busy cores be up to a quarter slower than its rate.
+# Size of the token bucket, in seconds. A real link keeps transferring while the waiting thread oversleeps. Without this
+# allowance the emulated link would stop then, and on busy cores be up to a quarter slower than its rate.
 _BURST_S = 0.004
 
 
 class LayerStore(Protocol):
-    """Provides one rank's packed layers. One thread reads, in the order of the layers, over and over."""
+    """Provides one rank's packed layers. One thread reads them cyclically, in the order of the layers."""
 
     @property
     def name(self) -> str:
-        """For messages, such as ``host memory`` or a file."""
+        """The store's name in messages, such as ``host memory`` or a file."""
         ...
 
     @property
     def has_memory(self) -> bool:
-        """True when ``read`` returns memory of its own; ``into`` may then be empty."""
+        """True if ``read`` returns the store's own memory; then ``into`` may be empty."""
         ...
 
     def packed(self, layer: int) -> PackedLayer:
-        """The layer's form in ``read``."""
+        """Return the form in which ``read`` returns the layer."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """The device of the bytes that ``read`` returns: the host, or the one that computes."""
+        """The device of the bytes that ``read`` returns: the host or the computing device."""
         ...
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
-        """The packed layer: ``into``, filled, or memory of the store's own that does not change until the next ``read``.
+        """Return the packed layer: the filled ``into``, or memory of the store that is valid until the next ``read``.
 
         Args:
             into: (packed bytes,) uint8 on ``device``, page-aligned.
         Raises:
-            WeightsError: it cannot be read, or is damaged.
+            WeightsError: the layer cannot be read, or is damaged.
             CommError: a rank that keeps a part of it is missing.
         """
         ...
 
     def others_late(self, layer: int) -> tuple[float, float]:
-        """Start and end (perf_counter) of the last ``read``'s wait for other ranks to begin theirs; the end is inf meanwhile.
+        """Return start and end (perf_counter) of the last ``read``'s wait for other ranks to begin theirs.
 
-        During that time they compute, and the source of the bytes is not slow.
+        The end is inf during the wait. The wait does not mean that the source is slow: the other ranks still compute.
         """
         ...
 
     def stop(self) -> None:
-        """End a ``read`` that waits for other ranks; called by another thread, before ``close``."""
+        """Interrupt a ``read`` that waits for other ranks. Called by another thread, before ``close``."""
         ...
 
     def close(self) -> None: ...
 
 
 class LocalStore:
-    """Base of stores that read to the host and do not wait for other ranks."""
+    """Base class of stores that read to the host and do not wait for other ranks."""
 
     device = torch.device("cpu")
 
@@ -76,16 +76,16 @@ class LocalStore:
         return NEVER
 
     def stop(self) -> None:
-        """No read waits for other ranks."""
+        """Does nothing: no read waits for other ranks."""
 
 
 class HostStore(LocalStore):
-    """Layers in this process's memory; nothing is copied."""
+    """``LayerStore`` in this process's memory; nothing is copied."""
 
     has_memory = True
 
     def __init__(self, stored: Sequence[PackedLayer], layers: dict[int, Tensor]) -> None:
-        """``layers``: the streamed ones, by number."""
+        """``layers``: the streamed layers by number."""
         self._stored, self._layers = stored, layers
 
     @property
@@ -104,14 +104,14 @@ class HostStore(LocalStore):
 
 
 class CheckpointStore(LocalStore):
-    """A checkpoint as published: each time a layer is read, its tensors are found, cut and converted."""
+    """``LayerStore`` over an unmodified checkpoint; each read finds, cuts and converts the layer's tensors."""
 
     has_memory = False
 
     def __init__(
         self, reader: CheckpointReader, plain: Sequence[PackedLayer], layers: Mapping[int, Mapping[str, Fused]]
     ) -> None:
-        """``layers``: the tensors of the streamed ones."""
+        """``layers``: the tensors of the streamed layers."""
         self._reader, self._plain, self._layers = reader, plain, layers
 
     @property
@@ -129,16 +129,16 @@ class CheckpointStore(LocalStore):
         return into
 
     def close(self) -> None:
-        """The reader belongs to the checkpoint."""
+        """Does nothing: the checkpoint owns the reader."""
 
 
 class ThrottledStore:
-    """Slows another store down to a rate with a token bucket, for experiments with slow sources."""
+    """Limits another store's rate with a token bucket, for experiments with slow sources."""
 
     def __init__(self, store: LayerStore, bytes_per_s: float) -> None:
         self._store, self._bytes_per_s = store, bytes_per_s
         self.has_memory = store.has_memory
-        self._free_at_s = 0.0  # when the emulated wire has carried everything requested
+        self._free_at_s = 0.0  # when the emulated link finishes all requested bytes
 
     @property
     def name(self) -> str:

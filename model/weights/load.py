@@ -1,4 +1,4 @@
-"""Loads one rank's weights: resident layers to the device, streamed ones to their store."""
+"""Loads one rank's weights: resident layers to the device, streamed layers to their store."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -44,10 +44,10 @@ class ResidentWeights:
         return self.layers[index]
 
     def release(self, index: int) -> None:
-        """Layers stay."""
+        """Does nothing: all layers stay on the device."""
 
     def close(self) -> None:
-        """There are no threads."""
+        """Does nothing: there are no threads."""
 
 
 def load_resident(
@@ -65,7 +65,7 @@ def load_resident(
     Host memory grows by a few MiB, and on CPU by the tensors themselves.
 
     Args:
-        formats: of matrices; default: all plain.
+        formats: formats of matrices; default: all plain.
         progress: called with the share of the rank's bytes read so far, 0 to 1, after each part of a tensor.
     Cost: ``weight_bytes`` of the formats on the device.
     """
@@ -96,17 +96,17 @@ def load_streamed(
     timeout_s: float,
     progress: Progress = lambda fraction: None,
 ) -> WeightSource:
-    """Load the resident layers to ``device``, and the streamed ones to the host if they wait there.
+    """Load the resident layers to ``device``, and streamed layers to the host if that is their origin.
 
     The reader is closed with the weights, or here if nothing is read later.
 
     Args:
-        plan: with streamed layers or without.
-        timeout_s: longest time without a byte of a streamed layer.
+        plan: a plan with or without streamed layers.
+        timeout_s: longest wait for a streamed layer without receiving a byte.
         progress: called with the share of the bytes read so far, 0 to 1.
     Raises:
-        ModelError, WeightsError: something cannot be read.
-    Cost: ``WeightSizes`` of the plan; one layer more on the host while it is read.
+        ModelError, WeightsError: a read failed.
+    Cost: ``WeightSizes`` of the plan; during loading one more layer on the host.
     """
     loading = _Loading(reader, plan, device, progress, on_host=plan.streamed if plan.origin == "host" else ())
     outer, resident = loading.load_resident()
@@ -134,26 +134,26 @@ def load_partitioned(
     timeout_s: float,
     progress: Progress = lambda fraction: None,
 ) -> StreamedWeights:
-    """Load the resident layers to ``device``, and this rank's part of each streamed layer beside ``peers.inside``.
+    """Load the resident layers, and this rank's part of each streamed layer.
 
-    Every node has the files, and each rank reads the bytes that it keeps; a layer that cannot be read in parts is read whole
-    by every rank. Nothing is sent while loading. All ranks of the shard call this. The reader is closed; ``peers`` are
-    closed with the weights.
+    Parts are on the device of ``peers.inside``. Every node has the files, and each rank reads the bytes that it keeps.
+    A layer that cannot be read in parts is read whole by every rank. Loading sends no weights. All ranks of the shard
+    must call this. The reader is closed here; ``peers`` are closed with the weights.
 
     Args:
-        timeout_s: longest time without a byte of a streamed layer, once all ranks gather it.
+        timeout_s: longest wait for a streamed layer without receiving a byte, after all ranks started to gather it.
     Raises:
         CommError: a rank is missing.
-        ModelError, WeightsError: something cannot be read.
+        ModelError, WeightsError: a read failed.
     """
     codec = weight_codec(plan.codec)
-    prepare_codecs(device, codec)  # or the others would wait in a collective while this rank compiles
+    prepare_codecs(device, codec)  # compile now, because the other ranks would wait in a collective
     loading = _Loading(reader, plan, device, progress, on_host=plan.streamed)
     try:
         outer, resident = loading.load_resident()
         kept = {layer: loading.read_kept(layer, peers) for layer in plan.streamed}
         store = PartitionStore(reader.packed.stored, reader.packed.plain, kept, peers, codec)
-        peers.meet()  # a gather has a deadline, and a rank that still reads is not late
+        peers.meet()  # a gather has a deadline, which must not count another rank's loading
         peers.count_as(GATHERING)
         progress(1.0)
         return _start(outer, resident, store, plan, reader, device, timeout_s)
@@ -181,7 +181,7 @@ def _start(
 
 
 class _Loading:
-    """Reads layers and reports the share of bytes read. ``on_host``: layers read now that do not go to the device."""
+    """Reads layers and reports progress. ``on_host``: layers that are loaded now and stay on the host."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Loading:
         return self._reader.read_layer(layer, self._moved, pinned=pinned)
 
     def read_kept(self, layer: int, peers: PartitionPeers) -> Kept:
-        """This rank's part of a layer and its tail, where ``peers.inside`` gathers."""
+        """Read this rank's part of a layer and its tail to the device of ``peers.inside``."""
         device = peers.inside.device
         cut = PartitionCut(self._reader.packed.stored[layer].num_bytes, peers.at.per_node)
         pinned = device.type == "cpu" and self._device.type == "cuda"

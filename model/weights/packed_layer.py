@@ -1,8 +1,7 @@
-"""Packed layers: the place of each tensor of a layer in one run of bytes, which is moved as a whole.
+"""Packed layers: all tensors of a layer in one contiguous buffer, which is moved as a whole.
 
-A plain packed layer has the tensors as the kernels read them; a buffer that holds one can be computed with. An encoded
-one has matrices of plain numbers as a codec's bytes, which are fewer, and is decoded to a plain one. Packed matrices,
-norms and biases are the same in both.
+A plain packed layer has the tensors as the kernels read them. An encoded one has each matrix of plain numbers in a
+codec's smaller form, and must be decoded before use. Packed matrices, norms and biases are the same in both.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,7 +43,7 @@ class Place:
         return prod(self.shape)
 
     def of(self, buffer: Tensor) -> Tensor:
-        """A view."""
+        """Return this tensor as a view of ``buffer``."""
         return buffer[self.offset : self.offset + self.num_bytes]
 
 
@@ -54,14 +53,14 @@ class PackedLayer:
 
     places: Mapping[str, Place]
     dtype: torch.dtype  # of plain numbers
-    num_bytes: int  # whole pages, so that a file of layers can be read around the page cache
+    num_bytes: int  # whole pages, as direct reads of a file of layers require
 
     @property
     def is_plain(self) -> bool:
         return all(place.codec.exact for place in self.places.values())
 
     def tensors(self, buffer: Tensor) -> dict[str, Matrix]:
-        """Views into a buffer that holds, or will hold, this layer.
+        """Return views of the tensors in a buffer for this layer.
 
         Raises:
             ValueError: the layer is encoded.
@@ -71,7 +70,7 @@ class PackedLayer:
         return {field: self._view(place, buffer) for field, place in self.places.items()}
 
     def zero_gaps(self, buffer: Tensor) -> None:
-        """Zero the bytes between tensors and after them, which makes checksums reproducible."""
+        """Zero the bytes between and after the tensors, which makes checksums reproducible."""
         end = 0
         for place in self.places.values():
             buffer[end : place.offset].zero_()
@@ -79,7 +78,7 @@ class PackedLayer:
         buffer[end : self.num_bytes].zero_()
 
     def encode(self, plain: "PackedLayer", source: Tensor, out: Tensor) -> None:
-        """Fill ``out`` with this layer from ``source``, which holds it as ``plain``. Bytes between tensors become 0."""
+        """Encode ``source``, in the form ``plain``, to ``out`` in this form. Bytes between tensors become 0."""
         out[: self.num_bytes].zero_()
         for place, whole, own in self._pairs(plain, source, out):
             if place.codec.exact:
@@ -88,7 +87,7 @@ class PackedLayer:
                 place.codec.encode(whole.view(self.dtype), own)
 
     def decode(self, source: Tensor, plain: "PackedLayer", out: Tensor) -> None:
-        """Fill ``out`` with the layer as ``plain`` from ``source``, which holds it as this one. Allocates nothing."""
+        """Decode ``source``, in this form, to ``out`` in the form ``plain``. Allocates nothing."""
         for place, whole, own in self._pairs(plain, out, source):
             if place.codec.exact:
                 whole.copy_(own)
@@ -98,7 +97,7 @@ class PackedLayer:
     def _pairs(
         self, plain: "PackedLayer", plain_bytes: Tensor, own_bytes: Tensor
     ) -> Iterator[tuple[Place, Tensor, Tensor]]:
-        """Each tensor's place here, its plain bytes and its own bytes."""
+        """Yield each tensor's place in this form, its plain bytes and its bytes in this form."""
         for field, place in self.places.items():
             yield place, plain.places[field].of(plain_bytes), place.of(own_bytes)
 
@@ -111,25 +110,24 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """All tensors of one rank as packed layers."""
+    """The packed layers of all tensors of one rank."""
 
     outer: PackedLayer  # the tensors before and after the layers
     plain: tuple[PackedLayer, ...]  # each layer, as the kernels read it
-    stored: tuple[PackedLayer, ...]  # each layer, as it is kept while it is not on the device
+    stored: tuple[PackedLayer, ...]  # each layer, as it is stored off the device
 
     @property
     def blobs(self) -> tuple[PackedLayer, ...]:
-        """In the order of a prepared folder's files."""
+        """All packed layers in the order of a prepared folder's files."""
         return self.outer, *self.stored
 
 
 def pack_model(
     config: LlamaConfig, shard: Shard, formats: WeightFormats, dtype: torch.dtype, codec: Codec = _PLAIN
 ) -> PackedModel:
-    """One rank's packed layers, stored through ``codec``.
+    """Return one rank's packed layers, with layers stored through ``codec``.
 
-    The outer tensors are read once and stay plain: a codec would cost the embedding and the head accuracy and save no pass
-    any bytes.
+    The outer tensors stay plain. They are read only once, so a codec would lose accuracy and save no bytes per pass.
     """
     layers = [layer_tensors(config, shard, index) for index in range(config.num_layers)]
     plain = tuple(pack_tensors(tensors, formats, dtype) for tensors in layers)
@@ -140,7 +138,7 @@ def pack_model(
 def pack_tensors(
     tensors: Mapping[str, Fused], formats: WeightFormats, dtype: torch.dtype, codec: Codec = _PLAIN
 ) -> PackedLayer:
-    """The places of ``tensors``. The codec applies to matrices of plain numbers."""
+    """Assign places to ``tensors``. The codec applies to matrices of plain numbers."""
     places: dict[str, Place] = {}
     offset = 0
     for field, fused in tensors.items():
@@ -156,14 +154,16 @@ def pack_tensors(
 
 
 def weight_codec(name: str) -> Codec:
-    """The codec of a ``--weight-codec``."""
+    """Return the codec for a value of ``--weight-codec``."""
     return parse_codec(WEIGHT_CODECS[name])
 
 
 def layer_on_device(stored: PackedLayer, plain: PackedLayer, source: Tensor, device: torch.device) -> LayerWeights:
-    """The layer that ``source`` holds as ``stored``; ``source`` may become part of it.
+    """Return the tensors on ``device`` of the layer in ``source``, which has the form ``stored``.
 
-    Cost: the plain layer's bytes on ``device``, and for a while the stored one's when it is encoded.
+    The tensors may be views of ``source``.
+
+    Cost: the plain layer's bytes on ``device``; temporarily also the stored layer's if it is encoded.
     """
     kept = source.to(device)
     if not stored.is_plain:

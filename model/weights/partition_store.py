@@ -1,10 +1,11 @@
-"""Layers of which each of a node's ranks keeps a part: they are gathered before they are used, pass after pass (hpZ).
+"""Stores a part of each layer on each rank of a node, and gathers a layer each time it is used (hpZ).
 
-A node keeps each layer once instead of once per rank. Parts are of the layer as stored, so an encoded layer travels encoded
-(qwZ), and each rank that uses it decodes it. Nothing passes between nodes. Source: ZeRO++ (arXiv 2306.10209),
+A node keeps each layer once instead of once per rank. Parts are of the layer as stored, so an encoded layer travels
+encoded (qwZ), and each rank that uses it decodes it. Nothing passes between nodes. Source: ZeRO++ (arXiv 2306.10209),
 ZeRO-Inference (arXiv 2206.01861).
 
-All ranks of a group fetch the same layers in the same order: they run the same passes, with something to compute or not.
+All ranks of a group fetch the same layers in the same order: they run the same passes, with something to compute or
+not.
 """
 
 import math
@@ -29,8 +30,8 @@ LINE_BYTES = 64
 class PartitionCut:
     """A packed layer of M bytes cut for R ranks: R equal parts of whole cache lines, and a tail that every rank keeps.
 
-    The tail is shorter than R cache lines. So all messages of a layer have one size, and nothing is padded. In every pass
-    each rank sends (R-1) parts, M (R-1)/R bytes but for the tail.
+    The tail is shorter than R cache lines. All messages of a layer have the same size without padding. In every pass
+    each rank sends R-1 parts: M (R-1)/R bytes, except for the tail.
     """
 
     num_bytes: int
@@ -46,12 +47,12 @@ class PartitionCut:
 
     @property
     def kept_bytes(self) -> int:
-        """Kept by each rank."""
+        """Bytes that each rank keeps."""
         return self.part_bytes + self.num_bytes - self.tail_start
 
     @property
     def pass_bytes(self) -> int:
-        """Sent by a rank to the others each time the layer is gathered."""
+        """Bytes that each rank sends to the others per gather."""
         return (self.num_ranks - 1) * self.part_bytes
 
 
@@ -72,7 +73,7 @@ class Kept:
 
 
 class PartitionStore:
-    """``LayerStore`` over the parts that the ranks of a node keep."""
+    """``LayerStore`` that gathers the parts that the ranks of a node keep."""
 
     def __init__(
         self,
@@ -84,10 +85,10 @@ class PartitionStore:
     ) -> None:
         """
         Args:
-            stored, plain: of every layer of the model.
-            layers: this rank's bytes of the streamed ones, by number.
+            stored, plain: the forms of every layer of the model.
+            layers: this rank's bytes of each streamed layer.
             peers: closed with the store.
-            codec: of the stored layers.
+            codec: the codec of ``stored``.
         """
         self._stored, self._layers, self._peers, self._codec = stored, dict(layers), peers, codec
         self._late: dict[int, tuple[float, float]] = {}
@@ -117,7 +118,7 @@ class PartitionStore:
             return kept.whole
         start, exact_bytes = kept.cut.tail_start, self._exact_bytes[layer]
         self._await_others(layer)
-        moved(0)  # from here on the bytes are on their way
+        moved(0)  # the transfer starts now
         self._peers.run(all_gather_into, inside, kept.part, into[:start], self._codec, exact_bytes, moved)
         into[start:].copy_(kept.tail)
         moved(kept.tail.nbytes)

@@ -1,6 +1,6 @@
-"""The plan of which layers stay on the device and which stream, and the bytes of each plan.
+"""The weight plan, which selects resident and streamed layers, and the memory that a plan needs.
 
-Computed from sizes before anything is loaded; all ranks get the same plan.
+It is computed from sizes before anything is loaded; all ranks get the same plan.
 """
 
 from collections.abc import Iterable
@@ -15,20 +15,20 @@ from tightwire.model.weights.layer_fetcher import NUM_BUFFERS
 from tightwire.model.weights.packed_layer import PackedLayer, pack_model, weight_codec
 from tightwire.model.weights.partition_store import PartitionCut
 
-# Fewer would all fit in the buffers.
+# Fewer streamed layers would all fit in the buffers.
 LEAST_STREAMED = NUM_BUFFERS + 1
 
 
 class WeightPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of each layer's weights while they are not computed with. By default everything is resident."""
+    """The storage of each layer's weights. By default all layers are resident."""
 
-    source: str = "resident"  # or stream: each rank has all its layers; or partition: a node's ranks share them
-    origin: str = ""  # of streamed layers: host or disk; of partitioned ones: files
-    ranks_per_node: int = 1  # that share a partitioned shard
-    codec: str = "none"  # of plain matrices that stream: none, int8, int4
+    source: str = "resident"  # or stream: each rank stores its streamed layers; or partition: a node's ranks share them
+    origin: str = ""  # streamed layers: host or disk; partitioned layers: files
+    ranks_per_node: int = 1  # number of ranks that share a partitioned shard
+    codec: str = "none"  # for plain matrices of streamed layers: none, int8, int4
     streamed: tuple[int, ...] = ()
-    max_parts: int = 1  # a step may go through each layer in up to this many parts, each as long as a usual step
-    bytes_per_s: float | None = None  # slow the source down to this, for experiments
+    max_parts: int = 1  # a step may be computed in up to this many parts, each as long as a usual step
+    bytes_per_s: float | None = None  # rate limit of the source, for experiments
     io: str = "buffered"  # reads of a prepared folder: direct or buffered
     verify: bool = False  # check each layer of a prepared folder when it is first read
 
@@ -40,12 +40,13 @@ EVERYTHING_RESIDENT = WeightPlan()
 
 
 def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
-    """The layers to stream, spread evenly between the others, which gives each the most time to arrive."""
+    """Return the layers to stream, spread evenly between the others, which gives each the most time to arrive."""
     return tuple((2 * k + 1) * num_layers // (2 * num_streamed) for k in range(num_streamed))
 
 
 def check_codec(codec: str, stored: Iterable[PackedLayer], formats: WeightFormats) -> None:
-    """
+    """Check that the codec encodes at least one matrix.
+
     Args:
         codec: a name of ``WEIGHT_CODECS``.
     Raises:
@@ -71,7 +72,7 @@ class WeightSizes:
         self._encoded = self._plain != self._stored
 
     def on_device(self, plan: WeightPlan) -> int:
-        """Resident weights, the buffers of streamed ones, and the rank's share of partitioned layers."""
+        """Return the bytes of resident weights, buffers and this rank's share of partitioned layers."""
         if not plan.streamed:
             return self._total
         buffers = NUM_BUFFERS * max(self._plain[layer] for layer in plan.streamed)
@@ -80,14 +81,14 @@ class WeightSizes:
         return self._total - sum(self._plain[layer] for layer in plan.streamed) + buffers + self.kept(plan)
 
     def kept(self, plan: WeightPlan) -> int:
-        """A rank's share of partitioned layers, which is on the device."""
+        """Return the bytes of a rank's share of partitioned layers, which is on the device."""
         if plan.source != "partition":
             return 0
         cuts = [PartitionCut(self._stored[layer], plan.ranks_per_node) for layer in plan.streamed]
         return sum(cut.kept_bytes for cut in cuts)
 
     def on_host(self, plan: WeightPlan) -> int:
-        """Host memory when the host is not the device: the streamed layers if they wait there, otherwise buffers."""
+        """Return the host memory besides a separate device: streamed layers with origin host, otherwise buffers."""
         if not plan.streamed or plan.source == "partition":
             return 0
         if plan.origin == "host":
@@ -95,9 +96,9 @@ class WeightSizes:
         return NUM_BUFFERS * max(self._stored[layer] for layer in plan.streamed)
 
     def in_pool(self, plan: WeightPlan, device: str) -> int:
-        """Memory of ``device`` (cpu or cuda); a CPU's is the host's.
+        """Return the memory of ``device`` (cpu or cuda); for a CPU that is host memory.
 
-        Encoded layers are decoded from buffers there: two on the host, if they do not wait there; one on CUDA.
+        It includes buffers from which encoded layers are decoded: two for layers on disk with a CPU, one on CUDA.
         """
         if device == "cpu":
             waiting = self._to_decode(plan) if plan.streamed and plan.origin == "disk" else self.on_host(plan)
@@ -105,7 +106,7 @@ class WeightSizes:
         return self.on_device(plan) + (self._to_decode(plan) // NUM_BUFFERS if plan.source == "stream" else 0)
 
     def per_pass(self, plan: WeightPlan) -> int:
-        """Bytes that stream in for every step."""
+        """Return the stored bytes streamed in every pass."""
         return sum(self._stored[layer] for layer in plan.streamed)
 
     def _to_decode(self, plan: WeightPlan) -> int:

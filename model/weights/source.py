@@ -1,4 +1,4 @@
-"""One layer's tensors, and the protocol of what provides them: resident, streamed or partitioned weights."""
+"""The tensors of a layer, and the protocol of resident, streamed and partitioned weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from tightwire.kernels.spec.packed import Matrix
 class LayerWeights:
     """One layer's tensors on this rank's device, already split; ``local_`` sizes come from ``model.layout``.
 
-    The fused matrices hold this rank's rows in the order named, so one matrix product serves all of them. ``fused`` lists
-    the fields and the checkpoint's tensors of each.
+    The fused matrices hold this rank's rows in the order named, so one matrix product serves all of them. ``fused``
+    lists the fields and the checkpoint's tensors of each.
     """
 
     attention_norm: Tensor  # (D,)
     qkv: Matrix  # (local_H*E + 2*local_K*E, D): q rows, then k, then v
     qkv_bias: Tensor | None = None
     attention_out: Matrix  # (D, local_H*E)
-    attention_out_bias: Tensor | None = None  # (D,); rank 0 only, so the sum over ranks adds it once
+    attention_out_bias: Tensor | None = None  # (D,); only on rank 0, so the sum over the ranks adds it once
     mlp_norm: Tensor  # (D,)
     gate_up: Matrix  # (2*local_F, D): gate rows, then up
     gate_up_bias: Tensor | None = None
     down: Matrix  # (D, local_F)
-    down_bias: Tensor | None = None  # (D,); rank 0 only
+    down_bias: Tensor | None = None  # (D,); only on rank 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,14 +39,15 @@ class OuterWeights:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> "OuterWeights":
-        """From tensors by field; a tied head is left out there."""
+        """Make it from tensors by field; without a ``head`` the head is tied to the embedding."""
         return cls(**{"head": tensors["embedding"], **tensors})
 
 
 class WeightSource(Protocol):
-    """Provides weights, pass after pass over the layers in order.
+    """Provides weights to repeated passes over the layers in order.
 
-    The result of ``layer(i)`` is valid until ``release(i)`` has been called as often; several passes may share a layer.
+    Each call of ``layer(i)`` needs one call of ``release(i)``; the result is valid until the last one. Several passes
+    may hold the same layer.
     """
 
     @property
@@ -54,19 +55,19 @@ class WeightSource(Protocol):
 
     @property
     def spans(self) -> Sequence[range]:
-        """The layers in order, in spans whose layers can all be on the device at the same time."""
+        """The layers in order, in spans of layers that can be on the device at the same time."""
         ...
 
     def layer(self, index: int) -> LayerWeights:
         """Wait until the layer is on the device.
 
         Raises:
-            WeightsError: it does not arrive.
+            WeightsError: the layer does not arrive in time.
         """
         ...
 
     def release(self, index: int) -> None: ...
 
     def close(self) -> None:
-        """End the threads that fetch layers. May be called twice."""
+        """Stop the threads that fetch layers. May be called twice."""
         ...

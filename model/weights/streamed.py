@@ -1,8 +1,8 @@
-"""Weights of models larger than the device: some layers stay, the others pass through a few buffers, one after the other.
+"""Streams the weights of models larger than the device: some layers are resident, the others share a few buffers.
 
-``LayerFetcher`` always fetches the next streamed layer; after the last of a pass it goes on with the first of the next. So a
-layer is on its way while the one before is computed, and a pass takes the longer of the two, not their sum. Source:
-ZeRO-Inference (arXiv 2206.01861; deepspeed.ai, 2022).
+``LayerFetcher`` always fetches the next streamed layer; after the last layer of a pass it continues with the first. A
+layer is fetched while the one before is computed, so a pass takes the longer of the two times, not their sum.
+Source: ZeRO-Inference (arXiv 2206.01861; deepspeed.ai, 2022).
 """
 
 import math
@@ -22,20 +22,17 @@ from tightwire.model.weights.source import LayerWeights, OuterWeights
 
 
 class Flow(NamedTuple):
-    """What was streamed since the start, and the time it took."""
+    """Streamed layers and bytes since the start, and the time for them."""
 
     num_layers: int
-    num_bytes: int  # as stored
-    fetch_s: float  # of the fetching thread; on CUDA until the copies were queued
-    waited_s: float  # of passes, for layers
-    late_s: float  # of passes, until other ranks gathered the layer too; not part of the other times
+    num_bytes: int  # in stored form
+    fetch_s: float  # time of the fetching thread; on CUDA until the copies were queued
+    waited_s: float  # time that passes waited for layers
+    late_s: float  # time that passes waited for other ranks to gather too; not part of the other times
 
 
 class StreamedWeights:
-    """``WeightSource`` with ``resident`` layers and ``NUM_BUFFERS`` others on the device.
-
-    It knows which passes use which buffer, and how long they waited.
-    """
+    """``WeightSource`` with ``resident`` layers and ``NUM_BUFFERS`` others on the device."""
 
     def __init__(
         self,
@@ -49,9 +46,9 @@ class StreamedWeights:
     ) -> None:
         """
         Args:
-            store: of the layers that are not in ``resident``.
-            plain: of each layer.
-            timeout_s: longest time without a byte while a pass waits for a layer.
+            store: the store of the layers that are not in ``resident``.
+            plain: the plain form of each layer.
+            timeout_s: longest time that a pass waits for a layer without receiving a byte.
         Raises:
             ValueError: the buffers would hold all streamed layers.
         """
@@ -69,12 +66,12 @@ class StreamedWeights:
             for layer in self._order
             for slot in self.pool.slots
         }
-        self._users: dict[int, tuple[int, int]] = {}  # by layer in use: the number of passes, and the buffer
+        self._users: dict[int, tuple[int, int]] = {}  # layer in use -> number of passes, buffer
         self._turn = cycle(self._order)
         self._waited_s = self._late_s = 0.0
 
     def start(self) -> None:
-        """Begin to fetch; ``layer`` waits until then."""
+        """Start to fetch layers."""
         self.fetcher.start()
 
     def layer(self, index: int) -> LayerWeights:
@@ -100,17 +97,17 @@ class StreamedWeights:
 
     @property
     def store(self) -> LayerStore:
-        """The source of streamed layers."""
+        """The store of streamed layers."""
         return self.fetcher.store
 
     @property
     def is_full(self) -> bool:
-        """True when all buffers hold their layers: nothing is fetched until one is released."""
+        """True if all buffers are filled, so nothing is fetched until one is released."""
         return self.fetcher.is_full
 
     @property
     def pass_bytes(self) -> int:
-        """Stored bytes that every pass streams."""
+        """Stored bytes streamed in every pass."""
         return sum(self.store.packed(layer).num_bytes for layer in self._order)
 
     @property
@@ -122,7 +119,7 @@ class StreamedWeights:
         return Flow(fetcher.num_layers, fetcher.num_bytes, fetcher.fetch_s, self._waited_s, self._late_s)
 
     def close(self) -> None:
-        """End the threads; layers in use stay valid. May be called twice."""
+        """Stop the threads; layers in use stay valid. May be called twice."""
         self.fetcher.close()
 
     def _take(self, index: int) -> int:
@@ -140,13 +137,14 @@ class StreamedWeights:
             try:
                 return self.pool.use(index, self._timeout_s)
             except TimeoutError as error:
-                # Other ranks may compute for any time: the transport has a deadline, and the server watches them.
+                # Other ranks may compute for any length of time. The transport has a deadline, and the server monitors
+                # them.
                 if self.store.others_late(index)[1] < math.inf:
                     raise WeightsError(f"layer {index} does not come from {self.store.name}: {error}") from None
 
 
 def _spans(num_layers: int, resident: Mapping[int, LayerWeights]) -> tuple[range, ...]:
-    """Resident neighbours together, each streamed layer by itself."""
+    """Return spans of consecutive resident layers, and a span of one for each streamed layer."""
     spans: list[range] = []
     for layer in range(num_layers):
         if spans and layer in resident and layer - 1 in resident:

@@ -1,8 +1,7 @@
-"""A file of packed layers (blobs): written in order, read in pieces through the page cache or around it.
+"""Writes a file of packed layers (blobs) in order, and reads it in pieces with buffered or direct I/O.
 
-Reads that fail temporarily (of a disk, a file server, a file that is being copied again) are retried for as long as the caller
-allows. Bytes go directly to the caller's memory; only unaligned parts that are read around the page cache go through a
-buffer of the file.
+Reads that fail temporarily (disk, file server, a file that is being replaced) are retried until a time limit. Bytes go
+directly to the caller's memory, except that unaligned direct reads use a buffer.
 """
 
 import errno
@@ -21,16 +20,16 @@ from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights.prepared.manifest import Blob
 
-PIECE_BYTES = 8 << 20  # of one read: enough to keep a disk busy, and often enough a sign of life from a slow one
+PIECE_BYTES = 8 << 20  # per read: large enough to keep a disk busy, small enough for a slow disk to report progress
 
 _LOG = logging.getLogger(__name__)
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # pauses between attempts double from the first to the second
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # first and longest pause between attempts; pauses double
 _PATIENCE_S = 1.0
 _TEMPORARY = (errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOMEM, errno.ESTALE)
 
 
 class _TemporaryError(Exception):
-    """A read that may succeed on the next attempt; ``advice`` is for the last one."""
+    """A failed read that may succeed when retried. ``advice`` is for the message when retries end."""
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(what)
@@ -38,15 +37,15 @@ class _TemporaryError(Exception):
 
 
 class BlobFile:
-    """One open file. Safe to use from one thread at a time."""
+    """One open file. Not thread-safe."""
 
     def __init__(self, path: Path, *, direct: bool, patience_s: float = _PATIENCE_S) -> None:
         """
         Args:
-            direct: around the page cache; then addresses, offsets and sizes must be whole pages.
-            patience_s: how long reads that fail temporarily are retried.
+            direct: read around the page cache; then addresses, offsets and sizes must be whole pages.
+            patience_s: time limit for retries of reads that fail temporarily.
         Raises:
-            WeightsError: it cannot be opened so.
+            WeightsError: the file cannot be opened in this mode.
         """
         self.path, self.direct, self._patience_s = path, direct, patience_s
         self._flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
@@ -61,9 +60,9 @@ class BlobFile:
 
         Args:
             view: usually at most PIECE_BYTES.
-            what: for errors, such as ``layer 3``.
+            what: a name for errors, such as ``layer 3``.
         Raises:
-            WeightsError: the file ends before, or fails, for longer than ``patience_s``.
+            WeightsError: the file is too short or cannot be read, for longer than ``patience_s``.
         """
         deadline_s, pause_s, attempt = time.monotonic() + self._patience_s, _PAUSE_S, 1
         while True:
@@ -79,23 +78,23 @@ class BlobFile:
             self._reopen()
 
     def scratch(self) -> memoryview:
-        """PIECE_BYTES and a page at either end, page-aligned; overwritten by the next read."""
+        """Return a page-aligned buffer of PIECE_BYTES plus two pages; the next read overwrites it."""
         if self._scratch is None:
             self._scratch = page_aligned(PIECE_BYTES + 2 * PAGE_BYTES, torch.device("cpu")).numpy().data
         return self._scratch
 
     def expect(self, offset: int, num_bytes: int) -> None:
-        """Start reading this part into the page cache; does nothing when reads are direct."""
+        """Start reading this part into the page cache; does nothing if reads are direct."""
         if not self.direct:
             os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def forget(self) -> None:
         """Drop the file from the page cache, so that the next reads come from the disk."""
-        os.fsync(self._fd)  # pages that are not on the disk yet would stay
+        os.fsync(self._fd)  # dirty pages would stay in the cache
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file. May be called twice."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -104,7 +103,7 @@ class BlobFile:
         got = 0
         while got < len(view):
             num_bytes = self._read(view[got:], offset + got, what)
-            # Direct reads must start at whole pages; only the file's end may be within one.
+            # Direct reads must start at a page boundary; only the end of the file may be inside a page.
             whole = num_bytes - num_bytes % PAGE_BYTES if self.direct and got + num_bytes < len(view) else num_bytes
             if not whole:
                 raise _TemporaryError(
@@ -137,12 +136,13 @@ class BlobFile:
 def read_blob(
     file: BlobFile, blob: Blob, what: str, into: Tensor, moved: Moved, digest: "hashlib._Hash | None" = None
 ) -> None:
-    """Read one blob, piece by piece; with a new ``digest``, compare its checksum as well.
+    """Read one blob in pieces; with a new ``digest``, also compare its checksum.
 
     Args:
-        into: (blob bytes,) uint8 on the host; or PIECE_BYTES, overwritten again and again, to check the checksum only.
+        into: (blob bytes,) uint8 on the host; or PIECE_BYTES, which each piece overwrites, to compare the checksum
+            only.
     Raises:
-        WeightsError: it cannot be read, or is damaged.
+        WeightsError: the blob cannot be read, or is damaged.
     """
     view = into.numpy().data
     for start in range(0, blob.num_bytes, PIECE_BYTES):
@@ -161,12 +161,12 @@ def read_blob(
 
 
 def read_span(file: BlobFile, offset: int, what: str, into: Tensor, moved: Moved) -> None:
-    """Read part of a blob at any offset; direct reads go through a buffer of whole pages.
+    """Read part of a blob at any offset; direct reads use a buffer of whole pages.
 
     Args:
         into: (N,) uint8 on the host.
     Raises:
-        WeightsError: it cannot be read.
+        WeightsError: the part cannot be read.
     """
     view = into.numpy().data
     scratch = file.scratch() if file.direct else None
@@ -183,7 +183,7 @@ def read_span(file: BlobFile, offset: int, what: str, into: Tensor, moved: Moved
 
 
 def reads_direct(path: Path) -> bool:
-    """True when the file system of ``path``, a file of at least a page, supports direct reads."""
+    """Return True if the file system of ``path``, a file of at least a page, supports direct reads."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
@@ -206,7 +206,7 @@ class BlobWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def append(self, packed_bytes: Tensor, moved: Moved) -> None:
-        """Add (bytes,) uint8 on the host, whole pages; ``moved`` gets the bytes written."""
+        """Append (bytes,) uint8 on the host, whole pages; ``moved`` gets the bytes written."""
         view, digest = packed_bytes.numpy().data, hashlib.sha256()
         for start in range(0, len(view), PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
@@ -219,7 +219,7 @@ class BlobWriter:
         self._offset += len(view)
 
     def sync(self) -> None:
-        """Wait until all of it is on the disk: some file systems report a full disk only here."""
+        """Wait until all bytes are on the disk. Some file systems report a full disk only here."""
         os.fsync(self._fd)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads one rank's layers from its file of a prepared folder, pass after pass."""
+"""Reads one rank's streamed layers from its file of a prepared folder."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ DISK_IO = ("auto", "direct", "buffered")
 def choose_io(asked: str, paths: Sequence[Path], available_bytes: int) -> str:
     """Resolve ``auto``: ``direct`` when the files together are larger than half of the available memory.
 
-    Passes read the files in a circle. A page cache that is too small evicts the least recently used pages, which are the next
-    ones to be read: nothing is ever found there, and a copy is wasted.
+    Passes read the files cyclically. A page cache that is too small evicts the least recently used pages, which are the
+    next ones to be read, so it never has a hit and costs an extra copy.
 
     Args:
-        paths: of all ranks on this host.
+        paths: the files of all ranks on this host.
     Raises:
-        ValueError: the file system cannot read directly, or ``asked`` is unknown.
+        ValueError: the file system does not support direct reads, or ``asked`` is unknown.
     """
     if asked not in DISK_IO:
         raise ValueError(f"reads from a disk are one of {', '.join(DISK_IO)}, got {asked!r}")
@@ -41,7 +41,7 @@ def choose_io(asked: str, paths: Sequence[Path], available_bytes: int) -> str:
 
 
 class DiskStore(LocalStore):
-    """``LayerStore`` over one file. The order of the layers is learned in the first pass."""
+    """``LayerStore`` over one file. It learns the order of the layers in the first pass."""
 
     has_memory = False
 
@@ -57,12 +57,12 @@ class DiskStore(LocalStore):
     ) -> None:
         """
         Args:
-            stored: of each layer, in its blob.
+            stored: the form of each layer in its blob.
             direct: read around the page cache.
             verify: compare each layer's checksum when it is first read.
-            patience_s: how long reads that fail temporarily are retried; damage is not.
+            patience_s: time limit for retries of reads that fail temporarily; damage is not retried.
         Raises:
-            WeightsError: the file cannot be opened so.
+            WeightsError: the file cannot be opened in this mode.
         """
         self._stored, self._blobs = stored, blobs
         self._file = BlobFile(path, direct=direct, patience_s=patience_s)
@@ -88,7 +88,7 @@ class DiskStore(LocalStore):
         """Fill ``into`` (N,) uint8 with the layer's bytes from ``start`` on. No checksum covers a part.
 
         Raises:
-            WeightsError: they cannot be read.
+            WeightsError: the bytes cannot be read.
         """
         read_span(self._file, self._blobs[layer].offset + start, f"layer {layer}", into, moved)
 
@@ -96,7 +96,7 @@ class DiskStore(LocalStore):
         self._file.close()
 
     def _expect_next(self, layer: int) -> None:
-        """Start reading the next layer while the caller may wait for a buffer."""
+        """Start reading the next layer into the page cache before the caller asks for it."""
         if self._last is not None:
             self._next[self._last] = layer
         self._last = layer

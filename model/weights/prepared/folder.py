@@ -1,10 +1,10 @@
-"""Opens a prepared folder: a model already cut for its ranks, each rank's packed layers in one file.
+"""Opens a prepared folder: a model split over its ranks, with each rank's packed layers in one file.
 
     tightwire.json        the manifest
-    rank-R-of-N.weights   rank R's blobs, whole pages each: the outer tensors (plain), then each layer (through the codec)
-    config.json, tokenizer.json, tokenizer_config.json, ...   as in any Hugging Face folder
+    rank-R-of-N.weights   rank R's blobs, whole pages each: the outer tensors (plain), then each layer (through the
+    codec) config.json, tokenizer.json, tokenizer_config.json, ...   as in any Hugging Face folder
 
-``model.prepare`` makes one. It does not need the original model.
+``model.prepare`` creates one. The folder does not need the original model.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _OUTER = "embedding, norm and head"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A folder whose manifest agrees with the configuration and the sizes of the files."""
+    """A prepared folder whose manifest matches the configuration and the files' sizes."""
 
     folder: Path
     manifest: Manifest
@@ -71,15 +71,15 @@ class Prepared:
         return pack_model(self.config, self.layout.shards[rank], self.formats, self.dtype, self.codec)
 
     def choose_io(self, asked: str, available_bytes: int) -> str:
-        """``direct`` or ``buffered``, for all ranks (``disk_store.choose_io``)."""
+        """Resolve ``auto`` to ``direct`` or ``buffered`` for all ranks (``disk_store.choose_io``)."""
         return choose_io(asked, self.paths, available_bytes)
 
     def store(self, rank: int, io: str = "buffered", *, verify: bool = False, patience_s: float = 1.0) -> DiskStore:
-        """This rank's layers.
+        """Open the store of this rank's layers.
 
         Args:
             io: ``direct`` or ``buffered``; ``choose_io`` resolves ``auto``.
-            patience_s: how long reads that fail temporarily are retried.
+            patience_s: time limit for retries of reads that fail temporarily.
         Raises:
             ValueError: ``io`` is neither.
             WeightsError: the file cannot be opened.
@@ -97,10 +97,10 @@ class Prepared:
         )
 
     def read_outer(self, rank: int, *, verify: bool = False, moved: Moved = lambda num_bytes: None) -> Tensor:
-        """(packed bytes,) uint8 on the host: the tensors before and after the layers.
+        """Return the tensors before and after the layers as (packed bytes,) uint8 on the host.
 
         Raises:
-            WeightsError: they cannot be read, or with ``verify`` are damaged.
+            WeightsError: they cannot be read, or ``verify`` finds damage.
         """
         blob = self.manifest.ranks[rank].outer
         buffer = page_aligned(blob.num_bytes, _CPU)
@@ -138,7 +138,7 @@ def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
 
 
 def find_damage(folder: Path, manifest: Manifest, moved: Moved = lambda num_bytes: None) -> Iterator[str]:
-    """Read all files, around the page cache if possible, and compare the checksums. Yields a line for each damaged part.
+    """Read all files, if possible with direct I/O, and compare the checksums. Yields a line per damaged part.
 
     ``moved`` gets the bytes of the ranks' files as they are read.
     """

@@ -1,6 +1,6 @@
 """The manifest of a prepared folder: the model, its split and formats, and the place and checksum of each blob.
 
-It is written last and has a checksum of its own: a folder with a manifest is complete, and a changed manifest is refused.
+It is written last, so a folder with a manifest is complete. It has its own checksum, so a changed manifest is rejected.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _CUTS = ("query_heads", "kv_heads", "mlp_columns", "vocab_rows")
 
 
 class Blob(msgspec.Struct, frozen=True):
-    """A packed layer's place in its file; both numbers are whole pages."""
+    """A packed layer's place in its file, in whole pages."""
 
     offset: int
     num_bytes: int
@@ -43,9 +43,9 @@ class RankFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: str  # the name of the original
+    model: str  # name of the original model
     dtype: Literal["float32", "bfloat16", "float16"]  # of plain numbers
-    shares: tuple[float, ...] | None  # as of --tp-split
+    shares: tuple[float, ...] | None  # see --tp-split
     codec: str  # of the layers' plain matrices
     packed: dict[str, str]  # WeightFormats: format by matrix
     plain: dict[str, str]  # type in the checkpoint, by matrix
@@ -58,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_bytes(self) -> int:
-        """Of all ranks' files."""
+        """Total size of all ranks' files."""
         return sum(rank.num_bytes for rank in self.ranks)
 
     def rank_path(self, folder: Path, rank: int) -> Path:
@@ -67,7 +67,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class _Envelope(msgspec.Struct, frozen=True):
     schema: str
-    sha256: str  # of what follows, byte for byte
+    sha256: str  # of the bytes of the next field
     prepared: msgspec.Raw
 
 
@@ -76,7 +76,7 @@ def rank_file_name(rank: int, tp: int) -> str:
 
 
 def cuts_of(shard: Shard) -> dict[str, tuple[int, int]]:
-    """A shard in the manifest's form."""
+    """Return a shard in the manifest's form."""
     ranges: dict[str, range] = {name: getattr(shard, name) for name in _CUTS}
     return {name: (own.start, own.stop) for name, own in ranges.items()}
 
@@ -91,7 +91,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest.
 
     Raises:
-        ModelError: it cannot be read, is damaged, or is of another version.
+        ModelError: the manifest cannot be read, is damaged, or has another version.
     """
     path = folder / MANIFEST
     again = "copy the folder again, or make it again with `tightwire prepare`"
