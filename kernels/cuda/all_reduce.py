@@ -1,22 +1,22 @@
 """AllReduces as one kernel per process, over memory that all processes map.
 
-Every process owns a *peer buffer*: the header of ``barrier``, two send buffers, and one for its sums. A kernel
+Every process owns a *peer buffer*: the header of ``barrier``, two send buffers, and one buffer for its sums. Kernels:
 
-    one-shot    copies its numbers into its send buffer | waits | adds all processes' numbers
-    two-shot    copies them, one slot for each process  | waits | adds its own slot and publishes the sums | waits |
-                collects all sums. With a format for either leg its slots and sums are ``block_quant``'s bytes: flash
+    one-shot    copies its numbers to its send buffer | waits | adds all processes' numbers
+    two-shot    copies them, one slot per process     | waits | adds its own slots and publishes the sums | waits |
+                collects all sums. With formats (flash), slots and sums on the wire are ``block_quant``'s bytes
 
-Sums are float32 in the processes' order, rounded once; a quantized slice goes through its owner's bytes too. So all
-processes get the same bits, those of the generic algorithms (comm/all_reduce).
+Sums are float32 in the order of the processes, rounded once; an owner also decodes its own quantized sums. So all
+processes get the same bits, equal to those of the generic algorithms (comm/all_reduce).
 
-There is no wait at the end: call n sends from buffer n % 2. Before kernel n + 2 writes that buffer again, kernel n + 1 has
-passed a barrier with the peers' kernels n + 1, which began after their kernels n ended. Likewise a slot of sums is written
-after the first barrier of a call, when the peers have finished the call before. Therefore every block takes part in every
-call, even with nothing to do, and one stream runs all calls of a process. Calls are counted on the device, so a captured
-CUDA graph can be replayed among other calls.
+There is no wait at the end, because call n sends from buffer n % 2. Before kernel n + 2 writes that buffer again,
+kernel n + 1 has passed a barrier with the peers' kernels n + 1, which began after their kernels n ended. Likewise sums
+are written after the first barrier of a call, when the peers have finished the previous call. Therefore every block
+takes part in every call, even with nothing to do, and one stream runs all calls of a process. The device counts calls,
+so a captured CUDA graph can be replayed between other calls.
 
-A block reads only what blocks of the same number wrote, in any process; blocks do not wait for other blocks. The buffers
-limit the message of a launch; ``comm.transport.peer_all_reduce`` cuts longer ones.
+A block reads only what blocks with the same number wrote, in any process, and waits only for those. The buffers limit a
+launch's message; ``comm.transport.peer_all_reduce`` cuts longer ones.
 """
 
 from dataclasses import dataclass
@@ -43,10 +43,10 @@ class PeerBuffers:
         addresses: (W,) int64 on the kernels' device: the start of each process's buffer, as this process maps it.
         rank: of this process.
         send_bytes: size of a send buffer; the buffer for the sums holds a W-th of it.
-        num_blocks: of every launch; at most what the device runs at once.
-        failure: one int32 that the kernels write and the host reads without synchronizing (pinned memory): 0, or a bit
-            for each process that was late.
-        memory: an object that must live as long as the addresses.
+        num_blocks: blocks of every launch; at most as many as the device runs at once.
+        failure: one int32 in pinned memory that kernels write and the host reads without synchronizing: 0, or a bit for
+            each process that was late.
+        memory: an object that keeps the addresses valid.
     """
 
     addresses: Tensor
@@ -66,12 +66,12 @@ class PeerBuffers:
 
 
 def buffer_bytes(send_bytes: int, num_blocks: int, world_size: int) -> int:
-    """Size of one process's peer buffer. It must be zero before the first call of any process."""
+    """Return the size of one process's peer buffer, which must be zeroed before the first call of any process."""
     return header_bytes(num_blocks, world_size) + 2 * send_bytes + send_bytes // world_size
 
 
 def one_shot(x_N: Tensor, out_N: Tensor, peers: PeerBuffers, max_polls: int) -> None:
-    """``out_N`` = the sum of all processes' contiguous ``x_N``, at most ``peers.send_bytes`` long; all call alike."""
+    """Sum all processes' contiguous ``x_N`` of up to ``peers.send_bytes`` to ``out_N``; all must make the same call."""
     assert 0 < x_N.nbytes <= peers.send_bytes, f"{x_N.nbytes} B in a buffer of {peers.send_bytes}"
     plan = _plan(x_N.numel(), peers.num_blocks)
     sizes = header_bytes(peers.num_blocks, peers.world_size), peers.send_bytes
@@ -83,7 +83,7 @@ def one_shot(x_N: Tensor, out_N: Tensor, peers: PeerBuffers, max_polls: int) -> 
 class Part:
     """The part of every process's slice that one launch handles: numbers ``start`` to ``start + num_elems`` of each.
 
-    Slice j is numbers j * ``slice_elems`` to (j + 1) * ``slice_elems`` of the message, as far as there are any.
+    Slice j is numbers j * ``slice_elems`` to (j + 1) * ``slice_elems`` of the message, cut at the message's end.
     """
 
     slice_elems: int
@@ -92,7 +92,7 @@ class Part:
 
 
 def max_part_elems(peers: PeerBuffers, elem_bytes: int, fmt: BlockFormat | None, out_fmt: BlockFormat | None) -> int:
-    """The longest part that the buffers hold, in whole groups of both formats and whole vectors; may be 0."""
+    """Return the longest part that fits the buffers, in whole groups of both formats and whole vectors; may be 0."""
     multiple = 128
     slot_bytes = peers.send_bytes // peers.world_size // _ALIGNMENT * _ALIGNMENT
     return multiple * min(
@@ -110,11 +110,11 @@ def two_shot(
     out_fmt: BlockFormat | None,
     max_polls: int,
 ) -> None:
-    """Fill one ``part`` of every slice of ``out_N`` with the sums of all processes' contiguous ``x_N``; all call alike.
+    """Sum one ``part`` of every slice of all processes' contiguous ``x_N`` to ``out_N``; all must make the same call.
 
     Args:
-        fmt: of the slots on the wire; None: plain numbers.
-        out_fmt: of the sums on the wire; None: rounded to the numbers' type.
+        fmt: format of the slots on the wire; None: plain numbers.
+        out_fmt: format of the sums on the wire; None: rounded to the numbers' type.
     """
     assert part.num_elems <= max_part_elems(peers, x_N.element_size(), fmt, out_fmt), f"{part} is too long"
     plan = _plan(part.num_elems, peers.num_blocks, fmt, out_fmt)
@@ -132,7 +132,7 @@ def _plan(num_elems: int, num_blocks: int, *formats: BlockFormat | None) -> Tile
 
 
 def _sizes(plan: TilePlan, *lengths: int) -> tuple[int, int, int, int]:
-    """ROWS, ELEMS, TILES and BEYOND of kernels whose messages begin and end at these ``lengths``."""
+    """Return ROWS, ELEMS, TILES and BEYOND for kernels whose messages begin and end at these ``lengths``."""
     beyond = ANY if any(length % plan.elems for length in lengths) else ROWS
     return plan.rows, plan.elems, plan.num_tiles, beyond.value
 

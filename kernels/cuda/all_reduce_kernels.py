@@ -1,4 +1,4 @@
-"""The kernels of ``cuda.all_reduce``, which explains them and their arguments."""
+"""The Triton kernels of ``cuda.all_reduce``, which documents them and their arguments."""
 
 # Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
@@ -134,7 +134,7 @@ def _share(
     TILES: tl.constexpr,
     BEYOND: tl.constexpr,
 ):
-    """Own numbers to the own buffer."""
+    """Copy or encode one row of this process's numbers to its own buffer."""
     row_B = row + tl.arange(0, ROWS).to(tl.int64)
     tiles = load_tiles(x, row_B * ELEMS, num_elems, ELEMS, TILES, BEYOND)
     _put(_at(headers, rank, at), x, row_B, num_elems, tiles, fmt, False, ELEMS, BEYOND)
@@ -157,7 +157,7 @@ def _add(
     TILES: tl.constexpr,
     BEYOND: tl.constexpr,
 ):
-    """The sum of what all processes have ``at`` one place of their buffers to ``target``; NaN unless ``valid``."""
+    """Sum the numbers at offset ``at`` of all processes' buffers to ``target``; NaN unless ``valid``."""
     row_B = row + tl.arange(0, ROWS).to(tl.int64)
     rotated: tl.constexpr = _stays_rotated(fmt, out_fmt)
     total = _take(_at(headers, 0, at), like, row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)
@@ -180,7 +180,7 @@ def _collect(
     TILES: tl.constexpr,
     BEYOND: tl.constexpr,
 ):
-    """One owner's sums to the result; NaN unless ``valid``."""
+    """Copy or decode one owner's sums to the result; NaN unless ``valid``."""
     row_B = row + tl.arange(0, ROWS).to(tl.int64)
     tiles = _take(source, out, row_B, num_elems, fmt, False, ELEMS, TILES, BEYOND)
     store_tiles(out, row_B * ELEMS, num_elems, _only_if(valid, tiles), BEYOND)
@@ -188,7 +188,7 @@ def _collect(
 
 @triton.jit
 def _slot(owner, num_elems, slice_elems, part_start, part_elems):
-    """The start of this launch's part of an owner's slice in the message, and its length, maybe 0."""
+    """Return the start in the message of this launch's part of an owner's slice, and its length, which may be 0."""
     start = tl.cast(owner, tl.int64) * slice_elems + part_start
     left = tl.minimum(slice_elems - part_start, num_elems - start)
     return start, tl.maximum(tl.minimum(left, part_elems), 0).to(tl.int32)

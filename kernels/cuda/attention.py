@@ -1,14 +1,14 @@
 """Paged causal attention on a GPU; ``kernels.attention`` documents the arguments.
 
-Prefill rows and decode rows have a kernel each (``attention_prefill``, ``attention_decode``): tiles of queries fill the matrix
-units for the first, chunks of keys fill the device for the second. The kernel changes a row's last bits, and depends only on
-the kind of the row, as in ``linear``.
+Prefill rows and decode rows have separate kernels (``attention_prefill``, ``attention_decode``): tiles of queries fill
+the matrix units for prefill, chunks of keys fill the device for decode. The two kernels differ in a row's last bits,
+and the choice depends only on the kind of row, as in ``linear``.
 
-A row's bits depend on its own sequence alone: key tiles and chunks begin at position 0 and have one size for all batches, a
-row of a matrix product does not depend on the tile's other rows, and a tile of keys that a row does not see changes
-nothing. Other sequences, the cuts of a prompt into chunks, and the number of programs that share a row's keys change no
-bit. The one exception: an inf or NaN among the values of a prompt's later tokens reaches the earlier rows of their tile,
-because 0 times either is NaN.
+A row's bits depend on its own sequence alone. Key tiles and chunks begin at position 0 and have one size for all
+batches, a row of a matrix product does not depend on the tile's other rows, and a tile of masked keys changes nothing.
+Other sequences, the cuts of a prompt into chunks, and the number of programs that share a row's keys change no bit. The
+one exception: an inf or NaN among the values of a prompt's later tokens reaches earlier rows of their tile, because 0
+times either is NaN.
 """
 
 import math
@@ -37,15 +37,15 @@ def paged_attention(
     num_decode_rows: int = 0,
     groups: HeadGroups | None = None,
 ) -> Tensor:
-    """``attention.paged_attention`` for CUDA tensors. The host does not wait for the device.
+    """Compute ``attention.paged_attention`` for CUDA tensors. The host does not wait for the device.
 
     Invalid lengths and blocks are not detected. A decode row with a context length of 0 is padding and becomes zeros.
 
     Args:
         scale: above 0.
-        num_decode_rows: of the first sequences; a sequence that begins before this row ends there or earlier.
+        num_decode_rows: number of decode rows, which come first; no sequence has both decode and prefill rows.
     Raises:
-        ValueError: shapes, dtypes or strides that do not match, or heads that are too large for the kernels.
+        ValueError: shapes, dtypes or strides do not match, or heads are too large for the kernels.
     """
     groups = groups or even_groups(q_THE, k_cache_NKPE)
     check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, groups)

@@ -1,9 +1,9 @@
-"""Attention of decode rows on a GPU: each row's keys in chunks of CHUNK_KEYS, spread over programs, then merged.
+"""Attention of decode rows on a GPU: programs process each row's keys in chunks of CHUNK_KEYS, which are then merged.
 
-A decode row reads all its keys and values for a few query heads, so memory bandwidth is the limit, and one program a row
-would leave most of the device idle. Chunks are cut at multiples of CHUNK_KEYS for all batches, each written to its own
-place of a scratch tensor, and merged in order. The number of programs that share a row's chunks is chosen to fill the
-device. So a row's bits depend on its own keys alone.
+A decode row reads all its keys and values for a few query heads, so memory bandwidth is the limit, and one program per
+row would leave most of the device idle. The number of programs that share a row's chunks is chosen to fill the device.
+Chunks are cut at multiples of CHUNK_KEYS for all batches, each is written to its own place in a scratch tensor, and
+they are merged in order, so a row's bits depend on its own keys alone.
 
 Source: Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
@@ -52,12 +52,12 @@ def attend_decode_rows(
     *,
     scratch_bytes: int = _SCRATCH_BYTES,
 ) -> None:
-    """``attention.paged_attention`` for the first ``num_rows`` rows, into ``out_THE``.
+    """Compute ``attention.paged_attention`` for the first ``num_rows`` rows into ``out_THE``.
 
     A row without keys, of a sequence whose context is shorter than its rows, becomes zeros.
 
     Cost: one launch if the block table has room for one chunk, otherwise two for each round of rows; scratch memory of
-    4 (E + 2) bytes a head and chunk of the table.
+    4 (E + 2) bytes per head and chunk of the table.
     """
     _, num_heads, head_dim = q_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
@@ -111,12 +111,12 @@ def attend_decode_rows(
 
 
 def keys_at_once(width: int, dtype: torch.dtype) -> int:
-    """Keys of a key tile: 16 KiB of keys and values for heads padded to ``width`` numbers."""
+    """Return the keys of a key tile: 16 KiB of keys and values for heads padded to ``width`` numbers."""
     return min(64, max(16, 8192 // (width * dtype.itemsize)))
 
 
 def _scratch(q_THE: Tensor, num_rows: int, max_chunks: int) -> tuple[Tensor, Tensor]:
-    """Scratch for the chunks' weighted sums of values, and for their maxima and sums of weights; empty for one chunk."""
+    """Allocate scratch for chunks' weighted sums of values, and for maxima and sums of weights; empty for one chunk."""
     _, num_heads, head_dim = q_THE.shape
     shape = (num_rows, max_chunks, num_heads) if max_chunks > 1 else (0, 0, 0)
     sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_THE.device)
@@ -131,7 +131,7 @@ def _num_processors(device: torch.device) -> int:
 
 @triton.jit
 def _keys_of_row(row, query_start, context_lens, num_seqs):
-    """A packed row's sequence, and the number of keys it sees; its own key is the last."""
+    """Return a packed row's sequence, and the number of keys that it attends to, with its own key last."""
     seq = sequence_of(row, query_start, num_seqs, 0, 1, 0)
     return seq, tl.load(context_lens + seq) - (tl.load(query_start + seq + 1) - row) + 1
 
@@ -170,7 +170,7 @@ def _attend_chunks(
     CHUNK: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Chunks ``share``, ``share + sharing``, ... of one row and KV head, to the scratch; or the only one, to ``out``."""
+    """Attend chunks ``share``, ``share + sharing``, ... of one row and KV head to scratch, or one chunk to ``out``."""
     share = tl.program_id(0) % sharing
     kv_head = tl.program_id(0) // sharing % KV_HEADS
     place = tl.program_id(0) // sharing // KV_HEADS
@@ -224,7 +224,7 @@ def _merge_chunks(
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """The chunks of one row and query head, rescaled to their largest maximum and added in order, AT_ONCE at a time."""
+    """Merge the chunks of one row and query head: rescale to the largest maximum, add in order, AT_ONCE at a time."""
     head = tl.program_id(0) % HEADS
     place = tl.program_id(0) // HEADS
     row = first_row + place
@@ -255,5 +255,5 @@ def _merge_chunks(
 
 @triton.jit
 def _divisor(total):
-    """1 for a row without keys, whose weights add up to 0."""
+    """Return the sum of weights, or 1 for a row without keys, whose sum is 0."""
     return tl.where(total == 0, 1.0, total)

@@ -1,8 +1,8 @@
-"""Attention of prefill rows on a GPU: one program a tile of queries, with an online softmax over tiles of keys.
+"""Attention of prefill rows on a GPU: one program per tile of queries, with an online softmax over tiles of keys.
 
-A program takes up to QUERIES tokens of one sequence, times the query heads of one KV head. Key tiles that all its rows see
-whole need no masks; those at the diagonal do; those beyond are skipped. A program finds its tile from ``query_start`` on the
-device, so the host need not read the device to know the number of programs.
+A program handles up to QUERIES tokens of one sequence, times the query heads of one KV head. Key tiles at the diagonal
+are masked, those before it need no mask, and those beyond it are skipped. A program finds its tile from ``query_start``
+on the device, so the host need not read the device to know the number of programs.
 
 Source: FlashAttention-2, arXiv 2307.08691.
 """
@@ -22,11 +22,11 @@ from tightwire.kernels.spec.attention import HeadGroups
 
 
 def tile_sizes(width: int, heads_per_kv_head: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Rows of a tile, keys of a key tile, and warps, for heads padded to ``width`` numbers.
+    """Return rows of a tile, keys of a key tile, and warps, for heads padded to ``width`` numbers.
 
-    The same for every batch, or a row's bits would depend on it. Two key tiles in flight fit the 99 KiB of shared memory
-    that a program gets on an L40 or RTX 4090, and with up to 32 heads a KV head ptxas finds registers for them on all GPUs
-    from the A100 to the H200 (in float32 it spills up to four of a thread's).
+    The same for every batch, or a row's bits would depend on it. Two key tiles in flight fit the 99 KiB of shared
+    memory that a program gets on an L40 or RTX 4090, and with up to 32 heads a KV head ptxas finds registers for them
+    on all GPUs from the A100 to the H200 (in float32 it spills up to four of a thread's).
     """
     if dtype == torch.float32:
         rows, keys = 32, 16
@@ -47,9 +47,9 @@ def attend_prefill_rows(
     groups: HeadGroups,
     out_THE: Tensor,
 ) -> None:
-    """``attention.paged_attention`` for the sequences that begin at ``first_row`` or after it, into ``out_THE``.
+    """Compute ``attention.paged_attention`` for the sequences that begin at ``first_row`` or later into ``out_THE``.
 
-    Cost: one launch; at most B programs a KV head that find no tile and end at once.
+    Cost: one launch; at most B programs per KV head find no tile and exit.
     """
     num_tokens, num_heads, head_dim = q_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape

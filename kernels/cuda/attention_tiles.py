@@ -1,11 +1,11 @@
-"""Parts of both GPU attention kernels: finding a sequence in the packed batch, and attending one tile of keys.
+"""Functions of both GPU attention kernels: find a sequence in the packed batch, and attend to one tile of keys.
 
 A tile of R rows belongs to one sequence and one KV head: some tokens times the query heads of that KV head, so keys and
-values are read once for all of them. Its state is each row's largest score (in powers of two), the sum of its weights
-under that maximum, and the weighted sum of the values.
+values are read once for all of them. Its state is each row's largest score (base-2 exponent), the sum of its weights
+relative to that maximum, and the weighted sum of the values.
 
-Keys come in tiles that begin at multiples of their size from position 0. A tile of which a row sees nothing does not
-change the row's state: weights of 0, a rescaling by 1.
+Key tiles begin at multiples of their size from position 0. A tile that is fully masked for a row does not change the
+row's state: the weights are 0 and the rescaling is 1.
 """
 
 # Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
@@ -24,9 +24,9 @@ _HIDDEN = tl.constexpr(float("-inf"))
 def sequence_of(item, query_start, num_seqs, first_row, TILE: tl.constexpr, GAP: tl.constexpr):
     """The sequence that ``item`` belongs to, by binary search: the last one whose first item is not after it.
 
-    Rows (TILE 1, GAP 0) are packed. Tiles of TILE rows are numbered with a gap of up to one before each sequence (GAP 1),
-    so that a sequence's first number follows from ``query_start`` alone, without a sum over those before. Rows before
-    ``first_row`` have no tiles.
+    Rows (TILE 1, GAP 0) are packed. Tiles of TILE rows are numbered with a gap of up to one before each sequence (GAP
+    1), so that a sequence's first number follows from ``query_start`` alone, without a sum over those before. Rows
+    before ``first_row`` have no tiles.
     """
     low = 0
     high = num_seqs
@@ -41,7 +41,7 @@ def sequence_of(item, query_start, num_seqs, first_row, TILE: tl.constexpr, GAP:
 
 @triton.jit
 def load_operand(source, places, mask):
-    """Numbers as ``tl.dot`` takes them; ``mask`` may be None. The interpreter's dot knows no bfloat16."""
+    """Load numbers in a type that ``tl.dot`` takes; ``mask`` may be None. The interpreter's dot has no bfloat16."""
     pointers = raw(source) + places if INTERPRETED else source + places
     stored = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
     if INTERPRETED:
@@ -52,7 +52,7 @@ def load_operand(source, places, mask):
 
 @triton.jit
 def _rounded_operand(x, dtype: tl.constexpr):
-    """Float32 rounded to ``dtype``, as ``tl.dot`` takes it."""
+    """Round float32 to ``dtype``, in a type that ``tl.dot`` takes."""
     if INTERPRETED:
         return widened(narrowed(x, dtype))
     else:
@@ -78,10 +78,10 @@ def attend_keys(
     PAGE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The state of a tile after the keys at ``first`` to ``first + KEYS``, of which a row sees those up to its position.
+    """Return a tile's state after keys ``first`` to ``first + KEYS``. A row attends to keys up to its own position.
 
-    ``blocks`` is the sequence's row of the block table, ``head_place`` where the KV head begins in a block, PAGE the
-    tokens in one. WHOLE: every row sees every key. Otherwise keys from ``end`` on are not read; they may be NaN.
+    ``blocks`` is the sequence's row of the block table, ``head_place`` the KV head's offset in a block, PAGE the tokens
+    per block. WHOLE: no key is masked. Otherwise keys from ``end`` on are not read; they may be NaN.
     """
     maximum_R, total_R, sum_RE = state
     dtype: tl.constexpr = k_cache.dtype.element_ty
@@ -112,7 +112,7 @@ def attend_keys(
 
 @triton.jit
 def no_keys(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The initial state of a tile."""
+    """Return the initial state of a tile."""
     return (
         tl.full((ROWS,), LOWEST, tl.float32),
         tl.zeros((ROWS,), tl.float32),

@@ -1,23 +1,24 @@
-"""A barrier among programs of several processes inside a kernel, by words in memory that all processes map.
+"""A barrier inside a kernel among programs of several processes, through memory that all processes map.
 
 Each process owns a header of 32-bit words, initially zero, that all others can write:
 
     dead        one word: 1 after a wait of this process has failed; it does not wait again
-    calls       for each of its B blocks, the calls it has made
+    calls       for each of its B blocks, the number of calls it has made
     barriers    for each block, the number of barriers it has reached
-    arrivals    for each block and each process, the last barrier that the process's block of the same number has reached
+    arrivals    for each block and each process, the last barrier that the process's block of the same number has
+    reached
 
-Blocks wait only for the blocks of the same number, so all processes must launch the same number of them, and no more than
-the device runs at once. A block writes the number of the barrier at every peer, then waits until its own header shows that
-number, or a later one, for each. All numbers are counted on the device and the host's arguments never change, so a captured
-CUDA graph may be replayed.
+Blocks wait only for blocks with the same number, so all processes must launch the same number of blocks, and no more
+than the device runs at once. A block writes the barrier's number to every peer's header, then waits until its own
+header has that number, or a later one, from each peer. The device counts all numbers and the host's arguments never
+change, so a captured CUDA graph may be replayed.
 
-Ordering: counting the barrier is an atomic operation that releases the block's earlier writes to the whole system; reads
-of the arrivals acquire. Peers are written by plain stores, because PCIe carries no atomic operation from one
-GPU to another's memory, and every process polls its own memory, which costs the link nothing.
+Ordering: counting the barrier is an atomic operation that releases the block's earlier writes to the whole system;
+reads of the arrivals acquire. Peers are written with plain stores, because PCIe carries no atomic operations between
+GPUs. Every process polls its own memory, which causes no traffic on the link.
 
-Waiting is bounded by a number of polls, not by a clock: there is none that a compiled kernel and the interpreter can both
-read. A poll takes about a microsecond on a GPU.
+Waiting is bounded by a number of polls, because no clock is available both to a compiled kernel and to the interpreter.
+A poll takes about a microsecond on a GPU.
 """
 
 import os
@@ -43,21 +44,21 @@ _pause = _offer_core if knobs.runtime.interpret else _nothing
 
 
 def header_bytes(num_blocks: int, world_size: int) -> int:
-    """Bytes of the header, to a multiple of 128, which aligns the bytes after it for any load."""
+    """Return the bytes of the header, a multiple of 128, which aligns the bytes after it for any load."""
     num_words = 1 + 2 * num_blocks + num_blocks * world_size
     return -(-num_words * _WORD_BYTES // 128) * 128
 
 
 @triton.jit
 def begin_call(headers, rank):
-    """The number of this block's call, counted from 0, and 1 if a wait has failed before, else 0."""
+    """Return the number of this block's call, counted from 0, and 1 if a wait has failed before, else 0."""
     words = _words(headers, rank)
     return tl.load(words + 1 + tl.program_id(0)), tl.load(words)
 
 
 @triton.jit
 def end_call(headers, rank, number, dead, late, failure):
-    """Count the call. If a process was ``late`` for the first time, record it here and in ``failure``, for the host."""
+    """Count the call. If a process was ``late`` for the first time, record it in the header and in ``failure``."""
     words = _words(headers, rank)
     tl.debug_barrier()  # all threads have read the number
     tl.store(words + 1 + tl.program_id(0), number + 1)
@@ -68,7 +69,7 @@ def end_call(headers, rank, number, dead, late, failure):
 
 @triton.jit
 def wait_for_peers(headers, rank, max_polls, WORLD: tl.constexpr):
-    """Wait for this block's peers; returns a bit for each that did not arrive within ``max_polls``.
+    """Wait for this block's peers; returns a bit for each peer that did not arrive within ``max_polls``.
 
     ``headers``: addresses of all processes' headers (int64).
     """

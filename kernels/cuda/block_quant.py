@@ -1,7 +1,7 @@
-"""Block quantization on a GPU: the reference's bytes, in one pass over memory per function.
+"""Block quantization on a GPU, byte-identical to the reference, in one pass over memory per function.
 
-In Triton's interpreter (TRITON_INTERPRET=1 before the first import of triton)
-the same kernels take CPU tensors, which is how they are tested without a GPU.
+In Triton's interpreter (TRITON_INTERPRET=1 before the first import of triton) the same kernels take CPU tensors, so
+they can be tested without a GPU.
 """
 
 import torch
@@ -23,7 +23,7 @@ NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
-    """``block_quant.encode_reference``, into ``out`` when given.
+    """Compute ``block_quant.encode_reference``, into ``out`` if given.
 
     Raises:
         ValueError: ``x_N`` is not a contiguous vector of float32, bfloat16 or float16, or ``out`` does not fit.
@@ -38,7 +38,7 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
 
 
 def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """``block_quant.decode_reference``, into ``out`` when given.
+    """Compute ``block_quant.decode_reference``, into ``out`` if given.
 
     Raises:
         ValueError: ``buf`` or ``out`` does not fit ``num_elems``.
@@ -56,7 +56,7 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
 
 
 def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
-    """``block_quant.decode_add_reference``.
+    """Compute ``block_quant.decode_add_reference``.
 
     Raises:
         ValueError: ``buf`` does not fit ``sum_N``, or ``sum_N`` is not a contiguous float32 vector.
@@ -76,10 +76,10 @@ def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
 def decode_reduce_encode(
     bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor | None = None
 ) -> Tensor:
-    """``block_quant.decode_reduce_encode_reference``, into ``out`` when given; the sum never leaves the registers.
+    """Compute ``block_quant.decode_reduce_encode_reference``, into ``out`` if given; the sum stays in registers.
 
     Raises:
-        ValueError: no ``bufs``, or one of them or ``out`` does not fit ``num_elems``.
+        ValueError: ``bufs`` is empty, or one of them or ``out`` does not fit ``num_elems``.
     """
     if not bufs:
         raise ValueError("decode_reduce_encode needs at least one buffer to add")
@@ -94,7 +94,7 @@ def decode_reduce_encode(
 
 
 class TilePlan:
-    """The cut of a message into blocks of ``rows`` times ``elems`` numbers, for kernels that handle these formats together.
+    """The cut of a message into blocks of ``rows`` times ``elems`` numbers, for kernels that use all these formats.
 
     ``program_elems``: numbers in a block; the default suits long messages.
     """
@@ -111,7 +111,7 @@ class TilePlan:
         return -(-num_elems // (self.rows * self.elems))
 
     def sizes(self, num_elems: int) -> tuple[int, int, int, int]:
-        """ROWS, ELEMS, TILES and BEYOND of kernels that take blocks of a message of ``num_elems``."""
+        """Return ROWS, ELEMS, TILES and BEYOND for kernels over a message of ``num_elems``."""
         return self.rows, self.elems, self.num_tiles, ends(num_elems, self.elems, self.rows)
 
 
@@ -170,7 +170,7 @@ def _decode(
     TILES: tl.constexpr,
     BEYOND: tl.constexpr,
 ):
-    """To ``out``, or with ADD added to it."""
+    """Decode to ``out``, or with ADD add to it."""
     row_B = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tiles = decode_row(buf, row_B, num_elems, fmt, False, ELEMS, TILES, BEYOND)
     if ADD:
@@ -190,7 +190,7 @@ def _decode_reduce_encode(
     TILES: tl.constexpr,
     BEYOND: tl.constexpr,
 ):
-    """``bufs``: a tuple of pointers, added in its order."""
+    """Decode, add and encode. ``bufs``: a tuple of pointers, added in its order."""
     row_B = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     rotated: tl.constexpr = stays_rotated(fmt, out_fmt)
     total = decode_row(bufs[0], row_B, num_elems, fmt, rotated, ELEMS, TILES, BEYOND)

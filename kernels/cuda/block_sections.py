@@ -1,7 +1,7 @@
-"""The sections of a block-quantized message (``block_format``), read and written inside a Triton kernel.
+"""Reads and writes the sections of a block-quantized message (``block_format``) inside a Triton kernel.
 
-Codes come as tiles (``block_tiles``): numbers that share a byte are at one place of different tiles, so a plane is packed
-and unpacked by shifts within each thread.
+Codes come as tiles (``block_tiles``): numbers that share a byte are at one place of different tiles, so a plane is
+packed and unpacked by shifts within each thread.
 """
 
 # Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
@@ -31,7 +31,7 @@ def store_plane(target, plane: tl.constexpr, group_B, num_groups, codes, kept_B,
 
 @triton.jit
 def _load_plane(source, plane: tl.constexpr, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
-    """The plane's bytes as pieces of the tiles' width, int32."""
+    """Load the plane's bytes as int32 pieces of the tiles' width."""
     width: tl.constexpr = fmt.group_elems // num_tiles
     size: tl.constexpr = fmt.plane_bytes[plane]
     section = source + num_groups * fmt.section_offsets[plane]
@@ -59,7 +59,7 @@ def load_codes(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles
 
 @triton.jit
 def _unpacked(pieces, tile: tl.constexpr, bits: tl.constexpr):
-    """The fields of a plane's bytes that belong to ``tile``."""
+    """Return the bit fields of a plane's bytes that belong to ``tile``."""
     return _field(pieces[tile % len(pieces)], bits * (tile // len(pieces)), bits)
 
 
@@ -70,7 +70,7 @@ def _field(code, shift: tl.constexpr, bits: tl.constexpr):
 
 @triton.jit
 def load_bf16(source, section: tl.constexpr, group_B, num_groups, kept_B, fmt: tl.constexpr):
-    """(B,) the groups' own numbers as float32. Read byte by byte, because a message may have an odd address."""
+    """Load (B,) one number per group as float32. Reads single bytes, because a message may have an odd address."""
     place_B = num_groups * fmt.section_offsets[section] + 2 * group_B
     low_B = tl.load(source + place_B, mask=kept_B).to(tl.int32)
     high_B = tl.load(source + place_B + 1, mask=kept_B).to(tl.int32)

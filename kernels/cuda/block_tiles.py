@@ -1,14 +1,15 @@
-"""Block quantization inside a Triton kernel: numbers in registers to bytes in memory, and back. Launches nothing.
+"""Block quantization inside a Triton kernel: converts numbers in registers to bytes in memory, and back.
 
-``cuda.block_quant`` and ``cuda.all_reduce_kernels`` build their kernels from these functions; ``block_quant`` is the specification
-and ``block_format`` the layout, kept to the byte.
+``cuda.block_quant`` and ``cuda.all_reduce_kernels`` build their kernels from these functions. The bytes are exactly
+those of ``block_quant`` in the layout of ``block_format``.
 
-A kernel holds B groups of g numbers as R tiles of shape (B, W), W = g / R: number e of a group is in column e % W of tile
-e // W. With R = 8 / (the narrowest plane's bits), or a multiple, the numbers that share a byte are at one place of
-different tiles, so a plane is packed and unpacked by shifts within each thread and no lane is moved.
+A kernel holds B groups of g numbers as R tiles of shape (B, W), W = g / R: number e of a group is in column e % W of
+tile e // W. R is 8 / (the narrowest plane's bits), or a multiple. Then the numbers that share a byte are at the same
+place of different tiles, so a plane is packed and unpacked by shifts within each thread, without moves between threads.
 
-The same source runs compiled, and in Triton's interpreter on CPU memory. So there is no inline assembly; a division is
-``div_rn``; kernels that encode must be launched with ``enable_fp_fusion=False``, as a fused multiply-add rounds otherwise.
+The same source runs compiled, and in Triton's interpreter on CPU memory. So there is no inline assembly, and divisions
+use ``div_rn``. Kernels that encode must be launched with ``enable_fp_fusion=False``, because fused multiply-adds round
+differently.
 """
 
 # Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
@@ -41,7 +42,7 @@ _TO_WHOLE = tl.constexpr(12582912.0)
 
 @triton.constexpr_function
 def stays_rotated(fmt, out_fmt):
-    """True when a sum of messages in ``fmt`` that is encoded as ``out_fmt`` is computed from rotated numbers."""
+    """Return True if a sum of messages in ``fmt``, encoded as ``out_fmt``, is computed from rotated numbers."""
     return fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
 
 
@@ -59,7 +60,7 @@ def decode_row(
     num_tiles: tl.constexpr,
     beyond: tl.constexpr,
 ):
-    """The numbers ``row_B * elems`` to ``(row_B + 1) * elems`` of a message of ``num_elems`` at ``source``, as tiles.
+    """Decode numbers ``row_B * elems`` to ``(row_B + 1) * elems`` of a message of ``num_elems`` at ``source`` to tiles.
 
     ``rotated``: leave them rotated. Numbers ``beyond`` the end are undefined.
     """
@@ -85,7 +86,7 @@ def encode_row(
     elems: tl.constexpr,
     beyond: tl.constexpr,
 ):
-    """The inverse of ``decode_row``; the last group is filled up as the format requires. ``rotated``: the numbers already are."""
+    """Encode tiles: the inverse of ``decode_row``. Pads the last group. ``rotated``: the numbers are already rotated."""
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = elems // fmt.group_elems
     per_group: tl.constexpr = len(tiles) // per_row
@@ -102,7 +103,7 @@ def encode_row(
 
 @triton.jit
 def _filled(tiles, first_B, num_elems):
-    """Put number ``num_elems - 1`` in all places beyond it."""
+    """Copy number ``num_elems - 1`` to all places after it."""
     width: tl.constexpr = tiles[0].shape[1]
     last_B = tl.zeros(first_B.shape, tl.float32)
     for r in tl.static_range(len(tiles)):
@@ -122,7 +123,7 @@ def _filled(tiles, first_B, num_elems):
 def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, beyond: tl.constexpr):
     """Write groups ``group_B`` of a message of ``num_groups`` at ``target`` (bytes). Rotated formats: rotate first.
 
-    Groups from ``num_groups`` on are left out.
+    Groups from ``num_groups`` on are not written.
     """
     top: tl.constexpr = FLOAT8_MAX if fmt.float8 else (fmt.max_code if fmt.has_zeros else fmt.max_level)
     own: tl.constexpr = len(fmt.plane_bits)  # the start of the sections of the groups' own numbers: the scales
@@ -163,7 +164,7 @@ def _encode(target, group_B, num_groups, tiles, fmt: tl.constexpr, beyond: tl.co
 
 @triton.jit
 def _decode(source, group_B, num_groups, fmt: tl.constexpr, num_tiles: tl.constexpr, beyond: tl.constexpr):
-    """Groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles, still rotated where the format rotates."""
+    """Read groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles, rotated if the format rotates."""
     own: tl.constexpr = len(fmt.plane_bits)
     width: tl.constexpr = fmt.group_elems // num_tiles
     kept_B = None if beyond == NOTHING else group_B < num_groups
@@ -200,7 +201,7 @@ def _log2(power_of_two):
 
 @triton.jit
 def _rotated(tiles):
-    """Each group times the Hadamard matrix of its size: rounds of a + b, a - b over strides 1, 2, 4, ... in this order."""
+    """Multiply each group by the Hadamard matrix of its size: rounds of a + b, a - b over strides 1, 2, 4, ..."""
     rows: tl.constexpr = tiles[0].shape[0]
     width: tl.constexpr = tiles[0].shape[1]
     mixed = ()
@@ -224,7 +225,7 @@ def _rotated(tiles):
 
 @triton.jit
 def _unrotated(tiles, elems: tl.constexpr):
-    """The matrix is its own inverse but for the factor ``elems``, a power of two."""
+    """Invert ``_rotated``. The matrix is its own inverse except for the factor ``elems``, a power of two."""
     result = ()
     rotated = _rotated(tiles)
     for r in tl.static_range(len(tiles)):
@@ -237,10 +238,10 @@ def _unrotated(tiles, elems: tl.constexpr):
 
 @triton.jit
 def _extremes(tiles):
-    """(B,) the smallest and the largest number of each group, and whether all of its numbers are finite.
+    """Return (B,) each group's smallest and largest number, and whether all of its numbers are finite.
 
-    Compared as integers that order as the numbers do, -0 just below 0 and NaNs beyond both infinities: one minimum and
-    one maximum see everything.
+    Numbers are compared as integers with the same order, -0 just below 0 and NaNs beyond both infinities, so one
+    minimum and one maximum are enough.
     """
     lowest_BW = _key(tiles[0])
     highest_BW = lowest_BW
@@ -266,7 +267,7 @@ def _from_key(key):
 
 @triton.jit
 def _first_place(tiles, value_B):
-    """(B,) the first place of ``value_B`` in each group; g if it has none (a group with a NaN)."""
+    """Return (B,) the first place of ``value_B`` in each group; g if there is none (a group with a NaN)."""
     width: tl.constexpr = tiles[0].shape[1]
     elems: tl.constexpr = width * len(tiles)
     place_B = tl.full(value_B.shape, elems, tl.int32)
@@ -278,7 +279,7 @@ def _first_place(tiles, value_B):
 
 @triton.jit
 def _extremes_without(tiles, low_place_B, high_place_B):
-    """(B,) the smallest and the largest of each group's numbers but for those in two places."""
+    """Return (B,) each group's smallest and largest number, except for the numbers in two places."""
     width: tl.constexpr = tiles[0].shape[1]
     low_B = tl.full(low_place_B.shape, float("inf"), tl.float32)
     high_B = tl.full(low_place_B.shape, float("-inf"), tl.float32)
@@ -292,10 +293,10 @@ def _extremes_without(tiles, low_place_B, high_place_B):
 
 @triton.jit
 def _codes(tiles, zero_B1, inverse_B1, mask_B1, fmt: tl.constexpr):
-    """Numbers in units of the scale, counted from the zero, rounded to codes; ``mask_B1`` 0 makes a group's codes 0.
+    """Round numbers to codes, in units of the scale from the zero; ``mask_B1`` 0 makes a group's codes 0.
 
     The scale and the zero are rounded outwards, so no number leaves the codes' range by more than float32's rounding,
-    and clamping would change nothing. Reserved spikes do leave it.
+    and clamping would change nothing. Reserved spikes do leave the range.
     """
     codes = ()
     for r in tl.static_range(len(tiles)):
@@ -314,7 +315,7 @@ def _codes(tiles, zero_B1, inverse_B1, mask_B1, fmt: tl.constexpr):
 
 @triton.jit
 def _float8_bits(x):
-    """e4m3 bits of a number of at most 448, rounded to nearest even, by integers: any device, and the interpreter."""
+    """Round a number of at most 448 to e4m3 bits, to nearest even, with integer code that runs anywhere."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude_bits = bits & 0x7FFFFFFF
     normal = ((magnitude_bits + 0x7FFFF + ((magnitude_bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -326,7 +327,7 @@ def _float8_bits(x):
 
 @triton.jit
 def _from_float8(code):
-    """e4m3 bits as float32; 0x7F and 0xFF are NaN."""
+    """Convert e4m3 bits to float32; 0x7F and 0xFF are NaN."""
     # The exponent counts from 7 instead of 127: a factor of 2^120, which makes normal numbers of subnormal ones too.
     magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
     value = (magnitude.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)

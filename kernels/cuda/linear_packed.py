@@ -1,7 +1,7 @@
-"""Products with packed weights on a GPU: blocks are read once, unpacked in registers, and multiplied there.
+"""Matrix products with packed weights on a GPU: blocks are read once, and unpacked and multiplied in registers.
 
-For decode rows, whose products are limited by reading the weights. Each program computes a tile of the result, block after
-block of the weights' rows.
+They are meant for decode rows, whose products are limited by reading the weights. Each program computes a tile of the
+result, one block of the weights' rows at a time.
 """
 
 # Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
@@ -25,12 +25,12 @@ _HALF = tl.constexpr(16)  # numbers of a group that share bytes with the other s
 def linear_packed(
     x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``linear.linear_reference``, equal to it but for the order of the float32 sum: weights are rounded to x's dtype too.
+    """Compute ``linear.linear_reference``; only the order of the float32 sum differs.
 
     Args:
-        out_dtype: of the result; None: the dtype of x.
+        out_dtype: dtype of the result; None: the dtype of x.
     Raises:
-        ValueError: shapes or dtypes that do not match.
+        ValueError: shapes or dtypes do not match.
     """
     _check(x_TD, weight_OD, bias_O)
     (num_rows, depth), num_outputs = x_TD.shape, weight_OD.shape[0]
@@ -72,7 +72,7 @@ def _packed_product(
     PACKED: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """``halves`` are the ``blocks`` again, as float16: scales and minima are at even places."""
+    """Compute one tile. ``halves``: a float16 view of ``blocks``; scales and minima have even addresses."""
     num_tiles = tl.cdiv(num_outputs, _OUTPUTS)
     row_R = tl.program_id(0) // num_tiles * _ROWS + tl.arange(0, _ROWS)
     output_O = tl.program_id(0) % num_tiles * _OUTPUTS + tl.arange(0, _OUTPUTS)
@@ -113,7 +113,7 @@ def _packed_product(
 
 @triton.jit
 def _add_product(x_RH, weight_OH, total_RO, dtype: tl.constexpr):
-    """total + x @ weight^T for x as it was loaded through ``raw`` and float32 weights, which are rounded to ``dtype``."""
+    """Return total + x @ weight^T, with x as loaded through ``raw``, and float32 weights rounded to ``dtype``."""
     if dtype == tl.bfloat16:
         if INTERPRETED:  # it multiplies the 16 bits as integers
             x_RH = widened(x_RH)

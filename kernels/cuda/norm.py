@@ -1,6 +1,6 @@
-"""Root-mean-square normalization on a GPU: one pass over memory, one program a row.
+"""Root-mean-square normalization on a GPU: one pass over memory, one program per row.
 
-The residual sum, when there is one, is rounded to the numbers' type before it is normalized and kept, as by torch.
+The residual sum, if any, is rounded to the numbers' type before it is stored and normalized, as in torch.
 """
 
 # Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
@@ -19,10 +19,10 @@ _MAX_ROW_ELEMS = 1 << 16  # a row is held in the registers of one program
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """``norm.rms_norm_reference``, equal to it but for the order of the float32 sum over D and the root's last bit.
+    """Compute ``norm.rms_norm_reference``; only the order of the float32 sum over D and the root's last bit differ.
 
     Raises:
-        ValueError: shapes or dtypes that do not match, or rows too long for a program.
+        ValueError: shapes or dtypes do not match, or rows are too long for a program.
     """
     _check(x_TD, x_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
@@ -31,7 +31,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``norm.add_rms_norm_reference``: the normalized sum and the sum itself, both new tensors."""
+    """Compute ``norm.add_rms_norm_reference``: the normalized sum and the sum itself, both new tensors."""
     _check(x_TD, residual_TD, weight_D)
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     sum_TD = torch.empty_like(out_TD)

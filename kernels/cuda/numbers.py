@@ -1,6 +1,7 @@
-"""Numbers inside a Triton kernel: tensors of any of the project's types to float32 registers and back, exactly rounded.
+"""Converts tensors of the project's types to float32 registers and back inside a Triton kernel, exactly rounded.
 
-A kernel holds numbers as a tuple of tiles of one shape (B, W): rows of consecutive numbers, cut into the tiles' columns.
+A kernel holds numbers as a tuple of tiles of one shape (B, W): rows of consecutive numbers, cut into the tiles'
+columns.
 """
 
 # Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
@@ -19,7 +20,7 @@ NOTHING, ROWS, ANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 def ends(num_elems: int, elems: int, rows: int) -> int:
-    """NOTHING, ROWS or ANY for a message of ``num_elems`` that is taken in blocks of ``rows`` rows of ``elems``."""
+    """Return NOTHING, ROWS or ANY for a message of ``num_elems`` in blocks of ``rows`` rows of ``elems``."""
     if num_elems % elems:
         return ANY.value
     return ROWS.value if num_elems % (rows * elems) else NOTHING.value
@@ -27,7 +28,7 @@ def ends(num_elems: int, elems: int, rows: int) -> int:
 
 @triton.jit
 def load_tiles(source, first_B, end, elems: tl.constexpr, num_tiles: tl.constexpr, beyond: tl.constexpr):
-    """Float32 tiles of ``elems`` numbers from each place in ``first_B``; 0 where the place is not below ``end``."""
+    """Load float32 tiles of ``elems`` numbers from each place in ``first_B``; 0 for places from ``end`` on."""
     width: tl.constexpr = elems // num_tiles
     tiles = ()
     for r in tl.static_range(num_tiles):
@@ -59,7 +60,7 @@ def store_tiles(target, first_B, end, tiles, beyond: tl.constexpr):
 
 @triton.jit
 def raw(pointer):
-    """bfloat16 is read and written as 16-bit integers: exactly, also where the interpreter's conversions are not."""
+    """Reinterpret a bfloat16 pointer as 16-bit integers, because the interpreter's conversions are not exact."""
     if pointer.dtype.element_ty == tl.bfloat16:
         return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
     else:  # a kernel function has one return type, including code after a return
@@ -68,7 +69,7 @@ def raw(pointer):
 
 @triton.jit
 def widened(stored):
-    """Numbers loaded through ``raw``, as float32."""
+    """Convert numbers loaded through ``raw`` to float32."""
     if stored.dtype == tl.int16:
         return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -77,7 +78,7 @@ def widened(stored):
 
 @triton.jit
 def narrowed(x, dtype: tl.constexpr):
-    """Float32 rounded to nearest even, in the form that is stored through ``raw``."""
+    """Round float32 to nearest even, in the form that is stored through ``raw``."""
     if dtype == tl.bfloat16:
         if INTERPRETED:
             return bf16_bits(x).to(tl.int16)  # its conversion truncates
@@ -105,20 +106,20 @@ def from_bf16(bits):
 
 @triton.jit
 def bf16_above(x):
-    """The smallest bfloat16 not below a number >= 0."""
+    """Return the smallest bfloat16 not below a number >= 0."""
     return (x.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
 
 
 @triton.jit
 def bf16_below(x):
-    """The largest bfloat16 not above: towards zero for positive numbers, away from it for negative ones."""
+    """Return the largest bfloat16 not above: rounds positive numbers towards zero, negative ones away from it."""
     bits = x.to(tl.int32, bitcast=True)
     return (tl.where(bits < 0, bits + 0xFFFF, bits) >> 16) & 0xFFFF
 
 
 @triton.jit
 def bf16_bits(x):
-    """Rounded to nearest even; any NaN is the same one."""
+    """Return bfloat16 bits, rounded to nearest even; every NaN gives the same bits."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
     return tl.where((bits & 0x7FFFFFFF) <= 0x7F800000, rounded, _NAN_BF16)

@@ -1,4 +1,4 @@
-"""Rotation of queries and keys, and writing the cache, on a GPU in one pass over memory."""
+"""Rotates queries and keys and writes the KV cache on a GPU, in one pass over memory."""
 
 # Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
@@ -18,7 +18,7 @@ _PROGRAM_PAIRS = 1024  # each of 128 threads rotates eight pairs: a vector of 16
 def rotate_and_cache(
     qkv_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
 ) -> Tensor:
-    """``qkv.rotate_and_cache`` for CUDA tensors; see there. The queries are contiguous."""
+    """Compute ``qkv.rotate_and_cache`` for CUDA tensors. The returned queries are contiguous."""
     _check(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
     num_tokens, num_all_heads, head_dim = qkv_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
@@ -107,7 +107,7 @@ def _rotate_and_cache_heads(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """HEADS of one token's heads: pairs of queries and keys are rotated, and each head is stored at its place."""
+    """Rotate the queries and keys among HEADS of one token's heads, and store each head."""
     PARTS: tl.constexpr = (NUM_HEADS + 2 * KV_HEADS + HEADS - 1) // HEADS
     dtype: tl.constexpr = qkv.dtype.element_ty
     token = (tl.program_id(0) // PARTS).to(tl.int64)

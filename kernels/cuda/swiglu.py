@@ -16,12 +16,13 @@ _PROGRAM_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 thread
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
-    """``swiglu.swiglu_reference``, rounded where it rounds; contiguous.
+    """Compute ``swiglu.swiglu_reference``, with the same rounding steps; the result is contiguous.
 
-    The exponential of ``-gate`` is off by ``|gate|`` units of float32, and so is silu: it loses some digits for large negative gates, where it is nearly 0.
+    The error of exp(-gate), and so of silu, is ``|gate|`` units of float32: silu loses some digits for large negative
+    gates, where it is nearly 0.
 
     Raises:
-        ValueError: an odd number of columns, rows that are not contiguous, or a dtype without a kernel.
+        ValueError: an odd number of columns, non-contiguous rows, or a dtype without a kernel.
     """
     num_tokens, columns = gate_up_T2F.shape
     if columns % 2 or gate_up_T2F.dtype not in _NUMBERS or gate_up_T2F.stride(1) != 1:
