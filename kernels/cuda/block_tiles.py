@@ -86,7 +86,7 @@ def encode_row(
     elems: tl.constexpr,
     beyond: tl.constexpr,
 ):
-    """Encode tiles: the inverse of ``decode_row``. Pads the last group. ``rotated``: the numbers are already rotated."""
+    """Encode tiles; inverse of ``decode_row``. Pads the last group. ``rotated``: the numbers are already rotated."""
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = elems // fmt.group_elems
     per_group: tl.constexpr = len(tiles) // per_row

@@ -1,11 +1,9 @@
 """Stores a part of each layer on each rank of a node, and gathers a layer each time it is used (hpZ).
 
-A node keeps each layer once instead of once per rank. Parts are of the layer as stored, so an encoded layer travels
-encoded (qwZ), and each rank that uses it decodes it. Nothing passes between nodes. Source: ZeRO++ (arXiv 2306.10209),
-ZeRO-Inference (arXiv 2206.01861).
+A node keeps each layer once instead of once per rank. An encoded layer is sent encoded (qwZ), and each rank decodes it.
+Nodes do not communicate. Source: ZeRO++ (arXiv 2306.10209), ZeRO-Inference (arXiv 2206.01861).
 
-All ranks of a group fetch the same layers in the same order: they run the same passes, with something to compute or
-not.
+All ranks of a group fetch the same layers in the same order, because they all run every pass, even with nothing to do.
 """
 
 import math
