@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ needs_triton = pytest.mark.skipif(
 
 def run_interpreted(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """``run_ranks`` with Triton as its interpreter in every rank. ``fn`` is a function of a test module."""
+    # A fork server that another test started may have imported Triton already; the next one starts with the harness's imports.
+    forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     return run_ranks(world_size, _call, fn, *args, timeout_s=timeout_s)
 
 
