@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tightwire.comm.codec.slices import as_bytes
 from tightwire.comm.collectives.collectives import gather_to_root
 from tightwire.comm.group.group import Group
-from tightwire.comm.sums import as_bytes
 from tightwire.model.layout import Layout
 from tightwire.model.sampling.candidates import KEY_BYTES, best_candidates, candidates_pay, scatter_candidates
 from tightwire.model.step import ints

@@ -14,7 +14,7 @@ from torch import Tensor
 from tightwire.bench.quality.arms import LOSSY_SITES, Arm
 from tightwire.comm.all_reduce.registry import make_all_reduce, parse_all_reduce
 from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.comm.codec.legs import sum_encoded
+from tightwire.comm.codec.slices import sum_encoded
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import Policy

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tightwire.comm.codec.slices import SUMMABLE
 from tightwire.comm.group.group import Group
-from tightwire.comm.sums import SUMMABLE
 
 
 class BaseAllReduce(ABC):

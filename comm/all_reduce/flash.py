@@ -19,9 +19,9 @@ from tightwire.comm.all_reduce.entry import Entry, Setting, Work, coded_elem_byt
 from tightwire.comm.all_reduce.two_shot import two_shot_bytes
 from tightwire.comm.codec.codec import Codec
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound
-from tightwire.comm.codec.legs import exchange_encoded, gather_decoded, prepare, sum_and_encode
+from tightwire.comm.codec.slices import compile_codecs, slice_lengths, sum_and_encode
 from tightwire.comm.group.group import Group
-from tightwire.comm.sums import slice_lengths
+from tightwire.comm.transport.legs import exchange_encoded, gather_decoded
 
 
 class FlashAllReduce(BaseAllReduce):
@@ -39,7 +39,7 @@ class FlashAllReduce(BaseAllReduce):
         super().__init__(group)
         self.name = name or f"flash:{reduce_codec.name},{gather_codec.name}"
         self._reduce_codec, self._gather_codec = reduce_codec, gather_codec
-        prepare(group.device, reduce_codec, gather_codec)
+        compile_codecs(group.device, reduce_codec, gather_codec)
         fused = group.transport.fused
         if fused is not None:
             flash = partial(fused.flash, reduce_codec=reduce_codec, gather_codec=gather_codec)

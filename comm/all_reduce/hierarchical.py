@@ -21,10 +21,17 @@ from tightwire.comm.codec.error_bounds import (
     rank_order_bound,
     rounded_parts_bound,
 )
-from tightwire.comm.codec.legs import exchange_encoded, gather_decoded, prepare, sum_and_encode, sum_encoded
+from tightwire.comm.codec.slices import (
+    as_bytes,
+    compile_codecs,
+    slice_lengths,
+    sum_and_encode,
+    sum_encoded,
+    sum_in_rank_order,
+)
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
-from tightwire.comm.sums import as_bytes, slice_lengths, sum_in_rank_order
+from tightwire.comm.transport.legs import exchange_encoded, gather_decoded
 
 _EXACT = parse_codec("none")
 
@@ -48,7 +55,7 @@ class HierarchicalAllReduce(BaseAllReduce):
         self._inside = group if group.nodes is None else group.nodes.inside
         self._across = None if group.nodes is None else group.nodes.across
         self._codec = _EXACT if group.nodes is None else codec
-        prepare(group.device, self._codec, self._codec)
+        compile_codecs(group.device, self._codec, self._codec)
 
     @property
     def lossless(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec
-from tightwire.comm.codec.legs import sum_encoded
+from tightwire.comm.codec.slices import sum_encoded
 
 _FP32_UNIT = 2.0**-24
 

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.comm.codec.legs import exchange_encoded, sum_encoded
+from tightwire.comm.codec.slices import SUMMABLE, as_bytes, slice_lengths, sum_encoded
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import Moved, nothing_told
-from tightwire.comm.sums import SUMMABLE, as_bytes, slice_lengths
+from tightwire.comm.transport.legs import exchange_encoded
 
 NONE = parse_codec("none")
 _INDEX_TYPES = (torch.int32, torch.int64)

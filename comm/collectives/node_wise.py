@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec
-from tightwire.comm.codec.legs import encode_slices, exchange_encoded, sum_encoded
+from tightwire.comm.codec.slices import SUMMABLE, encode_slices, slice_lengths, sum_encoded
 from tightwire.comm.collectives.collectives import NONE
 from tightwire.comm.group.group import Group, NodeGroups
 from tightwire.comm.group.nodes import run_leg
-from tightwire.comm.sums import SUMMABLE, slice_lengths
+from tightwire.comm.transport.legs import exchange_encoded
 
 
 def hierarchical_reduce_scatter(

@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tightwire.comm.codec.slices import sum_in_rank_order
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, PeerLostError, name_ranks
 from tightwire.comm.protocols import FusedAllReduce, Moved, nothing_told
-from tightwire.comm.sums import sum_in_rank_order
 
 _Result = TypeVar("_Result")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec
+from tightwire.comm.codec.slices import slice_lengths
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.protocols import KernelSums
-from tightwire.comm.sums import slice_lengths
 from tightwire.kernels.cuda.all_reduce import Part, PeerBuffers, max_part_elems, one_shot, two_shot
 from tightwire.kernels.spec.block_format import BlockFormat
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec
-from tightwire.comm.codec.legs import sum_and_encode
+from tightwire.comm.codec.slices import slice_lengths, sum_and_encode
 from tightwire.comm.protocols import KernelSums
-from tightwire.comm.sums import slice_lengths
 from tightwire.comm.transport.shared_board import FLASH
 from tightwire.comm.transport.shared_sums import SharedSums
 from tightwire.comm.transport.shared_turns import SharedTurns

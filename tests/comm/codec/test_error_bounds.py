@@ -11,7 +11,7 @@ from tightwire.comm.codec.error_bounds import (
     rounded_hops_bound,
     rounded_parts_bound,
 )
-from tightwire.comm.sums import SUMMABLE, sum_in_rank_order
+from tightwire.comm.codec.slices import SUMMABLE, sum_in_rank_order
 
 
 def _parts(num_parts: int, dtype: torch.dtype, num_elems: int = 1013) -> list[torch.Tensor]:

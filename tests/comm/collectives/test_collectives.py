@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound
+from tightwire.comm.codec.slices import SUMMABLE
 from tightwire.comm.collectives.collectives import (
     all_gather,
     all_gather_bytes,
@@ -30,7 +31,6 @@ from tightwire.comm.collectives.node_wise import (
     hierarchical_slices,
 )
 from tightwire.comm.group.group import Group, in_process_groups
-from tightwire.comm.sums import SUMMABLE
 from tightwire.kernels.cpu import block_quant as block_quant_cpu
 
 CODECS = ("none", "int8", "int6-g64", "int4-g32-had")

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from tightwire.comm.sums import SUMMABLE, slice_lengths, sum_in_rank_order
+from tightwire.comm.codec.slices import SUMMABLE, slice_lengths, sum_in_rank_order
 
 
 def _parts(num_parts: int, dtype: torch.dtype, num_elems: int = 1013) -> list[torch.Tensor]:

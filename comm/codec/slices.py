@@ -1,11 +1,8 @@
-"""The two legs of quantized collectives: sum one slice per rank (reduce-scatter) and share slices (all-gather).
+"""Slices of a tensor, one for each rank: their lengths, their encodings, and the sum of the ranks' parts.
 
-Each leg quantizes a number at most once. These functions move and add; the callers (``all_reduce``, ``collectives``) record
-the call in the ledger. Functions that move tell the ``ledger`` their coding time; the functions that only add
-(``sum_encoded``, ``sum_and_encode``) are called inside ``with ledger.coding`` if they quantize.
-
-Sums are float32 in rank order of the decoded numbers; a rank's own slice is encoded too. So every rank
-that adds the same slices gets the same bits, and an element's sum depends only on the ranks' numbers in its codec group.
+Sums are float32 in rank order of the (decoded) numbers, rounded once at the end; a rank's own slice is encoded too. So every
+rank that adds the same slices gets the same bits, and an element's sum depends only on the ranks' numbers in its codec group
+(without a codec, on the ranks' numbers for it). ``codec.error_bounds`` bounds the error.
 """
 
 from collections.abc import Sequence
@@ -14,40 +11,37 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec
-from tightwire.comm.ledger.ledger import Ledger
-from tightwire.comm.protocols import Transport
-from tightwire.comm.sums import SUMMABLE, as_bytes, sum_in_rank_order
 from tightwire.kernels import block_quant
 
-
-def prepare(device: torch.device, codec: Codec, out_codec: Codec) -> None:
-    """Compile the codecs' kernels now: in a first collective all other ranks would wait for this rank's compiler."""
-    for dtype in SUMMABLE:
-        encoded = codec.encode(torch.zeros(1, dtype=dtype, device=device))
-        summed = sum_and_encode([encoded], 1, codec, out_codec, dtype)
-        decode_slices([summed], [1], out_codec, dtype)
+SUMMABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def exchange_encoded(
-    transport: Transport, x_N: Tensor, lengths: Sequence[int], codec: Codec, ledger: Ledger
-) -> list[Tensor]:
-    """Encode each slice of ``x_N`` for its owner; return this rank's own slice as encoded by every rank."""
-    if codec.exact:
-        return transport.exchange(encode_slices(x_N, lengths, codec))
-    with ledger.coding:
-        encoded = encode_slices(x_N, lengths, codec)
-    return transport.exchange(encoded)
+def slice_lengths(num_elems: int, num_slices: int, multiple: int = 1) -> list[int]:
+    """Lengths of consecutive slices of ceil(n / slices) elements, rounded up to a ``multiple``; the last may be short.
+
+    Slices begin at multiples of ``multiple``, so a codec's groups are never split. The last slices may be empty.
+    """
+    length = -(-num_elems // num_slices)
+    length = -(-length // multiple) * multiple
+    return [max(0, min(length, num_elems - i * length)) for i in range(num_slices)]
 
 
-def gather_decoded(
-    transport: Transport, own: Tensor, lengths: Sequence[int], codec: Codec, dtype: torch.dtype, ledger: Ledger
-) -> Tensor:
-    """Share ``own``, this rank's encoded slice; return all decoded slices, concatenated: (sum(lengths),)."""
-    received = transport.gather(own, [codec.wire_bytes(length, dtype.itemsize) for length in lengths])
-    if codec.exact:
-        return decode_slices(received, lengths, codec, dtype)
-    with ledger.coding:
-        return decode_slices(received, lengths, codec, dtype)
+def as_bytes(x_N: Tensor) -> Tensor:
+    """The memory of a contiguous one-dimensional tensor as uint8, without a copy."""
+    return x_N.view(torch.uint8)
+
+
+def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
+    """((part 0 + part 1) + part 2) + ... in fp32, rounded once to the parts' dtype. Always a new tensor."""
+    if len(parts) == 1:
+        return parts[0].clone()
+    if len(parts) == 2:
+        # torch adds 16-bit numbers in fp32 and rounds once: the same bits as below, in one pass.
+        return torch.add(parts[0], parts[1])
+    total = torch.add(parts[0].float(), parts[1])
+    for part in parts[2:]:
+        total.add_(part)
+    return total.to(parts[0].dtype)
 
 
 def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec) -> list[Tensor]:
@@ -100,3 +94,11 @@ def sum_and_encode(
         return block_quant.decode_reduce_encode(list(bufs), codec.format, out_codec.format, num_elems)
     sum_N = sum_encoded(bufs, num_elems, codec, dtype)
     return out_codec.encode(sum_N.to(dtype) if out_codec.exact else sum_N)
+
+
+def compile_codecs(device: torch.device, codec: Codec, out_codec: Codec) -> None:
+    """Compile the codecs' kernels now: in a first collective all other ranks would wait for this rank's compiler."""
+    for dtype in SUMMABLE:
+        encoded = codec.encode(torch.zeros(1, dtype=dtype, device=device))
+        summed = sum_and_encode([encoded], 1, codec, out_codec, dtype)
+        decode_slices([summed], [1], out_codec, dtype)
