@@ -3,38 +3,40 @@
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, ClassVar
 
 from tightwire.bench.options import OutputOptions
-from tightwire.bench.report.console import make_console
+from tightwire.bench.report import html
+from tightwire.bench.report.console import make_console, paused, progress_bar
 from tightwire.bench.report.environment import describe_environment, environment_facts
-from tightwire.bench.report.html import Page, Section, render
-from tightwire.bench.report.progress import progress_bar
-from tightwire.bench.report.quiet import quiet_facts
+from tightwire.bench.report.page import Item, render
+from tightwire.bench.report.quiet import OthersWatch, quiet_facts, show_others
 from tightwire.bench.report.result_files import ResultFiles
-from tightwire.bench.report.table import Metric, Table
+from tightwire.bench.report.table import Column, Metric, Table, print_table
 
 RAW_KEYS = ("samples", "raw")  # in the JSON file, not in the line on stdout
 
 
 class BenchFailedError(Exception):
-    """Something that a bench checks is wrong, or a part of the measurement failed: exit code 1, the samples are kept."""
+    """A check of a bench failed, or a part of the measurement did: exit code 1, the samples are kept."""
 
 
 class Bench(ABC):
-    """One run of a bench. A subclass measures, and says what its cells, its CSV table and its page are.
+    """One run of a bench. A subclass measures, and says what its cells, the columns of its table and its plots are.
 
     The result in the JSON file is ``schema``, ``label``, ``environment``, ``metrics``, then ``facts``, ``cells`` and
     ``error``. A cell is plain data with a ``name`` and ``samples``: for each metric a list of raw values, in which None is a
-    value that is missing. ``bench compare`` reads ``metrics``, ``pairing_keys``, ``cells[].name``, ``cells[].samples`` and, where a cell
+    missing value. ``bench compare`` reads ``metrics``, ``pairing_keys``, ``cells[].name``, ``cells[].samples`` and, where a cell
     has them, ``batch``, ``requested`` and ``failed`` (see ``bench.compare.results``).
     """
 
     verb: ClassVar[str]
     version: ClassVar[int] = 2  # of the result's layout
     metrics: ClassVar[tuple[Metric, ...]] = ()
+    columns: ClassVar[tuple[Column, ...]] = ()  # of the CSV file, which has a row for each cell
     # Keys of the result: where they are equal in two results, samples of the same index are compared in pairs.
     pairing_keys: ClassVar[tuple[str, ...]] = ()
     # Exit codes of expected exceptions; others are bugs and keep their traceback.
@@ -51,7 +53,7 @@ class Bench(ABC):
 
     @abstractmethod
     def measure(self) -> None:
-        """Measure and show everything, and call ``keep`` after each round.
+        """Measure and print everything, and call ``keep`` after each round.
 
         Raises:
             BenchFailedError, or one of ``failures``: why the result is wrong or not complete.
@@ -59,33 +61,23 @@ class Bench(ABC):
 
     @abstractmethod
     def cells(self) -> list[dict[str, Any]]:
-        """What was measured so far."""
-
-    def csv(self, result: Mapping[str, Any]) -> Table | None:
-        """The table of the CSV file; None: there is none."""
-        return None
-
-    def sections(self, result: Mapping[str, Any]) -> list[Section]:
-        """Plots and tables of the HTML page; [] where there is no page."""
-        return []
+        """The cells measured so far."""
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         """The heading of the page and the line below it."""
         return f"bench {self.verb}", self.label
 
-    def page(self, result: Mapping[str, Any]) -> Page:
-        """The sections with the error as alarm and all facts at the end."""
-        title, lead = self.title(result)
-        return Page(
-            title=title,
-            lead=lead,
-            sections=self.sections(result),
-            alarms=[result["error"]] if result["error"] else [],
-            facts=[*environment_facts(self._environment), *quiet_facts(self.facts), *_plain_facts(self.facts)],
-        )
+    def sections(self, result: Mapping[str, Any]) -> Sequence[Item] | Sequence[html.Section]:
+        """Plots, tables and texts of the HTML page; by default the table of the CSV file."""
+        table = self.csv(result)
+        return [] if table is None else [table]
+
+    def csv(self, result: Mapping[str, Any]) -> Table | None:
+        """The table of the CSV file; None: there is none."""
+        return Table(title="All cells", columns=self.columns, rows=result["cells"]) if self.columns else None
 
     def show_end(self, result: Mapping[str, Any]) -> None:
-        """Print what is worth saying at the end, of a run that failed too."""
+        """Print what belongs at the end, also of a run that failed."""
         return
 
     def run(self) -> int:
@@ -93,7 +85,7 @@ class Bench(ABC):
         error, status = None, 0
         try:
             if self._output is not None:
-                self._files = ResultFiles(self._output, self.label, self._kinds())
+                self._files = ResultFiles(self._output, self.label)
             self._environment = describe_environment()
             self.measure()
         except KeyboardInterrupt:
@@ -106,7 +98,7 @@ class Bench(ABC):
         return self._end(error, status)
 
     def keep(self) -> None:
-        """Write JSON and CSV with what was measured so far; quick enough between two rounds."""
+        """Write JSON and CSV with the cells measured so far; quick enough between two rounds."""
         if self._files is not None:
             self._write(self._files, self.result("not finished"))
 
@@ -123,13 +115,34 @@ class Bench(ABC):
             "error": error,
         }
 
-    def say(self, words: str) -> None:
+    def say(self, text: str) -> None:
         """Print to stderr."""
-        sys.stderr.write(f"tightwire bench {self.verb}: {words}\n")
+        sys.stderr.write(f"tightwire bench {self.verb}: {text}\n")
 
-    def _kinds(self) -> tuple[str, ...]:
-        own = [name for name in ("csv", "sections", "page") if getattr(type(self), name) is not getattr(Bench, name)]
-        return ("json", *(["csv"] if "csv" in own else []), *(["html"] if own and own != ["csv"] else []))
+    def print(self, *lines: str, style: str | None = None) -> None:
+        """Print lines of text, with the progress bar hidden."""
+        with paused(self.progress):
+            for line in lines:
+                self.console.print(line, style=style, markup=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Print a warning."""
+        self.print(f"note: {text}", style="yellow")
+
+    def print_table(self, table: Table) -> None:
+        with paused(self.progress):
+            print_table(self.console, table)
+
+    @contextmanager
+    def watch_others(self) -> Iterator[None]:
+        """Record the share of the cores that other programs use meanwhile; print a note if it is large.
+
+        Processes that the bench starts inside must end inside; otherwise they count as others.
+        """
+        watch = OthersWatch()
+        yield
+        self.facts["others_share"] = watch.share()
+        show_others(self.console, self.facts)
 
     def _end(self, error: str | None, status: int) -> int:
         """A result that cannot be written is an error of the run, beside the one it has."""
@@ -140,8 +153,8 @@ class Bench(ABC):
         if self._files is not None and result["cells"]:
             try:
                 self._write(self._files, result)
-                if "html" in self._kinds():
-                    self._files.write_html(render(self.page(result)))
+                if page := self._render(result):
+                    self._files.write_html(page)
             except ValueError as unwritable:
                 self.say(str(unwritable))
                 result["error"] = "; ".join(filter(None, [error, str(unwritable)]))
@@ -156,6 +169,16 @@ class Bench(ABC):
         if (table := self.csv(result)) is not None:
             files.write_csv([column.key for column in table.columns], table.csv_rows())
 
+    def _render(self, result: Mapping[str, Any]) -> str:
+        """The HTML page; empty where there is nothing to show."""
+        title, lead = self.title(result)
+        alarms = [result["error"]] if result["error"] else []
+        facts = [*environment_facts(self._environment), *quiet_facts(self.facts), *_plain_facts(self.facts)]
+        items: list[Any] = list(self.sections(result))
+        if items and isinstance(items[0], html.Section):
+            return html.render(html.Page(title=title, lead=lead, sections=items, alarms=alarms, facts=facts))
+        return render(title, lead, items, alarms=alarms, facts=facts) if items else ""
+
 
 def _plain_facts(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Facts that are short: values, and mappings of values."""
@@ -169,7 +192,7 @@ def _plain_facts(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def without_raw(value: Any) -> Any:
-    """Plain data without what lies under ``RAW_KEYS``, however deep."""
+    """Plain data without the entries named in ``RAW_KEYS``, at any depth."""
     if isinstance(value, Mapping):
         return {key: without_raw(inner) for key, inner in value.items() if key not in RAW_KEYS}
     return [without_raw(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tightwire.bench.peers import report
 from tightwire.bench.peers.arms import ARMS, DEFAULT_ARMS, Arm, NotInstalled, Setup, make_arm, running_arm
 from tightwire.bench.peers.load import CHECK_PROMPTS, Load
 from tightwire.bench.peers.rounds import Peer, Rounds, say
-from tightwire.bench.report.html import Page, Section
+from tightwire.bench.report.html import Section
 from tightwire.bench.report.quiet import wait_for_quiet
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.model.checkpoint.catalog import cache_folder
@@ -153,11 +153,10 @@ class PeersBench(Bench):
         )
         return "Servers side by side, same weights, one machine", lead
 
-    def page(self, result: Mapping[str, Any]) -> Page:
-        return replace(super().page(result), alarms=report.doubts(result))
-
     def sections(self, result: Mapping[str, Any]) -> list[Section]:
-        return report.make_sections(result)
+        doubts = report.doubts(result)
+        warnings = [Section(title="Reasons to doubt the figures", words=doubts, wide=True)] if doubts else []
+        return [*warnings, *report.make_sections(result)]
 
     def _arms(self) -> list[Arm]:
         """The servers that can be measured; those whose programs are missing go to ``_missing``."""

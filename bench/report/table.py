@@ -33,13 +33,22 @@ class Column:
             value = value.get(name) if isinstance(value, Mapping) else None
         return value
 
+    def scaled(self, row: Row) -> Any:
+        """The value in the unit of the column's name, None where the row lacks it."""
+        value = self.value(row)
+        return value if value is None or self.scale == 1.0 else value * self.scale
+
+    @property
+    def is_word(self) -> bool:
+        return not self.format
+
     def text(self, row: Row) -> str:
         value = self.value(row)
         if value is None:
             return "-"
         if callable(self.format):
             return self.format(value)
-        return format(value if self.scale == 1.0 else value * self.scale, self.format)
+        return format(self.scaled(row), self.format)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +74,15 @@ class TableView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of plain data under columns. ``strong`` and ``wrong`` pick rows that stand out and rows that are faulty."""
+    """Rows of plain data under columns. ``strong`` and ``wrong`` pick rows that stand out and rows that are faulty.
+
+    ``note`` stands below the title on a page.
+    """
 
     columns: Sequence[Column]
     rows: Sequence[Row]
     title: str = ""
+    note: str = ""
     strong: Callable[[Row], bool] = lambda row: False
     wrong: Callable[[Row], bool] = lambda row: False
 

@@ -1,4 +1,4 @@
-"""The course of a run: files, the line on stdout and the exit code, whatever ends it."""
+"""A run of a bench: its files, the line on stdout and the exit code for each way to end."""
 
 import csv
 import json
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tightwire.bench.options import OutputOptions
-from tightwire.bench.report.html import Section
-from tightwire.bench.report.table import Column, Metric, Table
+from tightwire.bench.report.table import Column, Metric
 from tightwire.bench.run import Bench, BenchFailedError
 
 
 class Swim(Bench):
     verb = "swim"
     metrics = (Metric(name="seconds"),)
+    columns = (Column("stroke", "name"), Column("s", "time.p50", ".1f"))
     failures = ((ConnectionError, 2), (OSError, 3))
 
     def __init__(self, options: OutputOptions, end: Callable[["Swim"], None] = lambda bench: None) -> None:
@@ -32,12 +32,6 @@ class Swim(Bench):
 
     def cells(self) -> list[dict[str, Any]]:
         return self._measured
-
-    def csv(self, result: Mapping[str, Any]) -> Table:
-        return Table(columns=[Column("stroke", "name"), Column("s", "time.p50", ".1f")], rows=result["cells"])
-
-    def sections(self, result: Mapping[str, Any]) -> list[Section]:
-        return [Section(title="Every stroke", table=self.csv(result))]
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         return "Swimming", result["pool"]

@@ -3,7 +3,7 @@ from io import StringIO
 from rich.console import Console
 from rich.progress import Progress
 
-from tightwire.bench.report.progress import paused
+from tightwire.bench.report.console import paused
 
 
 def test_the_bar_is_hidden_while_something_is_printed() -> None:

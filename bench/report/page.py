@@ -1,0 +1,293 @@
+"""The HTML page of a result: plots, tables and text in one file that needs no network.
+
+A plot is a value with a function that draws it; ``lines``, ``bars``, ``ecdf`` and ``heat_map`` make plots from rows and columns.
+Only ``render`` imports matplotlib, which takes half a second and belongs to the ``bench`` extra.
+"""
+
+import io
+import math
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import Environment
+
+from tightwire.bench.report.table import Column, Row, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+
+_MARKERS = "osD^vPX<>*"
+_MOST_STEPS = 400  # of an ECDF; more cannot be seen and enlarge the page
+_LEGEND_COLUMNS = ((3, 18), (2, 32))  # columns, and the characters that fit into each
+_MAX_TICKS = 32
+_STYLE: dict[Any, Any] = {
+    "font.size": 10.5,
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",  # text stays text
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#dfe3e8",
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plot:
+    """``draw`` fills the axes; ``note`` stands below the title."""
+
+    title: str
+    draw: Callable[["Axes"], object]
+    note: str = ""
+    height_inches: float = 4.3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """A section of paragraphs."""
+
+    title: str
+    lines: Sequence[str]
+
+
+Item = Plot | Table | Text
+
+
+def lines(
+    title: str,
+    rows: Sequence[Row],
+    *,
+    by: str,
+    x: Column,
+    y: Column,
+    interval: tuple[Column, Column] | None = None,
+    dashed: Callable[[str], bool] = lambda series: False,
+    ticks: bool = False,
+    log_x: bool = True,
+    log_y: bool = True,
+    joined: bool = True,
+    from_zero: bool = True,
+    level: float | None = None,
+    note: str = "",
+) -> Plot:
+    """Column ``y`` over column ``x`` with one series for each value of the key ``by``.
+
+    Args:
+        rows: a row without x or y is left out. The order of the series fixes their colours.
+        interval: columns with the ends of an interval around y.
+        ticks: label each x as its column does; by default matplotlib chooses numbers.
+        joined: draw lines between the points.
+        from_zero: begin a linear y axis at 0, so that heights are proportional to values.
+        level: a y value to compare with, drawn as a dotted line.
+    """
+    known = sorted((row for row in rows if x.scaled(row) is not None and y.scaled(row) is not None), key=x.scaled)
+    names = list(dict.fromkeys(row[by] for row in rows))
+
+    def draw(axes: "Axes") -> None:
+        for number, name in enumerate(names):
+            own = [row for row in known if row[by] == name]
+            if not own:
+                continue
+            xs, ys = [x.scaled(row) for row in own], [y.scaled(row) for row in own]
+            style = ("--" if dashed(name) else "-") if joined else "none"
+            marker = _MARKERS[(number + number // 10) % len(_MARKERS)]  # there are ten colours
+            axes.plot(xs, ys, label=_short(str(name)), color=f"C{number}", marker=marker, markersize=5, linestyle=style)
+            if interval is not None:
+                low, high = ([end.scaled(row) for row in own] for end in interval)
+                axes.vlines(xs, low, high, color=f"C{number}")
+        if log_x:
+            axes.set_xscale("log")
+            _number_log_axis(axes.xaxis)
+        if log_y:
+            axes.set_yscale("log")
+            _number_log_axis(axes.yaxis)
+        elif from_zero:
+            axes.set_ylim(bottom=0)
+        if ticks:
+            labels = {x.scaled(row): x.text(row) for row in known}
+            axes.set_xticks(list(labels), list(labels.values()))
+            axes.minorticks_off()
+        if level is not None:
+            axes.axhline(level, color="black", linewidth=1, linestyle=":")
+        axes.set(xlabel=x.name, ylabel=y.name)
+
+    return Plot(title=title, draw=draw, note=note)
+
+
+def bars(
+    title: str, rows: Sequence[Row], *, label: Column, parts: Sequence[Column], x_label: str, note: str = ""
+) -> Plot:
+    """A horizontal bar for each row, the first on top, made of the columns ``parts``; a missing part is 0."""
+
+    def draw(axes: "Axes") -> None:
+        ends = [0.0] * len(rows)
+        for part in parts:
+            values = [part.scaled(row) or 0.0 for row in rows]
+            axes.barh(range(len(rows)), values, left=ends, height=0.72, label=part.name)
+            ends = [end + value for end, value in zip(ends, values, strict=True)]
+        axes.set_yticks(range(len(rows)), [label.text(row) for row in rows])
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set(xlabel=x_label)
+
+    return Plot(title=title, draw=draw, note=note, height_inches=1.6 + 0.34 * len(rows))
+
+
+def ecdf(
+    title: str,
+    samples: Mapping[str, Sequence[float]],
+    *,
+    x_label: str,
+    log_x: bool = False,
+    limit: float | None = None,
+    note: str = "",
+) -> Plot:
+    """The share of each set of samples that is at most x. ``limit``: an x value to compare with."""
+
+    def draw(axes: "Axes") -> None:
+        for name, values in samples.items():
+            steps = min(len(values), _MOST_STEPS)
+            axes.ecdf(np.quantile(values, np.linspace(0, 1, steps), method="nearest"), label=_short(name))
+        if log_x:
+            axes.set_xscale("log")
+            _number_log_axis(axes.xaxis)
+        else:
+            axes.set_xlim(left=0)
+        if limit is not None:
+            axes.axvline(limit, color="black", linewidth=1, linestyle=":")
+        axes.set(xlabel=x_label, ylabel="share at most this")
+
+    return Plot(title=title, draw=draw, note=note)
+
+
+def heat_map(
+    title: str, rows: Mapping[str, Sequence[float | None]], *, x_label: str, value_label: str, note: str = ""
+) -> Plot:
+    """One line of coloured cells for each entry of ``rows``, the first on top; larger is darker, None is empty."""
+
+    def draw(axes: "Axes") -> None:
+        values = np.array([[math.nan if value is None else value for value in row] for row in rows.values()])
+        mesh = axes.pcolormesh(np.ma.masked_invalid(values), cmap="Blues")
+        every = max(1, -(-len(rows) // _MAX_TICKS))
+        axes.set_yticks(
+            [number + 0.5 for number in range(0, len(rows), every)], [_short(name) for name in list(rows)[::every]]
+        )
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.set(xlabel=x_label)
+        assert axes.figure is not None
+        axes.figure.colorbar(mesh, ax=axes, label=value_label)
+
+    return Plot(title=title, draw=draw, note=note, height_inches=min(9.5, 1.5 + 0.22 * len(rows)))
+
+
+def svg(plot: Plot) -> str:
+    """The plot as an SVG document."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": plot.title}):
+        figure = Figure(figsize=(5.6, plot.height_inches), layout="constrained")
+        axes = figure.add_subplot()
+        plot.draw(axes)
+        handles, names = axes.get_legend_handles_labels()
+        if names:  # matplotlib warns of an empty legend
+            longest = max(map(len, names))
+            columns = next((count for count, room in _LEGEND_COLUMNS if longest <= room), 1)
+            figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=9.5)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return out.getvalue()
+
+
+def render(
+    title: str, lead: str, items: Sequence[Item], *, alarms: Sequence[str], facts: Sequence[tuple[str, str]]
+) -> str:
+    """The page. ``alarms``: reasons not to trust the result; ``facts``: machine, versions, settings."""
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_TEMPLATE)
+    images = [b64encode(svg(item).encode()).decode() if isinstance(item, Plot) else "" for item in items]
+    sections = list(zip(items, images, strict=True))
+    return template.render(title=title, lead=lead, sections=sections, alarms=alarms, facts=facts)
+
+
+def _short(name: str) -> str:
+    """``name`` as a plot has room for it: of a policy's path only the file name."""
+    kind, colon, path = name.partition(":")
+    return f"{kind}:{PurePath(path).stem}" if colon and "/" in path else name
+
+
+def _number_log_axis(axis: "Axis") -> None:
+    """1, 2, 5, 10, ... written out, as far as there is room."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+_TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 72rem; background: #fff; color: #1c2024; font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 0 0 .5rem; }
+p { margin: .25rem 0 .75rem; } .note, dt { color: #5b6470; } .alarm { color: #b42318; font-weight: 600; }
+main { display: grid; gap: 2rem 2.5rem; margin-top: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
+section { min-width: 0; } section.wide { grid-column: 1 / -1; overflow-x: auto; } img { width: 100%; max-width: 36rem; }
+table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #dfe3e8; white-space: nowrap; } .word { text-align: left; }
+tr.strong { background: #eef4ff; font-weight: 600; } tr.wrong td { color: #b42318; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: 0; font-size: .875rem; }
+dd { margin: 0; overflow-wrap: anywhere; }
+@media print { section { break-inside: avoid; } table { font-size: 7.5pt; } th, td { white-space: normal; } }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+<p class="note">{{ lead }}</p>
+{% for alarm in alarms %}
+<p class="alarm">{{ alarm }}</p>
+{% endfor %}
+<main>
+{% for item, image in sections %}
+<section{% if not image %} class="wide"{% endif %}>
+<h2>{{ item.title }}</h2>
+{% for line in item.lines or [item.note] %}
+<p class="note">{{ line }}</p>
+{% endfor %}
+{% if image %}
+<img src="data:image/svg+xml;base64,{{ image }}" alt="{{ item.title }}">
+{% endif %}
+{% if item.columns %}
+<table>
+<tr>{% for column in item.columns %}<th{% if column.is_word %} class="word"{% endif %}>{{ column.name }}</th>{% endfor %}</tr>
+{% for row in item.rows %}
+<tr{% if item.wrong(row) %} class="wrong"{% elif item.strong(row) %} class="strong"{% endif %}>
+{%- for column in item.columns %}<td{% if column.is_word %} class="word"{% endif %}>{{ column.text(row) }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+{% endif %}
+</section>
+{% endfor %}
+<section class="wide">
+<h2>Machine and settings</h2>
+<dl>
+{% for name, value in facts %}
+<dt>{{ name }}</dt><dd>{{ value }}</dd>
+{% endfor %}
+</dl>
+</section>
+</main>
+</body>
+</html>
+"""
