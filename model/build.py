@@ -19,9 +19,10 @@ from tightwire.model.llama import Llama
 from tightwire.model.logits_gather import LogitsGather
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.runner import ModelRunner
+from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.layer_reader import CheckpointLayers, LayerReader, PreparedLayers
-from tightwire.model.weights.load import load_partitioned, load_resident, load_streamed
+from tightwire.model.weights.layer_store import LayerFiles
+from tightwire.model.weights.load import load_weights
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.source import WeightSource
@@ -146,20 +147,15 @@ def _load_weights(
     options: RunnerOptions,
     progress: Callable[[float], None],
 ) -> WeightSource:
-    plan, device, dtype, timeout_s = options.weight_plan, groups.replica.device, options.dtype, options.fetch_timeout_s
-    reader: LayerReader
+    plan, timeout_s = options.weight_plan, options.fetch_timeout_s
+    files: LayerFiles
     if isinstance(source, Prepared):
-        reader = PreparedLayers(source, shard.rank, plan, _PATIENCE_SHARE * timeout_s)
-    elif plan.source == "resident":
-        return load_resident(
-            source, config, shard, dtype=dtype, device=device, formats=options.formats, progress=progress
-        )
+        patience_s = _PATIENCE_SHARE * timeout_s
+        files = source.store(shard.rank, plan.io, verify=plan.verify, patience_s=patience_s)
     else:
-        reader = CheckpointLayers.for_plan(source, config, shard, plan, dtype, options.formats)
-    if plan.source != "partition":
-        return load_streamed(reader, plan, device=device, timeout_s=timeout_s, progress=progress)
-    peers = _checked(groups.peers, plan)
-    return load_partitioned(reader, plan, peers, device=device, timeout_s=timeout_s, progress=progress)
+        files = CheckpointStore.for_plan(source, config, shard, plan, options.dtype, options.formats)
+    peers = _checked(groups.peers, plan) if plan.source == "partition" else None
+    return load_weights(files, plan, device=groups.replica.device, timeout_s=timeout_s, peers=peers, progress=progress)
 
 
 def _checked(peers: PartitionPeers | None, plan: WeightPlan) -> PartitionPeers:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from tightwire.comm.buffers import page_aligned
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.config import config_to_hf
@@ -25,8 +26,8 @@ from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.whole_folder import whole_folder
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint
+from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
-from tightwire.model.weights.layer_reader import CheckpointLayers
 from tightwire.model.weights.packed_layer import PackedModel, pack_model
 from tightwire.model.weights.prepared.blob_file import BlobWriter
 from tightwire.model.weights.prepared.folder import find_damage
@@ -176,14 +177,15 @@ def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progr
         for writer in writers:
             stack.callback(writer.close)
         ranks = [
-            (writer, CheckpointLayers(job.reader, config, shard, packed))
+            (writer, CheckpointStore(job.reader, config, shard, packed))
             for writer, shard, packed in zip(writers, job.layout.shards, job.ranks, strict=True)
         ]
         for writer, own in ranks:
-            writer.append(own.read_outer(moved), moved)
+            writer.append(own.read_outer(_CPU, moved), moved)
         for layer in range(config.num_layers):
             for writer, own in ranks:
-                writer.append(own.read_layer(layer, moved), moved)
+                buffer = page_aligned(own.packed(layer).num_bytes, _CPU)
+                writer.append(own.pack(layer, buffer, moved), moved)
         for writer in writers:
             writer.sync()
     progress("prepare", 1.0)

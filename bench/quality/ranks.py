@@ -25,10 +25,10 @@ from tightwire.model.llama import Llama
 from tightwire.model.open import Checkpoint
 from tightwire.model.parallel import TensorParallel
 from tightwire.model.step_arrays import Batch
+from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.layer_reader import CheckpointLayers
-from tightwire.model.weights.load import load_resident, load_streamed
-from tightwire.model.weights.residency import LEAST_STREAMED, WeightPlan
+from tightwire.model.weights.load import load_weights
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, LEAST_STREAMED, WeightPlan
 from tightwire.model.weights.source import WeightSource
 
 MakeRoutes = Callable[[Sequence[Arm], Group], Routes]
@@ -56,7 +56,7 @@ class PlayedRanks:
         max_tokens: int,
         formats: WeightFormats | None = None,
     ) -> None:
-        """Allocate a cache for ``num_sequences`` of up to ``max_tokens`` each; ``formats`` as for ``load_resident``.
+        """Allocate a cache for ``num_sequences`` of up to ``max_tokens`` each; ``formats``: None: all matrices plain.
 
         Raises:
             ValueError: the model cannot be split over this number of ranks.
@@ -73,7 +73,7 @@ class PlayedRanks:
         for group in self._groups:
             self._stack.callback(group.close)
         shards, device = self._layout.shards, torch.device("cpu")
-        self._reading = {"dtype": dtype, "device": device, "formats": formats or WeightFormats()}
+        self._dtype, self._formats = dtype, formats or WeightFormats()
         self._checkpoint = checkpoint
         self._caches = [
             make_kv_cache(
@@ -122,19 +122,16 @@ class PlayedRanks:
         return self._weights[codec]
 
     def _load(self, codec: str, rank: int) -> WeightSource:
+        plan = EVERYTHING_RESIDENT
+        if codec != "none":
+            if self.num_layers < LEAST_STREAMED:
+                raise ValueError(
+                    f"weights:{codec}: this model has {self.num_layers} layers; {LEAST_STREAMED} or more stream"
+                )
+            plan = WeightPlan(source="stream", origin="host", codec=codec, streamed=tuple(range(self.num_layers)))
         reader, shard = self._checkpoint.reader(), self._layout.shards[rank]
-        if codec == "none":
-            return load_resident(reader, self._config, shard, **self._reading)
-        if self.num_layers < LEAST_STREAMED:
-            raise ValueError(
-                f"weights:{codec}: this model has {self.num_layers} layers; {LEAST_STREAMED} or more stream"
-            )
-        plan = WeightPlan(source="stream", origin="host", codec=codec, streamed=tuple(range(self.num_layers)))
-        device = self._reading["device"]
-        layers = CheckpointLayers.for_plan(
-            reader, self._config, shard, plan, self._reading["dtype"], self._reading["formats"]
-        )
-        return load_streamed(layers, plan, device=device, timeout_s=_TIMEOUT_S)
+        files = CheckpointStore.for_plan(reader, self._config, shard, plan, self._dtype, self._formats)
+        return load_weights(files, plan, device=torch.device("cpu"), timeout_s=_TIMEOUT_S)
 
     def prefill(self, token_ids_BL: Tensor, arm: int) -> Tensor:
         """Run B prompts of L tokens; return (B, L, D) hidden states after the final norm."""

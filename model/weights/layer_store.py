@@ -1,17 +1,14 @@
-"""Stores of streamed layers: the protocol, stores over host memory and a checkpoint, and a bandwidth limit."""
+"""Stores of packed layers: the protocols, the store in host memory, and a bandwidth limit."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tightwire.comm.protocols import Moved
-from tightwire.model.checkpoint.errors import ModelError, WeightsError
-from tightwire.model.checkpoint.reader import CheckpointReader
-from tightwire.model.weights.fused import Fused, read_tensors
-from tightwire.model.weights.packed_layer import PackedLayer
+from tightwire.model.weights.packed_layer import PackedLayer, PackedModel
 
 NEVER = (0.0, 0.0)
 
@@ -67,6 +64,30 @@ class LayerStore(Protocol):
     def close(self) -> None: ...
 
 
+class LayerFiles(LayerStore, Protocol):
+    """A ``LayerStore`` over files, from which all weights of a rank are loaded, in any order.
+
+    Every read raises ModelError or WeightsError if it fails.
+    """
+
+    @property
+    def model(self) -> PackedModel:
+        """The forms of the rank's tensors."""
+        ...
+
+    def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
+        """Return the outer tensors, packed, on ``device``."""
+        ...
+
+    def read_plain(self, layer: int, device: torch.device, moved: Moved) -> Tensor:
+        """Return the layer on ``device`` in its plain form."""
+        ...
+
+    def read_parts(self, layer: int, parts: Sequence[tuple[int, Tensor]], moved: Moved) -> None:
+        """Fill each tensor (N,) uint8, on any device, with the bytes of the stored layer from its start on."""
+        ...
+
+
 class LocalStore:
     """Base class of stores that read to the host and do not wait for other ranks."""
 
@@ -82,15 +103,12 @@ class LocalStore:
 class HostStore(LocalStore):
     """``LayerStore`` in this process's memory; nothing is copied."""
 
+    name = "host memory"
     has_memory = True
 
     def __init__(self, stored: Sequence[PackedLayer], layers: dict[int, Tensor]) -> None:
         """``layers``: the streamed layers by number."""
         self._stored, self._layers = stored, layers
-
-    @property
-    def name(self) -> str:
-        return "host memory"
 
     def packed(self, layer: int) -> PackedLayer:
         return self._stored[layer]
@@ -103,53 +121,16 @@ class HostStore(LocalStore):
         self._layers.clear()
 
 
-class CheckpointStore(LocalStore):
-    """``LayerStore`` over an unmodified checkpoint; each read finds, cuts and converts the layer's tensors."""
-
-    has_memory = False
-
-    def __init__(
-        self, reader: CheckpointReader, plain: Sequence[PackedLayer], layers: Mapping[int, Mapping[str, Fused]]
-    ) -> None:
-        """``layers``: the tensors of the streamed layers."""
-        self._reader, self._plain, self._layers = reader, plain, layers
-
-    @property
-    def name(self) -> str:
-        return "the checkpoint's files"
-
-    def packed(self, layer: int) -> PackedLayer:
-        return self._plain[layer]
-
-    def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
-        try:
-            read_tensors(self._reader, self._layers[layer], self._plain[layer].tensors(into), moved)
-        except ModelError as error:
-            raise WeightsError(f"layer {layer} cannot be read: {error}") from None
-        return into
-
-    def close(self) -> None:
-        """Does nothing: the checkpoint owns the reader."""
-
-
 class ThrottledStore:
     """Limits another store's rate with a token bucket, for experiments with slow sources."""
 
     def __init__(self, store: LayerStore, bytes_per_s: float) -> None:
         self._store, self._bytes_per_s = store, bytes_per_s
-        self.has_memory = store.has_memory
+        self.has_memory, self.device = store.has_memory, store.device
+        self.name = f"{store.name} at {bytes_per_s / 1e6:g} MB/s"
+        self.packed, self.others_late = store.packed, store.others_late
+        self.stop, self.close = store.stop, store.close
         self._free_at_s = 0.0  # when the emulated link finishes all requested bytes
-
-    @property
-    def name(self) -> str:
-        return f"{self._store.name} at {self._bytes_per_s / 1e6:g} MB/s"
-
-    def packed(self, layer: int) -> PackedLayer:
-        return self._store.packed(layer)
-
-    @property
-    def device(self) -> torch.device:
-        return self._store.device
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         begin_s = max(self._free_at_s, time.perf_counter() - _BURST_S)
@@ -159,12 +140,3 @@ class ThrottledStore:
             time.sleep(min(left_s, 0.1))
             moved(0)
         return result
-
-    def others_late(self, layer: int) -> tuple[float, float]:
-        return self._store.others_late(layer)
-
-    def stop(self) -> None:
-        self._store.stop()
-
-    def close(self) -> None:
-        self._store.close()

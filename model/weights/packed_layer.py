@@ -7,12 +7,11 @@ codec's smaller form, and must be decoded before use. Packed matrices, norms and
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tightwire.comm.buffers import PAGE_BYTES, page_aligned
+from tightwire.comm.buffers import PAGE_BYTES
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.kernels.spec.packed_format import PackedFormat
@@ -21,7 +20,6 @@ from tightwire.model.layout import Shard
 from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.fused import Fused, layer_tensors, outer_tensors
-from tightwire.model.weights.source import LayerWeights
 
 _ALIGNMENT_BYTES = 64  # a cache line, and enough for every kernel
 
@@ -156,18 +154,3 @@ def pack_tensors(
 def weight_codec(name: str) -> Codec:
     """Return the codec for a value of ``--weight-codec``."""
     return parse_codec(WEIGHT_CODECS[name])
-
-
-def layer_on_device(stored: PackedLayer, plain: PackedLayer, source: Tensor, device: torch.device) -> LayerWeights:
-    """Return the tensors on ``device`` of the layer in ``source``, which has the form ``stored``.
-
-    The tensors may be views of ``source``.
-
-    Cost: the plain layer's bytes on ``device``; temporarily also the stored layer's if it is encoded.
-    """
-    kept = source.to(device)
-    if not stored.is_plain:
-        encoded, kept = kept, page_aligned(plain.num_bytes, device)
-        stored.decode(encoded, plain, kept)
-    tensors: dict[str, Any] = plain.tensors(kept)
-    return LayerWeights(**tensors)

@@ -1,8 +1,8 @@
-"""The tensors of a layer, and the protocol of resident, streamed and partitioned weights."""
+"""The tensors of a layer, the protocol of resident, streamed and partitioned weights, and resident weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -28,6 +28,11 @@ class LayerWeights:
     down: Matrix  # (D, local_F)
     down_bias: Tensor | None = None  # (D,); only on rank 0
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any]) -> Self:
+        """Make it from tensors by field."""
+        return cls(**tensors)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterWeights:
@@ -38,7 +43,7 @@ class OuterWeights:
     head: Matrix  # (local_V, D); the embedding itself when tied
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Any]) -> "OuterWeights":
+    def of(cls, tensors: Mapping[str, Any]) -> Self:
         """Make it from tensors by field; without a ``head`` the head is tied to the embedding."""
         return cls(**{"head": tensors["embedding"], **tensors})
 
@@ -71,3 +76,24 @@ class WeightSource(Protocol):
     def close(self) -> None:
         """Stop the threads that fetch layers. May be called twice."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResidentWeights:
+    """``WeightSource`` with all layers on the device."""
+
+    outer: OuterWeights
+    layers: tuple[LayerWeights, ...]
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        return (range(len(self.layers)),)
+
+    def layer(self, index: int) -> LayerWeights:
+        return self.layers[index]
+
+    def release(self, index: int) -> None:
+        """Does nothing: all layers stay on the device."""
+
+    def close(self) -> None:
+        """Does nothing: there are no threads."""

@@ -62,7 +62,7 @@ class StreamedWeights:
         self.spans = _spans(len(plain), resident)
         self.fetcher = LayerFetcher(store, plain, self._order, device)
         self._layers = {
-            (layer, slot.number): LayerWeights(**plain[layer].tensors(slot.buffer))  # pyright: ignore[reportArgumentType]
+            (layer, slot.number): LayerWeights.of(plain[layer].tensors(slot.buffer))
             for layer in self._order
             for slot in self.pool.slots
         }

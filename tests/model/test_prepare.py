@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model.loading import load_resident
 from helpers.model.tiny_gguf import make_tiny_gguf
 from helpers.server.local_engine import prompt_logits
 from tiny import VARIANTS, make_tiny
@@ -29,13 +30,11 @@ from tightwire.model.parallel import TensorParallel
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.formats import choose_formats
-from tightwire.model.weights.layer_reader import PreparedLayers
-from tightwire.model.weights.load import load_resident
-from tightwire.model.weights.packed_layer import layer_on_device
+from tightwire.model.weights.load import load_weights
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.prepared.manifest import MANIFEST
-from tightwire.model.weights.residency import WeightPlan
-from tightwire.model.weights.source import LayerWeights, OuterWeights
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT
+from tightwire.model.weights.source import LayerWeights, OuterWeights, ResidentWeights
 from tightwire.model.weights.streamed import StreamedWeights
 
 CPU = torch.device("cpu")
@@ -65,15 +64,10 @@ def assert_same(got: LayerWeights | OuterWeights, want: LayerWeights | OuterWeig
 
 def load_prepared(prepared: Prepared, rank: int) -> tuple[OuterWeights, list[LayerWeights]]:
     """All tensors of one rank, verified."""
-    reader = PreparedLayers(prepared, rank, WeightPlan(verify=True), patience_s=1.0)
-    packed = reader.packed
-    outer = OuterWeights.of(packed.outer.tensors(reader.read_outer(lambda num_bytes: None)))
-    layers = [
-        layer_on_device(stored, plain, reader.read_layer(index, lambda num_bytes: None), CPU)
-        for index, (stored, plain) in enumerate(zip(packed.stored, packed.plain, strict=True))
-    ]
-    reader.close()
-    return outer, layers
+    store = prepared.store(rank, verify=True)
+    weights = load_weights(store, EVERYTHING_RESIDENT, device=CPU, timeout_s=1.0)
+    assert isinstance(weights, ResidentWeights)
+    return weights.outer, list(weights.layers)
 
 
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {  # kind, keys of config.json, --quantization
@@ -102,7 +96,6 @@ def test_a_prepared_folder_holds_the_tensors_that_ranks_load(tmp_path: Path, nam
             checkpoint.config,
             shard,
             dtype=getattr(torch, dtype),
-            device=CPU,
             formats=formats,
         )
         outer, layers = load_prepared(prepared, shard.rank)
@@ -121,9 +114,7 @@ def test_a_codec_takes_the_layers_plain_matrices_and_nothing_else(tmp_path: Path
     formats = choose_formats(checkpoint.reader(), checkpoint.config, "none")
     assert prepared.manifest.num_bytes < whole.manifest.num_bytes
     for shard in make_layout(checkpoint.config, 2).shards:
-        loaded = load_resident(
-            checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, device=CPU, formats=formats
-        )
+        loaded = load_resident(checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, formats=formats)
         outer, layers = load_prepared(prepared, shard.rank)
         assert_same(outer, loaded.outer)
         for got, layer in zip(layers, loaded.layers, strict=True):

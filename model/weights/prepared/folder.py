@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from tightwire.comm.buffers import page_aligned
 from tightwire.comm.codec.codec import Codec, parse_codec
@@ -25,11 +24,10 @@ from tightwire.model.layout import Layout, make_layout
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.packed_layer import PackedModel, pack_model
 from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, BlobFile, read_blob, reads_direct
-from tightwire.model.weights.prepared.disk_store import DiskStore, choose_io
+from tightwire.model.weights.prepared.disk_store import OUTER_NAME, DiskStore, choose_io
 from tightwire.model.weights.prepared.manifest import MANIFEST, Manifest, cuts_of, read_manifest
 
 _CPU = torch.device("cpu")
-_OUTER = "embedding, norm and head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class Prepared:
         return choose_io(asked, self.paths, available_bytes)
 
     def store(self, rank: int, io: str = "buffered", *, verify: bool = False, patience_s: float = 1.0) -> DiskStore:
-        """Open the store of this rank's layers.
+        """Open this rank's file.
 
         Args:
             io: ``direct`` or ``buffered``; ``choose_io`` resolves ``auto``.
@@ -85,32 +83,15 @@ class Prepared:
             WeightsError: the file cannot be opened.
         """
         if io not in ("direct", "buffered"):
-            raise ValueError(f"a store reads direct or buffered, got {io!r}; `choose_io` resolves auto")
-        layers = self.manifest.ranks[rank].layers
+            raise ValueError(f"a file is read direct or buffered, got {io!r}; `choose_io` resolves auto")
         return DiskStore(
             self.paths[rank],
-            self.packed(rank).stored,
-            layers,
+            self.packed(rank),
+            self.manifest.ranks[rank],
             direct=io == "direct",
             verify=verify,
             patience_s=patience_s,
         )
-
-    def read_outer(self, rank: int, *, verify: bool = False, moved: Moved = lambda num_bytes: None) -> Tensor:
-        """Return the tensors before and after the layers as (packed bytes,) uint8 on the host.
-
-        Raises:
-            WeightsError: they cannot be read, or ``verify`` finds damage.
-        """
-        blob = self.manifest.ranks[rank].outer
-        buffer = page_aligned(blob.num_bytes, _CPU)
-        file = BlobFile(self.paths[rank], direct=False)
-        try:
-            digest = hashlib.sha256() if verify else None
-            read_blob(file, blob, _OUTER, buffer, moved, digest)
-        finally:
-            file.close()
-        return buffer
 
 
 def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
@@ -160,7 +141,7 @@ def find_damage(folder: Path, manifest: Manifest, moved: Moved = lambda num_byte
         try:
             file.forget()
             for what, blob in zip(
-                [_OUTER, *map("layer {}".format, range(len(written.layers)))], written.blobs, strict=True
+                [OUTER_NAME, *map("layer {}".format, range(len(written.layers)))], written.blobs, strict=True
             ):
                 try:
                     read_blob(file, blob, what, scratch, moved, hashlib.sha256())

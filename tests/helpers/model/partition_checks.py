@@ -13,8 +13,9 @@ from tightwire.comm.group.partition_groups import PartitionPlace, in_process_par
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights import WEIGHT_CODECS
+from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import choose_formats
-from tightwire.model.weights.layer_reader import CheckpointLayers, LayerReader, PreparedLayers
+from tightwire.model.weights.layer_store import LayerFiles
 from tightwire.model.weights.packed_layer import PackedLayer
 from tightwire.model.weights.partition_store import PartitionCut
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan, spread
@@ -75,23 +76,23 @@ def check_bytes(world: World, work: Work, done: list[Done]) -> None:
     plan = work.plan
     for rank, own in enumerate(done):
         at = world.place(rank)
-        reader = open_layers(work, at.shard, world.tp)
-        reader.close()
+        files = open_files(work, at.shard, world.tp)
+        files.close()
         if at.per_node > 1:
             label = "direct" if plan.codec == "none" else WEIGHT_CODECS[plan.codec]
             sent = [count[2:] for count in own.counts if count[:2] == ("all_gather", label)]
-            packed = (reader.packed.stored, reader.packed.plain)
+            packed = (files.model.stored, files.model.plain)
             assert sent == [tuple(pass_bytes(each, at, plan, own.num_gathered) for each in packed)]
 
 
-def open_layers(work: Work, shard: int, tp: int) -> LayerReader:
+def open_files(work: Work, shard: int, tp: int) -> LayerFiles:
     checkpoint = open_checkpoint(work.location)
     if checkpoint.prepared is not None:
-        return PreparedLayers(checkpoint.prepared, shard, work.plan, patience_s=1.0)
+        return checkpoint.prepared.store(shard, work.plan.io, verify=work.plan.verify)
     config, reader = checkpoint.config, checkpoint.reader()
     formats = choose_formats(reader, config, work.quantization)
     dtype = getattr(torch, work.dtype)
-    return CheckpointLayers.for_plan(reader, config, make_layout(config, tp).shards[shard], work.plan, dtype, formats)
+    return CheckpointStore.for_plan(reader, config, make_layout(config, tp).shards[shard], work.plan, dtype, formats)
 
 
 def pass_bytes(layers: Sequence[PackedLayer], at: PartitionPlace, plan: WeightPlan, num_gathered: int) -> int:

@@ -5,13 +5,13 @@ import statistics
 
 import pytest
 import torch
+from helpers.model.loading import load_resident
 
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.random import RANDOM_SHAPES, RandomReader
 from tightwire.model.layout import make_layout
-from tightwire.model.weights.load import load_resident
 
 CONFIG = LlamaConfig(
     num_layers=2,
@@ -45,14 +45,10 @@ def test_a_slice_is_the_same_bits_as_in_the_whole(dtype: torch.dtype, columns: r
 
 
 def test_ranks_hold_parts_of_one_model() -> None:
-    cpu = torch.device("cpu")
     layout = make_layout(CONFIG, 2)
-    parts = [
-        load_resident(RandomReader(CONFIG, 3), CONFIG, shard, dtype=torch.bfloat16, device=cpu)
-        for shard in layout.shards
-    ]
+    parts = [load_resident(RandomReader(CONFIG, 3), CONFIG, shard, dtype=torch.bfloat16) for shard in layout.shards]
     (alone,) = (
-        load_resident(RandomReader(CONFIG, 3), CONFIG, shard, dtype=torch.bfloat16, device=cpu)
+        load_resident(RandomReader(CONFIG, 3), CONFIG, shard, dtype=torch.bfloat16)
         for shard in make_layout(CONFIG, 1).shards
     )
     assert torch.equal(torch.cat([_plain(p.layer(1).down) for p in parts], dim=1), _plain(alone.layer(1).down))

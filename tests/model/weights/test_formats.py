@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.model.loading import load_resident
 from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import make_tiny
 
@@ -18,7 +19,7 @@ from tightwire.model.checkpoint.names import EMBEDDING, HEAD, expected_tensors
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats, weight_bytes
-from tightwire.model.weights.load import ResidentWeights, load_resident
+from tightwire.model.weights.source import ResidentWeights
 
 CPU = torch.device("cpu")
 CONFIG = LlamaConfig(
@@ -151,7 +152,7 @@ def load(checkpoint: Checkpoint, formats: WeightFormats, world_size: int) -> lis
     layout = make_layout(config, world_size)
     check_split(layout, config, formats)
     return [
-        load_resident(checkpoint.reader(), config, shard, dtype=torch.float32, device=CPU, formats=formats)
+        load_resident(checkpoint.reader(), config, shard, dtype=torch.float32, formats=formats)
         for shard in layout.shards
     ]
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model.loading import load_resident
 from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import VARIANTS, make_tiny, tiny_config, tiny_tensors
 
+from tightwire.comm.buffers import PAGE_BYTES
 from tightwire.model.layout import Shard, make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights.formats import WeightFormats, weight_bytes
-from tightwire.model.weights.load import ResidentWeights, load_resident
-
-CPU = torch.device("cpu")
+from tightwire.model.weights.source import ResidentWeights
 
 
 def tensors_of(weights: ResidentWeights) -> list[torch.Tensor]:
@@ -28,15 +28,17 @@ def tensors_of(weights: ResidentWeights) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_progress_reports_exactly_the_bytes_of_weight_bytes(tmp_path: Path, variant: str, world_size: int) -> None:
+def test_memory_and_progress_are_those_of_weight_bytes(tmp_path: Path, variant: str, world_size: int) -> None:
     checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m", **VARIANTS[variant])))
     for shard in make_layout(checkpoint.config, world_size).shards:
         fractions: list[float] = []
         weights = load_resident(
-            checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, device=CPU, progress=fractions.append
+            checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, progress=fractions.append
         )
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(weights)}
-        assert sum(storages.values()) == weight_bytes(checkpoint.config, shard, WeightFormats(), 2)
+        own = weight_bytes(checkpoint.config, shard, WeightFormats(), 2)
+        gaps = 2 * PAGE_BYTES * len(storages) + 64 * len(tensors_of(weights))  # pages around buffers; lines in them
+        assert own <= sum(storages.values()) <= own + gaps
         assert fractions == sorted(fractions)
         assert fractions[-1] == 1.0
 
@@ -90,7 +92,7 @@ def test_each_rank_gets_its_slices(tmp_path: Path, variant: str, world_size: int
     checkpoint = open_checkpoint(str(make_tiny(tmp_path / "m", **VARIANTS[variant])))
     tensors = tiny_tensors(tiny_config(**VARIANTS[variant]))
     for shard in make_layout(checkpoint.config, world_size).shards:
-        weights = load_resident(checkpoint.reader(), checkpoint.config, shard, dtype=torch.float32, device=CPU)
+        weights = load_resident(checkpoint.reader(), checkpoint.config, shard, dtype=torch.float32)
         layer = weights.layer(1)
         for name, want in expected_layer(tensors, shard, checkpoint.config.head_dim).items():
             got = getattr(layer, name)
@@ -111,9 +113,10 @@ _MEASURE = """
 import json, sys, torch
 from pathlib import Path
 from tightwire.model.open import open_checkpoint
+from tightwire.comm.buffers import PAGE_BYTES
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import choose_formats, weight_bytes
-from tightwire.model.weights.load import load_resident
+from helpers.model.loading import load_resident
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -126,8 +129,7 @@ formats = choose_formats(checkpoint.reader(), checkpoint.config, sys.argv[2])
 torch.ones(100).bfloat16().float()
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
 before = status("VmRSS")
-options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "formats": formats}
-load = load_resident(checkpoint.reader(), checkpoint.config, shard, **options)
+load = load_resident(checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, formats=formats)
 print(json.dumps([status("VmHWM") - before, weight_bytes(checkpoint.config, shard, formats, 2)]))
 """
 

@@ -29,8 +29,8 @@ from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.weights import WEIGHT_CODECS
+from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.layer_reader import CheckpointLayers
 from tightwire.model.weights.packed_layer import pack_model
 from tightwire.model.weights.partition_store import LINE_BYTES, PartitionCut, PartitionStore
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightSizes
@@ -114,13 +114,13 @@ def loaded(world: World, work: Work, timeout_s: float = 120.0) -> Iterator[list[
 def test_a_rank_that_loads_longer_than_a_gather_may_take_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, delays = CheckpointLayers.read_layer, iter([1.2])
+    read, delays = CheckpointStore.read, iter([1.2])
 
-    def read_late(self: CheckpointLayers, layer: int, moved: Moved, **options: bool) -> Tensor:
+    def read_late(self: CheckpointStore, layer: int, into: Tensor, moved: Moved) -> Tensor:
         time.sleep(next(delays, 0.0))
-        return read(self, layer, moved, **options)
+        return read(self, layer, into, moved)
 
-    monkeypatch.setattr(CheckpointLayers, "read_layer", read_late)
+    monkeypatch.setattr(CheckpointStore, "read", read_late)
     world = World(1, 2)
     location = make_tiny(tmp_path / "m", num_hidden_layers=NUM_LAYERS)
     with loaded(world, Work(str(location), plan_for(world), PROMPTS[:2]), timeout_s=1.0) as weights:

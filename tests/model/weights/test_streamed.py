@@ -18,10 +18,10 @@ from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights import layer_store
+from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.layer_reader import CheckpointLayers
-from tightwire.model.weights.layer_store import CheckpointStore, HostStore, LayerStore, Moved, ThrottledStore
-from tightwire.model.weights.load import load_streamed
+from tightwire.model.weights.layer_store import HostStore, LayerStore, Moved, ThrottledStore
+from tightwire.model.weights.load import load_weights
 from tightwire.model.weights.packed_layer import PackedLayer, pack_model
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan, WeightSizes, spread
 from tightwire.model.weights.streamed import StreamedWeights
@@ -305,8 +305,8 @@ def test_planned_sizes_equal_the_memory_in_use(
     sizes = WeightSizes(config, shard, WeightFormats(), torch.float32, codec)
     plain = pack_model(config, shard, WeightFormats(), torch.float32).plain
     stay = sizes.on_device(EVERYTHING_RESIDENT) - sum(plain[layer].num_bytes for layer in plan.streamed)
-    layers = CheckpointLayers.for_plan(checkpoint.reader(), config, shard, plan, torch.float32, WeightFormats())
-    weights = load_streamed(layers, plan, device=torch.device("cpu"), timeout_s=60.0)
+    layers = CheckpointStore.for_plan(checkpoint.reader(), config, shard, plan, torch.float32, WeightFormats())
+    weights = load_weights(layers, plan, device=torch.device("cpu"), timeout_s=60.0)
     assert isinstance(weights, StreamedWeights)
     try:
         waiting = 0

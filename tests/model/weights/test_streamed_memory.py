@@ -21,8 +21,8 @@ from tightwire.comm.codec.codec import parse_codec
 from tightwire.model.open import open_checkpoint
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.layer_reader import CheckpointLayers, PreparedLayers
-from tightwire.model.weights.load import load_streamed
+from tightwire.model.weights.checkpoint_store import CheckpointStore
+from tightwire.model.weights.load import load_weights
 from tightwire.model.weights.residency import WeightPlan, WeightSizes, spread
 from tightwire.model.weights import WEIGHT_CODECS
 
@@ -47,10 +47,10 @@ coder.decode(coder.encode(torch.ones(4096).bfloat16()), 4096, torch.bfloat16)
 before = peak_from_here()
 fetching = {"device": torch.device("cpu"), "timeout_s": 60.0}
 if prepared is None:
-    reader = CheckpointLayers.for_plan(checkpoint.reader(), config, shard, plan, torch.bfloat16, WeightFormats())
+    files = CheckpointStore.for_plan(checkpoint.reader(), config, shard, plan, torch.bfloat16, WeightFormats())
 else:
-    reader = PreparedLayers(prepared, 0, plan, patience_s=1.0)
-weights = load_streamed(reader, plan, **fetching)
+    files = prepared.store(0, plan.io)
+weights = load_weights(files, plan, **fetching)
 
 def run_passes(count):
     for _ in range(count):

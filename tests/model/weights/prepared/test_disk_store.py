@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tightwire.comm.buffers import PAGE_BYTES, page_aligned
 from tightwire.model.checkpoint.errors import WeightsError
-from tightwire.model.weights.packed_layer import PackedLayer
+from tightwire.model.weights.packed_layer import PackedLayer, PackedModel
 from tightwire.model.weights.prepared import blob_file
 from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, reads_direct
 from tightwire.model.weights.prepared.disk_store import DiskStore, choose_io
-from tightwire.model.weights.prepared.manifest import Blob
+from tightwire.model.weights.prepared.manifest import Blob, RankFile
 
 SIZES = (2 * PAGE_BYTES, PIECE_BYTES + 3 * PAGE_BYTES, PAGE_BYTES)
 
@@ -43,7 +43,10 @@ def open_store(
         Blob(offset, len(part), hashlib.sha256(part).hexdigest()) for offset, part in zip(offsets, content, strict=True)
     ]
     stored = [PackedLayer({}, torch.bfloat16, size) for size in SIZES]
-    return DiskStore(path, stored, blobs, direct=direct, verify=verify, patience_s=patience_s)
+    model = PackedModel(PackedLayer({}, torch.bfloat16, 0), tuple(stored), tuple(stored))
+    return DiskStore(
+        path, model, RankFile({}, blobs[0], tuple(blobs)), direct=direct, verify=verify, patience_s=patience_s
+    )
 
 
 def read(store: DiskStore, layer: int) -> tuple[bytes, list[int]]:
@@ -199,7 +202,7 @@ def test_parts_at_odd_addresses_share_one_buffer(
     monkeypatch.setattr(blob_file, "page_aligned", lambda *args: made.append(args[0]) or make(*args))
     store, into = open_store(path, content, direct=direct), torch.empty(5000, dtype=torch.uint8)
     for start in (64, 4100, 123):
-        store.read_part(1, start, into, lambda num_bytes: None)
+        store.read_parts(1, [(start, into)], lambda num_bytes: None)
         assert into.numpy().tobytes() == content[1][start : start + 5000]
     assert len(made) == direct
 
