@@ -51,9 +51,9 @@ from tightwire.model.open import open_checkpoint
 from tightwire.server.cli.comm_cli import COMM_GROUPS, at_least_two_ranks
 from tightwire.server.config.flags import make_parser, parse, refuse_allreduce_extra, refuse_replicas
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.comm_request import policy_request
+from tightwire.server.plan.comm_decision import policy_requests
 from tightwire.server.plan.devices import num_cores
-from tightwire.server.plan.run_plan import decide_setting
+from tightwire.server.plan.setting import decide_setting
 
 _MAX_SECONDS = 3600.0
 _START_S = 6.0  # for the ranks of one transport to start and join
@@ -149,7 +149,7 @@ def make_plan(config: ServeConfig, seconds: float) -> TunePlan:
     host = this_host([gpu.name for gpu in gpus], num_cores())
     return TunePlan(
         settings=tuple(replace(setting, transport=name) for name in _transports(config, setting)),
-        request=policy_request(config, model),
+        request=next(iter(policy_requests(config, model).values())),
         host=host,
         path=tune_path(cache_folder(), host),
         seconds=seconds,

@@ -18,9 +18,8 @@ from tightwire.comm.policy.rules import PHASES, Choice, describe_layers
 from tightwire.comm.sizes import format_bytes
 from tightwire.model.open import open_checkpoint
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.comm_decision import CommDecision, decide_comm
-from tightwire.server.plan.comm_request import check_all_reduce_names, policy_requests
-from tightwire.server.plan.run_plan import asked_link, decide_setting
+from tightwire.server.plan.comm_decision import CommDecision, check_all_reduce_names, decide_comm, policy_requests
+from tightwire.server.plan.setting import decide_setting, requested_link
 
 _SITES = ("o_proj", "down_proj")
 _WHY_FITS = 76  # terminal columns; on a narrower one, reasons are printed below the table
@@ -62,7 +61,7 @@ def decide_for(config: ServeConfig) -> tuple[PolicyRequest, CommDecision, int]:
     check_all_reduce_names(config.parallel)
     model = open_checkpoint(config.model.model, config.model.seed).config
     requests = policy_requests(config, model)
-    link = asked_link(config.parallel)
+    link = requested_link(config.parallel)
     setting, gpus = decide_setting(config, model, link)
     decision = decide_comm(requests, setting, [gpu.name for gpu in gpus], link)
     return next(iter(requests.values())), decision, model.num_layers

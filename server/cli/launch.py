@@ -109,7 +109,7 @@ class _Server:
             tp=self._config.parallel.tp,
             dp=self._config.parallel.dp,
             allreduce=decision.plan.allreduce,
-            policies=decision.plan.arms,
+            policies=decision.plan.policy_names,
             transport=decision.plan.transport,
             dtype=decision.plan.dtype,
             weights=decision.formats.name,

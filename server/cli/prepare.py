@@ -20,7 +20,7 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.messages import Stage
 from tightwire.server.plan.devices import cuda_devices
 from tightwire.server.plan.progress import Progress, make_progress
-from tightwire.server.plan.run_plan import choose_dtype
+from tightwire.server.plan.setting import choose_dtype
 
 
 class _TerminatedError(BaseException):

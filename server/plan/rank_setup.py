@@ -33,12 +33,12 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     throttle: Link | None = None  # rate limit on this rank's messages between nodes
 
 
-class Arm(msgspec.Struct, frozen=True):
-    """A further policy that requests may ask for by name."""
+class NamedPolicy(msgspec.Struct, frozen=True):
+    """A policy that requests may ask for by name."""
 
     name: str
     policy: Policy
-    library_policy: Policy | None = None  # as in RunPlan
+    library_policy: Policy | None = None  # used if peer memory is unavailable; None: refuse to start
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,11 +46,11 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str  # cpu or cuda
     dtype: str
-    allreduce: str  # as requested; ``policy`` holds the algorithms
+    allreduce: str  # as requested; ``policies`` holds the algorithms
     transport: str  # shared-memory, process-group, peer-memory, or none for a single rank
     max_model_len: int
     num_blocks: int
-    slot_blocks: int | None = None  # set when the cache is on the host: cache blocks a step may use
+    buffer_blocks: int | None = None  # set when the cache is on the host: cache blocks a step may use
     weights: WeightPlan = EVERYTHING_RESIDENT
     transport_reason: str = ""  # why ``auto`` chose a slower transport; empty if it did not
     num_nodes: int = 1
@@ -58,15 +58,11 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = False  # compute one half of a prompt while the other half is summed
     plan_ahead: bool = False  # launch a step before the previous one has finished, where possible
     link: LinkFacts | None = None  # the emulated wire between the nodes
-    policy: Policy = Policy(())  # a single rank has nothing to sum
-    library_policy: Policy | None = None  # used if peer memory is unavailable; None: refuse to start
-    own_arm: str = "auto"  # the name by which a request may ask for ``policy``
-    extra: tuple[Arm, ...] = ()
+    policies: tuple[NamedPolicy, ...] = (NamedPolicy("auto", Policy(())),)  # the server's own first
 
     @property
-    def arms(self) -> tuple[str, ...]:
-        """Every name that a request may ask for. A name's index is its arm's number."""
-        return (self.own_arm, *(arm.name for arm in self.extra))
+    def policy_names(self) -> tuple[str, ...]:
+        return tuple(policy.name for policy in self.policies)
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):

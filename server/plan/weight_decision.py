@@ -1,18 +1,17 @@
 """Decides which layers stay on the device, which are streamed and from where, and describes the cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
 
 from tightwire.comm.sizes import format_bytes
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS
-from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.layout import Layout
 from tightwire.model.weights import WEIGHT_CODECS
-from tightwire.model.weights.formats import QUANTIZED_AS, WeightFormats
+from tightwire.model.weights.formats import QUANTIZED_AS
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import (
@@ -25,7 +24,9 @@ from tightwire.model.weights.residency import (
 )
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.config.weights import WeightOptions
+from tightwire.server.plan.kv_offload import budget_of
 from tightwire.server.plan.memory_budget import LEAST_CONTEXT, MemoryBudget, NotEnoughMemoryError
+from tightwire.server.plan.rank_bytes import MemoryInputs
 
 # The KV cache's share of the memory the layers could use. Streamed layers cost a decode step the same transfer at any
 # batch size, so many sequences gain more from cache, and few gain more from resident layers.
@@ -38,8 +39,6 @@ _PACKED_BITS = {
 }
 # Share of the host's free memory for waiting layers; other programs and the page cache need the rest.
 _HOST_SHARE = 0.8
-
-MakeBudget = Callable[[WeightPlan, float | None], MemoryBudget]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +67,24 @@ def as_prepared(config: ServeConfig, prepared: Prepared) -> ServeConfig:
     Raises:
         ValueError: an option contradicts the folder; says what the folder has.
     """
-    again = "or make another folder with `tightwire prepare`"
+    or_make = "or make another folder with `tightwire prepare`"
     tp, split = config.parallel.tp, config.parallel.tp_split
     if tp != prepared.tp:
         raise ValueError(
-            f"{prepared.folder} is cut for {prepared.tp} ranks; give --tp {prepared.tp} (got {tp}), {again}"
+            f"{prepared.folder} is split over {prepared.tp} ranks; give --tp {prepared.tp} (got {tp}), {or_make}"
         )
     if (split or None) != (prepared.shares or None):
-        had = "none" if prepared.shares is None else ",".join(f"{share:g}" for share in prepared.shares)
-        raise ValueError(f"{prepared.folder} was cut with --tp-split {had}; give the same, {again}")
+        made_with = "none" if prepared.shares is None else ",".join(f"{share:g}" for share in prepared.shares)
+        raise ValueError(f"{prepared.folder} was made with --tp-split {made_with}; give the same, {or_make}")
     dtype, codec = prepared.manifest.dtype, prepared.manifest.codec
     name = next(name for name, own in WEIGHT_CODECS.items() if own == codec)
-    for flag, asked, default, has in (
+    for flag, asked, default, stored in (
         ("--dtype", config.model.dtype, "auto", dtype),
-        ("--quantization", config.model.quantization, "auto", "what it was prepared with"),
+        ("--quantization", config.model.quantization, "auto", "the format it was prepared with"),
         ("--weight-codec", config.weights.weight_codec, "none", name),
     ):
-        if asked not in (default, has):
-            raise ValueError(f"{flag} {asked}: {prepared.folder} has {has}; leave {flag} out, {again}")
+        if asked not in (default, stored):
+            raise ValueError(f"{flag} {asked}: {prepared.folder} stores {stored}; leave {flag} out, {or_make}")
     model = replace(config.model, dtype=dtype)
     resident = config.weights.weights == "resident"  # resident layers were encoded when the folder was written
     weights = config.weights if resident else replace(config.weights, weight_codec=name)
@@ -93,134 +92,162 @@ def as_prepared(config: ServeConfig, prepared: Prepared) -> ServeConfig:
 
 
 def decide_weights(
-    options: WeightOptions,
-    model: LlamaConfig,
-    layout: Layout,
-    formats: WeightFormats,
-    *,
-    dtype: str,
-    device: str,
-    num_replicas: int = 1,
-    num_nodes: int = 1,
-    host_bytes: int,
-    files: Files,
-    make_budget: MakeBudget,
+    options: WeightOptions, inputs: MemoryInputs, *, num_nodes: int = 1, files: Files = IN_FILES
 ) -> WeightDecision:
     """Resolve ``--weights``.
 
     Args:
-        num_replicas: copies of the layout's ranks, spread evenly over ``num_nodes``.
-        host_bytes: free on the host, for layers that stream to CUDA devices.
+        num_nodes: the replicas are spread evenly over them.
         files: the files that layers could be streamed from; ``as_prepared`` has already checked prepared ones.
-        make_budget: gives the budget of a plan, with a share of memory for the KV cache.
     Raises:
         NotEnoughMemoryError: the model does not fit even with all layers streamed, or with ``--weights resident``.
         ValueError: layers cannot be kept where requested.
     """
-    prepared, num_layers = files.prepared, model.num_layers
-    if prepared is None:
-        _refuse_for_files(options)
-    reading = {
-        "io": "buffered" if prepared is None else prepared.choose_io("auto", host_bytes),
-        "verify": options.verify_weights,
-    }
-    resident, refusal = _try(make_budget)
+    if options.verify_weights and files.prepared is None:
+        raise ValueError(
+            "--verify-weights checks the checksums of a prepared folder, and this model has none; leave the flag out, "
+            "or make a folder with `tightwire prepare MODEL FOLDER` and serve that"
+        )
+    num_layers, refusal, resident = inputs.model.num_layers, None, None
+    try:
+        resident = budget_of(inputs, EVERYTHING_RESIDENT, None)
+    except NotEnoughMemoryError as error:
+        refusal = error
     if options.weights == "auto" and resident is not None and num_layers >= LEAST_STREAMED and not _is_roomy(resident):
-        resident, refusal = None, None
+        resident = None
     if options.weights == "resident" or (options.weights == "auto" and resident is not None):
         if resident is None:
             raise refusal or AssertionError
-        return WeightDecision(plan=msgspec.structs.replace(EVERYTHING_RESIDENT, **reading), budget=resident)
+        plan = msgspec.structs.replace(EVERYTHING_RESIDENT, **_reading(options, inputs, files))
+        return WeightDecision(plan=plan, budget=resident)
     if num_layers < LEAST_STREAMED:
         raise refusal or ValueError(
-            f"--weights {options.weights}: this model has {num_layers} layers, which two buffers hold"
+            f"--weights {options.weights}: this model has {num_layers} layers, which the two buffers hold; use --weights auto"
         )
-    if prepared is None:
-        packed = pack_model(model, layout.shards[0], formats, getattr(torch, dtype), weight_codec(options.weight_codec))
-        check_codec(options.weight_codec, packed.stored, formats)
-    sizes = [WeightSizes(model, shard, formats, getattr(torch, dtype), options.weight_codec) for shard in layout.shards]
+    if files.prepared is None:
+        dtype, codec = getattr(torch, inputs.dtype), weight_codec(options.weight_codec)
+        packed = pack_model(inputs.model, inputs.layout.shards[0], inputs.formats, dtype, codec)
+        check_codec(options.weight_codec, packed.stored, inputs.formats)
+    streaming = _Streaming(options, inputs, num_nodes, files, resident)
+    if options.weights == "auto" and streaming.may_share:
+        with suppress(NotEnoughMemoryError):  # a node's memory does not hold one copy
+            return streaming.decide(shared=True)
+    return streaming.decide(shared=options.weights == "partition")
 
-    def decide_moving(shared: bool) -> WeightDecision:
-        def plan(num_streamed: int, origin: str) -> WeightPlan:
-            return WeightPlan(
-                source="partition" if shared else "stream",
-                origin=origin,
-                ranks_per_node=num_replicas // num_nodes if shared else 1,
-                codec=options.weight_codec,
-                streamed=spread(num_layers, num_streamed),
-                max_parts=_MAX_PARTS[options.stream_policy],
-                **reading,
-            )
 
-        whole = num_replicas * sum(size.per_pass(plan(num_layers, "host")) for size in sizes)
-        origin = "files" if shared else _origin(options, device, whole, host_bytes, files)
-        share = _CACHE_SHARE[options.stream_policy]
-        try:
-            every = make_budget(plan(num_layers, origin), share)
-        except NotEnoughMemoryError as error:
-            if files.exist or device != "cpu" or origin != "host":
-                raise
-            # Random weights are not in a file: streamed layers would wait in the memory that is too small for them.
-            raise NotEnoughMemoryError(
-                f"{error}\nrandom weights are in no file; `tightwire prepare` with this model writes a folder, which serves from the "
-                "disk"
-                + ("" if options.weight_codec == "int4" else ", and --weight-codec int4 lets layers wait encoded")
-            ) from None
+@dataclass(frozen=True, slots=True)
+class _Streaming:
+    """Decides which layers stream. ``resident``: the budget with none streamed; None: the model needs streaming."""
+
+    options: WeightOptions
+    inputs: MemoryInputs
+    num_nodes: int
+    files: Files
+    resident: MemoryBudget | None
+
+    @property
+    def may_share(self) -> bool:
+        """Whether ``auto`` lets the replicas of a node share layers instead of each reading all of them.
+
+        Never on CUDA: each device's path to the host may be faster than its path to the others.
+        """
+        several = self.inputs.num_replicas > self.num_nodes
+        return several and self.inputs.device == "cpu" and self.options.stream_from == "auto"
+
+    def decide(self, *, shared: bool) -> WeightDecision:
+        """The decision. ``shared``: the replicas of a node keep a part of each streamed layer."""
+        options, num_layers = self.options, self.inputs.model.num_layers
+        sizes = self.inputs.weight_sizes(options.weight_codec) * self.inputs.num_replicas
+        origin = (
+            "files" if shared else self._origin(sum(size.per_pass(self._plan(num_layers, "host")) for size in sizes))
+        )
+        every = self._budget_of_all(origin)
         num_streamed = options.stream_layers or num_layers
-        if num_streamed > num_layers or num_streamed < LEAST_STREAMED:
+        if not LEAST_STREAMED <= num_streamed <= num_layers:
             raise ValueError(
                 f"--stream-layers must be {LEAST_STREAMED} to {num_layers}, all layers of this model, got {num_streamed}"
             )
-        if options.stream_layers is None and resident is None:
-            num_streamed = _fewest(lambda number: plan(number, origin), num_layers, every.step_blocks, make_budget)
-        chosen = plan(num_streamed, origin)
-        budget = every if num_streamed == num_layers else make_budget(chosen, None if resident else 1.0)
-        return WeightDecision(
-            plan=chosen, budget=budget, notes=_describe(chosen, num_layers, num_replicas * sizes, device)
+        if options.stream_layers is None and self.resident is None:
+            num_streamed = self._fewest(origin, every.step_blocks)
+        plan = self._plan(num_streamed, origin)
+        budget = every
+        if num_streamed < num_layers:
+            budget = budget_of(self.inputs, plan, None if self.resident else 1.0)
+        notes = _describe(plan, num_layers, sizes, self.inputs.device)
+        if self.resident is not None:
+            notes += ("warning: all weights would fit on the device; --weights resident avoids the cost of streaming",)
+        return WeightDecision(plan=plan, budget=budget, notes=notes)
+
+    def _plan(self, num_streamed: int, origin: str) -> WeightPlan:
+        shared = origin == "files"
+        return WeightPlan(
+            source="partition" if shared else "stream",
+            origin=origin,
+            ranks_per_node=self.inputs.num_replicas // self.num_nodes if shared else 1,
+            codec=self.options.weight_codec,
+            streamed=spread(self.inputs.model.num_layers, num_streamed),
+            max_parts=_MAX_PARTS[self.options.stream_policy],
+            **_reading(self.options, self.inputs, self.files),
         )
 
-    if options.weights == "auto" and _may_share(options, device, num_replicas, num_nodes):
-        with suppress(NotEnoughMemoryError):  # not one copy per node
-            return decide_moving(shared=True)
-    made = decide_moving(shared=options.weights == "partition")
-    if resident is None:
-        return made
-    return replace(
-        made,
-        notes=(
-            *made.notes,
-            "warning: all weights would fit on the device; --weights resident answers sooner by all that streaming costs",
-        ),
-    )
+    def _budget_of_all(self, origin: str) -> MemoryBudget:
+        """The budget with all layers streamed."""
+        plan = self._plan(self.inputs.model.num_layers, origin)
+        try:
+            return budget_of(self.inputs, plan, _CACHE_SHARE[self.options.stream_policy])
+        except NotEnoughMemoryError as error:
+            if self.files.exist or self.inputs.device != "cpu" or origin != "host":
+                raise
+            # Random weights are not in a file: streamed layers would wait in the memory that is too small for them.
+            encoded = self.options.weight_codec == "int4"
+            raise NotEnoughMemoryError(
+                f"{error}\nrandom weights are not in a file; `tightwire prepare` writes this model to a folder that can be "
+                "streamed from disk" + ("" if encoded else ", and --weight-codec int4 keeps waiting layers encoded")
+            ) from None
+
+    def _fewest(self, origin: str, num_blocks: int) -> int:
+        """The smallest number of streamed layers that leaves room for at least ``num_blocks`` cache blocks."""
+        few, many = LEAST_STREAMED - 1, self.inputs.model.num_layers  # too few; enough
+        while many - few > 1:
+            middle = (few + many) // 2
+            try:
+                enough = budget_of(self.inputs, self._plan(middle, origin), 1.0).step_blocks >= num_blocks
+            except NotEnoughMemoryError:
+                enough = False
+            few, many = (few, middle) if enough else (middle, many)
+        return many
+
+    def _origin(self, num_bytes: int) -> str:
+        """``host`` or ``disk``. On a CPU, host memory is device memory, so keeping layers there only helps if encoded."""
+        options, host_bytes, prepared = self.options, self.inputs.host_bytes, self.files.prepared
+        fits = num_bytes <= host_bytes * _HOST_SHARE
+        if options.stream_from == "host" and not fits:
+            raise ValueError(
+                f"--stream-from host: the layers take {format_bytes(num_bytes)} of the host's memory, of which "
+                f"{format_bytes(host_bytes)} are free; use --stream-from disk, or --weight-codec int8 or int4"
+            )
+        encodes = options.weight_codec != "none" and prepared is None
+        origin = options.stream_from
+        if origin == "auto":
+            useful = self.inputs.device == "cuda" or encodes or not self.files.exist
+            origin = "host" if fits and useful else "disk"
+        if origin == "disk" and not self.files.exist:
+            raise ValueError(
+                "random weights are not in a file that could be streamed; `tightwire prepare MODEL FOLDER` writes one"
+            )
+        if origin == "disk" and encodes:
+            raise ValueError(
+                f"--weight-codec {options.weight_codec}: the files are not encoded; `tightwire prepare MODEL FOLDER "
+                f"--weight-codec {options.weight_codec}` writes encoded ones, or use --stream-from host"
+            )
+        return origin
 
 
-def _refuse_for_files(options: WeightOptions) -> None:
-    """Refuse options that need a prepared folder.
-
-    Raises:
-        ValueError: such an option is set.
-    """
-    if options.verify_weights:
-        raise ValueError(
-            "--verify-weights is for a prepared folder, whose layers have checksums; "
-            "`tightwire prepare MODEL FOLDER` makes one to serve, or leave it out"
-        )
-
-
-def _may_share(options: WeightOptions, device: str, num_replicas: int, num_nodes: int) -> bool:
-    """Whether ``auto`` lets the replicas of a node share layers instead of each reading all of them.
-
-    Never on CUDA: each device's path to the host may be faster than its path to the others.
-    """
-    return num_replicas > num_nodes and device == "cpu" and options.stream_from == "auto"
-
-
-def _try(make_budget: MakeBudget) -> tuple[MemoryBudget | None, NotEnoughMemoryError | None]:
-    """The budget with everything resident, or the error."""
-    try:
-        return make_budget(EVERYTHING_RESIDENT, None), None
-    except NotEnoughMemoryError as error:
-        return None, error
+def _reading(options: WeightOptions, inputs: MemoryInputs, files: Files) -> dict[str, Any]:
+    """The fields of ``WeightPlan`` that say how files are read."""
+    prepared = files.prepared
+    io = "buffered" if prepared is None else prepared.choose_io("auto", inputs.host_bytes)
+    return {"io": io, "verify": options.verify_weights}
 
 
 def _is_roomy(budget: MemoryBudget) -> bool:
@@ -228,65 +255,29 @@ def _is_roomy(budget: MemoryBudget) -> bool:
     return budget.room_tokens >= min(LEAST_CONTEXT, budget.max_positions)
 
 
-def _fewest(plan: Callable[[int], WeightPlan], num_layers: int, num_blocks: int, make_budget: MakeBudget) -> int:
-    """The smallest number of streamed layers that leaves room for at least ``num_blocks`` cache blocks."""
-    few, many = LEAST_STREAMED - 1, num_layers  # too few; enough
-    while many - few > 1:
-        middle = (few + many) // 2
-        try:
-            enough = make_budget(plan(middle), 1.0).step_blocks >= num_blocks
-        except NotEnoughMemoryError:
-            enough = False
-        few, many = (few, middle) if enough else (middle, many)
-    return many
-
-
-def _origin(options: WeightOptions, device: str, num_bytes: int, host_bytes: int, files: Files) -> str:
-    """``host`` or ``disk``. On a CPU, host memory is device memory, so keeping layers there only helps if encoded."""
-    fits = num_bytes <= host_bytes * _HOST_SHARE
-    if options.stream_from == "host" and not fits:
-        raise ValueError(
-            f"--stream-from host: the layers take {format_bytes(num_bytes)} of the host's memory, of which "
-            f"{format_bytes(host_bytes)} are free; use --stream-from disk, or --weight-codec int8 or int4"
-        )
-    worth = device == "cuda" or (options.weight_codec != "none" and files.prepared is None)
-    origin = options.stream_from
-    if origin == "auto":
-        origin = "host" if fits and (worth or not files.exist) else "disk"
-    if origin == "disk" and not files.exist:
-        raise ValueError(
-            "random weights are in no file to stream from; `tightwire prepare MODEL FOLDER` writes one to serve"
-        )
-    if origin == "disk" and options.weight_codec != "none" and files.prepared is None:
-        raise ValueError(
-            f"--weight-codec {options.weight_codec}: these files are not encoded; `tightwire prepare MODEL FOLDER "
-            f"--weight-codec {options.weight_codec}` writes some that are, or use --stream-from host"
-        )
-    return origin
-
-
 def _describe(plan: WeightPlan, num_layers: int, sizes: Sequence[WeightSizes], device: str) -> tuple[str, ...]:
     """Lines that describe the plan. ``sizes``: one per rank."""
     encoded = "" if plan.codec == "none" else f", plain matrices in {plan.codec}"
     if plan.source == "partition":
         kept = " and ".join(dict.fromkeys(format_bytes(size.kept(plan)) for size in sizes))
-        place = f"the {plan.ranks_per_node} replicas of a node, which keep a part of each ({kept} a rank)"
+        place = f"the {plan.ranks_per_node} replicas of a node, each with a part of every layer ({kept} a rank)"
     else:
         place = {"host": "host memory", "disk": "disk"}[plan.origin]
     per_pass = [format_bytes(size.per_pass(plan)) for size in sizes]
     resident = num_layers - len(plan.streamed)
     lines = [
         (
-            f"weights: embedding, head and {resident} of {num_layers} layers stay; {len(plan.streamed)} stream from {place}{encoded}: "
-            f"{' and '.join(dict.fromkeys(per_pass))} a step and rank"
-        ),
+            f"weights: embedding, head and {resident} of {num_layers} layers are resident; {len(plan.streamed)} stream "
+            f"from {place}{encoded}: {' and '.join(dict.fromkeys(per_pass))} a step and rank"
+        )
     ]
     if device == "cuda" and plan.source == "stream" and plan.origin == "host":
         on_host = sum(size.on_host(plan) for size in sizes)
         lines.append(f"host memory holds {format_bytes(on_host)} of layers over {len(sizes)} ranks")
     if device == "cpu" and plan.codec != "none":
         lines.append(
-            f"note: on a CPU what decodes layers takes its time from computing; packed by --quantization {plan.codec} in place of "
-            f"--weight-codec {plan.codec} they come in {_PACKED_BITS[plan.codec]} bits a number, and products read them as they are"
+            f"note: on a CPU, decoding layers takes time from computing; --quantization {plan.codec} in place of "
+            f"--weight-codec {plan.codec} stores {_PACKED_BITS[plan.codec]} bits a number, which matrix products read "
+            "without decoding"
         )
     return tuple(lines)

@@ -47,8 +47,8 @@ def check_comm(
     """
     if group.world_size == 1:
         return CheckedComm(None, CommSetup(transport=plan.transport, num_nodes=plan.num_nodes))
-    transport, reason, asked = _what_was_had(group, plan)
-    candidates = make_candidates([policy for _, policy in asked], group)
+    transport, reason, requested = _resolve_transport(group, plan)
+    candidates = make_candidates(list(requested.values()), group)
     await_others()
     dtype: torch.dtype = getattr(torch, plan.dtype)
     group.ledger.phase = "self-test"
@@ -59,45 +59,50 @@ def check_comm(
     if group.rank == 0:
         for name, detail in wrong.items():
             _log.error("quarantined %s, which failed the self-test: %s", name, detail)
-    arms = [(asked[0][0], asked[0][1].without(wrong)), *(_extra_without(*arm, wrong) for arm in asked[1:])]
-    return CheckedComm(Routes(arms, candidates), _describe(transport, reason, plan, arms, verdicts))
+    policies = {name: _without(name, policy, wrong, plan) for name, policy in requested.items()}
+    return CheckedComm(
+        Routes(list(policies.items()), candidates), _describe(transport, reason, plan, policies, verdicts)
+    )
 
 
-def _extra_without(name: str, policy: Policy, wrong: Mapping[str, str]) -> tuple[str, Policy]:
+def _without(name: str, policy: Policy, wrong: Mapping[str, str], plan: RunPlan) -> Policy:
     try:
-        return name, policy.without(wrong)
+        return policy.without(wrong)
     except QuarantinedError as error:
+        if name == plan.policy_names[0]:
+            raise
         raise QuarantinedError(f"--allreduce-extra {name}: {error}") from None
 
 
-def _what_was_had(group: Group, plan: RunPlan) -> tuple[str, str, list[tuple[str, Policy]]]:
+def _resolve_transport(group: Group, plan: RunPlan) -> tuple[str, str, dict[str, Policy]]:
     """The transport in use, why it is not a faster one, and its policies by name, the server's own first.
 
     Only the ranks can find out whether the GPUs reach each other's memory.
     """
     if not group.no_peer_memory:
-        arms = [(plan.own_arm, plan.policy), *((arm.name, arm.policy) for arm in plan.extra)]
-        return plan.transport, plan.transport_reason, arms
-    library = [(plan.own_arm, plan.library_policy), *((arm.name, arm.library_policy) for arm in plan.extra)]
-    arms = [(name, policy) for name, policy in library if policy is not None]
-    if len(arms) < len(library):
-        raise ValueError(
-            f"--transport peer-memory cannot be had: {group.no_peer_memory}; use --transport process-group, or auto"
-        )
-    return "process-group", f"no peer memory: {group.no_peer_memory}", arms
+        return plan.transport, plan.transport_reason, {named.name: named.policy for named in plan.policies}
+    policies: dict[str, Policy] = {}
+    for named in plan.policies:
+        if named.library_policy is None:
+            raise ValueError(
+                f"--transport peer-memory is unavailable: {group.no_peer_memory}; use --transport process-group, or auto"
+            )
+        policies[named.name] = named.library_policy
+    return "process-group", f"no peer memory: {group.no_peer_memory}", policies
 
 
 def _describe(
-    transport: str, reason: str, plan: RunPlan, arms: list[tuple[str, Policy]], verdicts: list[Verdict]
+    transport: str, reason: str, plan: RunPlan, policies: Mapping[str, Policy], verdicts: list[Verdict]
 ) -> CommSetup:
+    choices = {name: _choices(policy) for name, policy in policies.items()}
     return CommSetup(
         transport=transport,
         transport_reason=reason,
         num_nodes=plan.num_nodes,
         overlap=plan.overlap,
-        choices=_choices(arms[0][1]),
+        choices=choices.pop(plan.policy_names[0]),
         self_test=[SelfTestVerdict(algorithm=v.algorithm, ok=v.ok, detail=v.detail) for v in verdicts],
-        extra={name: _choices(policy) for name, policy in arms[1:]},
+        extra=choices,
     )
 
 

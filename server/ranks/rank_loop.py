@@ -78,7 +78,7 @@ class Leader:
         self._rules = RequestRules(
             vocab_size=model.vocab_size,
             max_model_len=plan.max_model_len,
-            policies=plan.arms,
+            policies=plan.policy_names,
             eos_token_ids=frozenset(model.eos_token_ids),
         )
         self._plan_ahead, self._num_replicas = plan.plan_ahead, plan.num_replicas
@@ -89,7 +89,7 @@ class Leader:
             num_blocks=plan.num_blocks,
             block_size=options.block_size,
             prefix_cache=options.prefix_cache,
-            max_step_blocks=None if plan.slot_blocks == plan.num_blocks else plan.slot_blocks,
+            max_step_blocks=None if plan.buffer_blocks == plan.num_blocks else plan.buffer_blocks,
         )
         self._drafter = None
         if options.speculation == "ngram":

@@ -225,7 +225,7 @@ def _load(
             dtype=getattr(torch, work.plan.dtype),
             max_model_len=work.plan.max_model_len,
             num_blocks=work.plan.num_blocks,
-            buffer_blocks=work.plan.slot_blocks,
+            buffer_blocks=work.plan.buffer_blocks,
             block_size=work.config.engine.block_size,
             formats=formats,
             weight_plan=work.plan.weights,

@@ -34,7 +34,7 @@ def test_two_replicas_give_one_text_and_a_lost_rank_ends_them(tmp_path: Path) ->
         comm = get(f"{url}/comm").json()
         assert (comm["tp"], comm["dp"], comm["transport"]) == (1, 2, "shared-memory")
         assert [replica["num_running"] for replica in comm["replicas"]] == [1, 1]
-        assert "4 stream from the 2 replicas of a node, which keep a part of each" in server.log
+        assert "4 stream from the 2 replicas of a node, each with a part of every layer" in server.log
         counted = {(counter["op"], counter["phase"]) for counter in comm["counters"]}
         assert "gather_to_root" in {op for op, _ in counted} and ("all_gather", "weights") in counted
         assert 'tightwire_replica_requests_running{replica="1"} 1.0' in get(f"{url}/metrics").text

@@ -1,7 +1,9 @@
 """The budget adds up, and what does not fit is refused with a value that does."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,16 +11,12 @@ from tightwire.comm.sizes import parse_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.names import expected_tensors
 from tightwire.model.checkpoint.random import RandomReader
-from tightwire.model.layout import Layout, make_layout
+from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats, choose_formats, weight_bytes
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.serve import EngineOptions
-from tightwire.server.plan.memory_budget import (
-    MemoryBudget,
-    NotEnoughMemoryError,
-    Pool,
-    make_budget,
-)
+from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, make_budget
+from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 
 GIB = 1 << 30
 PLAIN = WeightFormats()
@@ -36,21 +34,21 @@ MODEL = LlamaConfig(
 
 
 def budget(gib: float, tp: int = 1, device: str = "cpu", **options: int) -> MemoryBudget:
-    layout = make_layout(MODEL, tp)
     pools = [Pool(name="host memory", available_bytes=int(gib * GIB), ranks=range(tp))]
     if device == "cuda":
         pools = [Pool(name=f"cuda:{r}", available_bytes=int(gib * GIB), ranks=range(r, r + 1)) for r in range(tp)]
-    engine = make_config(options).engine
-    return make_budget(MODEL, layout, engine, dtype="bfloat16", formats=PLAIN, device=device, pools=pools)
+    return make_budget(inputs(pools, tp, device=device, options=make_config(options).engine))
+
+
+def inputs(pools: Sequence[Pool], tp: int = 1, **given: Any) -> MemoryInputs:
+    default: dict[str, Any] = {"dtype": "bfloat16", "formats": PLAIN, "device": "cpu", "options": EngineOptions()}
+    return MemoryInputs(model=MODEL, layout=make_layout(MODEL, tp), pools=pools, **(default | given))
 
 
 def test_packed_weights_leave_more_to_the_cache() -> None:
-    layout, pools = make_layout(MODEL, 1), [Pool(name="host memory", available_bytes=4 * GIB, ranks=range(1))]
+    pools = [Pool(name="host memory", available_bytes=4 * GIB, ranks=range(1))]
     packed = choose_formats(RandomReader(MODEL, 0), MODEL, "int4")
-    made = {
-        name: make_budget(MODEL, layout, EngineOptions(), dtype="bfloat16", formats=formats, device="cpu", pools=pools)
-        for name, formats in (("plain", PLAIN), ("int4", packed))
-    }
+    made = {name: make_budget(inputs(pools, formats=formats)) for name, formats in (("plain", PLAIN), ("int4", packed))}
     saved = made["plain"].ranks[0].weights - made["int4"].ranks[0].weights
     layers, table = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 2048 * 8192), 128_256 * 2048
     assert saved == layers * (64 - 20) // 32 + table * (64 - 34) // 32
@@ -125,15 +123,13 @@ def test_weights_that_do_not_fit_are_refused_with_a_table() -> None:
 def test_weights_of_float32_that_do_not_fit_may_be_halved() -> None:
     pools = [Pool(name="host memory", available_bytes=4 * GIB, ranks=range(1))]
     with pytest.raises(NotEnoughMemoryError, match="the weights do not fit; .* or --dtype bfloat16"):
-        make_budget(
-            MODEL, make_layout(MODEL, 1), EngineOptions(), dtype="float32", formats=PLAIN, device="cpu", pools=pools
-        )
+        make_budget(inputs(pools, dtype="float32"))
 
 
 def test_steps_that_do_not_fit_are_refused_with_steps_that_do() -> None:
     with pytest.raises(NotEnoughMemoryError) as error:
         budget(6, max_num_batched_tokens=10_000_000, max_num_seqs=1_000_000)
-    found = re.search(r"--max-num-batched-tokens (\d+) --max-num-seqs (\d+) does", str(error.value))
+    found = re.search(r"--max-num-batched-tokens (\d+) --max-num-seqs (\d+) fits", str(error.value))
     assert found and "the weights" not in str(error.value)
     budget(6, max_num_batched_tokens=int(found[1]), max_num_seqs=int(found[2]))
 
@@ -146,7 +142,7 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
 def test_a_recommended_cache_leaves_the_host_some_memory() -> None:
     with pytest.raises(NotEnoughMemoryError) as error:
         budget(6, kv_cache_memory=900 * GIB)
-    found = re.search(r"--kv-cache-memory (\S+) does", str(error.value))
+    found = re.search(r"--kv-cache-memory (\S+) fits", str(error.value))
     assert found and total(budget(6, kv_cache_memory=parse_bytes(found[1]))) < 0.95 * 6 * GIB
 
 
@@ -161,7 +157,7 @@ def test_a_recommended_cache_leaves_the_host_some_memory() -> None:
 def test_the_value_that_a_refusal_names_works(options: dict[str, int], flag: str) -> None:
     with pytest.raises(NotEnoughMemoryError) as error:
         budget(6, 1, "cpu", **options)
-    found = re.findall(rf"{flag} (\d\S*) does|give at least (\S+)", str(error.value))
+    found = re.findall(rf"{flag} (\d\S*) fits|give at least (\S+)", str(error.value))
     assert found, str(error.value)
     value = parse_bytes("".join(found[0]))
     name = flag[2:].replace("-", "_")
@@ -174,12 +170,11 @@ def test_more_than_the_trained_context_is_refused() -> None:
 
 
 def test_the_tightest_device_decides() -> None:
-    layout: Layout = make_layout(MODEL, 2)
     pools = [
         Pool(name="cuda:0", available_bytes=80 * GIB, ranks=range(1)),
         Pool(name="cuda:1", available_bytes=8 * GIB, ranks=range(1, 2)),
     ]
-    made = make_budget(MODEL, layout, EngineOptions(), dtype="bfloat16", formats=PLAIN, device="cuda", pools=pools)
+    made = make_budget(inputs(pools, 2, device="cuda"))
     used = made.ranks[1].fixed + made.ranks[1].block * made.num_blocks
     assert 0.85 * 8 * GIB < used <= 8 * GIB
 
@@ -189,7 +184,7 @@ def test_the_tightest_device_decides() -> None:
 def test_memory_below_the_runtime_is_refused_with_the_least_that_works(device: str, options: dict[str, int]) -> None:
     with pytest.raises(NotEnoughMemoryError, match="before it has any tensor") as error:
         budget(1 / GIB, 2, device, **options)
-    found = re.search(r"takes (\d+MiB) a rank", str(error.value))
+    found = re.search(r"each rank needs (\d+MiB) in all", str(error.value))
     assert found
     ranks_of_a_pool = 2 if device == "cpu" else 1
     least = ranks_of_a_pool * parse_bytes(found[1])

@@ -10,15 +10,15 @@ from helpers.model.tiny_gguf import make_tiny_gguf
 
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file
+from tightwire.comm.policy.rules import Policy
 from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_path, write_tuned
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.limits import MAX_SCORED_ROWS
-from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ServeConfig
-from tightwire.server.plan import run_plan
+from tightwire.server.plan import run_plan, setting
 from tightwire.server.plan.devices import CudaDevice, num_cores
 from tightwire.server.plan.progress import Progress
 
@@ -39,11 +39,15 @@ def decide(config: ServeConfig, model: LlamaConfig) -> run_plan.Decision:
     return run_plan.decide(config, model, WeightFormats())
 
 
+def own_policy(decision: run_plan.Decision) -> Policy:
+    return decision.plan.policies[0].policy
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
     """Two unlike CUDA devices; a test may take them away."""
     found = [CudaDevice(name=name, total_bytes=24 * GIB, free_bytes=free * GIB) for name, free in (("A", 20), ("B", 8))]
-    monkeypatch.setattr(run_plan, "cuda_devices", lambda visible: found)
+    monkeypatch.setattr(setting, "cuda_devices", lambda visible: found)
     return found
 
 
@@ -64,7 +68,7 @@ def test_what_was_asked_for_is_what_runs(gpus: list[CudaDevice]) -> None:
     options = {"device": "cpu", "dtype": "float32", "allreduce": "two-shot", "max_model_len": 100, "tp": 2}
     plan = decide(make_config(options), MODEL).plan
     assert (plan.device, plan.dtype, plan.allreduce, plan.max_model_len) == ("cpu", "float32", "two-shot", 100)
-    assert plan.policy.algorithms == ("two-shot",)
+    assert plan.policies[0].policy.algorithms == ("two-shot",)
 
 
 def test_a_lossy_name_is_kept_from_generated_rows_and_all_that_was_asked_is_in_one_word(
@@ -78,16 +82,16 @@ def test_a_lossy_name_is_kept_from_generated_rows_and_all_that_was_asked_is_in_o
     }
     plan = decide(make_config(options), MODEL).plan
     assert plan.allreduce == "flash-int8+error-budget=0.1"
-    assert plan.policy.choices("down_proj", 0, "prefill")[0].algorithms == ("flash-int8",)
-    assert "flash-int8" not in plan.policy.choices("down_proj", 0, "decode")[0].algorithms
+    assert plan.policies[0].policy.choices("down_proj", 0, "prefill")[0].algorithms == ("flash-int8",)
+    assert "flash-int8" not in plan.policies[0].policy.choices("down_proj", 0, "decode")[0].algorithms
 
 
 def test_a_single_rank_has_no_policy(gpus: list[CudaDevice]) -> None:
     decision = decide(make_config({"device": "cpu"}), MODEL)
-    assert decision.plan.policy.rules == () and decision.comm is None
-    assert "one rank" not in decision.summary()
+    assert own_policy(decision).rules == () and decision.comm is None
+    assert "single rank" not in decision.summary()
     named = decide(make_config({"device": "cpu", "allreduce": "flash-int8"}), MODEL)
-    assert "one rank sums nothing: no use for flash-int8" in named.summary()
+    assert "a single rank sums nothing: --allreduce flash-int8 has no effect" in named.summary()
 
 
 def test_the_summary_names_each_choice_with_its_reason(gpus: list[CudaDevice]) -> None:
@@ -115,11 +119,11 @@ def test_requests_may_ask_for_what_serve_would_make_of_that_name(gpus: list[Cuda
     options = {"device": "cpu", "tp": 2, "allreduce": "two-shot"}
     decision = decide(make_config({**options, "allreduce_extra": names}), MODEL)
     # The server's own is one of them anyway.
-    assert decision.plan.arms == ("two-shot", "ring", "flash-int8", f"policy:{path}")
-    for arm in decision.plan.extra[:2]:
-        assert arm.policy == decide(make_config({**options, "allreduce": arm.name}), MODEL).plan.policy
+    assert decision.plan.policy_names == ("two-shot", "ring", "flash-int8", f"policy:{path}")
+    for named in decision.plan.policies[1:3]:
+        assert named.policy == own_policy(decide(make_config({**options, "allreduce": named.name}), MODEL))
     by_file = decide(make_config({"device": "cpu", "tp": 2, "comm_policy": str(path)}), MODEL).plan
-    assert (by_file.own_arm, by_file.policy) == (f"policy:{path}", decision.plan.extra[2].policy)
+    assert by_file.policies == (decision.plan.policies[3],)
     summary = decision.summary()
     assert "on request, ring: allreduce ring: --allreduce ring" in summary
     assert "allreduce flash-int4 for prefill o_proj of layer 1: policy file mix.json: KL 0.001; its groups" in summary
@@ -140,7 +144,7 @@ def test_what_was_measured_on_this_host_decides_and_a_damaged_file_is_a_warning(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = make_config({"device": "cpu", "tp": 4, "transport": "process-group"})
-    setting = Setting(transport="process-group", device="cpu", world_size=4, num_nodes=1, dtype="bfloat16")
+    measured = Setting(transport="process-group", device="cpu", world_size=4, num_nodes=1, dtype="bfloat16")
     times = {"one-shot": 9.0, "two-shot": 5.0}
     points = tuple(
         Point(algorithm=name, num_bytes=size, us=us, num_calls=9, wire_bytes=size, relative_error=0.0)
@@ -149,15 +153,15 @@ def test_what_was_measured_on_this_host_decides_and_a_damaged_file_is_a_warning(
     )
     host = this_host([], num_cores())
     path = tune_path(tmp_path / "tightwire", host)
-    write_tuned(path, host, [Measured(setting=setting, points=points, computing=(), wrong={}, date="2026-01-01")])
+    write_tuned(path, host, [Measured(setting=measured, points=points, computing=(), wrong={}, date="2026-01-01")])
 
     decision = decide(config, MODEL)
-    assert decision.plan.policy.choices("o_proj", 0, "decode")[0].algorithms == ("two-shot", "one-shot")
+    assert decision.plan.policies[0].policy.choices("o_proj", 0, "decode")[0].algorithms == ("two-shot", "one-shot")
     assert "measured on this host" in decision.summary()
 
     path.write_text("{")
     decision = decide(config, MODEL)
-    assert decision.plan.policy.choices("o_proj", 0, "decode")[0].algorithms[0] == "one-shot"
+    assert decision.plan.policies[0].policy.choices("o_proj", 0, "decode")[0].algorithms[0] == "one-shot"
     assert f"warning: {path} is damaged" in decision.summary()
 
 
@@ -216,7 +220,7 @@ def test_the_split_follows_the_shares(gpus: list[CudaDevice]) -> None:
         ({"max_model_len": 600}, "exceeds the model's context of 512"),
     ],
 )
-def test_what_cannot_be_had_is_refused(gpus: list[CudaDevice], options: dict[str, object], message: str) -> None:
+def test_an_impossible_plan_is_refused(gpus: list[CudaDevice], options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decide(make_config(options), MODEL)
 
@@ -246,58 +250,27 @@ def test_a_fetch_that_is_no_longer_wanted_is_given_up(monkeypatch: pytest.Monkey
 
 def test_between_gpus_auto_tries_peer_memory_and_has_a_policy_without_it(gpus: list[CudaDevice]) -> None:
     plan = decide(make_config({"tp": 2}), MODEL).plan
-    assert plan.transport == "peer-memory" and plan.library_policy is not None
+    assert plan.transport == "peer-memory" and plan.policies[0].library_policy is not None
     named = decide(make_config({"tp": 2, "transport": "peer-memory"}), MODEL).plan
-    assert named.transport == "peer-memory" and named.library_policy is None
+    assert named.transport == "peer-memory" and named.policies[0].library_policy is None
     library = decide(make_config({"tp": 2, "transport": "process-group"}), MODEL).plan
-    assert library.transport == "process-group" and library.library_policy is None
+    assert library.transport == "process-group" and library.policies[0].library_policy is None
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_peer_memory_is_refused_between_cpu_ranks(gpus: list[CudaDevice], tp: int) -> None:
-    with pytest.raises(ValueError, match="--transport peer-memory is between GPUs"):
+    with pytest.raises(ValueError, match="--transport peer-memory connects GPUs"):
         decide(make_config({"tp": tp, "device": "cpu", "transport": "peer-memory"}), MODEL)
 
 
 def test_why_ranks_do_not_share_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_plan, "why_unusable", lambda: "a sandbox forbids it")
+    monkeypatch.setattr(setting, "why_unusable", lambda: "a sandbox forbids it")
     decision = decide(make_config({"tp": 2, "device": "cpu"}), MODEL)
     assert decision.plan.transport == "process-group"
     assert decision.plan.transport_reason == "no shared memory: a sandbox forbids it"
-    assert "ranks meet over process-group: no shared memory: a sandbox forbids it" in decision.summary()
+    assert "ranks communicate over process-group: no shared memory: a sandbox forbids it" in decision.summary()
     asked = decide(make_config({"tp": 2, "device": "cpu", "transport": "process-group"}), MODEL)
     assert asked.plan.transport_reason == ""
-
-
-@pytest.mark.parametrize(
-    ("options", "overlap"),
-    [
-        ({"tp": 2}, False),
-        ({"tp": 2, "overlap": "on"}, True),
-        ({"tp": 2, "link": "100mbit"}, True),
-        ({"tp": 2, "link": "100mbit", "overlap": "off"}, False),
-        ({"tp": 2, "nodes": 2}, False),  # of one host, so in its memory
-        ({}, False),
-    ],
-)
-def test_sums_travel_beside_computing_where_there_is_a_wire(options: dict[str, Any], overlap: bool) -> None:
-    assert run_plan.choose_overlap(ParallelOptions(**options), "cpu") == overlap
-
-
-@pytest.mark.parametrize(
-    ("tp", "device", "why"), [(1, "cpu", "one rank sums nothing"), (2, "cuda", "these run on CUDA")]
-)
-def test_overlap_that_cannot_be_had_is_refused(tp: int, device: str, why: str) -> None:
-    with pytest.raises(ValueError, match=f"--overlap on cannot be had: .*{why}"):
-        run_plan.choose_overlap(ParallelOptions(tp=tp, overlap="on"), device)
-
-
-@pytest.mark.parametrize(
-    ("asked", "device", "ahead"),
-    [("auto", "cpu", False), ("auto", "cuda", True), ("on", "cpu", True), ("off", "cuda", False)],
-)
-def test_steps_are_planned_ahead_where_a_device_computes_beside_the_host(asked: str, device: str, ahead: bool) -> None:
-    assert run_plan.choose_plan_ahead(EngineOptions(plan_ahead=asked), device) == ahead
 
 
 @pytest.mark.parametrize("asked", ["on", "off"])
@@ -311,7 +284,7 @@ def test_replicas_have_ranks_and_memory_of_their_own(gpus: list[CudaDevice]) -> 
     one = decide(make_config({"device": "cpu", "tp": 2, "kv_cache_memory": 64 << 20}), MODEL)
     two = decide(make_config({"device": "cpu", "tp": 2, "dp": 2, "kv_cache_memory": 128 << 20}), MODEL)
     assert (two.plan.num_replicas, two.plan.transport, two.plan.num_blocks) == (2, "shared-memory", one.plan.num_blocks)
-    assert two.plan.policy == one.plan.policy  # what sums does not know of other replicas
+    assert own_policy(two) == own_policy(one)  # what sums does not know of other replicas
     ranks = two.budget.ranks
     assert len(ranks) == 4 and ranks[1] == ranks[3] == one.budget.ranks[1]
     rows = EngineOptions().max_num_seqs + MAX_SCORED_ROWS
@@ -323,8 +296,7 @@ def test_replicas_have_ranks_and_memory_of_their_own(gpus: list[CudaDevice]) -> 
 
 def test_replicas_without_anything_to_sum_reach_each_other(gpus: list[CudaDevice]) -> None:
     plan = decide(make_config({"device": "cpu", "dp": 2}), MODEL).plan
-    assert (plan.transport, plan.policy.rules, plan.arms) == ("shared-memory", (), ("auto",))
-    assert not run_plan.choose_plan_ahead(EngineOptions(), "cuda", 2)
+    assert (plan.transport, plan.policies[0].policy.rules, plan.policy_names) == ("shared-memory", (), ("auto",))
 
 
 @pytest.mark.parametrize(

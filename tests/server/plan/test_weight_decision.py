@@ -19,8 +19,8 @@ from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan, W
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 from tightwire.server.config.weights import WeightOptions
-from tightwire.server.plan.kv_offload import make_offloaded_budget
-from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, Pool, make_budget
+from tightwire.server.plan.memory_budget import NotEnoughMemoryError
+from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 from tightwire.server.plan.weight_decision import Files, WeightDecision, as_prepared, decide_weights
 
 MODEL = RANDOM_SHAPES["llama-3.2-1b"]  # 16 layers, 2.3 GiB in bfloat16
@@ -42,30 +42,18 @@ def decide(
     model: LlamaConfig = MODEL,
     formats: WeightFormats = PLAIN,
 ) -> WeightDecision:
-    layout = make_layout(model, tp)
-    options_of_engine = engine or EngineOptions(max_num_seqs=8)
-    pools = [Pool(name="memory", available_bytes=int(gib * GIB), ranks=range(tp * dp))]
-
-    def budget_under(plan: WeightPlan, share: float | None) -> MemoryBudget:
-        given = {"dtype": "bfloat16", "formats": formats, "device": device, "pools": pools}
-        given |= {"plan": plan, "cache_share": share, "num_replicas": dp}
-        if options_of_engine.kv_offload:
-            return make_offloaded_budget(model, layout, options_of_engine, host_bytes=int(host_gib * GIB), **given)
-        return make_budget(model, layout, options_of_engine, **given)
-
-    return decide_weights(
-        options,
-        model,
-        layout,
-        formats,
+    inputs = MemoryInputs(
+        model=model,
+        layout=make_layout(model, tp),
+        options=engine or EngineOptions(max_num_seqs=8),
+        pools=[Pool(name="memory", available_bytes=int(gib * GIB), ranks=range(tp * dp))],
         dtype="bfloat16",
+        formats=formats,
         device=device,
         num_replicas=dp,
-        num_nodes=nodes,
         host_bytes=int(host_gib * GIB),
-        files=Files(exist),
-        make_budget=budget_under,
     )
+    return decide_weights(options, inputs, num_nodes=nodes, files=Files(exist))
 
 
 def test_auto_keeps_everything_that_fits() -> None:
@@ -106,7 +94,9 @@ def test_a_codec_that_would_encode_nothing_is_refused_where_layers_stream() -> N
 @pytest.mark.parametrize("option", [{"verify_weights": True}])
 @pytest.mark.parametrize("weights", ["resident", "stream", "auto"])
 def test_what_a_prepared_folder_alone_can_do_is_refused_without_one(weights: str, option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="is for a prepared folder, .* `tightwire prepare MODEL FOLDER`"):
+    with pytest.raises(
+        ValueError, match="checks the checksums of a prepared folder, .* `tightwire prepare MODEL FOLDER`"
+    ):
         decide(WeightOptions(weights=weights, **option), 16)
 
 
@@ -119,7 +109,7 @@ def test_replicas_of_a_node_share_what_does_not_fit_each(dp: int, nodes: int, pe
     [size] = [WeightSizes(MODEL, shard, PLAIN, torch.bfloat16) for shard in make_layout(MODEL, 1).shards]
     assert [rank.weights for rank in made.budget.ranks] == [size.on_device(plan)] * dp
     assert size.kept(plan) == pytest.approx(size.per_pass(plan) / per_node, rel=1e-4)
-    assert f"stream from the {per_node} replicas of a node, which keep a part of each" in made.notes[0]
+    assert f"stream from the {per_node} replicas of a node, each with a part of every layer" in made.notes[0]
 
 
 @pytest.mark.parametrize("parallel", [ParallelOptions(dp=1), ParallelOptions(dp=2, nodes=2)])
@@ -148,7 +138,9 @@ def test_auto_streams_as_few_layers_as_the_memory_wants(gib: float, tp: int) -> 
     floor = decide(replace(WeightOptions(), weights="stream", stream_layers=16), gib + 0.5 * tp, tp=tp).budget
     left = (gib + 0.5 * tp) * GIB - sum(rank.fixed for rank in budget.ranks) - freed
     assert left < floor.num_blocks * sum(rank.block for rank in floor.ranks)  # one more would take the cache's part
-    assert f"{16 - len(plan.streamed)} of 16 layers stay; {len(plan.streamed)} stream from disk" in made.notes[0]
+    assert (
+        f"{16 - len(plan.streamed)} of 16 layers are resident; {len(plan.streamed)} stream from disk" in made.notes[0]
+    )
 
 
 def test_auto_streams_rather_than_leave_no_context_worth_having() -> None:
@@ -181,7 +173,7 @@ def test_asked_to_stream_what_fits_it_streams_all_and_warns() -> None:
 
 def test_a_codec_on_a_cpu_is_said_to_cost_computing_and_what_does_not() -> None:
     options = WeightOptions(weights="stream", weight_codec="int4")
-    words = "--quantization int4 in place of --weight-codec int4 they come in 5 bits a number"
+    words = "--quantization int4 in place of --weight-codec int4 stores 5 bits a number"
     assert words in decide(options, 16).notes[1]
     for quiet in (decide(options, 16, device="cuda"), decide(WeightOptions(weights="stream"), 16)):
         assert not any("--quantization" in note for note in quiet.notes)
@@ -215,25 +207,25 @@ def test_where_layers_wait() -> None:
             3,
             64,
             False,
-            "random weights are in no file to stream from; `tightwire prep",
+            "random weights are not in a file that could be streamed; `tightwire prep",
         ),
         (
             WeightOptions(),
             1.5,
             64,
             False,
-            "(?s)the weights do not fit.*random weights are in no file; `tightwire prepare` .* --weight-codec int4 lets",
+            "(?s)the weights do not fit.*random weights are not in a file; `tightwire prepare` .* --weight-codec int4 keeps",
         ),
         (
             WeightOptions(stream_from="disk", weight_codec="int8"),
             3,
             64,
             True,
-            "these files are not encoded; `tightwire p",
+            "the files are not encoded; `tightwire p",
         ),
     ],
 )
-def test_what_cannot_be_had_is_refused(
+def test_an_impossible_placement_is_refused(
     options: WeightOptions, gib: float, host_gib: float, exist: bool, reason: str
 ) -> None:
     device = "cuda" if options.stream_from == "host" else "cpu"
@@ -249,7 +241,7 @@ def test_what_cannot_be_had_is_refused(
         ({"device_memory": 0}, "--device-memory must be at least 1"),
     ],
 )
-def test_options_that_say_nothing_together_are_refused(options: dict[str, object], reason: str) -> None:
+def test_options_that_exclude_each_other_are_refused(options: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         WeightOptions(**options)  # pyright: ignore[reportArgumentType]
 
@@ -264,19 +256,19 @@ def test_a_prepared_folder_settles_what_it_was_made_with(tmp_path: Path) -> None
     resident = ServeConfig(parallel=ParallelOptions(tp=2), weights=WeightOptions(weights="resident"))
     assert as_prepared(resident, prepared).weights.weight_codec == "none"
     for wrong, reason in [
-        (ServeConfig(), "cut for 2 ranks; give --tp 2 \\(got 1\\)"),
-        (ServeConfig(parallel=ParallelOptions(tp=2, tp_split=(2, 1))), "was cut with --tp-split none"),
+        (ServeConfig(), "split over 2 ranks; give --tp 2 \\(got 1\\)"),
+        (ServeConfig(parallel=ParallelOptions(tp=2, tp_split=(2, 1))), "was made with --tp-split none"),
         (
             ServeConfig(parallel=ParallelOptions(tp=2), model=ModelOptions(dtype="bfloat16")),
-            "--dtype bfloat16: .* has float32",
+            "--dtype bfloat16: .* stores float32",
         ),
         (
             ServeConfig(parallel=ParallelOptions(tp=2), model=ModelOptions(quantization="int8")),
-            "--quantization int8: .* has what it was prepared with",
+            "--quantization int8: .* stores the format it was prepared with",
         ),
         (
             ServeConfig(parallel=ParallelOptions(tp=2), weights=WeightOptions(weight_codec="int4")),
-            "--weight-codec int4: .* has int8",
+            "--weight-codec int4: .* stores int8",
         ),
     ]:
         with pytest.raises(ValueError, match=reason):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from harness import run_in_process
 from helpers.comm.fixed_policy import fixed_policy
-from msgspec import structs
 from torch import Tensor
 
 from tightwire.comm.all_reduce import registry
@@ -16,7 +15,7 @@ from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.rules import Choice, Policy, QuarantinedError, Rule
 from tightwire.server.ipc.messages import CommChoice, CommSetup, SelfTestVerdict
-from tightwire.server.plan.rank_setup import Arm, RunPlan
+from tightwire.server.plan.rank_setup import NamedPolicy, RunPlan
 from tightwire.server.ranks.rank_comm import check_comm
 
 
@@ -34,7 +33,9 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.ALL_REDUCE, "broken", Entry(name="broken", make=BrokenAllReduce))
 
 
-def plan(policy: Policy, transport: str = "process-group", library_policy: Policy | None = None) -> RunPlan:
+def plan(
+    policy: Policy, *extra: NamedPolicy, transport: str = "process-group", library_policy: Policy | None = None
+) -> RunPlan:
     return RunPlan(
         device="cpu",
         dtype="float32",
@@ -42,8 +43,7 @@ def plan(policy: Policy, transport: str = "process-group", library_policy: Polic
         transport=transport,
         max_model_len=16,
         num_blocks=1,
-        policy=policy,
-        library_policy=library_policy,
+        policies=(NamedPolicy("auto", policy, library_policy), *extra),
     )
 
 
@@ -101,22 +101,22 @@ def _check_without_peer_memory(group: Group, run_plan: RunPlan) -> CommSetup:
 
 
 def test_without_peer_memory_the_policy_for_the_library_is_in_force() -> None:
-    here = plan(fixed_policy("flash-int8"), "peer-memory", library_policy=fixed_policy("two-shot"))
+    here = plan(fixed_policy("flash-int8"), transport="peer-memory", library_policy=fixed_policy("two-shot"))
     setup = run_in_process(2, _check_without_peer_memory, here)[0]
     assert setup.transport == "process-group" and {choice.algorithm for choice in setup.choices} == {"two-shot"}
     assert setup.transport_reason == "no peer memory: rank 0: the GPUs are strangers"
 
 
-def test_peer_memory_that_was_named_and_cannot_be_had_is_refused() -> None:
-    with pytest.raises(ValueError, match="--transport peer-memory cannot be had: rank 0: the GPUs are strangers; use"):
-        run_in_process(2, _check_without_peer_memory, plan(fixed_policy("ring"), "peer-memory"))
+def test_unavailable_peer_memory_is_refused_if_it_was_named() -> None:
+    with pytest.raises(ValueError, match="--transport peer-memory is unavailable: rank 0: the GPUs are strangers; use"):
+        run_in_process(2, _check_without_peer_memory, plan(fixed_policy("ring"), transport="peer-memory"))
 
 
 def test_further_policies_are_checked_and_reported_by_name() -> None:
     int8 = (Choice(None, ("flash-int8",), "policy file mix.json"),)
     mixed = Policy((Rule("o_proj", "prefill", int8, layers=(1, 3)), *fixed_policy("ring").rules))
-    here = structs.replace(plan(fixed_policy("two-shot")), own_arm="two-shot", extra=(Arm("policy:mix.json", mixed),))
-    assert here.arms == ("two-shot", "policy:mix.json")
+    here = plan(fixed_policy("two-shot"), NamedPolicy("policy:mix.json", mixed))
+    assert here.policy_names == ("auto", "policy:mix.json")
 
     def check(group: Group) -> tuple[CommSetup, tuple[str, ...], list[str]]:
         checked = check_comm(group, here, row_elems=64, max_rows=8)
@@ -125,7 +125,7 @@ def test_further_policies_are_checked_and_reported_by_name() -> None:
         return checked.setup, checked.routes.arms, [type(all_reduce).__name__ for all_reduce in sums]
 
     setup, arms, sums = run_in_process(2, check)[1]
-    assert arms == here.arms
+    assert arms == here.policy_names
     assert sums == ["TwoShotAllReduce", "TwoShotAllReduce", "RingAllReduce", "FlashAllReduce"]
     assert {choice.algorithm for choice in setup.choices} == {"two-shot"}
     (choices,) = setup.extra.values()
@@ -134,15 +134,16 @@ def test_further_policies_are_checked_and_reported_by_name() -> None:
 
 
 def test_a_further_algorithm_that_sums_wrongly_is_refused_by_its_name() -> None:
-    here = structs.replace(plan(fixed_policy("ring")), extra=(Arm("broken", fixed_policy("broken")),))
+    here = plan(fixed_policy("ring"), NamedPolicy("broken", fixed_policy("broken")))
     with pytest.raises(QuarantinedError, match=r"--allreduce-extra broken: .* left without an AllReduce"):
         run_in_process(2, _check, here)
 
 
 def test_without_peer_memory_further_policies_are_those_for_the_library() -> None:
-    arm = Arm("flash-int8", fixed_policy("flash-int8"), library_policy=fixed_policy("ring"))
-    here = plan(fixed_policy("flash-int8"), "peer-memory", library_policy=fixed_policy("two-shot"))
-    setup = run_in_process(2, _check_without_peer_memory, structs.replace(here, extra=(arm,)))[0]
+    named = NamedPolicy("flash-int8", fixed_policy("flash-int8"), library_policy=fixed_policy("ring"))
+    library = fixed_policy("two-shot")
+    here = plan(fixed_policy("flash-int8"), named, transport="peer-memory", library_policy=library)
+    setup = run_in_process(2, _check_without_peer_memory, here)[0]
     assert {choice.algorithm for choice in setup.extra["flash-int8"]} == {"ring"}
 
 

@@ -1,0 +1,127 @@
+"""Chooses the device, dtype and transport of the ranks, and how their steps overlap."""
+
+import os
+from collections.abc import Sequence
+
+from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.link.link import parse_link
+from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
+from tightwire.comm.transport.segment import why_unusable
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.layout import make_layout
+from tightwire.server.config.parallel import ParallelOptions
+from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
+from tightwire.server.plan.devices import CudaDevice, cuda_devices
+
+
+def decide_setting(
+    config: ServeConfig, model: LlamaConfig, link: LinkFacts | None = None
+) -> tuple[Setting, list[CudaDevice]]:
+    """The device, dtype and transport of the ranks, and the CUDA devices if they use any.
+
+    Raises:
+        ValueError: an impossible split, device, dtype or transport; says what is possible.
+    """
+    tp = config.parallel.tp
+    make_layout(model, tp, config.parallel.tp_split)
+    gpus = cuda_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) if config.model.device != "cpu" else []
+    device = _choose_device(config.model.device, config.parallel, gpus)
+    if link is not None and device != "cpu":
+        raise ValueError("--link emulates a wire between CPU ranks, and --device auto chose CUDA; give --device cpu")
+    setting = Setting(
+        transport=choose_transport(config.parallel, device, link)[0],
+        device=device,
+        world_size=tp,
+        num_nodes=config.parallel.sum_nodes,
+        dtype=choose_dtype(config.model, model, device),
+        link="" if link is None else f"{link.name} ({link.emulation})",
+    )
+    return setting, gpus if device == "cuda" else []
+
+
+def requested_link(options: ParallelOptions) -> LinkFacts | None:
+    """The link requested by ``--link``, before it is created and measured.
+
+    Raises:
+        ValueError: this kind of link is not possible here.
+    """
+    return None if options.link is None else plan_link(parse_link(options.link), options.link_emulation)
+
+
+def choose_transport(options: ParallelOptions, device: str, link: LinkFacts | None = None) -> tuple[str, str]:
+    """The transport between ranks, and why ``auto`` chose a slower one (empty: it did not).
+
+    Args:
+        link: the wire between the nodes.
+    Raises:
+        ValueError: the requested transport is not possible.
+    """
+    asked = options.transport
+    if asked == "peer-memory" and device == "cpu":
+        raise ValueError(
+            "--transport peer-memory connects GPUs, and the ranks run on the CPU; leave it out, or use --device cuda"
+        )
+    if options.num_ranks == 1:
+        return "none", ""
+    if link is not None and link.emulation == NAMESPACES:
+        return "process-group", ""  # the other transports would bypass the wire; the options refuse them
+    reason = "it carries CPU tensors, and the ranks run on CUDA" if device == "cuda" else why_unusable()
+    if asked == "shared-memory" and reason:
+        raise ValueError(f"--transport shared-memory is unavailable: {reason}; use --transport process-group")
+    if asked != "auto":
+        return asked, ""
+    if device == "cuda":
+        return ("peer-memory" if options.tp > 1 else "process-group"), ""  # replicas do not sum
+    return ("process-group", f"no shared memory: {reason}") if reason else ("shared-memory", "")
+
+
+def choose_overlap(options: ParallelOptions, device: str) -> bool:
+    """Whether to overlap sums with computing. ``auto``: only over a link; memory transfers use the cores that compute.
+
+    Raises:
+        ValueError: overlap is not possible here.
+    """
+    if options.overlap == "on" and (device != "cpu" or options.tp == 1):
+        why = "a single rank sums nothing" if options.tp == 1 else "it works between CPU ranks, and these run on CUDA"
+        raise ValueError(f"--overlap on is not possible: {why}; use --overlap auto or off")
+    if options.overlap == "auto":
+        return options.link is not None  # always between CPU ranks
+    return options.overlap == "on"
+
+
+def choose_plan_ahead(options: EngineOptions, device: str, num_replicas: int = 1) -> bool:
+    """Whether to launch a step before the previous one has finished.
+
+    ``auto``: on CUDA, with one replica. On a CPU the cores that plan are the cores that compute.
+    """
+    return device == "cuda" and num_replicas == 1 if options.plan_ahead == "auto" else options.plan_ahead == "on"
+
+
+def _choose_device(asked: str, options: ParallelOptions, gpus: Sequence[CudaDevice]) -> str:
+    num_ranks = options.num_ranks
+    device = ("cuda" if gpus else "cpu") if asked == "auto" else asked
+    if device == "cuda" and not gpus:
+        raise ValueError(
+            "--device cuda: no CUDA device is visible, or this torch is built without CUDA; use --device cpu"
+        )
+    if device == "cuda" and num_ranks > len(gpus):
+        replicas = f" --dp {options.dp}" if options.dp > 1 else ""
+        fewer = "fewer of both, or --device cpu" if replicas else f"--tp {len(gpus)} or less, or --device cpu"
+        raise ValueError(
+            f"--tp {options.tp}{replicas} needs {num_ranks} CUDA devices, one per rank, and {len(gpus)} are visible; "
+            f"use {fewer}"
+        )
+    return device
+
+
+def choose_dtype(options: ModelOptions, model: LlamaConfig, device: str) -> str:
+    if options.dtype == "float16" and model.dtype == "bfloat16":
+        raise ValueError(
+            "--dtype float16: the checkpoint is in bfloat16, which has a larger range than float16; "
+            "use --dtype bfloat16 or float32"
+        )
+    if options.dtype != "auto":
+        return options.dtype
+    if device == "cpu":
+        return "bfloat16"
+    return "float32" if model.dtype == "float64" else model.dtype  # no kernel supports float64
