@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class CommOptions(OutputOptions):
-        ranks: int = option(2, "processes, one thread each", metavar="N")
+        ranks: int = option(2, "processes, one thread each", metavar="N", least=2)
         link: Link | None = option(None, "the link between nodes", metavar="LINK", parse=parse_link)
 
     options = parse_options(CommOptions, argv, verb="comm", description="Time every AllReduce.")
@@ -11,6 +11,7 @@ A ValueError of ``parse`` or of ``__post_init__`` ends the program with exit cod
 """
 
 import argparse
+import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -34,17 +35,21 @@ def option(
     metavar: str = "",
     parse: Callable[[str], Any] | None = None,
     flag: str = "",
+    least: float | None = None,
+    above: float | None = None,
     default_factory: Callable[[], Any] | None = None,
 ) -> Any:
     """A dataclass field that is also a flag.
 
     Args:
-        help: shown with the default; where the default is None or (), it says itself what happens without the flag.
+        help: shown with the default; where the default is None or (), the text says what happens without the flag.
         parse: turns the flag's text into the value; default: by the field's type (str, int, float, bool, Path).
         flag: default: the field's name with dashes. Without leading dashes: a positional argument.
+        least, above: limits of a given number, or of each number of a tuple; ``above`` also refuses infinity.
         default_factory: makes the default of each run; ``default`` is then ignored.
     """
     metadata = {"help": help, "choices": tuple(choices), "metavar": metavar, "parse": parse, "flag": flag}
+    metadata |= {"least": least, "above": above}
     if default_factory is not None:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -55,7 +60,7 @@ class OutputOptions:
     """The options of every bench; its own options class inherits them."""
 
     output: Path | None = option(  # noqa: RUF009
-        None, "keep the result in this folder: JSON with raw samples, CSV, HTML page", metavar="DIR"
+        None, "write the result to this folder: JSON with raw samples, CSV, HTML page", metavar="DIR"
     )
     label: str | None = option(
         None, "beginning of the names of those files (the bench's name)", metavar="NAME", parse=check_label
@@ -63,7 +68,7 @@ class OutputOptions:
 
 
 def parse_options(cls: type[_Options], argv: Sequence[str], *, verb: str, description: str) -> _Options:
-    """The options on a command line; prints what is wrong with it and exits with code 2."""
+    """The options on a command line. Invalid ones print the reason and exit with code 2."""
     parser = argparse.ArgumentParser(
         prog=f"tightwire bench {verb}",
         description=f"{description} The last line of stdout is one JSON object.",
@@ -90,10 +95,8 @@ def add_flags(parser: argparse._ActionsContainer, cls: type) -> None:
         if _type_of(own) is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **settings)
         else:
-            metavar = metadata["metavar"] or None
-            parser.add_argument(
-                flag, type=_converter(own), choices=metadata["choices"] or None, metavar=metavar, **settings
-            )
+            settings |= {"choices": metadata["choices"] or None, "metavar": metadata["metavar"] or None}
+            parser.add_argument(flag, type=_converter(own), **settings)
 
 
 def given_options(given: argparse.Namespace, cls: type) -> dict[str, Any]:
@@ -124,7 +127,7 @@ def _number(kind: type[_Number], part: str, text: str) -> _Number:
         return kind(part)
     except ValueError:
         what = "whole numbers" if kind is int else "numbers"
-        raise ValueError(f"expected {what} with commas between them, such as 1,16, got {text!r}") from None
+        raise ValueError(f"expected {what} separated by commas, such as 1,16, got {text!r}") from None
 
 
 def _option_fields(cls: type) -> list[Field[Any]]:
@@ -145,11 +148,21 @@ def _converter(own: Field[Any]) -> Callable[[str], Any]:
 
     def from_text(text: str) -> Any:
         try:
-            return parse(text)
+            value = parse(text)
+            _check_limits(own.metadata["least"], own.metadata["above"], value)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
+        return value
 
     return from_text
+
+
+def _check_limits(least: float | None, above: float | None, value: Any) -> None:
+    for number in value if isinstance(value, tuple) else (value,):
+        if least is not None and not number >= least:
+            raise ValueError(f"must be at least {least:g}, got {number:g}")
+        if above is not None and not above < number < math.inf:
+            raise ValueError(f"must be above {above:g}, got {number:g}")
 
 
 def _help(own: Field[Any]) -> str:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from tightwire.bench.comm.cells import Cells
 from tightwire.bench.comm.measure import (
     Computed,
     ComputingPlan,
@@ -26,8 +27,7 @@ from tightwire.bench.comm.measure import (
     measurable,
     measure,
 )
-from tightwire.bench.comm.ranks import TRANSPORTS, RankOptions, open_ranks
-from tightwire.bench.comm.summary import Cells
+from tightwire.bench.ranks import TRANSPORTS, RankOptions, open_ranks
 from tightwire.bench.report.progress import progress_bar
 from tightwire.bench.report.quiet import OthersWatch
 from tightwire.comm.all_reduce.entry import Setting

@@ -1,43 +1,33 @@
 """``tightwire bench comm``: times every AllReduce between processes of this machine, and checks every result.
 
-A wrong answer fails the run: other bits on another rank or in a later call, an error above the algorithm's bound, or bytes
-on the wire that differ from the algorithm's formula. With ``--link`` it also compares each time with bytes / rate + computing
-alone and, of several links, says at which rate quantizing stops paying.
+A wrong answer fails the run: other bits on another rank or in a later call, an error above the algorithm's bound, or a number
+of sent bytes that differs from the algorithm's formula. With ``--link`` it also compares each time with bytes / rate + computing
+alone; with several links it prints the rate at which quantizing stops paying.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tightwire.bench.comm.crossover import COLUMNS as CROSSOVER_COLUMNS
-from tightwire.bench.comm.crossover import find_crossovers
-from tightwire.bench.comm.measure import (
-    Checked,
-    ComputingPlan,
-    MeasurePlan,
-    Timed,
-    compute_alone,
-    measurable,
-    measure,
-)
-from tightwire.bench.comm.page import (
-    CELL_COLUMNS,
-    CSV_COLUMNS,
-    LINK_COLUMNS,
+from tightwire.bench.comm.cells import (
+    BUS_BANDWIDTH,
+    COLUMNS,
+    CROSSOVER_COLUMNS,
+    ERROR,
+    LINK,
+    MEDIAN,
     PREDICTION_COLUMNS,
-    describe_setting,
-    is_wrong,
-    make_sections,
+    SIZE,
+    SPEED_UP,
+    Cells,
+    find_crossovers,
 )
-from tightwire.bench.comm.ranks import TRANSPORTS, RankOptions, open_ranks
-from tightwire.bench.comm.summary import Cells
+from tightwire.bench.comm.measure import Checked, ComputingPlan, MeasurePlan, compute_alone, measurable, measure
 from tightwire.bench.options import OutputOptions, option, parse_options, parse_sizes
-from tightwire.bench.report.html import Section
-from tightwire.bench.report.progress import paused
-from tightwire.bench.report.quiet import OthersWatch, show_others
-from tightwire.bench.report.table import Metric, Table, print_table
+from tightwire.bench.ranks import TRANSPORTS, RankOptions, open_ranks
+from tightwire.bench.report.page import Item, Plot, lines
+from tightwire.bench.report.table import Column, Metric, Row, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.comm.all_reduce.names import split_all_reduce_names
 from tightwire.comm.all_reduce.registry import (
@@ -75,15 +65,15 @@ def _parse_links(text: str) -> tuple[Link, ...]:
 class CommBenchOptions(OutputOptions):
     algorithms: tuple[str, ...] = option(
         (),
-        f"{describe_all_reduce_names()} (all that need no codec named)",
+        f"{describe_all_reduce_names()} (all whose name needs no codec)",
         metavar="NAME,NAME",
         parse=split_all_reduce_names,
     )
     sizes: tuple[int, ...] = option(
-        _DEFAULT_SIZES, "bytes of a message before it is encoded", metavar="SIZE,SIZE", parse=parse_sizes
+        _DEFAULT_SIZES, "bytes of a message before it is encoded", metavar="SIZE,SIZE", parse=parse_sizes, least=4
     )
-    ranks: int = option(2, "processes, one thread each", metavar="N")
-    dtype: str = option("bfloat16", "of the numbers", choices=_DTYPES)
+    ranks: int = option(2, "processes, one thread each", metavar="N", least=2)
+    dtype: str = option("bfloat16", "data type of the numbers", choices=_DTYPES)
     device: str = option("cpu", "cuda takes one device per rank", choices=("cpu", "cuda"))
     transport: str = option(
         "auto",
@@ -93,7 +83,7 @@ class CommBenchOptions(OutputOptions):
     links: tuple[Link, ...] = option(
         (),
         "emulate these links between the nodes, one after the other, such as 200mbit, 2.5gbit, pcie3x4 or "
-        "1gbit,latency=50us; as root in the kernel, else throttled in user space, which the result says",
+        "1gbit,latency=50us; by the kernel as root, otherwise in user space; the result says which",
         metavar="LINK,LINK",
         flag="--link",
         parse=_parse_links,
@@ -101,31 +91,25 @@ class CommBenchOptions(OutputOptions):
     nodes: int | None = option(
         None, "divide the ranks among this many equal nodes (1; with --link one for each rank)", metavar="K"
     )
-    repeats: int = option(50, "timed calls of each algorithm at a size", metavar="N")
+    repeats: int = option(50, "timed calls of each algorithm at a size", metavar="N", least=3)
     seconds_per_size: float = option(
-        5.0, "fewer repeats, but at least three, where they would take longer", metavar="S"
+        5.0, "time for the calls at a size; reduces the repeats to three at the least", metavar="S", above=0
     )
-    seed: int = option(0, "of the numbers and of the order of calls", metavar="N")
-    timeout_s: float = option(60.0, "longest wait in a collective", metavar="S", flag="--timeout")
+    seed: int = option(0, "seed of the numbers and of the order of calls", metavar="N")
+    timeout_s: float = option(60.0, "longest wait in a collective", metavar="S", flag="--timeout", above=0)
 
     def __post_init__(self) -> None:
         for name in self.algorithms:
             parse_all_reduce(name)
         if repeated := {name for name in self.algorithms if self.algorithms.count(name) > 1}:
             raise ValueError(f"--algorithms names {', '.join(sorted(repeated))} twice")
-        if not 2 <= self.ranks <= _MAX_RANKS:
-            raise ValueError(f"--ranks must be 2 to {_MAX_RANKS}, got {self.ranks}")
-        if not self.sizes or min(self.sizes) < 4 or any(size % 4 for size in self.sizes):
-            raise ValueError(f"--sizes takes multiples of 4 bytes, got {', '.join(map(str, self.sizes)) or 'none'}")
-        if max(self.sizes) > _MAX_SIZE:
-            raise ValueError(f"--sizes goes up to {_MAX_SIZE >> 30}GiB, got {max(self.sizes)} bytes")
+        if self.ranks > _MAX_RANKS:
+            raise ValueError(f"--ranks must be at most {_MAX_RANKS}, got {self.ranks}")
+        if any(size % 4 or size > _MAX_SIZE for size in self.sizes):
+            sizes = ", ".join(map(str, self.sizes))
+            raise ValueError(f"--sizes takes multiples of 4 bytes up to {_MAX_SIZE >> 30}GiB, got {sizes}")
         for link in self.links or (None,):
             self.rank_options(link)
-        if self.repeats < 3:
-            raise ValueError(f"--repeats must be at least 3, got {self.repeats}")
-        for flag, value in (("--seconds-per-size", self.seconds_per_size), ("--timeout", self.timeout_s)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{flag} must be above 0, got {value}")
 
     def rank_options(self, link: Link | None) -> RankOptions:
         return RankOptions(
@@ -187,17 +171,15 @@ class CommBench(Bench):
             "link_facts": [],
         }
         faults: list[str] = []
-        watch = OthersWatch()
-        for link in options.links or (None,):
-            try:
-                self._measure_on(link)
-            except LinkTooFastError as error:
-                faults.append(str(error))
-        self.facts["others_share"] = watch.share()
-        show_others(self.console, self.facts)
+        with self.watch_others():
+            for link in options.links or (None,):
+                try:
+                    self._measure_on(link)
+                except LinkTooFastError as error:
+                    faults.append(str(error))
         if len(self.facts["links"]) > 1:
             self.facts["crossovers"] = find_crossovers(self.cells(), self.facts)
-            print_table(self.console, Table(columns=CROSSOVER_COLUMNS, rows=self.facts["crossovers"]))
+            self.print_table(Table(columns=CROSSOVER_COLUMNS, rows=self.facts["crossovers"]))
         faults += [f"wrong answer: {fault}" for cells in self._by_link for fault in cells.faults()]
         if faults:
             raise BenchFailedError("; ".join(faults))
@@ -206,31 +188,44 @@ class CommBench(Bench):
         return [row for cells in self._by_link for row in cells.rows()]
 
     def csv(self, result: Mapping[str, Any]) -> Table:
-        return Table(columns=[*LINK_COLUMNS, *CSV_COLUMNS] if result["links"] else CSV_COLUMNS, rows=result["cells"])
-
-    def sections(self, result: Mapping[str, Any]) -> list[Section]:
-        return make_sections(result)
+        columns = (SIZE, *COLUMNS, Column("calls", "seconds.n", "d"), Column("share of bound", "share_of_bound", ".3f"))
+        return Table(columns=[LINK, *columns] if result["links"] else columns, rows=result["cells"])
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         links = result["link_facts"] or [None]
-        return "AllReduce by message size", "; ".join(describe_setting(result, link) for link in links)
+        return "AllReduce by message size", "; ".join(_describe_setting(result, link) for link in links)
+
+    def sections(self, result: Mapping[str, Any]) -> list[Item]:
+        rows = result["cells"]
+        items: list[Item]
+        if len(result["links"]) > 1:
+            note = "Below this rate of the link the quantized AllReduce is faster."
+            crossovers = result.get("crossovers", ())
+            title = "Rates at which quantizing stops paying"
+            items = [_by_link(rows), Table(title=title, columns=CROSSOVER_COLUMNS, rows=crossovers, note=note)]
+        else:
+            items = [
+                _by_size(rows, "Time", MEDIAN, "Lower is faster. Where two lines cross, the best choice changes."),
+                _by_size(rows, "Bus bandwidth", BUS_BANDWIDTH, "Message bytes over time, times 2 (N-1)/N."),
+                _speed_and_error(rows),
+            ]
+        if result["links"]:
+            note = "Predicted: bytes that a rank sends over the link's rate, plus the algorithm's computing without a link."
+            items.append(Table(title="Prediction", columns=PREDICTION_COLUMNS, rows=rows, note=note))
+        return [*items, _all_cells(rows)]
 
     def _measure_on(self, link: Link | None) -> None:
-        with open_ranks(self._options.rank_options(link)) as (ranks, joined):
-            self.facts["transport"] = joined["transport"]
+        with open_ranks(self._options.rank_options(link)) as (ranks, facts):
+            self.facts["transport"] = facts["transport"]
             rate = None
-            if (link_facts := joined["link"]) is not None:
+            if (link_facts := facts["link"]) is not None:
                 self.facts["links"][link_facts["name"]] = link_facts["how"]
                 self.facts["link_facts"].append(link_facts)
                 rate = link_facts["measured_bytes_per_s"] or link_facts["bytes_per_s"]
-            self.console.print(describe_setting(self.facts, link_facts), soft_wrap=True)
-            words = (
-                "times are the slowest rank's, from a barrier on; wire bytes are those of the rank that sends most\n"
-            )
-            self.console.print(words, soft_wrap=True)
+            self.print(_describe_setting(self.facts, link_facts), f"{_TIMES}\n")
             cells = Cells(self._options.ranks, link=link and link.name, link_bytes_per_s=rate)
             self._by_link.append(cells)
-            self._stream(ranks, cells)
+            self._time(ranks, cells)
             if link is not None:
                 plan = ComputingPlan(
                     algorithms=measurable(self._plan.algorithms),
@@ -240,28 +235,84 @@ class CommBench(Bench):
                 )
                 for rank, computed in ranks.stream(compute_alone, plan):
                     cells.add(rank, computed)
-                print_table(self.console, Table(columns=PREDICTION_COLUMNS, rows=cells.rows()))
+                self.print_table(Table(columns=PREDICTION_COLUMNS, rows=cells.rows()))
 
-    def _stream(self, ranks: LocalRanks, cells: Cells) -> None:
+    def _time(self, ranks: LocalRanks, cells: Cells) -> None:
         finished: Counter[int] = Counter()
         with self.progress:
             task = self.progress.add_task("", total=None)
             for rank, event in ranks.stream(measure, self._plan):
                 cells.add(rank, event)
                 size = format_bytes(event.size)
-                if rank > 0:
-                    pass  # ranks proceed together: one of them moves the bar
-                elif isinstance(event, Checked):
+                if isinstance(event, Checked):
                     self.progress.update(task, description=f"{size}: {event.algorithm} checked", total=None)
-                else:
-                    self.progress.update(task, description=size, total=event.rounds, completed=event.done)
-                if isinstance(event, Timed) and event.done == event.rounds:
-                    finished[event.size] += 1
-                    if finished[event.size] == ranks.world_size:
-                        rows = [row for row in cells.rows() if row["size"] == event.size]
-                        with paused(self.progress):
-                            print_table(
-                                self.console, Table(title=size, columns=CELL_COLUMNS, rows=rows, wrong=is_wrong)
-                            )
-                        self.keep()
+                    continue
+                self.progress.update(task, description=size, total=event.rounds, completed=event.done)
+                finished[event.size] += event.done == event.rounds
+                if event.done == event.rounds and finished[event.size] == ranks.world_size:
+                    rows = [row for row in cells.rows() if row["size"] == event.size]
+                    self.print_table(Table(title=size, columns=COLUMNS, rows=rows, wrong=_is_wrong))
+                    self.keep()
             self.progress.remove_task(task)
+
+
+_TIMES = "Times are the slowest rank's, from a barrier on. Wire bytes are those of the rank that sends most."
+
+
+def _describe_setting(facts: Mapping[str, Any], link: Mapping[str, Any] | None) -> str:
+    """Ranks, transport and link in one line."""
+    nodes = f" on {facts['nodes']} nodes" if facts["nodes"] > 1 else ""
+    setting = f"{facts['ranks']} ranks{nodes}, {facts['dtype']}, {facts['transport']}"
+    if link is None:
+        return setting
+    measured = link["measured_bytes_per_s"]
+    rate = f", {measured * 8 / 1e6:.1f} Mbit/s of payload" if measured else ""
+    return f"{setting} over {link['name']} ({link['how']}{rate})"
+
+
+def _is_wrong(row: Row) -> bool:
+    return bool(row["faults"])
+
+
+def _is_lossy(algorithm: str) -> bool:
+    return not parse_all_reduce(algorithm).lossless
+
+
+def _largest(rows: Sequence[Row]) -> tuple[list[Row], str]:
+    """The rows of the largest size, and that size."""
+    size = max(row["size"] for row in rows)
+    return [row for row in rows if row["size"] == size], format_bytes(size)
+
+
+def _by_size(rows: Sequence[Row], title: str, y: Column, note: str) -> Plot:
+    note = f"{note} Dashed: quantized."
+    return lines(f"{title} by message size", rows, by="algorithm", x=SIZE, y=y, dashed=_is_lossy, ticks=True, note=note)
+
+
+def _by_link(rows: Sequence[Row]) -> Plot:
+    largest, size = _largest(rows)
+    rate = Column("link rate, Mbit/s", "link_bytes_per_s", ",.0f", 8e-6)
+    note = "Lower is faster. Dashed: quantized."
+    return lines(f"Time of {size} by link", largest, by="algorithm", x=rate, y=MEDIAN, dashed=_is_lossy, note=note)
+
+
+def _speed_and_error(rows: Sequence[Row]) -> Plot:
+    largest, size = _largest(rows)
+    inexact = [row for row in largest if row["relative_error"]]
+    title, note = f"Speed and error at {size}", "Higher is faster, further left is more exact."
+    return lines(title, inexact, by="algorithm", x=ERROR, y=SPEED_UP, log_y=False, joined=False, level=1.0, note=note)
+
+
+def _all_cells(rows: Sequence[Row]) -> Table:
+    fastest: dict[Any, float] = {}
+    for row in rows:
+        place = row.get("link"), row["size"]
+        fastest[place] = min(fastest.get(place, row["seconds"]["p50"]), row["seconds"]["p50"])
+    return Table(
+        title="All cells",
+        columns=[*([LINK] if "link" in rows[0] else []), SIZE, *COLUMNS],
+        rows=rows,
+        note=f"{_TIMES} The fastest at each size is marked. The result of every call was checked.",
+        strong=lambda row: row["seconds"]["p50"] == fastest[row.get("link"), row["size"]],
+        wrong=_is_wrong,
+    )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tightwire.bench.options import parse_options
-from tightwire.bench.replicas import open_replicas
+from tightwire.bench.ranks import open_replicas
 from tightwire.bench.report.html import Section
 from tightwire.bench.report.progress import paused
 from tightwire.bench.report.quiet import OthersWatch, show_others

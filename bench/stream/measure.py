@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tightwire.bench.replicas import ReplicaPlan, join_replica
+from tightwire.bench.ranks import ReplicaPlan, join_replica
 from tightwire.bench.stream.arms import PROBE, SOURCES, Answered, Arm, Event, Load, Probed, Timed, trace_pass
 from tightwire.bench.stream.options import ROUNDS, StreamBenchOptions
 from tightwire.bench.stream.rank import Rank, greedy_tokens

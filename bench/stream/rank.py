@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.bench.comm.ranks import RankOptions, open_ranks
+from tightwire.bench.ranks import RankOptions, open_ranks
 from tightwire.bench.stream.arms import PROBE, Load
 from tightwire.bench.stream.options import StreamBenchOptions
 from tightwire.comm.group.group import Group, open_process_group

@@ -9,17 +9,17 @@ from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_integ
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwimOptions(OutputOptions):
     pool: Path = option(REQUIRED, "where", flag="pool")
-    laps: tuple[int, ...] = option((1, 4), "how many", metavar="N,N", parse=parse_integers)
+    laps: tuple[int, ...] = option((1, 4), "how many", metavar="N,N", parse=parse_integers, least=1)
     sizes: tuple[int, ...] = option((1 << 20,), "of towels", metavar="SIZE", parse=parse_sizes)
     depth: float | None = option(None, "in metres (any)", metavar="M")
     style: str = option("crawl", "100% style", choices=("crawl", "butterfly"))
     heated: bool | None = option(None, "warm water (as the pool is)")
-    timeout_s: float = option(60.0, "longest swim", metavar="S", flag="--timeout")
+    timeout_s: float = option(60.0, "longest swim", metavar="S", flag="--timeout", above=0)
     seed: int = option(0, "of waves (a fresh one)", default_factory=lambda: 7)
 
     def __post_init__(self) -> None:
-        if min(self.laps) < 1:
-            raise ValueError(f"--laps must be at least 1, got {min(self.laps)}")
+        if self.style == "butterfly" and self.depth == 0:
+            raise ValueError("--style butterfly needs water")
 
 
 def parse(*argv: str) -> SwimOptions:
@@ -47,8 +47,11 @@ def test_flags_are_values_of_the_fields_types() -> None:
     ("argv", "words"),
     [
         ([], "the following arguments are required: pool"),
-        (["p", "--laps", "0"], "--laps must be at least 1, got 0"),
-        (["p", "--laps", "1,x"], "argument --laps: expected whole numbers with commas between them"),
+        (["p", "--laps", "2,0"], "argument --laps: must be at least 1, got 0"),
+        (["p", "--timeout", "0"], "argument --timeout: must be above 0, got 0"),
+        (["p", "--timeout", "inf"], "argument --timeout: must be above 0, got inf"),
+        (["p", "--style", "butterfly", "--depth", "0"], "--style butterfly needs water"),
+        (["p", "--laps", "1,x"], "argument --laps: expected whole numbers separated by commas"),
         (["p", "--style", "dive"], "must be one of crawl, butterfly, got 'dive'"),
         (["p", "--depth", "deep"], "must be a number, got 'deep'"),
         (["p", "--label", "../mine"], "--label begins the names of files"),

@@ -15,8 +15,8 @@ from tiny import make_tiny
 
 from tightwire.__main__ import main
 from tightwire.bench import tune as tune_module
+from tightwire.bench.comm.cells import Cells
 from tightwire.bench.comm.measure import Checked, Timed
-from tightwire.bench.comm.summary import Cells
 from tightwire.bench.report.quiet import OthersWatch
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile, write_policy_file

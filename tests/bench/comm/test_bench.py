@@ -9,8 +9,8 @@ import pytest
 from helpers.comm.faulty_all_reduce import make_faulty, make_raising
 
 from tightwire.bench import options as bench_options
+from tightwire.bench import ranks as bench_ranks
 from tightwire.bench.cli import main
-from tightwire.bench.comm import ranks as comm_ranks
 from tightwire.bench.comm.bench import CommBench, CommBenchOptions
 from tightwire.comm.link import wire
 from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
@@ -60,22 +60,16 @@ def test_every_cell_is_measured_and_kept(capsys: pytest.CaptureFixture[str], tmp
 
 def _check_page(text: str) -> None:
     """One document that asks no network for anything, with a plot for each crossover and every cell."""
-    ids: list[str] = []
     tags: list[str] = []
 
     class Reader(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
             tags.append(tag)
-            ids.extend(value or "" for name, value in attrs if name == "id")
 
     Reader().feed(text)
-    assert tags.count("svg") == 3 and tags.count("tr") == 1 + 8
-    assert "script" not in tags and "link" not in tags and "img" not in tags
-    assert len(ids) == len(set(ids))
-    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
-    assert used and used <= set(ids)
-    assert not re.findall(r'(?:src|href)="(?!#)', text)
-    assert "#c0ff" not in text  # no stand-in colour is left
+    assert tags.count("img") == 3 and tags.count("tr") == 1 + 8
+    assert "script" not in tags and "link" not in tags
+    assert not re.findall(r'(?:src|href)="(?!data:)', text)
 
 
 def test_every_kind_of_wrong_answer_fails_the_run_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,10 +84,10 @@ def test_every_kind_of_wrong_answer_fails_the_run_by_name(capsys: pytest.Capture
     result = json.loads(captured.out.splitlines()[-1])
     assert status == 1
     for name, words in {
-        "ring": r"an element is [\d.e+]+ times as wrong as the algorithm's bound allows",
+        "ring": r"the largest error of an element is [\d.e+]+ times the algorithm's bound",
         "two-shot": r"ranks got different bits: rank 0 \w{8}, rank 1 \w{8}",
-        "one-shot": r"the same call gave other bits later, on ranks \[0, 1\]",
-        "native": r"rank 0 sent 1024 bytes, and its formula says 1025",
+        "one-shot": r"a later call gave other bits, on ranks \[0, 1\]",
+        "native": r"rank 0 sent 1024 bytes, but its formula gives 1025",
     }.items():
         assert re.search(f"wrong answer: {name} at 1024 bytes: .*{words}", captured.err), name
         assert re.search(words, result["error"])
@@ -116,12 +110,12 @@ def test_a_failing_rank_ends_the_run_with_its_error(capsys: pytest.CaptureFixtur
 def test_an_unavailable_transport_is_refused_and_leaves_no_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(comm_ranks, "why_unusable", lambda: "this system has none")
+    monkeypatch.setattr(bench_ranks, "why_unusable", lambda: "this system has none")
 
     status, result, text = bench(*SMALL, "--transport", "shared-memory", "--output", str(tmp_path), capsys=capsys)
 
     assert (status, result["cells"], result["files"]) == (1, [], [])
-    assert "--transport shared-memory cannot be had: this system has none" in result["error"]
+    assert "--transport shared-memory does not work here: this system has none" in result["error"]
     assert result["error"] in text
     assert list(tmp_path.iterdir()) == []
 
@@ -204,7 +198,7 @@ def test_several_links_give_predictions_and_crossovers(
     assert (crossover["algorithm"], crossover["against"]) == ("flash-int4", "two-shot")
     assert crossover["predicted_bytes_per_s"] > 0 and "stops paying" in text
     page = Path(result["files"][2]).read_text()
-    assert page.count("<svg") == 1 and "Where quantizing stops paying" in page
+    assert page.count("<img") == 1 and "Rates at which quantizing stops paying" in page
 
 
 def parse_options(argv: list[str]) -> CommBenchOptions:
@@ -243,18 +237,18 @@ def test_names_sizes_and_nodes() -> None:
         (["--algorithms", "two-shots"], "unknown all-reduce 'two-shots'"),
         (["--algorithms", "flash:int4"], "needs two codecs"),
         (["--algorithms", "ring,ring"], "names ring twice"),
-        (["--sizes", "6"], "multiples of 4 bytes, got 6"),
+        (["--sizes", "6"], "multiples of 4 bytes up to 1GiB, got 6"),
         (["--sizes", "1TiB"], "up to 1GiB, got 1099511627776"),
         (["--sizes", "8 apples"], "is not a size"),
-        (["--ranks", "1"], "--ranks must be 2 to 64, got 1"),
+        (["--ranks", "1"], "--ranks: must be at least 2, got 1"),
         (["--ranks", "3", "--nodes", "2"], "--nodes must divide the 3 ranks evenly, got 2"),
         (["--link", "1gbit", "--nodes", "1"], "--nodes must be at least 2"),
-        (["--link", "1gbit", "--transport", "shared-memory"], "joins CPU processes by sockets"),
+        (["--link", "1gbit", "--transport", "shared-memory"], "connects CPU processes by sockets"),
         (["--transport", "peer-memory"], "--transport peer-memory is not for --device cpu"),
         (["--transport", "shared-memory", "--device", "cuda"], "is not for --device cuda"),
         (["--link", "slow"], "is not a link"),
-        (["--repeats", "2"], "--repeats must be at least 3, got 2"),
-        (["--timeout", "0"], "--timeout must be above 0"),
+        (["--repeats", "2"], "--repeats: must be at least 3, got 2"),
+        (["--timeout", "0"], "--timeout: must be above 0"),
         (["--dtype", "int8"], "must be one of bfloat16, float16, float32"),
     ],
 )

@@ -1,4 +1,16 @@
-"""Starts rank processes on this machine and joins them: transport, nodes, and an emulated link between the nodes."""
+"""Starts rank processes on this machine and joins them: one group with an emulated link between nodes, or replicas.
+
+    with open_ranks(RankOptions(ranks=2)) as (ranks, facts):
+        for rank, event in ranks.stream(measure, plan):        # on every rank: measure(group, plan) is a generator
+
+    with open_replicas(tp=1, dp=2) as (ranks, plan):           # tp x dp ranks, whose group has all of them
+        for rank, event in ranks.stream(measure, plan): ...
+
+    def measure(world, plan):
+        with join_replica(plan, world) as (replica, peers): ...  # the group of this replica; the ranks with the same shard
+
+Partitioned weights arrive only while the ranks of all replicas run the same passes.
+"""
 
 import os
 from collections.abc import Iterator
@@ -13,6 +25,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks, fd_path, silence_after
 from tightwire.comm.group.nodes import join_nodes, throttle_group
+from tightwire.comm.group.partition_groups import PartitionPeers, PartitionPlace, join_partition
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.link import Link
@@ -24,7 +37,7 @@ TRANSPORTS = ("auto", "shared-memory", "process-group", "peer-memory")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOptions:
-    """How many ranks to start and what joins them.
+    """How many ranks to start and how they are connected.
 
     Raises:
         ValueError: the values do not fit together.
@@ -43,7 +56,7 @@ class RankOptions:
         if self.link is not None and self.num_nodes < 2:
             raise ValueError("--link is between nodes, so --nodes must be at least 2")
         if self.link is not None and (self.transport == "shared-memory" or self.device != "cpu"):
-            raise ValueError("--link joins CPU processes by sockets; leave out --transport and --device")
+            raise ValueError("--link connects CPU processes by sockets; leave out --transport and --device")
         if self.device != {"peer-memory": "cuda", "shared-memory": "cpu"}.get(self.transport, self.device):
             raise ValueError(f"--transport {self.transport} is not for --device {self.device}")
 
@@ -51,64 +64,115 @@ class RankOptions:
     def num_nodes(self) -> int:
         return self.nodes or (1 if self.link is None else self.ranks)
 
+    @property
+    def ranks_per_node(self) -> int:
+        return self.ranks // self.num_nodes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan:
-    """What a rank process needs to join; the same on every rank."""
+    """What a rank process needs to join; the same on every rank. Segments are paths to shared memory."""
 
     world_size: int
-    num_nodes: int
-    device: str
     timeout_s: float
     store_path: str
-    segment: str | None = None  # a path that opens the memory of all ranks
-    node_segments: tuple[str | None, ...] = ()  # the same for each node's ranks
+    segment: str | None = None  # of all ranks; None: torch.distributed carries everything
+    num_nodes: int = 1
+    device: str = "cpu"
+    node_segments: tuple[str | None, ...] = ()  # of each node's ranks
     peer_memory: bool = False
     network: tuple[EmulatedNode, ...] = ()  # of each node's ranks; (): the machine's own network
     throttle: Link | None = None  # slows the transport itself, where the kernel does not
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaPlan:
+    """The groups of ``dp`` replicas of ``tp`` ranks each."""
+
+    tp: int
+    world: GroupPlan
+    replicas: tuple[GroupPlan, ...]
+    peers: tuple[GroupPlan, ...]  # by shard: the ranks that have it; all with one store
+
+
 @contextmanager
 def open_ranks(options: RankOptions) -> Iterator[tuple[LocalRanks, dict[str, Any]]]:
-    """The running ranks, and facts about how they are joined, for the result.
+    """The running ranks, and facts about their transport and link for the result.
 
     Raises:
-        ValueError: this machine does not support what was asked for; says why.
+        ValueError: this machine does not support the options; says why.
         LocalRankError: the ranks could not join.
     """
     transport = _choose_transport(options)
     with ExitStack() as stack:
         wire, link_facts = _open_wire(options, stack)
-        per_node = options.ranks // options.num_nodes
         shares_nodes = transport == "shared-memory" or (options.link is not None and why_unusable() is None)
+        has_node_segments = shares_nodes and 1 < options.ranks_per_node < options.ranks
         plan = GroupPlan(
             world_size=options.ranks,
+            timeout_s=options.timeout_s,
+            store_path=_store(stack),
+            segment=_segment(stack, options.ranks) if transport == "shared-memory" else None,
             num_nodes=options.num_nodes,
             device=options.device,
-            timeout_s=options.timeout_s,
-            store_path=_path_of(stack, os.memfd_create("tightwire-store")),
-            segment=_segment(stack, options.ranks) if transport == "shared-memory" else None,
             node_segments=tuple(
-                _segment(stack, per_node) if shares_nodes and 1 < per_node < options.ranks else None
-                for _ in range(options.num_nodes)
+                _segment(stack, options.ranks_per_node) if has_node_segments else None for _ in range(options.num_nodes)
             ),
             peer_memory=transport == "peer-memory",
             network=wire.nodes if wire else (),
             throttle=wire.throttle if wire else None,
         )
-        silence_s = silence_after(options.timeout_s)
-        ranks = stack.enter_context(LocalRanks(options.ranks, partial(open_group, plan), silence_s=silence_s))
-        having = [has for _, has in ranks.stream(has_peer_memory)] if plan.peer_memory else []
-        if not all(having):
+        ranks = _start(stack, plan)
+        if plan.peer_memory and not all(has for _, has in ranks.stream(_has_peer_memory)):
             if options.transport == "peer-memory":
-                raise ValueError("--transport peer-memory cannot be had; the ranks said above why")
+                raise ValueError("--transport peer-memory does not work here; the log of the ranks above says why")
             transport = "process-group"
         yield ranks, {"transport": transport, "link": link_facts}
 
 
-def has_peer_memory(group: Group) -> Iterator[bool]:
-    """True if this rank sums through peer memory; if it cannot, the rank has logged the reason."""
-    yield group.transport.fused is not None
+@contextmanager
+def open_replicas(
+    *, tp: int, dp: int, timeout_s: float = 60.0, shared_memory: bool | None = None
+) -> Iterator[tuple[LocalRanks, ReplicaPlan]]:
+    """The running ranks of ``dp`` replicas. ``shared_memory``: False for gloo; by default wherever it is available.
+
+    Raises:
+        LocalRankError: the ranks could not join.
+    """
+    shares = why_unusable() is None if shared_memory is None else shared_memory
+    with ExitStack() as stack:
+
+        def group(world_size: int, store_path: str) -> GroupPlan:
+            segment = _segment(stack, world_size) if shares and world_size > 1 else None
+            return GroupPlan(world_size=world_size, timeout_s=timeout_s, store_path=store_path, segment=segment)
+
+        peer_store = _store(stack)
+        plan = ReplicaPlan(
+            tp=tp,
+            world=group(tp * dp, _store(stack)),
+            replicas=tuple(group(tp, _store(stack)) for _ in range(dp)),
+            peers=tuple(group(dp, peer_store) for _ in range(tp)),
+        )
+        yield _start(stack, plan.world), plan
+
+
+@contextmanager
+def join_replica(plan: ReplicaPlan, world: Group) -> Iterator[tuple[Group, PartitionPeers]]:
+    """The group of this rank's replica, and the ranks that have the same shard."""
+    replica, shard = divmod(world.rank, plan.tp)
+    own, peer_plan = open_group(plan.replicas[replica], shard), plan.peers[shard]
+    peers = join_partition(
+        PartitionPlace(plan.tp, Topology(world.rank, plan.world.world_size)),
+        store=FileStore(peer_plan.store_path, plan.world.world_size),
+        device=torch.device("cpu"),
+        timeout_s=peer_plan.timeout_s,
+        segment_fd=_open(peer_plan.segment),
+    )
+    try:
+        yield own, peers
+    finally:
+        peers.close()
+        own.close()
 
 
 def open_group(plan: GroupPlan, rank: int) -> Group:
@@ -137,12 +201,23 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
     return group if plan.throttle is None else throttle_group(group, plan.throttle)
 
 
+def _start(stack: ExitStack, plan: GroupPlan) -> LocalRanks:
+    silence_s = silence_after(plan.timeout_s)
+    return stack.enter_context(LocalRanks(plan.world_size, partial(open_group, plan), silence_s=silence_s))
+
+
+def _has_peer_memory(group: Group) -> Iterator[bool]:
+    """True if this rank sums through peer memory; otherwise the rank has logged the reason."""
+    yield group.transport.fused is not None
+
+
 def _open_wire(options: RankOptions, stack: ExitStack) -> tuple[Wire | None, dict[str, Any] | None]:
     """The emulated link between the nodes, and facts about it for the result."""
     if options.link is None:
         return None, None
-    per_node = options.ranks // options.num_nodes
-    wire = stack.enter_context(open_wire(options.link, num_nodes=options.num_nodes, ranks_per_node=per_node))
+    wire = stack.enter_context(
+        open_wire(options.link, num_nodes=options.num_nodes, ranks_per_node=options.ranks_per_node)
+    )
     measured, reason = wire.facts.measured_bytes_per_s, wire.facts.reason
     facts = {**asdict(options.link), "how": wire.facts.how, "measured_bytes_per_s": measured}
     return wire, facts | ({"why": reason} if reason else {})
@@ -157,10 +232,14 @@ def _choose_transport(options: RankOptions) -> str:
         return "peer-memory" if options.transport == "auto" else options.transport
     reason = why_unusable()
     if options.transport == "shared-memory" and reason:
-        raise ValueError(f"--transport shared-memory cannot be had: {reason}; use --transport process-group")
+        raise ValueError(f"--transport shared-memory does not work here: {reason}; use --transport process-group")
     if options.transport == "auto":
         return "process-group" if reason or options.num_nodes > 1 else "shared-memory"
     return options.transport
+
+
+def _store(stack: ExitStack) -> str:
+    return _path_of(stack, os.memfd_create("tightwire-store"))
 
 
 def _segment(stack: ExitStack, world_size: int) -> str:

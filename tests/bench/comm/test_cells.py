@@ -1,7 +1,7 @@
 import pytest
 
+from tightwire.bench.comm.cells import Cells, zero_rate
 from tightwire.bench.comm.measure import Checked, Timed
-from tightwire.bench.comm.summary import Cells
 
 
 def _checked(name: str, *, digest: str = "d", error: float | None = None) -> Checked:
@@ -56,3 +56,15 @@ def test_bits_are_compared_once_all_ranks_reported() -> None:
 
     cells.add(1, _checked("ring", digest="b"))
     assert cells.faults() == ["ring at 3000 bytes: ranks got different bits: rank 0 a, rank 1 b"]
+
+
+@pytest.mark.parametrize(
+    ("points", "rate"),
+    [
+        ([(10.0, -1.0), (5.0, 1.0)], 1 / 0.15),  # linear in 1 / rate: -1 at 1 / 10, 1 at 1 / 5, so 0 at 0.15
+        ([(10.0, 1.0), (5.0, 2.0)], None),  # faster on every link
+        ([(10.0, 1.0)], None),
+    ],
+)
+def test_the_crossover_lies_between_two_links(points: list[tuple[float, float]], rate: float | None) -> None:
+    assert zero_rate(points) == (None if rate is None else pytest.approx(rate))
