@@ -4,7 +4,7 @@ Everything it uses is passed in, so tests run it without a model, a process or a
 ``add``, ``cancel`` and ``step``, and receives the exceptions of the runner and the sampler. A request that cannot run,
 or whose logits are not finite, ends with its own error and does not affect the others.
 
-Each replica of the model has its own scheduler (``replicas``), and a step has one plan per replica. Rank 0 is in the
+Each replica of the model has its own scheduler, and a step has one plan per replica. Rank 0 is in the
 first replica, gets the logits of all, and chooses the tokens of every sequence.
 """
 
@@ -16,13 +16,11 @@ from collections.abc import Callable, Sequence
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import NgramDrafter
-from tightwire.server.engine.launched_step import NewTokens
-from tightwire.server.engine.pipeline import StepPipeline, StepRunner
-from tightwire.server.engine.replicas import Replicas
-from tightwire.server.engine.request import Request, RequestRules, make_request
-from tightwire.server.engine.step_times import StepTimes, first_token
+from tightwire.server.engine.pipeline import NewTokens, StepPipeline, StepRunner, StepTimes
+from tightwire.server.engine.request import Reading, Request, RequestRules, make_request
+from tightwire.server.engine.scheduler import Replicas
 from tightwire.server.ipc.engine_stats import EngineCounters, EngineStats
-from tightwire.server.ipc.messages import AddRequest, Output, StepResult
+from tightwire.server.ipc.messages import AddRequest, FirstToken, Output, StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -172,4 +170,24 @@ def _end_output(request: Request, finish_reason: str, message: str | None = None
         finish_reason=finish_reason,
         message=message,
         queue_s=None if failed else request.queue_s,
+    )
+
+
+def first_token(scheduled: Reading, sampled: Reading) -> FirstToken:
+    """The times of a sequence between its first scheduled step and its first token.
+
+    They include other sequences' steps in between and their share of its own steps, because it waited for them.
+    """
+    comm_s = sampled.comm.seconds - scheduled.comm.seconds
+    codec_s = None
+    if sampled.comm.num_unsplit == scheduled.comm.num_unsplit:
+        codec_s = sampled.comm.codec_seconds - scheduled.comm.codec_seconds
+    return FirstToken(
+        scheduled_s=scheduled.at_s,
+        sampled_s=sampled.at_s,
+        # A difference of large totals may round below zero.
+        compute_s=max(0.0, sampled.forward_s - scheduled.forward_s - comm_s),
+        allreduce_s=max(0.0, comm_s - (codec_s or 0.0)),
+        codec_s=codec_s,
+        sampling_s=sampled.sampling_s - scheduled.sampling_s,
     )

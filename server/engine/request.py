@@ -3,11 +3,21 @@
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from tightwire.comm.ledger.ledger import Spent
 from tightwire.model.sampling.candidates import candidates_needed
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.server.engine.step_times import Reading
 from tightwire.server.ipc.messages import AddRequest, TokenLogprob
+
+
+class Reading(NamedTuple):
+    """Rank 0's totals since start at ``at_s``. ``forward_s`` includes the collectives of ``comm``."""
+
+    at_s: float
+    forward_s: float
+    sampling_s: float
+    comm: Spent
 
 
 @dataclass(slots=True, eq=False)

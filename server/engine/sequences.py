@@ -7,8 +7,7 @@ running ones to grow. A preempted sequence frees its blocks and waits at the hea
 from collections import deque
 
 from tightwire.server.config.limits import Limits
-from tightwire.server.engine.block_pool import BlockPool
-from tightwire.server.engine.prefix_cache import PrefixCache
+from tightwire.server.engine.blocks import BlockPool, PrefixCache
 from tightwire.server.engine.request import Request
 from tightwire.server.ipc.engine_stats import EngineCounters, ReplicaLoad
 

@@ -13,8 +13,8 @@ from tightwire.model.sampling.sampler import Sampler
 from tightwire.model.step import ints
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.engine import Engine
-from tightwire.server.engine.replicas import choose_replica
 from tightwire.server.engine.request import RequestRules
+from tightwire.server.engine.scheduler import choose_replica
 from tightwire.server.ipc.engine_stats import ReplicaLoad
 from tightwire.server.ipc.messages import AddRequest, Output
 

@@ -3,7 +3,8 @@
 import pytest
 
 from tightwire.comm.ledger.ledger import Spent
-from tightwire.server.engine.step_times import StepTimes, first_token
+from tightwire.server.engine.engine import first_token
+from tightwire.server.engine.pipeline import StepTimes
 
 
 class Work:
