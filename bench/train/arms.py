@@ -1,13 +1,17 @@
-"""Defines the arms of ``bench train``: shardings of the engine, and torch's data parallelism."""
+"""Defines the arms and the models of ``bench train``. An arm is a sharding of the engine, or torch's data parallelism."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+from tightwire.training.config.tree import ModelConfig
+from tightwire.training.start.model import StartingModel, open_start
 
 _ADAMW = {"name": "adamw", "lr": 1e-3}
 _SGD = {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Arm:
     """One way to train. ``parallel``: the section of a training configuration. ``peer``: the torch method to use instead.
 
@@ -15,11 +19,20 @@ class Arm:
     """
 
     name: str
-    what: str
+    description: str
     parallel: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=lambda: dict(_ADAMW))
     adds: Literal["ranks", "nodes", "other"] | None = "ranks"
+    optimizer: dict[str, Any] = field(default_factory=lambda: dict(_ADAMW))
     peer: Literal["ddp", "fsdp2"] | None = None
+
+
+def _sharded(name: str, description: str, sharding: str, **parallel: Any) -> Arm:
+    return Arm(name, description, {"sharding": sharding, **parallel})
+
+
+def _hybrid(name: str, description: str, kind: str, optimizer: dict[str, Any] = _ADAMW) -> Arm:
+    adds = "nodes" if kind == "dense" else None
+    return Arm(name, description, {"sharding": "hybrid", "between": {"kind": kind}}, adds, optimizer)
 
 
 _ZERO_PP = {
@@ -30,73 +43,46 @@ _ZERO_PP = {
     "reduce_codec": "int4",
     "reduce_across_codec": "int4",
 }
-
+_BY_NODE = {"sharding": "zero3", "reduce_path": "hierarchical"}
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm(name="none", what="whole copies, gradients summed once", parallel={"sharding": "none"}),
-        Arm(name="zero1", what="optimizer cut over all ranks", parallel={"sharding": "zero1"}),
-        Arm(name="zero2", what="gradients too", parallel={"sharding": "zero2"}),
-        Arm(name="zero3", what="weights too, across nodes first and then inside", parallel={"sharding": "zero3"}),
-        Arm(
-            name="zero3-flat",
-            what="zero3, every rank to every other",
-            parallel={"sharding": "zero3", "gather_path": "flat"},
-        ),
-        Arm(
-            name="zero3-by-node",
-            what="zero3, gradients inside nodes first and then across",
-            parallel={"sharding": "zero3", "reduce_path": "hierarchical"},
-            adds="nodes",
-        ),
-        Arm(
-            name="zero3-on-demand",
-            what="zero3, weights asked for when they are needed",
-            parallel={"sharding": "zero3", "prefetch": "implicit"},
-        ),
-        Arm(
-            name="zero++",
-            what="zero3, weights in int8 and kept on each node, gradients in int4",
-            parallel=_ZERO_PP,
-            adds=None,
-        ),
-        Arm(
-            name="hybrid",
-            what="cut inside nodes, float32 sums between them",
-            parallel={"sharding": "hybrid"},
-            adds="nodes",
-        ),
-        Arm(
-            name="hybrid-quantized",
-            what="hybrid, between nodes int4 sums and int8 results",
-            parallel={"sharding": "hybrid", "between": {"kind": "quantized"}},
-            adds=None,
-        ),
-        Arm(
-            name="dgc",
-            what="hybrid, a thousandth of the gradients between nodes; its own momentum, with SGD",
-            parallel={"sharding": "hybrid", "between": {"kind": "dgc"}},
-            optimizer=_SGD,
-            adds=None,
-        ),
-        Arm(
-            name="top-k",
-            what="hybrid, a thousandth of the gradients between nodes, with AdamW",
-            parallel={"sharding": "hybrid", "between": {"kind": "top-k"}},
-            adds=None,
-        ),
-        Arm(name="ddp", what="torch DistributedDataParallel on gloo", adds="other", peer="ddp"),
-        Arm(name="fsdp2", what="torch fully_shard on gloo, block by block", adds="other", peer="fsdp2"),
+        _sharded("none", "every rank holds everything, gradients summed once a step", "none"),
+        _sharded("zero1", "optimizer state sharded over all ranks", "zero1"),
+        _sharded("zero2", "zero1, gradients sharded too", "zero2"),
+        _sharded("zero3", "zero2, weights sharded too, gathered between nodes first and then inside", "zero3"),
+        _sharded("zero3-flat", "zero3, weights gathered from every rank directly", "zero3", gather_path="flat"),
+        Arm("zero3-by-node", "zero3, gradients summed inside nodes first and then between nodes", _BY_NODE, "nodes"),
+        _sharded("zero3-on-demand", "zero3, weights gathered when they are needed", "zero3", prefetch="implicit"),
+        Arm("zero++", "zero3, weights in int8 and kept on each node, gradients in int4", _ZERO_PP, None),
+        _hybrid("hybrid", "sharded inside nodes, float32 sums between them", "dense"),
+        _hybrid("hybrid-quantized", "hybrid, between nodes int4 sums and int8 results", "quantized"),
+        _hybrid("dgc", "hybrid, a thousandth of the gradients between nodes; SGD with DGC's momentum", "dgc", _SGD),
+        _hybrid("top-k", "hybrid, a thousandth of the gradients between nodes, with AdamW", "top-k"),
+        Arm("ddp", "torch DistributedDataParallel on gloo", adds="other", peer="ddp"),
+        Arm("fsdp2", "torch fully_shard on gloo, block by block", adds="other", peer="fsdp2"),
     )
 }
 
+# The name is the approximate number of parameters; embeddings are tied.
+TINY = "tiny"
+MODELS: dict[str, dict[str, int]] = {
+    TINY: {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 192},
+    "10m": {"hidden_size": 256, "num_hidden_layers": 10, "num_attention_heads": 8, "intermediate_size": 896},
+    "30m": {"hidden_size": 448, "num_hidden_layers": 10, "num_attention_heads": 7, "intermediate_size": 1536},
+    "60m": {"hidden_size": 512, "num_hidden_layers": 16, "num_attention_heads": 8, "intermediate_size": 1792},
+}
+_VOCABULARY = {"vocab_size": 4096}
 
-def parse_arms(text: str) -> tuple[str, ...]:
+
+def model_values(model: str) -> dict[str, Any]:
+    """The ``model`` section of a configuration."""
+    return {"shape": {**MODELS[model], **_VOCABULARY}} if model in MODELS else {"start": model}
+
+
+def open_model(model: str, seed: int) -> StartingModel:
     """
     Raises:
-        ValueError: there is no such arm; the message lists all names.
+        ModelError: there is no such model.
     """
-    names = tuple(dict.fromkeys(text.split(",")))
-    if unknown := [name for name in names if name not in ARMS]:
-        raise ValueError(f"--arms: there is no {', '.join(map(repr, unknown))}; choose of {', '.join(ARMS)}")
-    return names
+    return open_start(ModelConfig.model_validate(model_values(model)), seed=seed, keep_in=Path(), texts=lambda: ())

@@ -1,47 +1,86 @@
-"""Checks each arm's losses against a reference arm and its bytes against the formula."""
+"""Checks each arm's losses against a reference arm, and its bytes against the formula."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from tightwire.bench.train.arms import ARMS
-from tightwire.bench.train.formulas import Formulas
 from tightwire.bench.train.measure import Checked
+from tightwire.bench.train.options import TrainBenchOptions
+from tightwire.bench.train.trainee import config_of_arm
+from tightwire.comm.group.topology import Topology
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.training.estimate.step import StepModel, model_step
 
 # Relative loss difference after a few steps between arms that sum in different orders; bfloat16 has 8 bits.
 _TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
+@dataclass(frozen=True)
+class ArmModel:
+    """The step of one of the engine's arms by formula, on each rank."""
+
+    ranks: tuple[StepModel, ...]
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.ranks[0].topology.ranks_per_node
+
+    @cached_property
+    def memory_bytes(self) -> int:
+        return self.ranks[0].memory().most
+
+    @cached_property
+    def node_bytes(self) -> int:
+        """Bytes per step that leave the node that sends most."""
+        between = [rank.between_nodes for rank in self.ranks]
+        per_node = self.ranks_per_node
+        return max(sum(between[first : first + per_node]) for first in range(0, len(between), per_node))
+
+    @cached_property
+    def busiest(self) -> StepModel:
+        """The step of the rank that sends most to other nodes; the others wait for it."""
+        return max(self.ranks, key=lambda rank: rank.between_nodes)
+
+
+def model_arms(options: TrainBenchOptions, llama: LlamaConfig) -> dict[str, ArmModel]:
+    """
+    Raises:
+        ValueError: an arm does not fit these ranks; the message names it.
+    """
+    found = {}
+    for name in options.arms:
+        if not ARMS[name].peer:
+            config, how = config_of_arm(options, ARMS[name])
+            first = model_step(config, how, llama, Topology(0, options.world_size, num_nodes=options.nodes))
+            found[name] = ArmModel((first, *map(first.on_rank, range(1, options.world_size))))
+    return found
+
+
 @dataclass(kw_only=True, slots=True)
 class Checks:
-    """The checked steps, by arm and rank."""
+    """The checked steps, by arm and rank. ``models``: by arm."""
 
-    formulas: Mapping[str, Formulas]
+    models: Mapping[str, ArmModel]
     dtype: str
-    told: dict[str, dict[int, Checked]] = field(default_factory=dict)
+    reports: dict[str, dict[int, Checked]] = field(default_factory=dict)
 
     def add(self, rank: int, checked: Checked) -> None:
-        self.told.setdefault(checked.arm, {})[rank] = checked
-
-    def losses(self, arm: str) -> list[float]:
-        """The mean loss over ranks of each step."""
-        ranks = self.told[arm].values()
-        return [math.fsum(losses) / len(ranks) for losses in zip(*(told.losses for told in ranks), strict=True)]
+        self.reports.setdefault(checked.arm, {})[rank] = checked
 
     def facts(self, arm: str) -> dict[str, Any]:
         """The check results for the rows of one arm."""
-        ranks, formulas = self.told[arm], self.formulas.get(arm)
-        peaks = [told.peak_bytes for told in ranks.values() if told.peak_bytes is not None]
-        grown = [told.resident_bytes for told in ranks.values() if told.resident_bytes is not None]
+        ranks, model = self.reports[arm], self.models.get(arm)
         return {
-            "losses": self.losses(arm),
+            "losses": self._losses(arm),
             "loss_error": self._loss_error(arm),
-            "ledger_bytes": formulas and [ranks[rank].bytes_sent for rank in sorted(ranks)],
-            "formula_bytes": formulas and [formulas.traffics[rank].bytes_sent for rank in sorted(ranks)],
-            "peak_bytes": max(peaks) if peaks else None,
-            "formula_peak_bytes": formulas and formulas.memory_bytes,
-            "resident_bytes": max(grown) if grown else None,
+            "ledger_bytes": model and [ranks[rank].bytes_sent for rank in sorted(ranks)],
+            "formula_bytes": model and [model.ranks[rank].bytes_sent for rank in sorted(ranks)],
+            "peak_bytes": _most(report.peak_bytes for report in ranks.values()),
+            "formula_peak_bytes": model and model.memory_bytes,
+            "resident_bytes": _most(report.resident_bytes for report in ranks.values()),
         }
 
     def faults(self, arm: str) -> list[str]:
@@ -57,12 +96,17 @@ class Checks:
             return found
         is_same_sum = adds == "ranks" and ARMS[reference].adds == "ranks"
         if error > (0.0 if is_same_sum else _TOLERANCES[self.dtype]):
-            found.append(f"its losses are {facts['losses']}, those of {reference} {self.losses(reference)}")
+            found.append(f"its losses are {facts['losses']}, those of {reference} {self._losses(reference)}")
         return found
+
+    def _losses(self, arm: str) -> list[float]:
+        """The mean loss over ranks of each step."""
+        ranks = self.reports[arm].values()
+        return [math.fsum(losses) / len(ranks) for losses in zip(*(rank.losses for rank in ranks), strict=True)]
 
     def _reference(self) -> str | None:
         """The arm to compare losses with: the first exact one, preferably one that sums rank by rank."""
-        exact = [arm for arm in self.told if ARMS[arm].adds is not None]
+        exact = [arm for arm in self.reports if ARMS[arm].adds is not None]
         return min(exact, key=lambda arm: ARMS[arm].adds != "ranks", default=None)
 
     def _loss_error(self, arm: str) -> float | None:
@@ -70,5 +114,9 @@ class Checks:
         reference = self._reference()
         if reference is None or ARMS[arm].optimizer != ARMS[reference].optimizer:
             return None
-        pairs = zip(self.losses(arm), self.losses(reference), strict=True)
+        pairs = zip(self._losses(arm), self._losses(reference), strict=True)
         return max(abs(mine - its) / abs(its) for mine, its in pairs)
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)

@@ -3,25 +3,20 @@
 import random
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
-from tightwire.bench.train.arms import ARMS, Arm
+from tightwire.bench.train.arms import ARMS, TINY, open_model
 from tightwire.bench.train.detached import Switch
-from tightwire.bench.train.interface import sent_by_node
-from tightwire.bench.train.models import TINY, open_model
 from tightwire.bench.train.options import TrainBenchOptions
-from tightwire.bench.train.peak import grown_by, reset_peak
-from tightwire.bench.train.peers import PeerTrainee
-from tightwire.bench.train.probe import Probed, probe
-from tightwire.bench.train.ranks import RankPlan, open_shared_groups, torch_group
-from tightwire.bench.train.trainee import EngineTrainee, StepTimes, Trainee, draw_tokens
+from tightwire.bench.train.probes import Probed, grown_by, probe_link, reset_peak, sent_by_node
+from tightwire.bench.train.ranks import RankPlan, open_shared_groups, open_torch_group
+from tightwire.bench.train.trainee import EngineTrainee, StepTimes, Trainee, draw_tokens, make_trainee
 from tightwire.comm.group.group import Group
 from tightwire.kernels.cpu.vector.allocator import keep_freed_memory, return_freed_memory
-from tightwire.training.ranks.groups import TrainGroups
 from tightwire.training.start.model import StartingModel
 
-CHECKED_STEPS = 3
+_CHECKED_STEPS = 3
 _KEEPING_STEPS = 2  # steps until the allocator's memory no longer grows
 _SETTLE_S = 0.1
 
@@ -62,25 +57,28 @@ class Timed:
 
 def check_arm(world: Group, plan: RankPlan, options: TrainBenchOptions, name: str) -> Iterator[Checked]:
     """Check losses, bytes and memory of one arm in a fresh process."""
-    start = open_model(options.model, options.seed)
+    arm, rank, start = ARMS[name], world.rank, open_model(options.model, options.seed)
     with ExitStack() as stack:
-        arm, groups = ARMS[name], None
+        groups = None
         if arm.peer:
-            stack.enter_context(torch_group(plan, world.rank))
+            stack.enter_context(open_torch_group(plan, rank))
         else:
-            groups, _ = stack.enter_context(open_shared_groups(plan, world.rank))
-        _warm_up(arm, options, groups)
+            groups, _ = stack.enter_context(open_shared_groups(plan, rank))
+        # A step of a tiny model, so that memory of libraries and compiled kernels does not count for the arm.
+        tiny, tiny_start = replace(options, model=TINY, sequences=1, sequence_tokens=16), open_model(TINY, options.seed)
+        with closing(make_trainee(arm, tiny, tiny_start, groups)) as trainee:
+            trainee.step(draw_tokens(tiny, tiny_start.config.vocab_size, 0, 0))
         before = reset_peak() if return_freed_memory() else None
-        trainee = stack.enter_context(_closing(_make(arm, options, start, groups)))
+        trainee = stack.enter_context(closing(make_trainee(arm, options, start, groups)))
         losses, sent = [], 0
-        for step in range(CHECKED_STEPS):
+        for step in range(_CHECKED_STEPS):
             sent = trainee.bytes_sent if isinstance(trainee, EngineTrainee) else 0
-            losses.append(trainee.step(draw_tokens(options, start.config.vocab_size, world.rank, step)).loss)
+            losses.append(trainee.step(draw_tokens(options, start.config.vocab_size, rank, step)).loss)
         sent = trainee.bytes_sent - sent if isinstance(trainee, EngineTrainee) else None
         peak = grown_by(before)
         keep_freed_memory()
-        for step in range(_KEEPING_STEPS):
-            trainee.step(draw_tokens(options, start.config.vocab_size, world.rank, CHECKED_STEPS + step))
+        for step in range(_CHECKED_STEPS, _CHECKED_STEPS + _KEEPING_STEPS):
+            trainee.step(draw_tokens(options, start.config.vocab_size, rank, step))
         yield Checked(arm=name, losses=tuple(losses), bytes_sent=sent, peak_bytes=peak, resident_bytes=grown_by(before))
 
 
@@ -90,37 +88,34 @@ def measure_link(world: Group, plan: RankPlan, options: TrainBenchOptions) -> It
     arms = [ARMS[name] for name in options.arms]
     with ExitStack() as stack:
         if any(arm.peer for arm in arms):
-            stack.enter_context(torch_group(plan, world.rank))
+            stack.enter_context(open_torch_group(plan, world.rank))
         groups, switch = stack.enter_context(open_shared_groups(plan, world.rank))
-        trainees: dict[str, Trainee] = {}
-        for arm in arms:
-            trainees[arm.name] = stack.enter_context(_closing(_make(arm, options, start, groups)))
-        run = _Turns(world, options, start, trainees, switch)
+        trainees = {
+            arm.name: stack.enter_context(closing(make_trainee(arm, options, start, None if arm.peer else groups)))
+            for arm in arms
+        }
+        run = _Turns(world, options, start, trainees)
         for name in trainees:
-            yield run.wired(name)
-        yield from probe(world, groups)
+            yield run.count_bytes(name)
+        yield from probe_link(world, groups)
         order = random.Random(options.seed)  # the same on all ranks
         for _ in range(options.repeats):
             names = list(trainees)
             order.shuffle(names)
             for name in names:
-                yield from run.turn(name)
+                yield from run.turn(name, switch)
 
 
 class _Turns:
+    """Steps of all arms. ``number`` counts them, the same on all ranks, and selects the tokens."""
+
     def __init__(
-        self,
-        world: Group,
-        options: TrainBenchOptions,
-        start: StartingModel,
-        trainees: dict[str, Trainee],
-        switch: Switch,
+        self, world: Group, options: TrainBenchOptions, start: StartingModel, trainees: dict[str, Trainee]
     ) -> None:
-        self._world, self._options, self._start, self._switch = world, options, start, switch
-        self._trainees = trainees
+        self._world, self._options, self._start, self._trainees = world, options, start, trainees
         self._number = 0
 
-    def wired(self, name: str) -> Wired:
+    def count_bytes(self, name: str) -> Wired:
         """Count the bytes of one step, which is also the warm-up."""
         self._world.transport.barrier()
         time.sleep(_SETTLE_S)  # so that the barrier's last packets are not counted
@@ -131,12 +126,13 @@ class _Turns:
         sent = sent_by_node().since(before)
         return Wired(arm=name, payload_bytes=sent.payload_bytes, wire_bytes=sent.num_bytes)
 
-    def turn(self, name: str) -> Iterator[Timed]:
+    def turn(self, name: str, switch: Switch) -> Iterator[Timed]:
+        """Steps over the link, then, of an engine's arm, as many without messages."""
         for _ in range(self._options.steps):
             yield self._timed(name, detached=False)
         if isinstance(self._trainees[name], EngineTrainee):
             for _ in range(self._options.steps):
-                with self._switch.detached():
+                with switch.detached():
                     yield self._timed(name, detached=True)
 
     def _timed(self, name: str, *, detached: bool) -> Timed:
@@ -148,31 +144,3 @@ class _Turns:
         self._number += 1
         tokens_BS = draw_tokens(self._options, self._start.config.vocab_size, self._world.rank, self._number)
         return self._trainees[name].step(tokens_BS)
-
-
-def _make(arm: Arm, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups | None) -> Trainee:
-    if arm.peer:
-        return PeerTrainee(arm, options, start)
-    assert groups is not None
-    return EngineTrainee(arm, options, start, groups)
-
-
-def _warm_up(arm: Arm, options: TrainBenchOptions, groups: TrainGroups | None) -> None:
-    """Run a step of a tiny model, so that memory of libraries and compiled kernels does not count for the arm."""
-    tiny = replace(options, model=TINY, sequences=1, sequence_tokens=16)
-    start = open_model(TINY, options.seed)
-    with _closing(_make(arm, tiny, start, groups)) as trainee:
-        trainee.step(draw_tokens(tiny, start.config.vocab_size, 0, 0))
-
-
-class _closing:
-    """``contextlib.closing``, typed for the ``Trainee`` protocol."""
-
-    def __init__(self, trainee: Trainee) -> None:
-        self._trainee = trainee
-
-    def __enter__(self) -> Trainee:
-        return self._trainee
-
-    def __exit__(self, *_: object) -> None:
-        self._trainee.close()

@@ -1,171 +1,160 @@
-"""Makes the HTML page of ``bench train``: step times by link, predictions, checks, and extrapolations."""
+"""The tables and plots of ``bench train``: step times by link, predictions, checks, arms against each other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightwire.bench.report.environment import environment_facts
-from tightwire.bench.report.html import Page, Section, TableView, render
-from tightwire.bench.report.plots import Part, Plot, Series, StackedBars, draw
+from tightwire.bench.report.html import Section
+from tightwire.bench.report.plots import lines, plot_section
+from tightwire.bench.report.table import Column, Row, Table
 from tightwire.bench.train.arms import ARMS
-from tightwire.bench.train.findings import find
-from tightwire.bench.train.summary import fault_texts
-from tightwire.bench.train.words import (
-    CHECK_COLUMNS,
-    CHECKS,
-    COLUMNS,
-    ON_PAPER,
-    PAPER_COLUMNS,
-    PREDICTIONS,
-    TIMES,
-    cell_texts,
-    check_texts,
-    describe_assumptions,
-    describe_link,
-    describe_others,
-    describe_predictions,
-    describe_setting,
-    paper_texts,
+
+_MOST_PREDICTION_ERROR = 0.15
+_STEP = Column("step s", "seconds.p50", ".2f")
+_WHERE = (Column("link", "link"), Column("arm", "arm"))
+STEP_COLUMNS = (
+    *_WHERE,
+    _STEP,
+    Column("from", "seconds.min", ".2f"),
+    Column("to", "seconds.max", ".2f"),
+    Column("MB from a node", "node_payload_bytes", ".2f", 1e-6),
+    Column("exposed s", "exposed_s", ".2f"),
+    Column("computing s", "computing_s", ".2f"),
+    Column("predicted s", "predicted_s", ".2f"),
+    Column("error", "prediction_error", "+.0%"),
+    Column("bound s", "bound_s", ".2f"),
+    Column("/ bound", "over_bound", ".2f"),
 )
-from tightwire.comm.link.link import parse_link
+CHECK_COLUMNS = (
+    *_WHERE,
+    Column("last loss", "losses", lambda losses: f"{losses[-1]:.6f}"),
+    Column("loss error", "loss_error", lambda error: f"{error:.1e}" if error else "equal"),
+    Column("peak MB", "peak_bytes", ".1f", 1e-6),
+    Column("by formula", "formula_peak_bytes", ".1f", 1e-6),
+    Column("resident MB", "resident_bytes", ".1f", 1e-6),
+    Column("bytes / formula", "payload_over_formula", ".3f"),
+)
+CSV_COLUMNS = (
+    *STEP_COLUMNS,
+    Column("node bytes", "node_bytes", "d"),
+    Column("wire bytes", "node_wire_bytes", "d"),
+    Column("waited s", "waited_s", ".2f"),
+    *CHECK_COLUMNS[3:],
+)
+RATIO_COLUMNS = (
+    *_WHERE,
+    Column("against", "against"),
+    Column("at", "against_link"),
+    Column("x as fast", "ratio", ".2f"),
+)
+_STEP_WORDS = (
+    "Medians of steps; a step is as long as on the slowest rank. Exposed: the step without its computing, which is the same "
+    "step in the same process without messages. Bound: the longer of computing and of the bytes at the rate of a bulk transfer."
+)
+_PREDICTION_WORDS = (
+    "Predicted from the formulas' bytes, computing without messages, the link's rate and latency as collectives of 1 MiB and "
+    "1 KiB measure them, and the engine's scheduling rules. Nothing is fitted to steps."
+)
+_CHECK_WORDS = (
+    "From the first steps, in separate processes without a slow link. Arms that sum rank by rank must have the same losses to "
+    "the bit; other exact arms up to rounding. Peak: the growth of resident memory while all freed memory returns to the "
+    "system. Resident: while the allocator may keep it, as in timed steps."
+)
 
-_Rows = Sequence[dict[str, Any]]
+
+def is_wrong(row: Row) -> bool:
+    return bool(row["faults"])
 
 
-def make_page(result: dict[str, Any]) -> str:
-    """The result of ``bench train`` as one HTML document."""
-    rows = result["cells"]
-    sections = (
-        [_step_times(rows), _predictions(rows), _parts(rows), _cells(rows), _findings(rows), _checks(rows)]
-        if rows
-        else []
+def step_table(rows: Sequence[Row]) -> Table:
+    return Table(columns=STEP_COLUMNS, rows=rows, wrong=is_wrong)
+
+
+def check_table(rows: Sequence[Row]) -> Table:
+    return Table(columns=CHECK_COLUMNS, rows=rows, wrong=is_wrong)
+
+
+def ratio_table(rows: Sequence[Row]) -> Table:
+    return Table(columns=RATIO_COLUMNS, rows=compare_arms(rows))
+
+
+def make_sections(rows: Sequence[Row]) -> list[Section]:
+    rate = Column("link between nodes, Mbit/s", "link_bytes_per_s", ",g", 8e-6)
+    times = lines(
+        *("steps", "Step time by link", rows),
+        by="arm",
+        x=rate,
+        y=_STEP,
+        dashed=lambda arm: ARMS[arm].peer is not None,
+        ticks=True,
     )
-    if "on_paper" in result:
-        sections.append(_on_paper(result["on_paper"]))
-    return render(
-        Page(
-            title="Training between nodes",
-            lead=describe_setting(result),
-            sections=[section for section in sections if section is not None],
-            alarms=[f"Not to be trusted: {fault}" for fault in fault_texts(rows)],
-            facts=_facts(result),
-        )
-    )
-
-
-def _step_times(rows: _Rows) -> Section:
-    links = _links(rows)
-    rates = [(parse_link(link).bytes_per_s or 0.0) * 8 / 1e6 for link in links]
-    series = []
-    for number, arm in enumerate(_arms(rows)):
-        own = [(rate, row) for rate, link in zip(rates, links, strict=True) for row in _of(rows, link, arm)]
-        x, y = [rate for rate, _ in own], [row["seconds"]["p50"] for _, row in own]
-        series.append(Series(name=arm, number=number, x=x, y=y, dashed=ARMS[arm].peer is not None))
-    plot = Plot(
-        name="steps",
-        title="Step time by link",
-        x_label="link between nodes, Mbit/s",
-        y_label="step, s",
-        series=series,
-        ticks=(rates, [f"{rate:g}" for rate in rates]),
-    )
-    return Section(title="Step time by link", words=["Dashed: torch's own."], svg=draw(plot))
-
-
-def _predictions(rows: _Rows) -> Section | None:
-    """Plot the predicted and measured time of every cell."""
-    predicted = [row for row in rows if row["predicted_s"] is not None]
-    if not predicted:
-        return None
-    series = []
-    for number, link in enumerate(_links(predicted)):
-        own = [row for row in predicted if row["link"] == link]
-        x, y = [row["seconds"]["p50"] for row in own], [row["predicted_s"] / row["seconds"]["p50"] for row in own]
-        series.append(Series(name=link, number=number, x=x, y=y))
-    plot = Plot(
-        name="predictions",
-        title="Predicted over measured",
-        x_label="step measured, s",
-        y_label="predicted / measured",
-        series=series,
+    predicted = [{**row, "ratio": row["predicted_s"] / row["seconds"]["p50"]} for row in rows if row["predicted_s"]]
+    errors = lines(
+        *("predictions", "Predicted over measured", predicted),
+        by="link",
+        x=_STEP,
+        y=Column("predicted / measured", "ratio", ".2f"),
         log_y=False,
         joined=False,
         line_y=1.0,
         from_zero=False,
     )
-    words = [describe_predictions(list(predicted)), PREDICTIONS]
-    return Section(title="Predicted over measured", words=words, svg=draw(plot))
-
-
-def _parts(rows: _Rows) -> Section | None:
-    """For the slowest link, the time for computing and for communication that does not overlap it."""
-    link = min(_links(rows), key=lambda name: parse_link(name).bytes_per_s or 0.0)
-    own = [row for row in rows if row["link"] == link and row["computing_s"] is not None]
-    if not own:
-        return None
-    parts = [
-        Part(name=name, number=number, values=[row[f"{name}_s"] for row in own])
-        for number, name in enumerate(("computing", "exposed"))
+    return [
+        plot_section(times, "Dashed: torch's own."),
+        *([plot_section(errors, describe_predictions(rows), _PREDICTION_WORDS)] if predicted else []),
+        Section(title="Every cell", words=[_STEP_WORDS], table=step_table(rows), wide=True),
+        Section(title="Arms against each other", table=ratio_table(rows), wide=True),
+        Section(title="Checks", words=[_CHECK_WORDS], table=check_table(rows), wide=True),
     ]
-    title = f"Computing and exposed communication, {link}"
-    plot = StackedBars(name="parts", title=title, x_label="s", bars=[row["arm"] for row in own], parts=parts)
-    return Section(title=title, svg=draw(plot))
 
 
-def _cells(rows: _Rows) -> Section:
-    table = TableView(
-        columns=["link", "arm", *COLUMNS],
-        num_words=2,
-        rows=[[row["link"], row["arm"], *cell_texts(row)] for row in rows],
-        wrong=frozenset(i for i, row in enumerate(rows) if row["faults"]),
+def compare_arms(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """ZeRO++ against zero3, also at four times the bandwidth; sparse sums against dense; arms against torch's.
+
+    ``ratio``: seconds of ``against`` at ``against_link`` / seconds of ``arm`` at ``link``; above 1, ``arm`` is faster.
+    """
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    peers = [arm for arm in arms if ARMS[arm].peer]
+    pairs = [("zero++", "zero3"), ("zero++", "zero3-flat"), ("zero++", "zero3-by-node"), ("zero3", "zero3-on-demand")]
+    pairs += [("dgc", "hybrid"), ("top-k", "hybrid"), ("hybrid-quantized", "hybrid")]
+    pairs += [(arm, peer) for peer in peers for arm in arms if arm not in peers]
+    links = {row["link"]: row["link_bytes_per_s"] for row in rows}
+    places = [(*pair, link, link) for pair in pairs for link in links]
+    places += [("zero++", "zero3", slow, fast) for slow in links for fast in links if links[fast] == 4 * links[slow]]
+    seconds = {(row["link"], row["arm"]): row["seconds"]["p50"] for row in rows}
+    return [
+        {
+            "link": link,
+            "arm": arm,
+            "against": other,
+            "against_link": other_link,
+            "ratio": seconds[other_link, other] / seconds[link, arm],
+        }
+        for arm, other, link, other_link in places
+        if (link, arm) in seconds and (other_link, other) in seconds
+    ]
+
+
+def describe_predictions(rows: Sequence[Row]) -> str:
+    errors = [abs(row["prediction_error"]) for row in rows if row["prediction_error"] is not None]
+    if not errors:
+        return ""
+    within = sum(error <= _MOST_PREDICTION_ERROR for error in errors)
+    return f"{within} of {len(errors)} predictions are within {_MOST_PREDICTION_ERROR:.0%}; the worst is off by {max(errors):.0%}"
+
+
+def describe_setting(facts: Mapping[str, Any]) -> str:
+    """Model, ranks and batch in one line."""
+    return (
+        f"{facts['model']} ({facts['num_parameters'] / 1e6:.1f} M parameters), {facts['dtype']}; {facts['nodes']} nodes of "
+        f"{facts['ranks_per_node']} ranks, one thread each; {facts['sequences']} sequences of {facts['sequence_tokens']} "
+        "tokens per rank and step"
     )
-    return Section(title="Every cell", words=[TIMES], table=table, wide=True)
 
 
-def _findings(rows: _Rows) -> Section | None:
-    found = find(rows)
-    if not found:
-        return None
-    table = TableView(
-        columns=["link", "arm", "against", "at", "x as fast"],
-        num_words=4,
-        rows=[[each.link, each.arm, each.slower, each.slower_link, f"{each.ratio:.2f}"] for each in found],
+def describe_link(link: Mapping[str, Any]) -> str:
+    rates = link["rates"]
+    return (
+        f"{link['name']}: {link['bytes_per_s'] * 8 / 1e6:.0f} Mbit/s in a bulk transfer ({link['how']}); collectives of a rank: "
+        f"{rates['across_bytes_per_s'] / 1e6:.2f} MB/s across nodes, {rates['inside_bytes_per_s'] / 1e6:.2f} MB/s inside; "
+        f"latency {rates['across_round_s'] * 1e3:.1f} and {rates['inside_round_s'] * 1e3:.1f} ms"
     )
-    return Section(title="Against each other", table=table, wide=True)
-
-
-def _checks(rows: _Rows) -> Section:
-    table = TableView(
-        columns=["link", "arm", *CHECK_COLUMNS],
-        num_words=2,
-        rows=[[row["link"], row["arm"], *check_texts(row)] for row in rows],
-        wrong=frozenset(i for i, row in enumerate(rows) if row["faults"]),
-    )
-    return Section(title="What was checked", words=[CHECKS], table=table, wide=True)
-
-
-def _on_paper(paper: dict[str, Any]) -> Section:
-    table = TableView(columns=PAPER_COLUMNS, rows=[paper_texts(row) for row in paper["rows"]])
-    words = ON_PAPER + describe_assumptions(paper["assumptions"])
-    return Section(title="On paper: 8 to 1024 GPUs", words=[words], table=table, wide=True)
-
-
-def _facts(result: dict[str, Any]) -> list[tuple[str, str]]:
-    facts = [*environment_facts(result["environment"]), ("seed", str(result["seed"]))]
-    facts += [(arm, ARMS[arm].what) for arm in _arms(result["cells"])]
-    facts += [("link", describe_link(link)) for link in result["links"]]
-    facts += [("left out", words) for words in result["left_out"].values()]
-    if "others_share" in result:  # missing if the run stopped early
-        facts.append(("quiet", describe_others(result)))
-    return facts
-
-
-def _links(rows: _Rows) -> list[str]:
-    return list(dict.fromkeys(row["link"] for row in rows))
-
-
-def _arms(rows: _Rows) -> list[str]:
-    return list(dict.fromkeys(row["arm"] for row in rows))
-
-
-def _of(rows: _Rows, link: str, arm: str) -> list[dict[str, Any]]:
-    return [row for row in rows if (row["link"], row["arm"]) == (link, arm)]

@@ -1,7 +1,4 @@
-"""Starts the ranks of ``bench train`` as processes on emulated nodes and opens their connections, which all arms share.
-
-Arms take turns, so sharing is safe; opening connections for each arm would take longer than its steps.
-"""
+"""Starts the ranks of ``bench train`` as processes on emulated nodes and opens the connections that all arms share."""
 
 import os
 from collections.abc import Iterator
@@ -15,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.bench.train.detached import Switch, detachable
+from tightwire.bench.train.options import TrainBenchOptions
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks
 from tightwire.comm.group.topology import Topology
@@ -47,7 +45,7 @@ class RankPlan:
 
 @contextmanager
 def open_bench_ranks(
-    *, nodes: int, ranks_per_node: int, link: str | None, timeout_s: float
+    options: TrainBenchOptions, *, link: str | None
 ) -> Iterator[tuple[LocalRanks, RankPlan, dict[str, Any] | None]]:
     """Start ranks; yields them, their plan, and facts about the link. ``link`` None: no emulated link.
 
@@ -55,24 +53,27 @@ def open_bench_ranks(
         ValueError: this machine cannot emulate the link; the message says why.
         LocalRankError: the ranks could not join.
     """
-    world_size = nodes * ranks_per_node
     with ExitStack() as stack:
         wire = None
         if link is not None:
-            asked = parse_link(link)
+            ranks_per_node = options.ranks_per_node
             wire = stack.enter_context(
-                open_wire(asked, num_nodes=nodes, ranks_per_node=ranks_per_node, emulation=NAMESPACES)
+                open_wire(
+                    parse_link(link), num_nodes=options.nodes, ranks_per_node=ranks_per_node, emulation=NAMESPACES
+                )
             )
         plan = RankPlan(
-            world_size=world_size,
-            num_nodes=nodes,
-            timeout_s=timeout_s,
+            world_size=options.world_size,
+            num_nodes=options.nodes,
+            timeout_s=options.timeout_s,
             store_paths=tuple(_anonymous_file(stack) for _ in range(3)),
             network=wire.nodes if wire else (),
         )
         # A rank reports nothing during a step, which may contain several slow collectives.
         ranks = stack.enter_context(
-            LocalRanks(world_size, partial(_open_world, plan), silence_s=10 * timeout_s, preload=[_MEASURE])
+            LocalRanks(
+                options.world_size, partial(_open_world, plan), silence_s=10 * options.timeout_s, preload=[_MEASURE]
+            )
         )
         facts = None if wire is None else {**asdict(wire.facts.link), "how": wire.facts.how}
         yield ranks, plan, facts
@@ -97,7 +98,7 @@ def open_shared_groups(plan: RankPlan, rank: int) -> Iterator[tuple[TrainGroups,
 
 
 @contextmanager
-def torch_group(plan: RankPlan, rank: int) -> Iterator[None]:
+def open_torch_group(plan: RankPlan, rank: int) -> Iterator[None]:
     """Open torch.distributed's default group of all ranks, with gloo over the same link."""
     os.environ["GLOO_SOCKET_IFNAME"] = plan.interface(rank) or _LOOPBACK
     store = FileStore(plan.store_paths[2], plan.world_size)

@@ -1,4 +1,4 @@
-"""Runs an arm's training steps with the engine on one rank, and defines the trainee protocol."""
+"""Runs an arm's training steps on one rank: with the engine, or with torch's data parallelism on gloo."""
 
 import math
 import time
@@ -6,19 +6,23 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from tightwire.bench.train.arms import Arm
-from tightwire.bench.train.models import arm_config
+from tightwire.bench.train.arms import Arm, model_values
 from tightwire.bench.train.options import TrainBenchOptions
 from tightwire.comm.group.topology import Topology
+from tightwire.training.config.optimizer import OptimizerConfig
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.engine.options import EngineOptions
+from tightwire.training.optimizer.make import make_optimizer
 from tightwire.training.ranks.groups import TrainGroups
 from tightwire.training.run.setup import check_ranks, engine_options, make_trained
-from tightwire.training.start.model import StartingModel
+from tightwire.training.start.model import StartingModel, build_model
 
-MAX_NORM = 1.0
+_MAX_NORM = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +33,7 @@ class StepTimes:
     forward_s: float
     backward_s: float
     rest_s: float
-    waited_s: float | None  # time waited for lanes; None: the trainee has no lanes
+    waited_s: float | None = None  # time waited for lanes; None: the trainee has no lanes
 
     @property
     def step_s(self) -> float:
@@ -44,19 +48,29 @@ class Trainee(Protocol):
     def close(self) -> None: ...
 
 
+def make_trainee(arm: Arm, options: TrainBenchOptions, start: StartingModel, groups: TrainGroups | None) -> Trainee:
+    """``groups``: of an engine's arm; torch's arms use torch's default group."""
+    if groups is None:
+        return PeerTrainee(arm, options, start)
+    return EngineTrainee(arm, options, start, groups)
+
+
 def config_of_arm(options: TrainBenchOptions, arm: Arm) -> tuple[TrainConfig, EngineOptions]:
-    """
+    """The training configuration of an engine's arm.
+
     Raises:
         ValueError: the arm does not fit these ranks.
     """
-    config = arm_config(
-        arm,
-        model=options.model,
-        dtype=options.dtype,
-        world_size=options.world_size,
-        sequences=options.sequences,
-        sequence_tokens=options.sequence_tokens,
-        timeout_s=options.timeout_s,
+    config = TrainConfig.model_validate(
+        {
+            "run": "bench",
+            "device": "cpu",
+            "model": {**model_values(options.model), "compute_dtype": options.dtype},
+            "data": {"files": ["-"], "sequence_tokens": options.sequence_tokens},  # tokens are random, no file is read
+            "batch": {"sequences": options.sequences * options.world_size, "micro_sequences": options.sequences},
+            "optimizer": arm.optimizer,
+            "parallel": {**arm.parallel, "timeout_s": options.timeout_s},
+        }
     )
     how = engine_options(config)
     try:
@@ -76,14 +90,14 @@ class EngineTrainee:
         self.trained.model.train()
         self._optimizer = self.trained.state.optimizer
         # DGC clips local gradients, so do not clip their sum; its norm is still computed, as in a run.
-        self._max_norm = math.inf if config.optimizer.clip_norm is None else MAX_NORM
+        self._max_norm = math.inf if config.optimizer.clip_norm is None else _MAX_NORM
         self._ledgers = [group.ledger for group in (groups.gather, groups.reduce, groups.main)]
 
     def step(self, tokens_BS: Tensor) -> StepTimes:
         engine = self.trained.engine
         waited_s, begun = engine.waited_s, time.perf_counter()
         with engine.micro_batch(last=True):
-            loss = loss_of(self.trained.model, tokens_BS)
+            loss = _loss_of(self.trained.model, tokens_BS)
             forward = time.perf_counter()
             loss.backward()
         backward = time.perf_counter()
@@ -108,7 +122,67 @@ class EngineTrainee:
         self.trained.engine.close()
 
 
-def loss_of(model: Any, tokens_BS: Tensor) -> Tensor:
+class PeerTrainee:
+    """``ddp``: DistributedDataParallel. ``fsdp2``: fully_shard of each block and of the rest, weights freed after forward.
+
+    Modules, weights, batches and optimizer are the engine's. With bfloat16, FSDP2 computes in bfloat16 and sums in float32,
+    as the engine does; DDP supports only float32 here.
+    """
+
+    def __init__(self, arm: Arm, options: TrainBenchOptions, start: StartingModel) -> None:
+        model = _with_weights(build_model(start.config, device=torch.device("cpu")), start)
+        if arm.peer == "fsdp2":
+            how: dict[str, Any] = {
+                "mesh": init_device_mesh("cpu", (options.world_size,)),
+                "mp_policy": MixedPrecisionPolicy(
+                    param_dtype=getattr(torch, options.dtype), reduce_dtype=torch.float32
+                ),
+            }
+            for block in model.model.layers:
+                fully_shard(block, **how)
+            fully_shard(model, **how)
+            self._model: Any = model
+        else:
+            self._model = DistributedDataParallel(model)
+        parameters = list(model.parameters())
+        matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+        norms = [parameter for parameter in parameters if parameter.dim() <= 1]
+        groups = [{"params": matrices, "name": "matrices"}, {"params": norms, "name": "norms"}]
+        self._optimizer = make_optimizer(OptimizerConfig(**arm.optimizer), groups)
+        self._model.train()
+
+    def step(self, tokens_BS: Tensor) -> StepTimes:
+        begun = time.perf_counter()
+        loss = _loss_of(self._model, tokens_BS)
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        nn.utils.clip_grad_norm_(self._model.parameters(), _MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return StepTimes(
+            loss=float(loss.detach()),
+            forward_s=forward - begun,
+            backward_s=backward - forward,
+            rest_s=time.perf_counter() - backward,
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def _with_weights(model: Any, start: StartingModel) -> Any:
+    """Replace the meta parameters with loaded ones; tied parameters stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(start.read(f"{module_name}.{name}"))
+            setattr(module, name, made[id(parameter)])
+    return model
+
+
+def _loss_of(model: Any, tokens_BS: Tensor) -> Tensor:
     inputs_BS, targets_BS = tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].contiguous()
     return model(input_ids=inputs_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False).loss
 

@@ -3,29 +3,27 @@
 import pytest
 
 from tightwire.bench import cli
-from tightwire.bench.train.arms import ARMS
-from tightwire.bench.train.models import MODELS
-from tightwire.bench.train.options import parse_options
+from tightwire.bench.options import parse_options
+from tightwire.bench.train.arms import ARMS, MODELS
+from tightwire.bench.train.options import TrainBenchOptions
 from tightwire.bench.train.trainee import config_of_arm
 
 
-def test_the_defaults_hold_the_engine_against_torch() -> None:
-    options = parse_options([])
+def parse(*argv: str) -> TrainBenchOptions:
+    return parse_options(TrainBenchOptions, argv, verb="train", description="")
+
+
+def test_the_defaults_compare_the_engine_with_torch() -> None:
+    options = parse()
 
     assert options.links == ("50mbit", "200mbit", "1gbit")
     assert {"zero3", "zero++", "dgc", "ddp", "fsdp2"} <= set(options.arms)
     assert options.world_size == 4
 
 
-def test_quick_gives_way_to_what_is_given() -> None:
-    options = parse_options(["--quick", "--arms", "none,ddp"])
-
-    assert (options.links, options.arms, options.repeats) == (("200mbit",), ("none", "ddp"), 2)
-
-
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if not ARMS[arm].peer])
-def test_every_arm_is_a_configuration_that_training_takes(arm: str) -> None:
-    config, options = config_of_arm(parse_options(["--arms", arm, "--model", "tiny"]), ARMS[arm])
+def test_every_arm_is_a_valid_training_configuration(arm: str) -> None:
+    config, options = config_of_arm(parse("--arms", arm, "--model", "tiny"), ARMS[arm])
 
     assert options.sharding.name == config.parallel.sharding
     assert config.batch.accumulation(4) == 1
@@ -34,7 +32,7 @@ def test_every_arm_is_a_configuration_that_training_takes(arm: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--arms", "zero3,zero4"], "--arms: there is no 'zero4'; choose of none, zero1"),
+        (["--arms", "zero3,zero4"], "--arms: there is no 'zero4'; choose from none, zero1"),
         (["--nodes", "1"], "--nodes must be at least 2, got 1"),
         (["--links", "latency=1ms"], "--links: latency=1ms limits no rate"),
         (["--links", "fast"], "'fast' is not a link"),
@@ -44,15 +42,15 @@ def test_every_arm_is_a_configuration_that_training_takes(arm: str) -> None:
         (["--label", "a/b"], "--label begins the names of files"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        parse_options(argv)
+        parse(*argv)
 
     assert left.value.code == 2
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_verb_is_known_and_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_names_all_models(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
 

@@ -1,16 +1,14 @@
-"""Steps of arms: as threads, held against formulas and taken apart; as processes, beside torch's own."""
+"""Steps of arms: on threads against formulas and without messages; in processes against torch."""
 
 from typing import Any
 
 import pytest
 from helpers.training.training_ranks import run_groups
 
-from tightwire.bench.train.arms import ARMS
-from tightwire.bench.train.checks import Checks
+from tightwire.bench.train.arms import ARMS, open_model
+from tightwire.bench.train.checks import Checks, model_arms
 from tightwire.bench.train.detached import Switch, detachable
-from tightwire.bench.train.formulas import formulas_of
 from tightwire.bench.train.measure import check_arm
-from tightwire.bench.train.models import open_model
 from tightwire.bench.train.options import TrainBenchOptions
 from tightwire.bench.train.ranks import open_bench_ranks
 from tightwire.bench.train.trainee import EngineTrainee, draw_tokens
@@ -18,7 +16,7 @@ from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 
 
 def two_steps(groups: TrainGroups, options: TrainBenchOptions, arm: str) -> dict[str, Any]:
-    """One with the others, then one taken apart from them."""
+    """One step with messages, then one without."""
     start, switch = open_model(options.model, options.seed), Switch()
     lanes = {lane: detachable(getattr(groups, lane), switch) for lane in ("gather", "reduce", "main")}
     trainee = EngineTrainee(ARMS[arm], options, start, TrainGroups(**lanes))
@@ -26,34 +24,34 @@ def two_steps(groups: TrainGroups, options: TrainBenchOptions, arm: str) -> dict
     times = trainee.step(tokens_BS)
     ledger, wire = trainee.bytes_sent, groups.gather.bytes_sent + groups.reduce.bytes_sent + groups.main.bytes_sent
     with switch.detached():
-        apart = trainee.step(tokens_BS)
+        detached = trainee.step(tokens_BS)
     after = groups.gather.bytes_sent + groups.reduce.bytes_sent + groups.main.bytes_sent
     trainee.close()
-    return {"loss": times.loss, "sent": (ledger, wire), "apart": (apart.step_s, after - wire)}
+    return {"loss": times.loss, "sent": (ledger, wire), "detached": (detached.step_s, after - wire)}
 
 
 @pytest.mark.parametrize("arm", ["none", "zero3-flat", "zero++", "dgc"])
-def test_bytes_are_the_formulas_and_none_are_sent_apart(arm: str) -> None:
+def test_bytes_equal_the_formula_and_a_detached_step_sends_none(arm: str) -> None:
     options = TrainBenchOptions(model="tiny", arms=(arm,), sequences=1, sequence_tokens=16)
-    formulas = formulas_of(options, open_model("tiny", 0).config)[arm]
+    model = model_arms(options, open_model("tiny", 0).config)[arm]
 
     results = run_groups(in_process_train_groups(4, 2), two_steps, options, arm)
 
-    expected = [traffic.bytes_sent for traffic in formulas.traffics]
+    expected = [rank.bytes_sent for rank in model.ranks]
     assert [result["sent"] for result in results] == [(sent, sent) for sent in expected]
     for result in results:
-        seconds, sent = result["apart"]
+        seconds, sent = result["detached"]
         assert seconds > 0
         assert sent == 0
 
 
-def test_processes_make_the_steps_that_torch_makes() -> None:
+def test_processes_have_the_losses_of_torch() -> None:
     options = TrainBenchOptions(
         model="tiny", nodes=2, ranks_per_node=1, arms=("zero3", "ddp"), sequences=16, sequence_tokens=128
     )
-    checks = Checks(formulas=formulas_of(options, open_model("tiny", 0).config), dtype="float32")
+    checks = Checks(models=model_arms(options, open_model("tiny", 0).config), dtype="float32")
 
-    with open_bench_ranks(nodes=2, ranks_per_node=1, link=None, timeout_s=60.0) as (ranks, plan, link):
+    with open_bench_ranks(options, link=None) as (ranks, plan, link):
         for arm in options.arms:
             for rank, checked in ranks.stream(check_arm, plan, options, arm):
                 checks.add(rank, checked)

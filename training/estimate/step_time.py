@@ -1,21 +1,22 @@
 """Predicts the time of a step from its computing time, the link's rate and latency, and the engine's scheduling rules.
 
-Bytes come from the engine's formulas, computing is measured without messages, and the link is measured with collectives:
-nothing is fitted to steps over the link. The rules: two lanes of collectives run beside computing; blocks alternate over the
-weight buffers and over two gradient buffers; with explicit prefetch, a block's weights are requested as soon as a buffer is
-free. The prediction ignores the CPU time that packets take from computing.
+Bytes come from the engine's formulas, and nothing is fitted to steps over the link. The rules: two lanes of collectives run
+beside computing; blocks alternate over the weight buffers and over two gradient buffers; with explicit prefetch, a block's
+weights are requested as soon as a buffer is free. The prediction ignores the CPU time that packets take from computing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tightwire.bench.train.simulate import Task, simulate
 from tightwire.training.engine import gradients, weights
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.traffic import Flow
 from tightwire.training.engine.units import EMBEDDING, Unit, UnitPlan
+from tightwire.training.estimate.step import StepModel
 
 _COMPUTE, _GATHER, _REDUCE = "compute", "gather", "reduce"
+_NO_TIME = 1e-12
 
 
 class Computing(NamedTuple):
@@ -35,42 +36,24 @@ class Rates(NamedTuple):
     inside_round_s: float
 
 
-class SlotBytes(NamedTuple):
-    """Bytes and rounds of the slot between replicas for one unit."""
+class Task(NamedTuple):
+    """Waits for other tasks, takes ``fixed_s``, then sends for ``wire_s`` if it has the link alone."""
 
-    inside: int
-    between_nodes: int
-    rounds: int
-
-
-def predict_step(
-    plan: UnitPlan,
-    options: EngineOptions,
-    flows: Sequence[Flow],
-    slots: Mapping[str, SlotBytes],
-    computing: Computing,
-    rates: Rates,
-) -> float:
-    """Seconds of a step of one micro-batch. ``slots``: by unit; {} without a slot."""
-    return max(simulate(list(step_tasks(plan, options, flows, slots, computing, rates))).values())
+    name: str
+    actor: str
+    after: tuple[str, ...]  # names without a task count as ended
+    fixed_s: float
+    wire_s: float = 0.0
 
 
-def step_tasks(
-    plan: UnitPlan,
-    options: EngineOptions,
-    flows: Sequence[Flow],
-    slots: Mapping[str, SlotBytes],
-    computing: Computing,
-    rates: Rates,
-) -> Iterator[Task]:
-    """The tasks of one rank; all ranks have the same."""
-    yield from _gathers(plan, options, flows, rates)
-    yield from _computing(plan, options, computing)
-    names = []
-    for task in _reduces(plan, flows, slots, rates):
-        names.append(task.name)
-        yield task
-    yield Task("rest", _COMPUTE, tuple(names), computing.rest_s + rates.across_round_s)  # clipping takes one collective
+def predict_step(model: StepModel, computing: Computing, rates: Rates) -> float:
+    """Seconds of a step of one micro-batch."""
+    gathers = _gathers(model.plan, model.options, model.flows, rates)
+    reduces = list(_reduces(model, rates))
+    # Clipping takes one collective.
+    rest_s = computing.rest_s + rates.across_round_s
+    rest = Task("rest", _COMPUTE, tuple(task.name for task in reduces), rest_s)
+    return max(simulate([*gathers, *_computing(model.plan, model.options, computing), *reduces, rest]).values())
 
 
 def _gathers(plan: UnitPlan, options: EngineOptions, flows: Sequence[Flow], rates: Rates) -> Iterator[Task]:
@@ -114,17 +97,19 @@ def _computing(plan: UnitPlan, options: EngineOptions, computing: Computing) -> 
         yield Task(f"backward {block}", _COMPUTE, tuple(after), computing.backward_s * count / total)
 
 
-def _reduces(plan: UnitPlan, flows: Sequence[Flow], slots: Mapping[str, SlotBytes], rates: Rates) -> Iterator[Task]:
+def _reduces(model: StepModel, rates: Rates) -> Iterator[Task]:
+    plan = model.plan
     others = [unit for unit in reversed(plan.units) if unit.block is None]  # norms are complete before the embedding
     for unit in (*reversed(plan.blocks), *others):
         after = f"backward {unit.block or 0}"
-        for flow in flows:
+        for flow in model.flows:
             if flow.lane == _REDUCE and flow.calls and any(flow.flat == flat.name for flat in unit.flats):
                 yield Task(f"reduce {unit.name}", _REDUCE, (after,), *_seconds([flow], rates))
-        if unit.name in slots:
-            slot = slots[unit.name]
-            fixed_s = slot.rounds * rates.across_round_s + slot.inside / rates.inside_bytes_per_s
-            yield Task(f"slot {unit.name}", _REDUCE, (after,), fixed_s, slot.between_nodes / rates.across_bytes_per_s)
+        if unit.name in model.compressors:
+            sent = model.compressors[unit.name]
+            fixed_s = sent.rounds * rates.across_round_s + sent.inside / rates.inside_bytes_per_s
+            wire_s = sent.between_nodes / rates.across_bytes_per_s
+            yield Task(f"compress {unit.name}", _REDUCE, (after,), fixed_s, wire_s)
 
 
 def _calls(unit: Unit, flows: Sequence[Flow], rates: Rates) -> list[tuple[float, float]]:
@@ -148,3 +133,49 @@ def _seconds(flows: Sequence[Flow], rates: Rates) -> tuple[float, float]:
         fixed_s += (flow.bytes_sent - flow.bytes_between_nodes) / rates.inside_bytes_per_s
         wire_s += flow.bytes_between_nodes / rates.across_bytes_per_s
     return fixed_s, wire_s
+
+
+def simulate(tasks: Sequence[Task]) -> dict[str, float]:
+    """The end time of each task, in seconds.
+
+    Each actor runs its tasks in order. Tasks that send at the same time share the link equally.
+
+    Raises:
+        ValueError: tasks wait for each other.
+    """
+    names = {task.name for task in tasks}
+    queues: dict[str, deque[Task]] = {}
+    for task in tasks:
+        queues.setdefault(task.actor, deque()).append(task)
+    left: dict[str, list[float]] = {}  # [fixed, wire] seconds left of running tasks
+    ends: dict[str, float] = {}
+    now = 0.0
+    while any(queues.values()):
+        running = [queue[0] for queue in queues.values() if queue and _may_run(queue[0], ends, names)]
+        if not running:
+            waiting = ", ".join(queue[0].name for queue in queues.values() if queue)
+            raise ValueError(f"these wait for each other: {waiting}")
+        for task in running:
+            left.setdefault(task.name, [task.fixed_s, task.wire_s])
+        sending = sum(left[task.name][0] <= _NO_TIME for task in running)
+        step_s = min(_until_next(left[task.name], sending) for task in running)
+        now += step_s
+        for task in running:
+            own = left[task.name]
+            if own[0] > _NO_TIME:
+                own[0] -= step_s
+            else:
+                own[1] -= step_s / sending
+            if max(own) <= _NO_TIME:
+                ends[task.name] = now
+                queues[task.actor].popleft()
+    return ends
+
+
+def _may_run(task: Task, ends: dict[str, float], names: set[str]) -> bool:
+    return all(name in ends or name not in names for name in task.after)
+
+
+def _until_next(left: Sequence[float], sending: int) -> float:
+    fixed_s, wire_s = left
+    return fixed_s if fixed_s > _NO_TIME else max(0.0, wire_s) * sending

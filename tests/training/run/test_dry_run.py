@@ -1,59 +1,19 @@
-"""What is reckoned before a run: arithmetic against what torch counts, and the report that names them."""
+"""The report of ``tightwire train --dry-run``."""
 
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.training.training_runs import make_config
-from torch.utils.flop_counter import FlopCounterMode
 
 from tightwire.comm.group.topology import Topology
-from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.training.config.read import read_config
-from tightwire.training.engine.units import plan_units
-from tightwire.training.estimate.arithmetic import flops_per_token, peak_flops
-from tightwire.training.run.dry_run import dry_run, sent_in_a_step
+from tightwire.training.estimate.step import model_step
+from tightwire.training.run.dry_run import dry_run
 from tightwire.training.run.setup import engine_options
-from tightwire.training.start.model import build_model, config_of
-
-_CPU = torch.device("cpu")
-_SEQUENCES, _TOKENS = 2, 128
-_LLAMA = LlamaConfig(
-    num_layers=2,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    mlp_size=96,
-    vocab_size=300,
-    max_positions=512,
-)
+from tightwire.training.start.model import config_of
 
 
-def _loss() -> torch.Tensor:
-    """Of a real model."""
-    model = build_model(_LLAMA, device=_CPU)
-    model.to_empty(device="cpu")
-    for tensor in [*model.parameters(), *model.buffers()]:
-        torch.nn.init.zeros_(tensor)
-    ids = torch.zeros(_SEQUENCES, _TOKENS, dtype=torch.int64)
-    return model(input_ids=ids, labels=ids, shift_labels=ids, use_cache=False).loss
-
-
-def test_arithmetic_of_products_is_what_torch_counts() -> None:
-    with FlopCounterMode(display=False) as counted:
-        _loss().backward()
-
-    attention = 12 * _LLAMA.num_layers * _LLAMA.num_heads * _LLAMA.head_dim * _TOKENS  # torch counts none on a CPU
-    assert flops_per_token(_LLAMA, _TOKENS) - attention == counted.get_total_flops() / (_SEQUENCES * _TOKENS)
-
-
-def test_a_cpu_is_measured() -> None:
-    measured = peak_flops(_CPU, torch.float32)
-    assert measured is not None and measured > 0
-
-
-def test_a_dry_run_says_what_a_run_would_take(tmp_path: Path) -> None:
+def test_a_dry_run_reports_memory_traffic_and_time(tmp_path: Path) -> None:
     overrides = ("dry_run={ranks: 4, inside: 1gbit}", "parallel.sharding=zero3", "batch.micro_sequences=1")
     report = dry_run(make_config(tmp_path, *overrides), {})
 
@@ -62,10 +22,19 @@ def test_a_dry_run_says_what_a_run_would_take(tmp_path: Path) -> None:
     assert "        blocks                 6 x a payload of 8KiB" in report
     assert "at 1 TFLOP/s, as given" in report and "at 1gbit" in report
     assert "data              1 file, " in report
+    assert "predicted" not in report  # two micro-batches
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_counts_what_a_slot_keeps_and_sends(tmp_path: Path) -> None:
+def test_a_dry_run_predicts_a_step_of_one_micro_batch(tmp_path: Path) -> None:
+    overrides = ("dry_run={ranks: 4, inside: 1gbit}", "parallel.sharding=zero3", "log.peak_tflops=1e-3")
+    report = dry_run(make_config(tmp_path, *overrides), {})
+
+    milliseconds = {line.split()[0]: line.split() for line in report.splitlines() if line.startswith("    ")}
+    assert float(milliseconds["predicted"][1]) >= float(milliseconds["a"][2])
+
+
+def test_a_dry_run_counts_what_a_compressor_keeps_and_sends(tmp_path: Path) -> None:
     overrides = ("dry_run.ranks=2", "parallel.nodes=2", "parallel.sharding=none")
     dense = dry_run(make_config(tmp_path, *overrides), {})
     sparse = dry_run(make_config(tmp_path, *overrides, "parallel.between={kind: top-k, dense_below: 64}"), {})
@@ -91,18 +60,17 @@ def test_a_dry_run_counts_what_clipping_sends_inside_nodes(tmp_path: Path) -> No
         "batch.micro_sequences=1",
     )
 
-    def inside(clip_norm: str) -> float:
-        slot = f"parallel.between={{kind: top-k, clip_norm: {clip_norm}}}"
-        config = make_config(tmp_path, *overrides, slot)
-        options, topology = engine_options(config), Topology(0, 4, num_nodes=2)
-        plan = plan_units(build_model(config_of(config.model), device=_CPU), 2)
-        return sent_in_a_step(config, options, plan, [], topology).inside
+    def inside(clip_norm: str) -> int:
+        compressor = f"parallel.between={{kind: top-k, clip_norm: {clip_norm}}}"
+        config = make_config(tmp_path, *overrides, compressor)
+        model = model_step(config, engine_options(config), config_of(config.model), Topology(0, 4, num_nodes=2))
+        return sum(each.inside for each in model.compressors.values())
 
     num_parameters = 3 * 9 + 2  # of three blocks, the embedding and the last norm
     assert (inside("null"), inside("1.0")) == (0, 8 * num_parameters)
 
 
-def test_a_dry_run_does_without_the_data() -> None:
+def test_a_dry_run_works_without_the_data() -> None:
     config = read_config(Path("multi-node"), ["dry_run.ranks=16", "parallel.nodes=2", "log.peak_tflops=400"])
     report = dry_run(config, {})
 

@@ -1,0 +1,44 @@
+"""Operations per token against torch's counter, and the peak rate of a CPU."""
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.training.estimate.arithmetic import flops_per_token, peak_flops
+from tightwire.training.start.model import build_model
+
+_CPU = torch.device("cpu")
+_SEQUENCES, _TOKENS = 2, 128
+_LLAMA = LlamaConfig(
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    mlp_size=96,
+    vocab_size=300,
+    max_positions=512,
+)
+
+
+def _loss() -> torch.Tensor:
+    """Of a real model."""
+    model = build_model(_LLAMA, device=_CPU)
+    model.to_empty(device="cpu")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        torch.nn.init.zeros_(tensor)
+    ids = torch.zeros(_SEQUENCES, _TOKENS, dtype=torch.int64)
+    return model(input_ids=ids, labels=ids, shift_labels=ids, use_cache=False).loss
+
+
+def test_arithmetic_of_products_is_what_torch_counts() -> None:
+    with FlopCounterMode(display=False) as counted:
+        _loss().backward()
+
+    attention = 12 * _LLAMA.num_layers * _LLAMA.num_heads * _LLAMA.head_dim * _TOKENS  # torch counts none on a CPU
+    assert flops_per_token(_LLAMA, _TOKENS) - attention == counted.get_total_flops() / (_SEQUENCES * _TOKENS)
+
+
+def test_a_cpu_is_measured() -> None:
+    measured = peak_flops(_CPU, torch.float32)
+    assert measured is not None and measured > 0
