@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from tightwire.bench.options import parse_options
-from tightwire.bench.report.html import Section
-from tightwire.bench.report.progress import paused
-from tightwire.bench.report.quiet import OthersWatch, show_others
-from tightwire.bench.report.table import Metric, Table, print_table
+from tightwire.bench.report.page import Item
+from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.train import page
 from tightwire.bench.train.arms import ARMS, open_model
@@ -43,6 +41,7 @@ class TrainBench(Bench):
         Metric(name="step_s", unit="ms", scale=1e3),
         Metric(name="computing_s", unit="ms", scale=1e3, decides=False),
     )
+    columns = page.CSV_COLUMNS
     failures = ((LocalRankError, 1), (ValueError, 1))
 
     def __init__(self, options: TrainBenchOptions) -> None:
@@ -67,29 +66,24 @@ class TrainBench(Bench):
             "seed": options.seed,
             "links": [],
         }
-        self.console.print(f"{page.describe_setting(self.facts)}\n", soft_wrap=True)
+        self.print(page.describe_setting(self.facts), "")
         faults: list[str] = []
-        with self.progress:
+        with self.watch_others(), self.progress:
             self._check(checks)
             for link in options.links:
                 try:
                     self._measure_link(link, checks)
                 except LinkTooFastError as error:
                     faults.append(str(error))
-        self.facts["others_share"] = max((link["others_share"] for link in self.facts["links"]), default=0.0)
-        show_others(self.console, self.facts)
-        self.console.print(page.describe_predictions(self.cells()), soft_wrap=True)
-        print_table(self.console, page.ratio_table(self.cells()))
+        self.print(page.describe_predictions(self.cells()))
+        self.print_table(page.ratio_table(self.cells()))
         if faults := [*fault_texts(self.cells()), *faults]:
             raise BenchFailedError("; ".join(faults))
 
     def cells(self) -> list[dict[str, Any]]:
         return [row for cells in self._by_link for row in cells.rows()]
 
-    def csv(self, result: Mapping[str, Any]) -> Table:
-        return Table(columns=page.CSV_COLUMNS, rows=result["cells"])
-
-    def sections(self, result: Mapping[str, Any]) -> list[Section]:
+    def sections(self, result: Mapping[str, Any]) -> list[Item]:
         return page.make_sections(result["cells"])
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
@@ -122,15 +116,12 @@ class TrainBench(Bench):
                 checks=checks,
             )
             self._by_link.append(cells)
-            watch = OthersWatch(ranks.pids)
             for rank, event in ranks.stream(measure_link, plan, options):
                 cells.add(rank, event)
                 self.progress.update(task, completed=cells.num_timed)
-            share = watch.share()
-        facts = {**about, "name": link, "rates": cells.rates()._asdict(), "others_share": share}
+        facts = {**about, "name": link, "rates": cells.rates()._asdict()}
         self.facts["links"].append(facts)
-        with paused(self.progress):
-            self.console.print(page.describe_link(facts), soft_wrap=True)
-            print_table(self.console, page.step_table(cells.rows()))
-            print_table(self.console, page.check_table(cells.rows()))
+        self.print(page.describe_link(facts))
+        self.print_table(page.step_table(cells.rows()))
+        self.print_table(page.check_table(cells.rows()))
         self.keep()

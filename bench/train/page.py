@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightwire.bench.report.html import Section
-from tightwire.bench.report.plots import lines, plot_section
+from tightwire.bench.report.page import Item, lines
 from tightwire.bench.report.table import Column, Row, Table
 from tightwire.bench.train.arms import ARMS
 
@@ -61,49 +60,50 @@ _CHECK_WORDS = (
 )
 
 
-def is_wrong(row: Row) -> bool:
-    return bool(row["faults"])
-
-
 def step_table(rows: Sequence[Row]) -> Table:
-    return Table(columns=STEP_COLUMNS, rows=rows, wrong=is_wrong)
+    return Table(
+        title="Steps", columns=STEP_COLUMNS, rows=rows, wrong=lambda row: bool(row["faults"]), note=_STEP_WORDS
+    )
 
 
 def check_table(rows: Sequence[Row]) -> Table:
-    return Table(columns=CHECK_COLUMNS, rows=rows, wrong=is_wrong)
+    return Table(
+        title="Checks", columns=CHECK_COLUMNS, rows=rows, wrong=lambda row: bool(row["faults"]), note=_CHECK_WORDS
+    )
 
 
 def ratio_table(rows: Sequence[Row]) -> Table:
-    return Table(columns=RATIO_COLUMNS, rows=compare_arms(rows))
+    return Table(title="Arms against each other", columns=RATIO_COLUMNS, rows=compare_arms(rows))
 
 
-def make_sections(rows: Sequence[Row]) -> list[Section]:
-    rate = Column("link between nodes, Mbit/s", "link_bytes_per_s", ",g", 8e-6)
-    times = lines(
-        *("steps", "Step time by link", rows),
-        by="arm",
-        x=rate,
-        y=_STEP,
-        dashed=lambda arm: ARMS[arm].peer is not None,
-        ticks=True,
-    )
+def make_sections(rows: Sequence[Row]) -> list[Item]:
     predicted = [{**row, "ratio": row["predicted_s"] / row["seconds"]["p50"]} for row in rows if row["predicted_s"]]
-    errors = lines(
-        *("predictions", "Predicted over measured", predicted),
-        by="link",
-        x=_STEP,
-        y=Column("predicted / measured", "ratio", ".2f"),
-        log_y=False,
-        joined=False,
-        line_y=1.0,
-        from_zero=False,
-    )
     return [
-        plot_section(times, "Dashed: torch's own."),
-        *([plot_section(errors, describe_predictions(rows), _PREDICTION_WORDS)] if predicted else []),
-        Section(title="Every cell", words=[_STEP_WORDS], table=step_table(rows), wide=True),
-        Section(title="Arms against each other", table=ratio_table(rows), wide=True),
-        Section(title="Checks", words=[_CHECK_WORDS], table=check_table(rows), wide=True),
+        lines(
+            "Step time by link",
+            rows,
+            by="arm",
+            x=Column("link between nodes, Mbit/s", "link_bytes_per_s", ",g", 8e-6),
+            y=_STEP,
+            dashed=lambda arm: ARMS[arm].peer is not None,
+            ticks=True,
+            note="Dashed: torch's own.",
+        ),
+        lines(
+            "Predicted over measured",
+            predicted,
+            by="link",
+            x=_STEP,
+            y=Column("predicted / measured", "ratio", ".2f"),
+            log_y=False,
+            joined=False,
+            level=1.0,
+            from_zero=False,
+            note=f"{describe_predictions(rows)}. {_PREDICTION_WORDS}",
+        ),
+        step_table(rows),
+        ratio_table(rows),
+        check_table(rows),
     ]
 
 
@@ -137,7 +137,7 @@ def compare_arms(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def describe_predictions(rows: Sequence[Row]) -> str:
     errors = [abs(row["prediction_error"]) for row in rows if row["prediction_error"] is not None]
     if not errors:
-        return ""
+        return "no predictions"
     within = sum(error <= _MOST_PREDICTION_ERROR for error in errors)
     return f"{within} of {len(errors)} predictions are within {_MOST_PREDICTION_ERROR:.0%}; the worst is off by {max(errors):.0%}"
 
