@@ -37,6 +37,7 @@ def option(
     flag: str = "",
     least: float | None = None,
     above: float | None = None,
+    const: Any = None,
     default_factory: Callable[[], Any] | None = None,
 ) -> Any:
     """A dataclass field that is also a flag.
@@ -46,10 +47,11 @@ def option(
         parse: turns the flag's text into the value; default: by the field's type (str, int, float, bool, Path).
         flag: default: the field's name with dashes. Without leading dashes: a positional argument.
         least, above: limits of a given number, or of each number of a tuple; ``above`` also refuses infinity.
+        const: the value of the flag without an argument.
         default_factory: makes the default of each run; ``default`` is then ignored.
     """
     metadata = {"help": help, "choices": tuple(choices), "metavar": metavar, "parse": parse, "flag": flag}
-    metadata |= {"least": least, "above": above}
+    metadata |= {"least": least, "above": above, "const": const}
     if default_factory is not None:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -90,6 +92,8 @@ def add_flags(parser: argparse._ActionsContainer, cls: type) -> None:
         settings: dict[str, Any] = {"help": _help(own), "default": argparse.SUPPRESS}
         if flag.startswith("-"):
             settings["dest"] = own.name
+            if metadata["const"] is not None:
+                settings |= {"nargs": "?", "const": metadata["const"]}
         elif own.default is not MISSING:
             settings["nargs"] = "?"
         if _type_of(own) is bool:

@@ -16,8 +16,10 @@ LOSSLESS = "two-shot"  # adds in float32 in rank order and rounds once, as `auto
 EXACT = "exact"
 MIX = "mix"  # the mix that ``--search`` finds
 LOSSY_SITES = ("o_proj", "down_proj")
-_POLICY = "policy:"
+POLICY = "policy:"
 WEIGHTS = "weights:"  # exact sums, with weights that were encoded by a codec
+
+Place = tuple[str, int]  # site and layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,11 @@ class Arm:
         return self.policy.choices(site, layer, "prefill")[0].algorithms[0]
 
 
+def places(config: LlamaConfig) -> list[Place]:
+    """Every site of every layer."""
+    return [(site, layer) for site in LOSSY_SITES for layer in range(config.num_layers)]
+
+
 def exact_arm() -> Arm:
     return Arm(name=EXACT, policy=one_for_all(LOSSLESS))
 
@@ -38,7 +45,7 @@ def exact_arm() -> Arm:
 def make_arm(name: str, config: LlamaConfig) -> Arm:
     """Make an arm that sums as ``serve --allreduce NAME`` does.
     ``policy:FILE`` stands for ``serve --comm-policy FILE`` and ``weights:CODEC`` for ``serve --weight-codec CODEC``.
-    The AllReduce applies to prompt rows. Generated rows and embeddings are exact unless a policy file says otherwise.
+    The AllReduce applies to prompt rows. Decode rows and embeddings are exact unless a policy file says otherwise.
 
     Raises:
         ValueError: the AllReduce is unknown or needs several nodes, or the file is for another model.
@@ -46,9 +53,15 @@ def make_arm(name: str, config: LlamaConfig) -> Arm:
     check_name(name)
     if name.startswith(WEIGHTS):
         return Arm(name=name, policy=one_for_all(LOSSLESS), weight_codec=name.removeprefix(WEIGHTS))
-    if name.startswith(_POLICY):
-        return file_arm(name, read_policy_file(Path(name.removeprefix(_POLICY))), config)
-    lossy = tuple(Rule(site, "prefill", (_choice(name),)) for site in LOSSY_SITES)
+    if name.startswith(POLICY):
+        return file_arm(name, read_policy_file(Path(name.removeprefix(POLICY))), config)
+    return one_algorithm_arm(name, name)
+
+
+def one_algorithm_arm(name: str, algorithm: str, layers: tuple[int, ...] | None = None, site: str | None = None) -> Arm:
+    """Make an arm that uses ``algorithm`` for prompt rows, in some ``layers`` or at one ``site`` only if they are given."""
+    choices = (Choice(up_to_bytes=None, algorithms=(algorithm,), reason="requested"),)
+    lossy = (Rule(each, "prefill", choices, layers) for each in LOSSY_SITES if site in (None, each))
     return Arm(name=name, policy=Policy((*lossy, *one_for_all(LOSSLESS).rules)))
 
 
@@ -64,16 +77,16 @@ def file_arm(name: str, file: PolicyFile, config: LlamaConfig) -> Arm:
 
 def check_name(name: str) -> None:
     """Raise ValueError if ``name`` is not a valid arm, as far as this can be checked without a model."""
-    if name.startswith(_POLICY):
-        read_policy_file(Path(name.removeprefix(_POLICY)))
+    if name.startswith(POLICY):
+        read_policy_file(Path(name.removeprefix(POLICY)))
     elif name.startswith(WEIGHTS):
-        codecs = [codec for codec in WEIGHT_CODECS if codec != "none"]
-        if name.removeprefix(WEIGHTS) not in codecs:
-            raise ValueError(f"{name!r}: weights come through {' or '.join(codecs)}, such as {WEIGHTS}{codecs[0]}")
+        codecs = [f"{WEIGHTS}{codec}" for codec in WEIGHT_CODECS if codec != "none"]
+        if name not in codecs:
+            raise ValueError(f"{name!r} is not a weight codec; use {' or '.join(codecs)}")
     elif name.partition(":")[0] == "hierarchical":
         raise ValueError(
-            f"{name!r} sums between nodes, and these ranks are on one; its quantized leg is that of flash:CODEC,CODEC "
-            "between as many ranks as there are nodes"
+            f"{name!r} sums between nodes, but these ranks are on one node; measure its quantized exchange as "
+            "flash:CODEC,CODEC with one rank for each node"
         )
     else:
         parse_all_reduce(name)
@@ -81,7 +94,7 @@ def check_name(name: str) -> None:
 
 def bytes_per_token(arm: Arm, config: LlamaConfig, world_size: int, rows: int, elem_bytes: int) -> float:
     """Bytes a rank sends per token of a ``rows``-token prompt in all layers' AllReduces, averaged over ranks."""
-    names = Counter(arm.algorithm(site, layer) for site in LOSSY_SITES for layer in range(config.num_layers))
+    names = Counter(arm.algorithm(*place) for place in places(config))
     return sum(
         count * bytes_at(name, config.hidden_size, world_size, rows, elem_bytes) for name, count in names.items()
     )
@@ -93,7 +106,3 @@ def bytes_at(name: str, row_elems: int, world_size: int, rows: int, elem_bytes: 
     groups = in_process_groups(world_size)
     sent = [make_all_reduce(name, group).wire_bytes(rows * row_elems, elem_bytes) for group in groups]
     return sum(sent) / world_size / rows
-
-
-def _choice(name: str) -> Choice:
-    return Choice(up_to_bytes=None, algorithms=(name,), reason="asked for")

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightwire.bench.quality.arms import LOSSY_SITES, Arm
+from tightwire.bench.quality.arms import LOSSY_SITES, Arm, exact_arm, places
+from tightwire.bench.quality.ranks import ThreadRanks
+from tightwire.bench.quality.setting import Setting
 from tightwire.comm.all_reduce.registry import make_all_reduce, parse_all_reduce
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.codec.slices import sum_encoded
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import Routes, make_candidates
-from tightwire.comm.policy.rules import Policy
 from tightwire.comm.protocols import AllReduce
 
 _NONE = parse_codec("none")
@@ -40,34 +41,33 @@ def sqnr_db(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
+def noise_of_arms(
+    ranks: ThreadRanks, setting: Setting, numbers: Sequence[int], arms: Sequence[Arm]
+) -> dict[tuple[str, str, int], Power]:
+    """Measure the noise of each algorithm that an arm uses for prompt rows, at every site and layer."""
+    names = dict.fromkeys(arm.algorithm(*place) for arm in arms for place in places(setting.config))
+    record = NoiseRecord(ranks.world_size, list(names))
+    ranks.set_arms([exact_arm()], record.routes)
+    ranks.prefill(setting.windows.token_ids_NL[list(numbers)], 0)
+    return record.powers
+
+
 class NoiseRecord:
     """Collects ``powers`` by (algorithm, site, layer); rank 0 fills it while messages pass."""
 
     def __init__(self, world_size: int, algorithms: Sequence[str]) -> None:
         self.algorithms = tuple(algorithms)
         self.powers: dict[tuple[str, str, int], Power] = {}
-        self._inputs: list[Tensor | None] = [None] * world_size
+        self.inputs = [torch.empty(0)] * world_size  # each rank's latest message
 
     def routes(self, arms: Sequence[Arm], group: Group) -> Routes:
-        """Make one rank's routes for the single lossless arm in ``arms``; this record observes every prompt message."""
-        policies = [(arm.name, arm.policy) for arm in arms]
-        candidates = make_candidates([policy for _, policy in policies], group)
-        others = {name: make_all_reduce(name, group) for name in self.algorithms}
-        return _WatchedRoutes(policies, candidates, others, group.rank, self)
-
-    def bring(self, rank: int, x: Tensor) -> None:
-        """Store the message that ``rank`` is about to sum. The caller must not change it."""
-        self._inputs[rank] = x.reshape(-1)
-
-    def brought(self) -> list[Tensor]:
-        """Every rank's message. Call between a collective after ``bring`` and the next collective."""
-        inputs = [x for x in self._inputs if x is not None]
-        assert len(inputs) == len(self._inputs), "a rank has brought nothing"
-        return inputs
+        """Make one rank's routes for lossless ``arms``; this record observes every prompt message."""
+        return _WatchedRoutes(arms, group, self)
 
     def add(
         self, site: str, layer: int, inputs: Sequence[Tensor], exact: Tensor, results: Mapping[str, Tensor]
     ) -> None:
+        """Add one message: the ranks' ``inputs``, their ``exact`` sum and the ``results`` of the algorithms."""
         lossless_N = sum_encoded([_NONE.encode(x) for x in inputs], inputs[0].numel(), _NONE, inputs[0].dtype)
         signal = _square(exact)
         for name, result in results.items():
@@ -97,44 +97,34 @@ def _square(x: Tensor) -> float:
 
 
 class _WatchedRoutes(Routes):
-    def __init__(
-        self,
-        arms: Sequence[tuple[str, Policy]],
-        candidates: Mapping[str, AllReduce],
-        others: Mapping[str, AllReduce],
-        rank: int,
-        record: NoiseRecord,
-    ) -> None:
-        super().__init__(arms, candidates)
-        self._others, self._rank, self._record = others, rank, record
+    def __init__(self, arms: Sequence[Arm], group: Group, record: NoiseRecord) -> None:
+        candidates = make_candidates([arm.policy for arm in arms], group)
+        super().__init__([(arm.name, arm.policy) for arm in arms], candidates)
+        self.others = {name: make_all_reduce(name, group) for name in record.algorithms}
+        self.rank, self.record = group.rank, record
 
     def all_reduce(self, site: str, layer: int, phase: str, arm: int = 0) -> AllReduce:
         exact = super().all_reduce(site, layer, phase, arm)
         if site not in LOSSY_SITES or phase != "prefill":
             return exact
-        return _Watched(exact, self._others, self._rank, self._record, (site, layer))
+        return _Watched(exact, self, (site, layer))
 
 
 class _Watched:
-    """Returns the sum of ``exact``, and runs ``others`` on the same message."""
+    """Returns the sum of ``exact``, and runs the other algorithms on the same message."""
 
-    def __init__(
-        self,
-        exact: AllReduce,
-        others: Mapping[str, AllReduce],
-        rank: int,
-        record: NoiseRecord,
-        place: tuple[str, int],
-    ) -> None:
+    def __init__(self, exact: AllReduce, routes: _WatchedRoutes, place: tuple[str, int]) -> None:
         self.name, self.lossless = exact.name, exact.lossless
         self.wire_bytes, self.max_error = exact.wire_bytes, exact.max_error
-        self._exact, self._others, self._rank, self._record, self._place = exact, others, rank, record, place
+        self._exact, self._routes, self._place = exact, routes, place
 
     def __call__(self, x: Tensor) -> Tensor:
-        self._record.bring(self._rank, x)
+        routes, record = self._routes, self._routes.record
+        record.inputs[routes.rank] = x.reshape(-1)
         exact = self._exact(x)
-        inputs = self._record.brought() if self._rank == 0 else []
-        results = {name: all_reduce(x) for name, all_reduce in self._others.items()}
-        if self._rank == 0:
-            self._record.add(*self._place, inputs, exact, results)
+        # Other ranks replace their messages only after the next collective, in which this rank takes part.
+        inputs = list(record.inputs)
+        results = {name: all_reduce(x) for name, all_reduce in routes.others.items()}
+        if routes.rank == 0:
+            record.add(*self._place, inputs, exact, results)
         return exact

@@ -1,8 +1,7 @@
 """Runs a tensor-parallel model whose ranks are threads of this process, so any number of ranks is possible.
 
-Layers, shards, kernels and AllReduces are those of the server: sums have the same order and dtype. As in ``serve``,
-rows of generated tokens are summed exactly unless a policy file says otherwise. End tokens are ignored, so all texts
-have the same length.
+Layers, shards, kernels and AllReduces are those of the server: sums have the same order and dtype. End tokens are ignored,
+so all greedy texts have the same length.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +30,8 @@ from tightwire.model.weights.load import load_weights
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, LEAST_STREAMED, WeightPlan
 from tightwire.model.weights.source import WeightSource
 
-MakeRoutes = Callable[[Sequence[Arm], Group], Routes]
 _Result = TypeVar("_Result")
+MakeRoutes = Callable[[Sequence[Arm], Group], Routes]
 _BLOCK_SIZE = 16
 _TIMEOUT_S = 600.0
 
@@ -43,8 +42,8 @@ def plain_routes(arms: Sequence[Arm], group: Group) -> Routes:
     return Routes(policies, make_candidates([policy for _, policy in policies], group))
 
 
-class PlayedRanks:
-    """Runs ``world_size`` ranks of ``checkpoint``. Call ``give_arms`` before the first pass."""
+class ThreadRanks:
+    """Runs ``world_size`` ranks of ``checkpoint``. Call ``set_arms`` before the first pass."""
 
     def __init__(
         self,
@@ -59,11 +58,11 @@ class PlayedRanks:
         """Allocate a cache for ``num_sequences`` of up to ``max_tokens`` each; ``formats``: None: all matrices plain.
 
         Raises:
-            ValueError: the model cannot be split over this number of ranks.
-            ModelError: the checkpoint cannot be read.
+            ValueError: the model cannot be split over this number of ranks, or the checkpoint cannot be read.
         """
         self.world_size, self.num_layers = world_size, checkpoint.config.num_layers
-        self._config, self._max_tokens = checkpoint.config, max_tokens
+        self._checkpoint, self._config, self._max_tokens = checkpoint, checkpoint.config, max_tokens
+        self._dtype, self._device, self._formats = dtype, torch.device("cpu"), formats or WeightFormats()
         self._layout = make_layout(checkpoint.config, world_size)
         self._blocks_each = -(-max_tokens // _BLOCK_SIZE)
         self._groups = in_process_groups(world_size, timeout_s=_TIMEOUT_S)
@@ -72,9 +71,6 @@ class PlayedRanks:
         self._stack.callback(self._pool.shutdown)
         for group in self._groups:
             self._stack.callback(group.close)
-        shards, device = self._layout.shards, torch.device("cpu")
-        self._dtype, self._formats = dtype, formats or WeightFormats()
-        self._checkpoint = checkpoint
         self._caches = [
             make_kv_cache(
                 self._config,
@@ -82,9 +78,9 @@ class PlayedRanks:
                 num_blocks=num_sequences * self._blocks_each,
                 block_size=_BLOCK_SIZE,
                 dtype=dtype,
-                device=device,
+                device=self._device,
             )
-            for shard in shards
+            for shard in self._layout.shards
         ]
         self._weights: dict[str, list[WeightSource]] = {}  # by codec, in rank order
         outers = [weights.outer for weights in self._weights_of("none")]
@@ -92,7 +88,7 @@ class PlayedRanks:
         self.head_VD = torch.cat([dequantize(outer.head, torch.float32) for outer in outers])
         self._models: list[list[Llama]] = []  # by arm, in rank order
 
-    def give_arms(self, arms: Sequence[Arm], make_routes: MakeRoutes = plain_routes) -> None:
+    def set_arms(self, arms: Sequence[Arm], make_routes: MakeRoutes = plain_routes) -> None:
         """Set the arms of the following passes; a pass selects one by its index.
 
         Raises:
@@ -126,12 +122,12 @@ class PlayedRanks:
         if codec != "none":
             if self.num_layers < LEAST_STREAMED:
                 raise ValueError(
-                    f"weights:{codec}: this model has {self.num_layers} layers; {LEAST_STREAMED} or more stream"
+                    f"weights:{codec}: the model has {self.num_layers} layers, but streaming needs at least {LEAST_STREAMED}"
                 )
             plan = WeightPlan(source="stream", origin="host", codec=codec, streamed=tuple(range(self.num_layers)))
         reader, shard = self._checkpoint.reader(), self._layout.shards[rank]
         files = CheckpointStore.for_plan(reader, self._config, shard, plan, self._dtype, self._formats)
-        return load_weights(files, plan, device=torch.device("cpu"), timeout_s=_TIMEOUT_S)
+        return load_weights(files, plan, device=self._device, timeout_s=_TIMEOUT_S)
 
     def prefill(self, token_ids_BL: Tensor, arm: int) -> Tensor:
         """Run B prompts of L tokens; return (B, L, D) hidden states after the final norm."""
@@ -188,13 +184,8 @@ class PlayedRanks:
         self._stack.close()
 
 
-NUM_PROMPTS = 16
-PROMPT_TOKENS = 128
-NEW_TOKENS = 64
-
-
 @torch.inference_mode()
-def generate(ranks: PlayedRanks, prompts_BL: Tensor, arm: int, num_tokens: int) -> Tensor:
+def generate(ranks: ThreadRanks, prompts_BL: Tensor, arm: int, num_tokens: int) -> Tensor:
     """Generate greedily; return (B, num_tokens)."""
     hidden_BD = ranks.prefill(prompts_BL, arm)[:, -1]
     tokens: list[Tensor] = []

@@ -1,153 +1,243 @@
-"""Prints a result of ``bench quality`` and formats its cells: one table for each world size."""
+"""Rows, columns, text and page of ``bench quality``: one row for each arm at each world size."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
-from tightwire.bench.quality.arms import EXACT, MIX
-from tightwire.bench.report.table import Column
-from tightwire.bench.report.table import Table as TextTable
+from tightwire.bench.quality.arms import EXACT, LOSSY_SITES, MIX, POLICY, Arm, bytes_per_token, exact_arm
+from tightwire.bench.quality.measure import Floats, Measured, Scores
+from tightwire.bench.quality.noise import Power, sqnr_db
+from tightwire.bench.quality.setting import Setting
+from tightwire.bench.report.page import Item, Text, ecdf, heat_map, lines
+from tightwire.bench.report.table import Column, Row, Table
 
-COLUMNS = (*("bytes", "share", "ppl", "ppl +%", "KL", "KL p99", "top-1 %", "greedy", "o dB", "down dB"),)
+_LEGS = ("total", "reduce", "gather")
+_ALGORITHM = Column("algorithm", "algorithm")
+_RANKS = Column("ranks", "world_size", "d")
+_SHARE = Column("share of the lossless sum's bytes", "bytes_share", ".1%")
+_KL = Column("mean KL, nats", "kl_mean", ".1e")
+COLUMNS = (
+    _ALGORITHM,
+    Column("bytes", "bytes_per_token", ",.0f"),
+    Column("share", "bytes_share", ".1%"),
+    Column("ppl", "perplexity", ".3f"),
+    Column("ppl +%", "perplexity_delta", "+.3f", 100),
+    Column("±", "perplexity_delta_reach", ".3f", 100),
+    Column("KL", "kl_mean", ".1e"),
+    Column("KL p99", "kl_p99", ".1e"),
+    Column("top-1 %", "top1_agreement", ".2f", 100),
+    Column("greedy", "greedy.median_same_tokens", "g"),
+    *(Column(f"{site.removesuffix('_proj')} dB", f"sqnr_db.{site}.total", ".1f") for site in LOSSY_SITES),
+)
+_LEG_COLUMNS = tuple(Column(f"{site} {leg}", f"sqnr_db.{site}.{leg}", ".1f") for site in LOSSY_SITES for leg in _LEGS)
+CSV_COLUMNS = (
+    _RANKS,
+    *COLUMNS,
+    *(Column(key, key) for key in ("perplexity_delta_low", "perplexity_delta_high", "kl_p50", "kl_max")),
+    *(column for column in _LEG_COLUMNS if not column.key.endswith("total")),
+)
+_MIX_COLUMNS = (
+    Column("site", "site"),
+    Column("layer", "layer", "d"),
+    _ALGORITHM,
+    Column("KL by noise power", "kl_per_noise_power", ".2e"),
+    Column("predicted KL", "predicted_kl", ".2e"),
+)
 LEGEND = (
-    "bytes: that a rank sends for a prompt token, mean of the ranks, and their share of the lossless sum's; ppl: perplexity, "
-    "and its increase with a 95 % interval; KL(exact || arm) of next-token distributions in nats, mean and 99th percentile; "
-    "top-1: how often the most likely token is the same; greedy: tokens before a greedy text differs, median, of all; "
-    "dB: signal to noise of o_proj's and down_proj's sums."
+    "bytes: sent by a rank for each prompt token, averaged over ranks; share: of the lossless sum's bytes; ppl: perplexity, "
+    "its rise, and half of the 95 % interval of the rise; KL: KL(exact || algorithm) of next-token distributions in nats, mean "
+    "and 99th percentile; top-1: positions with the same most likely token; greedy: equal tokens before a greedy text "
+    "differs, median; dB: signal to noise of the sums of o_proj and down_proj"
 )
 
 
-def cell_texts(row: Mapping[str, Any]) -> list[str]:
-    """The cells of one arm at one world size, in the order of ``COLUMNS``."""
-    greedy = row["greedy"]
-    return [
-        f"{row['bytes_per_token']:,.0f}",
-        f"{100 * row['bytes_share']:.1f} %",
-        f"{row['perplexity']:.3f}",
-        _delta(row),
-        f"{row['kl_mean']:.1e}",
-        f"{row['kl_p99']:.1e}",
-        f"{100 * row['top1_agreement']:.2f}",
-        "-" if greedy is None else _same(greedy),
-        *(db_text(row["sqnr_db"][site]["total"]) for site in ("o_proj", "down_proj")),
-    ]
+def exact_row(measured: Measured, setting: Setting) -> dict[str, Any]:
+    """The row of the exact model, with the columns that apply to it."""
+    nll_T = measured.scores[EXACT].nll_T
+    return {
+        "world_size": measured.world_size,
+        "algorithm": EXACT,
+        "tokens": len(nll_T),
+        "perplexity": float(np.exp(nll_T.mean())),
+        "bytes_per_token": _bytes(exact_arm(), measured, setting),
+        "bytes_share": 1.0,
+    }
 
 
-def exact_texts(row: Mapping[str, Any]) -> list[str]:
-    """The cells of the exact model, in the order of ``COLUMNS``."""
-    return ["", "100 %", f"{row['perplexity']:.3f}", *[""] * (len(COLUMNS) - 3)]
+def make_rows(measured: Measured, arms: Sequence[Arm], setting: Setting) -> list[dict[str, Any]]:
+    """Rows in the arms' order. Values not yet measured are None; no rows before the first batch of windows."""
+    if not measured.scores:
+        return []
+    rows = []
+    for arm in arms:
+        sent, nll, kl = _bytes(arm, measured, setting), *_window_means(measured.scores[arm.name], setting)
+        row = {
+            "name": f"{arm.name}, {measured.world_size} ranks",
+            "world_size": measured.world_size,
+            "algorithm": arm.name,
+            "bytes_per_token": sent,
+            "bytes_share": sent / _bytes(exact_arm(), measured, setting),
+            **_distances(measured.scores[arm.name], measured.scores[EXACT], setting),
+            "greedy": _greedy(measured.same_tokens.get(arm.name), setting.num_new_tokens),
+            "sqnr_db": _sqnr(measured, arm, setting.config.num_layers),
+            "samples": {"nll": nll.tolist(), **({"kl": kl.tolist()} if kl.any() else {})},
+        }
+        rows.append(row)
+    return rows
 
 
-def describe_setting(result: Mapping[str, Any]) -> str:
-    """Describe model, text and ranks in one line."""
-    dtype, weights = result["dtype"], result["weights"]
+def _bytes(arm: Arm, measured: Measured, setting: Setting) -> float:
+    window, elem_bytes = setting.options.window, setting.dtype.itemsize
+    return bytes_per_token(arm, setting.config, measured.world_size, window, elem_bytes)
+
+
+def _window_means(scores: Scores, setting: Setting) -> tuple[Floats, Floats]:
+    """Means of NLL and KL over each window; samples of every token would be a hundred times larger."""
+    nll_N, kl_N = (values_T.reshape(-1, setting.windows.num_scored).mean(1) for values_T in scores[:2])
+    return nll_N, kl_N
+
+
+def _distances(scores: Scores, exact: Scores, setting: Setting) -> dict[str, Any]:
+    low, high = _interval(_window_means(scores, setting)[0] - _window_means(exact, setting)[0])
+    return {
+        "tokens": len(scores.nll_T),
+        "perplexity": float(np.exp(scores.nll_T.mean())),
+        "perplexity_delta": math.expm1(float((scores.nll_T - exact.nll_T).mean())),
+        "perplexity_delta_low": low,
+        "perplexity_delta_high": high,
+        "perplexity_delta_reach": None if low is None or high is None else (high - low) / 2,
+        "kl_mean": float(scores.kl_T.mean()),
+        "kl_p50": float(np.quantile(scores.kl_T, 0.5)),
+        "kl_p99": float(np.quantile(scores.kl_T, 0.99)),
+        "kl_max": float(scores.kl_T.max()),
+        "top1_agreement": float(scores.same_top_T.mean()),
+    }
+
+
+def _interval(nll_delta_N: Floats) -> tuple[float | None, float | None]:
+    """Normal 95 % interval of the rise of perplexity; (None, None) for fewer than two windows."""
+    if len(nll_delta_N) < 2:
+        return None, None
+    mean, reach = float(nll_delta_N.mean()), 1.96 * float(nll_delta_N.std(ddof=1)) / math.sqrt(len(nll_delta_N))
+    return math.expm1(mean - reach), math.expm1(mean + reach)
+
+
+def _greedy(same_tokens: Sequence[int] | None, num_tokens: int) -> dict[str, Any] | None:
+    if same_tokens is None:
+        return None
+    return {
+        "prompts": len(same_tokens),
+        "tokens": num_tokens,
+        "median_same_tokens": float(median(same_tokens)),
+        "never_differs": sum(same == num_tokens for same in same_tokens) / len(same_tokens),
+        "same_tokens": list(same_tokens),
+    }
+
+
+def _sqnr(measured: Measured, arm: Arm, num_layers: int) -> dict[str, Any]:
+    """Signal-to-noise by site and leg, over all layers and for each layer; None without noise."""
+    result: dict[str, Any] = {}
+    for site in LOSSY_SITES:
+        powers = [measured.noise[arm.algorithm(site, layer), site, layer] for layer in range(num_layers)]
+        result[site] = {leg: _finite(_over_layers(powers, leg)) for leg in _LEGS}
+        result[site]["layers"] = {
+            leg: [_finite(sqnr_db(power.signal, getattr(power, leg))) for power in powers] for leg in _LEGS
+        }
+    return result
+
+
+def _over_layers(powers: Sequence[Power], leg: str) -> float:
+    """Average noise-to-signal ratios, so that a layer with large values does not hide the others."""
+    ratios = [getattr(power, leg) / power.signal for power in powers if power.signal > 0]
+    return sqnr_db(1.0, fmean(ratios)) if ratios else math.inf
+
+
+def _finite(db: float) -> float | None:
+    """None for infinity, which JSON does not have."""
+    return db if math.isfinite(db) else None
+
+
+def world_size_table(result: Mapping[str, Any], world_size: int) -> Table:
+    rows = [row for row in (*result["exact"], *result["cells"]) if row["world_size"] == world_size]
+    return Table(title=f"{world_size} ranks", columns=COLUMNS, rows=rows)
+
+
+def describe_setting(facts: Mapping[str, Any]) -> str:
+    """Model, text and ranks in one line."""
+    dtype, weights = facts["dtype"], facts["weights"]
     numbers = dtype if weights == dtype else f"{dtype} (weights in {weights})"
     return (
-        f"{result['model']} in {numbers}, {result['tokens']:,} tokens of {result['text']} in windows of "
-        f"{result['window']}, ranks as threads; exact is the lossless sum of the same number of ranks"
+        f"{facts['model']} in {numbers}, {facts['tokens']:,} tokens of {facts['text']} in windows of {facts['window']}; "
+        "ranks are threads; exact: lossless sums with the same number of ranks"
     )
 
 
-def describe_choice(choice: Mapping[str, Any]) -> str:
-    """Describe the arm that the budget selected."""
-    sizes = ", ".join(map(str, choice["world_sizes"]))
-    if choice["algorithm"] is None:
-        return f"within {choice['budget']} at {sizes} ranks: none of these; all but lossless ones lose more"
-    name = choice["algorithm"]
-    flag = "the mix" if name == MIX else f"--allreduce {name}"
-    if name.startswith("policy:"):
-        flag = f"--comm-policy {name.removeprefix('policy:')}"
-    return f"within {choice['budget']} at {sizes} ranks, the cheapest is {flag}"
-
-
-def _delta(row: Mapping[str, Any]) -> str:
-    text = f"{100 * row['perplexity_delta']:+.3f}"
-    if row["perplexity_delta_low"] is None:
-        return text
-    return f"{text} ±{50 * (row['perplexity_delta_high'] - row['perplexity_delta_low']):.3f}"
-
-
-def _same(greedy: Mapping[str, Any]) -> str:
-    return f"{greedy['median_same_tokens']:g}/{greedy['tokens']}"
-
-
-def db_text(db: float | None) -> str:
-    return "none" if db is None else f"{db:.1f}"
-
-
-_CSV_COLUMNS = [
-    *("world_size", "algorithm", "bytes_per_token", "bytes_share", "tokens", "perplexity", "perplexity_delta"),
-    *("perplexity_delta_low", "perplexity_delta_high", "kl_mean", "kl_p50", "kl_p99", "kl_max", "top1_agreement"),
-    *("greedy_median_same_tokens", "greedy_never_differs"),
-    *(f"{site}_sqnr_{leg}_db" for site in ("o_proj", "down_proj") for leg in ("total", "reduce", "gather")),
-]
-
-
-def show_head(console: Console, result: Mapping[str, Any]) -> None:
-    console.print(describe_setting(result), soft_wrap=True)
-    console.print(LEGEND + "\n", soft_wrap=True)
-
-
-def show_estimate(console: Console, seconds: float, num_cores: int) -> None:
-    """Print the estimated time of the whole run."""
-    words = f"about {max(1, round(seconds / 60))} min on {num_cores} cores; fewer --tokens take less"
-    console.print(words + "\n", soft_wrap=True)
-
-
-def show_world_size(console: Console, result: Mapping[str, Any], world_size: int) -> None:
-    """Print the table of one world size."""
-    table = Table(
-        title=f"{world_size} ranks", title_justify="left", title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0)
-    )
-    table.add_column("algorithm", no_wrap=True)
-    for name in COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in result["exact"]:
-        if row["world_size"] == world_size:
-            table.add_row(EXACT, *exact_texts(row))
-    for row in result["cells"]:
-        if row["world_size"] == world_size:
-            table.add_row(row["algorithm"], *cell_texts(row))
-    console.print(table)
-    console.print()
-
-
-def show_findings(console: Console, result: Mapping[str, Any]) -> None:
-    """Print the chosen arm and the result of the search."""
-    for words in finding_words(result):
-        console.print(words, style="bold", soft_wrap=True)
-
-
-def finding_words(result: Mapping[str, Any]) -> list[str]:
-    words = [describe_choice(result["choice"])] if result["choice"] else []
+def findings(result: Mapping[str, Any]) -> list[str]:
+    """The chosen arm, and the results of the search."""
+    found = []
+    if (choice := result["choice"]) is not None:
+        found.append(_describe_choice(choice))
     if (search := result["search"]) is not None:
-        words.append(
-            f"mix of at most {search['bytes_of']}'s bytes, found with {search['tokens']:,} other tokens at "
-            f"{search['world_size']} ranks: KL {search['predicted_kl']:.2e} predicted"
+        found.append(
+            f"mix with at most the bytes of {search['bytes_of']}, found on {search['tokens']:,} other tokens with "
+            f"{search['world_size']} ranks: predicted KL {search['predicted_kl']:.2e}"
         )
-        words += [
-            f"at {found['world_size']} ranks the mix's KL is {found['kl_ratio']:.3f} ({found['kl_ratio_low']:.3f} to "
-            f"{found['kl_ratio_high']:.3f}) of {found['algorithm']}'s, with {found['bytes_ratio']:.3f} of its bytes"
-            for found in result["mix_against"]
-        ]
     if result["policy_file"]:
-        words.append(f"written: serve --comm-policy {result['policy_file']}")
-    return words
+        found.append(f"written: serve --comm-policy {result['policy_file']}")
+    return found
 
 
-def csv_table(result: Mapping[str, Any]) -> TextTable:
-    columns = [Column(name, name) for name in _CSV_COLUMNS]
-    return TextTable(columns=columns, rows=[_csv_row(row) for row in result["cells"]])
+def _describe_choice(choice: Mapping[str, Any]) -> str:
+    name, sizes = choice["algorithm"], ", ".join(map(str, choice["world_sizes"]))
+    within = f"within {choice['budget']} at {sizes} ranks"
+    if name is None:
+        return f"{within}: none of the measured AllReduces"
+    flag = "the mix" if name == MIX else f"--allreduce {name}"
+    if name.startswith(POLICY):
+        flag = f"--comm-policy {name.removeprefix(POLICY)}"
+    return f"{within}, the cheapest is {flag}"
 
 
-def _csv_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    flat = dict(row)
-    if row["greedy"] is not None:
-        flat["greedy_median_same_tokens"] = row["greedy"]["median_same_tokens"]
-        flat["greedy_never_differs"] = row["greedy"]["never_differs"]
-    for site, legs in row["sqnr_db"].items():
-        flat |= {f"{site}_sqnr_{leg}_db": legs[leg] for leg in ("total", "reduce", "gather")}
-    return flat
+def make_sections(result: Mapping[str, Any]) -> list[Item]:
+    rows = result["cells"]
+    sizes = sorted({row["world_size"] for row in rows})
+    first = [row for row in rows if row["world_size"] == sizes[0]]
+    items: list[Item] = [Text(title="Findings", lines=found)] if (found := findings(result)) else []
+    for size in sizes:
+        note = "Lower is more exact, further left sends less. Without algorithms that are exact."
+        own = [row for row in rows if row["world_size"] == size and row["kl_mean"] > 0]
+        title = f"KL against bytes, {size} ranks"
+        items.append(lines(title, own, by="algorithm", x=_SHARE, y=_KL, log_x=False, joined=False, note=note))
+    samples = {row["algorithm"]: row["samples"]["kl"] for row in first if min(row["samples"].get("kl", [0.0])) > 0}
+    if samples:
+        note = "Curves far apart: the codec makes the difference; flat curves: the text does."
+        title = f"KL of each window, {sizes[0]} ranks"
+        items.append(ecdf(title, samples, x_label="mean KL of a window, nats", log_x=True, note=note))
+    items += [_noise_map(first, sizes[0], site) for site in LOSSY_SITES]
+    if (search := result["search"]) is not None:
+        note = (
+            f"The mix with at most the bytes of {search['bytes_of']} and the least predicted KL, from "
+            f"{len(search['candidates'])} candidates at each place. Sensitivity: of each place quantized alone."
+        )
+        items.append(Table(title="The mix", columns=_MIX_COLUMNS, rows=search["chosen"], note=note))
+    note = (
+        "Decibels, from the mean of the layers' noise-to-signal ratios. Total: result of the AllReduce against the lossless "
+        "one, rounded to the model's dtype; reduce and gather: each leg without that rounding."
+    )
+    items.append(Table(title="Signal to noise", columns=[_RANKS, _ALGORITHM, *_LEG_COLUMNS], rows=rows, note=note))
+    every = [row for size in sizes for row in world_size_table(result, size).rows]
+    return [*items, Table(title="All cells", columns=[_RANKS, *COLUMNS], rows=every, note=LEGEND)]
+
+
+def _noise_map(rows: Sequence[Row], world_size: int, site: str) -> Item:
+    """Noise-to-signal, so that worse places are darker."""
+    noise = {
+        row["algorithm"]: [None if db is None else -db for db in row["sqnr_db"][site]["layers"]["total"]]
+        for row in rows
+    }
+    title = f"Noise by layer: {site}, {world_size} ranks"
+    note = "Darker is noisier; empty cells have no noise."
+    return heat_map(title, noise, x_label="layer", value_label="noise, dB of signal", note=note)

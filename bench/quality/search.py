@@ -16,26 +16,20 @@ from typing import Any
 
 from tightwire.bench.quality.arms import (
     LOSSLESS,
-    LOSSY_SITES,
-    MIX,
     Arm,
+    Place,
     bytes_at,
     bytes_per_token,
     exact_arm,
-    file_arm,
     make_arm,
+    one_algorithm_arm,
+    places,
 )
-from tightwire.bench.quality.measure import Measured, Scorer, batches, noise_of_arms
-from tightwire.bench.quality.noise import Power
-from tightwire.bench.quality.ranks import PlayedRanks
-from tightwire.bench.quality.setting import Setting, Windows
-from tightwire.bench.quality.summary import window_means
-from tightwire.bench.report.statistics import compare
+from tightwire.bench.quality.measure import score
+from tightwire.bench.quality.noise import noise_of_arms
+from tightwire.bench.quality.ranks import ThreadRanks
+from tightwire.bench.quality.setting import Setting
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile
-from tightwire.comm.policy.rules import Choice, Policy, Rule
-from tightwire.model.checkpoint.config import LlamaConfig
-
-Place = tuple[str, int]  # site and layer
 
 CANDIDATES = (
     *("flash-int8", "flash:int8-had,int8-had", "flash-int6-uniform", "flash:int6-had,int6-had"),
@@ -54,97 +48,81 @@ class Offer:
     kl: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mix:
-    chosen: Mapping[Place, Offer]
+def find_mix(
+    setting: Setting, ranks: ThreadRanks, pool: ThreadPoolExecutor, show: Callable[[str], None]
+) -> tuple[PolicyFile, dict[str, Any]]:
+    """Search on the calibration windows; returns the mix as a policy file, and facts for the result.
 
-    @property
-    def predicted_kl(self) -> float:
-        return sum(offer.kl for offer in self.chosen.values())
-
-    @property
-    def num_bytes(self) -> float:
-        return sum(offer.num_bytes for offer in self.chosen.values())
-
-    def rules(self) -> tuple[FileRule, ...]:
-        """The mix as rules of a policy file, for prompt rows only."""
-        layers: dict[tuple[str, str], list[int]] = {}
-        for (site, layer), offer in self.chosen.items():
-            layers.setdefault((site, offer.algorithm), []).append(layer)
-        return tuple(
-            FileRule(site=site, phase="prefill", algorithm=algorithm, layers=tuple(sorted(numbers)), reason="mix")  # pyright: ignore[reportArgumentType]
-            for (site, algorithm), numbers in sorted(layers.items(), reverse=True)
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Search:
-    ranks: PlayedRanks
-    windows: Windows
-    config: LlamaConfig
-    batch: int
-    elem_bytes: int
-    pool: ThreadPoolExecutor
-    told: Callable[[str], None]
-
-    @property
-    def num_steps(self) -> int:
-        """The number of calls of ``told``."""
-        num_batches = -(-len(self.windows.calibration) // self.batch)
-        return 2 + num_batches * len(self.places)
-
-    @property
-    def places(self) -> list[Place]:
-        return [(site, layer) for site in LOSSY_SITES for layer in range(self.config.num_layers)]
-
-    def sensitivities(self) -> dict[Place, float]:
-        """KL per noise power of each place when only that place is quantized, over the calibration windows."""
-        arms = [self._alone(place) for place in self.places]
-        noise = self._noise([make_arm(_PROBE, self.config)])
-        self.ranks.give_arms([exact_arm(), *arms])
-        totals = dict.fromkeys(self.places, 0.0)
-        num_rows = 0
-        scorer = Scorer(self.ranks.head_VD, self.pool)
-        for numbers in batches(self.windows.calibration, self.batch):
-            token_ids_BL = self.windows.token_ids_NL[list(numbers)]
-            exact_TD = self.windows.scored(self.ranks.prefill(token_ids_BL, 0))
-            num_rows += len(exact_TD)
-            for number, (place, arm) in enumerate(zip(self.places, arms, strict=True), start=1):
-                self.told(f"search: {arm.name}")
-                states = {arm.name: self.windows.scored(self.ranks.prefill(token_ids_BL, number))}
-                _, scores = scorer.score(exact_TD, states, self.windows.next_ids(numbers))
-                totals[place] += float(scores[arm.name].kl_T.sum())
-        powers = {place: noise[_PROBE, *place].total for place in self.places}
-        return {place: totals[place] / num_rows / powers[place] if powers[place] else 0.0 for place in self.places}
-
-    def offers(self, sensitivities: Mapping[Place, float], candidates: Sequence[str]) -> dict[Place, list[Offer]]:
-        """Bytes and predicted KL of each candidate at each place."""
-        rows = self.windows.token_ids_NL.shape[1]
-        noise = self._noise([make_arm(name, self.config) for name in candidates])
-        sent = {
-            name: bytes_at(name, self.config.hidden_size, self.ranks.world_size, rows, self.elem_bytes)
-            for name in candidates
-        }
-        return {
-            place: [
-                Offer(algorithm=name, num_bytes=sent[name], kl=sensitivity * noise[name, *place].total)
-                for name in candidates
-            ]
-            for place, sensitivity in sensitivities.items()
-        }
-
-    def _noise(self, arms: Sequence[Arm]) -> dict[tuple[str, str, int], Power]:
-        self.told("search: noise of each layer")
-        return noise_of_arms(self.ranks, self.windows, self.windows.calibration[: self.batch], arms)
-
-    def _alone(self, place: Place) -> Arm:
-        site, layer = place
-        choices = (Choice(up_to_bytes=None, algorithms=(_PROBE,), reason="alone"),)
-        rules = (Rule(site, "prefill", choices, (layer,)), *exact_arm().policy.rules)
-        return Arm(name=f"{site} of layer {layer}", policy=Policy(rules))
+    Raises:
+        ValueError: even the cheapest mix exceeds the bytes.
+    """
+    options, config, elem_bytes = setting.options, setting.config, setting.dtype.itemsize
+    assert options.search is not None
+    sensitivities = _sensitivities(setting, ranks, pool, show)
+    show("search: noise of each layer")
+    numbers = setting.windows.calibration[: options.batch]
+    noise = noise_of_arms(ranks, setting, numbers, [make_arm(name, config) for name in CANDIDATES])
+    sent = {
+        name: bytes_at(name, config.hidden_size, ranks.world_size, options.window, elem_bytes) for name in CANDIDATES
+    }
+    offers = {
+        place: [
+            Offer(algorithm=name, num_bytes=sent[name], kl=sensitivity * noise[name, *place].total)
+            for name in CANDIDATES
+        ]
+        for place, sensitivity in sensitivities.items()
+    }
+    most = bytes_per_token(make_arm(options.search, config), config, ranks.world_size, options.window, elem_bytes)
+    mix = choose(offers, most)
+    predicted_kl = sum(offer.kl for offer in mix.values())
+    facts = {
+        "bytes_of": options.search,
+        "world_size": ranks.world_size,
+        "tokens": len(setting.windows.next_ids(setting.windows.calibration)),
+        "candidates": list(CANDIDATES),
+        "predicted_kl": predicted_kl,
+        "bytes_per_token": sum(offer.num_bytes for offer in mix.values()),
+        "chosen": [
+            {
+                "site": site,
+                "layer": layer,
+                "algorithm": offer.algorithm,
+                "predicted_kl": offer.kl,
+                "kl_per_noise_power": sensitivities[site, layer],
+            }
+            for (site, layer), offer in mix.items()
+        ],
+    }
+    origin = {"found_with_ranks": ranks.world_size, "bytes_of": options.search, "predicted_kl": predicted_kl}
+    algorithms = {place: offer.algorithm for place, offer in mix.items()}
+    return make_policy_file(setting, algorithms, "mix", origin), facts
 
 
-def choose(offers: Mapping[Place, Sequence[Offer]], max_bytes: float) -> Mix:
+def _sensitivities(
+    setting: Setting, ranks: ThreadRanks, pool: ThreadPoolExecutor, show: Callable[[str], None]
+) -> dict[Place, float]:
+    """KL per noise power of each place when only that place is quantized, over the calibration windows."""
+    windows, where = setting.windows, places(setting.config)
+    show("search: noise of each layer")
+    numbers = windows.calibration[: setting.options.batch]
+    noise = noise_of_arms(ranks, setting, numbers, [make_arm(_PROBE, setting.config)])
+    arms = [one_algorithm_arm(f"{site} of layer {layer}", _PROBE, (layer,), site) for site, layer in where]
+    ranks.set_arms([exact_arm(), *arms])
+    totals, num_rows = dict.fromkeys(where, 0.0), 0
+    for numbers in setting.batches(windows.calibration):
+        token_ids_BL = windows.token_ids_NL[list(numbers)]
+        exact_TD = windows.scored(ranks.prefill(token_ids_BL, 0))
+        num_rows += len(exact_TD)
+        for number, (place, arm) in enumerate(zip(where, arms, strict=True), start=1):
+            show(f"search: {arm.name}")
+            states = {arm.name: windows.scored(ranks.prefill(token_ids_BL, number))}
+            scores = score(pool, ranks.head_VD, exact_TD, states, windows.next_ids(numbers))
+            totals[place] += float(scores[arm.name].kl_T.sum())
+    powers = {place: noise[_PROBE, *place].total for place in where}
+    return {place: totals[place] / num_rows / powers[place] if powers[place] else 0.0 for place in where}
+
+
+def choose(offers: Mapping[Place, Sequence[Offer]], max_bytes: float) -> dict[Place, Offer]:
     """Choose the mix of at most ``max_bytes`` with about the least KL.
 
     A greedy algorithm: start with the cheapest offer at every place; repeat the step along a place's convex hull that
@@ -158,7 +136,8 @@ def choose(offers: Mapping[Place, Sequence[Offer]], max_bytes: float) -> Mix:
     spent = sum(hull[0].num_bytes for hull in hulls.values())
     if spent > max_bytes:
         raise ValueError(
-            f"no mix sends {max_bytes:,.0f} bytes a token or less: the cheapest sends {spent:,.0f}; search with more"
+            f"no mix sends {max_bytes:,.0f} bytes per token or less: the cheapest sends {spent:,.0f}; name an AllReduce in "
+            "--search that sends more"
         )
     steps = [(-_gain(hull, 0), place) for place, hull in hulls.items() if len(hull) > 1]
     heapq.heapify(steps)
@@ -171,7 +150,7 @@ def choose(offers: Mapping[Place, Sequence[Offer]], max_bytes: float) -> Mix:
         level[place], spent = at + 1, spent + more
         if at + 2 < len(hull):
             heapq.heappush(steps, (-_gain(hull, at + 1), place))
-    return Mix(chosen={place: hull[level[place]] for place, hull in hulls.items()})
+    return {place: hull[level[place]] for place, hull in hulls.items()}
 
 
 def _gain(hull: Sequence[Offer], at: int) -> float:
@@ -191,121 +170,35 @@ def _hull(offers: Sequence[Offer]) -> list[Offer]:
     return hull
 
 
-_AS_MANY = 1.1  # times the mix's bytes: the most that an arm may send to be compared with it
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundMix:
-    """The result of the search: the mix as a policy file and as an arm, and facts for the result."""
-
-    file: PolicyFile
-    arm: Arm
-    facts: dict[str, Any]
-
-
-def find_mix(setting: Setting, ranks: PlayedRanks, pool: ThreadPoolExecutor, told: Callable[[str], None]) -> FoundMix:
-    """Search on the calibration windows with ``ranks``.
-
-    Raises:
-        ValueError: even the cheapest mix exceeds the bytes.
-    """
-    options, config = setting.options, setting.config
-    assert options.search is not None
-    elem_bytes = setting.dtype.itemsize
-    search = Search(
-        ranks=ranks,
-        windows=setting.windows,
-        config=config,
-        batch=options.batch,
-        elem_bytes=elem_bytes,
-        pool=pool,
-        told=told,
-    )
-    sensitivities = search.sensitivities()
-    limit = make_arm(options.search, config)
-    mix = choose(
-        search.offers(sensitivities, CANDIDATES),
-        bytes_per_token(limit, config, ranks.world_size, options.window, elem_bytes),
-    )
-    facts = {
-        "bytes_of": options.search,
-        "world_size": ranks.world_size,
-        "tokens": len(setting.windows.next_ids(setting.windows.calibration)),
-        "candidates": list(CANDIDATES),
-        "predicted_kl": mix.predicted_kl,
-        "bytes_per_token": mix.num_bytes,
-        "chosen": _chosen(mix, sensitivities),
-    }
-    made_for = {**made_for_facts(setting), "found_with_ranks": ranks.world_size, "bytes_of": options.search}
-    file = PolicyFile(made_for={**made_for, "predicted_kl": mix.predicted_kl}, rules=mix.rules())
-    return FoundMix(file=file, arm=file_arm(MIX, file, config), facts=facts)
-
-
-def _chosen(mix: Mix, sensitivities: Mapping[tuple[str, int], float]) -> list[dict[str, Any]]:
-    return [
-        {
-            "site": site,
-            "layer": layer,
-            "algorithm": offer.algorithm,
-            "predicted_kl": offer.kl,
-            "kl_per_noise_power": sensitivities[site, layer],
-        }
-        for (site, layer), offer in mix.chosen.items()
-    ]
-
-
-def mix_against(measured: Measured, rows: Sequence[Mapping[str, Any]], window_rows: int) -> list[dict[str, Any]]:
-    """Ratio of the mix's KL to that of each arm with equal or slightly more bytes, with a 95 % interval."""
-    own = next((row for row in rows if row["algorithm"] == MIX), None)
-    if own is None:
-        return []
-    mix_kl = window_means(measured, MIX, "kl_T", window_rows)
-    found = []
-    for row in rows:
-        if row["algorithm"] == MIX or not 1 <= row["bytes_per_token"] / own["bytes_per_token"] <= _AS_MANY:
-            continue
-        other_kl = window_means(measured, row["algorithm"], "kl_T", window_rows)
-        if min(*other_kl, *mix_kl) <= 0:  # an exact arm has no ratio
-            continue
-        comparison = compare(other_kl, mix_kl, paired=True)
-        found.append(
-            {
-                "world_size": measured.world_size,
-                "algorithm": row["algorithm"],
-                "bytes_ratio": own["bytes_per_token"] / row["bytes_per_token"],
-                "kl_ratio": comparison.ratio,
-                "kl_ratio_low": comparison.low,
-                "kl_ratio_high": comparison.high,
-            }
-        )
-    return found
-
-
-def budget_policy(setting: Setting, name: str, rows: Sequence[Mapping[str, Any]]) -> PolicyFile:
-    """Make the policy file of the arm ``name``, with its worst figures over all world sizes."""
-    arm = next(arm for arm in setting.arms if arm.name == name)
-    own = [row for row in rows if row["algorithm"] == name]
+def arm_policy_file(setting: Setting, arm: Arm, rows: Sequence[Mapping[str, Any]]) -> PolicyFile:
+    """Make the policy file of ``arm``, with its worst figures over all world sizes."""
+    own = [row for row in rows if row["algorithm"] == arm.name]
     worst = {key: max(row[key] for row in own) for key in ("kl_mean", "perplexity_delta", "bytes_per_token")}
+    algorithms = {place: arm.algorithm(*place) for place in places(setting.config)}
+    return make_policy_file(setting, algorithms, f"KL {worst['kl_mean']:.2e}", worst)
+
+
+def make_policy_file(
+    setting: Setting, algorithms: Mapping[Place, str], reason: str, origin: Mapping[str, Any]
+) -> PolicyFile:
+    """Make a policy file with one algorithm at each place, for prompt rows only.
+
+    Its ``made_for`` says which model and text it comes from; ``serve`` compares the sizes with its own model.
+    """
     layers: dict[tuple[str, str], list[int]] = {}
-    for site in LOSSY_SITES:
-        for layer in range(setting.config.num_layers):
-            layers.setdefault((site, arm.algorithm(site, layer)), []).append(layer)
+    for (site, layer), algorithm in algorithms.items():
+        layers.setdefault((site, algorithm), []).append(layer)
     rules = tuple(
         FileRule(
             site=site,  # pyright: ignore[reportArgumentType]
             phase="prefill",
             algorithm=algorithm,
-            layers=None if len(numbers) == setting.config.num_layers else tuple(numbers),
-            reason=f"KL {worst['kl_mean']:.2e}",
+            layers=None if len(numbers) == setting.config.num_layers else tuple(sorted(numbers)),
+            reason=reason,
         )
         for (site, algorithm), numbers in layers.items()
     )
-    return PolicyFile(made_for={**made_for_facts(setting), **worst}, rules=rules)
-
-
-def made_for_facts(setting: Setting) -> dict[str, Any]:
-    """The origin of a policy file; ``serve`` compares the sizes with its own model."""
+    facts, sizes = setting.facts(), setting.options.world_sizes
     names = ("model", "num_layers", "hidden_size", "dtype", "weights", "text", "tokens")
-    facts = {name: setting.facts[name] for name in names}
-    sizes = setting.options.world_sizes
-    return facts | ({"world_size": sizes[0]} if len(sizes) == 1 else {"world_sizes": list(sizes)})
+    sized = {"world_size": sizes[0]} if len(sizes) == 1 else {"world_sizes": list(sizes)}
+    return PolicyFile(made_for={**{name: facts[name] for name in names}, **sized, **origin}, rules=rules)

@@ -3,7 +3,7 @@
 Windows have equal length, are spread evenly over the text and do not overlap.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,6 @@ from torch import Tensor
 
 from tightwire.bench.quality.arms import Arm, make_arm
 from tightwire.bench.quality.options import QualityOptions
-from tightwire.bench.quality.ranks import NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS
-from tightwire.bench.report.environment import describe_environment
 from tightwire.bench.text import ENGLISH_NAME, english_text, read_text
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import make_layout
@@ -21,19 +19,23 @@ from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
 
+NUM_PROMPTS = 16  # of greedy texts
+PROMPT_TOKENS = 128
+NEW_TOKENS = 64
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Windows:
     """N windows as ``token_ids_NL``; each begins with the ``num_first`` tokens the tokenizer puts before a text.
 
-    ``calibration`` and ``judged`` are disjoint indices: windows for the search, and windows for the reported figures.
+    ``calibration`` and ``measured`` are disjoint indices: windows for the search, and windows for the reported figures.
     """
 
     token_ids_NL: Tensor
     num_first: int
     text_tokens: int  # tokens of the whole text
     calibration: tuple[int, ...]
-    judged: tuple[int, ...]
+    measured: tuple[int, ...]
 
     @property
     def num_scored(self) -> int:
@@ -50,7 +52,7 @@ class Windows:
 
 
 def make_windows(tokenizer: Tokenizer, text: str, *, num_tokens: int, window: int, num_calibration: int = 0) -> Windows:
-    """Cut windows of ``window`` tokens: ``num_tokens`` (rounded up) to judge, and ``num_calibration`` windows.
+    """Cut windows of ``window`` tokens: ``num_tokens`` (rounded up) to measure, and ``num_calibration`` windows.
 
     Raises:
         ValueError: the text is too short; the message has its length.
@@ -58,15 +60,14 @@ def make_windows(tokenizer: Tokenizer, text: str, *, num_tokens: int, window: in
     ids = tokenizer.encode(text, add_special_tokens=False)
     first = tokenizer.encode("")
     length = window - len(first)
-    num_judged = -(-num_tokens // window)
-    num_windows = num_judged + num_calibration
+    num_measured = -(-num_tokens // window)
+    num_windows = num_measured + num_calibration
     if length < 2 or num_windows * length > len(ids):
         most = max(0, len(ids) // max(1, length) - num_calibration) * window
-        ask = f"or ask for at most --tokens {most}" if most else "or ask for smaller --window and --tokens"
-        found_with = f" ({num_calibration} of them for the search)" if num_calibration else ""
+        ask = f"or at most --tokens {most}" if most else "or a smaller --window and --tokens"
         raise ValueError(
-            f"the text has {len(ids)} tokens, and {num_windows} windows of {window}{found_with} need "
-            f"{num_windows * length}; give a longer --text, {ask}"
+            f"the text has {len(ids)} tokens, but {num_windows} windows of {window} need {num_windows * length}; "
+            f"give a longer --text, {ask}"
         )
     # Start at multiples of the length, evenly spaced over the text.
     places = len(ids) // length
@@ -78,7 +79,7 @@ def make_windows(tokenizer: Tokenizer, text: str, *, num_tokens: int, window: in
         num_first=len(first),
         text_tokens=len(ids),
         calibration=calibration,
-        judged=tuple(number for number in range(num_windows) if number not in calibration),
+        measured=tuple(number for number in range(num_windows) if number not in calibration),
     )
 
 
@@ -90,32 +91,70 @@ class Setting:
     formats: WeightFormats
     windows: Windows
     arms: tuple[Arm, ...]
-    facts: dict[str, Any]
 
     @property
     def config(self) -> LlamaConfig:
         return self.checkpoint.config
+
+    @property
+    def num_new_tokens(self) -> int:
+        """The length of each greedy text."""
+        return NEW_TOKENS
+
+    @property
+    def prompts_BL(self) -> Tensor:
+        """The prompts of the greedy texts: the beginnings of windows spread over the text."""
+        numbers = self.windows.measured
+        count = min(NUM_PROMPTS, len(numbers))
+        spread = [numbers[i * len(numbers) // count] for i in range(count)]
+        return self.windows.token_ids_NL[spread, :PROMPT_TOKENS]
+
+    def batches(self, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+        """The windows of each forward pass."""
+        for start in range(0, len(numbers), self.options.batch):
+            yield numbers[start : start + self.options.batch]
+
+    def facts(self) -> dict[str, Any]:
+        """The setting as it stands in the result."""
+        options, dtype = self.options, str(self.dtype).removeprefix("torch.")
+        return {
+            "model": self.checkpoint.name,
+            "num_layers": self.config.num_layers,
+            "hidden_size": self.config.hidden_size,
+            "dtype": dtype,
+            "weights": self.formats.name or dtype,
+            "text": ENGLISH_NAME if options.text is None else str(options.text),
+            "text_tokens": self.windows.text_tokens,
+            "tokens": len(self.windows.next_ids(self.windows.measured)),
+            "window": options.window,
+            "batch": options.batch,
+            "world_sizes": list(options.world_sizes),
+            "greedy": {"prompts": NUM_PROMPTS, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS},
+            "seed": options.seed,
+        }
 
 
 def make_setting(options: QualityOptions) -> Setting:
     """Open the model and cut the text.
 
     Raises:
-        ValueError: the text is missing or too short, the model cannot be split, or a policy file is for another model.
-        ModelError: the model does not exist.
+        ValueError: the text is missing or too short, the model does not exist or cannot be split, or a policy file is for
+            another model.
     """
     text = english_text() if options.text is None else read_text(options.text)
     checkpoint = open_checkpoint(options.model, options.seed)
     config = checkpoint.config
     formats = choose_formats(checkpoint.reader(), config, options.quantization)
+    if max(options.world_sizes) > config.num_heads:
+        raise ValueError(f"--world-sizes must be at most {config.num_heads}, the number of the model's query heads")
     for world_size in options.world_sizes:
-        _check_split(config, world_size, formats)
+        check_split(make_layout(config, world_size), config, formats)
     if options.window > config.max_positions:
-        raise ValueError(f"--window {options.window} is more than the {config.max_positions} positions of the model")
+        raise ValueError(f"--window {options.window} exceeds the model's {config.max_positions} positions")
     arms = tuple(make_arm(name, config) for name in options.algorithms)
     if formats.packed and (coded := [arm.name for arm in arms if arm.weight_codec != "none"]):
         raise ValueError(
-            f"{', '.join(coded)}: only plain matrices go through a codec, and these are packed ({formats.name}); give "
+            f"{', '.join(coded)}: a weight codec encodes plain matrices only, but these are packed ({formats.name}); use "
             "--quantization none"
         )
     windows = make_windows(
@@ -125,48 +164,6 @@ def make_setting(options: QualityOptions) -> Setting:
         window=options.window,
         num_calibration=0 if options.search is None else -(-options.search_tokens // options.window),
     )
-    dtype = _choose_dtype(options.dtype, config)
-    return Setting(
-        options=options,
-        checkpoint=checkpoint,
-        dtype=dtype,
-        formats=formats,
-        windows=windows,
-        arms=arms,
-        facts={
-            "environment": describe_environment(),
-            "model": checkpoint.name,
-            "num_layers": config.num_layers,
-            "hidden_size": config.hidden_size,
-            "dtype": str(dtype).removeprefix("torch."),
-            "weights": formats.name or str(dtype).removeprefix("torch."),
-            "text": ENGLISH_NAME if options.text is None else str(options.text),
-            "text_tokens": windows.text_tokens,
-            "tokens": len(windows.next_ids(windows.judged)),
-            "window": options.window,
-            "batch": options.batch,
-            "world_sizes": list(options.world_sizes),
-            "greedy": {"prompts": NUM_PROMPTS, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS},
-            "seed": options.seed,
-        },
-    )
-
-
-def _check_split(config: LlamaConfig, world_size: int, formats: WeightFormats) -> None:
-    if world_size > config.num_heads:
-        raise ValueError(
-            f"--world-sizes {world_size}: the model has {config.num_heads} query heads, and a rank needs at least one; "
-            f"ask for at most {config.num_heads}"
-        )
-    check_split(make_layout(config, world_size), config, formats)
-
-
-def _choose_dtype(asked: str, config: LlamaConfig) -> torch.dtype:
-    """Choose the dtype as ``serve --dtype`` does."""
-    name = config.dtype if asked == "auto" else asked
-    if name == "float16" and config.dtype == "bfloat16":
-        raise ValueError(
-            "--dtype float16: the checkpoint is in bfloat16, whose range float16 does not have; "
-            "use --dtype bfloat16 or float32"
-        )
-    return torch.float32 if name == "float64" else getattr(torch, name)
+    name = config.dtype if options.dtype == "auto" else options.dtype
+    dtype = torch.float32 if name == "float64" else getattr(torch, name)
+    return Setting(options=options, checkpoint=checkpoint, dtype=dtype, formats=formats, windows=windows, arms=arms)

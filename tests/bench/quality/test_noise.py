@@ -9,7 +9,7 @@ from tiny import make_tiny
 
 from tightwire.bench.quality.arms import exact_arm
 from tightwire.bench.quality.noise import NoiseRecord, Power, sqnr_db
-from tightwire.bench.quality.ranks import PlayedRanks
+from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.model.open import open_checkpoint
@@ -45,10 +45,10 @@ def test_every_place_of_a_model_is_watched_and_nothing_changes(tmp_path: Path) -
     names = ("flash-int8", "one-shot")
     prompts = torch.arange(2 * 32).view(2, 32)
     record = NoiseRecord(2, names)
-    with PlayedRanks(checkpoint, 2, dtype=torch.float32, num_sequences=2, max_tokens=32) as ranks:
-        ranks.give_arms([exact_arm()])
+    with ThreadRanks(checkpoint, 2, dtype=torch.float32, num_sequences=2, max_tokens=32) as ranks:
+        ranks.set_arms([exact_arm()])
         plain = ranks.prefill(prompts, 0)
-        ranks.give_arms([exact_arm()], record.routes)
+        ranks.set_arms([exact_arm()], record.routes)
         watched = ranks.prefill(prompts, 0)
 
     assert torch.equal(plain, watched)

@@ -8,7 +8,7 @@ import torch
 from tiny import make_tiny
 
 from tightwire.bench.quality.arms import bytes_per_token, exact_arm, make_arm
-from tightwire.bench.quality.ranks import PlayedRanks, first_differences, generate
+from tightwire.bench.quality.ranks import ThreadRanks, first_differences, generate
 from tightwire.model.open import Checkpoint, open_checkpoint
 
 PROMPTS = torch.arange(2 * 40).view(2, 40) * 3 % 200
@@ -21,35 +21,35 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture
-def ranks(checkpoint: Checkpoint) -> Iterator[PlayedRanks]:
+def ranks(checkpoint: Checkpoint) -> Iterator[ThreadRanks]:
     with open_ranks(checkpoint, 3, torch.bfloat16) as ranks:
-        ranks.give_arms([exact_arm(), make_arm(LOSSY, checkpoint.config), make_arm("one-shot", checkpoint.config)])
+        ranks.set_arms([exact_arm(), make_arm(LOSSY, checkpoint.config), make_arm("one-shot", checkpoint.config)])
         yield ranks
 
 
-def open_ranks(checkpoint: Checkpoint, world_size: int, dtype: torch.dtype) -> PlayedRanks:
-    return PlayedRanks(checkpoint, world_size, dtype=dtype, num_sequences=2, max_tokens=64)
+def open_ranks(checkpoint: Checkpoint, world_size: int, dtype: torch.dtype) -> ThreadRanks:
+    return ThreadRanks(checkpoint, world_size, dtype=dtype, num_sequences=2, max_tokens=64)
 
 
 def test_every_world_size_computes_the_same_model(checkpoint: Checkpoint) -> None:
     logits = {}
     for world_size in (1, 2, 4):
         with open_ranks(checkpoint, world_size, torch.float32) as ranks:
-            ranks.give_arms([exact_arm()])
+            ranks.set_arms([exact_arm()])
             logits[world_size] = ranks.logits(ranks.prefill(PROMPTS, 0))
     for world_size in (2, 4):
         assert logits[world_size] == pytest.approx(logits[1], abs=1e-4)
     assert logits[1].std() > 0.1
 
 
-def test_what_is_quantized_differs_and_what_is_lossless_does_not(ranks: PlayedRanks) -> None:
+def test_what_is_quantized_differs_and_what_is_lossless_does_not(ranks: ThreadRanks) -> None:
     exact, lossy, lossless = (ranks.prefill(PROMPTS, arm) for arm in range(3))
     assert torch.equal(exact, lossless)
     assert not torch.equal(exact, lossy)
     assert torch.equal(lossy, ranks.prefill(PROMPTS, 1)), "the same pass gave other bits"
 
 
-def test_decoding_goes_on_where_the_prompt_ended(ranks: PlayedRanks) -> None:
+def test_decoding_goes_on_where_the_prompt_ended(ranks: ThreadRanks) -> None:
     whole = ranks.prefill(PROMPTS, 0)
     ranks.prefill(PROMPTS[:, :-1], 0)
     last = ranks.decode(PROMPTS[:, -1], PROMPTS.shape[1] - 1, 0)
@@ -57,7 +57,7 @@ def test_decoding_goes_on_where_the_prompt_ended(ranks: PlayedRanks) -> None:
     assert last.float() == pytest.approx(whole[:, -1].float(), abs=0.05)
 
 
-def test_greedy_texts_differ_only_after_a_quantized_prompt(ranks: PlayedRanks) -> None:
+def test_greedy_texts_differ_only_after_a_quantized_prompt(ranks: ThreadRanks) -> None:
     exact, lossy, lossless = (generate(ranks, PROMPTS, arm, 12) for arm in range(3))
     assert first_differences(exact, lossless) == [12, 12]
     assert min(first_differences(exact, lossy)) < 12
@@ -69,7 +69,7 @@ def test_first_differences_count_the_tokens_before() -> None:
     assert first_differences(exact, other) == [4, 0, 2]
 
 
-def test_a_rank_that_fails_frees_the_others(ranks: PlayedRanks) -> None:
+def test_a_rank_that_fails_frees_the_others(ranks: ThreadRanks) -> None:
     with pytest.raises(IndexError):
         ranks.prefill(PROMPTS, 9)
 

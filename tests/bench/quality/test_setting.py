@@ -1,4 +1,4 @@
-"""Windows: spread over the text, never overlapping, calibration apart from judgement."""
+"""Windows: spread over the text, never overlapping, calibration apart from measurement."""
 
 from pathlib import Path
 
@@ -22,8 +22,8 @@ def test_windows_lie_over_the_whole_text_and_apart(tokenizer: Tokenizer) -> None
     windows = make_windows(tokenizer, TEXT, num_tokens=200, window=40, num_calibration=2)
 
     assert windows.token_ids_NL.shape == (7, 40)
-    assert sorted((*windows.judged, *windows.calibration)) == list(range(7))
-    assert (len(windows.judged), len(windows.calibration)) == (5, 2)
+    assert sorted((*windows.measured, *windows.calibration)) == list(range(7))
+    assert (len(windows.measured), len(windows.calibration)) == (5, 2)
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     length = 40 - windows.num_first
     rows = windows.token_ids_NL[:, windows.num_first :].tolist()
@@ -41,5 +41,5 @@ def test_scored_rows_are_followed_by_their_next_ids(tokenizer: Tokenizer) -> Non
 
 
 def test_a_short_text_says_how_short(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"the text has 1000 tokens, and 30 windows of 40 need 1200; .* --tokens 1000"):
+    with pytest.raises(ValueError, match=r"the text has 1000 tokens, but 30 windows of 40 need 1200; .* --tokens 1000"):
         make_windows(tokenizer, TEXT, num_tokens=1200, window=40)
