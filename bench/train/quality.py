@@ -1,7 +1,6 @@
 """Compares the held-out loss of compressed training with that of dense training, over several seeds.
 
     python -m tightwire.bench.train.quality [--arms NAME,...] [--seeds 0,1,2] [--jobs 1] [--output DIR] [key=value ...]
-    python -m tightwire.bench.train.quality --report-only --output DIR
 
 Each arm is a training run: ``quality.yaml``, the arm's own values, then the given ones, on four ranks of two nodes, which
 are threads. The arms of a seed start from the same weights and read the same batches. Arms with AdamW and ZeRO-3:
@@ -20,7 +19,7 @@ first fifth of the steps. The learning rate is the best one for dense training w
     no-warm-up      0.1 % from the first step
 
 An interrupted run continues from its last checkpoint, and a finished run is kept. A folder that holds a run with other
-values is refused. Writes training-quality.json (all curves) and prints a Markdown table.
+values is refused. Writes training-quality.json (all curves) and prints a table.
 """
 
 import argparse
@@ -28,10 +27,8 @@ import json
 import multiprocessing
 import os
 import statistics
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +36,10 @@ from typing import Any
 import torch
 import yaml
 
+from tightwire.bench.options import parse_integers, parse_names
+from tightwire.bench.report.console import make_console
 from tightwire.bench.report.environment import describe_environment
+from tightwire.bench.report.table import Column, Table, print_table
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.read import read_config, to_values
@@ -84,31 +84,23 @@ ARMS = {
     "no-warm-up": (*_DGC, "parallel.between.sparsity=[0.999]"),
 }
 _DENSE = {"zero3": "zero3", "zero++": "zero3"}  # the baseline of each arm; sgd for the others
-_ABLATIONS = ("no-correction", "no-masking", "no-warm-up")
 # Shares of the steps: dense steps first, then equal spans for each sparsity.
 _WARM_UP = (0.0, 0.25)
 _OTHER_WARM_UP = {"dense-start": (0.1, 0.15)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
-    """The log of one arm with one seed."""
-
-    arm: str
-    seed: int
-    finished: bool
-    steps: list[int]
-    losses: list[float]  # of each step's batch
-    evaluated_steps: list[int]
-    held_out: list[float]
-    wire_bytes: float  # mean that rank 0 sent in the last steps
+def _spread(form: str) -> Any:
+    return lambda values: f"{form} ({form} to {form})".format(statistics.fmean(values), min(values), max(values))
 
 
-def order_runs(arms: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
-    """(arm, seed) of each run: all seeds of the main arms first, then those of the ablations."""
-    ablations = [arm for arm in arms if arm in _ABLATIONS]
-    others = [arm for arm in arms if arm not in _ABLATIONS]
-    return [(arm, seed) for group in (others, ablations) for seed in seeds for arm in group]
+COLUMNS = (
+    Column("arm", "arm"),
+    Column("seeds", "seeds", lambda seeds: str(len(seeds))),
+    Column("held-out loss: mean (lowest to highest)", "held_out", _spread("{:.4f}")),
+    Column("training loss", "training", ".4f"),
+    Column("against dense", "behind", _spread("{:+.2%}")),
+    Column("bytes a step", "wire_bytes", ",.0f"),
+)
 
 
 def make_config(arm: str, seed: int, output: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -130,10 +122,9 @@ def train(config: TrainConfig) -> None:
     """
     folder = Path(config.run)
     if (folder / "config.yaml").exists():
-        before = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        if before != to_values(config):
+        if _values_of(folder) != to_values(config):
             raise ValueError(f"{folder} holds a run with other values, see its config.yaml; choose another --output")
-        if is_finished(read_log(folder / LOG), config.schedule.steps):
+        if read_log(folder / LOG) and read_curve(folder)["finished"]:
             return
     torch.set_num_threads(1)
     options, data = engine_options(config), RunData.find(config)
@@ -141,7 +132,7 @@ def train(config: TrainConfig) -> None:
     groups = in_process_train_groups(_RANKS, _NODES, _TIMEOUT_S)
     controls = [Control(group) for group in in_process_groups(_RANKS, _TIMEOUT_S)]
 
-    def one(rank: int) -> None:
+    def train_rank(rank: int) -> None:
         with Ranks(groups=groups[rank], control=controls[rank]) as ranks:
             run = Run(config, options, data, ranks)
             try:
@@ -150,119 +141,90 @@ def train(config: TrainConfig) -> None:
                 run.close()
 
     with ThreadPoolExecutor(_RANKS) as pool:
-        for future in [pool.submit(one, rank) for rank in range(_RANKS)]:
-            future.result()
+        list(pool.map(train_rank, range(_RANKS)))
 
 
-def is_finished(lines: Iterable[dict[str, Any]], steps: int) -> bool:
-    return any(line["step"] == steps and "held_out_loss" in line for line in lines)
-
-
-def read_curve(folder: Path) -> Curve:
-    """Read the log in a run's folder, which is named ARM-SEED."""
+def read_curve(folder: Path) -> dict[str, Any]:
+    """The log in a run's folder, which is named ARM-SEED. ``wire_bytes``: mean that rank 0 sent in the last steps."""
     arm, _, seed = folder.name.rpartition("-")
-    lines = read_log(folder / LOG)
-    steps, evaluations = ([line for line in lines if key in line] for key in ("loss", "held_out_loss"))
-    wanted = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["schedule"]["steps"]
-    return Curve(
-        arm=arm,
-        seed=int(seed),
-        finished=is_finished(lines, wanted),
-        steps=[line["step"] for line in steps],
-        losses=[line["loss"] for line in steps],
-        evaluated_steps=[line["step"] for line in evaluations],
-        held_out=[line["held_out_loss"] for line in evaluations],
-        wire_bytes=statistics.fmean(line["wire_bytes"] for line in steps[-_LAST_STEPS:]),
-    )
+    steps, evaluations = ([line for line in read_log(folder / LOG) if key in line] for key in ("loss", "held_out_loss"))
+    return {
+        "arm": arm,
+        "seed": int(seed),
+        "finished": bool(evaluations) and evaluations[-1]["step"] == _values_of(folder)["schedule"]["steps"],
+        "steps": [line["step"] for line in steps],
+        "losses": [line["loss"] for line in steps],
+        "evaluated_steps": [line["step"] for line in evaluations],
+        "held_out": [line["held_out_loss"] for line in evaluations],
+        "wire_bytes": statistics.fmean(line["wire_bytes"] for line in steps[-_LAST_STEPS:]),
+    }
 
 
-def summarize(curves: Sequence[Curve]) -> list[dict[str, Any]]:
+def summarize(curves: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row per arm with finished runs. ``behind``: final held-out loss / that of the dense arm with the same seed - 1."""
-    finished = {(curve.arm, curve.seed): curve for curve in curves if curve.finished}
+    finished = {(curve["arm"], curve["seed"]): curve for curve in curves if curve["finished"]}
     rows = []
     for arm in ARMS:
         own = [finished[key] for key in sorted(finished) if key[0] == arm]
-        if not own:
-            continue
         dense = _DENSE.get(arm, "sgd")
-        pairs = [(curve, finished[dense, curve.seed]) for curve in own if (dense, curve.seed) in finished]
-        rows.append(
-            {
-                "arm": arm,
-                "dense": dense,
-                "seeds": [curve.seed for curve in own],
-                "held_out": [curve.held_out[-1] for curve in own],
-                "training": [statistics.fmean(curve.losses[-_LAST_STEPS:]) for curve in own],
-                "behind": [curve.held_out[-1] / other.held_out[-1] - 1 for curve, other in pairs],
-                "wire_bytes": statistics.fmean(curve.wire_bytes for curve in own),
-            }
-        )
+        pairs = [(curve, finished.get((dense, curve["seed"]))) for curve in own if arm != dense]
+        behind = [curve["held_out"][-1] / other["held_out"][-1] - 1 for curve, other in pairs if other]
+        if own:
+            rows.append(
+                {
+                    "arm": arm,
+                    "dense": dense,
+                    "seeds": [curve["seed"] for curve in own],
+                    "held_out": [curve["held_out"][-1] for curve in own],
+                    "training": statistics.fmean(loss for curve in own for loss in curve["losses"][-_LAST_STEPS:]),
+                    "behind": behind or None,
+                    "wire_bytes": statistics.fmean(curve["wire_bytes"] for curve in own),
+                }
+            )
     return rows
 
 
-def to_table(rows: Iterable[dict[str, Any]]) -> str:
-    lines = [
-        "| arm | seeds | held-out loss: mean, lowest to highest | training loss | beside dense: mean, lowest to highest | bytes a step |",
-        "|---|--:|---|--:|---|--:|",
-    ]
-    for row in rows:
-        behind = "-" if row["arm"] == row["dense"] or not row["behind"] else _spread(row["behind"], "{:+.2%}")
-        lines.append(
-            f"| {row['arm']} | {len(row['seeds'])} | {_spread(row['held_out'], '{:.4f}')} | "
-            f"{statistics.fmean(row['training']):.4f} | {behind} | {row['wire_bytes']:,.0f} |"
-        )
-    return "\n".join(lines)
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    return f"{form.format(statistics.fmean(values))}, {form.format(min(values))} to {form.format(max(values))}"
-
-
-def report(output: Path) -> str:
+def report(output: Path) -> Table:
     """Write the JSON file of all runs in ``output``; return the table."""
     curves = [read_curve(log.parent) for log in sorted(output.glob(f"*/{LOG}")) if read_log(log)]
     rows = summarize(curves)
-    result = {
-        "environment": describe_environment(),
-        "config": to_values(read_config(_CONFIG)),
-        "arms": ARMS,
-        "rows": rows,
-        "runs": [asdict(curve) for curve in curves],
-    }
+    config = to_values(read_config(_CONFIG))
+    result = {"environment": describe_environment(), "config": config, "arms": ARMS, "rows": rows, "runs": curves}
     (output / "training-quality.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-    return to_table(rows)
+    return Table(columns=COLUMNS, rows=rows)
 
 
 def main() -> None:
     given = _parser().parse_args()
     os.chdir(_ROOT)
     given.output.mkdir(parents=True, exist_ok=True)
-    if not given.report_only:
-        runs = order_runs(given.arms, given.seeds)
-        configs = [make_config(arm, seed, given.output, given.overrides) for arm, seed in runs]
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(given.jobs, mp_context=spawn, initializer=os.chdir, initargs=(_ROOT,)) as pool:
-            for future in as_completed(list(map(partial(pool.submit, train), configs))):
-                future.result()
-                report(given.output)
-    sys.stdout.write(f"{report(given.output)}\n")
+    configs = [make_config(arm, seed, given.output, given.overrides) for arm in given.arms for seed in given.seeds]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.jobs, mp_context=spawn, initializer=os.chdir, initargs=(_ROOT,)) as pool:
+        for future in as_completed(list(map(partial(pool.submit, train), configs))):
+            future.result()
+            report(given.output)
+    print_table(make_console(), report(given.output))
+
+
+def _values_of(folder: Path) -> Any:
+    return yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override the arms' values")
-    parser.add_argument("--arms", type=_arms, default=list(ARMS))
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
+    parser.add_argument("--arms", type=_parse_arms, default=tuple(ARMS))
+    parser.add_argument("--seeds", type=parse_integers, default=(0, 1, 2))
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, about a core each (%(default)s)")
     parser.add_argument("--output", type=lambda text: Path(text).resolve(), default=Path("training-quality").resolve())
-    parser.add_argument("--report-only", action="store_true", help="only report on the runs in --output")
     return parser
 
 
-def _arms(text: str) -> list[str]:
-    if unknown := set(text.split(",")) - set(ARMS):
-        raise argparse.ArgumentTypeError(f"no arms {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
-    return text.split(",")
+def _parse_arms(text: str) -> tuple[str, ...]:
+    if unknown := set(names := parse_names(text)) - set(ARMS):
+        raise argparse.ArgumentTypeError(f"there is no {', '.join(sorted(unknown))}; choose from {', '.join(ARMS)}")
+    return names
 
 
 if __name__ == "__main__":
