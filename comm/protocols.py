@@ -21,7 +21,7 @@ def nothing_told(num_bytes: int) -> None:
 class KernelSums(Protocol):
     """One-shot sums of one buffer that a caller's kernel runs repeatedly by itself: ``kernels.cpu.shared_sums``.
 
-        table = sums.begin(x, out, sites)
+        table = sums.begin(x, out, "decode", sites)
         while (num_done := sums.wait()) < len(sites):
             ...  # call the kernel, which makes sums from number ``num_done`` on
         sums.end()
@@ -30,10 +30,10 @@ class KernelSums(Protocol):
     shape, dtype and number of sites.
     """
 
-    def begin(self, x: Tensor, out: Tensor, sites: Sequence[str]) -> int:
+    def begin(self, x: Tensor, out: Tensor, phase: str, sites: Sequence[str]) -> int:
         """Return the address of the kernel's table. Each sum reads ``x`` and writes ``out``; both are contiguous.
 
-        ``sites``: the purpose of each sum, as the ledger's ``site``.
+        ``sites``: the purpose of each sum; they and ``phase`` are for the ledger.
         """
         ...
 
@@ -130,7 +130,9 @@ class AllReduce(Protocol):
         """Whether nothing is quantized: the only error is that of adding and of rounding sums to the dtype."""
         ...
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+        """``phase`` (such as "decode") and ``site`` (such as "o_proj 3") are for the ledger."""
+        ...
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
         """Bytes one rank sends for a tensor of ``num_elems``, exactly as the transport counts them."""

@@ -115,7 +115,6 @@ def build_runner(
         )
     return ModelRunner(
         model,
-        replica.ledger,
         graphs=graphs,
         lane=CommLane(replica.ledger) if options.overlap else None,
         most_rows=options.most_rows,

@@ -52,7 +52,6 @@ class DecodeGraphs:
         ledger: Ledger,
     ) -> None:
         self._sizes = sorted(sizes)
-        ledger.phase = "decode"
         # Largest first, so that the smaller graphs reuse its activation memory in the pool.
         self._graphs = {
             (size, policy): _Graph(forward, size, policy, max_blocks, device, capture, ledger)
@@ -106,9 +105,9 @@ class _Graph:
         self._pad(0)
         overwrite(self._device, self._host)
         forward(batch)  # compiles kernels and allocates workspaces, which is not allowed during capture
-        before = {count[:3]: count for count in ledger.counts()}
+        before = {count[:3]: count for count in ledger.counters.counts()}
         self._replay = capture(lambda: forward(batch))
-        self._counts = [count.since(before.get(count[:3])) for count in ledger.counts()]
+        self._counts = [count.since(before.get(count[:3])) for count in ledger.counters.counts()]
 
     def run(self, arrays: StepArrays, chosen_R: Tensor | None) -> Tensor:
         num_rows = len(arrays.token_ids_T)

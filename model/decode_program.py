@@ -159,7 +159,7 @@ class DecodeProgram:
                 or is gone.
         """
         partial_TD, total_TD = self._buffers[kernel.PARTIAL][: self._num_rows], self._total_TD[: self._num_rows]
-        table = sums.begin(partial_TD, total_TD, labels)
+        table = sums.begin(partial_TD, total_TD, "decode", labels)
         try:
             while (num_done := sums.wait()) < len(labels):
                 # The loop repeats only if another rank was late for a sum.

@@ -132,19 +132,19 @@ class Llama:
 
     def _embed(self, batch: Batch) -> Tensor:
         table, dtype = self.weights.outer.embedding, self.cache.dtype
-        return self._parallel.embed(table, batch.token_ids_T, batch.policy, dtype)
+        return self._parallel.embed(table, batch.token_ids_T, batch.policy, batch.phase, dtype)
 
     @torch.inference_mode()
-    def last_chosen(self, chosen_R: Tensor | None, num: int) -> Tensor:
+    def last_chosen(self, chosen_R: Tensor | None, num: int, phase: str) -> Tensor:
         """Return (num,) int32 on every rank; see ``TensorParallel.last_chosen``."""
-        return self._parallel.last_chosen(chosen_R, num)
+        return self._parallel.last_chosen(chosen_R, num, phase)
 
     @torch.inference_mode()
-    def logits(self, hidden_RD: Tensor, num_candidates: int = 0) -> Tensor | None:
+    def logits(self, hidden_RD: Tensor, num_candidates: int = 0, phase: str = "") -> Tensor | None:
         """Return (R, V) float32 on rank 0, None elsewhere; see ``TensorParallel.logits``."""
         outer = self.weights.outer
         normed_RD = rms_norm(hidden_RD, outer.final_norm, self._config.norm_eps)
-        return self._parallel.logits(normed_RD, outer.head, num_candidates)
+        return self._parallel.logits(normed_RD, outer.head, num_candidates, phase)
 
     @torch.inference_mode()
     def local_logits(self, hidden_RD: Tensor) -> Tensor:

@@ -41,24 +41,24 @@ class LogitsGather:
         self.num_begun = 0  # number of gathers started
         self.waited_s = 0.0  # time in gathers, for the slowest rank and for the transfer
 
-    def gather(self, sizes: bytes, local_RV: Tensor | None) -> Tensor | None:
+    def gather(self, sizes: bytes, local_RV: Tensor | None, phase: str = "") -> Tensor | None:
         """Return (R, V) float32 on rank 0, in the order of the replicas; None elsewhere.
 
         Args:
             sizes: the plan's ``gather_sizes``.
             local_RV: this rank's columns of its replica's rows; None without rows.
+            phase: of the step, for the ledger.
         Raises:
             PeerLostError: a rank is gone.
         Cost: each rank but 0 sends the largest of all ranks' messages: 4 R local_V bytes, or 8 R num_candidates.
         """
         replicas = [_Rows(*pair) for pair in ints(sizes).reshape(-1, 2).tolist()]
         self.num_begun += 1
-        self._world.ledger.site = "logits"
         message_bytes = [
             self._message_bytes(replica, place) for replica in replicas for place in range(len(self._sizes))
         ]
         message, start_s = self._message(local_RV, replicas[self._replica]), time.perf_counter()
-        received = gather_to_root(self._world, message, message_bytes)
+        received = gather_to_root(self._world, message, message_bytes, phase=phase, site="logits")
         self.waited_s += time.perf_counter() - start_s
         if received is None:
             return None

@@ -57,22 +57,23 @@ class TensorParallel:
             f"{site} {layer}", *(self._routes.all_reduce(site, layer, phase, policy) for phase in ("prefill", "decode"))
         )
 
-    def embed(self, local_table_VD: Matrix, token_ids_T: Tensor, policy: int, dtype: torch.dtype) -> Tensor:
+    def embed(self, local_table_VD: Matrix, token_ids_T: Tensor, policy: int, phase: str, dtype: torch.dtype) -> Tensor:
         """Return (T, D) embeddings in ``dtype``. One rank has each token's row; the others add exact zeros."""
         embedding_sum = self._embedding_sums[policy]
         if embedding_sum is None:
             return embedding(token_ids_T, local_table_VD, dtype)
-        self._group.ledger.site = "embed"
         rows = self.shard.vocab_rows
         mine_T = (token_ids_T >= rows.start) & (token_ids_T < rows.stop)
         local_ids_T = torch.where(mine_T, token_ids_T - rows.start, 0)
-        return embedding_sum(embedding(local_ids_T, local_table_VD, dtype).mul_(mine_T.unsqueeze(-1)))
+        local_TD = embedding(local_ids_T, local_table_VD, dtype).mul_(mine_T.unsqueeze(-1))
+        return embedding_sum(local_TD, phase, "embed")
 
-    def last_chosen(self, chosen_R: Tensor | None, num: int) -> Tensor:
+    def last_chosen(self, chosen_R: Tensor | None, num: int, phase: str = "") -> Tensor:
         """Return on every rank the first ``num`` of the tokens that rank 0 chose after the last step.
 
         Args:
             chosen_R: (R,) int32 on rank 0, ignored elsewhere.
+            phase: of the step, for the ledger.
         Raises:
             ValueError: rank 0 has fewer tokens.
         Cost: rank 0 sends 4 num bytes to each of the W - 1 other ranks.
@@ -82,58 +83,57 @@ class TensorParallel:
         elif chosen_R is None or len(chosen_R) < num:
             given = "none" if chosen_R is None else len(chosen_R)
             raise ValueError(f"the plan defers {num} tokens to the last step, and {given} were given")
-        self._group.ledger.site = "chosen"
-        return broadcast(self._group, chosen_R[:num])
+        return broadcast(self._group, chosen_R[:num], phase=phase, site="chosen")
 
     def sum_rows(self, partial_TD: Tensor, sums: RowSums | None, *, num_decode_rows: int) -> Tensor:
         """Return (T, D), the sum of the ranks' partial results.
 
         The first ``num_decode_rows`` rows are decode rows, the others prefill rows. If the two use different
-        algorithms, they are summed separately, so a row's bits do not depend on the kind of the other rows.
+        algorithms, they are summed separately, so a row's bits do not depend on the kind of the other rows. The ledger
+        counts a sum over any prefill row as prefill.
         """
         if sums is None:
             return partial_TD
-        ledger = self._group.ledger
-        ledger.site = sums.label
-        if num_decode_rows == 0 or sums.prompt is sums.generated:
-            return sums.prompt(partial_TD)
         if num_decode_rows == len(partial_TD):
-            return sums.generated(partial_TD)
-        step_phase, ledger.phase = ledger.phase, "decode"
-        generated_TD = sums.generated(partial_TD[:num_decode_rows])
-        ledger.phase = step_phase
-        return torch.cat([generated_TD, sums.prompt(partial_TD[num_decode_rows:])])
+            return sums.generated(partial_TD, "decode", sums.label)
+        if num_decode_rows == 0 or sums.prompt is sums.generated:
+            return sums.prompt(partial_TD, "prefill", sums.label)
+        generated_TD = sums.generated(partial_TD[:num_decode_rows], "decode", sums.label)
+        return torch.cat([generated_TD, sums.prompt(partial_TD[num_decode_rows:], "prefill", sums.label)])
 
     def sums_in_kernel(self, generated: Iterable[AllReduce], rows_TD: Tensor) -> KernelSums | None:
         """Return the arguments for these sums of ``rows_TD`` inside one kernel; None if one of them is not possible."""
         found = {kernel_sums(all_reduce, rows_TD.numel(), rows_TD.element_size()) for all_reduce in generated}
         return found.pop() if len(found) == 1 else None
 
-    def logits(self, hidden_RD: Tensor, local_head_VD: Matrix, num_candidates: int = 0) -> Tensor | None:
+    def logits(
+        self, hidden_RD: Tensor, local_head_VD: Matrix, num_candidates: int = 0, phase: str = ""
+    ) -> Tensor | None:
         """Return (R, V) float32 on rank 0, None on the others.
 
         Args:
             num_candidates: keep at least this many of each row's largest logits; with several ranks the others may
                 become minus infinity. 0: keep all.
+            phase: of the step, for the ledger.
         Cost: each rank sends 4 R max_vocab_rows or 8 R num_candidates bytes to each of the W - 1 others (an
             all-gather).
         """
         local_RV = linear_to_float(hidden_RD, local_head_VD)
         if self._group.world_size == 1:
             return local_RV
-        self._group.ledger.site = "logits"
         if candidates_pay(num_candidates, [len(shard.vocab_rows) for shard in self._layout.shards]):
-            return self._logits_of_candidates(local_RV, num_candidates)
+            return self._logits_of_candidates(local_RV, num_candidates, phase)
         padding = self._layout.max_vocab_rows - local_RV.shape[1]
-        gathered = all_gather(self._group, F.pad(local_RV, (0, padding)).contiguous())
+        padded_RV = F.pad(local_RV, (0, padding)).contiguous()
+        gathered = all_gather(self._group, padded_RV, phase=phase, site="logits")
         if self._group.rank != 0:
             return None
         parts = [part[:, : len(s.vocab_rows)] for part, s in zip(gathered, self._layout.shards, strict=True)]
         return torch.cat(parts, dim=1)
 
-    def _logits_of_candidates(self, local_RV: Tensor, num_candidates: int) -> Tensor | None:
+    def _logits_of_candidates(self, local_RV: Tensor, num_candidates: int, phase: str) -> Tensor | None:
         keys_RC = best_candidates(local_RV, num_candidates, self.shard.vocab_rows.start)
-        gathered = all_gather(self._group, keys_RC.contiguous())
+        gathered = all_gather(self._group, keys_RC.contiguous(), phase=phase, site="logits")
         if self._group.rank != 0:
             return None
         return scatter_candidates(torch.cat(gathered, dim=1), self._layout.shards[-1].vocab_rows.stop)

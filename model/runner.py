@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.lane import CommLane
-from tightwire.comm.ledger.ledger import Ledger
 from tightwire.model.decode_graphs import DecodeGraphs
 from tightwire.model.llama import Llama
 from tightwire.model.logits_gather import LogitsGather
@@ -25,7 +24,6 @@ class ModelRunner:
     def __init__(
         self,
         model: Llama,
-        ledger: Ledger,
         *,
         graphs: DecodeGraphs | None = None,
         lane: CommLane | None = None,
@@ -41,7 +39,7 @@ class ModelRunner:
             logits_gather: gathers from all replicas; None: there is one replica.
             lockstep: all replicas stream weights together, so a replica with an empty plan fetches the layers too.
         """
-        self._model, self._ledger, self._graphs, self._lane = model, ledger, graphs, lane
+        self._model, self._graphs, self._lane = model, graphs, lane
         self._most_rows = most_rows
         self.weights, self.cache = model.weights, model.cache
         self.logits_gather, self.lockstep = logits_gather, lockstep
@@ -64,8 +62,6 @@ class ModelRunner:
             ``plan.num_candidates`` all but the largest may be minus infinity. With ``plan.gather_sizes`` the rows are
             those of all replicas.
         """
-        # A step with any prompt rows sends large messages, so it counts as prefill.
-        self._ledger.phase = "decode" if plan.is_decode else "prefill"
         hidden_TD = self._hidden(plan, chosen_R)
         rows_R = ints(plan.logit_rows)
         if plan.gather_sizes:
@@ -73,10 +69,10 @@ class ModelRunner:
             local_RV = None
             if hidden_TD is not None and len(rows_R):
                 local_RV = self._model.local_logits(hidden_TD[self._to_device(rows_R)])
-            return self.logits_gather.gather(plan.gather_sizes, local_RV)
+            return self.logits_gather.gather(plan.gather_sizes, local_RV, plan.phase)
         if hidden_TD is None or not len(rows_R):
             return None
-        return self._model.logits(hidden_TD[self._to_device(rows_R)], plan.num_candidates)
+        return self._model.logits(hidden_TD[self._to_device(rows_R)], plan.num_candidates, plan.phase)
 
     def _hidden(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
         """Return (T, D) after the last layer; None if the plan has no tokens."""
@@ -86,7 +82,7 @@ class ModelRunner:
             return None
         arrays = self.cache.begin(StepArrays.from_plan(plan, self.cache.block_size))
         num_chosen = num_deferred(arrays.token_ids_T)
-        chosen_R = self._model.last_chosen(chosen_R, num_chosen) if num_chosen else None
+        chosen_R = self._model.last_chosen(chosen_R, num_chosen, plan.phase) if num_chosen else None
         if self._graphs is not None and self._graphs.fits(arrays):
             return self._graphs.run(arrays, plan.policy, chosen_R)
         parts = [self._batch(part, plan.policy, chosen_R) for part in self._parts(arrays)]

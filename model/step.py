@@ -49,6 +49,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
         """True when no row belongs to a prompt."""
         return self.num_decode_rows == self.num_rows
 
+    @property
+    def phase(self) -> str:
+        """The ledger's phase. A step with any prompt row sends large messages, so it counts as prefill."""
+        return "decode" if self.is_decode else "prefill"
+
 
 def make_plan(
     *,

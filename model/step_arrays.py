@@ -119,6 +119,11 @@ class Batch:
         """True when no row belongs to a prompt."""
         return self.num_decode_rows == len(self.token_ids_T)
 
+    @property
+    def phase(self) -> str:
+        """The ledger's phase of sums over all rows."""
+        return "decode" if self.is_decode else "prefill"
+
 
 def num_deferred(token_ids_T: np.ndarray) -> int:
     """Return the smallest n such that the first n tokens of the last step include all deferred ones; 0: none."""

@@ -118,10 +118,10 @@ class _Watched:
         self.wire_bytes, self.max_error = exact.wire_bytes, exact.max_error
         self._exact, self._routes, self._place = exact, routes, place
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
         routes, record = self._routes, self._routes.record
         record.inputs[routes.rank] = x.reshape(-1)
-        exact = self._exact(x)
+        exact = self._exact(x, phase, site)
         # Other ranks replace their messages only after the next collective, in which this rank takes part.
         inputs = list(record.inputs)
         results = {name: all_reduce(x) for name, all_reduce in routes.others.items()}

@@ -116,7 +116,7 @@ class EngineTrainee:
     @property
     def bytes_sent(self) -> int:
         """Bytes sent so far, by the ledgers."""
-        return sum(count.bytes_sent for ledger in self._ledgers for count in ledger.counts())
+        return sum(count.bytes_sent for ledger in self._ledgers for count in ledger.counters.counts())
 
     def close(self) -> None:
         self.trained.engine.close()

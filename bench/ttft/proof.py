@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tightwire.comm.all_reduce.registry import make_all_reduce, parse_all_reduce
 from tightwire.comm.all_reduce.two_shot import two_shot_bytes
 from tightwire.comm.group.nodes import in_process_node_groups
-from tightwire.comm.ledger.ledger import Count
+from tightwire.comm.ledger.counters import Count
 from tightwire.comm.protocols import AllReduce
 from tightwire.model.step_arrays import cut_row
 

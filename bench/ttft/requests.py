@@ -17,7 +17,7 @@ import httpx
 from tightwire.bench.client import BenchClient, Prompt
 from tightwire.bench.text import Passages
 from tightwire.bench.ttft.proof import Cell, prompt_sums
-from tightwire.comm.ledger.ledger import Count
+from tightwire.comm.ledger.counters import Count
 from tightwire.server.cli.remote import Remote, RemoteError, ask
 
 _CUT_ATTEMPTS = 200  # a passage that begins or ends inside a word often has another token count after decoding

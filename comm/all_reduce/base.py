@@ -28,8 +28,8 @@ class BaseAllReduce(ABC):
         self._ledger = group.ledger
         self._fused: Callable[[Tensor], Tensor] | None = None  # a subclass's single kernel, in place of ``_reduce``
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The sum over ranks of ``x``, any shape.
+    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+        """The sum over ranks of ``x``, any shape. ``phase``, ``site``: of the sum, for the ledger.
 
         Raises:
             TypeError: a dtype that cannot be summed.
@@ -43,7 +43,7 @@ class BaseAllReduce(ABC):
             return x.clone(memory_format=torch.contiguous_format)
         counter, ledger = self._counter, self._ledger
         sent_before = counter.bytes_sent
-        ledger.begin("all_reduce", self.name, x.nbytes)
+        ledger.begin("all_reduce", self.name, x.nbytes, phase, site)
         # A view costs as much as the ledger, and view(x.shape) three times as much.
         fused = self._fused
         result = self._reduce(x.contiguous().view(-1)).view_as(x) if fused is None else fused(x.contiguous())

@@ -27,8 +27,8 @@ class SizedAllReduce:
     def lossless(self) -> bool:
         return self._largest.lossless and all(all_reduce.lossless for _, all_reduce in self._limited)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._choose(x.nbytes)(x)
+    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+        return self._choose(x.nbytes)(x, phase, site)
 
     def choose(self, num_elems: int, elem_bytes: int) -> AllReduce:
         """The algorithm for a message of this size."""

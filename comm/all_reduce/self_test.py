@@ -17,6 +17,7 @@ from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
 
+PHASE = "self-test"  # of these sums in the ledger
 _DIGEST_BYTES = 8
 _PROBLEM_BYTES = 240  # a fixed size, so that all ranks know how much to receive
 
@@ -82,7 +83,7 @@ class _Check:
         """The error found (empty: none), and a digest of the result's bits."""
         given, sent_before = self.known.own(), group.bytes_sent
         try:
-            result = all_reduce(given)
+            result = all_reduce(given, PHASE)
             sent = group.bytes_sent - sent_before
             return self._wrong(all_reduce, given, result, sent), _digest(result)
         except CommError:

@@ -6,7 +6,7 @@ ledger records every call, with the bytes of the same call without a codec. Each
 
 As for an AllReduce, all ranks call with the same shapes and dtypes in the same order, and inputs are only read. A rank that
 does not come raises ``CollectiveTimeoutError`` or ``PeerLostError``, and the group cannot be used any more. With a single
-rank nothing is sent or quantized.
+rank nothing is sent or quantized. ``phase`` and ``site`` are for the ledger.
 
 A codec's kernels compile at first use, while other ranks wait in the collective. So call ``prepare_codecs`` with all codecs,
 those of ``node_wise`` too, before the first collective.
@@ -44,7 +44,7 @@ def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
         sum_encoded([encoded, encoded], length, codec, dtype)
 
 
-def all_gather(group: Group, x: Tensor, codec: Codec = NONE) -> list[Tensor]:
+def all_gather(group: Group, x: Tensor, codec: Codec = NONE, *, phase: str = "", site: str = "") -> list[Tensor]:
     """The ranks' tensors in rank order; all have the shape and dtype of ``x``.
 
     Without a codec any dtype is allowed, and this rank's entry may share memory with ``x``. With a codec every entry,
@@ -58,19 +58,15 @@ def all_gather(group: Group, x: Tensor, codec: Codec = NONE) -> list[Tensor]:
     _check_encodable(x, codec)
     if group.world_size == 1 or x.numel() == 0:
         return [x.contiguous() for _ in range(group.world_size)]
-    transport, ledger = group.transport, group.ledger
-    sent_before = transport.bytes_sent
-    ledger.begin("all_gather", _label(codec), x.nbytes)
-    flat_N = x.contiguous().view(-1)
-    coding = nullcontext() if codec.exact else ledger.coding
-    with coding:
-        encoded = codec.encode(flat_N)
-    received = transport.gather(encoded)
-    with coding:
-        gathered = [codec.decode(buf, flat_N.numel(), x.dtype).view(x.shape) for buf in received]
-    exact_bytes = all_gather_bytes(group.world_size, x.numel(), x.element_size())
-    ledger.end(transport.bytes_sent - sent_before, None if codec.exact else exact_bytes)
-    return gathered
+    coding = nullcontext() if codec.exact else group.ledger.coding
+    exact_bytes = None if codec.exact else all_gather_bytes(group.world_size, x.numel(), x.element_size())
+    with group.recorded("all_gather", _label(codec), x.nbytes, exact_bytes, phase=phase, site=site):
+        flat_N = x.contiguous().view(-1)
+        with coding:
+            encoded = codec.encode(flat_N)
+        received = group.transport.gather(encoded)
+        with coding:
+            return [codec.decode(buf, flat_N.numel(), x.dtype).view(x.shape) for buf in received]
 
 
 def all_gather_bytes(world_size: int, num_elems: int, elem_bytes: int, codec: Codec = NONE) -> int:
@@ -85,6 +81,9 @@ def all_gather_into(
     codec: Codec = NONE,
     exact_bytes: int = 0,
     moved: Moved = nothing_told,
+    *,
+    phase: str = "",
+    site: str = "",
 ) -> None:
     """Gather the ranks' parts into ``out_WN`` unchanged, for bytes that are encoded once and gathered often.
 
@@ -100,11 +99,9 @@ def all_gather_into(
     if part_N.numel() == 0 or group.world_size == 1:
         out_WN.copy_(part_N)
         return
-    transport, ledger = group.transport, group.ledger
-    sent_before = transport.bytes_sent
-    ledger.begin("all_gather", _label(codec), part_N.nbytes)
-    transport.gather_into(part_N, out_WN, moved)
-    ledger.end(transport.bytes_sent - sent_before, None if codec.exact else exact_bytes)
+    exact = None if codec.exact else exact_bytes
+    with group.recorded("all_gather", _label(codec), part_N.nbytes, exact, phase=phase, site=site):
+        group.transport.gather_into(part_N, out_WN, moved)
 
 
 def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dtype | None = None) -> Tensor:
@@ -123,18 +120,12 @@ def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dt
     dtype = dtype or x.dtype
     if group.world_size == 1 or x.numel() == 0:
         return x.contiguous().view(-1).to(dtype, copy=True)
-    transport, ledger = group.transport, group.ledger
-    sent_before = transport.bytes_sent
-    ledger.begin("reduce_scatter", _label(codec), x.nbytes)
-    lengths = reduce_scatter_slices(x.numel(), group.world_size, codec)
-    received = exchange_encoded(transport, x.contiguous().view(-1), lengths, codec, ledger)
-    with nullcontext() if codec.exact else ledger.coding:
-        sum_N = sum_encoded(received, lengths[group.rank], codec, x.dtype).to(dtype)
-    exact_bytes = None
-    if not codec.exact:
-        exact_bytes = (x.numel() - lengths[group.rank]) * x.element_size()
-    ledger.end(transport.bytes_sent - sent_before, exact_bytes)
-    return sum_N
+    lengths, ledger = reduce_scatter_slices(x.numel(), group.world_size, codec), group.ledger
+    exact_bytes = None if codec.exact else (x.numel() - lengths[group.rank]) * x.element_size()
+    with group.recorded("reduce_scatter", _label(codec), x.nbytes, exact_bytes):
+        received = exchange_encoded(group.transport, x.contiguous().view(-1), lengths, codec, ledger)
+        with nullcontext() if codec.exact else ledger.coding:
+            return sum_encoded(received, lengths[group.rank], codec, x.dtype).to(dtype)
 
 
 def reduce_scatter_slices(num_elems: int, world_size: int, codec: Codec = NONE) -> list[int]:
@@ -148,7 +139,7 @@ def reduce_scatter_bytes(rank: int, world_size: int, num_elems: int, elem_bytes:
     return sum(codec.wire_bytes(length, elem_bytes) for owner, length in enumerate(lengths) if owner != rank)
 
 
-def broadcast(group: Group, x: Tensor, root: int = 0) -> Tensor:
+def broadcast(group: Group, x: Tensor, root: int = 0, *, phase: str = "", site: str = "") -> Tensor:
     """Return ``root``'s tensor on every rank; other ranks pass a tensor of the same shape and dtype, whose values are unused.
 
     On ``root`` the result may share memory with ``x``. Any dtype. Cost: root sends (W-1) M, the others nothing; one
@@ -161,14 +152,10 @@ def broadcast(group: Group, x: Tensor, root: int = 0) -> Tensor:
         raise ValueError(f"root must be 0 to {group.world_size - 1}, got {root}")
     if group.world_size == 1 or x.numel() == 0:
         return x.contiguous()
-    transport, ledger = group.transport, group.ledger
-    sent_before = transport.bytes_sent
-    ledger.begin("broadcast", "direct", x.nbytes)
-    own = x.contiguous() if group.rank == root else x.new_empty(0)
-    sizes = [x.nbytes if rank == root else 0 for rank in range(group.world_size)]
-    received = transport.gather(as_bytes(own.view(-1)), sizes)[root]
-    ledger.end(transport.bytes_sent - sent_before)
-    return received.view(x.dtype).view(x.shape)
+    with group.recorded("broadcast", "direct", x.nbytes, phase=phase, site=site):
+        own = x.contiguous() if group.rank == root else x.new_empty(0)
+        sizes = [x.nbytes if rank == root else 0 for rank in range(group.world_size)]
+        return group.transport.gather(as_bytes(own.view(-1)), sizes)[root].view(x.dtype).view(x.shape)
 
 
 def broadcast_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int, root: int = 0) -> int:
@@ -176,7 +163,9 @@ def broadcast_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int,
     return (world_size - 1) * num_elems * elem_bytes if rank == root else 0
 
 
-def gather_to_root(group: Group, x: Tensor, sizes: Sequence[int], root: int = 0) -> list[Tensor] | None:
+def gather_to_root(
+    group: Group, x: Tensor, sizes: Sequence[int], root: int = 0, *, phase: str = "", site: str = ""
+) -> list[Tensor] | None:
     """All ranks' bytes in rank order on ``root``; None on the others.
 
     Args:
@@ -186,13 +175,10 @@ def gather_to_root(group: Group, x: Tensor, sizes: Sequence[int], root: int = 0)
     """
     if group.world_size == 1:
         return [x.contiguous()]
-    transport, ledger = group.transport, group.ledger
-    sent_before = transport.bytes_sent
     length = _padded(sizes)
-    ledger.begin("gather_to_root", "direct", length)
-    padded = x.contiguous() if x.numel() == length else F.pad(x, (0, length - x.numel()))
-    received = transport.exchange([padded if rank == root else x[:0] for rank in range(group.world_size)])
-    ledger.end(transport.bytes_sent - sent_before)
+    with group.recorded("gather_to_root", "direct", length, phase=phase, site=site):
+        padded = x.contiguous() if x.numel() == length else F.pad(x, (0, length - x.numel()))
+        received = group.transport.exchange([padded if rank == root else x[:0] for rank in range(group.world_size)])
     if group.rank != root:
         return None
     return [message[:size] for message, size in zip(received, sizes, strict=True)]
@@ -230,20 +216,19 @@ def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list
         )
     if group.world_size == 1:
         return [(indices_K, values_K)]
-    transport, ledger = group.transport, group.ledger
-    sent_before = transport.bytes_sent
-    ledger.begin("sparse_all_gather", "direct", indices_K.nbytes + values_K.nbytes)
-    own_count = torch.tensor([indices_K.numel()], device=indices_K.device)
-    counts = [int(buf.view(torch.int64)) for buf in transport.gather(as_bytes(own_count))]
     index_bytes, pair_bytes = indices_K.element_size(), indices_K.element_size() + values_K.element_size()
-    own = torch.cat([as_bytes(indices_K.contiguous()), as_bytes(values_K.contiguous())])
-    received = transport.gather(own, [count * pair_bytes for count in counts]) if any(counts) else [own] * len(counts)
+    with group.recorded("sparse_all_gather", "direct", indices_K.nbytes + values_K.nbytes):
+        own_count = torch.tensor([indices_K.numel()], device=indices_K.device)
+        counts = [int(buf.view(torch.int64)) for buf in group.transport.gather(as_bytes(own_count))]
+        own = torch.cat([as_bytes(indices_K.contiguous()), as_bytes(values_K.contiguous())])
+        received = [own] * len(counts)
+        if any(counts):
+            received = group.transport.gather(own, [count * pair_bytes for count in counts])
     pairs = []
     for count, buf in zip(counts, received, strict=True):
         # Cloned because a part of a message may not be aligned for its dtype.
         indices, values = buf[: count * index_bytes].clone(), buf[count * index_bytes :].clone()
         pairs.append((indices.view(indices_K.dtype), values.view(values_K.dtype)))
-    ledger.end(transport.bytes_sent - sent_before)
     return pairs
 
 

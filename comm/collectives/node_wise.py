@@ -47,22 +47,19 @@ def hierarchical_reduce_scatter(
     dtype = dtype or x.dtype
     if x.numel() == 0:
         return x.new_empty(0, dtype=dtype)
-    sent_before = group.bytes_sent
-    group.ledger.begin("reduce_scatter", f"hierarchical:{inside_codec.name},{across_codec.name}", x.nbytes)
+    inside, across, ledger = nodes.inside, nodes.across, group.ledger
     lengths = hierarchical_slices(x.numel(), group.world_size, inside_codec, across_codec)
-    by_place = _lengths_by_place(nodes.inside.world_size, lengths)
-    own = by_place[nodes.inside.rank]
-    sum_N = run_leg(group, nodes.inside, _sum_inside, nodes.inside, x.contiguous().view(-1), lengths, inside_codec)
-    if across_codec.exact:
-        sum_N = sum_N.to(x.dtype)
-    ledger, across = group.ledger, nodes.across
-    received = run_leg(group, across, exchange_encoded, across.transport, sum_N, own, across_codec, ledger)
-    with nullcontext() if across_codec.exact else ledger.coding:
-        total_N = sum_encoded(received, lengths[group.rank], across_codec, x.dtype).to(dtype)
+    own = _lengths_by_place(inside.world_size, lengths)[inside.rank]
     exact = inside_codec.exact and across_codec.exact
     exact_bytes = None if exact else (x.numel() - lengths[group.rank]) * x.element_size()
-    group.ledger.end(group.bytes_sent - sent_before, exact_bytes)
-    return total_N
+    algorithm = f"hierarchical:{inside_codec.name},{across_codec.name}"
+    with group.recorded("reduce_scatter", algorithm, x.nbytes, exact_bytes):
+        sum_N = run_leg(group, inside, _sum_inside, inside, x.contiguous().view(-1), lengths, inside_codec)
+        if across_codec.exact:
+            sum_N = sum_N.to(x.dtype)
+        received = run_leg(group, across, exchange_encoded, across.transport, sum_N, own, across_codec, ledger)
+        with nullcontext() if across_codec.exact else ledger.coding:
+            return sum_encoded(received, lengths[group.rank], across_codec, x.dtype).to(dtype)
 
 
 def hierarchical_slices(num_elems: int, world_size: int, inside_codec: Codec, across_codec: Codec) -> list[int]:

@@ -48,11 +48,9 @@ def gather_across(group: Group, wire: Tensor, out: Tensor) -> None:
     Cost: (K-1) c(N/W).
     """
     assert group.nodes is not None
-    across, ledger = group.nodes.across, group.ledger
-    before = across.bytes_sent
-    ledger.begin("gather_across", "direct", wire.nbytes)
-    run_leg(group, across, across.transport.gather_into, wire, out)
-    ledger.end(across.bytes_sent - before)
+    across = group.nodes.across
+    with across.recorded("gather_across", "direct", wire.nbytes):
+        run_leg(group, across, across.transport.gather_into, wire, out)
 
 
 def gather_inside(group: Group, wires: Tensor, codec: Codec, out_N: Tensor, room: Tensor) -> None:
@@ -95,18 +93,16 @@ def _share(
     group: Group, wires: Tensor, codec: Codec, out_N: Tensor, room: Tensor, slices: Sequence[Tensor], op: str
 ) -> None:
     """Gather each rank's ``wires`` into ``room``, and decode it into ``slices`` of ``out_N``, equally many per rank."""
-    transport, ledger = group.transport, group.ledger
-    before, received = transport.bytes_sent, room[: group.world_size * wires.numel()]
-    ledger.begin(op, "direct" if codec.exact else codec.name, out_N.nbytes)
-    if group.world_size > 1:
-        transport.gather_into(wires, received)
-    else:
-        received.copy_(wires)
-    with nullcontext() if codec.exact else ledger.coding:
-        for part, encoded in zip(slices, received.chunk(len(slices)) if slices else (), strict=True):
-            codec.decode(encoded, part.numel(), part.dtype, part)
-    exact_bytes = out_N.nbytes // group.world_size * (group.world_size - 1)
-    ledger.end(transport.bytes_sent - before, None if codec.exact else exact_bytes)
+    received = room[: group.world_size * wires.numel()]
+    exact_bytes = None if codec.exact else out_N.nbytes // group.world_size * (group.world_size - 1)
+    with group.recorded(op, "direct" if codec.exact else codec.name, out_N.nbytes, exact_bytes):
+        if group.world_size > 1:
+            group.transport.gather_into(wires, received)
+        else:
+            received.copy_(wires)
+        with nullcontext() if codec.exact else group.ledger.coding:
+            for part, encoded in zip(slices, received.chunk(len(slices)) if slices else (), strict=True):
+                codec.decode(encoded, part.numel(), part.dtype, part)
 
 
 def _slices(out_N: Tensor, num_slices: int) -> list[Tensor]:

@@ -3,7 +3,8 @@
 ``open_process_group`` joins processes over torch.distributed; ``in_process_groups`` runs ranks as threads, for tests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -55,6 +56,27 @@ class Group:
         """Payload bytes that this rank has sent to others, including the subgroups of ``nodes``."""
         smaller = () if self.nodes is None else (self.nodes.inside, self.nodes.across)
         return self.transport.bytes_sent + sum(group.bytes_sent for group in smaller)
+
+    @contextmanager
+    def recorded(
+        self,
+        op: str,
+        algorithm: str,
+        num_bytes: int,
+        exact_bytes: int | None = None,
+        *,
+        phase: str = "",
+        site: str = "",
+    ) -> Iterator[None]:
+        """Record the collective that runs in this context, for a tensor of ``num_bytes``, with the bytes it sends.
+
+        ``exact_bytes``: the bytes that this rank would send unquantized; None: the collective is exact. A collective that
+        raises stays the ledger's current one.
+        """
+        sent_before = self.bytes_sent
+        self.ledger.begin(op, algorithm, num_bytes, phase, site)
+        yield
+        self.ledger.end(self.bytes_sent - sent_before, exact_bytes)
 
     def close(self) -> None:
         """Drop the connections, without waiting for other ranks. May be called twice."""

@@ -93,10 +93,6 @@ class PartitionPeers:
     inside: Group
     meet: Callable[[], None]
 
-    def count_as(self, phase: str) -> None:
-        """Set the ledger's phase for the collectives that follow, with the site ``weights``."""
-        self.inside.ledger.phase, self.inside.ledger.site = phase, "weights"
-
     def run(self, fn: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         """Call ``fn(...)``, which uses the group ``inside``.
 

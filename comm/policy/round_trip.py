@@ -11,7 +11,7 @@ from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks, fd_path
 from tightwire.comm.group.topology import Topology
-from tightwire.comm.ledger.ledger import Latency
+from tightwire.comm.ledger.counters import Latency
 from tightwire.comm.transport.segment import make_segment
 
 _WARM_UP_CALLS = 50
@@ -54,7 +54,7 @@ def _sum_often(group: Group, num_bytes: int) -> Iterator[Latency]:
     all_reduce, x_N = make_all_reduce("one-shot", group), torch.ones(num_bytes // 2, dtype=torch.bfloat16)
     for _ in range(_WARM_UP_CALLS):
         all_reduce(x_N)
-    group.ledger.forget_latencies()
+    group.ledger.counters.forget_latencies()
     for _ in range(_CALLS):
         all_reduce(x_N)
-    yield group.ledger.latencies()[0]
+    yield group.ledger.counters.latencies()[0]

@@ -22,7 +22,8 @@ from tightwire.comm.errors import (
     name_ranks,
     unlike_most,
 )
-from tightwire.comm.ledger.ledger import Begun, Ledger
+from tightwire.comm.ledger.ledger import Ledger
+from tightwire.comm.ledger.recording import Begun
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 from tightwire.comm.transport.failure_notes import FailureNotes, Note, ranks_at_fault
 
@@ -289,7 +290,7 @@ def _tag_of(begun: Begun | None) -> int:
     """Return a number that is equal on ranks that run the same collective with the same message size."""
     if begun is None:
         return 0
-    op, algorithm, num_bytes, _, _ = begun
+    op, algorithm, num_bytes, *_ = begun
     return _tag(op, algorithm, 0 if op in _SIZED_BY_RANK else num_bytes)
 
 

@@ -121,7 +121,7 @@ class SharedBoard:
         if begun is None or begun is self._announced:
             return
         self._announced = begun
-        op, algorithm, num_bytes, number, _ = begun
+        op, algorithm, num_bytes, number, *_ = begun
         words, own = self._words, self._own
         words[own + _NUMBER], words[own + _NUM_BYTES] = number, num_bytes
         if (op, algorithm) != self._announced_name:

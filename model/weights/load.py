@@ -8,7 +8,6 @@ from torch import Tensor
 from tightwire.comm.buffers import page_aligned
 from tightwire.comm.collectives.collectives import prepare_codecs
 from tightwire.comm.group.partition_groups import PartitionPeers
-from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.model.weights.layer_store import HostStore, LayerFiles, LayerStore, ThrottledStore
 from tightwire.model.weights.packed_layer import weight_codec
 from tightwire.model.weights.partition_store import Kept, PartitionCut, PartitionStore
@@ -106,7 +105,6 @@ class _Loading:
         kept = {layer: self._read_kept(layer, peers) for layer in self._plan.streamed}
         store = PartitionStore(model.stored, model.plain, kept, peers, codec)
         peers.meet()  # a gather has a deadline, which must not count another rank's loading
-        peers.count_as(GATHERING)
         return store
 
     def _read_kept(self, layer: int, peers: PartitionPeers) -> Kept:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from tightwire.comm.codec.codec import Codec
 from tightwire.comm.collectives.collectives import all_gather_into
 from tightwire.comm.group.partition_groups import PartitionPeers
+from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.comm.protocols import Moved
 from tightwire.model.weights.layer_store import NEVER
 from tightwire.model.weights.packed_layer import PackedLayer
@@ -117,7 +119,8 @@ class PartitionStore:
         start, exact_bytes = kept.cut.tail_start, self._exact_bytes[layer]
         self._await_others(layer)
         moved(0)  # the transfer starts now
-        self._peers.run(all_gather_into, inside, kept.part, into[:start], self._codec, exact_bytes, moved)
+        all_gather = partial(all_gather_into, phase=GATHERING, site="weights")
+        self._peers.run(all_gather, inside, kept.part, into[:start], self._codec, exact_bytes, moved)
         into[start:].copy_(kept.tail)
         moved(kept.tail.nbytes)
         return into

@@ -7,7 +7,8 @@ computes or hangs (``ToReporter``).
 
 import msgspec
 
-from tightwire.comm.ledger.ledger import Event, Latency
+from tightwire.comm.ledger.counters import Latency
+from tightwire.comm.ledger.recording import Event
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.sizes import format_bytes
 from tightwire.model.sampling.parameters import SamplingParams

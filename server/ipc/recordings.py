@@ -7,8 +7,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from tightwire.comm.ledger.ledger import Event
-from tightwire.comm.ledger.trace import RankEvents
+from tightwire.comm.ledger.recording import Event, RankEvents
 from tightwire.server.ipc.engine_client import EngineUnavailableError, RankSilentError, RecordingBusyError
 from tightwire.server.ipc.messages import Record, Recorded
 

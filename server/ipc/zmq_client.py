@@ -10,8 +10,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tightwire.comm.ledger.ledger import Latency
-from tightwire.comm.ledger.trace import RankEvents
+from tightwire.comm.ledger.counters import Latency
+from tightwire.comm.ledger.recording import RankEvents
 from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
 from tightwire.server.ipc.engine_stats import EngineStats

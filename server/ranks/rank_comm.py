@@ -51,7 +51,6 @@ def check_comm(
     candidates = make_candidates(list(requested.values()), group)
     await_others()
     dtype: torch.dtype = getattr(torch, plan.dtype)
-    group.ledger.phase = "self-test"
     verdicts = self_test(group, candidates, row_elems=row_elems, max_rows=max_rows, dtype=dtype)
     if world is not None:
         verdicts = agree(world, verdicts, group.world_size)

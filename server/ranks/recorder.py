@@ -6,8 +6,8 @@ collectives is not involved.
 
 from collections.abc import Callable
 
-from tightwire.comm.ledger.ledger import Event, Ledger
-from tightwire.comm.ledger.trace import clock_name
+from tightwire.comm.ledger.ledger import Ledger
+from tightwire.comm.ledger.recording import Event, clock_name
 from tightwire.server.ipc.messages import Record, Recorded
 
 _EVENTS_PER_PART = 4096  # about a millisecond to encode, during which the rank's other threads wait
@@ -24,19 +24,19 @@ class Recorder:
 
     def start(self, request: Record, ledger: Ledger, now_s: float) -> None:
         """Begin this recording; discards the current one."""
-        self._ledger.stop_recording()
+        self._ledger.recording.stop()
         self._request, self._ledger, self.end_s = request, ledger, now_s + request.seconds
-        ledger.start_recording()
+        ledger.recording.start()
 
     def pump(self, now_s: float) -> None:
         """Send what has been recorded; at the end of the time, the last part."""
         if self._request is None or self.end_s is None:
             return
         if now_s < self.end_s:
-            while events := self._ledger.take_events(_EVENTS_PER_PART):
+            while events := self._ledger.recording.take(_EVENTS_PER_PART):
                 self._send_part(self._request, events)
             return
-        rest = self._ledger.stop_recording()
+        rest = self._ledger.recording.stop()
         for start in range(0, len(rest), _EVENTS_PER_PART):
             self._send_part(self._request, rest[start : start + _EVENTS_PER_PART])
         self._send_part(self._request, [], last=True)

@@ -128,5 +128,5 @@ class Reporter:
             num_collectives=self.ledger.number,
             num_meetings=self.num_meetings(),
             num_fetched=self.num_fetched(),
-            latencies=self.ledger.latencies(),
+            latencies=self.ledger.counters.latencies(),
         )

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.partition_groups import PartitionPeers
-from tightwire.comm.ledger.ledger import Count, Spent
+from tightwire.comm.ledger.counters import Count
+from tightwire.comm.ledger.ledger import Spent
 from tightwire.model.cache.offloaded_cache import OffloadedCache
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan
@@ -78,7 +79,7 @@ class RankZeroRunner:
     def end_warm_up(self) -> None:
         """Exclude everything so far from the counts."""
         self._warm_up_counts = {count[:3]: count for count in self._all_counts()}
-        self._group.ledger.forget_latencies()
+        self._group.ledger.counters.forget_latencies()
 
     def step_tokens(self) -> int:
         return self._step_size.tokens
@@ -109,7 +110,7 @@ class RankZeroRunner:
         return [CommCount(*count) for count in counts if count.calls]
 
     def _all_counts(self) -> list[Count]:
-        return [count for ledger in self._ledgers for count in ledger.counts()]
+        return [count for ledger in self._ledgers for count in ledger.counters.counts()]
 
     def _other_waits_s(self) -> float:
         """Seconds that steps have waited for other replicas' logits and for offloaded keys and values."""

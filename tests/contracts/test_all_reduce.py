@@ -223,12 +223,10 @@ def _count(group: Group) -> None:
         if name == "auto":
             continue  # it records the algorithm it chose
         all_reduce = make_all_reduce(name, group)
-        group.ledger.phase = "prefill"
-        all_reduce(torch.ones(1000))
-        group.ledger.phase = "decode"
-        all_reduce(torch.ones(10, dtype=torch.bfloat16))
-        all_reduce(torch.ones(10, dtype=torch.bfloat16))
-        counts = {c.phase: c for c in group.ledger.counts() if c.algorithm == name}
+        all_reduce(torch.ones(1000), "prefill")
+        all_reduce(torch.ones(10, dtype=torch.bfloat16), "decode")
+        all_reduce(torch.ones(10, dtype=torch.bfloat16), "decode")
+        counts = {c.phase: c for c in group.ledger.counters.counts() if c.algorithm == name}
         assert (counts["prefill"].op, counts["prefill"].calls, counts["decode"].calls) == ("all_reduce", 1, 2)
         assert counts["prefill"].bytes_sent == all_reduce.wire_bytes(1000, 4)
         assert counts["decode"].bytes_sent == 2 * all_reduce.wire_bytes(10, 2)

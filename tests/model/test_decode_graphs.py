@@ -22,7 +22,7 @@ class Model:
 
     def forward(self, batch: Batch) -> Tensor:
         self.batches.append(batch)
-        self.ledger.begin("all_reduce", "one-shot", 100 * len(batch.token_ids_T))
+        self.ledger.begin("all_reduce", "one-shot", 100 * len(batch.token_ids_T), batch.phase)
         self.ledger.end(50 * len(batch.token_ids_T))
         columns = (batch.token_ids_T, batch.positions_T, batch.slots_T, batch.context_lens_B)
         return torch.cat([torch.stack(columns, 1), batch.block_tables_BM], 1) + 1000 * batch.policy
@@ -121,11 +121,11 @@ def test_only_decode_rows_one_a_sequence_are_replayed(query_lens: list[int], num
 def test_a_replays_collectives_are_counted_with_its_padding() -> None:
     model = Model()
     graphs = make_graphs(model)
-    [before] = model.ledger.counts()
+    [before] = model.ledger.counters.counts()
     number = model.ledger.number
     graphs.run(step(3), 0)
     graphs.run(step(1), 0)
-    [after] = model.ledger.counts()
+    [after] = model.ledger.counters.counts()
     added = after.since(before)
     assert (added.phase, added.calls, added.bytes_sent, added.message_bytes, added.seconds) == (
         "decode",

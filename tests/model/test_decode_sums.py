@@ -19,7 +19,7 @@ from tiny import make_tiny
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.errors import CollectiveMismatchError, CollectiveTimeoutError, CommError, PeerLostError
 from tightwire.comm.group.group import Group
-from tightwire.comm.ledger.ledger import Event
+from tightwire.comm.ledger.recording import Event
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 from tightwire.model import decode_program
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
@@ -87,7 +87,7 @@ def _generate(group: Group, model: Path, dtype: torch.dtype, quantization: str, 
         return run_and_sum(*args)
 
     logits = []
-    ledger.start_recording()
+    ledger.recording.start()
     with (
         patch.object(DecodeProgram, "run_and_sum", counted),
         patch.object(decode_program, "useful_threads", lambda num_rows, num_weights: threads),
@@ -101,8 +101,8 @@ def _generate(group: Group, model: Path, dtype: torch.dtype, quantization: str, 
         logits.append(runner.execute(_plan([(2, 22), (1, 21)], generated=True, arm=1)))
     return _Seen(
         [found.numpy().tobytes() for found in logits if found is not None],
-        [(*count._replace(seconds=0.0), group.bytes_sent) for count in ledger.counts()],
-        ledger.stop_recording(),
+        [(*count._replace(seconds=0.0), group.bytes_sent) for count in ledger.counters.counts()],
+        ledger.recording.stop(),
         calls,
     )
 
@@ -197,7 +197,7 @@ def _until_the_odd_rank(
                 patches.enter_context(patch.object(DecodeProgram, "_run", run_two_parts))
             runner.execute(_plan([(1, 21)], generated=True))
     except CommError as error:
-        calls = sum(count.calls for count in group.ledger.counts() if count.phase == "decode")
+        calls = sum(count.calls for count in group.ledger.counters.counts() if count.phase == "decode")
         return type(error), error.ranks, str(error), calls
     return None
 

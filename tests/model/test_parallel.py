@@ -49,13 +49,11 @@ def _sum_rows(group: Group, plan: Policy, num_generated: int) -> Seen:
     parallel = TensorParallel(group, layout, make_routes(plan, group))
     x_TF = torch.randn(_ROWS, 8, generator=torch.Generator().manual_seed(group.rank))
     weight_DF = torch.randn(64, 8, generator=torch.Generator().manual_seed(9))
-    group.ledger.phase = "decode" if num_generated == _ROWS else "prefill"
     partial_TD = linear(x_TF, weight_DF, None, num_decode_rows=num_generated)
     sums = parallel.row_sums("o_proj", 0)
     assert sums is not None
     result = parallel.sum_rows(partial_TD, sums, num_decode_rows=num_generated)
-    assert group.ledger.phase == ("decode" if num_generated == _ROWS else "prefill")
-    counts = [(count.algorithm, count.phase, count.calls) for count in group.ledger.counts()]
+    counts = [(count.algorithm, count.phase, count.calls) for count in group.ledger.counters.counts()]
     return Seen(
         result=result,
         lossless=make_all_reduce("one-shot", group)(partial_TD),
@@ -110,7 +108,7 @@ def test_a_text_does_not_depend_on_other_sequences_with_a_lossy_algorithm(
         checkpoint, tp=2, all_reduce=policy(**asked), max_model_len=128, max_num_batched_tokens=16, max_num_seqs=8
     ) as local:
         together = continue_prompts(local.engine, prompts, max_tokens=20)
-        counted = {(count.algorithm, count.phase) for count in local.groups[0].ledger.counts()}
+        counted = {(count.algorithm, count.phase) for count in local.groups[0].ledger.counters.counts()}
     assert together == alone
     lossy = next(iter(asked.values()))
     assert (lossy, "prefill") in counted and (lossy, "decode") not in counted

@@ -26,7 +26,7 @@ def test_requests_of_different_policies_get_the_text_of_a_server_with_that_polic
             for name in (None, *_POLICIES):  # None: the first
                 local.engine.add(AddRequest(f"{number} {name}", prompt, settings, allreduce=name))
         outputs = run_to_end(local.engine)
-        counted = {count.algorithm for count in local.groups[1].ledger.counts() if count.op == "all_reduce"}
+        counted = {count.algorithm for count in local.groups[1].ledger.counters.counts() if count.op == "all_reduce"}
     assert counted == set(_POLICIES)
     for name in (None, *_POLICIES):
         texts = [[t for out in outputs[f"{n} {name}"] for t in out.token_ids] for n in range(len(_PROMPTS))]

@@ -159,7 +159,7 @@ def streamed_logits(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> lis
         prepared.config, prepared.layout.shards[0], num_blocks=8, block_size=16, dtype=torch.float32, device=CPU
     )
     model = Llama(prepared.config, TensorParallel(group, prepared.layout, None), weights, cache, 128)
-    runner = ModelRunner(model, group.ledger)
+    runner = ModelRunner(model)
     weights.start()
     try:
         return [prompt_logits(runner, prompt) for prompt in prompts]

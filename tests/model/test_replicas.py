@@ -112,7 +112,7 @@ def test_without_lockstep_an_idle_replica_touches_no_layer(tmp_path: Path) -> No
         local.engine.add(AddRequest("only", [1, 2, 3], params), 1)
         (outputs,) = run_to_end(local.engine).values()
         assert sum(len(output.token_ids) for output in outputs) == 5
-        assert [count.op for count in local.groups[0].ledger.counts()] == ["gather_to_root"]
+        assert [count.op for count in local.groups[0].ledger.counters.counts()] == ["gather_to_root"]
 
 
 def test_each_replica_may_use_any_policy(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_two_all_reduces_per_layer_one_for_the_embedding_one_gather(tmp_path: Pa
         continue_prompts(local.engine, [[1, 2, 3]], max_tokens=num_steps)
 
     for group in local.groups:  # read when the follower has finished its last step too
-        calls = {(count.op, count.phase): count.calls for count in group.ledger.counts()}
+        calls = {(count.op, count.phase): count.calls for count in group.ledger.counters.counts()}
         per_step = 2 * checkpoint.config.num_layers + 1
         assert calls == {
             ("all_reduce", "prefill"): per_step,
@@ -160,7 +160,9 @@ def test_computing_one_half_while_the_other_is_summed_changes_no_bit(
             checkpoint, tp=2, dtype=dtype, all_reduce=all_reduce, max_num_batched_tokens=100, overlap=overlap
         ) as local:
             texts.append(continue_prompts(local.engine, prompts, **settings))
-            calls.append(sum(count.calls for count in local.groups[0].ledger.counts() if count.op == "all_reduce"))
+            calls.append(
+                sum(count.calls for count in local.groups[0].ledger.counters.counts() if count.op == "all_reduce")
+            )
     assert texts[0] == texts[1]
     assert calls[1] > calls[0], "no step was cut"
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from tightwire.comm.ledger.ledger import Latency
-from tightwire.comm.ledger.trace import chrome_trace
+from tightwire.comm.ledger.counters import Latency
+from tightwire.comm.ledger.recording import chrome_trace
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.responses import ChromeTrace, CommCost, CommPolicy, Health
 from tightwire.server.api.serving import ModelInfo, Serving

@@ -4,7 +4,7 @@ import pytest
 from helpers.server.fake_ttft_server import lines
 
 from tightwire.bench.ttft.proof import ArmPolicy, Cell, ModelShape, Proof, WireFormulas
-from tightwire.comm.ledger.ledger import Count
+from tightwire.comm.ledger.counters import Count
 
 # Rows of 64 numbers, of which int8 makes one group of 128 in two: odd numbers of rows show the rounding.
 SHAPE = ModelShape(num_layers=2, row_bytes=128, step_tokens=5)

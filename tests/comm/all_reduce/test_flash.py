@@ -211,7 +211,7 @@ def test_a_transports_own_kernel_does_it_all(tells_coding: bool) -> None:
     group.transport.fused = fused
     assert make_all_reduce("flash-int6", group)(torch.ones(2, 3)).tolist() == [[2.0] * 3] * 2
     assert fused.asked == [("int4", "int8")]
-    assert [count.codec_seconds for count in group.ledger.counts()] == [0.0 if tells_coding else None]
+    assert [count.codec_seconds for count in group.ledger.counters.counts()] == [0.0 if tells_coding else None]
 
 
 def test_a_kernel_that_encodes_nothing_hides_nothing() -> None:
@@ -219,4 +219,4 @@ def test_a_kernel_that_encodes_nothing_hides_nothing() -> None:
     fused: Any = _Fused(tells_coding=False)
     group.transport.fused = fused
     make_all_reduce("flash:none,none", group)(torch.ones(2, 3))
-    assert [count.codec_seconds for count in group.ledger.counts()] == [0.0]
+    assert [count.codec_seconds for count in group.ledger.counters.counts()] == [0.0]

@@ -83,7 +83,7 @@ def test_nodes_sums_are_rounded_once_more() -> None:
 def _count(group: Group) -> tuple[int, int]:
     """Bytes sent and those that the ledger says would have been sent unquantized."""
     make_all_reduce("hierarchical:int4", group)(torch.ones(128 * 16, dtype=torch.bfloat16))
-    [count] = group.ledger.counts()
+    [count] = group.ledger.counters.counts()
     return count.bytes_sent, count.exact_bytes
 
 

@@ -26,8 +26,8 @@ class BrokenAllReduce(OneShotAllReduce):
         super().__init__(group)
         self._group, self._break = group, break_it
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._break(self._group, x, super().__call__(x))
+    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+        return self._break(self._group, x, super().__call__(x, phase, site))
 
 
 def off_by_a_little(group: Group, x: Tensor, result: Tensor) -> Tensor:

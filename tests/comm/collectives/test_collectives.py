@@ -31,6 +31,7 @@ from tightwire.comm.collectives.node_wise import (
     hierarchical_slices,
 )
 from tightwire.comm.group.group import Group, in_process_groups
+from tightwire.comm.ledger.counters import Counters
 from tightwire.kernels.cpu import block_quant as block_quant_cpu
 
 CODECS = ("none", "int8", "int6-g64", "int4-g32-had")
@@ -195,7 +196,7 @@ def _sparse(group: Group) -> None:
 
 def _counts(group: Group) -> None:
     """Each op is in the ledger, with what it would have sent unquantized."""
-    group.ledger.phase = "counted"
+    group.ledger.counters = Counters()  # without those of opening the group
     x = torch.ones(128 * group.world_size, dtype=torch.bfloat16)
     int8 = parse_codec("int8")
     all_gather(group, x)
@@ -204,7 +205,10 @@ def _counts(group: Group) -> None:
     reduce_scatter(group, x, int8)
     broadcast(group, x, 1)
     sparse_all_gather(group, torch.arange(3), torch.ones(3))
-    others, mine = group.world_size - 1, {(c.op, c.algorithm): c for c in group.ledger.counts() if c.phase == "counted"}
+    others, mine = (
+        group.world_size - 1,
+        {(c.op, c.algorithm): c for c in group.ledger.counters.counts()},
+    )
     assert list(mine) == [
         ("all_gather", "direct"),
         ("all_gather", "int8"),
@@ -264,7 +268,7 @@ def _counted_over_nodes(group: Group) -> None:
     exact, quantized = parse_codec("none"), parse_codec("int4")
     for inside, across in ((exact, exact), (quantized, exact), (exact, quantized), (quantized, quantized)):
         hierarchical_reduce_scatter(group, x, inside, across)
-        count = group.ledger.counts()[-1]
+        count = group.ledger.counters.counts()[-1]
         assert (count.op, count.algorithm) == ("reduce_scatter", f"hierarchical:{inside.name},{across.name}")
         assert count.bytes_sent == hierarchical_reduce_scatter_bytes(group, x.numel(), 2, inside, across)
         assert count.exact_bytes == hierarchical_reduce_scatter_bytes(group, x.numel(), 2)

@@ -133,7 +133,7 @@ def test_joins_over_a_tcp_store() -> None:
 def test_a_group_of_one_needs_nobody(tmp_path: Path) -> None:
     with open_process_group(Topology(0, 1), store=FileStore(str(tmp_path / "store"), 1), device=CPU) as group:
         assert _sum(group, 5.0) == 5.0
-        assert group.ledger.counts() == []
+        assert group.ledger.counters.counts() == []
 
 
 def test_refuses_a_device_it_has_no_wire_for(tmp_path: Path) -> None:

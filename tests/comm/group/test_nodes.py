@@ -50,11 +50,10 @@ def _transports(group: Group) -> tuple[str, str]:
 def _counts(group: Group) -> list[tuple[str, int]]:
     """Ops and bytes in the one ledger of a collective in each group."""
     assert group.nodes is not None
-    group.ledger.phase = "counted"
     sent_before = group.bytes_sent
     for each in (group, group.nodes.inside, group.nodes.across):
-        all_gather(each, torch.zeros(each.world_size * 100))
-    [count] = [count for count in group.ledger.counts() if count.phase == "counted"]
+        all_gather(each, torch.zeros(each.world_size * 100), phase="counted")
+    [count] = [count for count in group.ledger.counters.counts() if count.phase == "counted"]
     assert count.bytes_sent == group.bytes_sent - sent_before
     return [(count.op, count.bytes_sent)]
 

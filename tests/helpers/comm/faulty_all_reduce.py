@@ -12,13 +12,13 @@ from tightwire.comm.protocols import AllReduce
 
 
 class _TooLarge(TwoShotAllReduce):
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x) * 1.25
+    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+        return super().__call__(x, phase, site) * 1.25
 
 
 class _UnlikeBits(TwoShotAllReduce):
-    def __call__(self, x: Tensor) -> Tensor:
-        sum_N = super().__call__(x)
+    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+        sum_N = super().__call__(x, phase, site)
         sum_N[0] = torch.nextafter(sum_N[0], sum_N.new_tensor(self.rank * 1e3))
         return sum_N
 
@@ -28,8 +28,8 @@ class _Wandering(TwoShotAllReduce):
 
     _calls = 0
 
-    def __call__(self, x: Tensor) -> Tensor:
-        sum_N = super().__call__(x)
+    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+        sum_N = super().__call__(x, phase, site)
         self._calls += 1
         sum_N[self._calls % sum_N.numel()] = 0.0
         return sum_N
@@ -44,7 +44,7 @@ class _Miscounting(TwoShotAllReduce):
 
 
 class _Raising(TwoShotAllReduce):
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
         raise ZeroDivisionError("on purpose")
 
 

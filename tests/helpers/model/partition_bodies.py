@@ -159,7 +159,8 @@ def compute(replica: Group, peers: PartitionPeers, work: Work, rank: int) -> Don
         assert isinstance(weights, StreamedWeights)
         done.num_gathered = settle(weights)
         done.counts = [
-            (count.op, count.algorithm, count.bytes_sent, count.exact_bytes) for count in peers.inside.ledger.counts()
+            (count.op, count.algorithm, count.bytes_sent, count.exact_bytes)
+            for count in peers.inside.ledger.counters.counts()
         ]
         peers.meet()  # who ends first would be missed by those that still fetch
         return done

@@ -184,7 +184,7 @@ def test_waits_for_a_slower_replica_count_as_late_not_as_fetching(tmp_path: Path
             came.result()
         settle(fast)
         assert fast.flow().late_s >= 2 * timeout_s
-        [count] = store._peers.inside.ledger.counts()
+        [count] = store._peers.inside.ledger.counters.counts()
         assert (count.op, count.phase, count.calls) == ("all_gather", GATHERING, fast.flow().num_layers)
 
 

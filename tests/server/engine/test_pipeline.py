@@ -329,10 +329,10 @@ def test_rank_0_sends_the_tokens_it_chose_and_they_are_counted(tmp_path: Path) -
     checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
     with local_engine(checkpoint, tp=2, max_model_len=256, plan_ahead=True) as local:
         for group in local.groups:
-            group.ledger.start_recording()
+            group.ledger.recording.start()
         continue_prompts(local.engine, [[1, 2, 3], [4]], max_tokens=6)
     for rank, group in enumerate(local.groups):
-        events = [event for event in group.ledger.stop_recording() if event.op == "broadcast"]
+        events = [event for event in group.ledger.recording.stop() if event.op == "broadcast"]
         assert {(event.site, event.phase, event.message_bytes) for event in events} == {("chosen", "decode", 8)}
         assert len(events) == 5
         assert [event.bytes_sent for event in events] == [broadcast_bytes(rank, 2, 2, 4)] * 5

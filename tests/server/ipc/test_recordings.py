@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tightwire.comm.ledger.ledger import Event
+from tightwire.comm.ledger.recording import Event
 from tightwire.server.ipc.engine_client import EngineUnavailableError, RankSilentError, RecordingBusyError
 from tightwire.server.ipc.messages import Record, Recorded
 from tightwire.server.ipc.recordings import Recordings

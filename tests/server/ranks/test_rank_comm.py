@@ -24,8 +24,8 @@ class BrokenAllReduce(OneShotAllReduce):
 
     name = "broken"
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x if self.rank else torch.zeros_like(x))
+    def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
+        return super().__call__(x if self.rank else torch.zeros_like(x), phase, site)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def _check(group: Group, run_plan: RunPlan) -> tuple[CommSetup, Tensor | None]:
     checked = check_comm(group, run_plan, row_elems=64, max_rows=8)
     if checked.routes is None:
         return checked.setup, None
-    return checked.setup, checked.routes.all_reduce("o_proj", 0, "decode")(torch.ones(4))
+    return checked.setup, checked.routes.all_reduce("o_proj", 0, "decode")(torch.ones(4), "decode")
 
 
 def test_auto_goes_on_without_a_wrong_algorithm_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -91,9 +91,9 @@ def test_a_single_rank_has_nothing_to_check() -> None:
 def test_the_check_is_counted_apart_from_the_work() -> None:
     def phases(group: Group) -> set[str]:
         _check(group, plan(fixed_policy("ring")))
-        return {count.phase for count in group.ledger.counts()}
+        return {count.phase for count in group.ledger.counters.counts()}
 
-    assert run_in_process(2, phases)[0] == {"self-test"}
+    assert run_in_process(2, phases)[0] == {"self-test", "decode"}
 
 
 def _check_without_peer_memory(group: Group, run_plan: RunPlan) -> CommSetup:
@@ -152,7 +152,11 @@ def test_others_are_awaited_once_everything_is_compiled() -> None:
         seen: list[int] = []
         awaited = plan(fixed_policy("ring"))
         check_comm(
-            group, awaited, row_elems=64, max_rows=8, await_others=lambda: seen.append(len(group.ledger.counts()))
+            group,
+            awaited,
+            row_elems=64,
+            max_rows=8,
+            await_others=lambda: seen.append(len(group.ledger.counters.counts())),
         )
         return seen
 

@@ -15,7 +15,7 @@ import zmq
 from helpers.comm import rank_bodies
 from helpers.server.server_process import is_alive, wait_until
 
-from tightwire.comm.ledger.trace import clock_name
+from tightwire.comm.ledger.recording import clock_name
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Record, Recorded, Stage

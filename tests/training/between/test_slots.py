@@ -50,11 +50,17 @@ def _sum_some_steps(group: Group, options: BetweenOptions) -> list[Tensor]:
     results = []
     for step in range(4):
         for unit, shard in _UNITS.items():
-            sent_before, counts_before = group.bytes_sent, sum(count.bytes_sent for count in group.ledger.counts())
+            sent_before, counts_before = (
+                group.bytes_sent,
+                sum(count.bytes_sent for count in group.ledger.counters.counts()),
+            )
             expected = between.wire_bytes(unit)
             results.append(between(unit, _gradient(group.rank, step, unit)))
             assert group.bytes_sent - sent_before == expected, (step, unit)
-            assert sum(count.bytes_sent for count in group.ledger.counts()) - counts_before == expected, (step, unit)
+            assert sum(count.bytes_sent for count in group.ledger.counters.counts()) - counts_before == expected, (
+                step,
+                unit,
+            )
             assert expected == between_bytes(options, shard, rank=group.rank, world_size=group.world_size, step=step)
         between.step_done()
     kept = {key: tensor for key, tensor in between.state_dict().items() if "/" in key}

@@ -90,7 +90,7 @@ def sent_by(groups: TrainGroups) -> Counter[tuple[str, str]]:
     """Bytes by lane and operation; without those of the sum over replicas."""
     sent: Counter[tuple[str, str]] = Counter()
     for lane, group in (("gather", groups.gather), ("reduce", groups.reduce)):
-        for count in group.ledger.counts():
+        for count in group.ledger.counters.counts():
             if count.bytes_sent and count.op != "all_reduce":
                 sent[lane, count.op] += count.bytes_sent
     return sent

@@ -2,8 +2,7 @@
 
 import json
 
-from tightwire.comm.ledger.ledger import Event
-from tightwire.comm.ledger.trace import RankEvents, chrome_trace, clock_name
+from tightwire.comm.ledger.recording import Event, RankEvents, chrome_trace, clock_name
 
 
 def event(number: int, start_s: float, *, finished: bool = True, site: str = "") -> Event:
