@@ -1,6 +1,5 @@
 """``tightwire bench compare A.json B.json``: tells whether B became worse than A."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,34 +8,25 @@ from typing import Any
 from tightwire.bench.compare.match import check_alike, chosen_metrics, compare_cells, differences, faults
 from tightwire.bench.compare.results import read_result
 from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_names, parse_options
-from tightwire.bench.report.html import Section
-from tightwire.bench.report.plots import Plot, Series, plot_section
-from tightwire.bench.report.table import Column, Row, Table, print_table
+from tightwire.bench.report.page import Item, Plot, Text, lines
+from tightwire.bench.report.table import Column, Row, Table
 from tightwire.bench.run import Bench, BenchFailedError
 
 _DESCRIPTION = """Compare two results of one bench: for every cell the ratio B / A of medians, its bootstrap 95 % interval
 from the raw samples, and a verdict. Exit code 0: no regression; 1: a deciding metric is worse and its whole interval is
 beyond the tolerance, or requests failed in B that did not fail in A; 2: the files cannot be compared. Requests that were
-in flight together count as one sample, and so do neighbours of many samples. An interval covers the noise inside each run,
-not how the machine drifts between two runs: run both again before you believe a small difference. Of bench ttft the ratio
-to the baseline decides, in which that drift cancels."""
+in flight together count as one sample, and so do consecutive calls of a long series. An interval covers the noise inside
+each run, not the drift of the machine between two runs: repeat both before you believe a small difference. For bench ttft
+the ratio to the baseline decides, because the drift cancels in it."""
 
-_NUMBERS = (
-    Column("A", "a", ",.4g"),
-    Column("B", "b", ",.4g"),
-    Column("B / A", "ratio", ".3f"),
-    Column("low", "low", ".3f"),
-    Column("high", "high", ".3f"),
-    Column("n", "n", "d"),
-)
+_RATIO = Column("B / A", "ratio", ".3f")
+_INTERVAL = Column("low", "low", ".3f"), Column("high", "high", ".3f")
 _COLUMNS = (
-    Column("cell", "cell"),
-    Column("metric", "metric"),
-    Column("unit", "unit"),
-    *_NUMBERS,
+    *(Column("cell", "cell"), Column("metric", "metric"), Column("unit", "unit")),
+    *(Column("A", "a", ",.4g"), Column("B", "b", ",.4g")),
+    *(_RATIO, *_INTERVAL, Column("n", "n", "d")),
     Column("verdict", "verdict"),
 )
-_CSV_COLUMNS = (*_COLUMNS, Column("paired", "paired"), Column("regression", "regression"))
 
 
 def _parse_share(text: str) -> float:
@@ -52,19 +42,15 @@ class CompareOptions(OutputOptions):
     a: Path = option(REQUIRED, "the result to compare with", flag="a", metavar="A.json")
     b: Path = option(REQUIRED, "the other result of the same bench", flag="b", metavar="B.json")
     tolerance: float = option(
-        0.05, "how much worse is still accepted, as a share of A, such as 5%", metavar="T", parse=_parse_share
+        0.05, "accepted slowdown as a share of A, such as 5%", metavar="T", parse=_parse_share, least=0
     )
     metrics: tuple[str, ...] = option(
         (),
-        "compare only these, and all of them decide (all, of which the bench's own decide)",
+        "compare only these metrics, and let each of them decide (all; the bench says which decide)",
         metavar="NAME,NAME",
         flag="--metric",
         parse=parse_names,
     )
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < math.inf:
-            raise ValueError(f"--tolerance must be at least 0, got {self.tolerance:g}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
 class CompareBench(Bench):
     verb = "compare"
     version = 1
+    columns = (*_COLUMNS, Column("paired", "paired"), Column("regression", "regression"))
     failures = ((ValueError, 2),)
 
     def __init__(self, options: CompareOptions) -> None:
@@ -110,39 +97,46 @@ class CompareBench(Bench):
     def cells(self) -> list[dict[str, Any]]:
         return self._cells
 
-    def csv(self, result: Mapping[str, Any]) -> Table:
-        return Table(columns=_CSV_COLUMNS, rows=result["cells"])
-
-    def sections(self, result: Mapping[str, Any]) -> list[Section]:
-        return _make_sections(result)
-
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         return f"Two results of bench {result['kind']}", _describe_sides(result)
 
-    def _show(self) -> None:
-        title = _describe_sides(self.facts)
-        print_table(
-            self.console,
-            Table(title=title, columns=_COLUMNS, rows=self._cells, wrong=lambda cell: cell["regression"]),
+    def sections(self, result: Mapping[str, Any]) -> list[Item]:
+        rows = [{**cell, "row": number} for number, cell in enumerate(result["cells"], 1)]
+        metrics = dict.fromkeys(cell["metric"] for cell in rows)
+        table = Table(
+            title="All cells",
+            columns=[_ROW, *_COLUMNS],
+            rows=rows,
+            note=_NOTE,
+            wrong=lambda cell: cell["regression"],
         )
-        for words in self.facts["differences"]:
-            self.console.print(f"note: {words}", style="yellow", markup=False, soft_wrap=True)
-        for words in self.facts["faults"]:
-            self.console.print(words, style="red", markup=False, soft_wrap=True)
-        self.console.print(self.facts["conclusion"], markup=False, soft_wrap=True)
+        notes = Text(title="Notes", lines=[result["conclusion"], *result["faults"], *result["differences"]])
+        return [*(_plot(rows, metric, metric in result["deciding"]) for metric in metrics), table, notes]
+
+    def _show(self) -> None:
+        self.print_table(
+            Table(
+                title=_describe_sides(self.facts),
+                columns=_COLUMNS,
+                rows=self._cells,
+                wrong=lambda cell: cell["regression"],
+            )
+        )
+        for text in self.facts["differences"]:
+            self.note(text)
+        self.print(*self.facts["faults"], style="red")
+        self.print(self.facts["conclusion"])
 
 
 def _conclude(facts: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
-    """The reason of the exit code, in words."""
+    """The reason for the exit code."""
     deciding = ", ".join(facts["deciding"])
     limit = f"{100 * facts['tolerance']:g} %"
     if count := facts["regressions"]:
-        return (
-            f"{count} regression{'s' * (count > 1)}: by {deciding}, B is worse by more than {limit}, interval and all"
-        )
+        return f"{count} regression{'s' * (count > 1)}: by {deciding}, B is worse by more than {limit} with its whole interval"
     few = sum(cell["verdict"] == "too few" for cell in cells if cell["metric"] in facts["deciding"])
-    unsure = f"; {few} of them have too few samples to tell: measure more" if few else ""
-    return f"no regression: by {deciding}, no cell of B is surely worse by more than {limit}{unsure}"
+    unsure = f"; {few} cells have too few samples to tell: measure more" if few else ""
+    return f"no regression: by {deciding}, no cell of B is certain to be worse by more than {limit}{unsure}"
 
 
 def _describe_sides(result: Mapping[str, Any]) -> str:
@@ -152,40 +146,16 @@ def _describe_sides(result: Mapping[str, Any]) -> str:
     return f"bench {result['kind']}: A is {a}, B is {b}"
 
 
-def _make_sections(result: Mapping[str, Any]) -> list[Section]:
-    rows = [{**cell, "row": place} for place, cell in enumerate(result["cells"], 1)]
-    metrics = dict.fromkeys(cell["metric"] for cell in rows)
-    plots = [_intervals(rows, metric, number, metric in result["deciding"]) for number, metric in enumerate(metrics, 1)]
-    notes = Section(title="Notes", words=[result["conclusion"], *result["faults"], *result["differences"]], wide=True)
-    return [*plots, _table(rows), notes]
+_ROW = Column("row", "row", "d")
+_NOTE = (
+    "A, B: medians. low, high: 95 % interval of B / A; it means nothing where the verdict is `too few`. n: samples; requests "
+    "that were in flight together count as one, and so do consecutive calls of a long series. A verdict also needs a wider "
+    "interval, with which a dozen verdicts are right together."
+)
 
 
-def _intervals(rows: Sequence[Row], metric: str, number: int, decides: bool) -> Section:
+def _plot(rows: Sequence[Row], metric: str, decides: bool) -> Plot:
     own = [row for row in rows if row["metric"] == metric]
-    places = [row["row"] for row in own]
-    y, low, high = ([row[key] for row in own] for key in ("ratio", "low", "high"))
-    plot = Plot(
-        name=f"ratio-{number}",
-        title=f"B / A: {metric}",
-        x_label="row of the table",
-        y_label="B / A",
-        series=[Series(name=metric, number=number, x=places, y=y, low=low, high=high)],
-        ticks=(places, [str(place) for place in places]),
-        log_x=False,
-        log_y=False,
-        joined=False,
-        line_y=1.0,
-        from_zero=False,
-    )
-    words = "It decides." if decides else "It does not decide."
-    return plot_section(plot, f"Above 1, B is higher. Bars are 95 % intervals. {words}")
-
-
-def _table(rows: Sequence[Row]) -> Section:
-    table = Table(columns=[Column("row", "row", "d"), *_COLUMNS], rows=rows, wrong=lambda cell: cell["regression"])
-    words = (
-        "A, B: medians. low, high: 95 % interval of B / A, which means nothing where the verdict is `too few`. n: samples; "
-        "requests that were in flight together are one, and so are neighbours of many. A verdict needs more than this "
-        "interval: a wider one, with which a dozen verdicts are right together."
-    )
-    return Section(title="Every cell", words=[words], table=table, wide=True)
+    note = f"Above 1, B is higher. Bars are 95 % intervals. This metric {'decides' if decides else 'does not decide'}."
+    axes = {"log_x": False, "log_y": False, "joined": False, "from_zero": False, "level": 1.0}
+    return lines(f"B / A: {metric}", own, by="metric", x=_ROW, y=_RATIO, interval=_INTERVAL, note=note, **axes)

@@ -10,22 +10,13 @@ from tightwire.bench.compare.results import Cell, Result, Samples
 from tightwire.bench.report.statistics import compare
 from tightwire.bench.report.table import Metric
 
-# Where these facts differ, a ratio tells of machines or settings and not of the program.
+# Where these facts differ, a ratio compares machines or settings and not the program.
 _FACTS = (
     *("environment.cpu", "environment.usable_cores", "environment.os", "environment.python", "environment.packages"),
     *("environment.tightwire", "environment.git_revision", "server.model", "server.refused", "workload", "request"),
     *("model", "dtype", "device", "device_name", "tp", "ranks", "nodes", "transport", "links", "link.name", "link.how"),
-    *(
-        "link.emulation",
-        "comm.link.name",
-        "comm.link.emulation",
-        "options",
-        "text",
-        "window",
-        "num_layers",
-        "hidden_size",
-    ),
-    "weights",
+    *("link.emulation", "comm.link.name", "comm.link.emulation", "options", "text", "window", "num_layers"),
+    *("hidden_size", "weights"),
 )
 _FREE = ("seed", "num_words", "tokens_per_word")  # differ from run to run by design
 
@@ -91,8 +82,8 @@ def _compare(metric: Metric, mine: Samples, its: Samples, tolerance: float, *, p
 
 
 def faults(a: Result, b: Result, tolerance: float) -> list[str]:
-    """Where B failed and A did not, in words: times of successful requests do not show it."""
-    found = [f"B is not complete, and A is: {b.error}"] if b.error and not a.error else []
+    """Failures of B that A does not have: times of successful requests do not show them."""
+    found = [f"B is not complete, but A is: {b.error}"] if b.error and not a.error else []
     others = {cell.name: cell for cell in b.cells}
     for cell in a.cells:
         other = others.get(cell.name)
@@ -100,14 +91,14 @@ def faults(a: Result, b: Result, tolerance: float) -> list[str]:
             continue
         if other.failed / other.requested > cell.failed / cell.requested + tolerance:
             found.append(
-                f"{cell.name}: {other.failed} of {other.requested} requests failed in B, and {cell.failed} of "
+                f"{cell.name}: {other.failed} of {other.requested} requests failed in B, but {cell.failed} of "
                 f"{cell.requested} in A"
             )
     return found
 
 
 def chosen_metrics(result: Result, names: Sequence[str]) -> list[Metric]:
-    """The metrics in ``names``, which then decide; without names all of the bench.
+    """The metrics in ``names``, which then decide; without names all metrics of the bench.
 
     Raises:
         ValueError: the bench has no such metric.
@@ -120,7 +111,7 @@ def chosen_metrics(result: Result, names: Sequence[str]) -> list[Metric]:
 
 
 def differences(a: Result, b: Result) -> list[str]:
-    """How the two results differ apart from their samples, in words."""
+    """The differences between the two results apart from their samples, in words."""
     facts, others = _facts(a.raw), _facts(b.raw)
     found = [
         f"{name} differs: {facts.get(name)} in A, {others.get(name)} in B"

@@ -1,4 +1,4 @@
-"""Reads result files of any bench: cells with raw samples by metric, and the facts that must be alike."""
+"""Reads result files of any bench: cells with raw samples by metric, and facts about the run."""
 
 import json
 from collections import Counter
@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tightwire.bench.compare.old_results import upgrade
+from tightwire.bench.report.statistics import neighbour_batch
 from tightwire.bench.report.table import Metric
+from tightwire.comm.sizes import format_bytes
 
 _PREFIX = "tightwire.bench."
 
@@ -17,7 +18,7 @@ Samples = dict[int, float]  # by index: in two results of the same prompts, the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """``batch``: as many neighbours share the state of the machine or of the server's batch, and count as one sample."""
+    """``batch``: the number of consecutive samples that share the state of the machine or of the server's batch; they count as one."""
 
     name: str
     samples: Mapping[str, Samples]  # by metric; only metrics whose samples are all above 0 and so have ratios
@@ -32,8 +33,8 @@ class Result:
     kind: str
     metrics: tuple[Metric, ...]
     cells: list[Cell]
-    pairing: Any  # equal in two results: samples of one index belong together; None: they never do
-    notes: tuple[str, ...]  # what was left out, in words
+    pairing: Any  # if equal in two results, samples of the same index are a pair; None: there are no pairs
+    notes: tuple[str, ...]  # about samples that are left out
     raw: Mapping[str, Any] = field(repr=False)
 
     @property
@@ -42,7 +43,7 @@ class Result:
 
 
 def read_result(path: Path) -> Result:
-    """A result that a bench kept with ``--output``.
+    """A result that a bench wrote with ``--output``.
 
     Raises:
         ValueError: the file cannot be read, is no result of a bench, or has no samples.
@@ -54,18 +55,18 @@ def read_result(path: Path) -> Result:
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if not isinstance(schema, str) or not schema.startswith(_PREFIX):
         raise ValueError(
-            f"{path} is no result of a bench: it has no schema {_PREFIX}...; give a JSON file that --output kept"
+            f"{path} is no result of a bench: it has no schema {_PREFIX}...; give a JSON file that --output wrote"
         )
     kind = schema.removeprefix(_PREFIX).partition("/")[0]
     try:
-        raw = upgrade(kind, raw)
+        raw = _upgrade(kind, raw)
         found = raw["cells"]
         metrics = tuple(Metric(**metric) for metric in raw["metrics"])
         samples = [_by_index(cell["samples"]) for cell in found]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} has no samples to compare ({type(error).__name__}: {error}); the last line that a bench prints has "
-            "none, so give the JSON file that --output kept"
+            f"{path} has no samples to compare ({type(error).__name__}: {error}); give a JSON file that --output of today's "
+            "bench wrote, not the last line of its stdout"
         ) from error
     if not found:
         raise ValueError(f"{path} has no cells: {raw.get('error') or 'nothing was measured'}")
@@ -116,3 +117,28 @@ def _make_cells(found: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[st
             )
         )
     return cells
+
+
+def _upgrade(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """``raw`` as a bench writes it today. Version 1 differs for each bench; those of comm, kernels and quality are converted."""
+    if "metrics" in raw or kind not in ("comm", "kernels", "quality"):
+        return dict(raw)
+    if kind == "quality":
+        metrics = [{"name": name, "unit": "nats", "better": "better", "worse": "worse"} for name in ("kl", "nll")]
+        cells = [
+            {
+                "name": f"{row['algorithm']}, {row['world_size']} ranks",
+                "samples": {
+                    "nll": row["nll"],
+                    **({"kl": row["kl"]} if any(row["kl"]) else {}),
+                },  # exact ones have no KL
+            }
+            for row in raw["window_means"]
+        ]
+        return {**raw, "metrics": metrics, "pairing_keys": ["text", "model", "window"], "cells": cells}
+    if kind == "comm":
+        calls = [(f"{cell['algorithm']}, {format_bytes(cell['size'])}", cell["samples_s"]) for cell in raw["cells"]]
+    else:
+        calls = [(row["name"], row["samples_s"]) for row in [*raw["codecs"], *raw["all_reduces"]]]
+    cells = [{"name": name, "samples": {"seconds": s}, "batch": neighbour_batch(len(s))} for name, s in calls]
+    return {**raw, "metrics": [{"name": "seconds", "unit": "us", "scale": 1e6}], "pairing_keys": None, "cells": cells}
