@@ -12,28 +12,17 @@ from typing import Any
 import torch
 
 from tightwire.bench.kernels.arms import Arm, codec_arms, copy_arm, product_arms, seconds_per_call
-from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names, parse_options
+from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names, parse_options, parse_sizes
 from tightwire.bench.report.statistics import neighbour_batch
-from tightwire.bench.report.table import Column, Metric, Table, print_table
+from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.comm.codec.codec import parse_codec
-from tightwire.comm.sizes import format_bytes, parse_bytes
+from tightwire.comm.sizes import format_bytes
 
 _PARTS = ("codecs", "products", "all-reduces")
 _CODECS = ("int8", "int6", "int5", "int4", "int4-had", "int3-sr", "fp8")
 _KIB, _MIB = 1 << 10, 1 << 20
 _CPU_SIZES, _CUDA_SIZES = (64 * _KIB, _MIB, 16 * _MIB), (64 * _KIB, _MIB, 8 * _MIB, 64 * _MIB)
-_CSV_COLUMNS = tuple(
-    Column(name, name)
-    for name in (
-        *("name", "part", "codec", "operation", "algorithm", "ranks", "rows", "size"),
-        *("seconds", "bytes_per_s", "share_of_copy", "right"),
-    )
-)
-
-
-def _parse_sizes(text: str) -> tuple[int, ...]:
-    return tuple(map(parse_bytes, text.split(",")))
 
 
 def _parse_matrix(text: str) -> tuple[int, int]:
@@ -45,28 +34,30 @@ def _parse_matrix(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelBenchOptions(OutputOptions):
-    device: str = option("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "auto: cuda if torch has it", choices=("auto", "cpu", "cuda"))
     parts: tuple[str, ...] = option(_PARTS, "what to time", metavar="NAME,NAME", parse=parse_names)
-    dtype: str = option("bfloat16", "of the numbers", choices=("bfloat16", "float16", "float32"))
+    dtype: str = option("bfloat16", "data type of the numbers", choices=("bfloat16", "float16", "float32"))
     codecs: tuple[str, ...] = option(_CODECS, "codecs to time", metavar="NAME,NAME", parse=parse_names)
     sizes: tuple[int, ...] = option(
-        (), "bytes of numbers to encode (64KiB to 64MiB; on CPU to 16MiB)", metavar="SIZE,SIZE", parse=_parse_sizes
+        (), "bytes of numbers to encode (64KiB to 64MiB; on CPU to 16MiB)", metavar="SIZE,SIZE", parse=parse_sizes
     )
     rows: tuple[int, ...] = option(
-        (1, 2, 4, 16, 64, 512), "rows that a matrix product has", metavar="N,N", parse=parse_integers
+        (1, 2, 4, 16, 64, 512), "rows of a matrix product", metavar="N,N", parse=parse_integers, least=1
     )
     matrix: tuple[int, int] = option(
-        (3072, 576), "outputs and inputs of its weights, written 3072x576", metavar="OxI", parse=_parse_matrix
+        (3072, 576), "outputs and inputs of its weights, such as 3072x576", metavar="OxI", parse=_parse_matrix, least=1
     )
     rank_sizes: tuple[int, ...] = option(
         (8 * _KIB, 64 * _KIB, 512 * _KIB, 4 * _MIB, 64 * _MIB),
         "bytes of messages to sum",
         metavar="SIZE,SIZE",
-        parse=_parse_sizes,
+        parse=parse_sizes,
     )
-    ranks: tuple[int, ...] = option((2, 4), "numbers of simulated ranks", metavar="N,N", parse=parse_integers)
-    repeats: int = option(50, "samples of each", metavar="N")
-    seconds_per_arm: float = option(2.0, "fewer samples, but at least three, where they would take longer", metavar="S")
+    ranks: tuple[int, ...] = option((2, 4), "numbers of simulated ranks", metavar="N,N", parse=parse_integers, least=2)
+    repeats: int = option(50, "samples of each operation", metavar="N", least=1)
+    seconds_per_arm: float = option(
+        2.0, "time for the samples of an operation; reduces them to three at the least", metavar="S", above=0
+    )
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -80,9 +71,7 @@ class KernelBenchOptions(OutputOptions):
         for size in (*self.sizes, *self.rank_sizes):
             if size <= 0 or size % 4:
                 raise ValueError(f"a size is a positive multiple of 4 bytes, got {size}")
-        if self.repeats < 1 or min(self.ranks) < 2 or min(self.rows) < 1:
-            raise ValueError("--repeats and --rows must be at least 1 and --ranks at least 2")
-        if min(self.matrix) < 1 or self.matrix[1] % 32:
+        if self.matrix[1] % 32:
             raise ValueError(f"--matrix needs inputs that are a multiple of 32, got {self.matrix[1]}")
 
     @property
@@ -103,6 +92,14 @@ def main(argv: Sequence[str]) -> int:
 class KernelBench(Bench):
     verb = "kernels"
     metrics = (Metric(name="seconds", unit="us", scale=1e6),)
+    columns = (
+        *(Column(name, name) for name in ("name", "part", "codec", "operation", "algorithm", "ranks", "rows")),
+        Column("size", "size", format_bytes),
+        Column("us", "seconds", ",.1f", 1e6),
+        Column("GB/s", "bytes_per_s", ",.2f", 1e-9),
+        Column("of copy", "share_of_copy", ".0%"),
+        Column("right", "right"),
+    )
     failures = ((ValueError, 2),)
 
     def __init__(self, options: KernelBenchOptions) -> None:
@@ -118,7 +115,7 @@ class KernelBench(Bench):
         name = torch.cuda.get_device_name(self._device) if on_cuda else "one core"
         setting = f"{options.dtype} on {self._device.type} ({name}); a rate counts every byte read and written, once"
         self.facts = {"device": self._device.type, "device_name": name, "dtype": options.dtype, "setting": setting}
-        self.console.print(setting, "\n", soft_wrap=True)
+        self.print(f"{setting}\n")
         if "codecs" in options.parts:
             for size in options.sizes or (_CUDA_SIZES if on_cuda else _CPU_SIZES):
                 cells = list(self._codec_cells(size))
@@ -136,15 +133,15 @@ class KernelBench(Bench):
                 title = f"{world_size} ranks simulated by buffers and streams of one process on one GPU: us, no link"
                 self._add(cells, title, "size", "algorithm", _us)
         elif "all-reduces" in options.parts:
-            self.console.print("the AllReduce kernels need a GPU, and were not timed\n")
+            self.print("the AllReduce kernels need a GPU and were not timed\n")
         if wrong := [cell["name"] for cell in self._cells if not cell["right"]]:
             raise BenchFailedError(f"wrong answer: {', '.join(wrong)}")
 
     def cells(self) -> list[dict[str, Any]]:
         return self._cells
 
-    def csv(self, result: Mapping[str, Any]) -> Table:
-        return Table(columns=_CSV_COLUMNS, rows=result["cells"])
+    def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
+        return "Codecs, matrix products and AllReduce kernels", result["setting"]
 
     def _add(self, cells: list[dict[str, Any]], title: str, row: str, column: str, text: Any) -> None:
         """Keep the cells, and print one table with a row for each value of ``row`` and a column for each of ``column``."""
@@ -154,11 +151,11 @@ class KernelBench(Bench):
             rows.setdefault(cell[row], {row: cell[row]})[cell[column]] = cell
         first = Column(row, row, format_bytes) if row == "size" else Column(row, row)
         columns = [Column(name, name, text) for name in dict.fromkeys(cell[column] for cell in cells)]
-        print_table(self.console, Table(title=title, columns=[first, *columns], rows=list(rows.values())))
+        self.print_table(Table(title=title, columns=[first, *columns], rows=list(rows.values())))
         self.keep()
 
     def _codec_cells(self, size: int) -> Iterator[dict[str, Any]]:
-        """The copy is timed before and after the codecs, and its rate is that of all samples: a drift favors nobody."""
+        """The copy is timed before and after the codecs, and its rate is that of all samples: drift then favors neither."""
         first = self._seconds(copy_arm(size, self._device))
         cells = [
             self._cell(

@@ -1,12 +1,13 @@
 """``tightwire bench serve``: puts load on a running server and measures it as its clients would.
 
-Steps: reach the server, find out which fields it accepts, fit prompts to the wanted length by the server's own count, then
-for each load warm up, measure, print, keep. Results are kept when the server dies and after Ctrl-C.
+Steps: reach the server, find out which fields it accepts, fit prompts to the requested length by the server's own count,
+then for each load warm up, measure, print and write files. Results are kept when the server dies and after Ctrl-C.
 """
 
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,18 +15,21 @@ import httpx
 from tightwire.bench.client import BenchClient, Prompt
 from tightwire.bench.options import parse_options
 from tightwire.bench.report.environment import without_password
-from tightwire.bench.report.html import Section
-from tightwire.bench.report.progress import paused
-from tightwire.bench.report.table import Metric, Table, print_table
+from tightwire.bench.report.page import Item, ecdf, lines
+from tightwire.bench.report.table import Column, Metric, Row, Table
 from tightwire.bench.run import Bench, BenchFailedError
+from tightwire.bench.serve.cells import OUTPUT_RATE, latency_table, rate_table, summarize, warnings_of
 from tightwire.bench.serve.fit import fit_scale, send_accepted_fields
 from tightwire.bench.serve.load import LoadRun, run_load
 from tightwire.bench.serve.options import ServeBenchOptions, Workload
-from tightwire.bench.serve.page import csv_table, describe_limits, latency_table, make_sections, rate_table, warnings_of
-from tightwire.bench.serve.summary import doubts, summarize
 from tightwire.bench.serve.workload import FileWorkload
 from tightwire.server.cli.remote import Remote, RemoteError, connect
 
+_MOST_POINTS = 2000  # in a plot of single requests
+_CSV_KEYS = (
+    *("load", "index", "sent_s", "late_s", "ttft_s", "tpot_s", "e2e_s"),
+    *("num_prompt", "num_cached", "num_generated", "finish_reason", "error"),
+)
 _WITHOUT = {
     "ignore_eos": "answers may end before their length, so rates of different servers count different answers",
     "stream_options": "it may not report token counts; then events with text are counted",
@@ -35,7 +39,7 @@ STARTUP_METRIC = re.compile(r"^tightwire_startup_seconds(?:\{[^}]*\})? ([0-9.eE+
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0, 1 when there is nothing usable or a load was cut short, 2 for bad options, 130 after Ctrl-C."""
-    description = "Put load on a running OpenAI-compatible server, Tightwire or another, and measure it at the client."
+    description = "Put load on a running OpenAI-compatible server, Tightwire or another, and measure at the client."
     return ServeBench(parse_options(ServeBenchOptions, argv, verb="serve", description=description)).run()
 
 
@@ -82,15 +86,20 @@ class ServeBench(Bench):
         return self._cells
 
     def csv(self, result: Mapping[str, Any]) -> Table:
-        return csv_table(result["cells"])
-
-    def sections(self, result: Mapping[str, Any]) -> list[Section]:
-        return make_sections(result)
+        """A row for each request."""
+        rows = [{"load": cell["name"], **raw} for cell in result["cells"] for raw in cell["raw"]]
+        return Table(columns=[Column(key, key) for key in _CSV_KEYS], rows=rows)
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         server, workload = result["server"], result["workload"]
         loads = ", ".join(cell["name"] for cell in result["cells"])
         return f"{server['model']} under load", f"{server['url']}, {workload['name']} prompts, {loads}"
+
+    def sections(self, result: Mapping[str, Any]) -> list[Item]:
+        cells, limits = result["cells"], self._options.slo
+        notes = [f"{cell['name']}: {text}" for cell in cells for text in warnings_of(cell)]
+        rates = replace(rate_table(cells), note=". ".join([*_describe_limits(limits), *notes]))
+        return [*_plots(cells, limits), rates, replace(latency_table(cells), title="Latencies in milliseconds")]
 
     async def _measure(self, remote: Remote, workload: Workload) -> None:
         options = self._options
@@ -99,8 +108,7 @@ class ServeBench(Bench):
             body, refused = await send_accepted_fields(client, options.body(), trial)
             self.facts["server"]["refused"], self.facts["request"] = refused, body
             self.facts["workload"] |= await _fit(client, workload)
-            with paused(self.progress):
-                self._show_head()
+            self._show_head()
             # All prompts are taken first: a lack of them is then known before anything is measured.
             shares = [
                 (workload.take(options.warmups_of(i)), workload.take(options.requests_of(i)))
@@ -133,16 +141,14 @@ class ServeBench(Bench):
 
     def _close(self, run: LoadRun, expected_generated: Sequence[int] | None) -> None:
         self._running = None
-        cell = {**summarize(run, self._options.slo), "doubts": doubts(run, expected_generated)}
+        cell = summarize(run, self._options.slo, expected_generated)
         self._cells.append(cell)
-        with paused(self.progress):
-            print_table(self.console, latency_table([cell]))
-            print_table(self.console, rate_table([cell]))
-            for words in describe_limits([cell]):
-                self.console.print(words, markup=False, soft_wrap=True)
-            for words in warnings_of(cell):
-                self.console.print(f"note: {words}", style="yellow", markup=False, soft_wrap=True)
-            self.console.print()
+        self.print_table(latency_table([cell]))
+        self.print_table(rate_table([cell]))
+        self.print(*_describe_limits(self._options.slo))
+        for text in warnings_of(cell):
+            self.note(text)
+        self.print("")
         self.keep()
 
     def _why_unreachable(self) -> str | None:
@@ -165,14 +171,47 @@ class ServeBench(Bench):
     def _show_head(self) -> None:
         server, workload = self.facts["server"], self.facts["workload"]
         facts = ", ".join(f"{name} {value}" for name, value in workload.items() if name != "name")
-        words = f"{server['model']} at {server['url']}: {workload['name']} prompts, {facts}"
-        self.console.print(words, markup=False, soft_wrap=True)
+        self.print(f"{server['model']} at {server['url']}: {workload['name']} prompts, {facts}")
         for name in server["refused"]:
-            words = f"note: the server refuses {name}: {_WITHOUT[name]}"
-            self.console.print(words, style="yellow", markup=False, soft_wrap=True)
+            self.note(f"the server refuses {name}: {_WITHOUT[name]}")
         if server["startup_s"] is not None:
-            self.console.print(f"the server was ready {server['startup_s']:.2f} s after its start")
-        self.console.print()
+            self.print(f"the server was ready {server['startup_s']:.2f} s after its start")
+        self.print("")
+
+
+def _describe_limits(limits: Mapping[str, float]) -> list[str]:
+    text = ", ".join(f"{name.removesuffix('_s')} {limit * 1e3:g} ms" for name, limit in limits.items())
+    return [f"within limits: requests that met {text}"] if limits else []
+
+
+def _plots(cells: Sequence[Row], limits: Mapping[str, float]) -> list[Item]:
+    requests = [{"load": cell["name"], **raw} for cell in cells for raw in cell["raw"] if raw["error"] is None]
+    ttfts: dict[str, list[float]] = {}
+    gaps: dict[str, list[float]] = {}
+    for row in requests:
+        ttfts.setdefault(row["load"], []).extend([row["ttft_s"] * 1e3] if row["ttft_s"] is not None else [])
+        gaps.setdefault(row["load"], []).extend(gap * 1e3 for gap in row["itl_s"])
+    limit = limits["ttft_s"] * 1e3 if "ttft_s" in limits else None
+    note = "From sending a request to the first text." + (" Dotted: the limit." if limit else "")
+    plots: list[Item] = []
+    if known := {name: values for name, values in ttfts.items() if values}:
+        plots.append(ecdf("TTFT: share at most this", known, x_label="TTFT, ms", limit=limit, note=note))
+    if known := {name: values for name, values in gaps.items() if values}:
+        note = "Gaps between events with text; an event may hold several tokens."
+        plots.append(ecdf("ITL: share at most this", known, x_label="ITL, ms", note=note))
+    if len(cells) > 1:
+        by_rate = cells[0]["concurrency"] is None
+        x = Column("requests per second", "request_rate", "g") if by_rate else Column("in flight", "concurrency", "g")
+        rows = [{**cell, "all": "all requests"} for cell in cells]
+        plots.append(lines("Throughput by load", rows, by="all", x=x, y=OUTPUT_RATE, ticks=True, log_y=False))
+    y, shown = Column("TTFT, ms", "ttft_s", ".1f", 1e3), requests[:: max(1, -(-len(requests) // _MOST_POINTS))]
+    for title, x in (
+        ("TTFT over the time of the run", Column("s since the load began", "sent_s")),
+        ("TTFT by length of the prompt", Column("prompt tokens", "num_prompt")),
+    ):
+        if len({x.value(row) for row in requests}) > 1:
+            plots.append(lines(title, shown, by="load", x=x, y=y, log_x=False, log_y=False, joined=False))
+    return plots
 
 
 def _trial(endpoint: str, workload: Workload) -> Prompt:
@@ -184,7 +223,7 @@ def _trial(endpoint: str, workload: Workload) -> Prompt:
 async def _fit(client: BenchClient, workload: Workload) -> dict[str, Any]:
     """Fit prompts to their lengths; returns the workload's facts for the result."""
     if isinstance(workload, FileWorkload):
-        return {"prompts": len(workload)}
+        return workload.facts()
     await fit_scale(client, workload)
     return {**workload.facts(), "tokens_per_word": workload.scale.tokens_per_word}
 

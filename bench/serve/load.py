@@ -1,7 +1,7 @@
-"""Sends prompts to a server: n at a time (closed loop), or at a rate (open loop, Poisson arrivals or burstier).
+"""Sends prompts to a server: n at a time (closed loop), or at a rate (open loop, Poisson arrivals).
 
-A closed loop shows what n clients get that each wait for their answer. In an open loop clients do not wait for each other,
-so the queue grows without bound when the server is too slow.
+In a closed loop each of n clients waits for its answer before it asks again. In an open loop clients do not wait for each
+other, so the queue grows without bound when the server is too slow.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from tightwire.bench.client import Prompt, Sample
 
 Send = Callable[[Prompt], Awaitable[Sample]]
 
-# This many failures in a row mean that the server is gone. 429 (too many requests) is no sign of that.
+# After so many failures in a row the server counts as gone. 429 (too many requests) is no sign of that.
 MAX_FAILURES_IN_A_ROW = 10
 _TOO_MUCH = "HTTP 429"
 
@@ -27,14 +27,10 @@ class Load:
 
     concurrency: int | None = None
     request_rate: float | None = None  # requests per second
-    burstiness: float = 1.0  # shape of the gaps' gamma distribution: 1 is Poisson, less comes in bursts, more is even
 
     @property
     def name(self) -> str:
-        if self.concurrency is not None:
-            return f"concurrency {self.concurrency}"
-        bursts = "" if self.burstiness == 1 else f", burstiness {self.burstiness:g}"
-        return f"rate {self.request_rate:g}/s{bursts}"
+        return f"rate {self.request_rate:g}/s" if self.concurrency is None else f"concurrency {self.concurrency}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,7 +41,7 @@ class LoadRun:
     num_requests: int
     samples: list[Sample] = field(default_factory=list)
     duration_s: float = 0.0  # from the first send to the last end
-    stopped: str | None = None  # why it ended before all requests were sent
+    stopped: str | None = None  # the reason if it ended before all requests were sent
 
     _failures: int = 0
 
@@ -74,17 +70,13 @@ async def run_load(run: LoadRun, prompts: Sequence[Prompt], send: Send, *, seed:
         await _closed_loop(run, run.load.concurrency, len(prompts), one)
     else:
         assert run.load.request_rate is not None
-        await _open_loop(run, arrivals(len(prompts), run.load.request_rate, seed, run.load.burstiness), began, one)
+        await _open_loop(run, arrivals(len(prompts), run.load.request_rate, seed), began, one)
 
 
-def arrivals(count: int, rate: float, seed: int, burstiness: float = 1.0) -> list[float]:
-    """Seconds at which requests arrive; the first at 0, the gaps gamma-distributed with mean 1 / rate.
-
-    Their standard deviation is the mean over the root of ``burstiness``; at 1 they are exponential: Poisson arrivals.
-    """
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds at which requests arrive; the first at 0, with exponential gaps of mean 1 / rate."""
     source = random.Random(f"{seed}/arrivals")
-    gaps = (source.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count - 1))
-    return list(accumulate(gaps, initial=0.0))
+    return list(accumulate((source.gammavariate(1.0, 1 / rate) for _ in range(count - 1)), initial=0.0))
 
 
 async def _closed_loop(

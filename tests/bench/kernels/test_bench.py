@@ -1,4 +1,4 @@
-"""``tightwire bench kernels`` on a CPU: what it prints and keeps, and that a wrong answer fails it."""
+"""``tightwire bench kernels`` on a CPU: its output and files, and that a wrong answer fails it."""
 
 import csv
 import json
@@ -14,19 +14,8 @@ from tightwire.bench.kernels.arms import OPERATIONS
 from tightwire.kernels import block_quant
 from tightwire.kernels.spec.block_format import BlockFormat
 
-ARGS = [
-    "kernels",
-    "--device",
-    "cpu",
-    "--parts",
-    "codecs,all-reduces",
-    "--codecs",
-    "int8,int4-had",
-    "--sizes",
-    "4KiB",
-    "--repeats",
-    "3",
-]
+ARGS = ["kernels", "--device", "cpu", "--parts", "codecs,all-reduces", "--codecs", "int8,int4-had", "--sizes", "4KiB"]
+ARGS += ["--repeats", "3"]
 
 
 def test_prints_and_keeps_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

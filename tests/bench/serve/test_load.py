@@ -85,15 +85,6 @@ def test_arrivals_are_poisson_and_follow_the_seed() -> None:
     assert statistics.stdev(gaps) == pytest.approx(0.02, rel=5 * (2 / 4000) ** 0.5)
 
 
-@pytest.mark.parametrize("burstiness", [0.25, 4.0])
-def test_bursts_keep_the_rate_and_spread_the_gaps(burstiness: float) -> None:
-    gaps = [later - earlier for earlier, later in pairwise(arrivals(8001, 50.0, seed=7, burstiness=burstiness))]
-
-    spread = 0.02 / burstiness**0.5
-    assert statistics.fmean(gaps) == pytest.approx(0.02, abs=5 * spread / 8000**0.5)
-    assert statistics.stdev(gaps) == pytest.approx(spread, rel=0.1)
-
-
 async def test_status_429_does_not_stop_the_load() -> None:
     full, gone = Server(error="HTTP 429: queue full"), Server(error="HTTP 503: rank 1 died")
 
