@@ -12,6 +12,7 @@ from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.linear import linear
 from tightwire.kernels.norm import add_rms_norm, rms_norm
 from tightwire.kernels.qkv import rotate_and_cache
+from tightwire.kernels.spec.attention import PackedSequences
 from tightwire.kernels.swiglu import swiglu
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
@@ -38,6 +39,9 @@ class EagerLayers:
             residual_TD: the embeddings.
         """
         self._config, self._shard, self._cache, self._batch = config, shard, cache, batch
+        self._sequences = PackedSequences(
+            batch.query_start_B1, batch.context_lens_B, batch.block_tables_BM, batch.num_decode_rows
+        )
         self._head_groups = shard.head_groups(config.heads_per_kv_head)
         self._cos_TE, self._sin_TE = (angle_SE[batch.positions_T] for angle_SE in angles)
         self._placed: dict[int, LayerWeights] = {}
@@ -70,17 +74,7 @@ class EagerLayers:
         qkv_THE = qkv_TO.view(-1, self._shard.local_heads + 2 * self._shard.local_kv_heads, head_dim)
         keys_NKPE, values_NKPE = self._cache.layer(index)  # waits for a transfer; as late as possible
         q_THE = rotate_and_cache(qkv_THE, self._cos_TE, self._sin_TE, keys_NKPE, values_NKPE, batch.slots_T)
-        mixed_THE = paged_attention(
-            q_THE,
-            keys_NKPE,
-            values_NKPE,
-            batch.query_start_B1,
-            batch.context_lens_B,
-            batch.block_tables_BM,
-            head_dim**-0.5,
-            num_decode_rows=num_decode,
-            groups=self._head_groups,
-        )
+        mixed_THE = paged_attention(q_THE, keys_NKPE, values_NKPE, self._sequences, head_dim**-0.5, self._head_groups)
         return linear(
             mixed_THE.flatten(1), weights.attention_out, weights.attention_out_bias, num_decode_rows=num_decode
         )

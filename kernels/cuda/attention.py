@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.attention_decode import attend_decode_rows
 from tightwire.kernels.cuda.attention_prefill import attend_prefill_rows
-from tightwire.kernels.spec.attention import HeadGroups, check_attention, even_groups
+from tightwire.kernels.spec.attention import HeadGroups, PackedSequences, check_attention, even_groups
 
 _LOG2_E = 1 / math.log(2)
 _MAX_HEAD_DIM = 256
@@ -29,12 +29,8 @@ def paged_attention(
     q_THE: Tensor,
     k_cache_NKPE: Tensor,
     v_cache_NKPE: Tensor,
-    query_start_B1: Tensor,
-    context_lens_B: Tensor,
-    block_table_BM: Tensor,
+    sequences: PackedSequences,
     scale: float,
-    *,
-    num_decode_rows: int = 0,
     groups: HeadGroups | None = None,
 ) -> Tensor:
     """Compute ``attention.paged_attention`` for CUDA tensors. The host does not wait for the device.
@@ -43,20 +39,19 @@ def paged_attention(
 
     Args:
         scale: above 0.
-        num_decode_rows: number of decode rows, which come first; no sequence has both decode and prefill rows.
     Raises:
         ValueError: shapes, dtypes or strides do not match, or heads are too large for the kernels.
     """
     groups = groups or even_groups(q_THE, k_cache_NKPE)
-    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, groups)
-    num_tokens, num_heads, head_dim = q_THE.shape
+    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, *sequences[:3], groups)
+    num_tokens, num_decode_rows = len(q_THE), sequences.num_decode_rows
     _check(q_THE, k_cache_NKPE, scale, num_decode_rows, groups.heads_per_kv_head)
-    out_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=q_THE.dtype, device=q_THE.device)
-    arguments = q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, scale * _LOG2_E
+    out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
+    arguments = q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale * _LOG2_E, groups, out_THE
     if num_decode_rows:
-        attend_decode_rows(*arguments, num_decode_rows, groups, out_THE)
+        attend_decode_rows(*arguments)
     if num_decode_rows < num_tokens:
-        attend_prefill_rows(*arguments, num_decode_rows, groups, out_THE)
+        attend_prefill_rows(*arguments)
     return out_THE
 
 

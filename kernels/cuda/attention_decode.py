@@ -19,7 +19,7 @@ from torch import Tensor
 from tightwire.kernels.cuda.attention_tiles import LOWEST, attend_keys, load_operand, no_keys, sequence_of
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw
-from tightwire.kernels.spec.attention import HeadGroups
+from tightwire.kernels.spec.attention import HeadGroups, PackedSequences
 
 # A chunk's partial sums cost 8 E bytes a query head to write and read, against 4 E CHUNK_KEYS of keys and values in 16
 # bits: 3 percent with four heads a KV head. Eight KV heads fill an H200 once over with 4096 tokens of one sequence.
@@ -42,23 +42,21 @@ def attend_decode_rows(
     q_THE: Tensor,
     k_cache_NKPE: Tensor,
     v_cache_NKPE: Tensor,
-    query_start_B1: Tensor,
-    context_lens_B: Tensor,
-    block_table_BM: Tensor,
+    sequences: PackedSequences,
     scale_log2: float,
-    num_rows: int,
     groups: HeadGroups,
     out_THE: Tensor,
     *,
     scratch_bytes: int = _SCRATCH_BYTES,
 ) -> None:
-    """Compute ``attention.paged_attention`` for the first ``num_rows`` rows into ``out_THE``.
+    """Compute ``attention.paged_attention`` for the decode rows into ``out_THE``.
 
     A row without keys, of a sequence whose context is shorter than its rows, becomes zeros.
 
     Cost: one launch if the block table has room for one chunk, otherwise two for each round of rows; scratch memory of
     4 (E + 2) bytes per head and chunk of the table.
     """
+    query_start_B1, context_lens_B, block_table_BM, num_rows = sequences
     _, num_heads, head_dim = q_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     per_kv_head = groups.heads_per_kv_head

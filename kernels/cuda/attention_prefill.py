@@ -18,7 +18,7 @@ from torch import Tensor
 from tightwire.kernels.cuda.attention_tiles import attend_keys, load_operand, no_keys, sequence_of
 from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw
-from tightwire.kernels.spec.attention import HeadGroups
+from tightwire.kernels.spec.attention import HeadGroups, PackedSequences
 
 
 def tile_sizes(width: int, heads_per_kv_head: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -39,18 +39,16 @@ def attend_prefill_rows(
     q_THE: Tensor,
     k_cache_NKPE: Tensor,
     v_cache_NKPE: Tensor,
-    query_start_B1: Tensor,
-    context_lens_B: Tensor,
-    block_table_BM: Tensor,
+    sequences: PackedSequences,
     scale_log2: float,
-    first_row: int,
     groups: HeadGroups,
     out_THE: Tensor,
 ) -> None:
-    """Compute ``attention.paged_attention`` for the sequences that begin at ``first_row`` or later into ``out_THE``.
+    """Compute ``attention.paged_attention`` for the rows after the decode rows into ``out_THE``.
 
     Cost: one launch; at most B programs per KV head find no tile and exit.
     """
+    query_start_B1, context_lens_B, block_table_BM, first_row = sequences
     num_tokens, num_heads, head_dim = q_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     num_seqs, per_kv_head = len(context_lens_B), groups.heads_per_kv_head

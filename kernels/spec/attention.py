@@ -30,6 +30,22 @@ class HeadGroups(NamedTuple):
         return cls(num_heads, 0) if num_kv_heads == 1 else cls(heads_per_kv_head, skipped_heads)
 
 
+class PackedSequences(NamedTuple):
+    """The sequences of a packed batch and their blocks. Sequence b's queries are its last tokens.
+
+    Args:
+        query_start_B1: (B + 1,) int32: the first row of each sequence's queries, then T.
+        context_lens_B: (B,) int32, tokens in the cache, at least the sequence's queries.
+        block_table_BM: (B, M) int32; entries past a sequence's last block are not read.
+        num_decode_rows: the number of decode rows, which come first; no sequence has rows of both kinds.
+    """
+
+    query_start_B1: Tensor
+    context_lens_B: Tensor
+    block_table_BM: Tensor
+    num_decode_rows: int = 0
+
+
 def even_groups(q_THE: Tensor, k_cache_NKPE: Tensor) -> HeadGroups:
     """Whole groups of equal size."""
     return HeadGroups(q_THE.shape[1] // k_cache_NKPE.shape[1], 0)
@@ -93,12 +109,8 @@ def paged_attention_reference(
     q_THE: Tensor,
     k_cache_NKPE: Tensor,
     v_cache_NKPE: Tensor,
-    query_start_B1: Tensor,
-    context_lens_B: Tensor,
-    block_table_BM: Tensor,
+    sequences: PackedSequences,
     scale: float,
-    *,
-    num_decode_rows: int = 0,
     groups: HeadGroups | None = None,
 ) -> Tensor:
     """``softmax(q k^T * scale) v`` per sequence, for both kinds of rows.
@@ -108,6 +120,7 @@ def paged_attention_reference(
 
     Cost: T * H * S scores, S the sum of all context lengths.
     """
+    query_start_B1, context_lens_B, block_table_BM, _ = sequences
     per_kv_head, skipped_heads = groups or even_groups(q_THE, k_cache_NKPE)
     kv_head_H = (torch.arange(q_THE.shape[1], device=q_THE.device) + skipped_heads) // per_kv_head
     tokens_per_block = k_cache_NKPE.shape[2]

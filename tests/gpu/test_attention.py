@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.model.paged_batch import PagedBatch
+from helpers.model.paged_batch import PagedBatch, attend
 from torch import Tensor
 
-from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.spec.attention import HeadGroups
 
 pytestmark = pytest.mark.gpu
@@ -22,8 +21,7 @@ LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 def _attend(arguments: tuple[Any, ...], num_decode_rows: int = 0, groups: HeadGroups | None = None) -> Tensor:
     *tensors, scale = arguments
     on_device = [tensor.cuda() for tensor in tensors]
-    out = paged_attention(*on_device, scale, num_decode_rows=num_decode_rows, groups=groups)  # pyright: ignore[reportCallIssue]
-    return out.cpu()
+    return attend(*on_device, scale, num_decode_rows=num_decode_rows, groups=groups).cpu()  # pyright: ignore[reportCallIssue]
 
 
 def _assert_close(batch: PagedBatch, num_decode_rows: int) -> None:
@@ -103,16 +101,16 @@ def test_a_captured_step_of_generated_rows(device: torch.device) -> None:
     *tensors, scale = PagedBatch(query_lens=(1,) * 8, context_lens=batch.context_lens, **LLAMA).arguments()
     q, k_cache, v_cache, start, lens, table = (tensor.to(device) for tensor in tensors)
     arguments = q, k_cache, v_cache, start, lens, table, scale
-    paged_attention(*arguments, num_decode_rows=8)  # compiles
+    attend(*arguments, num_decode_rows=8)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_attention(*arguments, num_decode_rows=8)
+        out = attend(*arguments, num_decode_rows=8)
     for present in (8, 5, 1):
         there = torch.arange(8, device=device) < present
         lens.copy_(torch.where(there, torch.tensor(batch.context_lens, device=device) - (8 - present), 0).clamp(min=0))
         graph.replay()
-        assert torch.equal(out, paged_attention(*arguments, num_decode_rows=8))
+        assert torch.equal(out, attend(*arguments, num_decode_rows=8))
         assert (out[lens == 0] == 0).all() and out.isfinite().all()
 
 
@@ -126,8 +124,8 @@ def test_a_long_context_in_rounds(device: torch.device) -> None:
     lens = torch.randint(1, length + 1, (num_rows,), generator=generator, **index)
     table = torch.arange(length // 16, **index).expand(num_rows, -1).contiguous()
     start = torch.arange(num_rows + 1, **index)
-    got = paged_attention(q, k_cache, v_cache, start, lens, table, 128**-0.5, num_decode_rows=num_rows)
+    got = attend(q, k_cache, v_cache, start, lens, table, 128**-0.5, num_decode_rows=num_rows)
     for row in range(num_rows):
         here = slice(row, row + 1)
         alone = q[here], k_cache, v_cache, start[:2], lens[here], table[here], 128**-0.5
-        assert torch.equal(got[here], paged_attention(*alone, num_decode_rows=1)), f"row {row}"
+        assert torch.equal(got[here], attend(*alone, num_decode_rows=1)), f"row {row}"

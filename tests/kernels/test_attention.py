@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model.paged_batch import attend
 
-from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.qkv import write_kv
 from tightwire.kernels.spec.attention import HeadGroups, paged_attention_reference, write_kv_reference
 
@@ -42,14 +42,14 @@ def test_reference_of_heads_that_begin_and_end_inside_a_group(
     arguments, groups = batch.part(first, stop)
     want, bound = batch.expected()
 
-    got = paged_attention_reference(*arguments, groups=groups)
+    got = attend(*arguments, groups=groups, function=paged_attention_reference)
 
     assert ((got.double() - want[:, first:stop]).abs() <= bound[:, first:stop]).all()
 
 
 def _reference(q: torch.Tensor, rest: list[torch.Tensor], scale: float) -> torch.Tensor:
     k_cache, v_cache, start, lens, table = rest
-    return paged_attention_reference(q, k_cache, v_cache, start, lens, table, scale)
+    return attend(q, k_cache, v_cache, start, lens, table, scale, function=paged_attention_reference)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -124,13 +124,13 @@ def test_attention_refuses_arguments_that_do_not_match(paged_batch: Callable[...
     ]
     for index, value, message in wrong:
         with pytest.raises(ValueError, match=message):
-            paged_attention(*_with(fits, index, value))
+            attend(*_with(fits, index, value))
     for groups in (HeadGroups(3, 3), HeadGroups(3, 1), HeadGroups(4, -1), HeadGroups(5, 0)):
         with pytest.raises(ValueError, match="as many groups of query heads as KV heads"):
-            paged_attention(*fits, groups=groups)
+            attend(*fits, groups=groups)
 
 
 def test_attention_of_no_rows(paged_batch: Callable[..., Any]) -> None:
     q, k_cache, v_cache, start, lens, table, scale = paged_batch(query_lens=(1,), context_lens=(3,)).arguments()
-    out = paged_attention(q[:0], k_cache, v_cache, start[:1], lens[:0], table[:0], scale)
+    out = attend(q[:0], k_cache, v_cache, start[:1], lens[:0], table[:0], scale)
     assert out.shape == (0, *q.shape[1:])

@@ -1,12 +1,29 @@
 """A paged batch made from a seed, and its attention in float64 by a plain loop over the sequences."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from tightwire.kernels.spec.attention import HeadGroups
+from tightwire.kernels.attention import paged_attention
+from tightwire.kernels.spec.attention import HeadGroups, PackedSequences
+
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *sequences_and_scale: Tensor | float,
+    num_decode_rows: int = 0,
+    groups: HeadGroups | None = None,
+    function: Callable[..., Tensor] = paged_attention,
+) -> Tensor:
+    """``function`` of the flat ``PagedBatch.arguments``."""
+    start, lens, table, scale = sequences_and_scale
+    return function(q, k_cache, v_cache, PackedSequences(start, lens, table, num_decode_rows), scale, groups)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(kw_only=True)
@@ -35,8 +52,8 @@ class PagedBatch:
         ]
         self.q_rows, self.keys, self.values = (list(column) for column in zip(*rows, strict=True))
 
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
-        """What ``paged_attention`` takes: the cache filled, blocks dealt in a shuffled order."""
+    def arguments(self) -> Arguments:
+        """Queries, filled caches, query starts, context lengths, a table of shuffled blocks, and the scale."""
         counts = [-(-length // self.tokens_per_block) for length in self.context_lens]
         num_blocks = sum(counts) + 3
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(self.seed)).int()
@@ -57,9 +74,7 @@ class PagedBatch:
         context = torch.tensor(self.context_lens, dtype=torch.int32)
         return self.queries(), k_cache, v_cache, start, context, table, self.head_dim**-0.5
 
-    def part(
-        self, first: int, stop: int
-    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], HeadGroups]:
+    def part(self, first: int, stop: int) -> tuple[Arguments, HeadGroups]:
         """``arguments`` of query heads ``first`` to ``stop`` with the KV heads that they need, and their groups."""
         q, k_cache, v_cache, *rest = self.arguments()
         per_kv = self.num_heads // self.num_kv_heads

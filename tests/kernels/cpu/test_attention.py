@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model.paged_batch import attend
 
-from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.cpu.attention_kernels import ROWS
 from tightwire.kernels.cpu.vector.simd import bf16_products_usable
 
@@ -16,7 +16,7 @@ MIXED = {"query_lens": (5, 1, 17, 1, 130), "context_lens": (40, 64, 33, 1, 130)}
 
 def _assert_close(batch: Any) -> None:
     want, bound = batch.expected()
-    got = paged_attention(*batch.arguments())
+    got = attend(*batch.arguments())
     assert got.dtype == batch.dtype and got.is_contiguous()
     if batch.dtype == torch.bfloat16 and bf16_products_usable():
         bound = bound + batch.rounding_of_weights()
@@ -46,13 +46,13 @@ def test_heads_that_begin_and_end_inside_a_group(
 ) -> None:
     batch = paged_batch(**MIXED, dtype=dtype)
     arguments, groups = batch.part(first, stop)
-    assert torch.equal(paged_attention(*arguments, groups=groups), paged_attention(*batch.arguments())[:, first:stop])
+    assert torch.equal(attend(*arguments, groups=groups), attend(*batch.arguments())[:, first:stop])
 
 
 @pytest.mark.parametrize("tokens_per_block", [1, 8, 16, 24, 32, 256])
 def test_any_block_size_gives_the_same_bits(tokens_per_block: int, paged_batch: Callable[..., Any]) -> None:
-    want = paged_attention(*paged_batch(**MIXED, tokens_per_block=16).arguments())
-    got = paged_attention(*paged_batch(**MIXED, tokens_per_block=tokens_per_block, seed=0).arguments())
+    want = attend(*paged_batch(**MIXED, tokens_per_block=16).arguments())
+    got = attend(*paged_batch(**MIXED, tokens_per_block=tokens_per_block, seed=0).arguments())
     assert torch.equal(got, want)
 
 
@@ -71,8 +71,8 @@ def test_scores_far_apart(paged_batch: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 0.0])
 def test_unwritten_slots_change_no_result(dtype: torch.dtype, garbage: float, paged_batch: Callable[..., Any]) -> None:
-    got = paged_attention(*paged_batch(**MIXED, dtype=dtype, garbage=garbage).arguments())
-    want = paged_attention(*paged_batch(**MIXED, dtype=dtype, garbage=1.0).arguments())
+    got = attend(*paged_batch(**MIXED, dtype=dtype, garbage=garbage).arguments())
+    want = attend(*paged_batch(**MIXED, dtype=dtype, garbage=1.0).arguments())
     assert torch.equal(got, want)
 
 
@@ -80,7 +80,7 @@ def test_queries_may_be_a_view(paged_batch: Callable[..., Any]) -> None:
     q, *rest = paged_batch(**MIXED).arguments()
     wide = torch.randn(q.shape[0], q.shape[1] + 6, q.shape[2])
     wide[:, : q.shape[1]] = q
-    assert torch.equal(paged_attention(wide[:, : q.shape[1]], *rest), paged_attention(q, *rest))
+    assert torch.equal(attend(wide[:, : q.shape[1]], *rest), attend(q, *rest))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,11 +89,11 @@ def test_neighbours_change_no_bit(
     dtype: torch.dtype, num_heads: int, num_kv_heads: int, paged_batch: Callable[..., Any]
 ) -> None:
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "dtype": dtype}
-    together = paged_attention(*paged_batch(**MIXED, **shape).arguments())
+    together = attend(*paged_batch(**MIXED, **shape).arguments())
     first = 0
     for query_len, context_len in zip(*MIXED.values(), strict=True):
         alone = paged_batch(query_lens=(query_len,), context_lens=(context_len,), seed=0, **shape)
-        assert torch.equal(paged_attention(*alone.arguments()), together[first : first + query_len])
+        assert torch.equal(attend(*alone.arguments()), together[first : first + query_len])
         first += query_len
 
 
@@ -107,12 +107,12 @@ def test_chunks_of_a_prompt_change_no_bit(
         query_lens=(200,), context_lens=(200,), dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads
     )
     q, k_cache, v_cache, _, _, table, scale = arguments = batch.arguments()
-    whole = paged_attention(*arguments)
+    whole = attend(*arguments)
     done = 0
     for chunk in chunks:
         start = torch.tensor([0, chunk], dtype=torch.int32)
         context = torch.tensor([done + chunk], dtype=torch.int32)
-        part = paged_attention(q[done : done + chunk], k_cache, v_cache, start, context, table, scale)
+        part = attend(q[done : done + chunk], k_cache, v_cache, start, context, table, scale)
         assert torch.equal(part, whole[done : done + chunk])
         done += chunk
     assert done == 200
@@ -123,17 +123,17 @@ def test_the_number_of_threads_changes_no_bit(
 ) -> None:
     arguments = paged_batch(query_lens=(300, 1, 1), context_lens=(300, 700, 5)).arguments()
     num_threads(1)
-    want = paged_attention(*arguments)
+    want = attend(*arguments)
     num_threads(3)
     for _ in range(10):
-        assert torch.equal(paged_attention(*arguments), want)
+        assert torch.equal(attend(*arguments), want)
 
 
 def test_four_threads_may_call_at_once(num_threads: Callable[[int], None], paged_batch: Callable[..., Any]) -> None:
     num_threads(2)
     batches = [paged_batch(query_lens=(150, 1), context_lens=(150, 300 + i), seed=i).arguments() for i in range(4)]
-    want = [paged_attention(*arguments) for arguments in batches]
+    want = [attend(*arguments) for arguments in batches]
     with ThreadPoolExecutor(max_workers=4) as pool:
         for _ in range(5):
-            got = list(pool.map(lambda arguments: paged_attention(*arguments), batches, timeout=240))
+            got = list(pool.map(lambda arguments: attend(*arguments), batches, timeout=240))
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.kernels.interpreted import needs_triton, run_interpreted
-from helpers.model.paged_batch import PagedBatch
+from helpers.model.paged_batch import PagedBatch, attend
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
-from tightwire.kernels.spec.attention import HeadGroups, even_groups
+from tightwire.kernels.spec.attention import HeadGroups, PackedSequences, even_groups
 
 pytestmark = needs_triton
 
@@ -27,7 +27,7 @@ ONE_KV_HEAD: dict[str, Any] = {"num_heads": 3, "num_kv_heads": 1}
 def _attend(arguments: tuple[Any, ...], num_decode_rows: int = 0, groups: HeadGroups | None = None) -> Tensor:
     from tightwire.kernels.cuda.attention import paged_attention
 
-    return paged_attention(*arguments, num_decode_rows=num_decode_rows, groups=groups)
+    return attend(*arguments, num_decode_rows=num_decode_rows, groups=groups, function=paged_attention)
 
 
 def _assert_close(batch: PagedBatch, num_decode_rows: int) -> None:
@@ -151,8 +151,8 @@ def _check_sharing(group: Group) -> None:
         decode._PROGRAMS_PER_PROCESSOR = programs
         wider = torch.cat((table, torch.zeros(3, more, dtype=torch.int32)), dim=1)
         outs.append(torch.empty(q.shape))
-        given = q, k_cache, v_cache, start, lens, wider, scale
-        decode.attend_decode_rows(*given, 3, even_groups(given[0], given[1]), outs[-1], scratch_bytes=scratch_bytes)
+        given = q, k_cache, v_cache, PackedSequences(start, lens, wider, num_decode_rows=3), scale
+        decode.attend_decode_rows(*given, even_groups(q, k_cache), outs[-1], scratch_bytes=scratch_bytes)
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
 
@@ -194,8 +194,6 @@ def _check_far_scores(group: Group) -> None:
 
 
 def _check_refusals(group: Group) -> None:
-    from tightwire.kernels.cuda.attention import paged_attention
-
     fits = PagedBatch(query_lens=(3, 1), context_lens=(20, 9)).arguments()
     q, k_cache, v_cache, start, lens, table, scale = fits
     wide = torch.zeros(1, 1, 1, 300)
@@ -209,8 +207,8 @@ def _check_refusals(group: Group) -> None:
         ((wide[0], wide, wide, torch.cat((0 * one, one)), one, one[None], 1.0), 1, "heads of at most 256 numbers"),
     ):
         with pytest.raises(ValueError, match=message):
-            paged_attention(*arguments, num_decode_rows=num_decode_rows)
-    assert paged_attention(q[:0], k_cache, v_cache, start[:1], lens[:0], table[:0], scale).shape == (0, 9, 64)
+            _attend(arguments, num_decode_rows)
+    assert _attend((q[:0], k_cache, v_cache, start[:1], lens[:0], table[:0], scale)).shape == (0, 9, 64)
 
 
 @pytest.mark.parametrize(
