@@ -48,7 +48,7 @@ from tightwire.comm.sizes import format_bytes
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.open import open_checkpoint
-from tightwire.server.cli.comm_cli import COMM_GROUPS, at_least_two_ranks
+from tightwire.server.cli.verbs import COMM_GROUPS, at_least_two_ranks
 from tightwire.server.config.flags import make_parser, parse, refuse_allreduce_extra, refuse_replicas
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import policy_requests

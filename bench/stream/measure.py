@@ -29,7 +29,7 @@ from tightwire.model.weights.prepared.blob_file import BlobFile, reads_direct
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.streamed import StreamedWeights
-from tightwire.server.ranks.cores import bind_to_cores
+from tightwire.server.plan.devices import bind_to_cores
 
 _IDLE_POLL_S = 0.001
 _PROBES = 3

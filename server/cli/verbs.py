@@ -1,24 +1,38 @@
-"""Parses the options of ``serve``, ``generate`` and ``pull``, and runs them; imports heavy modules only when needed.
+"""Parses the options of ``serve``, ``generate``, ``explain``, ``prepare`` and ``pull``, and runs them.
 
-Starts the ranks before this process imports heavy modules, so that both import at the same time.
+``serve`` and ``generate`` start the ranks before this process imports heavy modules, so that both import at the same time.
 """
 
 import argparse
+import contextlib
 import importlib
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import open_wire
-from tightwire.server.cli.interrupts import interrupts_end_at_once
-from tightwire.server.config.flags import make_parser, parse, refuse_allreduce_extra, refuse_replicas
+from tightwire.model.weights import WEIGHT_CODECS
+from tightwire.server.config.flags import (
+    add_flags,
+    fields_of,
+    make_parser,
+    parse,
+    refuse_allreduce_extra,
+    refuse_replicas,
+)
 from tightwire.server.config.serve import ServeConfig
 
 if TYPE_CHECKING:
     from tightwire.server.ranks.processes import Ranks
 
+COMM_GROUPS = ("model", "parallel", "engine")
+_PREPARE_GROUPS = ("model", "parallel")
+_PREPARE_OPTIONS = ("tp", "tp_split", "dtype", "quantization", "seed")
 _OFFLINE_GROUPS = ("model", "parallel", "engine", "weights", "timeouts")
 
 
@@ -108,6 +122,92 @@ def pull(argv: Sequence[str]) -> int:
         progress.close()
     sys.stdout.write(f"{path}\n")
     return 0
+
+
+def explain(argv: Sequence[str]) -> int:
+    """``tightwire explain``: exit code 0, or 2 for options that are refused."""
+    parser = make_parser(
+        "explain", "Say which AllReduce would sum which message of a model, what it costs, and why.", COMM_GROUPS
+    )
+    parser.add_argument(
+        "--error-budget", dest="comm_error_budget", type=float, metavar="E", help="the same as --comm-error-budget E"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
+    config, args = parse(parser, argv, COMM_GROUPS)
+    refuse_allreduce_extra(parser, config)
+    refuse_replicas(parser, config)
+    with interrupts_end_at_once():
+        return importlib.import_module("tightwire.server.cli.explain").run(at_least_two_ranks(config), "json" in args)
+
+
+def at_least_two_ranks(config: ServeConfig) -> ServeConfig:
+    """Use two ranks in place of one, which has no AllReduce; the printed setting shows it."""
+    if config.parallel.tp > 1:
+        return config
+    return replace(config, parallel=replace(config.parallel, tp=2, tp_split=None))
+
+
+def prepare(argv: Sequence[str]) -> int:
+    """``tightwire prepare``: the folder's path on standard output.
+
+    Exit code 0; 1 after a disk error or if ``--check`` finds damage, 2 if refused, 130 and 143 after Ctrl-C and
+    SIGTERM.
+    """
+    parser = _prepare_parser()
+    config, args = parse(parser, argv, _PREPARE_GROUPS)
+    if not args.check and args.out is None:
+        parser.error("the following arguments are required: OUT")
+    if args.check and (args.out is not None or set(vars(args)) & {*_PREPARE_OPTIONS, "weight_codec", "force"}):
+        parser.error("--check wants the prepared folder alone: tightwire prepare --check OUT")
+    with interrupts_end_at_once():
+        module = importlib.import_module("tightwire.server.cli.prepare")
+    if args.check:
+        return module.check(Path(args.model))
+    return module.run(
+        config, args.out, weight_codec=getattr(args, "weight_codec", "none"), force=getattr(args, "force", False)
+    )
+
+
+def _prepare_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tightwire prepare",
+        usage="tightwire prepare MODEL OUT [--FLAG VALUE ...], or tightwire prepare --check OUT",
+        description="Repack a model for streaming: cut for its ranks, packed and encoded once, with checksums. The folder "
+        "is a model of its own; the one that it was made from may go away.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("model", metavar="MODEL", help="as of `serve`; with --check, the folder to be checked")
+    parser.add_argument("out", nargs="?", default=None, type=Path, metavar="OUT", help="the folder to be made")
+    fields = fields_of(_PREPARE_GROUPS)
+    add_flags(parser, {name: fields[name] for name in _PREPARE_OPTIONS})
+    parser.add_argument(
+        "--weight-codec",
+        choices=tuple(WEIGHT_CODECS),
+        help="what matrices of layers that are plain numbers become on the disk, to be decoded when they are there: fewer "
+        "bytes to move, not fewer in memory (default: none)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace a prepared folder that is there, once the new one is whole"
+    )
+    parser.add_argument(
+        "--check", action="store_true", default=False, help="read a prepared folder and compare every checksum"
+    )
+    return parser
+
+
+@contextlib.contextmanager
+def interrupts_end_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process silently, as SIGTERM does; the kernel ends its ranks with it.
+
+    For use around imports: a KeyboardInterrupt inside one prints a traceback or, in a callback of the import system's
+    locks, is swallowed, and the program continues. Main thread only.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _start_ranks(config: ServeConfig, stack: ExitStack) -> "Ranks":

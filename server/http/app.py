@@ -14,13 +14,11 @@ from tightwire.server.api.errors import install_error_handlers
 from tightwire.server.api.metrics import Metrics
 from tightwire.server.api.serving import ModelSlot, Serving
 from tightwire.server.config.serve import HttpOptions
-from tightwire.server.http.auth import RequireKey
-from tightwire.server.http.middleware import RequestScope
+from tightwire.server.http.middleware import RequestScope, RequireKey
 from tightwire.server.http.openapi import make_openapi
 from tightwire.server.http.routes.generation import generation_router
 from tightwire.server.http.routes.models import models_router
 from tightwire.server.http.routes.observe import observe_router
-from tightwire.server.http.routes.tokenize import tokenize_router
 from tightwire.server.ipc.engine_client import EngineClient
 
 _KEEP_ALIVE_S = 75  # longer than common clients keep an idle connection, so that the client closes it, not the server
@@ -44,7 +42,7 @@ def make_app(*, engine: EngineClient, slot: ModelSlot, http: HttpOptions) -> Fas
     app = FastAPI(
         title="Tightwire", version=__version__, description=_DESCRIPTION, redirect_slashes=False, redoc_url=None
     )
-    for make_router in (generation_router, models_router, tokenize_router, observe_router):
+    for make_router in (generation_router, models_router, observe_router):
         app.include_router(make_router(serving))
     app.openapi = make_openapi(app, closed=http.api_key is not None)
     install_error_handlers(app)

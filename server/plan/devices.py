@@ -1,4 +1,4 @@
-"""Reads this machine's usable CPU cores, free host memory within the container's limit, and CUDA devices.
+"""Reads this machine's usable CPU cores, free host memory within the container's limit, and CUDA devices; binds ranks to cores.
 
 Asks the kernel and the driver directly: torch takes seconds to import and opens a context on every device it queries.
 """
@@ -8,6 +8,7 @@ import importlib.util
 import os
 import runpy
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,38 @@ def num_cores(root: Path = Path("/")) -> int:
     cores = len(os.sched_getaffinity(0))
     quotas = [_read_quota(folder) for folder in _cgroup_folders(root, "cpu")]
     return max(1, min([cores, *(int(quota) for quota in quotas if quota is not None)]))
+
+
+def bind_to_cores(rank: int, num_ranks: int, num_threads: int) -> tuple[int, ...]:
+    """Bind this thread, and those it starts later, to the rank's share of the cores; returns the share.
+
+    Binds nothing and returns () for one rank, for fewer cores than ranks, for more threads than cores in the share, and
+    under a CPU quota below the number of cores, which other processes may then use.
+    """
+    cores = os.sched_getaffinity(0)
+    if num_ranks == 1 or num_cores() < len(cores):
+        return ()
+    share = deal(sorted(cores, key=_core_order), num_ranks)[rank]
+    if not share or num_threads > len(share):
+        return ()
+    os.sched_setaffinity(0, share)
+    return share
+
+
+def deal(cores: Sequence[int], num_ranks: int) -> list[tuple[int, ...]]:
+    """Equal shares of neighbouring cores; the remainder is unused. Empty shares if there are fewer cores than ranks."""
+    size = len(cores) // num_ranks
+    return [tuple(cores[rank * size : (rank + 1) * size]) for rank in range(num_ranks)]
+
+
+def _core_order(core: int, root: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int, int]:
+    """Sort key: package, then physical core, so that hardware threads of one core stay together."""
+    folder = root / f"cpu{core}" / "topology"
+    try:
+        package, physical = (int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))
+    except (OSError, ValueError):  # the kernel does not report the topology
+        return 0, 0, core
+    return package, physical, core
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:

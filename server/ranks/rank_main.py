@@ -29,8 +29,8 @@ from tightwire.model.weights.formats import WeightFormats
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.ipc.messages import CommSetup, Ready, StreamForecast
+from tightwire.server.plan.devices import bind_to_cores
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
-from tightwire.server.ranks.cores import bind_to_cores
 from tightwire.server.ranks.rank_comm import check_comm
 from tightwire.server.ranks.rank_loop import Follower, Leader
 from tightwire.server.ranks.reporter import Reporter

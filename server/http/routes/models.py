@@ -1,12 +1,18 @@
-"""GET /v1/models and /v1/models/{id}."""
+"""GET /v1/models and /v1/models/{id}, POST /tokenize and /detokenize."""
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
-from tightwire.server.api.prompts import make_unknown_model_error
-from tightwire.server.api.responses import ModelCard, ModelList
-from tightwire.server.api.serving import ModelInfo, Serving
+from tightwire.server.api.chat import chat_token_ids
+from tightwire.server.api.errors import invalid
+from tightwire.server.api.prompts import check_ids, check_model, make_unknown_model_error, run_off_loop
+from tightwire.server.api.responses import Detokenized, ModelCard, ModelList, Tokenized
+from tightwire.server.api.schemas import DetokenizeBody, TokenizeBody
+from tightwire.server.api.serving import ModelInfo, ServedModel, Serving
+from tightwire.server.http.body import read_body
 from tightwire.server.http.openapi import operation
+
+_ERRORS = (400, 404, 413, 415, 503)
 
 
 def models_router(serving: Serving) -> APIRouter:
@@ -26,7 +32,42 @@ def models_router(serving: Serving) -> APIRouter:
             raise make_unknown_model_error(model_id, info)
         return _json(_card(info))
 
+    @router.post(
+        "/tokenize", openapi_extra=operation(Tokenized, body=TokenizeBody, errors=_ERRORS), summary="Text to token ids"
+    )
+    async def tokenize(request: Request) -> Response:
+        model = serving.require_model()
+        body = await read_body(request, TokenizeBody)
+        check_model(body, model.info)
+        ids = await _token_ids(body, model)
+        answer = Tokenized(count=len(ids), max_model_len=model.info.max_model_len, tokens=ids)
+        if body.return_token_strs:
+            answer.token_strs = [model.tokens.text_of(token_id) for token_id in ids]
+        return _json(answer)
+
+    @router.post(
+        "/detokenize",
+        openapi_extra=operation(Detokenized, body=DetokenizeBody, errors=_ERRORS),
+        summary="Token ids to text",
+    )
+    async def detokenize(request: Request) -> Response:
+        model = serving.require_model()
+        body = await read_body(request, DetokenizeBody)
+        check_model(body, model.info)
+        check_ids(body.tokens, model.info, "tokens")
+        text = await run_off_loop(lambda: model.tokenizer.decode(body.tokens, False), len(body.tokens))
+        return _json(Detokenized(prompt=text))
+
     return router
+
+
+async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        return await chat_token_ids(model, body.messages)
+    text = body.prompt or ""
+    return await run_off_loop(lambda: model.tokenizer.encode(text, body.add_special_tokens), len(text))
 
 
 def _card(info: ModelInfo) -> ModelCard:

@@ -14,7 +14,7 @@ import pytest
 from tiny import make_tiny, tiny_config
 
 from tightwire.model.open import open_checkpoint
-from tightwire.server.cli.prepare_cli import prepare
+from tightwire.server.cli.verbs import prepare
 
 pytestmark = pytest.mark.alone
 

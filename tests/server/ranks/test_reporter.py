@@ -4,7 +4,7 @@ import pytest
 
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.server.ipc.messages import Record, Recorded
-from tightwire.server.ranks.recorder import Recorder
+from tightwire.server.ranks.reporter import Recorder
 
 
 @pytest.fixture
