@@ -150,7 +150,7 @@ def test_an_interrupted_run_keeps_its_measurements(
         (["--budget", "ppl=-1%"], "is not a budget"),
         (["--write-policy", "x.json"], "give one of them"),
         (["--budget", "kl=1", "--write-policy", "no/where/x.json"], "cannot be written"),
-        (["--tokens", "0"], "--tokens must be at least 1"),
+        (["--tokens", "0"], "--tokens: must be at least 1"),
     ],
 )
 def test_wrong_options_are_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
