@@ -8,26 +8,14 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tightwire.bench.report.html import Section
-from tightwire.bench.report.progress import paused
-from tightwire.bench.report.quiet import OthersWatch, show_others
-from tightwire.bench.report.table import Metric, Table, print_table
+from tightwire.bench.report.page import Item
+from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench
-from tightwire.bench.ttft.child import ServerChild, ServerDiedError
+from tightwire.bench.ttft import report, summary
 from tightwire.bench.ttft.measure import Measurement
 from tightwire.bench.ttft.options import GROUPS, TtftOptions, find_facts, parse_options, to_argv
-from tightwire.bench.ttft.report import (
-    CSV_COLUMNS,
-    LEGENDS,
-    RANDOM_WEIGHTS,
-    describe_link,
-    describe_setting,
-    make_sections,
-    recommended_lines,
-    tables,
-)
 from tightwire.bench.ttft.requests import RequestFailedError
-from tightwire.bench.ttft.summary import excluded, recommend, rows, samples
+from tightwire.bench.ttft.server import ServerChild, ServerDiedError
 from tightwire.server.cli.remote import Remote, RemoteError, connect
 
 _START_TIMEOUT_S = 1800.0  # weights may have to be fetched, or read from a slow disk
@@ -46,7 +34,8 @@ class TtftBench(Bench):
         Metric(name="ttft_s", unit="ms", scale=1e3, decides=False),
         Metric(name="tpot_s", unit="ms", scale=1e3, decides=False),
     )
-    # ValueError is a refusal: of the options by this bench, or of what they ask for by the server.
+    columns = report.CSV_COLUMNS
+    # ValueError: this bench or the server refuses the options.
     failures = ((ServerDiedError, 1), (RequestFailedError, 1), (RemoteError, 1), (ValueError, 2))
 
     def __init__(self, options: TtftOptions, start: Callable[[Sequence[str]], ServerChild] = ServerChild) -> None:
@@ -58,12 +47,9 @@ class TtftBench(Bench):
     def measure(self) -> None:
         facts = find_facts(self._options)
         self.facts = dict(facts.known)
-        measurement = self._measurement = Measurement(self._options, facts, self._told)
-        self.console.print(describe_setting(self.facts), soft_wrap=True)
-        turns = f"{measurement.num_turns} turns, of which each arm's first two in a cell warm up and are not counted\n"
-        self.console.print(turns, soft_wrap=True)
-        watch = OthersWatch()
-        with self.progress:
+        measurement = self._measurement = Measurement(self._options, facts, self._show)
+        self.print(report.describe_setting(self.facts), f"{measurement.num_turns} turns with warm-ups and checks", "")
+        with self.watch_others(), self.progress:
             self._task = self.progress.add_task("starting the server", total=None)
             with self._start(to_argv(facts.config, GROUPS)) as child:
                 remote = connect(child.wait_ready(_START_TIMEOUT_S))
@@ -74,58 +60,44 @@ class TtftBench(Bench):
                     raise
                 finally:
                     self._server_log = list(child.log)
-        self.facts["others_share"] = watch.share()
 
     async def _measure_on(self, measurement: Measurement, remote: Remote) -> None:
         async for _ in measurement.run(remote):
-            if measurement.measured.turns:
-                self.keep()
-                continue
-            seconds = measurement.expected_s
-            time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-            with paused(self.progress):
-                self.console.print(f"warm-up done, every message of every rank is right; timing takes about {time}\n")
+            self.keep()
+
+    def _show(self, step: str, num_done: int) -> None:
+        assert self._measurement is not None, "it calls this"
+        self.progress.update(self._task, description=step, completed=num_done, total=self._measurement.num_turns)
 
     def cells(self) -> list[dict[str, Any]]:
-        return [] if self._measurement is None else rows(self._measurement.measured)
+        return [] if self._measurement is None else summary.make_rows(self._measurement.measured)
 
     def result(self, error: str | None) -> dict[str, Any]:
         result = super().result(error)
         if self._measurement is None:
-            return result | {"recommended": [], "over_budget": []}
-        measured, options = self._measurement.measured, self._options
+            return result | {"recommended": []}
+        measured = self._measurement.measured
         return result | {
-            "recommended": [] if error else [each.plain() for each in recommend(measured, options)],
-            "over_budget": [arm.name for arm in excluded(measured.arms, options.error_budget)],
+            "recommended": [] if error else summary.recommend(measured, self._options),
             "comm": measured.comm,
-            "samples": samples(measured),
-            "raw": {"server_log": self._server_log, "traced_all_reduces": measured.traces},
+            "samples": summary.request_samples(measured),
+            "raw": {"server_log": self._server_log},
         }
 
-    def csv(self, result: Mapping[str, Any]) -> Table:
-        return Table(columns=CSV_COLUMNS, rows=result["samples"])
-
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
-        link = describe_link((result.get("comm") or {}).get("link"))
-        return "Time to first token by AllReduce", f"{describe_setting(result)}; wire: {link}"
+        link = report.describe_link((result.get("comm") or {}).get("link"))
+        return "Time to first token by AllReduce", f"{report.describe_setting(result)}; link: {link}"
 
-    def sections(self, result: Mapping[str, Any]) -> list[Section]:
-        return make_sections(result)
+    def sections(self, result: Mapping[str, Any]) -> list[Item]:
+        return report.make_sections(result)
 
     def show_end(self, result: Mapping[str, Any]) -> None:
         if not result["cells"]:
             return
-        self.console.print(f"wire: {describe_link(result['comm'].get('link'))}\n", soft_wrap=True, markup=False)
-        for table in tables(result):
-            print_table(self.console, table)
-        for legend in LEGENDS:
-            self.console.print(legend, style="dim", soft_wrap=True)
-        for line in recommended_lines(result):
-            self.console.print(line, style="bold", markup=False, soft_wrap=True)
+        self.print(f"link: {report.describe_link(result['comm'].get('link'))}", "")
+        for table in report.tables(result):
+            self.print_table(table)
+        self.print(*report.LEGENDS, style="dim")
+        self.print(*report.recommended_lines(result), style="bold")
         if result["random_weights"]:
-            self.console.print(f"note: {RANDOM_WEIGHTS}", style="yellow", soft_wrap=True)
-        show_others(self.console, result)
-
-    def _told(self, what: str, done: int) -> None:
-        assert self._measurement is not None, "it calls this"
-        self.progress.update(self._task, description=what, completed=done, total=self._measurement.num_turns)
+            self.note(report.RANDOM_WEIGHTS)

@@ -2,7 +2,7 @@
 
 Answers are checked by replaying their prompts, untimed, on a lossless arm. A lossless arm may differ from it only where two
 tokens are about equally likely, because sums in another order round differently. A lossy arm may differ anywhere, which is
-reported as its agreement; but a token that the lossless arm considers absurd is a wrong answer.
+reported as its agreement; but a token that is very unlikely to the lossless arm is a wrong answer.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from tightwire.bench.client import BenchClient
 from tightwire.bench.run import BenchFailedError
 from tightwire.bench.text import english_text
 from tightwire.bench.ttft.options import ServerFacts, TtftOptions
-from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell, WireUse, prompt_sums
+from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell, WireUse
 from tightwire.bench.ttft.requests import Arm, Meter, PromptMaker, Request, Turn, make_turns
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.server.cli.remote import Remote, RemoteError, ask
@@ -36,7 +36,7 @@ class WrongAnswerError(BenchFailedError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """One timed answer beside the lossless one. ``gap``: nats from the lossless token to the arm's where they differ."""
+    """One timed answer compared with the lossless one; ``gap``: by how many nats the arm's first other token is less likely."""
 
     cell: Cell
     arm: Arm
@@ -46,16 +46,18 @@ class Agreement:
     in_top: bool = True  # the arm's token is among the 20 likeliest there
 
     def fault(self, dtype: str) -> str | None:
-        """Why this answer is wrong; None when it is not."""
+        """Why this answer is wrong; None if it is right."""
         if self.gap is None:
             return None
-        where = f"{self.arm.name}, {self.cell}: token {self.matched + 1} of {self.num_tokens} is {self.gap:.3g} nats "
-        where += "less likely to the lossless reference than its own"
-        if self.arm.lossless and self.gap > NEAR_TIE_NATS[dtype]:
-            return f"{where}; a lossless one may be {NEAR_TIE_NATS[dtype]:g}"
-        if self.gap > ABSURD_NATS or (self.gap > UNLIKELY_NATS and not self.in_top):
-            return f"{where}, which is absurd"
-        return None
+        most = NEAR_TIE_NATS[dtype] if self.arm.lossless else ABSURD_NATS
+        if not self.in_top:
+            most = min(most, UNLIKELY_NATS)
+        if self.gap <= most:
+            return None
+        return (
+            f"{self.arm.name}, {self.cell}: token {self.matched + 1} of {self.num_tokens} is {self.gap:.3g} nats less likely "
+            f"than the lossless reference's token; at most {most:g} is allowed"
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,7 +71,6 @@ class Measured:
     agreements: list[Agreement] = field(default_factory=list)
     comm: dict[str, Any] = field(default_factory=dict)  # GET /comm, before the first request
     wire_uses: dict[tuple[Cell, str], WireUse] = field(default_factory=dict)  # by cell and arm, on an emulated link
-    traces: list[dict[str, Any]] = field(default_factory=list)  # of AllReduces by arm and size, seconds on rank 0
 
     @property
     def baseline(self) -> Arm:
@@ -82,13 +83,12 @@ class Measured:
 
 
 class Measurement:
-    """Fills ``measured``; ``told`` is called with what runs now and how many turns are done."""
+    """Fills ``measured``; calls ``show`` with the name of each step and the number of turns that are done."""
 
-    def __init__(self, options: TtftOptions, facts: ServerFacts, told: Callable[[str, int], None]) -> None:
-        self._options, self._facts, self._told = options, facts, told
+    def __init__(self, options: TtftOptions, facts: ServerFacts, show: Callable[[str, int], None]) -> None:
+        self._options, self._facts, self._show = options, facts, show
         cells = [Cell(prompt_len=n, concurrency=count) for n in options.prompt_lens for count in options.concurrency]
         self.measured = Measured(cells=cells, seed=options.config.model.seed)
-        self.expected_s = 0.0  # how long the timed rounds will take; known after the warm-up
         self._policies: dict[str, ArmPolicy] = {}
         self._done = 0
 
@@ -96,15 +96,15 @@ class Measurement:
     def num_turns(self) -> int:
         """Turns of arms, warm-ups and checks included."""
         options = self._options
-        return len(self.measured.cells) * len(options.algorithms) * (2 + options.repeats + options.answers)
+        return len(self.measured.cells) * len(options.algorithms) * (2 + options.repeats + 1)
 
     async def run(self, remote: Remote) -> AsyncIterator[None]:
-        """Measure everything; yields after the warm-up and whenever there is something new to keep.
+        """Measure everything; yields whenever there are new results to keep.
 
         Raises:
             WrongAnswerError: a proof or an answer is wrong.
             RequestFailedError, RemoteError: the server failed.
-            ValueError: the text has no prompts of these lengths.
+            ValueError: the text has too few prompts of these lengths.
         """
         measured, options, seed = self.measured, self._options, self.measured.seed
         async with AsyncExitStack() as stack:
@@ -116,15 +116,13 @@ class Measurement:
             meter = Meter(client, http, remote, prompts, output_len=options.output_len)
             measured.comm = await meter.get("comm")
             self._make_arms()
-            self._tell("cutting prompts out of a text", 0)
             await prompts.open(english_text())
             for cell in measured.cells:
                 for arm in measured.arms:
                     await self._warm_up(meter, cell, arm)
-            yield
             for turns in make_turns(measured.cells, measured.arms, options.repeats, seed):
                 for turn in turns:
-                    self._tell(f"round {turn.round + 1} of {options.repeats}: {turn.arm.name}, {turn.cell}")
+                    self._step(f"round {turn.round + 1} of {options.repeats}: {turn.arm.name}, {turn.cell}")
                     self._check_counts(await meter.run(turn))
                 measured.turns += turns
                 yield
@@ -152,40 +150,32 @@ class Measurement:
 
     async def _warm_up(self, meter: Meter, cell: Cell, arm: Arm) -> None:
         """Two turns that are not counted: one to warm up, one that compares every message of every rank."""
-        self._tell(f"warming up {arm.name}, {cell}")
+        self._step(f"warming up {arm.name}, {cell}")
         warm = await meter.run(Turn(cell=cell, arm=arm, round=-2))
-        self._tell(f"proving what {arm.name} sends, {cell}")
+        self._step(f"checking every message of {arm.name}, {cell}")
         turn = Turn(cell=cell, arm=arm, round=-1)
         events = await meter.run_traced(turn, expected_s=warm.wall_s)
         policy, proof = self._policies[arm.name], self._facts.proof
         self._raise_faults(turn, proof.traced_faults(policy, events))
         self._check_counts(turn)
-        for event in prompt_sums(events):
-            if event["pid"] == 0:
-                size, seconds = event["args"]["message_bytes"], event["dur"] / 1e6
-                self.measured.traces.append({"arm": arm.name, "message_bytes": size, "seconds": seconds})
         if self.measured.comm.get("link") is not None and cell.concurrency == 1:
             gathered = sum(c.bytes_sent for c in turn.counts if c.op == "all_gather" and c.phase == "prefill")
             use = proof.formulas.prompt_use(proof.messages(policy, cell.prompt_len, 1), gathered)
             self.measured.wire_uses[cell, arm.name] = use
-        self.expected_s += turn.wall_s * self._options.repeats
 
     async def _check_answers(self, http: httpx.AsyncClient, remote: Remote) -> None:
-        """Check ``--answers`` timed answers of each cell and arm, spread over the rounds."""
+        """Check one timed answer of each cell and arm."""
         measured, faults = self.measured, list[str]()
         lossless = [arm for arm in (measured.baseline, *measured.arms) if arm.lossless]
         reference = lossless[0] if lossless else measured.baseline
         for cell in measured.cells:
             for arm in measured.arms:
-                turns = measured.of(cell, arm)
-                for number in range(self._options.answers):
-                    self._tell(f"checking answers of {arm.name}, {cell}")
-                    turn = turns[number * len(turns) // self._options.answers]
-                    request = turn.requests[number % len(turn.requests)]
-                    agreement = await check_answer(http, remote, reference, turn, request)
-                    measured.agreements.append(agreement)
-                    if (fault := agreement.fault(self._facts.dtype)) is not None:
-                        faults.append(fault)
+                self._step(f"checking an answer of {arm.name}, {cell}")
+                turn = measured.of(cell, arm)[0]
+                agreement = await check_answer(http, remote, reference, turn, turn.requests[0])
+                measured.agreements.append(agreement)
+                if (fault := agreement.fault(self._facts.dtype)) is not None:
+                    faults.append(fault)
         if faults:
             raise WrongAnswerError(f"wrong answer: {'; '.join(faults)}")
 
@@ -197,16 +187,15 @@ class Measurement:
         if faults:
             raise WrongAnswerError(f"wrong answer: {turn.arm.name}, {turn.cell}: {'; '.join(faults)}")
 
-    def _tell(self, what: str, num_turns: int = 1) -> None:
-        """``num_turns``: how many begin now."""
-        self._told(what, self._done)
-        self._done += num_turns
+    def _step(self, what: str) -> None:
+        self._show(what, self._done)
+        self._done += 1
 
 
 async def check_answer(
     http: httpx.AsyncClient, remote: Remote, reference: Arm, turn: Turn, request: Request
 ) -> Agreement:
-    """Compare one timed answer with the ``reference`` arm's. A greedy answer does not depend on what runs beside it.
+    """Compare one timed answer with the ``reference`` arm's answer to the same prompt.
 
     Raises:
         RemoteError: the server failed.

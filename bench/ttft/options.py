@@ -25,7 +25,7 @@ GROUPS = ("model", "parallel", "engine")
 _ALGORITHMS = ("native", "ring", "two-shot", "flash-int8", "flash-int6", "flash-int4")
 _OURS = ("allreduce", "allreduce_extra", "comm_policy")  # flags of serve that --algorithms replaces
 _NOT_KEPT = ("config", "output", "label")  # in the result's options
-_RANKS = 2  # the default of --tp here
+_RANKS = 2  # the default of --tp in this bench
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,30 +35,30 @@ class TtftOptions(OutputOptions):
     config: ServeConfig = field(default_factory=lambda: ServeConfig(parallel=ParallelOptions(tp=_RANKS)))
     algorithms: tuple[str, ...] = option(
         _ALGORITHMS,
-        f"{describe_all_reduce_names()}, or policy:FILE",
+        f"AllReduces to compare: {describe_all_reduce_names()}, or policy:FILE",
         metavar="NAME,NAME",
         parse=split_all_reduce_names,
     )
     baseline: str | None = option(
-        None, "the one that the others are compared with (the first lossless one)", metavar="NAME"
+        None, "the AllReduce that the others are compared with (the first lossless one)", metavar="NAME"
     )
-    prompt_lens: tuple[int, ...] = option((128, 512, 2048), "prompt tokens", metavar="N,N", parse=parse_integers)
-    concurrency: tuple[int, ...] = option((1, 4), "requests at a time", metavar="N,N", parse=parse_integers)
-    repeats: int = option(6, "rounds; in each every algorithm runs once in every cell, in random order", metavar="N")
-    output_len: int = option(8, "tokens to generate, at least 2", metavar="N")
-    answers: int = option(1, "timed answers to check for each cell and algorithm", metavar="N")
-    error_budget: float | None = option(
-        None, "do not recommend an algorithm with a larger relative RMS error (no limit)", metavar="E"
+    prompt_lens: tuple[int, ...] = option(
+        (128, 512, 2048), "prompt tokens", metavar="N,N", parse=parse_integers, least=1
     )
+    concurrency: tuple[int, ...] = option((1, 4), "requests at a time", metavar="N,N", parse=parse_integers, least=1)
+    repeats: int = option(
+        6, "rounds; each runs every algorithm once in every cell, in random order", metavar="N", least=2
+    )
+    output_len: int = option(8, "tokens to generate", metavar="N", least=2)
 
     def __post_init__(self) -> None:
         tp = self.config.parallel.tp
         if tp < 2:
-            raise ValueError(f"--tp must be at least 2, got {tp}: a single rank sums nothing")
+            raise ValueError(f"--tp must be at least 2, got {tp}: a single rank needs no AllReduce")
         if len(self.algorithms) < 2:
             raise ValueError(
-                f"--algorithms names at least two to compare, got {', '.join(self.algorithms) or 'none'}; the same one "
-                "twice shows how far a comparison can be trusted"
+                f"--algorithms needs at least two names, got {', '.join(self.algorithms) or 'none'}; the same name twice "
+                "shows the noise of a comparison"
             )
         for name in self.algorithms:
             self._check_algorithm(name)
@@ -68,30 +68,21 @@ class TtftOptions(OutputOptions):
             )
         if self.baseline is None and self._first_lossless() is None:
             raise ValueError(
-                f"--algorithms {','.join(self.algorithms)} names no lossless one to compare with: add one, such as "
-                "two-shot, or say which of these is the --baseline"
+                f"--algorithms {','.join(self.algorithms)} has no lossless AllReduce to compare with; add one, such as "
+                "two-shot, or give --baseline"
             )
         for flag, values in (("--prompt-lens", self.prompt_lens), ("--concurrency", self.concurrency)):
-            if not values or min(values) < 1 or len(set(values)) < len(values):
-                raise ValueError(
-                    f"{flag} takes different whole numbers of at least 1, got {','.join(map(str, values))}"
-                )
-        if self.repeats < 2:
-            raise ValueError(f"--repeats must be at least 2, got {self.repeats}: one value has no interval")
-        for flag, value, least in (("--output-len", self.output_len, 2), ("--answers", self.answers, 1)):
-            if value < least:
-                raise ValueError(f"{flag} must be at least {least}, got {value}")
-        if self.error_budget is not None and not 0 < self.error_budget < 1:
-            raise ValueError(f"--error-budget must be above 0 and below 1, got {self.error_budget}")
+            if len(set(values)) < len(values):
+                raise ValueError(f"{flag} takes different numbers, got {','.join(map(str, values))}")
         if max(self.concurrency) > self.config.engine.max_num_seqs:
             raise ValueError(
-                f"--concurrency {max(self.concurrency)} is more than the {self.config.engine.max_num_seqs} sequences of a "
-                "step, so the queue would be measured; raise --max-num-seqs"
+                f"--concurrency {max(self.concurrency)} exceeds the {self.config.engine.max_num_seqs} sequences of a step, so "
+                "requests would queue; raise --max-num-seqs"
             )
 
     @property
     def baseline_name(self) -> str:
-        """The algorithm that the others are compared with."""
+        """The AllReduce that the others are compared with."""
         name = self.baseline or self._first_lossless()
         assert name is not None, "checked in __post_init__"
         return name
@@ -102,7 +93,7 @@ class TtftOptions(OutputOptions):
     def _check_algorithm(self, name: str) -> None:
         if is_policy(name):
             if not Path(policy_path(name)).is_file():
-                raise ValueError(f"--algorithms {name}: there is no such file")
+                raise ValueError(f"--algorithms {name}: no such file")
             return
         try:
             parse_all_reduce(name)
@@ -110,8 +101,7 @@ class TtftOptions(OutputOptions):
             raise ValueError(f"--algorithms: {error}") from None
         if name.startswith("hierarchical") and self.config.parallel.nodes == 1:
             raise ValueError(
-                f"--algorithms {name}: the ranks are on one node, where it is two-shot; give --nodes, such as "
-                "--tp 4 --nodes 2"
+                f"--algorithms {name}: on one node this is two-shot; give --nodes, such as --tp 4 --nodes 2"
             )
 
 
@@ -128,22 +118,19 @@ def parse_options(argv: Sequence[str]) -> TtftOptions:
     """The options on a command line; prints what is wrong with it and exits with code 2."""
     parser = make_parser(
         "bench ttft",
-        "Compare AllReduces in time to first token on one server that is started for it. The last line of stdout is one "
-        "JSON object.",
+        "Start one server and compare AllReduces on it by time to first token. The last line of stdout is one JSON object.",
         GROUPS,
     )
-    add_flags(parser.add_argument_group("bench", "What is compared, on which prompts, how often."), TtftOptions)
+    add_flags(parser.add_argument_group("bench", "AllReduces, prompts and repeats."), TtftOptions)
     flags = {word.partition("=")[0] for word in argv}
     argv = argv if flags & {"--tp", "--config"} else ["--tp", str(_RANKS), *argv]
     config, given = parse(parser, argv, GROUPS)
     refuse_replicas(parser, config)
     for name in _OURS:
         if name in given:
-            parser.error(f"--{name.replace('_', '-')} is not for this bench; --algorithms says what is compared")
+            parser.error(f"--{name.replace('_', '-')} is not for this bench; name AllReduces with --algorithms")
     if "prefix_cache" in given:
-        parser.error(
-            "--prefix-cache is not for this bench, which computes every prompt; `bench serve` has workloads for it"
-        )
+        parser.error("--prefix-cache is not for this bench, which computes every prompt; use `tightwire bench serve`")
     try:
         return TtftOptions(config=config, **given_options(given, TtftOptions))
     except ValueError as error:
@@ -152,7 +139,7 @@ def parse_options(argv: Sequence[str]) -> TtftOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts:
-    """What is known before the server starts. ``config``: the baseline is the server's default, the others are on request."""
+    """Facts known before the server starts. ``config``: the baseline is the default AllReduce, the others are on request."""
 
     config: ServeConfig
     dtype: str
@@ -162,7 +149,7 @@ class ServerFacts:
 
 
 def find_facts(options: TtftOptions) -> ServerFacts:
-    """Open the model and decide what will run, as the server does.
+    """Open the model and make the same plan as the server.
 
     Raises:
         ValueError: the model or an option is refused, or prompts and answers do not fit.
@@ -177,15 +164,14 @@ def find_facts(options: TtftOptions) -> ServerFacts:
     longest = max(options.prompt_lens) + options.output_len
     if longest > plan.max_model_len:
         raise ValueError(
-            f"--prompt-lens {max(options.prompt_lens)} and --output-len {options.output_len} make {longest} tokens, and "
-            f"the model's context here is {plan.max_model_len}; shorten them, or raise --max-model-len if that is what "
-            "limits it"
+            f"--prompt-lens {max(options.prompt_lens)} and --output-len {options.output_len} make {longest} tokens, but the "
+            f"server's context is {plan.max_model_len}; lower them, or raise --max-model-len"
         )
     blocks = max(options.concurrency) * -(-longest // config.engine.block_size)
     if blocks > plan.num_blocks:
         raise ValueError(
-            f"--concurrency {max(options.concurrency)} with {longest} tokens each needs {blocks} KV blocks, and there are "
-            f"{plan.num_blocks}, so the queue would be measured; raise --kv-cache-memory"
+            f"--concurrency {max(options.concurrency)} with {longest} tokens each needs {blocks} KV blocks, but there are "
+            f"{plan.num_blocks}, so requests would queue; raise --kv-cache-memory"
         )
     elem_bytes, hidden_size = ELEM_BYTES[plan.dtype], checkpoint.config.hidden_size
     return ServerFacts(

@@ -17,7 +17,7 @@ from tightwire.comm.ledger.counters import Count
 from tightwire.comm.protocols import AllReduce
 from tightwire.model.step_arrays import cut_row
 
-SITES = ("o_proj", "down_proj")
+SITES = ("o_proj", "down_proj")  # whose sums an arm chooses
 _OP = "all_reduce"
 _PHASES = ("prefill", "decode")
 
@@ -59,6 +59,21 @@ class WireUse(NamedTuple):
 
     wire_bytes: float
     rounds: int
+
+    def bound(self, link: Mapping[str, Any], busy_s: float, ttft_s: float, *, overlap: bool) -> dict[str, float]:
+        """The least TTFT on a ``link`` as GET /comm describes it: ``busy_s`` of computing and coding, and the bytes' time.
+
+        With ``overlap`` both happen at once, and the slower of them is the bound.
+        """
+        rate = link["measured_bytes_per_s"] or link["asked_bytes_per_s"]
+        wire_s = (self.wire_bytes / rate if rate else 0.0) + self.rounds * (link["latency_s"] or 0.0)
+        bound_s = max(wire_s, busy_s) if overlap else wire_s + busy_s
+        return {
+            "wire_bytes": self.wire_bytes,
+            "wire_s": wire_s,
+            "bound_s": bound_s,
+            "ttft_over_bound": ttft_s / bound_s,
+        }
 
 
 class WireFormulas:
@@ -141,7 +156,7 @@ class ArmPolicy:
                 continue
             if limit is None or message_bytes <= limit:
                 return line["algorithm"]
-        raise ValueError(f"GET /comm names no AllReduce that sums {site} of layer {layer} in {phase}")
+        raise ValueError(f"GET /comm names no AllReduce for {site} of layer {layer} in {phase}")
 
     def algorithms(self, phase: str, *sites: str) -> set[str]:
         """All algorithms that may sum messages of these sites."""
@@ -164,12 +179,12 @@ class Proof:
             phase, size = "prefill" if site == "embed" else details["phase"], details["message_bytes"]
             expected = policy.algorithm(site, int(layer or 0), phase, size)
             if algorithm != expected:
-                found[f"{site} in {phase} was summed by {algorithm}, and the policy says {expected}"] += 1
+                found[f"{site} in {phase} was summed by {algorithm}, but the policy names {expected}"] += 1
                 continue
             sent, formula = details["bytes_sent"], self.formulas.sent(algorithm, event["pid"], size)
             if sent != formula:
                 what = f"{algorithm} of {size} B on rank {event['pid']}"
-                found[f"{what} sent {sent} B, and its formula says {formula}"] += 1
+                found[f"{what} sent {sent} B, but its formula gives {formula}"] += 1
         if not prompt_sums(sums):
             return ["no AllReduce of prompt rows was recorded"]
         return [f"{fault} ({times} times)" for fault, times in found.items()]
@@ -189,7 +204,7 @@ class Proof:
             calls, message_bytes, sent = expected[name, phase]
             expected[name, phase] = calls + 1, message_bytes + size, sent + self.formulas.sent(name, 0, size)
         return [
-            f"{key[0]} in {key[1]}: {_totals(seen.get(key))}, and it should be {_totals(expected.get(key))}"
+            f"{key[0]} in {key[1]}: {_totals(seen.get(key))}, expected {_totals(expected.get(key))}"
             for key in sorted(seen.keys() | expected.keys())
             if seen.get(key) != expected.get(key)
         ]
@@ -213,14 +228,14 @@ class Proof:
             # Decode rows may travel in a prompt's message where both are summed by the same algorithm.
             allowed = embed | policy.algorithms(count.phase, *SITES)
             if count.algorithm not in allowed:
-                faults.append(f"{count.algorithm} ran in {count.phase}, where the policy has {sorted(allowed)}")
+                faults.append(f"{count.algorithm} ran in {count.phase}, but the policy names {sorted(allowed)}")
                 continue
             mean = count.message_bytes // count.calls
             expected = count.calls * self.formulas.sent(count.algorithm, 0, mean)
             if abs(count.bytes_sent - expected) > count.calls * self.formulas.slack(count.algorithm):
                 faults.append(
-                    f"{count.algorithm} in {count.phase} sent {count.bytes_sent} B in {count.calls} calls, and its "
-                    f"formula says about {expected}"
+                    f"{count.algorithm} in {count.phase} sent {count.bytes_sent} B in {count.calls} calls, but its formula "
+                    f"gives about {expected}"
                 )
         rows = cell.concurrency * (cell.prompt_len + output_len - 1)
         faults += self._size_fault("all messages", (2 * self.shape.num_layers + 1) * rows, sums)
@@ -235,7 +250,7 @@ class Proof:
 
     def _size_fault(self, what: str, rows: int, sums: Sequence[Count]) -> list[str]:
         seen, expected = sum(count.message_bytes for count in sums), rows * self.shape.row_bytes
-        return [] if seen == expected else [f"{what} had {seen} B in all, and should have {expected}"]
+        return [] if seen == expected else [f"{what} had {seen} B in all, expected {expected}"]
 
 
 def prompt_sums(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -245,7 +260,7 @@ def prompt_sums(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _is_sum(event: Mapping[str, Any]) -> bool:
-    """Whether it is a finished AllReduce of the model."""
+    """True for a finished AllReduce of the model."""
     if event["ph"] != "X" or event["name"].partition(" ")[0] != _OP:
         return False
     details = event.get("args", {})
@@ -256,4 +271,4 @@ def _totals(totals: tuple[int, int, int] | None) -> str:
     if totals is None:
         return "not used"
     calls, message_bytes, sent = totals
-    return f"{calls} calls for {message_bytes} B that sent {sent} B"
+    return f"{calls} calls of {message_bytes} B that sent {sent} B"

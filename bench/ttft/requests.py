@@ -125,7 +125,7 @@ class PromptMaker:
         num_text = num_tokens - self._num_special
         if num_text < 1:
             raise ValueError(
-                f"--prompt-lens {num_tokens} leaves no room for text: the tokenizer adds {self._num_special} of its own"
+                f"--prompt-lens {num_tokens} leaves no room for text: the tokenizer adds {self._num_special} special tokens"
             )
         for _ in range(_CUT_ATTEMPTS):
             token_ids = self._passages.take(num_text)
@@ -133,7 +133,7 @@ class PromptMaker:
             encoded = await self._tokenize(text) if text else []
             if len(encoded) == num_tokens:
                 return TextPrompt(text, tuple(encoded))
-        raise RemoteError(f"none of {_CUT_ATTEMPTS} passages has {num_tokens} tokens with this model's tokenizer")
+        raise RemoteError(f"none of {_CUT_ATTEMPTS} passages has {num_tokens} tokens after decoding")
 
     async def _tokenize(self, text: str, *, special: bool = True) -> list[int]:
         body = {"prompt": text, "add_special_tokens": special}
@@ -141,7 +141,7 @@ class PromptMaker:
 
 
 class RequestFailedError(RuntimeError):
-    """A request was not answered as asked, so nothing measured beside it can be trusted."""
+    """An answer failed or has another length than requested; the turn is not usable."""
 
 
 class Meter:
@@ -157,7 +157,7 @@ class Meter:
         """Send new prompts all at once, wait for all answers, and fill ``turn``.
 
         Raises:
-            RequestFailedError: an answer failed, or has another length than asked.
+            RequestFailedError: an answer failed, or has another length than requested.
         """
         return await self._send(turn, await self._take(turn.cell))
 
@@ -217,13 +217,13 @@ class Meter:
         if problem is not None:
             pass
         elif "timing" not in extra:
-            problem = "the server sends no timing; its version must be this bench's own"
+            problem = "the server sends no timing; it must have the version of this bench"
         elif sample.num_prompt != len(prompt.token_ids):
             problem = f"the server counted {sample.num_prompt} prompt tokens, not {len(prompt.token_ids)}"
         elif not sample.num_generated == len(token_ids) == self._output_len:
             problem = f"the answer has {sample.num_generated} tokens ({len(token_ids)} ids), not {self._output_len}"
         elif sample.ttft_s is None:
-            problem = "the answer has no text, and so no TTFT"
+            problem = "the answer has no text, so it has no TTFT"
         if problem is not None:
             raise RequestFailedError(f"a request failed ({turn.arm.name}, {turn.cell}): {problem}")
         assert sample.ttft_s is not None and sample.tpot_s is not None and sample.e2e_s is not None

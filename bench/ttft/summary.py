@@ -1,27 +1,25 @@
-"""Summarizes turns: a row for each arm in each cell, the wire bound, and which AllReduce to take."""
+"""Rows of ``bench ttft``, one for each arm in each cell, and the recommended command lines."""
 
 import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from tightwire.bench.report.statistics import Comparison, compare, describe
 from tightwire.bench.ttft.measure import Agreement, Measured
 from tightwire.bench.ttft.options import GROUPS, TtftOptions, is_policy, policy_path, to_argv
-from tightwire.bench.ttft.proof import Cell, WireUse
+from tightwire.bench.ttft.proof import Cell
 from tightwire.bench.ttft.requests import Arm, Request, Turn
 
-# In the order in which a request goes through them.
 _REST = ("http_s", "tokenize_s", "queue_s", "engine_s", "sampling_s", "send_s")
-PARTS = (
-    *("http_s", "tokenize_s", "queue_s", "engine_s", "compute_s", "codec_s", "allreduce_s", "sampling_s"),
-    "send_s",
-)
+_PARTS = (*_REST, "compute_s", "codec_s", "allreduce_s")
+# Options of the emulated wire and of the AllReduce, which the recommended command line leaves out.
+_LEFT_OUT = ("model", "link", "link_emulation", "allreduce", "allreduce_extra", "comm_policy")
 
 
-def rows(measured: Measured) -> list[dict[str, Any]]:
+def make_rows(measured: Measured) -> list[dict[str, Any]]:
     """Plain data for every cell and arm that has run."""
     return [
         _row(measured, cell, arm)
@@ -31,63 +29,13 @@ def rows(measured: Measured) -> list[dict[str, Any]]:
     ]
 
 
-def _samples(measured: Measured, cell: Cell, arm: Arm) -> dict[str, list[float]]:
-    """For ``bench compare``: a value for each round, and its ratio to the baseline's, in which the machine's state cancels."""
-    found: dict[str, list[float]] = {}
-    for name in ("ttft", "tpot"):
-        own, base = ([turn.mean(f"{name}_s") for turn in measured.of(cell, each)] for each in (arm, measured.baseline))
-        found[f"{name}_s"] = own
-        if arm != measured.baseline:
-            found[f"{name}_ratio"] = [a / b for a, b in zip(own, base, strict=True) if b]
-    return found
-
-
-def samples(measured: Measured) -> list[dict[str, Any]]:
-    """Every timed request; a turn's counters stand beside its first request."""
-    return [
-        {
-            "prompt_len": turn.cell.prompt_len,
-            "concurrency": turn.cell.concurrency,
-            "arm": turn.arm.name,
-            "round": turn.round,
-            "place": turn.place,
-            "ttft_s": request.ttft_s,
-            "tpot_s": request.tpot_s,
-            "e2e_s": request.e2e_s,
-            "decode_comm_share": request.decode_share,
-            "server_ttft_s": request.parts.get("ttft_s"),
-            **{part: request.parts.get(part) for part in PARTS},
-            "itl_s": request.itl_s,
-            "token_ids": request.token_ids,
-            "wall_s": turn.wall_s,
-            "counts": [count._asdict() for count in turn.counts] if request is turn.requests[0] else None,
-        }
-        for turn in measured.turns
-        for request in turn.requests
-    ]
-
-
-def best_lossless(measured: Measured, cell: Cell) -> Arm | None:
-    """The lossless arm with the smallest median, which a lossy arm has to beat; a repeated arm counts once."""
-    lossless = [arm for arm in measured.arms if arm.lossless and arm.name == arm.algorithm]
-    medians = {arm: statistics.median(turn.mean("ttft_s") for turn in measured.of(cell, arm)) for arm in lossless}
-    return min(medians, key=lambda arm: medians[arm], default=None)
-
-
 def _row(measured: Measured, cell: Cell, arm: Arm) -> dict[str, Any]:
     turns = measured.of(cell, arm)
     requests = [request for turn in turns for request in turn.requests]
     ttft_s = describe([request.ttft_s for request in requests])
     assert ttft_s is not None
-    parts = {part: _median_part(requests, part) for part in PARTS}
+    parts = {part: _median_part(requests, part) for part in _PARTS}
     best = best_lossless(measured, cell)
-    bound = None
-    if (use := measured.wire_uses.get((cell, arm.name))) is not None:
-        # Without a codec time, coding is inside a fused kernel and not in the bound.
-        busy_s = (parts["compute_s"] or 0.0) + (parts["codec_s"] or 0.0)
-        bound = describe_bound(
-            use, measured.comm["link"], busy_s, ttft_s.p50, overlap=bool(measured.comm.get("overlap"))
-        )
     return {
         "name": f"{arm.name}, {cell.prompt_len} tokens, {cell.concurrency} at a time",
         "samples": _samples(measured, cell, arm),
@@ -113,9 +61,47 @@ def _row(measured: Measured, cell: Cell, arm: Arm) -> dict[str, Any]:
         "rest_s": sum(parts[part] or 0.0 for part in _REST),
         "allreduce_share": (parts["allreduce_s"] or 0.0) / (_median_part(requests, "ttft_s") or 1.0),
         "sent_bytes": _prefill_bytes(turns),
-        "bound": bound,
+        "bound": _bound(measured, cell, arm, parts, ttft_s.p50),
         "agreement": _agreement([a for a in measured.agreements if (a.cell, a.arm) == (cell, arm)]),
     }
+
+
+def _samples(measured: Measured, cell: Cell, arm: Arm) -> dict[str, list[float]]:
+    """For ``bench compare``: a value for each round, and its ratio to the baseline's, in which the machine's state cancels."""
+    found: dict[str, list[float]] = {}
+    for name in ("ttft", "tpot"):
+        own, base = ([turn.mean(f"{name}_s") for turn in measured.of(cell, each)] for each in (arm, measured.baseline))
+        found[f"{name}_s"] = own
+        if arm != measured.baseline:
+            found[f"{name}_ratio"] = [a / b for a, b in zip(own, base, strict=True) if b]
+    return found
+
+
+def request_samples(measured: Measured) -> list[dict[str, Any]]:
+    """Every timed request; a turn's counters are with its first request."""
+    return [
+        {
+            **asdict(turn.cell),
+            "arm": turn.arm.name,
+            "round": turn.round,
+            "place": turn.place,
+            **{name: getattr(request, name) for name in ("ttft_s", "tpot_s", "e2e_s", "itl_s", "token_ids")},
+            "decode_comm_share": request.decode_share,
+            "server_ttft_s": request.parts.get("ttft_s"),
+            **{part: request.parts.get(part) for part in _PARTS},
+            "wall_s": turn.wall_s,
+            "counts": [count._asdict() for count in turn.counts] if request is turn.requests[0] else None,
+        }
+        for turn in measured.turns
+        for request in turn.requests
+    ]
+
+
+def best_lossless(measured: Measured, cell: Cell) -> Arm | None:
+    """The lossless arm with the smallest median TTFT; a repeated arm counts once."""
+    lossless = [arm for arm in measured.arms if arm.lossless and arm.name == arm.algorithm]
+    medians = {arm: statistics.median(turn.mean("ttft_s") for turn in measured.of(cell, arm)) for arm in lossless}
+    return min(medians, key=lambda arm: medians[arm], default=None)
 
 
 def _ratio(measured: Measured, cell: Cell, baseline: Arm, arm: Arm, of: str = "ttft_s") -> dict[str, Any] | None:
@@ -143,6 +129,16 @@ def _prefill_bytes(turns: Sequence[Turn]) -> float:
     return sent / sum(len(turn.requests) for turn in turns)
 
 
+def _bound(
+    measured: Measured, cell: Cell, arm: Arm, parts: Mapping[str, float | None], ttft_s: float
+) -> dict[str, float] | None:
+    if (use := measured.wire_uses.get((cell, arm.name))) is None:
+        return None
+    # Without a codec time, coding is inside a fused kernel and not in the bound.
+    busy_s = (parts["compute_s"] or 0.0) + (parts["codec_s"] or 0.0)
+    return use.bound(measured.comm["link"], busy_s, ttft_s, overlap=bool(measured.comm.get("overlap")))
+
+
 def _agreement(checked: Sequence[Agreement]) -> dict[str, Any] | None:
     if not checked:
         return None
@@ -155,79 +151,46 @@ def _agreement(checked: Sequence[Agreement]) -> dict[str, Any] | None:
     }
 
 
-def describe_bound(
-    use: WireUse, link: Mapping[str, Any], busy_s: float, ttft_s: float, *, overlap: bool
-) -> dict[str, float]:
-    """The least TTFT on a ``link`` as GET /comm describes it: ``busy_s`` of computing and coding, and the bytes' time.
+def recommend(measured: Measured, options: TtftOptions) -> list[dict[str, Any]]:
+    """The fastest lossless arm, then the lossy one if it is certainly faster; empty before all cells have run.
 
-    With ``overlap`` both happen at once, and the slower of them is the bound.
+    A lossless arm replaces the baseline only if it is certainly faster.
     """
-    rate = link["measured_bytes_per_s"] or link["asked_bytes_per_s"]
-    wire_s = (use.wire_bytes / rate if rate else 0.0) + use.rounds * (link["latency_s"] or 0.0)
-    bound_s = max(wire_s, busy_s) if overlap else wire_s + busy_s
-    return {"wire_bytes": use.wire_bytes, "wire_s": wire_s, "bound_s": bound_s, "ttft_over_bound": ttft_s / bound_s}
-
-
-# Options of the emulated wire and of the AllReduce, which the recommended command line leaves out.
-_LEFT_OUT = ("link", "link_emulation", "allreduce", "allreduce_extra", "comm_policy")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recommendation:
-    """``ratio``: in TTFT over all cells, to the arm it is better than; None where there is none."""
-
-    arm: Arm
-    command: str
-    reason: str
-    ratio: Comparison | None = None
-
-    def plain(self) -> dict[str, Any]:
-        ratio = None if self.ratio is None else asdict(self.ratio)
-        return {"arm": self.arm.name, "command": self.command, "reason": self.reason, "ratio": ratio}
-
-
-def recommend(measured: Measured, options: TtftOptions) -> list[Recommendation]:
-    """The lossless one first, then the lossy one if there is one that is faster; empty before all cells have run."""
-    if not all(measured.of(cell, measured.baseline) for cell in measured.cells):
-        return []
-    # A repeated arm is for comparison with itself.
-    arms = [arm for arm in measured.arms if arm.name == arm.algorithm]
+    arms = [arm for arm in measured.arms if arm.name == arm.algorithm]  # a repeated arm shows only the noise
     lossless = [arm for arm in arms if arm.lossless]
-    if not lossless:
+    if not lossless or not all(measured.of(cell, measured.baseline) for cell in measured.cells):
         return []
-    exact = _lossless(measured, options, lossless)
-    within = [arm for arm in arms if not arm.lossless and _within(arm, options.error_budget)]
-    lossy = _lossy(measured, options, exact.arm, within) if within else None
-    return [exact] if lossy is None else [exact, lossy]
+    simple = measured.baseline if measured.baseline in lossless else lossless[0]
+    exact, ratio = _fastest(measured, simple, lossless)
+    reason = "no other lossless AllReduce is certainly faster"
+    if ratio is not None:
+        reason = f"TTFT {_words(ratio)} of {simple.name}'s{_slower_decode(measured, simple, exact)}"
+    found = [_recommendation(options, exact, reason, ratio)]
+    lossy, ratio = _fastest(measured, exact, [arm for arm in arms if not arm.lossless])
+    if ratio is not None:
+        reason = f"TTFT {_words(ratio)} of {exact.name}'s, relative RMS error {lossy.error:.2g} in each AllReduce"
+        found.append(_recommendation(options, lossy, reason + _slower_decode(measured, exact, lossy), ratio))
+    return found
 
 
-def excluded(arms: Sequence[Arm], budget: float | None) -> list[Arm]:
-    """The lossy arms whose error is above the budget."""
-    return [arm for arm in arms if not arm.lossless and not _within(arm, budget)]
+def _recommendation(options: TtftOptions, arm: Arm, reason: str, ratio: Comparison | None) -> dict[str, Any]:
+    flag = ["--comm-policy", policy_path(arm.algorithm)] if is_policy(arm.algorithm) else ["--allreduce", arm.algorithm]
+    flags = to_argv(options.config, GROUPS, leave_out=_LEFT_OUT)
+    command = shlex.join(["tightwire", "serve", options.config.model.model, *flags, *flag])
+    return {"arm": arm.name, "command": command, "reason": reason, "ratio": None if ratio is None else asdict(ratio)}
 
 
-def _lossless(measured: Measured, options: TtftOptions, arms: Sequence[Arm]) -> Recommendation:
-    simple = measured.baseline if measured.baseline in arms else arms[0]
-    best = min(arms, key=lambda arm: statistics.median(_by_round(measured, arm)))
-    if best == simple:
-        reason = "no lossless one is faster" if len(arms) > 1 else "the only lossless one"
-        return Recommendation(arm=simple, command=_command(options, simple), reason=reason)
-    ratio = _compare(measured, simple, best)
-    if ratio.verdict != "faster":
-        reason = f"{best.name} has the least median, but that it is faster is not certain"
-        return Recommendation(arm=simple, command=_command(options, simple), reason=reason)
-    reason = f"TTFT {_words(ratio)} of {simple.name}'s{_slower_decode(measured, simple, best)}"
-    return Recommendation(arm=best, command=_command(options, best), reason=reason, ratio=ratio)
+def _fastest(measured: Measured, base: Arm, arms: Sequence[Arm]) -> tuple[Arm, Comparison | None]:
+    """The fastest of ``arms`` and its ratio to ``base``; ``base`` and None if that one is not certainly faster."""
+    best = min(arms, key=lambda arm: statistics.median(_by_round(measured, arm)), default=base)
+    if best == base:
+        return base, None
+    ratio = compare(_by_round(measured, base), _by_round(measured, best), paired=True, seed=measured.seed)
+    return (best, ratio) if ratio.verdict == "faster" else (base, None)
 
 
-def _lossy(measured: Measured, options: TtftOptions, exact: Arm, arms: Sequence[Arm]) -> Recommendation | None:
-    best = min(arms, key=lambda arm: statistics.median(_by_round(measured, arm)))
-    ratio = _compare(measured, exact, best)
-    if ratio.verdict != "faster":
-        return None
-    reason = f"TTFT {_words(ratio)} of {exact.name}'s, at a relative RMS error of {best.error:.2g} in each AllReduce"
-    reason += _slower_decode(measured, exact, best)
-    return Recommendation(arm=best, command=_command(options, best), reason=reason, ratio=ratio)
+def _words(ratio: Comparison) -> str:
+    return f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def _by_round(measured: Measured, arm: Arm) -> list[float]:
@@ -236,30 +199,11 @@ def _by_round(measured: Measured, arm: Arm) -> list[float]:
     return [math.exp(statistics.fmean(logs)) for logs in zip(*columns, strict=False)]
 
 
-def _compare(measured: Measured, base: Arm, other: Arm) -> Comparison:
-    return compare(_by_round(measured, base), _by_round(measured, other), paired=True, seed=measured.seed)
-
-
 def _slower_decode(measured: Measured, base: Arm, other: Arm) -> str:
-    """A warning if generated tokens take longer."""
+    """A warning if the time per generated token is longer."""
     slower = []
     for cell in measured.cells:
-        before, after = ([turn.mean("tpot_s") for turn in measured.of(cell, arm)] for arm in (base, other))
-        found = compare(before, after, paired=True, seed=measured.seed)
-        if found.verdict == "slower":
-            slower.append(f"{found.ratio:.2f} at {cell}")
+        found = _ratio(measured, cell, base, other, of="tpot_s")
+        if found is not None and found["verdict"] == "slower":
+            slower.append(f"{found['ratio']:.2f} at {cell}")
     return f"; but its time per generated token is longer ({', '.join(slower)})" if slower else ""
-
-
-def _words(ratio: Comparison) -> str:
-    return f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-
-
-def _within(arm: Arm, budget: float | None) -> bool:
-    return budget is None or arm.error <= budget
-
-
-def _command(options: TtftOptions, arm: Arm) -> str:
-    own = ["--comm-policy", policy_path(arm.algorithm)] if is_policy(arm.algorithm) else ["--allreduce", arm.algorithm]
-    flags = to_argv(options.config, GROUPS, leave_out=("model", *_LEFT_OUT))
-    return shlex.join(["tightwire", "serve", options.config.model.model, *flags, *own])

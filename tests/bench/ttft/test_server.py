@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tightwire.bench.ttft.child import ServerChild, ServerDiedError, ServerRefusedError
+from tightwire.bench.ttft.server import ServerChild, ServerDiedError, ServerRefusedError
 
 
 def child(script: str) -> ServerChild:
@@ -21,7 +21,7 @@ def test_ready_line_gives_the_url_and_the_end_of_the_block_ends_it() -> None:
         os.kill(pid, 0)
 
 
-def test_refusal_is_passed_on_in_the_servers_words() -> None:
+def test_a_refusal_has_the_servers_own_message() -> None:
     script = "log('starting\\ntightwire serve: the link is faster than\\nthis machine\\n')\nsys.exit(2)"
     with child(script) as server, pytest.raises(ServerRefusedError, match="the link is faster than\nthis machine"):
         server.wait_ready(20)
