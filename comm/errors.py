@@ -14,7 +14,7 @@ class CommError(RuntimeError):
 
 
 class CollectiveTimeoutError(CommError):
-    """Some ranks did not come to a collective in time: hung, stopped, or busy elsewhere. ``ranks`` names them."""
+    """Some ranks did not reach a collective in time: hung, stopped, or busy elsewhere. ``ranks`` names them."""
 
 
 class PeerLostError(CommError):

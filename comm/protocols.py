@@ -71,7 +71,7 @@ class Transport(Protocol):
     """Moves byte tensors between the ranks of one group.
 
     Every method is collective: all ranks call the same methods in the same order with the same sizes. Every wait has
-    a deadline and raises ``CollectiveTimeoutError`` naming the ranks that did not come. Received tensors belong to
+    a deadline and raises ``CollectiveTimeoutError`` naming the ranks that did not arrive. Received tensors belong to
     the caller. ``bytes_sent`` grows by exactly the payload bytes this rank sent to others.
     """
 

@@ -100,7 +100,7 @@ def _measure_arm(
             begin = file.forget if file is not None and not direct else None
             yield from _Turns(rank, arm, beside.runner, runner, raw, begin).blocks()
         if peers is not None:
-            peers.meet()  # a replica that ended earlier would be missing in the others' gathers
+            peers.await_all()  # a replica that ended earlier would be missing in the others' gathers
     finally:
         runner.close()
 

@@ -33,7 +33,7 @@ class BaseAllReduce(ABC):
 
         Raises:
             TypeError: a dtype that cannot be summed.
-            CollectiveTimeoutError, PeerLostError: a rank did not come; the group cannot be used any more.
+            CollectiveTimeoutError, PeerLostError: a rank did not arrive; the group cannot be used any more.
         """
         if x.dtype not in SUMMABLE:
             raise TypeError(f"all_reduce sums {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert it first")

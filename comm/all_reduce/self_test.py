@@ -42,7 +42,7 @@ def self_test(
     numbers (``known_sum``); the verdict then says how many bytes of random numbers it has.
 
     Raises:
-        CollectiveTimeoutError, PeerLostError: a rank did not come; the group cannot be used any more.
+        CollectiveTimeoutError, PeerLostError: a rank did not arrive; the group cannot be used any more.
     """
     checks = [
         _Check(KnownSum(group.rank, group.world_size, rows * row_elems, dtype, group.device))

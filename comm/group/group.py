@@ -16,7 +16,7 @@ from tightwire.comm.group.topology import Topology
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import Transport
 from tightwire.comm.transport.failure_notes import FailureNotes
-from tightwire.comm.transport.in_process import InProcessTransport, Meeting
+from tightwire.comm.transport.in_process import InProcessTransport, ThreadExchange
 from tightwire.comm.transport.peer_access import with_peer_memory
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 from tightwire.kernels.cpu.shared_all_reduce import compile_all
@@ -136,7 +136,7 @@ def open_process_group(
     ledger = ledger or Ledger()
     no_peer_memory = ""
     if topology.world_size == 1:
-        transport: Transport = InProcessTransport(Meeting(1), 0, timeout_s=timeout_s)
+        transport: Transport = InProcessTransport(ThreadExchange(1), 0, timeout_s=timeout_s)
     else:
         if segment_fd is not None:
             compile_all()  # before joining, where only the join deadline of the other ranks applies
@@ -180,10 +180,10 @@ def open_process_group(
 
 def in_process_groups(world_size: int, timeout_s: float = 30.0, ledgers: Sequence[Ledger] | None = None) -> list[Group]:
     """Return one group per rank, all in this process; give each its own thread. ``ledgers``: by rank, default new ones."""
-    meeting = Meeting(world_size)
+    threads = ThreadExchange(world_size)
     groups = []
     for rank, ledger in enumerate(ledgers or [Ledger() for _ in range(world_size)]):
-        transport = InProcessTransport(meeting, rank, timeout_s=timeout_s, describe=ledger.current)
+        transport = InProcessTransport(threads, rank, timeout_s=timeout_s, describe=ledger.current)
         groups.append(
             Group(
                 rank=rank,

@@ -133,7 +133,7 @@ class LocalRanks:
             if not ready:
                 self.kill()
                 silent = sorted(ranks.values())
-                raise LocalRankError(silent[0], f"ranks {silent} said nothing for {self._silence_s:g} s in {doing}")
+                raise LocalRankError(silent[0], f"ranks {silent} sent nothing for {self._silence_s:g} s in {doing}")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 kind, value = self._receive(pipe, ranks[pipe])

@@ -86,12 +86,12 @@ class PartitionPlace:
 class PartitionPeers:
     """One rank's group of the ranks on its node that hold the same shard, with its own ledger.
 
-    ``meet`` waits until all ranks of the shard, on all nodes, have called it equally often. Its deadline is 24 hours.
+    ``await_all`` waits until all ranks of the shard, on all nodes, have called it equally often. Its deadline is 24 hours.
     """
 
     at: PartitionPlace
     inside: Group
-    meet: Callable[[], None]
+    await_all: Callable[[], None]
 
     def run(self, fn: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         """Call ``fn(...)``, which uses the group ``inside``.
@@ -143,11 +143,11 @@ def join_partition(
         interface=interface,
         segment_fd=segment_fd if at.per_node > 1 else None,
     )
-    return PartitionPeers(at=at, inside=inside, meet=_make_meet(store, name, at))
+    return PartitionPeers(at=at, inside=inside, await_all=_make_barrier(store, name, at))
 
 
 def in_process_partition(
-    tp: int, world_size: int, num_nodes: int = 1, timeout_s: float = 30.0, meet_timeout_s: float = 120.0
+    tp: int, world_size: int, num_nodes: int = 1, timeout_s: float = 30.0, await_timeout_s: float = 120.0
 ) -> list[PartitionPeers]:
     """Return one object per rank of the world, all in this process; give each its own thread. ``timeout_s``: of collectives."""
     places = [PartitionPlace(tp, Topology(rank, world_size, num_nodes=num_nodes)) for rank in range(world_size)]
@@ -160,20 +160,22 @@ def in_process_partition(
         PartitionPeers(
             at=at,
             inside=groups[at.inside][at.place],
-            meet=_make_meet(store, f"shard-{at.shard}", at, timedelta(seconds=meet_timeout_s)),
+            await_all=_make_barrier(store, f"shard-{at.shard}", at, timedelta(seconds=await_timeout_s)),
         )
         for at in places
     ]
 
 
-def _make_meet(store: Store, name: str, at: PartitionPlace, deadline: timedelta = _LOAD_DEADLINE) -> Callable[[], None]:
-    met = PrefixStore(f"tightwire/{name}/met", store)
+def _make_barrier(
+    store: Store, name: str, at: PartitionPlace, deadline: timedelta = _LOAD_DEADLINE
+) -> Callable[[], None]:
+    arrived = PrefixStore(f"tightwire/{name}/arrived", store)
     times = 0
 
-    def meet() -> None:
+    def await_all() -> None:
         nonlocal times
         times += 1
-        met.set(f"{times}/{at.index}", "")
-        met.wait([f"{times}/{index}" for index in range(at.num_ranks)], deadline)
+        arrived.set(f"{times}/{at.index}", "")
+        arrived.wait([f"{times}/{index}" for index in range(at.num_ranks)], deadline)
 
-    return meet
+    return await_all

@@ -28,7 +28,7 @@ class FactExchange:
             absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise CollectiveTimeoutError(
                 f"rank {self.rank} waited {self._timeout_s:g} s for peer memory ({topic}); {name_ranks(absent)} of "
-                f"{self.world_size} did not come",
+                f"{self.world_size} did not arrive",
                 absent,
             ) from error
         return [self._store.get(key) for key in keys]

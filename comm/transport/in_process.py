@@ -19,42 +19,40 @@ from tightwire.comm.protocols import FusedAllReduce, Moved, nothing_told
 _Result = TypeVar("_Result")
 
 
-class Meeting:
-    """The exchange point of one group's threads: each brings an item and gets all items in rank order."""
+class ThreadExchange:
+    """Exchanges items between the threads of one group: each gives one item and gets all items in rank order."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._changed = threading.Condition()
-        self._brought: dict[int, object] = {}
+        self._given: dict[int, object] = {}
         self._round = 0
         self._items: list[object] = []
         self._left: set[int] = set()
         self._missing: frozenset[int] | None = None  # set once, by the first rank that times out
 
     def swap(self, rank: int, item: object, *, timeout_s: float, doing: str) -> list[object]:
-        """Bring ``item``; return the items of all ranks.
+        """Give ``item``; return the items of all ranks.
 
         Raises:
-            CollectiveTimeoutError: some ranks did not come within ``timeout_s``.
-            PeerLostError: a rank that has not come has closed its group.
-        Both errors end the meeting for all later calls.
+            CollectiveTimeoutError: some ranks did not arrive within ``timeout_s``.
+            PeerLostError: a rank that has not arrived has closed its group.
+        After either error all later calls fail.
         """
         with self._changed:
             if self._missing is not None:
-                raise CollectiveTimeoutError(
-                    f"rank {rank} came to {doing} after the others had given up", self._missing
-                )
-            self._brought[rank] = item
-            if len(self._brought) == self.world_size:
+                raise CollectiveTimeoutError(f"rank {rank} reached {doing} after the others timed out", self._missing)
+            self._given[rank] = item
+            if len(self._given) == self.world_size:
                 return self._complete()
             this_round = self._round
             deadline = time.monotonic() + timeout_s
             while self._round == this_round:
                 if rank in self._left:
                     raise CommError(f"rank {rank}: this group was closed during {doing}")
-                self._raise_if_hopeless(rank, timeout_s, doing)
+                self._raise_if_lost(rank, timeout_s, doing)
                 if not self._changed.wait(deadline - time.monotonic()) and self._round == this_round:
-                    self._missing = frozenset(range(self.world_size)) - frozenset(self._brought)
+                    self._missing = frozenset(range(self.world_size)) - frozenset(self._given)
                     self._changed.notify_all()
             return self._items
 
@@ -65,42 +63,46 @@ class Meeting:
             self._changed.notify_all()
 
     def _complete(self) -> list[object]:
-        self._items = [self._brought[rank] for rank in range(self.world_size)]
-        self._brought = {}
+        self._items = [self._given[rank] for rank in range(self.world_size)]
+        self._given = {}
         self._round += 1
         self._changed.notify_all()
         return self._items
 
-    def _raise_if_hopeless(self, rank: int, timeout_s: float, doing: str) -> None:
-        gone = self._left - set(self._brought)
+    def _raise_if_lost(self, rank: int, timeout_s: float, doing: str) -> None:
+        gone = self._left - set(self._given)
         if gone:
             raise PeerLostError(f"rank {rank} lost {name_ranks(gone)} in {doing}: the group was closed there", gone)
         if self._missing is not None:
             raise CollectiveTimeoutError(
-                f"rank {rank} waited {timeout_s:.1f} s in {doing}; {name_ranks(self._missing)} did not come",
+                f"rank {rank} waited {timeout_s:.1f} s in {doing}; {name_ranks(self._missing)} did not arrive",
                 self._missing,
             )
 
 
 class InProcessTransport:
-    """One rank's end of a ``Meeting``. ``describe`` names the running collective, for messages."""
+    """One rank's end of a ``ThreadExchange``. ``describe`` names the running collective, for messages."""
 
     def __init__(
-        self, meeting: Meeting, rank: int, *, timeout_s: float, describe: Callable[[], str | None] = lambda: None
+        self,
+        threads: ThreadExchange,
+        rank: int,
+        *,
+        timeout_s: float,
+        describe: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.rank = rank
-        self.world_size = meeting.world_size
+        self.world_size = threads.world_size
         self.bytes_sent = 0
         self.fused: FusedAllReduce | None = None
-        self._meeting = meeting
+        self._threads = threads
         self._timeout_s = timeout_s
         self._describe = describe
         self._failure: CommError | None = None
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
         assert len(slices) == self.world_size, f"{len(slices)} slices for {self.world_size} ranks"
-        brought = self._swap(list(slices), "exchange")
-        received = [parts[self.rank].clone() for parts in brought]
+        received = [parts[self.rank].clone() for parts in self._swap(list(slices), "exchange")]
         self.bytes_sent += sum(part.numel() for part in slices) - slices[self.rank].numel()
         return self._depart(received)
 
@@ -127,14 +129,14 @@ class InProcessTransport:
         self._swap(torch.empty(0, dtype=torch.uint8), "barrier")
 
     def close(self) -> None:
-        self._meeting.leave(self.rank)
+        self._threads.leave(self.rank)
 
     def _swap(self, item: object, method: str) -> list:
         if self._failure is not None:
             raise self._failure
         doing = self._describe() or method
         try:
-            return self._meeting.swap(self.rank, item, timeout_s=self._timeout_s, doing=doing)
+            return self._threads.swap(self.rank, item, timeout_s=self._timeout_s, doing=doing)
         except CommError as failure:
             self._failure = failure
             raise

@@ -83,7 +83,7 @@ def with_peer_memory(
         store: one that all ranks reach and nothing else writes to.
         device: this rank's GPU; ``library`` is NCCL's transport on it.
     Raises:
-        CollectiveTimeoutError: a rank did not come.
+        CollectiveTimeoutError: a rank did not arrive.
     """
     exchange = FactExchange(store, rank=library.rank, world_size=library.world_size, timeout_s=timeout_s)
     reason = why_unusable(exchange, device)

@@ -69,7 +69,7 @@ class PeerAllReduce:
         return self._in_slices(x.view(-1), lengths, reduce_codec.format, gather_codec.format).view_as(x)
 
     def check(self) -> None:
-        """Raise if a rank did not come to a collective that the device has reached.
+        """Raise if a rank did not arrive in a collective that the device has reached.
 
         Raises:
             CollectiveTimeoutError: names the ranks. The group cannot be used any more.
@@ -78,9 +78,9 @@ class PeerAllReduce:
         if self._failure is None and late:
             ranks = [rank for rank in range(self._buffers.world_size) if late >> rank & 1]
             self._failure = CollectiveTimeoutError(
-                f"rank {self._buffers.rank} missed {name_ranks(ranks)} of {self._buffers.world_size} in "
-                f"{self._describe() or 'an earlier collective'}: not there within about {self._timeout_s:g} s; hung, "
-                "stopped or busy elsewhere. Results since are NaN",
+                f"rank {self._buffers.rank} timed out waiting for {name_ranks(ranks)} of {self._buffers.world_size} in "
+                f"{self._describe() or 'an earlier collective'}: waited about {self._timeout_s:g} s; hung, stopped or "
+                "busy elsewhere. Results since then are NaN",
                 ranks,
             )
         if self._failure is not None:

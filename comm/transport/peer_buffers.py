@@ -40,7 +40,7 @@ def map_peer_buffers(
 
     Raises:
         CommError: neither works, or a rank's test pattern did not arrive; the same on all ranks.
-        CollectiveTimeoutError: a rank did not come.
+        CollectiveTimeoutError: a rank did not arrive.
     """
     world_size = exchange.world_size
     num_blocks = min(num_blocks, torch.cuda.get_device_properties(device).multi_processor_count)

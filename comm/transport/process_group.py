@@ -107,18 +107,18 @@ class ProcessGroupTransport(Transport):
 
     def _explain(self, own: Note, notes: dict[int, Note], culprits: set[int], error: RuntimeError) -> CommError:
         doing = {self.rank: own.doing, **{rank: note.doing for rank, note in notes.items()}}
-        waiting = "; ".join(doing.get(rank, f"rank {rank}: nothing heard") for rank in range(self.world_size))
+        waiting = "; ".join(doing.get(rank, f"rank {rank}: no report") for rank in range(self.world_size))
         cause = str(error).splitlines()[0].split(". ")[0]
         if own.timed_out or any(note.timed_out for note in notes.values()):
             calls = {rank: _TIME_SPENT.sub("", words.partition(" in ")[2]) for rank, words in doing.items()}
             if len(calls) == self.world_size and len(set(calls.values())) > 1:  # all ranks came, but to different calls
                 return CollectiveMismatchError(
-                    f"rank {self.rank} of {self.world_size}: the ranks called unlike collectives. "
+                    f"rank {self.rank} of {self.world_size}: the ranks called different collectives. "
                     f"Waiting: {waiting}. ({cause})",
                     unlike_most(calls),
                 )
             return CollectiveTimeoutError(
-                f"{name_ranks(culprits)} of {self.world_size} did not come within {self._timeout_s:g} s: hung, stopped "
+                f"{name_ranks(culprits)} of {self.world_size} did not arrive within {self._timeout_s:g} s: hung, stopped "
                 f"or busy elsewhere. Waiting: {waiting}. ({cause})",
                 culprits,
             )

@@ -58,7 +58,7 @@ class SharedBoard:
     """One rank's view of a segment.
 
     Raises:
-            ValueError: another process has registered as this rank.
+        ValueError: another process has registered as this rank.
     """
 
     def __init__(self, fd: int, rank: int, world_size: int, ledger: Ledger) -> None:
@@ -74,7 +74,7 @@ class SharedBoard:
         self._words = self._bytes.cast("q")
         self._own = rank * _RANK_WORDS
         if self._words[self._own + _PID]:
-            raise ValueError(f"this segment already carries a group's rank {rank}; each group needs one of its own")
+            raise ValueError(f"this segment already has a rank {rank}; each group needs its own segment")
         chunks = torch.frombuffer(memory, dtype=torch.uint8, offset=start).view(world_size, 2, self.chunk_bytes)
         self._chunks = [(chunks[peer, 0], chunks[peer, 1]) for peer in range(world_size)]
         base = chunks.data_ptr() - start
@@ -139,10 +139,10 @@ class SharedBoard:
         return note
 
     def forget_announced(self) -> None:
-        """Make the next ``announce`` publish everything, because a kernel has published other collectives."""
+        """Make the next ``announce`` write everything, because a kernel announces other collectives."""
         self._announced = self._announced_name = None
 
-    def sign_out(self, reason: int) -> None:
+    def mark_closed(self, reason: int) -> None:
         """Tell the others that this rank stops taking part; the first reason stays."""
         if not self._words[self._own + _CLOSED]:
             self._words[self._own + _CLOSED] = reason
@@ -158,13 +158,12 @@ class SharedBoard:
         turn = self.own_turn
         return [peer for peer in self.others if self.turn(peer) < turn]
 
-    def odd_ones_out(self, turn: int) -> list[int]:
+    def mismatched(self, turn: int) -> list[int]:
         """The ranks whose call in ``turn`` differs from the majority's; all that have arrived when there is no majority."""
-        came = [peer for peer in range(self.world_size) if self.turn(peer) >= turn]
-        calls = {peer: (*self._latest(peer)[:2], self.call(peer, turn)) for peer in came}
-        return unlike_most(calls)
+        arrived = [peer for peer in range(self.world_size) if self.turn(peer) >= turn]
+        return unlike_most({peer: (*self._latest(peer)[:2], self.call(peer, turn)) for peer in arrived})
 
-    def calls(self, turn: int) -> str:
+    def describe_calls(self, turn: int) -> str:
         """``last_collectives`` with the call of each rank in ``turn``."""
         return "; ".join(
             f"rank {peer}: {self._describe(peer)}"

@@ -1,4 +1,4 @@
-"""Turns on a board: opens, publishes and reads one, with a deadline for every wait and errors that name the ranks at fault.
+"""Opens, publishes and reads turns of a shared board, with a deadline for every wait and errors that name ranks.
 
 ``SharedTurns`` is the base of the shared-memory transport. AllReduces that run in one kernel use the same turns.
 """
@@ -43,8 +43,7 @@ class SharedTurns:
         board = self.board
         board.announce()
         turn = board.own_turn
-        if not wait_for_all(board.table, turn):
-            self._persist(lambda: wait_for_all(board.table, turn))
+        self._await(lambda: wait_for_all(board.table, turn))
         return board.chunk(self.rank, turn + 1)
 
     def publish_turn(self, call: int) -> None:
@@ -66,7 +65,7 @@ class SharedTurns:
         while status != DONE:
             if status == MISMATCH:
                 self.fail_by_mismatch()
-            self._look(deadline)
+            self._check_peers(deadline)
             step, status = status, kernel(status)
             if status != step:
                 deadline = time.monotonic() + self._timeout_s
@@ -78,31 +77,31 @@ class SharedTurns:
     def await_one(self, peer: int, call: int) -> None:
         """Wait until ``peer`` has published this turn, for the same call."""
         board, turn = self.board, self.board.own_turn
-        if not wait_for(board.table, peer, turn):
-            self._persist(lambda: wait_for(board.table, peer, turn))
+        self._await(lambda: wait_for(board.table, peer, turn))
         if board.call(peer, turn) != call:
             self.fail_by_mismatch()
 
     def await_all(self, call: int) -> None:
         """Wait until all ranks have published this turn, for the same call."""
         board, turn = self.board, self.board.own_turn
-        if not wait_for_all(board.table, turn):
-            self._persist(lambda: wait_for_all(board.table, turn))
+        self._await(lambda: wait_for_all(board.table, turn))
         if any(board.call(peer, turn) != call for peer in self.board.others):
             self.fail_by_mismatch()
 
     def close(self) -> None:
         """Tell the others, which fail at once if they wait for this rank. The memory is freed with its last user."""
-        self.board.sign_out(LEFT if self._failure is None else FAILED)
+        self.board.mark_closed(LEFT if self._failure is None else FAILED)
         self._failure = self._failure or CommError(f"rank {self.rank}: this group is closed")
 
-    def _persist(self, has_come: Callable[[], bool]) -> None:
-        """Wait until ``has_come``, checking the clock and the peers."""
+    def _await(self, has_arrived: Callable[[], bool]) -> None:
+        """Wait until ``has_arrived``, which itself waits briefly, checking the clock and the peers in between."""
+        if has_arrived():
+            return
         deadline = time.monotonic() + self._timeout_s
-        while not has_come():
-            self._look(deadline)
+        while not has_arrived():
+            self._check_peers(deadline)
 
-    def _look(self, deadline: float) -> None:
+    def _check_peers(self, deadline: float) -> None:
         """Raise if the deadline has passed, an absent rank is gone, or another thread has closed this rank's end."""
         self.check_open()
         board = self.board
@@ -111,7 +110,7 @@ class SharedTurns:
         if gone:
             self._fail_without(gone)
         if time.monotonic() > deadline and (absent := board.absent()):
-            self._fail(CollectiveTimeoutError, "missed", absent, f"waited {self._timeout_s:g} s")
+            self._fail(CollectiveTimeoutError, "timed out waiting for", absent, f"waited {self._timeout_s:g} s")
 
     def _fail_without(self, gone: Sequence[int]) -> None:
         """Blame the ranks that died or left; if all that are gone failed themselves, blame the ranks they waited for."""
@@ -124,7 +123,8 @@ class SharedTurns:
         if lost:
             self._fail(PeerLostError, "lost", lost, "the process died or closed its group")
         silent = [peer for peer in absent if peer not in failed]
-        self._fail(CollectiveTimeoutError, "missed", silent or failed, f"{name_ranks(gone)} gave up waiting")
+        reason = f"{name_ranks(gone)} gave up waiting"
+        self._fail(CollectiveTimeoutError, "timed out waiting for", silent or failed, reason)
 
     def fail_by_mismatch(self, turn: int | None = None) -> None:
         """Raise the error for different calls in ``turn`` (None: this rank's turn)."""
@@ -134,10 +134,10 @@ class SharedTurns:
         while not wait_for_all(board.table, turn) and time.monotonic() < deadline:
             pass
         self._failure = CollectiveMismatchError(
-            f"rank {self.rank} of {self.world_size}: the ranks called unlike collectives: {board.calls(turn)}",
-            board.odd_ones_out(turn),
+            f"rank {self.rank} of {self.world_size}: the ranks called different collectives: {board.describe_calls(turn)}",
+            board.mismatched(turn),
         )
-        board.sign_out(MISMATCHED)
+        board.mark_closed(MISMATCHED)
         self.close()
         raise self._failure
 

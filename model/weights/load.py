@@ -104,7 +104,7 @@ class _Loading:
         prepare_codecs(self._device, codec)  # compile now, because the other ranks would wait in a collective
         kept = {layer: self._read_kept(layer, peers) for layer in self._plan.streamed}
         store = PartitionStore(model.stored, model.plain, kept, peers, codec)
-        peers.meet()  # a gather has a deadline, which must not count another rank's loading
+        peers.await_all()  # a gather has a deadline, which must not count another rank's loading
         return store
 
     def _read_kept(self, layer: int, peers: PartitionPeers) -> Kept:

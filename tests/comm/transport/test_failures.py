@@ -107,7 +107,7 @@ def test_a_rank_that_never_comes_is_named_by_all_others(name: str) -> None:
     for rank, failure in seen.items():
         assert failure.error == "CollectiveTimeoutError", failure
         assert failure.ranks == (BAD_RANK,), f"rank {rank}: {failure.message}"
-        assert "rank 2 of 4 did not come within 2 s" in failure.message
+        assert "rank 2 of 4 did not arrive within 2 s" in failure.message
         assert f"all_reduce {ran} 1152 B, #2" in failure.message
         assert failure.seconds < 8
         assert failure.doing is not None and failure.doing.startswith(f"all_reduce {ran} 1152 B, #2")

@@ -13,7 +13,7 @@ from tightwire.comm.group.group import open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.transport import peer_access
 from tightwire.comm.transport.fact_exchange import FactExchange
-from tightwire.comm.transport.in_process import InProcessTransport, Meeting
+from tightwire.comm.transport.in_process import InProcessTransport, ThreadExchange
 from tightwire.comm.transport.peer_access import host_identity, why_unusable, with_peer_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -38,7 +38,7 @@ def test_all_ranks_hear_the_first_objection(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CollectiveTimeoutError, match="ranks 1 and 2 of 3 did not come") as raised:
+    with pytest.raises(CollectiveTimeoutError, match="ranks 1 and 2 of 3 did not arrive") as raised:
         _exchange(tmp_path, 0, 3, timeout_s=0.2).share("facts", b"")
     assert raised.value.ranks == (1, 2)
 
@@ -81,7 +81,7 @@ def test_what_cuda_tells_of_the_peers(
 
 
 def test_the_library_is_kept_and_the_log_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    library = InProcessTransport(Meeting(1), 0, timeout_s=1.0)
+    library = InProcessTransport(ThreadExchange(1), 0, timeout_s=1.0)
     store = FileStore(str(tmp_path / "store"), 1)
     kept, reason = with_peer_memory(library, store, device=CPU, timeout_s=1.0)
     assert kept is library

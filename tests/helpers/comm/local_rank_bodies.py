@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import torch
 
 from tightwire.comm.group.group import Group
-from tightwire.comm.transport.in_process import InProcessTransport, Meeting
+from tightwire.comm.transport.in_process import InProcessTransport, ThreadExchange
 
 
 def open_nothing(rank: int) -> Group:
     """A group that knows its rank and whose ranks never meet."""
-    transport = InProcessTransport(Meeting(8), rank, timeout_s=1.0)
+    transport = InProcessTransport(ThreadExchange(8), rank, timeout_s=1.0)
     return Group(rank=rank, world_size=8, device=torch.device("cpu"), timeout_s=1.0, transport=transport)
 
 

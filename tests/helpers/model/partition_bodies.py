@@ -162,7 +162,7 @@ def compute(replica: Group, peers: PartitionPeers, work: Work, rank: int) -> Don
             (count.op, count.algorithm, count.bytes_sent, count.exact_bytes)
             for count in peers.inside.ledger.counters.counts()
         ]
-        peers.meet()  # who ends first would be missed by those that still fetch
+        peers.await_all()  # who ends first would be missed by those that still fetch
         return done
     finally:
         runner.close()

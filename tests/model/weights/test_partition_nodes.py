@@ -48,7 +48,7 @@ def _carry(group: Group, world: World, work: Work, nodes: tuple[EmulatedNode, ..
     node = nodes[world.place(group.rank).node]
     node.enter()
     peers = open_peers(replace(world, interface=node.interface), group.rank)
-    peers.meet()
+    peers.await_all()
     time.sleep(_SETTLE_S)
     before = _sent_over(node.interface)
     runner = build(open_replica(world, group.rank), peers, work)
@@ -59,10 +59,10 @@ def _carry(group: Group, world: World, work: Work, nodes: tuple[EmulatedNode, ..
         for _ in range(_NUM_PASSES):
             walk(runner)
         settle(weights)
-        peers.meet()
+        peers.await_all()
         time.sleep(_SETTLE_S)
         passed = _sent_over(node.interface)
-        peers.meet()
+        peers.await_all()
         return Carried(passed - before, peers.inside.bytes_sent)
     finally:
         runner.close()

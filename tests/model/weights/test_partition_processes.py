@@ -120,7 +120,7 @@ def _close_in_a_gather(group: Group, world: World, work: Work) -> bool:
     runner = build(open_replica(world, group.rank), peers, work)
     weights = runner.weights
     assert isinstance(weights, StreamedWeights)
-    peers.meet()
+    peers.await_all()
     if group.rank == 0:
         for layer in range(2):
             weights.layer(layer)
@@ -128,7 +128,7 @@ def _close_in_a_gather(group: Group, world: World, work: Work) -> bool:
         while all(slot.state != "filling" for slot in weights.pool.slots):
             time.sleep(0.001)
         weights.close()
-    peers.meet()
+    peers.await_all()
     weights.close()
     return weights.fetcher._thread.is_alive()
 

@@ -74,7 +74,7 @@ def test_the_cause_wins_over_symptoms_that_came_first(watch: Watch) -> None:
 
 
 def test_a_symptom_alone_is_better_than_nothing(watch: Watch, clock: Clock) -> None:
-    watch.heard(failed(0, "CollectiveTimeoutError: rank 1 did not come", symptom=True))
+    watch.heard(failed(0, "CollectiveTimeoutError: rank 1 did not arrive", symptom=True))
     assert watch.check() is None
     pass_time(watch, clock, 3, 1)
     reason = watch.check()

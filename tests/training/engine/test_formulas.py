@@ -11,7 +11,7 @@ from helpers.model.small_llama import small_llama
 from helpers.training.training_ranks import batches_of, open_engine, run_groups, train
 from torch import Tensor, nn
 
-from tightwire.comm.transport.in_process import Meeting
+from tightwire.comm.transport.in_process import ThreadExchange
 from tightwire.training.config.sharding import SHARDINGS, parse_sharding
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.memory import engine_memory
@@ -120,7 +120,7 @@ def allocated_bytes(engine: Engine) -> int:
 
     def visit(thing: Any) -> None:
         if id(thing) in seen or isinstance(
-            thing, (nn.Module, Meeting, TrainGroups, str, int, float, type, EngineOptions)
+            thing, (nn.Module, ThreadExchange, TrainGroups, str, int, float, type, EngineOptions)
         ):
             return
         seen[id(thing)] = thing
