@@ -9,14 +9,19 @@ VERBS: dict[str, tuple[str, str]] = {
     "comm": ("tightwire.bench.comm.bench:main", "time and check every AllReduce by message size"),
     "compare": (
         "tightwire.bench.compare.bench:main",
-        "compare two results of one bench; the exit code tells of a regression",
+        "compare two results of one bench; exit code 1 for a regression",
     ),
     "kernels": (
         "tightwire.bench.kernels.bench:main",
-        "time codecs and products on one core, AllReduce kernels on one GPU",
+        "time codecs and matrix products on one core, AllReduce kernels on one GPU",
+    ),
+    "offload": (
+        "tightwire.bench.peers.offload:main",
+        "compare streamed weights with accelerate's offloading",
     ),
     "peers": ("tightwire.bench.peers.run:main", "compare with other servers: vLLM, llama.cpp, transformers"),
     "quality": ("tightwire.bench.quality.bench:main", "measure the accuracy that a quantized AllReduce costs"),
+    "roofline": ("tightwire.bench.peers.roofline:main", "compare serving with the device's own rates"),
     "serve": ("tightwire.bench.serve.bench:main", "put load on a running server: TTFT, TPOT, throughput"),
     "stream": ("tightwire.bench.stream.bench:main", "time steps with streamed weights"),
     "train": ("tightwire.bench.train.bench:main", "time training steps between emulated nodes"),
@@ -25,7 +30,7 @@ VERBS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one bench; returns the exit code."""
+    """Returns the exit code of the bench."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         sys.stdout.write(_usage())

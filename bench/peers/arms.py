@@ -1,4 +1,4 @@
-"""Defines the servers that ``run`` compares: the command that starts each one, and its quirks.
+"""Defines the servers that ``run`` compares: the command that starts each one, and its special needs.
 
 Peers use the same weights in bfloat16 where the CPU has bfloat16 products and in float32 elsewhere, because torch's
 bfloat16 products are many times slower without them. ``install.sh`` puts the programs into one folder (``--peers``):
@@ -46,11 +46,13 @@ class Arm:
     model: str | None = None  # the name to request, for a server that does not list it
     ignore_eos: bool = True  # False: the server has no such field, and its copy of the model has no end token
 
-    def on_port(self, port: int) -> list[str]:
-        return [word.replace("{port}", str(port)) for word in self.command]
+    @property
+    def bench_flags(self) -> list[str]:
+        """Flags of `tightwire bench serve` for this server."""
+        return [*(["--model", self.model] if self.model else []), *([] if self.ignore_eos else ["--no-ignore-eos"])]
 
 
-class NotInstalled(Exception):
+class NotInstalledError(Exception):
     """A peer's program is missing; the message says how to install it."""
 
 
@@ -126,13 +128,10 @@ ARMS: dict[str, Callable[[Setup], Arm]] = {
     "transformers": lambda setup: transformers(setup, continuous_batching=False),
     "transformers-cb": lambda setup: transformers(setup, continuous_batching=True),
 }
-DEFAULT_ARMS = "tightwire-tp2,tightwire-tp1,tightwire-tp2-q4,vllm,llama.cpp-f16,llama.cpp-q4,transformers"
-
-
-def running_arm(word: str) -> Arm | None:
-    """The server of ``NAME=URL``; None when ``word`` has another form."""
-    name, equals, url = word.partition("=")
-    return Arm(name=name, numbers="its own", url=url.rstrip("/")) if equals and name and url else None
+DEFAULT_ARMS = (
+    *("tightwire-tp2", "tightwire-tp1", "tightwire-tp2-q4"),
+    *("vllm", "llama.cpp-f16", "llama.cpp-q4", "transformers"),
+)
 
 
 def make_arm(word: str, setup: Setup) -> Arm:
@@ -140,7 +139,7 @@ def make_arm(word: str, setup: Setup) -> Arm:
 
     Raises:
         ValueError: no such arm.
-        NotInstalled: its program is missing.
+        NotInstalledError: its program is missing.
     """
     if word in ARMS:
         return ARMS[word](setup)
@@ -158,5 +157,5 @@ def _installed(setup: Setup, program: str) -> str:
     path = setup.peers.absolute() / program
     if not os.access(path, os.X_OK):
         peer = program.split("/")[0]
-        raise NotInstalled(f"{path} is not installed; run bench/peers/install.sh {setup.peers} {peer}")
+        raise NotInstalledError(f"{path} is not installed; run bench/peers/install.sh {setup.peers} {peer}")
     return str(path)

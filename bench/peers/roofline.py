@@ -1,52 +1,103 @@
-"""Compares `tightwire serve` with the device's own rates and with transformers. Needs no installed peer.
-
-    python -m tightwire.bench.peers.roofline random:llama-3-8b                        # on a GPU; some minutes
-    python -m tightwire.bench.peers.roofline smollm2-135m --prompt-len 512 --crowd 8  # on a CPU
+"""``tightwire bench roofline``: compares `tightwire serve` with the device's own rates and with transformers.
 
 First it measures copies and matrix products on the idle device. Then one server gets three loads from `tightwire bench
-serve`: short prompts one by one, whose later tokens each read all weights once; long prompts, whose first token takes all
+serve`: short prompts one by one, whose later tokens each read all weights once; long prompts, whose first token needs all
 products; and many requests at once. Then transformers generates with random weights of the same shape, a static cache and
-torch.compile. Prints a Markdown table; the last line of stdout is one JSON object.
+torch.compile.
 """
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tightwire.bench.peers.arms import Arm
-from tightwire.bench.peers.load import Load, LoadError, bench
-from tightwire.bench.peers.process import PeerProcess, StartError, free_port
-from tightwire.bench.report.environment import describe_environment
+from tightwire.bench.options import OutputOptions, option, parse_options
+from tightwire.bench.peers.process import Load, PeerError, PeerProcess, bench_serve
+from tightwire.bench.report.table import Column, Metric
+from tightwire.bench.run import Bench
 from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import Checkpoint, open_checkpoint
 
-_TRANSFORMERS = Path(__file__).resolve().with_name("transformers_decode.py")
+_CHILD = Path(__file__).resolve().with_name("transformers_child.py")
 _SHORT_PROMPT = 128
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(argv)
-    try:
-        checkpoint = open_checkpoint(given.model)
-        rates = measure_rates(given.device)
-        loads = measure_server(given, checkpoint)
-        peer = None if given.no_peer else measure_transformers(given, checkpoint.config)
-    except (ModelError, StartError, LoadError, subprocess.SubprocessError) as error:
-        sys.stderr.write(f"roofline: {error}\n")
-        return 1
-    result = summarize(given, checkpoint.config, rates, loads, peer)
-    sys.stdout.write(_table(result) + "\n" + json.dumps(result) + "\n")
-    return 0
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RooflineOptions(OutputOptions):
+    model: str = option("random:llama-3-8b", "a model as for `tightwire serve`", flag="model")
+    device: str = option("auto", "auto: cuda if torch has it", choices=("auto", "cuda", "cpu"))
+    tp: int = option(1, "ranks", metavar="N", least=1)
+    quantization: str = option("none", "as for `tightwire serve`", metavar="NAME")
+    prompt_len: int = option(8190, "tokens of the long prompt, at most the model's context", metavar="N", least=1)
+    output_len: int = option(64, "tokens to generate", metavar="N", least=4)
+    crowd: int = option(64, "requests in flight", metavar="N", least=1)
+    batched_tokens: int = option(8192, "--max-num-batched-tokens of the server", metavar="N", least=1)
+    no_peer: bool = option(False, "do not measure transformers")
+    start_timeout: float = option(240.0, "longest start of the server, and run of transformers", metavar="S", above=0)
+
+    @property
+    def device_type(self) -> str:
+        return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0, 1 when a server or transformers failed, 2 for bad options, 130 after Ctrl-C."""
+    description = "Compare serving with the device's own rates and with transformers."
+    return RooflineBench(parse_options(RooflineOptions, argv, verb="roofline", description=description)).run()
+
+
+class RooflineBench(Bench):
+    verb = "roofline"
+    metrics = (Metric(name="seconds", unit="ms", scale=1e3),)
+    columns = (
+        Column("load", "name"),
+        Column("ms", "seconds", ",.2f", 1e3),
+        Column("tokens/s", "tokens_per_s", ",.1f"),
+        Column("share of the device's rate", "share", ".0%"),
+        Column("of", "rate"),
+    )
+    failures = ((ModelError, 1), (PeerError, 1), (subprocess.SubprocessError, 1))
+
+    def __init__(self, options: RooflineOptions) -> None:
+        super().__init__(options)
+        self._options = options
+        self._cells: list[dict[str, Any]] = []
+
+    def measure(self) -> None:
+        options = self._options
+        checkpoint = open_checkpoint(options.model)
+        rates = measure_rates(options.device_type)
+        model = {"model": options.model, "tp": options.tp, "quantization": options.quantization}
+        self.facts = {**model, "device": options.device_type, **rates}
+        loads = _measure_server(options, checkpoint)
+        self._cells = summarize(checkpoint.config, rates, loads)
+        if not options.no_peer:
+            token_s = _measure_transformers(options, checkpoint.config)
+            name = "a generated token, transformers"
+            self._cells.append({"name": name, "seconds": token_s, "samples": {"seconds": [token_s]}})
+            self.facts["times_as_fast"] = token_s / self._cells[0]["seconds"]
+        copies, products = rates["copy_bytes_per_s"] / 1e9, rates["product_flops"] / 1e12
+        self.print(f"copies read and write {copies:.0f} GB/s, products {products:.2f} TFLOP/s")
+        table = self.csv({"cells": self._cells})
+        assert table is not None, "this bench has columns"
+        self.print_table(table)
+        if "times_as_fast" in self.facts:
+            self.print(f"tightwire is {self.facts['times_as_fast']:.2f} times as fast as transformers")
+
+    def cells(self) -> list[dict[str, Any]]:
+        return self._cells
+
+    def title(self, result: Any) -> tuple[str, str]:
+        return "Serving beside the device's own rates", f"{result['model']}, TP {result['tp']}, bfloat16"
 
 
 def measure_rates(device: str) -> dict[str, float]:
@@ -83,59 +134,57 @@ def _least_s(work: Callable[[], object], device: str) -> float:
     return min(seconds)
 
 
-def measure_server(given: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """The result of `bench serve` for each load.
+def _measure_server(options: RooflineOptions, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """The cell of `bench serve` for each load.
 
     Raises:
-        StartError, LoadError: the server did not start or did not answer.
+        PeerError: the server did not start or did not answer.
     """
-    longest = max(given.prompt_len + 2, _SHORT_PROMPT + given.output_len)
-    command = [sys.executable, "-m", "tightwire", "serve", given.model, "--tp", str(given.tp), "--device", given.device]
-    command += ["--dtype", "bfloat16", "--quantization", given.quantization, "--max-num-seqs", str(given.crowd)]
-    command += ["--max-model-len", str(min(longest, checkpoint.config.max_positions)), "--prefix-cache", "none"]
-    command += ["--max-num-batched-tokens", str(given.batched_tokens)]
-    port = free_port()
+    max_positions = checkpoint.config.max_positions
+    longest = min(max(options.prompt_len + 2, _SHORT_PROMPT + options.output_len), max_positions)
+    command = [sys.executable, "-m", "tightwire", "serve", options.model, "--tp", str(options.tp), "--port", "{port}"]
+    command += ["--device", options.device_type, "--dtype", "bfloat16", "--quantization", options.quantization]
+    command += ["--max-num-seqs", str(options.crowd), "--max-model-len", str(longest), "--prefix-cache", "none"]
+    command += ["--max-num-batched-tokens", str(options.batched_tokens)]
+
+    def load(concurrency: int, requests: int, input_len: int, output_len: int) -> dict[str, Any]:
+        load = Load(concurrency=(concurrency,), num_requests=(requests,), input_len=input_len, output_len=output_len)
+        return bench_serve(server.url, load, seed=1)["cells"][0]
+
     with tempfile.TemporaryDirectory() as folder:
-        server = PeerProcess([*command, "--port", str(port)], {}, port=port, log=Path(folder) / "server.log")
+        server = PeerProcess(command, {}, log=Path(folder) / "server.log")
         try:
-            server.wait_ready("/health/ready", given.start_timeout)
-            arm = Arm(name="tightwire", numbers="bfloat16", url=server.url)
-            prompt = min(given.prompt_len, checkpoint.config.max_positions - 2)
+            server.wait_ready("/health/ready", options.start_timeout)
             return {
-                "one": _load(arm, 1, 3, _SHORT_PROMPT, given.output_len),
-                "prompt": _load(arm, 1, 3, prompt, 2),
-                "crowd": _load(arm, given.crowd, 2 * given.crowd, _SHORT_PROMPT, given.output_len // 2),
+                "one": load(1, 3, _SHORT_PROMPT, options.output_len),
+                "prompt": load(1, 3, min(options.prompt_len, max_positions - 2), 2),
+                "crowd": load(options.crowd, 2 * options.crowd, _SHORT_PROMPT, options.output_len // 2),
             }
         finally:
             server.stop()
 
 
-def _load(arm: Arm, concurrency: int, requests: int, input_len: int, output_len: int) -> dict[str, Any]:
-    load = Load(concurrency=(concurrency,), num_requests=(requests,), input_len=input_len, output_len=output_len)
-    return bench(arm, arm.url, load, seed=1, output=None)["cells"][0]
-
-
-def measure_transformers(given: argparse.Namespace, config: LlamaConfig) -> dict[str, float]:
-    """Run transformers in a process of its own, so that its memory is freed.
+def _measure_transformers(options: RooflineOptions, config: LlamaConfig) -> float:
+    """Seconds of a generated token in transformers, in a process of its own so that its memory is freed.
 
     Raises:
         subprocess.SubprocessError: it failed; its error is on stderr.
     """
-    shape = json.dumps(config_to_hf(config))
-    command = [sys.executable, str(_TRANSFORMERS), shape, "--device", given.device]
-    command += ["--prompt-len", str(_SHORT_PROMPT), "--output-len", str(given.output_len)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=given.start_timeout, check=True)
-    return json.loads(done.stdout.decode().splitlines()[-1])
+    command = [
+        sys.executable,
+        str(_CHILD),
+        "generate",
+        json.dumps(config_to_hf(config)),
+        "--device",
+        options.device_type,
+    ]
+    command += ["--prompt-len", str(_SHORT_PROMPT), "--output-len", str(options.output_len)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=options.start_timeout, check=True)
+    return json.loads(done.stdout.decode().splitlines()[-1])["token_s"]
 
 
-def summarize(
-    given: argparse.Namespace,
-    config: LlamaConfig,
-    rates: dict[str, float],
-    loads: dict[str, dict[str, Any]],
-    peer: dict[str, float] | None,
-) -> dict[str, Any]:
-    """Times and their share of the device's rates. Weights count as bfloat16, which a generated token must read once."""
+def summarize(config: LlamaConfig, rates: dict[str, float], loads: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Times and their share of the device's rates. A generated token must read the weights, in bfloat16, once."""
     layers = config.num_layers * config.layer_matrix_elems
     weight_bytes = 2 * (layers + config.vocab_size * config.hidden_size)
     prompt_len = loads["prompt"]["prompt_tokens"] / loads["prompt"]["succeeded"]
@@ -143,77 +192,21 @@ def summarize(
     in_attention = 2 * prompt_len**2 * config.num_layers * config.num_heads * config.head_dim
     prompt_flops = 2 * layers * prompt_len + in_attention
     token_s, ttft_s = loads["one"]["tpot_s"]["p50"], loads["prompt"]["ttft_s"]["p50"]
-    return {
-        "schema": "tightwire.bench.roofline/1",
-        "environment": describe_environment(),
-        "model": given.model,
-        "tp": given.tp,
-        "quantization": given.quantization,
-        **rates,
-        "weight_bytes": weight_bytes,
-        "token_s": token_s,
-        "token_share": weight_bytes / rates["copy_bytes_per_s"] / token_s,
-        "prompt_tokens": prompt_len,
-        "ttft_s": ttft_s,
-        "prompt_share": prompt_flops / rates["product_flops"] / ttft_s,
-        "crowd": given.crowd,
-        "crowd_tokens_per_s": loads["crowd"]["output_tokens_per_s"],
-        "transformers": peer,
-        "times_as_fast": None if peer is None else peer["token_s"] / token_s,
-    }
-
-
-def _table(result: dict[str, Any]) -> str:
-    copies, products = result["copy_bytes_per_s"] / 1e9, result["product_flops"] / 1e12
-    title = f"{result['model']}, TP {result['tp']}, bfloat16, weights {result['quantization']}"
-    rows = [
-        (
-            "a generated token, one request",
-            f"{1e3 * result['token_s']:.2f} ms",
-            f"{result['token_share']:.0%} of copies",
-        ),
-        (
-            f"first token of {result['prompt_tokens']:.0f}",
-            f"{1e3 * result['ttft_s']:.0f} ms",
-            f"{result['prompt_share']:.0%} of products",
-        ),
-        (f"{result['crowd']} at once", f"{result['crowd_tokens_per_s']:.0f} tokens/s", ""),
+    crowd = loads["crowd"]
+    return [
+        {
+            "name": "a generated token, one request",
+            "seconds": token_s,
+            "share": weight_bytes / rates["copy_bytes_per_s"] / token_s,
+            "rate": "copies",
+            "samples": {"seconds": [token_s]},
+        },
+        {
+            "name": f"first token of {prompt_len:.0f}",
+            "seconds": ttft_s,
+            "share": prompt_flops / rates["product_flops"] / ttft_s,
+            "rate": "products",
+            "samples": {"seconds": [ttft_s]},
+        },
+        {"name": f"{crowd['concurrency']} at once", "tokens_per_s": crowd["output_tokens_per_s"], "samples": {}},
     ]
-    if peer := result["transformers"]:
-        ratio = f"tightwire is {result['times_as_fast']:.2f} times as fast"
-        rows.append(("a generated token, transformers", f"{1e3 * peer['token_s']:.2f} ms", ratio))
-    lines = [" | ".join(("", *row, "")).strip() for row in rows]
-    head = f"{title}: copies read and write {copies:.0f} GB/s, products {products:.2f} TFLOP/s"
-    return "\n".join([head, "", "| load | time | share of the device's rate |", "|---|--:|--:|", *lines])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Compare serving with the device's own rates and with transformers.")
-    add = parser.add_argument
-    add("model", nargs="?", default="random:llama-3-8b", help="see `tightwire serve` (%(default)s)")
-    devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
-    add("--device", default=devices[0], choices=devices, help="(%(default)s)")
-    add("--tp", type=int, default=1, help="ranks (%(default)s)")
-    add("--quantization", default="none", help="see `tightwire serve` (%(default)s)")
-    add(
-        "--prompt-len",
-        type=int,
-        default=8190,
-        help="tokens of the long prompt, at most the model's context (%(default)s)",
-    )
-    add("--output-len", type=int, default=64, help="tokens to generate (%(default)s)")
-    add("--crowd", type=int, default=64, help="requests in flight (%(default)s)")
-    add("--batched-tokens", type=int, default=8192, help="--max-num-batched-tokens of the server (%(default)s)")
-    add("--no-peer", action="store_true", help="do not measure transformers")
-    add(
-        "--start-timeout",
-        type=float,
-        default=240.0,
-        metavar="S",
-        help="limit for the start of the server and for transformers (%(default)s)",
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

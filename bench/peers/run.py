@@ -7,23 +7,33 @@ README.md says how to install the peers.
 
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names, parse_options
 from tightwire.bench.peers import report
-from tightwire.bench.peers.arms import ARMS, DEFAULT_ARMS, Arm, NotInstalled, Setup, make_arm, running_arm
-from tightwire.bench.peers.load import CHECK_PROMPTS, Load
-from tightwire.bench.peers.rounds import Peer, Rounds, say
-from tightwire.bench.report.html import Section
-from tightwire.bench.report.quiet import wait_for_quiet
+from tightwire.bench.peers.arms import ARMS, DEFAULT_ARMS, Arm, NotInstalledError, Setup, make_arm
+from tightwire.bench.peers.process import (
+    CHECK_PROMPTS,
+    Load,
+    PeerError,
+    PeerProcess,
+    bench_serve,
+    compare_answers,
+    greedy_answers,
+)
+from tightwire.bench.report.page import Item
+from tightwire.bench.report.quiet import OthersWatch, wait_for_quiet
+from tightwire.bench.report.table import Column
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.model.checkpoint.catalog import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
@@ -36,48 +46,73 @@ _QUIET = 0.1  # share of the cores that others may use
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeersOptions(OutputOptions):
     servers: tuple[str, ...] = option(
-        tuple(DEFAULT_ARMS.split(",")),
+        DEFAULT_ARMS,
         f"of {', '.join(ARMS)}; also tightwire-tpN:ALGORITHM, and NAME=URL of a running server; the first one is the baseline",
         metavar="A,B",
         parse=parse_names,
     )
-    peers: Path | None = option(None, "where install.sh put the peers (the cache folder)", metavar="DIR")
-    weights: Path | None = option(
-        None, "where the peers' forms of the weights are kept (with the peers)", metavar="DIR"
-    )
+    peers: Path | None = option(None, "the folder that install.sh filled (the cache folder)", metavar="DIR")
+    weights: Path | None = option(None, "folder for the weights as the peers read them (with the peers)", metavar="DIR")
     model: str = option("smollm2-135m", "a name or a .gguf file")
-    rounds: int = option(5, "turns of each server; below 5 there is no verdict", metavar="N")
-    concurrency: tuple[int, ...] = option((1, 8, 32), "requests in flight", metavar="N,N", parse=parse_integers)
+    rounds: int = option(5, "loads on each server; below 5 there is no verdict", metavar="N", least=1)
+    concurrency: tuple[int, ...] = option(
+        (1, 8, 32), "requests in flight", metavar="N,N", parse=parse_integers, least=1
+    )
     num_requests: tuple[int, ...] = option(
-        (3, 8, 32), "in a turn, for each of --concurrency", metavar="N,N", parse=parse_integers
+        (3, 8, 32), "requests of a round, for each of --concurrency", metavar="N,N", parse=parse_integers, least=1
     )
     input_len: int = option(128, "prompt tokens", metavar="N")
     output_len: int = option(32, "tokens to generate", metavar="N")
-    seed: int = option(1, "of prompts and of the order of turns", metavar="N")
-    time_limit: float = option(math.inf, "start no round that would end later", metavar="S")
+    seed: int = option(1, "of prompts and of the order of servers", metavar="N")
+    time_limit: float = option(math.inf, "start no round that would end later", metavar="S", above=0)
     start_timeout: float = option(900.0, "longest start of a server", metavar="S")
     wait_for_quiet: float = option(0.0, "longest wait for other programs to finish", metavar="S")
 
     def __post_init__(self) -> None:
-        if len(self.num_requests) != len(self.concurrency) or min([*self.num_requests, *self.concurrency]) < 1:
+        if len(self.num_requests) != len(self.concurrency):
             raise ValueError(
-                f"--num-requests takes one number above 0 for each of the {len(self.concurrency)} of --concurrency, "
-                f"got {','.join(map(str, self.num_requests))}"
+                f"--num-requests takes one number for each of the {len(self.concurrency)} of --concurrency"
             )
-        if not self.time_limit > 0:
-            raise ValueError(f"--time-limit must be above 0 s, got {self.time_limit:g}")
-        if self.rounds < 1:
-            raise ValueError(f"--rounds must be at least 1, got {self.rounds}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@dataclass(kw_only=True)
+class Peer:
+    """One server of the run. A server with a ``fault`` is left out from then on; the report gives the reason."""
+
+    arm: Arm
+    process: PeerProcess | None = None
+    fault: str | None = None
+    answers: list[str] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)  # one for each round
+
+    @property
+    def url(self) -> str:
+        return self.process.url if self.process else self.arm.url
+
+    @property
+    def file_name(self) -> str:
+        return "".join(char if char.isalnum() or char in ".-" else "-" for char in self.arm.name)
+
+    def pids(self) -> list[int]:
+        return self.process.pids() if self.process else []
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "name": self.arm.name,
+            "numbers": self.arm.numbers,
+            "command": " ".join(self.arm.command) or self.arm.url,
+            "env": dict(self.arm.env),
+            "ready_s": self.process.ready_s if self.process else None,
+            "fault": self.fault,
+            "answers": self.answers,
+            "turns": self.turns,
+        }
+
+
+def main(argv: Sequence[str]) -> int:
     """Returns 0, 1 when no server could be measured, 2 for bad options, 130 after Ctrl-C (measured rounds are kept)."""
-    options = parse_options(
-        PeersOptions,
-        sys.argv[1:] if argv is None else argv,
-        verb="peers",
-        description="Compare servers on the same weights, in turns under the same load.",
-    )
+    description = "Compare servers on the same weights, one after the other under the same load."
+    options = parse_options(PeersOptions, argv, verb="peers", description=description)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no server may outlive this process
     return PeersBench(options).run()
 
@@ -85,6 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 class PeersBench(Bench):
     verb = "peers"
     metrics = report.METRICS
+    columns = (
+        *(Column("server", "server"), Column("in flight", "concurrency", "d")),
+        *(Column(metric.name, f"medians.{metric.name}", ".4g") for metric in report.METRICS),
+        *(Column(f"{metric.name} ratio", f"comparisons.{metric.name}.ratio", ".3f") for metric in report.METRICS),
+    )
     failures = ((ValueError, 2), (ModelError, 2))
 
     def __init__(self, options: PeersOptions) -> None:
@@ -96,40 +136,31 @@ class PeersBench(Bench):
             input_len=options.input_len,
             output_len=options.output_len,
         )
-        self._missing: list[Peer] = []
-        self._rounds: Rounds | None = None
+        self._random = random.Random(f"{options.seed}/turns")
+        self._peers: list[Peer] = []
         self._done = 0
 
     def measure(self) -> None:
         options = self._options
-        arms = self._arms()
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = options.output or Path(scratch)
-            self._rounds = Rounds(arms, self._load, seed=options.seed, folder=folder, start_s=options.start_timeout)
-            with self._rounds as rounds:
-                self._measure(rounds)
-
-    def _measure(self, rounds: Rounds) -> None:
-        options, began = self._options, time.perf_counter()
-        wait_for_quiet(_QUIET, options.wait_for_quiet)
-        rounds.start()
-        longest_s = 0.0
-        while rounds.running and self._done < options.rounds:
-            round_began = time.perf_counter()
-            if round_began + longest_s >= began + options.time_limit:
-                break
-            rounds.take_turns(self._done + 1)
-            longest_s = max(longest_s, time.perf_counter() - round_began)
-            self._done += 1
-            self.keep()
-        if not any(peer.turns for peer in rounds.peers):
+        self._peers = self._make_peers()
+        with tempfile.TemporaryDirectory() as scratch, _stopping(self._peers):
+            folder, began = options.output or Path(scratch), time.perf_counter()
+            wait_for_quiet(_QUIET, options.wait_for_quiet)
+            self._start(folder)
+            longest_s = 0.0
+            while self._running and self._done < options.rounds:
+                round_began = time.perf_counter()
+                if round_began + longest_s >= began + options.time_limit:
+                    break
+                self._run_round(self._done + 1, folder)
+                longest_s = max(longest_s, time.perf_counter() - round_began)
+                self._done += 1
+                self.keep()
+        if not any(peer.turns for peer in self._peers):
             raise BenchFailedError("no server could be measured")
 
     def cells(self) -> list[dict[str, Any]]:
-        return report.summarize([peer.plain() for peer in self._peers()], self._options.seed)
-
-    def _peers(self) -> list[Peer]:
-        return [*(self._rounds.peers if self._rounds else []), *self._missing]
+        return report.summarize([peer.plain() for peer in self._peers], self._options.seed)
 
     def result(self, error: str | None) -> dict[str, Any]:
         self.facts = {
@@ -138,46 +169,124 @@ class PeersBench(Bench):
             "rounds_asked": self._options.rounds,
             "seed": self._options.seed,
             "check_prompts": list(CHECK_PROMPTS),
-            "peers": [peer.plain() for peer in self._peers()],
+            "peers": [peer.plain() for peer in self._peers],
         }
         return super().result(error)
 
     def show_end(self, result: Mapping[str, Any]) -> None:
         if result["peers"]:
-            sys.stdout.write(report.markdown(result) + "\n")
+            self.print_table(report.figures(result))
+            for text in report.doubts(result):
+                self.note(text)
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
-        lead = (
-            f"{self._load.input_len} prompt tokens, {self._load.output_len} generated; {result['rounds']} rounds of random order; "
-            "all servers up, one at a time under load."
-        )
+        lengths = f"{self._load.input_len} prompt tokens, {self._load.output_len} generated"
+        lead = f"{lengths}; {result['rounds']} rounds of random order; all servers up, one at a time under load."
         return "Servers side by side, same weights, one machine", lead
 
-    def sections(self, result: Mapping[str, Any]) -> list[Section]:
-        doubts = report.doubts(result)
-        warnings = [Section(title="Reasons to doubt the figures", words=doubts, wide=True)] if doubts else []
-        return [*warnings, *report.make_sections(result)]
+    def sections(self, result: Mapping[str, Any]) -> list[Item]:
+        return report.make_sections(result)
 
-    def _arms(self) -> list[Arm]:
-        """The servers that can be measured; those whose programs are missing go to ``_missing``."""
-        arms: list[Arm] = []
+    @property
+    def _running(self) -> list[Peer]:
+        return [peer for peer in self._peers if peer.fault is None]
+
+    def _make_peers(self) -> list[Peer]:
+        """Servers whose programs are missing have a fault from the beginning."""
+        peers: list[Peer] = []
         setup: Setup | None = None
         for word in self._options.servers:
-            if (running := running_arm(word)) is not None:
-                arms.append(running)
+            name, equals, url = word.partition("=")
+            if equals and name and url:
+                peers.append(Peer(arm=Arm(name=name, numbers="its own", url=url.rstrip("/"))))
                 continue
             setup = setup or _make_setup(self._options)
             try:
-                arms.append(make_arm(word, setup))
-            except NotInstalled as error:
-                say(f"{word} is left out: {error}")
-                self._missing.append(Peer(arm=Arm(name=word, numbers="-"), fault=str(error)))
-        names = [arm.name for arm in arms]
+                peers.append(Peer(arm=make_arm(word, setup)))
+            except NotInstalledError as error:
+                self.say(f"{word} is left out: {error}")
+                peers.append(Peer(arm=Arm(name=word, numbers="-"), fault=str(error)))
+        names = [peer.arm.name for peer in peers]
         if len(set(names)) < len(names):
             raise ValueError(f"--servers must name each server once, got {', '.join(names)}")
-        if setup and any(str(setup.weights) in word for arm in arms for word in arm.command):
+        if setup and any(str(setup.weights) in word for peer in peers for word in peer.arm.command):
             _convert(setup)
-        return arms
+        return sorted(peers, key=lambda peer: peer.fault is not None)
+
+    def _start(self, folder: Path) -> None:
+        """Start one server after the other, so that each start-up time is its own; check its answers and warm it up."""
+        reference: list[str] = []
+        for peer in self._running:
+            self.say(f"starting {peer.arm.name}")
+            try:
+                if peer.arm.command:
+                    peer.process = PeerProcess(peer.arm.command, peer.arm.env, log=folder / f"{peer.file_name}.log")
+                    peer.process.wait_ready(peer.arm.health, self._options.start_timeout)
+                peer.answers = greedy_answers(peer.url, peer.arm.model)
+                reference = reference or peer.answers
+                compare_answers(reference, peer.answers)
+                # Every concurrency once with few tokens, so that first-use work is not measured.
+                warm_up = replace(self._load, num_requests=self._load.concurrency, output_len=4)
+                bench_serve(peer.url, warm_up, seed=0, flags=peer.arm.bench_flags)
+            except PeerError as error:
+                self._leave_out(peer, str(error))
+
+    def _run_round(self, number: int, folder: Path) -> None:
+        """Put the load on every server once, in random order, with the same prompts, which no other round has."""
+        order = self._running
+        self._random.shuffle(order)
+        for peer in order:
+            self.say(f"round {number}: {peer.arm.name}")
+            try:
+                peer.turns.append({"round": number, **self._measure_peer(peer, number, folder)})
+            except PeerError as error:
+                self._leave_out(peer, f"in round {number} {error}")
+
+    def _measure_peer(self, peer: Peer, number: int, folder: Path) -> dict[str, Any]:
+        began = time.perf_counter()
+        watch = OthersWatch([pid for each in self._running for pid in each.pids()])
+        not_loaded = OthersWatch(peer.pids())  # programs outside of the run, and the idle servers
+        result = bench_serve(
+            peer.url,
+            self._load,
+            seed=self._options.seed + number,
+            output=folder,
+            label=peer.file_name,
+            flags=peer.arm.bench_flags,
+        )
+        try:
+            others, with_idle = watch.share(), not_loaded.share()
+        except OSError:  # a server's process ended in the meantime
+            others = with_idle = None
+        return {
+            "loads": result["cells"],
+            "files": result["files"],
+            "took_s": time.perf_counter() - began,
+            "others_share": others,
+            "idle_share": None if others is None or with_idle is None else max(0.0, with_idle - others),
+        }
+
+    def _leave_out(self, peer: Peer, why: str) -> None:
+        tail = f"\n{peer.process.log_tail()}" if peer.process and peer.process.log_tail() not in why else ""
+        peer.fault = why + tail
+        self.say(f"{peer.arm.name} is left out: {peer.fault}")
+        if peer.process is not None:
+            peer.process.stop()
+
+
+@contextmanager
+def _stopping(peers: Sequence[Peer]) -> Iterator[None]:
+    """Stop all servers at the end. Ctrl-C is ignored meanwhile, because it would leave some of them running."""
+    try:
+        yield
+    finally:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        processes = [peer.process for peer in peers if peer.process is not None]
+        for process in processes:
+            process.begin_stop()
+        for process in processes:
+            process.stop()
+        signal.signal(signal.SIGINT, before)
 
 
 def _make_setup(options: PeersOptions) -> Setup:
@@ -197,10 +306,10 @@ def _make_setup(options: PeersOptions) -> Setup:
 
 
 def _convert(setup: Setup) -> None:
-    """Make the peers' forms of the weights unless they exist."""
+    """Write the weights in the formats of the peers unless they exist."""
     if all((setup.weights / name).exists() for name in ("hf", "f16.gguf", "bf16.gguf")):
         return
-    say(f"converting {setup.gguf.name} for the peers, in {setup.weights}")
+    sys.stderr.write(f"converting {setup.gguf.name} for the peers, in {setup.weights}\n")
     python = setup.peers / "transformers" / "bin" / "python"
     try:
         subprocess.run([str(python), str(_CONVERT), str(setup.gguf), str(setup.weights)], check=True, stdout=sys.stderr)
@@ -209,7 +318,3 @@ def _convert(setup: Setup) -> None:
             f"cannot convert the weights for the peers ({error}); this needs the transformers peer: "
             f"bench/peers/install.sh {setup.peers} transformers"
         ) from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

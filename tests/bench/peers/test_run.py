@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.server.fake_openai import FakeServer, running
 
-from tightwire.bench.peers import arms, process, report, rounds, run
+from tightwire.bench.peers import arms, process, report, run
 
 _SHORT = ["--rounds", "1", "--concurrency", "1,2", "--num-requests", "1,2", "--input-len", "8", "--output-len", "4"]
 
@@ -35,8 +35,8 @@ def test_every_server_gets_the_same_prompts_and_faulty_ones_are_named(
     assert measured == {(name, count, *metrics) for name in ("one", "two") for count in (1, 2)}
     kept = json.loads(Path(result["files"][0]).read_text())
     assert kept["peers"][1]["turns"][0]["loads"][0]["ttft_s"]["n"] == 1
-    assert "dead was left out" in Path(result["files"][1]).read_text()
-    assert any(line.startswith("| dead | - | left out: it does not answer") for line in printed)
+    assert "dead was left out" in Path(result["files"][2]).read_text()
+    assert any(line.startswith("note: dead was left out: it does not answer") for line in printed)
 
 
 def test_without_any_server_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,8 +64,7 @@ def test_an_interrupted_run_keeps_its_rounds(
             raise KeyboardInterrupt
         return {"cells": [_MEASURED], "files": []}
 
-    monkeypatch.setattr(rounds, "warm_up", lambda *_: None)
-    monkeypatch.setattr(rounds, "bench", interrupted_in_round_two)
+    monkeypatch.setattr(run, "bench_serve", interrupted_in_round_two)
     with running(FakeServer()) as one:
         options = ["--servers", f"one={one.url}", *_SHORT, "--rounds", "2", "--output", str(tmp_path)]
         status = run.main(options)
@@ -73,9 +72,9 @@ def test_an_interrupted_run_keeps_its_rounds(
     printed = capsys.readouterr().out.splitlines()
     result = json.loads(printed[-1])
     assert (status, result["error"], result["rounds"]) == (130, "interrupted", 1)
-    assert "- interrupted: 1 of 2 rounds" in printed
+    assert "note: interrupted: 1 of 2 rounds" in printed
     assert len(json.loads(Path(result["files"][0]).read_text())["peers"][0]["turns"]) == 1
-    assert "interrupted: 1 of 2 rounds" in Path(result["files"][1]).read_text()
+    assert "interrupted: 1 of 2 rounds" in Path(result["files"][2]).read_text()
 
 
 def test_no_round_starts_that_would_end_after_the_time_limit(
@@ -83,20 +82,19 @@ def test_no_round_starts_that_would_end_after_the_time_limit(
 ) -> None:
     now_s = 0.0
 
-    def half_a_minute(*_: Any, **__: Any) -> dict[str, Any]:
+    def half_a_minute(*_: Any, seed: int, **__: Any) -> dict[str, Any]:
         nonlocal now_s
-        now_s += 30.0
+        now_s += 30.0 if seed else 0.0  # the warm-up has seed 0
         return {"cells": [_MEASURED], "files": []}
 
-    monkeypatch.setattr(rounds, "warm_up", lambda *_: None)
-    monkeypatch.setattr(rounds, "bench", half_a_minute)
+    monkeypatch.setattr(run, "bench_serve", half_a_minute)
     monkeypatch.setattr(run.time, "perf_counter", lambda: now_s)
     with running(FakeServer()) as one:
         status = run.main(["--servers", f"one={one.url}", *_SHORT, "--rounds", "9", "--time-limit", "100"])
 
     printed = capsys.readouterr().out.splitlines()
     assert (status, json.loads(printed[-1])["rounds"]) == (0, 3)
-    assert "- the time limit was reached: 3 of 9 rounds" in printed
+    assert "note: the time limit was reached: 3 of 9 rounds" in printed
 
 
 def test_a_reason_is_the_last_error_in_the_log() -> None:
@@ -126,9 +124,9 @@ def test_peers_use_the_type_that_this_cpu_multiplies_fast(
     [
         (["--servers", "vlm"], "unknown server 'vlm'"),
         (["--servers", "a=http://x,a=http://y"], "each server once"),
-        (["--num-requests", "1,2"], "one number above 0 for each of the 3"),
-        (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--time-limit", "-1"], "--time-limit must be above 0 s"),
+        (["--num-requests", "1,2"], "one number for each of the 3"),
+        (["--rounds", "0"], "--rounds: must be at least 1"),
+        (["--time-limit", "-1"], "--time-limit: must be above 0"),
     ],
 )
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,15 +155,15 @@ def test_ratios_are_paired_by_common_rounds() -> None:
 
 def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
     server = process.PeerProcess(
-        [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"], {}, port=1, log=tmp_path / "log"
+        [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"], {}, log=tmp_path / "log"
     )
-    with pytest.raises(process.StartError, match="(?s)status 3.*no such file"):
+    with pytest.raises(process.PeerError, match="(?s)status 3.*no such file"):
         server.wait_ready("/health", 20.0)
 
 
 def test_stop_ends_the_processes_that_a_server_started(tmp_path: Path) -> None:
     script = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
-    server = process.PeerProcess([sys.executable, "-c", script], {}, port=1, log=tmp_path / "log")
+    server = process.PeerProcess([sys.executable, "-c", script], {}, log=tmp_path / "log")
     deadline = time.monotonic() + 20.0
     while len(server.pids()) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny import make_tiny
 
-from tightwire.bench.peers import streaming
+from tightwire.bench.peers import offload
 
 _FAKE = """#!{python}
 import json, sys
@@ -31,7 +31,7 @@ def test_both_sides_take_turns_and_are_compared(capsys: pytest.CaptureFixture[st
     model, log = make_tiny(tmp_path / "m", num_hidden_layers=4, max_position_embeddings=1024), tmp_path / "orders"
     peer = _executable(tmp_path / "peer", _FAKE.format(python=sys.executable, log=str(log)))
 
-    status = streaming.main(
+    status = offload.main(
         [str(model), "--peer-python", peer, "--batches", "1,2", "--rounds", "3", "--steps", "2", "--threads", "1"]
     )
 
@@ -43,12 +43,12 @@ def test_both_sides_take_turns_and_are_compared(capsys: pytest.CaptureFixture[st
         *(("disk none", 1, 3.0), ("disk none", 2, 6.0)),
     ]
     for cell in result["cells"]:
-        ratio = cell["accelerate_over_tightwire"]
-        assert ratio["n"] == 3 == len(cell["samples_s"]["tightwire"])
+        ratio = cell["ratio"]
+        assert ratio["n"] == 3
         assert ratio["ratio"] == pytest.approx(cell["accelerate_s"] / cell["tightwire_s"])
     assert result["tokens"]["accelerate cpu"] == [7, 7]
     assert len({tuple(result["tokens"][f"tightwire {arm}"]) for arm in ("resident", "host none", "disk none")}) == 1
-    assert table[2].startswith("| resident | 1 | ")
+    assert any(line.split()[:2] == ["resident", "1"] for line in table)
     orders = [json.loads(line) for line in log.read_text().splitlines()]
     assert len(orders) == 3 + 3 * 6  # answers, then every arm and batch in every round
 
@@ -60,5 +60,5 @@ def test_a_peer_that_does_not_start_is_reported(
     model = make_tiny(tmp_path / "m", num_hidden_layers=4)
     path = str(tmp_path / "none") if peer is None else _executable(tmp_path / "peer", peer)
 
-    assert streaming.main([str(model), "--peer-python", path]) == 1
+    assert offload.main([str(model), "--peer-python", path]) == 1
     assert words in capsys.readouterr().err
