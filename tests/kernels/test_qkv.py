@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.kernels.interpreted import needs_triton, run_interpreted
+from helpers.kernels.interpreted import InterpretedRank, needs_triton
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
@@ -84,5 +84,5 @@ def _check_refusals(group: Group) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("check", [_check_interpreted, _check_padding, _check_refusals])
-def test_in_the_interpreter(check: Callable[[Group], None]) -> None:
-    run_interpreted(1, check)
+def test_in_the_interpreter(check: Callable[[Group], None], interpreted: InterpretedRank) -> None:
+    interpreted(check)

@@ -4,11 +4,14 @@ The interpreter multiplies matrices in float32, in which products of 16-bit numb
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.kernels.interpreted import needs_triton, run_interpreted
+from helpers.kernels.interpreted import InterpretedRank, needs_triton
 from helpers.model.paged_batch import PagedBatch, attend
 from torch import Tensor
 
@@ -22,6 +25,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIXED: dict[str, Any] = {"query_lens": (1, 1, 3, 1, 45, 1, 20), "context_lens": (300, 64, 530, 1, 45, 33, 70)}
 NUM_DECODE = 6
 ONE_KV_HEAD: dict[str, Any] = {"num_heads": 3, "num_kv_heads": 1}
+
+
+@contextmanager
+def _rows_multiplied_alone() -> Iterator[None]:
+    """The interpreter's product is BLAS's, in which a row's bits depend on where it stands; on a GPU they do not."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(_: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+        result = total.data.copy()
+        for k in range(a.data.shape[1]):
+            result += a.data[:, k : k + 1] * b.data[k : k + 1]
+        return TensorHandle(result, total.dtype.scalar)
+
+    with patch.object(InterpreterBuilder, "create_dot", create_dot):
+        yield
 
 
 def _attend(arguments: tuple[Any, ...], num_decode_rows: int = 0, groups: HeadGroups | None = None) -> Tensor:
@@ -47,9 +65,9 @@ def _check_mixed(group: Group) -> None:
         _assert_close(PagedBatch(**MIXED, dtype=dtype), NUM_DECODE)
 
 
+@_rows_multiplied_alone()
 def _check_parts_of_groups(group: Group) -> None:
     """Heads that begin and end inside a KV head's group: the bits that they have among all heads."""
-    _multiply_rows_alone()
     for longest in (300, 100):  # chunks that are merged, and one alone
         batch = PagedBatch(query_lens=(1, 1, 20), context_lens=(longest, 64, 70), dtype=torch.bfloat16)
         whole = _attend(batch.arguments(), 2)
@@ -83,21 +101,8 @@ def _check_random_batches(group: Group, dtype: torch.dtype) -> None:
         _assert_close(batch, num_generated)
 
 
-def _multiply_rows_alone() -> None:
-    """The interpreter's product is BLAS's, in which a row's bits depend on where it stands; on a GPU they do not."""
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def create_dot(_: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
-        result = total.data.copy()
-        for k in range(a.data.shape[1]):
-            result += a.data[:, k : k + 1] * b.data[k : k + 1]
-        return TensorHandle(result, total.dtype.scalar)
-
-    setattr(InterpreterBuilder, "create_dot", create_dot)  # noqa: B010  (a type checker knows another signature)
-
-
+@_rows_multiplied_alone()
 def _check_neighbours(group: Group) -> None:
-    _multiply_rows_alone()
     for dtype in DTYPES[:2]:
         together = _attend(PagedBatch(**MIXED, **ONE_KV_HEAD, dtype=dtype).arguments(), NUM_DECODE)
         first = 0
@@ -108,9 +113,9 @@ def _check_neighbours(group: Group) -> None:
             first += query_len
 
 
+@_rows_multiplied_alone()
 def _check_chunks(group: Group) -> None:
     """A prompt in chunks, and generated tokens one by one: the bits that they have when all are computed at once."""
-    _multiply_rows_alone()
     for dtype in DTYPES[:2]:
         for length, chunks, generated in (
             (90, (7, 7, 76), False),
@@ -148,11 +153,11 @@ def _check_sharing(group: Group) -> None:
     ).arguments()
     outs: list[Tensor] = []
     for programs, scratch_bytes, more in ((1, 1 << 20, 0), (16, 1 << 20, 0), (100, 1 << 20, 0), (16, 1, 0), (1, 1, 99)):
-        decode._PROGRAMS_PER_PROCESSOR = programs
         wider = torch.cat((table, torch.zeros(3, more, dtype=torch.int32)), dim=1)
         outs.append(torch.empty(q.shape))
         given = q, k_cache, v_cache, PackedSequences(start, lens, wider, num_decode_rows=3), scale
-        decode.attend_decode_rows(*given, even_groups(q, k_cache), outs[-1], scratch_bytes=scratch_bytes)
+        with patch.object(decode, "_PROGRAMS_PER_PROCESSOR", programs):
+            decode.attend_decode_rows(*given, even_groups(q, k_cache), outs[-1], scratch_bytes=scratch_bytes)
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
 
@@ -225,11 +230,11 @@ def _check_refusals(group: Group) -> None:
         _check_parts_of_groups,
     ],
 )
-def test_in_the_interpreter(check: Any) -> None:
-    run_interpreted(1, check)
+def test_in_the_interpreter(check: Any, interpreted: InterpretedRank) -> None:
+    interpreted(check)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_random_batches(dtype: torch.dtype) -> None:
-    run_interpreted(1, _check_random_batches, dtype)
+def test_random_batches(dtype: torch.dtype, interpreted: InterpretedRank) -> None:
+    interpreted(_check_random_batches, dtype)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers.kernels.interpreted import needs_triton, run_interpreted
+from helpers.kernels.interpreted import InterpretedRank, needs_triton
 from torch import Tensor
 
 from tightwire.comm.codec.codec import parse_codec
@@ -144,23 +144,23 @@ def _check_refusals(group: Group) -> None:
 
 
 @pytest.mark.parametrize("group", ["", "-g64", "-g32"])
-def test_every_format_gives_the_references_bytes(group: str) -> None:
-    assert run_interpreted(1, _check_formats, _names(group)) == [[]]
+def test_every_format_gives_the_references_bytes(group: str, interpreted: InterpretedRank) -> None:
+    assert interpreted(_check_formats, _names(group)) == []
 
 
-def test_hard_numbers() -> None:
-    assert run_interpreted(1, _check_hard_numbers) == [[]]
+def test_hard_numbers(interpreted: InterpretedRank) -> None:
+    assert interpreted(_check_hard_numbers) == []
 
 
-def test_sizes_and_types() -> None:
-    assert run_interpreted(1, _check_sizes) == [[]]
+def test_sizes_and_types(interpreted: InterpretedRank) -> None:
+    assert interpreted(_check_sizes) == []
 
 
-def test_decode_add() -> None:
-    run_interpreted(1, _check_decode_add)
+def test_decode_add(interpreted: InterpretedRank) -> None:
+    interpreted(_check_decode_add)
 
 
-def test_decode_reduce_encode_across_formats() -> None:
+def test_decode_reduce_encode_across_formats(interpreted: InterpretedRank) -> None:
     """Groups of unlike size, sums that stay rotated and that do not, a last group that is filled up."""
     pairs = [
         ("int8", "int8"),
@@ -172,8 +172,8 @@ def test_decode_reduce_encode_across_formats() -> None:
         ("int3-sr", "fp8"),
         ("int2-g64-sr", "int4-sym-had"),
     ]
-    run_interpreted(1, _check_decode_reduce_encode, pairs)
+    interpreted(_check_decode_reduce_encode, pairs)
 
 
-def test_arguments_that_do_not_match_are_refused() -> None:
-    run_interpreted(1, _check_refusals)
+def test_arguments_that_do_not_match_are_refused(interpreted: InterpretedRank) -> None:
+    interpreted(_check_refusals)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.kernels.interpreted import needs_triton, run_interpreted
+from helpers.kernels.interpreted import InterpretedRank, needs_triton
 
 from tightwire.comm.group.group import Group
 from tightwire.kernels.spec.packed import dequantize_reference, quantize
@@ -51,9 +51,9 @@ def _check_refusals(group: Group) -> None:
         linear_packed(torch.zeros(2, 64), quantize(torch.zeros(3, 64), Q8_0), torch.zeros(3).half())
 
 
-def test_products() -> None:
-    run_interpreted(1, _check)
+def test_products(interpreted: InterpretedRank) -> None:
+    interpreted(_check)
 
 
-def test_arguments_that_do_not_match_are_refused() -> None:
-    run_interpreted(1, _check_refusals)
+def test_arguments_that_do_not_match_are_refused(interpreted: InterpretedRank) -> None:
+    interpreted(_check_refusals)

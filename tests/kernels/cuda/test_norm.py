@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.kernels.interpreted import needs_triton, run_interpreted
+from helpers.kernels.interpreted import InterpretedRank, needs_triton
 
 from tightwire.comm.group.group import Group
 from tightwire.kernels.spec.layer_ops import add_rms_norm_reference, rms_norm_reference
@@ -48,9 +48,9 @@ def _check_refusals(group: Group) -> None:
         norm_triton.rms_norm(torch.ones(1, 65537), torch.ones(65537), EPS)
 
 
-def test_add_rms_norm() -> None:
-    run_interpreted(1, _check)
+def test_add_rms_norm(interpreted: InterpretedRank) -> None:
+    interpreted(_check)
 
 
-def test_arguments_that_do_not_match_are_refused() -> None:
-    run_interpreted(1, _check_refusals)
+def test_arguments_that_do_not_match_are_refused(interpreted: InterpretedRank) -> None:
+    interpreted(_check_refusals)

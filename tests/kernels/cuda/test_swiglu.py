@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.kernels.interpreted import needs_triton, run_interpreted
+from helpers.kernels.interpreted import InterpretedRank, needs_triton
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
@@ -58,9 +58,9 @@ def _check_refusals(group: Group) -> None:
             swiglu(gate_up)
 
 
-def test_in_the_interpreter() -> None:
-    run_interpreted(1, _check)
+def test_in_the_interpreter(interpreted: InterpretedRank) -> None:
+    interpreted(_check)
 
 
-def test_arguments_that_do_not_match_are_refused() -> None:
-    run_interpreted(1, _check_refusals)
+def test_arguments_that_do_not_match_are_refused(interpreted: InterpretedRank) -> None:
+    interpreted(_check_refusals)
