@@ -7,7 +7,7 @@ import torch
 
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.gguf_file import GgufFile
+from tightwire.model.checkpoint.gguf import GgufFile
 
 _DTYPE_OF_TYPE_ID = {
     0: "float32",

@@ -22,8 +22,6 @@ _GGUF_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_HF_OUTER = {gguf: hf for hf, gguf in _GGUF_OUTER.items()}
-_HF_LAYER = {gguf: hf for hf, gguf in _GGUF_LAYER.items()}
 
 
 def gguf_name(hf_name: str) -> str | None:
@@ -35,16 +33,6 @@ def gguf_name(hf_name: str) -> str | None:
     if not head.startswith("model.layers.") or len(parts) != 2 or parts[1] not in _GGUF_LAYER:
         return None
     return f"blk.{parts[0]}.{_GGUF_LAYER[parts[1]]}.{kind}"
-
-
-def hf_name(gguf_name: str) -> str | None:
-    """Return e.g. ``model.layers.3.mlp.up_proj.weight`` for ``blk.3.ffn_up.weight``; None if there is no such name."""
-    if gguf_name in _HF_OUTER:
-        return _HF_OUTER[gguf_name]
-    parts = gguf_name.split(".")
-    if len(parts) != 4 or parts[0] != "blk" or parts[2] not in _HF_LAYER:
-        return None
-    return f"model.layers.{parts[1]}.{_HF_LAYER[parts[2]]}.{parts[3]}"
 
 
 def expected_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -5,7 +5,6 @@ Each rank computes any slice by itself, on its device. The bits do not depend on
 
 import math
 import zlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -63,9 +62,6 @@ class RandomReader:
     def __init__(self, config: LlamaConfig, seed: int) -> None:
         self._shapes = dict(expected_tensors(config))
         self._seed = seed
-
-    def names(self) -> Iterator[str]:
-        return iter(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._shapes:

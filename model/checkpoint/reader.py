@@ -28,8 +28,6 @@ class CheckpointReader(Protocol):
     Only the requested rows and columns are read, so a rank's peak memory stays close to its share.
     """
 
-    def names(self) -> Iterator[str]: ...
-
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def stored_as(self, name: str) -> str:

@@ -6,7 +6,6 @@ read. A truncated download is then reported at once.
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -40,9 +39,6 @@ class SafetensorsReader:
         self._folder = folder
         for path in _files(folder):
             self._entries.update(_read_header(path))
-
-    def names(self) -> Iterator[str]:
-        return iter(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Backend
 
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.gguf_file import GgufFile
+from tightwire.model.checkpoint.gguf import GgufFile
 from tightwire.model.text.tokenizer import Tokenizer
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tightwire.model.checkpoint.names import expected_tensors
 from tightwire.model.open import Checkpoint
 
 
@@ -30,8 +31,8 @@ def save_as_folder(checkpoint: Checkpoint, folder: Path) -> Path:
     )
     theirs.save_pretrained(folder)
     tensors: dict[str, Tensor] = {}
-    for name in reader.names():
-        tensors[name] = torch.empty(reader.shape(name), dtype=torch.float32)
+    for name, shape in expected_tensors(config):
+        tensors[name] = torch.empty(shape, dtype=torch.float32)
         reader.read_into(tensors[name], name, rows=range(len(tensors[name])))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

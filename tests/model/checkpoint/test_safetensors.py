@@ -22,7 +22,6 @@ SHARD = "model-00002-of-00003.safetensors"
 def test_reads_back_what_was_written(tmp_path: Path, sharded: bool, dtype: str) -> None:
     reader = SafetensorsReader(make_tiny(tmp_path / "m", sharded=sharded, dtype=dtype))
     want = tiny_tensors(tiny_config())
-    assert set(reader.names()) == set(want)
     for name, tensor in want.items():
         out = torch.empty(tensor.shape)
         reader.read_into(out, name, rows=range(len(out)))

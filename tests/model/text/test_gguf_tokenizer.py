@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
-from tightwire.model.checkpoint.gguf_file import GgufFile
+from tightwire.model.checkpoint.gguf import GgufFile
 from tightwire.model.open import open_checkpoint
 from tightwire.model.text.gguf_tokenizer import tokenizer_from_gguf
 from tightwire.model.text.tokenizer import Tokenizer
