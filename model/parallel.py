@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightwire.comm.all_reduce.in_kernel import kernel_sums
 from tightwire.comm.collectives.collectives import all_gather, broadcast
 from tightwire.comm.group.group import Group
-from tightwire.comm.policy.routes import Routes
+from tightwire.comm.policy.routes import Routes, kernel_sums
 from tightwire.comm.protocols import AllReduce, KernelSums
 from tightwire.kernels.linear import linear_to_float
 from tightwire.kernels.packed import embedding

@@ -33,9 +33,9 @@ from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.nodes import in_process_node_groups, join_nodes
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import parse_link
+from tightwire.comm.transport.emulated import ThrottledTransport
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport
 from tightwire.comm.transport.segment import CHUNK_BYTES, make_segment
-from tightwire.comm.transport.throttled import ThrottledTransport
 
 _Result = TypeVar("_Result")
 

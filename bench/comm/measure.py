@@ -17,7 +17,7 @@ from torch import Tensor
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import AllReduce
-from tightwire.comm.transport.weightless import WeightlessTransport
+from tightwire.comm.transport.emulated import WeightlessTransport
 
 _WARM_UP_ROUNDS = 2
 _MIN_ROUNDS = 3

@@ -20,7 +20,7 @@ from tightwire.bench.doctor.facts import (
     RoundTripFacts,
 )
 from tightwire.comm.policy.round_trip import measure_round_trip
-from tightwire.comm.transport.peer_check import check_peer_writes, claimed_peers
+from tightwire.comm.transport.peer_access import check_peer_writes, claimed_peers
 
 _ROUND_TRIP_BYTES = 8192  # one generated token of a model with hidden size 4096, in 16 bits
 _QUERY = (

@@ -12,7 +12,7 @@ from tightwire.bench.kernels.arms import Arm
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.codec.slices import slice_lengths
 from tightwire.comm.errors import CommError
-from tightwire.comm.transport.peer_all_reduce import PeerAllReduce
+from tightwire.comm.transport.peer_memory import PeerAllReduce
 from tightwire.kernels.cuda.all_reduce import PeerBuffers, buffer_bytes
 from tightwire.kernels.spec import block_quant as reference
 

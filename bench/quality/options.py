@@ -10,7 +10,7 @@ from typing import Any
 
 from tightwire.bench.options import OutputOptions, option, parse_integers
 from tightwire.bench.quality.arms import POLICY, WEIGHTS, check_name
-from tightwire.comm.all_reduce.names import split_all_reduce_names
+from tightwire.comm.all_reduce.entry import split_all_reduce_names
 from tightwire.comm.all_reduce.registry import describe_all_reduce_names
 from tightwire.model.weights.formats import QUANTIZATIONS
 

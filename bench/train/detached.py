@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import Transport
-from tightwire.comm.transport.weightless import WeightlessTransport
+from tightwire.comm.transport.emulated import WeightlessTransport
 
 
 class Switch:

@@ -15,11 +15,11 @@ from tightwire.bench.train.detached import Switch, detachable
 from tightwire.bench.train.options import TrainBenchOptions
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks
+from tightwire.comm.group.rendezvous import make_loop_threads_batch
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES, open_wire
-from tightwire.comm.transport.gloo_threads import make_loop_threads_batch
 from tightwire.training.ranks.groups import TrainGroups, open_train_groups
 
 _LOOPBACK = "lo"

@@ -114,3 +114,14 @@ def coding_effort(codec: "Codec") -> float:
 
 
 _GROUP_EFFORT = {128: 1.0, 64: 1.2, 32: 1.7}
+
+
+def split_all_reduce_names(text: str) -> tuple[str, ...]:
+    """Split at commas and strip blanks; the comma inside ``flash:RS,AG`` does not separate names."""
+    names: list[str] = []
+    for part in map(str.strip, text.split(",")):
+        if names and names[-1].startswith("flash:") and "," not in names[-1]:
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    return tuple(names)

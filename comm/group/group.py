@@ -15,10 +15,10 @@ from tightwire.comm.group.rendezvous import join
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import Transport
-from tightwire.comm.transport.failure_notes import FailureNotes
 from tightwire.comm.transport.in_process import InProcessTransport, ThreadExchange
 from tightwire.comm.transport.peer_access import with_peer_memory
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
+from tightwire.comm.transport.store_notes import FailureNotes
 from tightwire.kernels.cpu.shared_all_reduce import compile_all
 
 

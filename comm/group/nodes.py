@@ -16,8 +16,8 @@ from tightwire.comm.group.group import Group, NodeGroups, in_process_groups, ope
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.link.link import Link
-from tightwire.comm.transport.failure_notes import FailureNotes, Note, ranks_at_fault
-from tightwire.comm.transport.throttled import ThrottledTransport
+from tightwire.comm.transport.emulated import ThrottledTransport
+from tightwire.comm.transport.store_notes import FailureNotes, Note, ranks_at_fault
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")

@@ -1,8 +1,10 @@
 """Joins processes: waits for all ranks, finds an address, then makes a gloo or NCCL group."""
 
+import contextlib
 import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +14,9 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.ledger.ledger import Ledger
-from tightwire.comm.transport.failure_notes import FailureNotes
-from tightwire.comm.transport.gloo_threads import make_loop_threads_batch
 from tightwire.comm.transport.peer_access import host_identity
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport, ProcessGroupTransport
+from tightwire.comm.transport.store_notes import FailureNotes
 
 _LOOPBACK = "127.0.0.1"
 # An address of a documentation network (RFC 5737). Connecting a UDP socket to it sends no packet.
@@ -35,7 +36,7 @@ def join(
 ) -> ProcessGroupTransport:
     """Connect this process to the other ranks; arguments as for ``comm.group.open_process_group``."""
     store = PrefixStore(f"tightwire/{name}", store)
-    one_host = _meet(topology, store, join_timeout_s)
+    one_host = _await_ranks(topology, store, join_timeout_s)
     notes = FailureNotes(PrefixStore("notes", store), topology.rank, topology.world_size)
     pair_store = PrefixStore("rendezvous", store)
     try:
@@ -61,7 +62,7 @@ def join(
     return transport
 
 
-def _meet(topology: Topology, store: Store, timeout_s: float) -> bool:
+def _await_ranks(topology: Topology, store: Store, timeout_s: float) -> bool:
     """Wait until all ranks have registered; return whether all are on one host."""
     store.set(f"host/{topology.rank}", host_identity())
     keys = [f"host/{rank}" for rank in range(topology.world_size)]
@@ -128,3 +129,28 @@ def _source_address(towards: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((towards, 9))
         return probe.getsockname()[0]
+
+
+_LOOP = "gloo_tcp_loop"
+_TASKS = Path("/proc/self/task")
+
+
+def make_loop_threads_batch() -> None:
+    """Make gloo's socket threads batch tasks, so that they do not preempt the thread that sends.
+
+    For each event on a connection gloo's loop thread tries to take the connection's lock. While the sending thread holds it,
+    the loop thread asks the kernel for the same events again, at once. If both share a core, an arriving message wakes the
+    loop thread, which preempts the lock holder and spins until the next timer tick: 4 ms at 250 Hz, for messages that take
+    0.1 ms. A batch task preempts no other task when it wakes, and is otherwise scheduled normally. Measured with two ranks,
+    each bound to one of two cores, exchanging 1 KiB to 288 KiB over loopback: 3.9 ms, with batch threads 0.15 to 0.3 ms.
+
+    Changes all threads that gloo has started so far in this process. Does nothing on kernels without batch tasks.
+    """
+    if not hasattr(os, "SCHED_BATCH") or not _TASKS.is_dir():
+        return
+    for task in _TASKS.iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended, or a sandbox forbids the call: messages are slower
+            number = int(task.name)
+            # Keep an explicit lower priority, such as that of `chrt --idle`.
+            if (task / "comm").read_text().strip() == _LOOP and os.sched_getscheduler(number) == os.SCHED_OTHER:
+                os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))

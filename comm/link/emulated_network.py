@@ -8,7 +8,7 @@
 Each node is a namespace with one interface. A bridge in its own namespace joins the nodes, so the machine's own network does
 not change. Processes of one node reach each other through its loopback interface, without a limit. Needs root, and ``ip``
 and ``tc`` of iproute2. Latency is not emulated here (that needs netem, which many kernels lack);
-``comm.transport.throttled`` adds it.
+``comm.transport.emulated`` adds it.
 
 Namespaces are named after the process that made them, and so is a folder for Unix sockets between nodes (abstract sockets
 are local to a namespace). The end of the context removes them. If the process dies first, a child process removes them; if
@@ -29,8 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
-from tightwire.comm.link.line_rate import line_rate
-from tightwire.comm.link.link import Link
+from tightwire.comm.link.link import Link, line_rate
 
 WIRE = "wire0"  # the interface of every node
 _FOLDER = Path("/run/netns")  # the folder of iproute2's namespaces

@@ -4,7 +4,7 @@
         wire.nodes[1].enter()          # a process of the second node; () if nodes are not namespaces
 
 With network namespaces the kernel limits the rate (``comm.link.emulated_network``). If that is not possible,
-``wire.throttle`` is the link to which each rank's transport is slowed down (``comm.transport.throttled``), and the facts say
+``wire.throttle`` is the link to which each rank's transport is slowed down (``comm.transport.emulated``), and the facts say
 so and why. Imports nothing heavy: the parent of the ranks opens the link before it knows the model.
 """
 

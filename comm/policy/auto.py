@@ -3,12 +3,12 @@
 A server's ``auto`` is a policy (``comm.policy.choose``), which uses the model's messages and measurements on the host.
 """
 
-from tightwire.comm.all_reduce.by_size import SizedAllReduce
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.cost import CostModel, size_grid
+from tightwire.comm.policy.routes import SizedAllReduce
 
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 10, 64 << 20
 _FUSED = {"cpu": "shared-memory", "cuda": "peer-memory"}  # the transports that sum in their own kernels

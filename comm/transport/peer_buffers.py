@@ -12,7 +12,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.reductions import reduce_tensor
 
 from tightwire.comm.errors import CommError, name_ranks
-from tightwire.comm.transport.fact_exchange import FactExchange
+from tightwire.comm.transport.store_notes import FactExchange
 from tightwire.kernels.cuda.all_reduce import PeerBuffers, buffer_bytes
 
 # Half of a rank's buffer: the bytes that one launch moves. Longer messages take several launches of about 10 us each.

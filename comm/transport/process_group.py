@@ -25,7 +25,7 @@ from tightwire.comm.errors import (
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.ledger.recording import Begun
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
-from tightwire.comm.transport.failure_notes import FailureNotes, Note, ranks_at_fault
+from tightwire.comm.transport.store_notes import FailureNotes, Note, ranks_at_fault
 
 # The longest wait of a failed rank for the others' notes: the time for a broken connection to propagate around the group,
 # limited to a share of the deadline when that is short.

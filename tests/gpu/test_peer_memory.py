@@ -18,8 +18,8 @@ from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateI
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.topology import Topology
-from tightwire.comm.transport.fact_exchange import FactExchange
 from tightwire.comm.transport.peer_access import why_unusable
+from tightwire.comm.transport.store_notes import FactExchange
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ import torch
 
 from tightwire.bench.doctor import gpus
 from tightwire.bench.doctor.facts import PeerTest
-from tightwire.comm.transport.peer_check import PeerCheck
+from tightwire.comm.transport.peer_access import PeerCheck
 
 
 def test_each_pair_is_reported_before_its_test(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 from harness import run_in_process
 
 from tightwire.comm.all_reduce import registry
-from tightwire.comm.all_reduce.entry import Entry, Setting, Work
+from tightwire.comm.all_reduce.entry import Entry, Setting, Work, split_all_reduce_names
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.registry import all_reduce_names, describe_all_reduce_names, make_all_reduce
 from tightwire.comm.all_reduce.self_test import self_test
@@ -62,3 +62,13 @@ def test_every_file_of_an_algorithm_has_an_entry_with_a_cost() -> None:
     names = [name for name in registry.ALL_REDUCE if name not in ("auto", "toy")]
     assert names == ["one-shot", "two-shot", "ring", "native", "flash", "hierarchical"]
     assert all(registry.ALL_REDUCE[name].work is not None for name in names)
+
+
+def test_names_with_commas_and_blanks() -> None:
+    split = split_all_reduce_names("ring, flash:int4,int8 ,flash:int6, int6,policy:mix.json")
+    assert split == ("ring", "flash:int4,int8", "flash:int6,int6", "policy:mix.json")
+
+
+def test_an_empty_name_is_kept_for_whoever_refuses_it() -> None:
+    assert split_all_reduce_names("") == ("",)
+    assert split_all_reduce_names("ring,") == ("ring", "")

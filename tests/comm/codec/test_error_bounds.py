@@ -1,4 +1,6 @@
-"""Bounds on sums that are neither broken nor empty."""
+"""Bounds of sums hold and are finite; the relative error of a codec is plausible."""
+
+import math
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from tightwire.comm.codec.error_bounds import (
     quantized_sum_bound,
     quantized_total_bound,
     rank_order_bound,
+    relative_rms_error,
     rounded_hops_bound,
     rounded_parts_bound,
 )
@@ -99,3 +102,38 @@ def test_a_total_of_the_smallest_numbers_is_rounded_by_up_to_half_the_smallest(c
         assert (error <= bound).all(), largest
         reached |= bool((error > bound - half_smallest).any())
     assert reached, "some number needs that part of the bound"
+
+
+def error(reduce: str, gather: str, num_ranks: int = 2) -> float:
+    return relative_rms_error(parse_codec(reduce), parse_codec(gather), num_ranks)
+
+
+def test_exact_codecs_have_none() -> None:
+    assert error("none", "none") == 0
+
+
+@pytest.mark.parametrize(("fewer", "more"), [("int4", "int5"), ("int5", "int6"), ("int6", "int8")])
+def test_a_bit_is_worth_about_six_decibels(fewer: str, more: str) -> None:
+    bits = int(more[3:]) - int(fewer[3:])
+    decibels = 20 * math.log10(error(fewer, fewer) / error(more, more))
+    # A step of 1/(2^b - 1) of the range instead of 1/(2^(b + d) - 1).
+    expected = 20 * math.log10((2 ** int(more[3:]) - 1) / (2 ** int(fewer[3:]) - 1))
+    assert abs(decibels - expected) < 1, f"{decibels:.1f} dB for {bits} bits"
+
+
+@pytest.mark.parametrize(
+    ("name", "decibels"),
+    [("int8", 34.5), ("fp8", 34.0), ("int6", 22.4), ("int4", 9.7), ("int4-had", 20.0), ("int4-g64-sr", 24.1)],
+)
+def test_it_is_that_of_numbers_with_outliers(name: str, decibels: float) -> None:
+    """tests/comm/test_codec.py has these for as many ranks and 32 times as many numbers; here each outlier counts more."""
+    assert -20 * math.log10(error(name, name, 4)) == pytest.approx(decibels, abs=1.5)
+
+
+def test_two_quantized_legs_err_by_about_the_root_of_both() -> None:
+    one = math.hypot(error("int8", "none"), error("none", "int8"))
+    assert error("int8", "int8") == pytest.approx(one, rel=0.05)
+
+
+def test_it_is_the_same_every_time() -> None:
+    assert error("int4-g64", "int8-g64", 4) == error("int4-g64", "int8-g64", 4)

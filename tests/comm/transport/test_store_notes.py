@@ -5,7 +5,7 @@ import time
 import pytest
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.transport.failure_notes import FailureNotes, Note, ranks_at_fault
+from tightwire.comm.transport.store_notes import FailureNotes, Note, ranks_at_fault
 
 
 def _note(*missed: int, timed_out: bool = True) -> Note:

@@ -1,4 +1,4 @@
-"""A transport behind a slow link: the same results, and never sooner than the link allows."""
+"""A throttled transport gives the same results, never earlier than its link allows; a transport without cost runs every algorithm."""
 
 import time
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tightwire.comm.errors import PeerLostError
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.group.nodes import held_rate, throttle_group
 from tightwire.comm.link.link import parse_link
-from tightwire.comm.transport.throttled import ThrottledTransport
+from tightwire.comm.transport.emulated import ThrottledTransport, WeightlessTransport
 
 pytestmark = pytest.mark.alone
 
@@ -123,3 +123,14 @@ def _throttle_nodes(group: Group) -> list[bool]:
 
 def test_between_nodes_is_slow_and_inside_is_not() -> None:
     assert run_in_process(4, _throttle_nodes, num_nodes=2) == [[True, True, False]] * 4
+
+
+@pytest.mark.parametrize("name", ["one-shot", "two-shot", "ring", "flash-int8", "flash:int6-g64,none"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_all_reduce_adds_this_ranks_own_numbers(name: str, rank: int) -> None:
+    group = in_process_groups(3)[rank]
+    alone = replace(group, transport=WeightlessTransport(rank, 3), nodes=None)
+    total = make_all_reduce(name, alone)(torch.ones(1000))
+    assert total.shape == (1000,) and bool(total.isfinite().all()) and alone.bytes_sent == 0
+    if name == "one-shot":
+        assert torch.equal(total, torch.full((1000,), 3.0))

@@ -1,14 +1,10 @@
-"""A transport that emulates a slower link in user space, on top of any other transport.
-
-For running an algorithm at the speed of a slow link where the kernel cannot shape a real one
-(``comm.link.emulated_network``). A call passes its bytes on when the link would have delivered them. Times are accurate to
-about a sleep (tens of microseconds), plus the time of the transport below. Packets and queues are not modeled.
-"""
+"""Transports that emulate a link in user space: a slower one on top of any transport, and one without any cost."""
 
 import os
 import time
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tightwire.comm.link.link import Link
@@ -85,3 +81,41 @@ def _wait_until(moment: float) -> None:
             time.sleep(left - _SLEEP_SLACK_S)
         else:
             os.sched_yield()
+
+
+class WeightlessTransport:
+    """A ``Transport`` of one rank alone; no other rank exists."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.fused: FusedAllReduce | None = None
+        self.bytes_sent = 0
+
+    def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        return [slices[self.rank]] * self.world_size
+
+    def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        return [_sized(buf, size) for size in ([buf.numel()] * self.world_size if sizes is None else sizes)]
+
+    def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
+        for part in out.view(self.world_size, buf.numel()):  # one by one, because ``buf`` may be one of them
+            part.copy_(buf)
+
+    def shift(self, buf: Tensor, recv_bytes: int | None = None) -> Tensor:
+        return _sized(buf, buf.numel() if recv_bytes is None else recv_bytes)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise ValueError(
+            "native has no computing of its own: a library sums, and here is none; measure another AllReduce"
+        )
+
+    def barrier(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _sized(buf: Tensor, size: int) -> Tensor:
+    """Return ``buf`` if it has ``size`` bytes, else zeros, which every codec decodes."""
+    return buf if size == buf.numel() else torch.zeros(size, dtype=buf.dtype, device=buf.device)
