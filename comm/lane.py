@@ -1,59 +1,145 @@
-"""A thread that runs collectives in order while the caller computes.
+"""A thread that runs communication in order while the caller computes; on CUDA it has its own stream.
 
-Transfers over a slow link use no core, so one part of a prompt is summed while the next is computed. All ranks start the
-same collectives in the same order, and nothing else uses the group until the caller has waited for the last one.
+Transfers over a slow link use no core, so one part of a prompt is summed while the next is computed, and layers are gathered
+before they are used. All ranks give a lane the same collectives in the same order, and nothing else uses its group while
+work is unfinished. A failure ends the lane: no later work starts.
 """
 
+import queue
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import nullcontext
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Ledger
 
+Work = Callable[[], Tensor | None]
 
-class InFlight:
-    """One piece of work that the lane runs: a collective or several."""
 
-    def __init__(self, result: "Future[tuple[Tensor, float, float]]", ledger: Ledger) -> None:
-        self._result, self._ledger = result, ledger
+class _Timed(NamedTuple):
+    """A work's result, and its seconds in collectives and in their coding."""
+
+    result: Tensor | None
+    comm_s: float
+    coding_s: float
+
+
+class Pending:
+    """Work that a lane runs now or later."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.done: Future[_Timed] = Future()
+        self._ledger = ledger
 
     def wait(self) -> Tensor:
-        """Return the result, or raise the error of the work.
+        """Return the result, or raise the error of the work or of earlier work.
 
         The ledger records how much of the work's time was hidden, that is, not waited for.
         """
         start_s = perf_counter()
-        total, comm_s, coding_s = self._result.result()
+        result, comm_s, coding_s = self.done.result()
         hidden = 1 - min(1.0, (perf_counter() - start_s) / comm_s) if comm_s else 0.0
         self._ledger.hide(hidden * comm_s, hidden * coding_s)
-        return total
+        assert result is not None
+        return result
 
 
-class CommLane:
-    """Runs work in a single thread, made at first use with the core affinity of its creator. For CPU tensors."""
+class Lane:
+    """Runs work in a single thread, which starts with the first work and has the core affinity of its creator."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        """``ledger``: of the group whose collectives run here."""
-        self._ledger = ledger
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tightwire-comm")
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        on_failure: Callable[[BaseException], None] = lambda failure: None,
+        *,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """
+        Args:
+            on_failure: called on the lane's thread with the error that ended the lane.
+            ledger: of the group whose collectives run here, for ``Pending.wait``.
+        """
+        self._name, self._on_failure, self._ledger = name, on_failure, ledger or Ledger()
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._num_given = self._num_done = 0
         self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
 
-    def start(self, work: Callable[[], Tensor]) -> InFlight:
-        """Run ``work`` after all work started before."""
-        return InFlight(self._thread.submit(self._run, work), self._ledger)
+    def start(self, work: Work) -> Pending:
+        """Run ``work`` after all earlier work; on CUDA also after everything the caller has queued on its stream."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"tightwire-{self._name}", daemon=True)
+            self._thread.start()
+        queued = None
+        if self._stream is not None:
+            queued = torch.cuda.Event()
+            queued.record()
+        pending, inference = Pending(self._ledger), torch.is_inference_mode_enabled()
+        with self._changed:
+            self._num_given += 1
+        self._work.put(lambda: self._do(work, queued, pending, inference=inference))
+        return pending
 
-    def _run(self, work: Callable[[], Tensor]) -> tuple[Tensor, float, float]:
-        if self._failure is not None:
-            raise self._failure  # the group is unusable: later work would wait for its deadline
-        comm_s, coding_s = self._ledger.busy()
+    def finish(self, timeout_s: float) -> None:
+        """Wait until all work is done.
+
+        Raises:
+            TimeoutError: the lane completed no work for ``timeout_s``.
+            Exception: the failure that ended the lane.
+        """
+        with self._changed:
+            seen, deadline = self._num_done, time.monotonic() + timeout_s
+            while self._num_done < self._num_given:
+                if self._failure is not None:
+                    raise self._failure
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and self._num_done == seen:
+                    left = self._num_given - self._num_done
+                    raise TimeoutError(f"the {self._name} lane completed nothing for {timeout_s:g} s; {left} not done")
+                if self._num_done != seen:
+                    seen, deadline = self._num_done, time.monotonic() + timeout_s
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End the thread; wait at most ``timeout_s``. Waits for other ranks end when the group is closed."""
+        self._work.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            while (given := self._work.get()) is not None:
+                given()
+                del given  # and with it the tensors of the work
+
+    def _do(self, work: Work, queued: torch.cuda.Event | None, pending: Pending, *, inference: bool) -> None:
+        if self._failure is not None:  # the group is unusable: this work would wait for its deadline
+            pending.done.set_exception(self._failure)
+            return
         try:
-            with torch.inference_mode():
-                total = work()
-        except BaseException as failure:
-            self._failure = failure
-            raise
-        after_s, coding_after_s = self._ledger.busy()
-        return total, after_s - comm_s, coding_after_s - coding_s
+            if self._stream is not None and queued is not None:
+                self._stream.wait_event(queued)
+            comm_s, coding_s = self._ledger.busy()
+            with torch.inference_mode(inference):
+                result = work()
+            comm_after_s, coding_after_s = self._ledger.busy()
+        except BaseException as failure:  # noqa: BLE001 - ``finish`` or ``Pending.wait`` raises it
+            with self._changed:
+                self._failure = failure
+                self._changed.notify_all()
+            pending.done.set_exception(failure)
+            self._on_failure(failure)
+            return
+        pending.done.set_result(_Timed(result, comm_after_s - comm_s, coding_after_s - coding_s))
+        with self._changed:
+            self._num_done += 1
+            self._changed.notify_all()

@@ -7,7 +7,7 @@ import torch
 
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.partition_groups import PartitionPeers
-from tightwire.comm.lane import CommLane
+from tightwire.comm.lane import Lane
 from tightwire.comm.policy.routes import Routes
 from tightwire.model.cache.kv_cache import CacheSource, make_kv_cache
 from tightwire.model.cache.offloaded_cache import OffloadedCache
@@ -116,7 +116,7 @@ def build_runner(
     return ModelRunner(
         model,
         graphs=graphs,
-        lane=CommLane(replica.ledger) if options.overlap else None,
+        lane=Lane("sums", replica.device, ledger=replica.ledger) if options.overlap else None,
         most_rows=options.most_rows,
         logits_gather=None if world is None else LogitsGather(world, layout),
         lockstep=plan.source == "partition",

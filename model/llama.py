@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tightwire.comm.lane import CommLane
+from tightwire.comm.lane import Lane
 from tightwire.comm.protocols import KernelSums
 from tightwire.kernels.linear import linear_to_float
 from tightwire.kernels.norm import rms_norm
@@ -56,7 +56,7 @@ class Llama:
             self._program = DecodeProgram(config, parallel.shard, cache, self._angles)
 
     @torch.inference_mode()
-    def forward(self, *parts: Batch, lane: CommLane | None = None) -> Tensor:
+    def forward(self, *parts: Batch, lane: Lane | None = None) -> Tensor:
         """Compute a step in one or several parts; returns (T, D) hidden states before the final norm.
 
         Each layer computes all parts before the next layer starts, so its weights are fetched once, and the

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.comm.lane import CommLane
+from tightwire.comm.lane import Lane
 from tightwire.model.decode_graphs import DecodeGraphs
 from tightwire.model.llama import Llama
 from tightwire.model.logits_gather import LogitsGather
@@ -26,7 +26,7 @@ class ModelRunner:
         model: Llama,
         *,
         graphs: DecodeGraphs | None = None,
-        lane: CommLane | None = None,
+        lane: Lane | None = None,
         most_rows: int | None = None,
         logits_gather: LogitsGather | None = None,
         lockstep: bool = False,

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group
-from tightwire.comm.lane import CommLane
+from tightwire.comm.lane import Lane
 from tightwire.comm.ledger.ledger import Ledger
 
 
 def _sums(group: Group) -> list[Tensor]:
-    all_reduce, lane = make_all_reduce("two-shot", group), CommLane(group.ledger)
+    all_reduce, lane = make_all_reduce("two-shot", group), Lane("sums", group.device, ledger=group.ledger)
     flights = [lane.start(lambda n=n: all_reduce(torch.full((8,), float(n + group.rank)))) for n in range(5)]
     return [flight.wait() for flight in flights]
 
@@ -36,7 +36,7 @@ def _collective(ledger: Ledger, seconds: float) -> Tensor:
 
 def test_what_nobody_waited_for_is_hidden() -> None:
     ledger = Ledger()
-    lane = CommLane(ledger)
+    lane = Lane("sums", torch.device("cpu"), ledger=ledger)
     beside = lane.start(lambda: _collective(ledger, 0.02))
     time.sleep(0.2)
     beside.wait()
@@ -50,7 +50,7 @@ def test_what_nobody_waited_for_is_hidden() -> None:
 
 
 def test_a_failure_is_raised_where_it_is_waited_for_and_nothing_runs_after_it() -> None:
-    lane, ran, may_fail = CommLane(Ledger()), list[str](), threading.Event()
+    lane, ran, may_fail = Lane("sums", torch.device("cpu")), list[str](), threading.Event()
 
     def fail() -> Tensor:
         may_fail.wait(10)

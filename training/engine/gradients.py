@@ -19,8 +19,8 @@ from tightwire.comm.collectives.collectives import NONE, reduce_scatter
 from tightwire.comm.collectives.node_wise import hierarchical_reduce_scatter
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
+from tightwire.comm.lane import Lane
 from tightwire.training.engine.between import Between
-from tightwire.training.engine.lane import Lane
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.trace import Trace
 from tightwire.training.engine.units import NORMS, Flat, Part, Unit, UnitPlan

@@ -18,8 +18,8 @@ from tightwire.comm.collectives.collectives import NONE
 from tightwire.comm.collectives.shard_gather import gather_over_nodes, gather_shards
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
+from tightwire.comm.lane import Lane
 from tightwire.training.config.sharding import GroupShape
-from tightwire.training.engine.lane import Lane
 from tightwire.training.engine.main_shard import MainShard, shard_wire_bytes
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.secondary import Secondary, kept_units, secondary_bytes

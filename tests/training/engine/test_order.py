@@ -24,9 +24,9 @@ from helpers.training.training_ranks import (
 from torch import Tensor, nn
 
 from tightwire.comm.buffers import BufferConflictError, BufferPool, Slot
+from tightwire.comm.lane import Lane
 from tightwire.training.config.sharding import parse_sharding
 from tightwire.training.engine import gradients, secondary, weights
-from tightwire.training.engine.lane import Lane
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.trace import Event, OrderError, Trace, check_trace
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
