@@ -147,9 +147,6 @@ def _as_link(gpu: Gpu) -> Link:
         max_gt_per_s=_gt_per_s(gpu.max_pcie_gen),
         width=gpu.pcie_width,
         max_width=gpu.max_pcie_width,
-        slot_max_gt_per_s=None,
-        slot_max_width=None,
-        numa_node=None,
     )
 
 

@@ -1,9 +1,16 @@
 """The results of the probes: plain values, passed as JSON from a probe's process and printed by ``doctor --json``.
 
-None means that this system does not report the value. Link rates are per direction; bandwidths are GB/s.
+None means that this system does not report the value. Link rates are per direction; bandwidths are GB/s. ``rows`` yields
+label and text of each line on the terminal.
 """
 
+from collections.abc import Iterator
+
 from msgspec import Struct
+
+from tightwire.comm.sizes import format_bytes
+
+Rows = Iterator[tuple[str, str]]
 
 
 class NumaNode(Struct, frozen=True):
@@ -22,6 +29,14 @@ class CpuFacts(Struct, frozen=True, tag="cpu"):
     virtual: bool | None
     numa_nodes: list[NumaNode]
 
+    def rows(self) -> Rows:
+        virtual = ", in a virtual machine" if self.virtual else ""
+        yield "model", f"{self.model} ({self.architecture}{virtual})"
+        yield "cores", f"{self.num_usable} usable, {self.num_allowed} allowed, {self.num_cpus} online"
+        yield "vectors", " ".join(self.vector_flags) or "none known"
+        for node in self.numa_nodes:
+            yield f"NUMA {node.node}", f"cpus {node.cpus}, {format_bytes(node.memory_bytes)}"
+
 
 class MemoryFacts(Struct, frozen=True, tag="memory"):
     total_bytes: int
@@ -30,6 +45,13 @@ class MemoryFacts(Struct, frozen=True, tag="memory"):
     shm_free_bytes: int | None
     shared_memory_problem: str | None  # why the shared-memory transport does not work; None: it works
     memlock_bytes: int | None  # limit of pinned memory; None: no limit
+
+    def rows(self) -> Rows:
+        yield "host", f"{format_bytes(self.available_bytes)} available of {format_bytes(self.total_bytes)}"
+        free = f"{format_bytes(self.shm_free_bytes or 0)} free of {format_bytes(self.shm_bytes or 0)}"
+        yield "/dev/shm", "none" if self.shm_bytes is None else free
+        yield "between ranks", self.shared_memory_problem or "shared memory works"
+        yield "may be pinned", "no limit" if self.memlock_bytes is None else format_bytes(self.memlock_bytes)
 
 
 class Link(Struct, frozen=True):
@@ -42,13 +64,24 @@ class Link(Struct, frozen=True):
     max_gt_per_s: float | None
     width: int | None
     max_width: int | None
-    slot_max_gt_per_s: float | None
-    slot_max_width: int | None
-    numa_node: int | None
+    slot_max_gt_per_s: float | None = None
+    slot_max_width: int | None = None
+
+    def __str__(self) -> str:
+        speed = f"{_text(self.gt_per_s)} of {_text(self.max_gt_per_s)} GT/s"
+        text = f"{self.address} {self.name}, x{_text(self.width)} of x{_text(self.max_width)}, {speed}"
+        if (self.slot_max_gt_per_s, self.slot_max_width) == (None, None):
+            return text
+        return f"{text}, slot x{_text(self.slot_max_width)} {_text(self.slot_max_gt_per_s)} GT/s"
 
 
 class PciFacts(Struct, frozen=True, tag="pci"):
     links: list[Link]
+
+    def rows(self) -> Rows:
+        yield from ((link.kind, str(link)) for link in self.links)
+        if not self.links:
+            yield "links", "none visible"
 
 
 class IsolationFacts(Struct, frozen=True, tag="isolation"):
@@ -59,6 +92,14 @@ class IsolationFacts(Struct, frozen=True, tag="isolation"):
     redirecting_bridges: list[str] | None  # ports whose ACS redirects peer traffic; None: unreadable
     unread_reason: str | None
 
+    def rows(self) -> Rows:
+        yield "IOMMU", f"{self.num_iommu_groups} groups" if self.num_iommu_groups else "off, or hidden"
+        yield "kernel options", " ".join(self.kernel_options) or "none relevant"
+        if self.redirecting_bridges is None:
+            yield "ACS", f"unknown: {self.unread_reason}"
+        else:
+            yield "ACS redirects at", ", ".join(self.redirecting_bridges) or "no port"
+
 
 class Gpu(Struct, frozen=True):
     index: int
@@ -66,7 +107,6 @@ class Gpu(Struct, frozen=True):
     bus_id: str
     memory_bytes: int
     driver: str
-    compute_capability: str | None
     pcie_gen: int | None
     max_pcie_gen: int | None
     pcie_width: int | None
@@ -81,19 +121,22 @@ class NvLinks(Struct, frozen=True):
     gb_per_s: float  # of all active links together
 
 
-class GpuPath(Struct, frozen=True):
-    """The connection of two GPUs in ``nvidia-smi topo -m``: NV# (NVLink), PIX, PXB, PHB, NODE, SYS."""
-
-    first: int
-    second: int
-    path: str
-
-
 class GpuFacts(Struct, frozen=True, tag="gpus"):
     absent_reason: str | None
     gpus: list[Gpu] = []
     nvlinks: list[NvLinks] = []
-    paths: list[GpuPath] = []
+
+    def rows(self) -> Rows:
+        if self.absent_reason is not None:
+            yield "driver", self.absent_reason
+        for gpu in self.gpus:
+            yield f"GPU {gpu.index}", f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, driver {gpu.driver}"
+            gen = f"gen {_text(gpu.pcie_gen)} of {_text(gpu.max_pcie_gen)}"
+            width = f"x{_text(gpu.pcie_width)} of x{_text(gpu.max_pcie_width)}"
+            yield "", f"{gpu.bus_id}, PCIe {gen}, {width}, {gpu.power_state or 'power state unknown'}"
+        for links in self.nvlinks:
+            total = links.num_active + links.num_inactive
+            yield f"NVLink {links.gpu}", f"{links.num_active} of {total} active, {links.gb_per_s:g} GB/s together"
 
 
 class CudaDevice(Struct, frozen=True):
@@ -113,6 +156,17 @@ class CudaFacts(Struct, frozen=True, tag="cuda"):
     devices: list[CudaDevice]
     peers: list[tuple[int, int]]  # (writer, owner): the driver claims that the first may write into the second's memory
 
+    def rows(self) -> Rows:
+        build = "a CPU build" if self.cuda is None else f"for CUDA {self.cuda}"
+        yield "torch", f"{self.torch}, {build}" + (f", NCCL {self.nccl}" if self.nccl else "")
+        for device in self.devices:
+            memory = format_bytes(device.memory_bytes)
+            yield f"cuda:{device.index}", f"{device.name}, {memory}, capability {device.compute_capability}"
+        if self.cuda is not None and not self.devices:
+            yield "devices", "none"
+        if (num := len(self.devices)) > 1:
+            yield "peer access", f"claimed for {len(self.peers)} of {num * (num - 1)} pairs"
+
 
 class PeerTest(Struct, frozen=True):
     writer: int
@@ -126,6 +180,13 @@ class PeerFacts(Struct, frozen=True, tag="peers"):
     tests: list[PeerTest]
     under_way: tuple[int, int] | None = None  # the pair in test, which is the cause if the probe hangs
 
+    def rows(self) -> Rows:
+        for test in self.tests:
+            speed = "" if test.gb_per_s is None else f", {test.gb_per_s:.1f} GB/s"
+            yield f"GPU {test.writer} -> {test.owner}", f"{'ok' if test.ok else 'WRONG'}: {test.detail}{speed}"
+        if self.under_way is not None:
+            yield f"GPU {self.under_way[0]} -> {self.under_way[1]}", "did not finish"
+
 
 class Interface(Struct, frozen=True):
     name: str
@@ -134,15 +195,15 @@ class Interface(Struct, frozen=True):
     mtu: int
 
 
-class RdmaPort(Struct, frozen=True):
-    name: str
-    state: str
-    rate: str
-
-
 class NetworkFacts(Struct, frozen=True, tag="network"):
     interfaces: list[Interface]
-    rdma_ports: list[RdmaPort]
+
+    def rows(self) -> Rows:
+        for interface in self.interfaces:
+            speed = f"{interface.mbit_per_s} Mbit/s" if interface.mbit_per_s else "speed unknown"
+            yield interface.name, f"{interface.state}, {speed}, MTU {interface.mtu}"
+        if not self.interfaces:
+            yield "interfaces", "only loopback"
 
 
 class VersionFacts(Struct, frozen=True, tag="versions"):
@@ -151,6 +212,10 @@ class VersionFacts(Struct, frozen=True, tag="versions"):
     libc: str
     packages: dict[str, str]
 
+    def rows(self) -> Rows:
+        yield "system", f"Python {self.python}, Linux {self.kernel}, {self.libc}"
+        yield "packages", ", ".join(f"{name} {version}" for name, version in self.packages.items())
+
 
 class RoundTripFacts(Struct, frozen=True, tag="round_trip"):
     """An AllReduce of ``num_bytes`` by two processes over shared memory."""
@@ -158,6 +223,14 @@ class RoundTripFacts(Struct, frozen=True, tag="round_trip"):
     num_bytes: int
     p50_us: float
     p99_us: float
+
+    def rows(self) -> Rows:
+        what = f"sum of {format_bytes(self.num_bytes)} by two processes"
+        yield "one-shot", f"{what}: {self.p50_us:.0f} us, 99 of 100 within {self.p99_us:.0f} us"
+
+
+def _text(value: float | None) -> str:
+    return "?" if value is None else f"{value:g}"
 
 
 Facts = (

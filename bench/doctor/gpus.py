@@ -1,4 +1,4 @@
-"""Probes of GPUs through ``nvidia-smi`` and torch: devices, links, claimed and tested peer access; a shared-memory round trip."""
+"""Probes of GPUs by ``nvidia-smi`` and torch (devices, links, peer access claimed and tested), and a shared-memory round trip."""
 
 import re
 import shutil
@@ -13,7 +13,6 @@ from tightwire.bench.doctor.facts import (
     CudaFacts,
     Gpu,
     GpuFacts,
-    GpuPath,
     NvLinks,
     PeerFacts,
     PeerTest,
@@ -24,26 +23,19 @@ from tightwire.comm.transport.peer_access import check_peer_writes, claimed_peer
 
 _ROUND_TRIP_BYTES = 8192  # one generated token of a model with hidden size 4096, in 16 bits
 _QUERY = (
-    *("index", "name", "pci.bus_id", "memory.total", "driver_version", "compute_cap"),
+    *("index", "name", "pci.bus_id", "memory.total", "driver_version"),
     *("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max", "pstate"),
 )
 _MIB = 1 << 20
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # topo underlines its header, even in a file
 
 
 def gpus() -> GpuFacts:
-    """GPUs, links and paths as the driver reports them; raises RuntimeError if nvidia-smi fails."""
+    """GPUs and NVLinks as the driver reports them; raises RuntimeError if nvidia-smi fails."""
     if shutil.which("nvidia-smi") is None:
         return GpuFacts(absent_reason="nvidia-smi is not installed")
     found = parse_gpus(_nvidia_smi(f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"))
-    if len(found) < 2:
-        return GpuFacts(absent_reason=None, gpus=found)
-    return GpuFacts(
-        absent_reason=None,
-        gpus=found,
-        nvlinks=parse_nvlinks(_nvidia_smi("nvlink", "--status")),
-        paths=parse_paths(_nvidia_smi("topo", "-m")),
-    )
+    nvlinks = parse_nvlinks(_nvidia_smi("nvlink", "--status")) if len(found) > 1 else []
+    return GpuFacts(absent_reason=None, gpus=found, nvlinks=nvlinks)
 
 
 def _nvidia_smi(*arguments: str) -> str:
@@ -58,15 +50,14 @@ def parse_gpus(csv: str) -> list[Gpu]:
     found = []
     for line in filter(str.strip, csv.splitlines()):
         values = [None if "N/A" in value or "Not Supported" in value else value.strip() for value in line.split(",")]
-        index, name, bus_id, memory, driver, capability, gen, max_gen, width, max_width, state = values
+        index, name, bus_id, memory, driver, gen, max_gen, width, max_width, state = values
         found.append(
             Gpu(
                 index=int(index or 0),
                 name=name or "unknown",
-                bus_id=_sysfs_address(bus_id or ""),
+                bus_id=(bus_id or "").lower()[-12:],  # as in sysfs: 0000:0a:00.0, from 00000000:0A:00.0
                 memory_bytes=int(memory or 0) * _MIB,
                 driver=driver or "unknown",
-                compute_capability=capability,
                 pcie_gen=_int(gen),
                 max_pcie_gen=_int(max_gen),
                 pcie_width=_int(width),
@@ -75,11 +66,6 @@ def parse_gpus(csv: str) -> list[Gpu]:
             )
         )
     return found
-
-
-def _sysfs_address(bus_id: str) -> str:
-    """0000:0a:00.0, from nvidia-smi's 00000000:0A:00.0."""
-    return bus_id.lower()[-12:]
 
 
 def _int(text: str | None) -> int | None:
@@ -95,24 +81,6 @@ def parse_nvlinks(status: str) -> list[NvLinks]:
         num_inactive = len(re.findall(r"Link \d+: <inactive>", block))
         if head and (active or num_inactive):
             found.append(NvLinks(int(head[1]), len(active), num_inactive, round(sum(active), 3)))
-    return found
-
-
-def parse_paths(matrix: str) -> list[GpuPath]:
-    """Parse ``nvidia-smi topo -m``: one entry for each pair of GPUs."""
-    lines = [_ESCAPES.sub("", line) for line in matrix.splitlines()]
-    header = next((line.split("\t") for line in lines if re.match(r"\s*GPU\d+\b", line) and " X " not in line), [])
-    columns = [column.strip() for column in header]
-    found = []
-    for line in lines:
-        cells = [cell.strip() for cell in line.split("\t")]
-        row = re.fullmatch(r"GPU(\d+)", cells[0])
-        if row is None or cells == columns:
-            continue
-        for name, path in zip(columns[1:], cells[1:], strict=False):
-            column = re.fullmatch(r"GPU(\d+)", name)
-            if column is not None and int(row[1]) < int(column[1]):
-                found.append(GpuPath(int(row[1]), int(column[1]), path))
     return found
 
 

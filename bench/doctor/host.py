@@ -22,7 +22,6 @@ from tightwire.bench.doctor.facts import (
     NetworkFacts,
     NumaNode,
     PciFacts,
-    RdmaPort,
     VersionFacts,
 )
 from tightwire.comm.transport.segment import why_unusable
@@ -44,7 +43,7 @@ _REDIRECTS = ("ReqRedir+", "CmpltRedir+")
 
 def cpu(root: Path = Path("/")) -> CpuFacts:
     cpuinfo = (root / "proc/cpuinfo").read_text()
-    flags = _cpuinfo_flags(cpuinfo)
+    flags = _cpuinfo_value(cpuinfo, "(?:flags|Features)").split()  # on x86 and on ARM
     return CpuFacts(
         model=_cpuinfo_value(cpuinfo, "model name") or platform.processor() or "unknown",
         architecture=platform.machine(),
@@ -60,11 +59,6 @@ def cpu(root: Path = Path("/")) -> CpuFacts:
 def _cpuinfo_value(cpuinfo: str, name: str) -> str:
     found = re.search(rf"^{name}\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     return found[1].strip() if found else ""
-
-
-def _cpuinfo_flags(cpuinfo: str) -> set[str]:
-    """The field is "flags" on x86 and "Features" on ARM."""
-    return {*_cpuinfo_value(cpuinfo, "flags").split(), *_cpuinfo_value(cpuinfo, "Features").split()}
 
 
 def numa_nodes(root: Path = Path("/")) -> list[NumaNode]:
@@ -113,18 +107,7 @@ def network(root: Path = Path("/")) -> NetworkFacts:
                 mtu=_number(folder / "mtu") or 0,
             )
         )
-    ports = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
-    return NetworkFacts(
-        interfaces=interfaces,
-        rdma_ports=[
-            RdmaPort(
-                name=f"{port.parent.parent.name}:{port.name}",
-                state=_text(port / "state").rpartition(": ")[2],  # "4: ACTIVE"
-                rate=_text(port / "rate"),
-            )
-            for port in ports
-        ],
-    )
+    return NetworkFacts(interfaces)
 
 
 def _text(path: Path) -> str:
@@ -152,7 +135,6 @@ def _pci_link(folder: Path) -> Link | None:
     if kind is None or width is None:
         return None
     slot = folder.resolve().parent  # the port above the device, or the root
-    node = _text(folder / "numa_node")
     return Link(
         address=folder.name,
         kind=kind,
@@ -163,7 +145,6 @@ def _pci_link(folder: Path) -> Link | None:
         max_width=_link_width(folder / "max_link_width"),
         slot_max_gt_per_s=_link_speed(slot / "max_link_speed"),
         slot_max_width=_link_width(slot / "max_link_width"),
-        numa_node=int(node) if node.isdigit() else None,  # -1: unknown
     )
 
 

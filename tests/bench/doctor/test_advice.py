@@ -45,7 +45,6 @@ GPU = Gpu(
     bus_id="0000:01:00.0",
     memory_bytes=24 << 30,
     driver="580",
-    compute_capability="8.6",
     pcie_gen=4,
     max_pcie_gen=4,
     pcie_width=16,
@@ -62,7 +61,6 @@ LINK = Link(
     max_width=16,
     slot_max_gt_per_s=16.0,
     slot_max_width=16,
-    numa_node=0,
 )
 ISOLATION = IsolationFacts(num_iommu_groups=0, kernel_options=[], redirecting_bridges=[], unread_reason=None)
 NO_CUDA = CudaFacts(torch="2.13.0+cpu", cuda=None, nccl=None, available=False, devices=[], peers=[])

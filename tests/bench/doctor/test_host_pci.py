@@ -44,7 +44,7 @@ def link_files(speed: str, max_speed: str, width: str, max_width: str) -> dict[s
 def test_a_link_has_the_limits_of_its_slot(tmp_path: Path) -> None:
     port = link_files("8.0 GT/s PCIe", "8.0 GT/s PCIe", "8", "8")
     device(tmp_path, "0000:00:01.1", **{"class": "0x060400", "vendor": "0x1022", "device": "0x1483"}, **port)
-    gpu = {"class": "0x030000", "vendor": "0x10de", "device": "0x2204", "numa_node": "-1"}
+    gpu = {"class": "0x030000", "vendor": "0x10de", "device": "0x2204"}
     device(tmp_path, "0000:00:01.1/0000:01:00.0", **gpu, **link_files("2.5 GT/s PCIe", "16.0 GT/s PCIe", "8", "16"))
     assert pci(tmp_path).links == [
         Link(
@@ -57,19 +57,18 @@ def test_a_link_has_the_limits_of_its_slot(tmp_path: Path) -> None:
             max_width=16,
             slot_max_gt_per_s=8.0,
             slot_max_width=8,
-            numa_node=None,
         )
     ]
 
 
 def test_other_devices_and_devices_without_a_link_are_ignored(tmp_path: Path) -> None:
     full = link_files("16.0 GT/s PCIe", "16.0 GT/s PCIe", "4", "4")
-    device(tmp_path, "0000:00:02.0", **{"class": "0x010802", "numa_node": "1"}, **full)
+    device(tmp_path, "0000:00:02.0", **{"class": "0x010802"}, **full)
     device(tmp_path, "0000:00:03.0", **{"class": "0x010601"}, **full)
     device(tmp_path, "0000:00:04.0", **{"class": "0x020000"}, **link_files("Unknown", "Unknown", "0", "255"))
     device(tmp_path, "0000:00:05.0", **{"class": "0x020000"})
     (link,) = pci(tmp_path).links
-    assert (link.kind, link.numa_node, link.slot_max_width) == ("nvme", 1, None)
+    assert (link.kind, link.slot_max_width) == ("nvme", None)
 
 
 def test_a_machine_without_pci(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tightwire.bench.doctor.facts import Interface, NetworkFacts
 
 
 def facts(*names: str) -> NetworkFacts:
-    return NetworkFacts(interfaces=[Interface(name, "up", 1000, 1500) for name in names], rdma_ports=[])
+    return NetworkFacts(interfaces=[Interface(name, "up", 1000, 1500) for name in names])
 
 
 def well() -> NetworkFacts:
