@@ -54,13 +54,13 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. ``close`` runs when they end or fail, or when the client disconnects."""
+    """Server-sent events. ``close`` runs when they end, or when the client disconnects."""
 
-    def __init__(self, events: AsyncGenerator[msgspec.Struct, None], close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, frames: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> None:
         # Proxies must neither store nor collect the events (nginx buffers by default).
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        self._frames, self._close = _encode_frames(events), close
-        super().__init__(self._frames, headers=headers, media_type="text/event-stream")
+        self._frames, self._close = frames, close
+        super().__init__(frames, headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self.stream_response(send))
@@ -78,15 +78,6 @@ class EventStream(StreamingResponse):
 def encode_frame(event: msgspec.Struct) -> bytes:
     """One event; JSON has no raw line break, so one ``data:`` line carries it."""
     return b"data: " + _encoder.encode(event) + b"\n\n"
-
-
-async def _encode_frames(events: AsyncGenerator[msgspec.Struct, None]) -> AsyncGenerator[bytes, None]:
-    try:
-        async for event in events:
-            yield encode_frame(event)
-    except Exception as error:  # noqa: BLE001 - the status is already sent, so only an event can tell the client
-        yield encode_frame(to_api_error(error).body())
-    yield _DONE
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -172,7 +163,7 @@ class Answer:
         finally:
             if not self._body.stream:
                 await self._deltas.aclose()
-        return EventStream(self._events(first), self._deltas.aclose)
+        return EventStream(self._frames(first), self._deltas.aclose)
 
     async def _whole(self) -> Response:
         choices: dict[int, Delta] = {}
@@ -182,17 +173,22 @@ class Answer:
         content = msgspec.json.encode(self._dialect.whole(in_order, self._usage(), self._extra()))
         return Response(content, media_type="application/json")
 
-    async def _events(self, first: Delta) -> AsyncGenerator[msgspec.Struct, None]:
-        for chunk in self._dialect.chunks(first):
-            yield chunk
-        self._trace.sent()
-        async for delta in self._deltas:
-            for chunk in self._dialect.chunks(delta):
-                yield chunk
-        options, extra = self._body.stream_options, self._extra()
-        wants_usage = options is not None and bool(options.include_usage)
-        if wants_usage or extra is not UNSET:
-            yield self._dialect.last_chunk(self._usage() if wants_usage else None, extra)
+    async def _frames(self, first: Delta) -> AsyncGenerator[bytes, None]:
+        try:
+            yield self._encode(first)
+            self._trace.sent()
+            async for delta in self._deltas:
+                yield self._encode(delta)
+            options, extra = self._body.stream_options, self._extra()
+            wants_usage = options is not None and bool(options.include_usage)
+            if wants_usage or extra is not UNSET:
+                yield encode_frame(self._dialect.last_chunk(self._usage() if wants_usage else None, extra))
+        except Exception as error:  # noqa: BLE001 - the status is already sent, so only an event can tell the client
+            yield encode_frame(to_api_error(error).body())
+        yield _DONE
+
+    def _encode(self, delta: Delta) -> bytes:
+        return b"".join(map(encode_frame, self._dialect.chunks(delta)))
 
     def _usage(self) -> Usage:
         """Counts each prompt once, however many answers it has."""

@@ -42,10 +42,15 @@ class TokenTable:
         self.strips_space = steps[3:] == _SENTENCEPIECE[3:]
         self._byte_of_char = {char: byte for byte, char in enumerate(byte_characters())}
         self._bytes: dict[int, bytes] = {}
+        self._is_silent: dict[int, bool] = {}
 
     def is_silent(self, token_id: int) -> bool:
         """True for tokens without text: special tokens, and the padding ids of the vocabulary."""
-        return token_id in self._special or self._backend.id_to_token(token_id) is None
+        known = self._is_silent.get(token_id)
+        if known is None:
+            known = token_id in self._special or self._backend.id_to_token(token_id) is None
+            self._is_silent[token_id] = known
+        return known
 
     def fallback_byte(self, token_id: int) -> int | None:
         """The byte that ``<0xE4>`` stands for; None for all other tokens."""

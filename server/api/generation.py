@@ -6,7 +6,7 @@ All dialects use ``generate``. Knows neither JSON nor HTTP.
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.api.detokenize import Detokenizer, StopStrings, TokenTable
@@ -16,8 +16,7 @@ from tightwire.server.ipc.engine_client import EngineClient, EngineUnavailableEr
 from tightwire.server.ipc.messages import AddRequest, Output, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEntry:
+class TokenEntry(NamedTuple):
     """One token of the answer (or of the echoed prompt), for logprobs."""
 
     token_id: int
