@@ -42,7 +42,7 @@ class TensorParallel:
         self._group = group
         self._layout = layout
         self._routes = routes
-        self.num_policies = 1 if routes is None else len(routes.arms)
+        self.num_policies = 1 if routes is None else len(routes.policies)
         self._embedding_sums = [
             None if routes is None else routes.all_reduce("embed", 0, "prefill", policy)
             for policy in range(self.num_policies)

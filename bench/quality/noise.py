@@ -103,8 +103,8 @@ class _WatchedRoutes(Routes):
         self.others = {name: make_all_reduce(name, group) for name in record.algorithms}
         self.rank, self.record = group.rank, record
 
-    def all_reduce(self, site: str, layer: int, phase: str, arm: int = 0) -> AllReduce:
-        exact = super().all_reduce(site, layer, phase, arm)
+    def all_reduce(self, site: str, layer: int, phase: str, policy: int = 0) -> AllReduce:
+        exact = super().all_reduce(site, layer, phase, policy)
         if site not in LOSSY_SITES or phase != "prefill":
             return exact
         return _Watched(exact, self, (site, layer))

@@ -1,6 +1,6 @@
 """Finds every AllReduce by name in the files of this folder: a file with an ``ENTRY`` is an algorithm.
 
-The class of ``auto`` is in ``comm.policy`` and imported when it is made.
+``auto`` is made by ``comm.policy.routes``, which is imported when it is used.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ def _find_entries() -> list[Entry]:
 
 
 ALL_REDUCE: dict[str, Entry] = {
-    "auto": Entry(name="auto", make="tightwire.comm.policy.auto:AutoAllReduce"),
+    "auto": Entry(name="auto", make="tightwire.comm.policy.routes:auto_all_reduce"),
     **{entry.name: entry for entry in _find_entries()},
 }
 

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group
+from tightwire.comm.policy.choose import Chooser, PolicyRequest
+from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.rules import Choice, Policy
 from tightwire.comm.protocols import AllReduce, KernelSums
 
@@ -25,43 +28,52 @@ def make_candidates(policies: Iterable[Policy], group: Group) -> dict[str, AllRe
     return {name: make_all_reduce(name, group) for name in names}
 
 
-class Routes:
-    """Looks up AllReduces: ``arms`` are policies by name, over the ``candidates`` made for them. For one thread."""
+_AUTO_ROW_BYTES, _AUTO_ROWS = 1 << 10, 1 << 16
 
-    def __init__(self, arms: Sequence[tuple[str, Policy]], candidates: Mapping[str, AllReduce]) -> None:
-        self._arms, self._candidates = tuple(arms), candidates
+
+class Routes:
+    """Looks up AllReduces for ``policies``, by name, among the ``candidates`` made for them. For one thread."""
+
+    def __init__(self, policies: Sequence[tuple[str, Policy]], candidates: Mapping[str, AllReduce]) -> None:
+        self._policies, self._candidates = tuple(policies), candidates
         self._made: dict[tuple[tuple[int | None, str], ...], AllReduce] = {}
 
     @property
-    def arms(self) -> tuple[str, ...]:
+    def policies(self) -> tuple[str, ...]:
         """Names of the policies; a policy's number is its place here."""
-        return tuple(name for name, _ in self._arms)
+        return tuple(name for name, _ in self._policies)
 
-    def all_reduce(self, site: str, layer: int, phase: str, arm: int = 0) -> AllReduce:
-        """Return the AllReduce for these messages under policy number ``arm``; the caller keeps it.
+    def all_reduce(self, site: str, layer: int, phase: str, policy: int = 0) -> AllReduce:
+        """Return the AllReduce for these messages under this policy; the caller keeps it.
 
         Raises:
             ValueError: the policy has no rule for these messages.
         """
-        return self._by_size(self._arms[arm][1].choices(site, layer, phase))
+        return self._by_size(self._policies[policy][1].choices(site, layer, phase))
 
     def _by_size(self, choices: tuple[Choice, ...]) -> AllReduce:
         key = tuple((choice.up_to_bytes, choice.algorithms[0]) for choice in choices)
         if key not in self._made:
-            self._made[key] = by_size([(limit, self._candidates[name]) for limit, name in key])
+            table = [(limit, self._candidates[name]) for limit, name in key]
+            self._made[key] = table[0][1] if len(table) == 1 else SizedAllReduce(table)
         return self._made[key]
 
 
 class SizedAllReduce:
     """Each message uses the algorithm of the first limit that it does not exceed. The ledger records that algorithm.
 
-    All ranks call with the same shape, so all select the same algorithm.
+    All ranks call with the same shape, so all select the same algorithm. Cost: a comparison.
     """
 
     def __init__(self, table: Sequence[tuple[int | None, AllReduce]], name: str = "by size") -> None:
-        if not table or table[-1][0] is not None or any(limit is None for limit, _ in table[:-1]):
-            raise ValueError("the last entry, and no other, is for messages of any size")
+        """``table``: (largest message in bytes, algorithm) with rising limits, the last one None.
+
+        Raises:
+            ValueError: the limits do not rise, or the last one is not None.
+        """
         limits = [limit for limit, _ in table if limit is not None]
+        if not table or table[-1][0] is not None or len(limits) < len(table) - 1:
+            raise ValueError("the last entry, and no other, is for messages of any size")
         if limits != sorted(set(limits)):
             raise ValueError(f"limits must rise, got {limits}")
         self.name = name
@@ -73,32 +85,40 @@ class SizedAllReduce:
         return self._largest.lossless and all(all_reduce.lossless for _, all_reduce in self._limited)
 
     def __call__(self, x: Tensor, phase: str = "", site: str = "") -> Tensor:
-        return self._choose(x.nbytes)(x, phase, site)
+        return self.choose(x.nbytes)(x, phase, site)
 
-    def choose(self, num_elems: int, elem_bytes: int) -> AllReduce:
+    def choose(self, num_bytes: int) -> AllReduce:
         """The algorithm for a message of this size."""
-        return self._choose(num_elems * elem_bytes)
-
-    def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
-        return self.choose(num_elems, elem_bytes).wire_bytes(num_elems, elem_bytes)
-
-    def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
-        return self._choose(inputs[0].nbytes).max_error(inputs)
-
-    def _choose(self, num_bytes: int) -> AllReduce:
         for limit, all_reduce in self._limited:
             if num_bytes <= limit:
                 return all_reduce
         return self._largest
 
+    def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
+        return self.choose(num_elems * elem_bytes).wire_bytes(num_elems, elem_bytes)
 
-def by_size(table: Sequence[tuple[int | None, AllReduce]]) -> AllReduce:
-    """Return the AllReduce for ``table``: (largest message in bytes, algorithm) with rising limits, the last one None.
+    def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
+        return self.choose(inputs[0].nbytes).max_error(inputs)
 
-    Raises:
-        ValueError: the limits do not rise, or the last one is not None.
+
+def auto_all_reduce(group: Group) -> AllReduce:
+    """``auto`` without a model: what ``Chooser`` decides from the cost model's seeds, for messages of 1 KiB to 64 MiB.
+
+    The switch between algorithms changes no bit of the result. The ledger records the algorithm that ran, not ``auto``.
     """
-    return table[0][1] if len(table) == 1 and table[0][0] is None else SizedAllReduce(table)
+    fused = {"cpu": "shared-memory", "cuda": "peer-memory"}[group.device.type]
+    setting = Setting(
+        transport="process-group" if group.transport.fused is None else fused,
+        device=group.device.type,
+        world_size=group.world_size,
+        num_nodes=1,
+        dtype="bfloat16",  # irrelevant for algorithms that encode nothing
+    )
+    request = PolicyRequest(row_elems=_AUTO_ROW_BYTES // setting.elem_bytes, max_rows=_AUTO_ROWS, max_decode_rows=1)
+    choices = Chooser(request, CostModel(setting)).policy().choices("o_proj", 0, "prefill")
+    return SizedAllReduce(
+        [(choice.up_to_bytes, make_all_reduce(choice.algorithms[0], group)) for choice in choices], "auto"
+    )
 
 
 def kernel_sums(all_reduce: AllReduce, num_elems: int, elem_bytes: int) -> KernelSums | None:
@@ -107,5 +127,5 @@ def kernel_sums(all_reduce: AllReduce, num_elems: int, elem_bytes: int) -> Kerne
     All one-shots of a group share one object.
     """
     while isinstance(all_reduce, SizedAllReduce):
-        all_reduce = all_reduce.choose(num_elems, elem_bytes)
+        all_reduce = all_reduce.choose(num_elems * elem_bytes)
     return all_reduce.in_kernel if isinstance(all_reduce, OneShotAllReduce) else None

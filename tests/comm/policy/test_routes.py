@@ -9,7 +9,7 @@ from helpers.comm.fixed_policy import fixed_policy, make_arms, make_routes
 
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import Group, in_process_groups
-from tightwire.comm.policy.routes import SizedAllReduce, by_size, kernel_sums
+from tightwire.comm.policy.routes import SizedAllReduce, auto_all_reduce, kernel_sums
 from tightwire.comm.policy.rules import Choice, Policy, Rule
 
 
@@ -35,7 +35,7 @@ def test_arms_have_objects_of_their_own_and_share_those_of_like_choices() -> Non
     both = fixed_policy("one-shot").rules[:4] + fixed_policy("ring").rules[4:]
     arms = {"one": fixed_policy("one-shot"), "other": fixed_policy("ring"), "both": Policy(both)}
     routes = make_arms(arms, in_process_groups(1)[0])
-    assert routes.arms == ("one", "other", "both")
+    assert routes.policies == ("one", "other", "both")
     names = [type(routes.all_reduce("o_proj", 0, "prefill", arm)).__name__ for arm in range(3)]
     assert names == ["OneShotAllReduce", "RingAllReduce", "OneShotAllReduce"]
     assert routes.all_reduce("o_proj", 0, "prefill", 2) is routes.all_reduce("embed", 0, "decode", 0)
@@ -81,7 +81,7 @@ def test_bytes_exactness_and_bound_are_those_of_the_algorithm_for_the_size() -> 
 def test_limits_must_rise_and_end_open(limits: list[int | None]) -> None:
     one_shot = make_all_reduce("one-shot", in_process_groups(1)[0])
     with pytest.raises(ValueError, match=r"limits must rise|messages of any size"):
-        by_size([(limit, one_shot) for limit in limits])
+        SizedAllReduce([(limit, one_shot) for limit in limits])
 
 
 _NAMES = ("one-shot", "two-shot", "ring", "native", "flash-int8", "flash:none,none")
@@ -91,10 +91,10 @@ def _in_kernels(group: Group) -> list[str]:
     return [name for name in _NAMES if kernel_sums(make_all_reduce(name, group), 8, 4) is not None]
 
 
-def _by_size(group: Group) -> list[Any]:
+def _in_kernels_by_size(group: Group) -> list[Any]:
     one_shot, two_shot = make_all_reduce("one-shot", group), make_all_reduce("two-shot", group)
-    sized = by_size([(64, one_shot), (None, two_shot)])
-    nested = by_size([(128, sized), (None, make_all_reduce("one-shot", group))])
+    sized = SizedAllReduce([(64, one_shot), (None, two_shot)])
+    nested = SizedAllReduce([(128, sized), (None, make_all_reduce("one-shot", group))])
     found = [
         [kernel_sums(all_reduce, num_elems, 4) for num_elems in (16, 17, 33)]
         for all_reduce in (sized, nested, one_shot)
@@ -109,7 +109,7 @@ def test_one_shots_over_shared_memory() -> None:
 
 
 def test_the_size_decides_where_it_decides_the_algorithm() -> None:
-    seen = run_ranks(2, _by_size, shared_memory=True)
+    seen = run_ranks(2, _in_kernels_by_size, shared_memory=True)
     assert seen == [[[True, False, False], [True, False, True], [True] * 3]] * 2
 
 
@@ -122,3 +122,29 @@ def test_no_other_transport(over: str) -> None:
     else:
         seen = run_ranks(2, with_throttle, "40gbit,latency=2us", _in_kernels, shared_memory=True)
     assert seen == [[], []]
+
+
+class _Fused:
+    """Stands for a transport's kernels, which are not called here."""
+
+    one_shot = two_shot = in_kernel = None
+
+
+def _auto_names(world_size: int, *, fused: bool) -> list[str]:
+    """The algorithms that ``auto`` uses, by rising size."""
+    group = in_process_groups(world_size)[0]
+    kernels: Any = _Fused() if fused else None
+    group.transport.fused = kernels
+    auto = auto_all_reduce(group)
+    assert isinstance(auto, SizedAllReduce) and auto.name == "auto" and auto.lossless
+    return list(dict.fromkeys(auto.choose(1 << power).name for power in range(10, 27)))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("world_size", [3, 8])
+def test_auto_is_one_shot_for_small_messages_and_two_shot_for_large_ones(world_size: int, fused: bool) -> None:
+    assert _auto_names(world_size, fused=fused) == ["one-shot", "two-shot"]
+
+
+def test_auto_over_two_ranks_in_shared_memory_is_one_shot_at_any_size() -> None:
+    assert _auto_names(2, fused=True) == ["one-shot"]

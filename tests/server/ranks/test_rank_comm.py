@@ -122,7 +122,7 @@ def test_further_policies_are_checked_and_reported_by_name() -> None:
         checked = check_comm(group, here, row_elems=64, max_rows=8)
         assert checked.routes is not None
         sums = [checked.routes.all_reduce("o_proj", layer, "prefill", arm) for arm in (0, 1) for layer in (0, 1)]
-        return checked.setup, checked.routes.arms, [type(all_reduce).__name__ for all_reduce in sums]
+        return checked.setup, checked.routes.policies, [type(all_reduce).__name__ for all_reduce in sums]
 
     setup, arms, sums = run_in_process(2, check)[1]
     assert arms == here.policy_names
