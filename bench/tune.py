@@ -1,7 +1,7 @@
-"""``tightwire tune``: measures every AllReduce in the sizes a model will send, and keeps the times for this host.
+"""``tightwire tune``: measures every AllReduce in the sizes a model will send, and writes the times to a file for this host.
 
 Ranks are processes of this machine. Every result is checked; an algorithm with a wrong sum is recorded as wrong, and
-``auto`` never takes it. The file is written in one step after each transport.
+``auto`` never takes it. The file is written atomically after each transport.
 """
 
 import argparse
@@ -15,23 +15,15 @@ from pathlib import Path
 
 from msgspec.structs import replace
 from rich.console import Console
-from rich.table import Table
 
 from tightwire.bench.comm.cells import Cells
-from tightwire.bench.comm.measure import (
-    Computed,
-    ComputingPlan,
-    MeasurePlan,
-    Timed,
-    compute_alone,
-    measurable,
-    measure,
-)
+from tightwire.bench.comm.measure import Computed, MeasurePlan, Timed, compute_alone, measure
 from tightwire.bench.ranks import TRANSPORTS, RankOptions, open_ranks
-from tightwire.bench.report.progress import progress_bar
+from tightwire.bench.report.console import make_console, progress_bar
 from tightwire.bench.report.quiet import OthersWatch
+from tightwire.bench.report.table import Column, Table, print_table
 from tightwire.comm.all_reduce.entry import Setting
-from tightwire.comm.group.local_ranks import LocalRankError, LocalRanks
+from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
 from tightwire.comm.policy.tune_file import (
@@ -60,7 +52,6 @@ _START_S = 6.0  # for the ranks of one transport to start and join
 _OVERRUN = 1.5  # times its share of the time that a transport may take
 _MAX_OTHERS_SHARE = 0.25  # of the cores; above it, medians were wrong by up to ten times
 _MIN_SECONDS_PER_SIZE = 0.1
-_COMPUTING_CALLS = 15
 _MAX_CALLS = 300  # of one algorithm at one size; more do not move the median
 _ROW_STEP = 4  # from one message size to the next
 
@@ -93,16 +84,16 @@ def main(argv: Sequence[str]) -> int:
     """Returns 0, 1 when ranks failed or the file cannot be written, 2 for refused options, 130 after Ctrl-C."""
     parser = make_parser(
         "tune",
-        "Measure every AllReduce on this host in the sizes a model will send; `serve` reads the times.",
+        "Measure every AllReduce on this host in the sizes that a model will send; `serve` reads the times.",
         COMM_GROUPS,
     )
     parser.add_argument(
-        "--seconds", type=_seconds, default=60.0, metavar="S", help="about how long to measure in all (default: 60)"
+        "--seconds", type=_seconds, default=60.0, metavar="S", help="approximate time of all measurements (default: 60)"
     )
     config, args = parse(parser, argv, COMM_GROUPS)
     refuse_allreduce_extra(parser, config)
     refuse_replicas(parser, config)
-    console = Console(highlight=False)
+    console = make_console()
     try:
         plan = make_plan(at_least_two_ranks(config), args.seconds)
     except ValueError as error:
@@ -119,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("tightwire tune: interrupted; unfinished measurements are not kept\n")
         return 130
-    console.print(f"kept in {plan.path}", markup=False, soft_wrap=True)
+    console.print(f"written to {plan.path}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -134,7 +125,7 @@ def _seconds(text: str) -> float:
 
 
 def make_plan(config: ServeConfig, seconds: float) -> TunePlan:
-    """All messages that ``serve`` with the same options would send, over every transport that it could choose.
+    """Every message that ``serve`` with the same options would send, over every transport that it could choose.
 
     Raises:
         ValueError: the model or an option is refused.
@@ -166,18 +157,15 @@ def _transports(config: ServeConfig, setting: Setting) -> list[str]:
 
 
 def show(console: Console, plan: TunePlan, measured: Measured) -> None:
-    """Print medians by size and algorithm, the best of each size marked, and what ``auto`` would choose."""
-    rows = measured.rows()
-    table = Table(title=f"{measured.setting}: median us", title_justify="left", title_style="bold")
-    table.add_column("algorithm")
-    sizes = plan.sizes(measured.setting)
-    for size in sizes:
-        table.add_column(format_bytes(size), justify="right")
+    """Print medians by size and algorithm, the best of each size marked, and the choice of ``auto``."""
+    rows, sizes = measured.rows(), plan.sizes(measured.setting)
     best = {size: min((us for row in rows.values() for at, us in row if at == size), default=0) for size in sizes}
-    for name, row in rows.items():
-        by_size = dict(row)
-        table.add_row(name, *(_cell(by_size.get(size), best[size]) for size in sizes))
-    console.print(table)
+    texts = [
+        {"algorithm": name, **{str(at): f"{us:.0f}{' *' if us == best.get(at) else ''}" for at, us in row}}
+        for name, row in rows.items()
+    ]
+    columns = [Column("algorithm", "algorithm"), *(Column(format_bytes(size), str(size), "s") for size in sizes)]
+    print_table(console, Table(title=f"{measured.setting}: median us", columns=columns, rows=texts))
     if missing := [format_bytes(size) for size in sizes if not best[size]]:
         console.print(f"no time was left for {', '.join(missing)}; use a larger --seconds", style="yellow")
     for name, fault in measured.wrong.items():
@@ -186,10 +174,6 @@ def show(console: Console, plan: TunePlan, measured: Measured) -> None:
     for choice in chooser.policy().choices("o_proj", 0, "decode"):
         limit = "" if choice.up_to_bytes is None else f" up to {format_bytes(choice.up_to_bytes)}"
         console.print(f"auto, lossless: {choice.algorithms[0]}{limit}: {choice.reason}", markup=False, soft_wrap=True)
-
-
-def _cell(us: float | None, best_us: float) -> str:
-    return "-" if us is None else f"{us:.0f}{' *' if us == best_us else ''}"
 
 
 def measure_all(plan: TunePlan) -> Iterator[Measured]:
@@ -225,16 +209,12 @@ def measure_all(plan: TunePlan) -> Iterator[Measured]:
 def _measure_setting(
     setting: Setting, request: PolicyRequest, sizes: Sequence[int], per_size_s: float, report: Callable[[float], None]
 ) -> Measured:
-    names = Chooser(request, CostModel(setting)).candidates()
     options = RankOptions(
-        ranks=setting.world_size,
-        device=setting.device,
-        transport=setting.transport,
-        nodes=setting.num_nodes,
+        ranks=setting.world_size, device=setting.device, transport=setting.transport, nodes=setting.num_nodes
     )
     order = _ends_first(sizes)
     plan = MeasurePlan(
-        algorithms=tuple(names),
+        algorithms=tuple(Chooser(request, CostModel(setting)).candidates()),
         sizes=order,
         dtype=setting.dtype,
         repeats=_MAX_CALLS,
@@ -254,7 +234,8 @@ def _measure_setting(
             if now > deadline and cells.rows():
                 break  # the sizes that are left lie between measured ones
         else:
-            computed = _measure_computing(ranks, plan) if setting.device == "cpu" else []
+            # On CUDA a whole AllReduce is one kernel, so there is no computing apart from it.
+            computed = [answer for _, answer in ranks.stream(compute_alone, plan)] if setting.device == "cpu" else []
         others = watch.share()
     if others > _MAX_OTHERS_SHARE:
         raise CrowdedError(
@@ -264,19 +245,8 @@ def _measure_setting(
     return judge(setting, cells, computed)
 
 
-def _measure_computing(ranks: LocalRanks, measured: MeasurePlan) -> list[Computed]:
-    """The algorithms' computing without a wire; on CUDA a whole AllReduce is one kernel, so there is none."""
-    plan = ComputingPlan(
-        algorithms=measurable(measured.algorithms),
-        sizes=tuple(sorted(measured.sizes)),
-        dtype=measured.dtype,
-        repeats=_COMPUTING_CALLS,
-    )
-    return [answer for _, answer in ranks.stream(compute_alone, plan)]
-
-
 def _ends_first(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The smallest, the largest, the second smallest, ...: sizes without time left lie between measured ones."""
+    """The smallest, the largest, the second smallest, ...: if time runs out, the other sizes lie between measured ones."""
     rest, order = list(sizes), []
     while rest:
         order.append(rest.pop(0 if len(order) % 2 == 0 else -1))
@@ -306,5 +276,6 @@ def judge(setting: Setting, cells: Cells, computed: Sequence[Computed]) -> Measu
         for row in rows
     )
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    computing = tuple(Computing(name, size, seconds * 1e6) for (name, size), seconds in slowest.items())
+    by_size = sorted(slowest.items(), key=lambda entry: entry[0][1])
+    computing = tuple(Computing(name, size, seconds * 1e6) for (name, size), seconds in by_size)
     return Measured(setting=setting, points=tuple(points), computing=computing, wrong=wrong, date=date)

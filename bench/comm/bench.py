@@ -23,7 +23,7 @@ from tightwire.bench.comm.cells import (
     Cells,
     find_crossovers,
 )
-from tightwire.bench.comm.measure import Checked, ComputingPlan, MeasurePlan, compute_alone, measurable, measure
+from tightwire.bench.comm.measure import Checked, MeasurePlan, compute_alone, measure
 from tightwire.bench.options import OutputOptions, option, parse_options, parse_sizes
 from tightwire.bench.ranks import TRANSPORTS, RankOptions, open_ranks
 from tightwire.bench.report.page import Item, Plot, lines
@@ -43,7 +43,6 @@ from tightwire.comm.link.wire import LinkTooFastError
 from tightwire.comm.protocols import AllReduce
 from tightwire.comm.sizes import format_bytes
 
-_COMPUTING_CALLS = 15  # of each algorithm without a link
 _DTYPES = ("bfloat16", "float16", "float32")
 _DEFAULT_SIZES = tuple(8192 * 4**power for power in range(6))  # 8 KiB to 8 MiB
 _MAX_SIZE = 1 << 30  # every rank holds a message, its result and the exact sum in float64
@@ -227,13 +226,7 @@ class CommBench(Bench):
             self._by_link.append(cells)
             self._time(ranks, cells)
             if link is not None:
-                plan = ComputingPlan(
-                    algorithms=measurable(self._plan.algorithms),
-                    sizes=self._plan.sizes,
-                    dtype=self._plan.dtype,
-                    repeats=_COMPUTING_CALLS,
-                )
-                for rank, computed in ranks.stream(compute_alone, plan):
+                for rank, computed in ranks.stream(compute_alone, self._plan):
                     cells.add(rank, computed)
                 self.print_table(Table(columns=PREDICTION_COLUMNS, rows=cells.rows()))
 

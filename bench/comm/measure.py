@@ -1,4 +1,4 @@
-"""Checks and times AllReduces; runs on every rank of ``bench comm`` and ``tune``.
+"""Checks and times AllReduces, on every rank of ``bench comm`` and ``tune``.
 
 Every call is checked. For the first call of an algorithm at a size, rank 0 compares each element's error with the bound that
 the algorithm states, all ranks report a digest of their bits, which must be equal, and the counted bytes must be those of
@@ -22,7 +22,8 @@ from tightwire.comm.transport.emulated import WeightlessTransport
 _WARM_UP_ROUNDS = 2
 _MIN_ROUNDS = 3
 _REPORT_S = 0.25  # between two reports, so that a progress bar moves
-_NOT_COMPUTABLE_ALONE = ("native", "hierarchical")  # the library's own sum; one that goes through groups of its own
+_COMPUTING_ROUNDS = 15
+_NOT_COMPUTABLE_ALONE = ("native", "hierarchical")  # torch.distributed's sum; one that uses groups of its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,7 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """Some rounds of calls, one call of each algorithm in a round; ``done`` of ``rounds`` are over."""
+    """Some rounds of calls, one call of each algorithm in a round; ``done`` of ``rounds`` have ended."""
 
     size: int
     seconds: dict[str, list[float]]
@@ -69,15 +70,6 @@ class Computed:
     seconds: list[float]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComputingPlan:
-    algorithms: tuple[str, ...]
-    sizes: tuple[int, ...]  # bytes of messages
-    dtype: str
-    repeats: int
-    seed: int = 0
-
-
 def measure(group: Group, plan: MeasurePlan) -> Iterator[Checked | Timed]:
     arms = {name: plan.make(name, group) for name in plan.algorithms}
     for size in plan.sizes:
@@ -87,21 +79,15 @@ def measure(group: Group, plan: MeasurePlan) -> Iterator[Checked | Timed]:
         yield from bench.time(bench.agree_on_rounds())
 
 
-def measurable(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of ``names`` that can run without a wire."""
-    return tuple(name for name in names if not name.startswith(_NOT_COMPUTABLE_ALONE))
-
-
-def compute_alone(group: Group, plan: ComputingPlan) -> Iterator[Computed]:
-    """Time what AllReduces compute (encode, add, decode, join slices) over a transport that costs nothing, on all ranks at once."""
+def compute_alone(group: Group, plan: MeasurePlan) -> Iterator[Computed]:
+    """Time the computing of AllReduces (encode, add, decode, join slices) over a transport that costs nothing, on all ranks."""
     alone = replace(group, transport=WeightlessTransport(group.rank, group.world_size), nodes=None)
-    arms = {name: make_all_reduce(name, alone) for name in plan.algorithms}
-    dtype: torch.dtype = getattr(torch, plan.dtype)
-    source = torch.Generator().manual_seed(plan.seed + group.rank)
+    names = [name for name in plan.algorithms if not name.startswith(_NOT_COMPUTABLE_ALONE)]
+    arms = {name: make_all_reduce(name, alone) for name in names}
     for size in plan.sizes:
-        x = torch.randn(size // dtype.itemsize, generator=source).to(group.device, dtype)
+        x = _numbers(plan, size, group.rank).to(group.device)
         seconds: dict[str, list[float]] = {name: [] for name in arms}
-        for number in range(_WARM_UP_ROUNDS + plan.repeats):
+        for number in range(_WARM_UP_ROUNDS + _COMPUTING_ROUNDS):
             for name, all_reduce in arms.items():
                 group.transport.barrier()
                 start = time.perf_counter()
