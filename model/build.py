@@ -16,8 +16,7 @@ from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.decode_graphs import DecodeGraphs, cuda_capture, graph_sizes
 from tightwire.model.layout import Layout, Shard
 from tightwire.model.llama import Llama
-from tightwire.model.logits_gather import LogitsGather
-from tightwire.model.parallel import TensorParallel
+from tightwire.model.parallel import LogitsGather, TensorParallel
 from tightwire.model.runner import ModelRunner
 from tightwire.model.weights.checkpoint_store import CheckpointStore
 from tightwire.model.weights.formats import WeightFormats

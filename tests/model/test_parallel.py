@@ -1,8 +1,8 @@
-"""Row-parallel sums: decode and prefill rows by their own algorithms, one message when these are the same."""
+"""Row-parallel sums by kind of row; rank 0 gets all replicas' logits in order, and the bytes are the formula's."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.registry import make_all_reduce
+from tightwire.comm.collectives.collectives import gather_to_root_bytes
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
@@ -22,8 +23,10 @@ from tightwire.kernels.linear import linear
 from tightwire.model.checkpoint.config import config_from_hf
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
-from tightwire.model.parallel import TensorParallel
+from tightwire.model.parallel import LogitsGather, TensorParallel
+from tightwire.model.step import StepPlan, gather_sizes, make_plan
 
+_CONFIG = config_from_hf(tiny_config())
 _ROWS = 5
 _LOSSY = "flash:int4-g64,int4-g64"
 
@@ -45,7 +48,7 @@ class Seen:
 
 
 def _sum_rows(group: Group, plan: Policy, num_generated: int) -> Seen:
-    layout = make_layout(config_from_hf(tiny_config()), group.world_size, None)
+    layout = make_layout(_CONFIG, group.world_size, None)
     parallel = TensorParallel(group, layout, make_routes(plan, group))
     x_TF = torch.randn(_ROWS, 8, generator=torch.Generator().manual_seed(group.rank))
     weight_DF = torch.randn(64, 8, generator=torch.Generator().manual_seed(9))
@@ -85,7 +88,7 @@ def test_rows_with_the_same_algorithm_travel_together(asked: dict[str, str]) -> 
 
 def test_a_single_rank_has_nothing_to_sum() -> None:
     (group,) = run_in_process(1, _own_group)
-    layout = make_layout(config_from_hf(tiny_config()), 1, None)
+    layout = make_layout(_CONFIG, 1, None)
     parallel = TensorParallel(group, layout, None)
     assert parallel.row_sums("o_proj", 0) is None
 
@@ -115,7 +118,7 @@ def test_a_text_does_not_depend_on_other_sequences_with_a_lossy_algorithm(
 
 
 def _last_chosen(group: Group, num: int) -> list[int]:
-    parallel = TensorParallel(group, make_layout(config_from_hf(tiny_config()), group.world_size, None), None)
+    parallel = TensorParallel(group, make_layout(_CONFIG, group.world_size, None), None)
     chosen_R = torch.tensor([5, 6, 7], dtype=torch.int32) if group.rank == 0 else None
     return parallel.last_chosen(chosen_R, num).tolist()
 
@@ -128,3 +131,75 @@ def test_all_ranks_get_the_tokens_that_rank_0_chose(world_size: int) -> None:
 def test_a_plan_that_defers_more_tokens_than_were_chosen_is_refused() -> None:
     with pytest.raises(ValueError, match="defers 4 tokens to the last step, and 3 were given"):
         run_in_process(1, _last_chosen, 4)
+
+
+class Brought(NamedTuple):
+    num_rows: int
+    num_candidates: int = 0
+
+
+def plan_of(own: Brought) -> StepPlan:
+    return make_plan(
+        token_ids=range(own.num_rows),
+        query_lens=(),
+        context_lens=(),
+        block_tables=(),
+        num_decode_rows=0,
+        logit_rows=range(own.num_rows),
+        num_candidates=own.num_candidates,
+    )
+
+
+def rows_of(replica: int, num_rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(replica)
+    return torch.randn(num_rows, _CONFIG.vocab_size, generator=generator)
+
+
+def _gather_logits(world: Group, tp: int, brought: list[Brought]) -> tuple[Tensor | None, int]:
+    layout = make_layout(_CONFIG, tp, None)
+    gather = LogitsGather(world, layout)
+    replica, place = divmod(world.rank, tp)
+    own = layout.shards[place].vocab_rows
+    num_rows = brought[replica].num_rows
+    local_RV = rows_of(replica, num_rows)[:, own.start : own.stop] if num_rows else None
+    sent_before = world.bytes_sent
+    gathered = gather.gather(gather_sizes([plan_of(own) for own in brought]), local_RV)
+    assert gather.num_begun == 1
+    return gathered, world.bytes_sent - sent_before
+
+
+@pytest.mark.parametrize(
+    ("tp", "brought"),
+    [
+        (1, [Brought(2), Brought(3)]),
+        (2, [Brought(2), Brought(1)]),
+        (2, [Brought(0), Brought(3), Brought(0)]),
+        (3, [Brought(1), Brought(2, 1)]),
+        (2, [Brought(2, 1), Brought(4, 3)]),
+        (2, [Brought(2, 200), Brought(1)]),  # so many candidates that all logits are fewer bytes
+        (1, [Brought(0), Brought(2, 1)]),
+    ],
+)
+def test_rows_of_all_replicas_are_gathered_in_order(tp: int, brought: list[Brought]) -> None:
+    met = run_in_process(tp * len(brought), _gather_logits, tp, brought)
+
+    gathered = met[0][0]
+    assert gathered is not None and all(rows is None for rows, _ in met[1:])
+    want = torch.cat([rows_of(replica, own.num_rows) for replica, own in enumerate(brought)])
+    kept = gathered > -torch.inf
+    assert torch.equal(gathered[kept], want[kept])
+    assert torch.equal(gathered.argmax(1), want.argmax(1))
+    shards = make_layout(_CONFIG, tp, None).shards
+    sizes, row = [], 0
+    for own in brought:
+        whole = own.num_candidates in (0, 200)
+        assert kept[row : row + own.num_rows].all() == (whole or not own.num_rows)
+        row += own.num_rows
+        each = [4 * len(s.vocab_rows) if whole else 8 * own.num_candidates for s in shards]
+        sizes += [own.num_rows * size for size in each]
+    assert [sent for _, sent in met] == [gather_to_root_bytes(rank, sizes) for rank in range(len(met))]
+
+
+def test_nothing_is_gathered_when_only_the_first_replica_has_rows() -> None:
+    assert gather_sizes([plan_of(Brought(3)), plan_of(Brought(0))]) == b""
+    assert gather_sizes([plan_of(Brought(3))]) == b""

@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights.prepared.manifest import Blob
 
+DISK_IO = ("auto", "direct", "buffered")
 PIECE_BYTES = 8 << 20  # per read: large enough to keep a disk busy, small enough for a slow disk to report progress
 
 _LOG = logging.getLogger(__name__)
@@ -195,6 +197,31 @@ def reads_direct(path: Path) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def choose_io(asked: str, paths: Sequence[Path], available_bytes: int) -> str:
+    """Resolve ``auto``: ``direct`` when the files together are larger than half of the available memory.
+
+    Passes read the files cyclically. A page cache that is too small evicts the least recently used pages, which are the
+    next ones to be read, so it never has a hit and costs an extra copy.
+
+    Args:
+        paths: the files of all ranks on this host.
+    Raises:
+        ValueError: the file system does not support direct reads, or ``asked`` is unknown.
+    """
+    if asked not in DISK_IO:
+        raise ValueError(f"reads from a disk are one of {', '.join(DISK_IO)}, got {asked!r}")
+    if asked == "buffered":
+        return asked
+    possible = all(reads_direct(path) for path in paths)
+    if asked == "direct" and not possible:
+        raise ValueError(
+            f"{paths[0].parent}: its file system cannot read around the page cache, so direct reads are not possible; use "
+            "buffered ones, or put the folder on a local disk"
+        )
+    large = sum(path.stat().st_size for path in paths) > available_bytes // 2
+    return "direct" if possible and (large or asked == "direct") else "buffered"
 
 
 class BlobWriter:

@@ -8,11 +8,12 @@
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tightwire.comm.buffers import page_aligned
 from tightwire.comm.codec.codec import Codec, parse_codec
@@ -22,12 +23,103 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.packed_layer import PackedModel, pack_model
-from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, BlobFile, read_blob, reads_direct
-from tightwire.model.weights.prepared.disk_store import OUTER_NAME, DiskStore, choose_io
-from tightwire.model.weights.prepared.manifest import MANIFEST, Manifest, cuts_of, read_manifest
+from tightwire.model.weights.layer_store import LocalStore
+from tightwire.model.weights.packed_layer import PackedLayer, PackedModel, pack_model
+from tightwire.model.weights.prepared.blob_file import (
+    PIECE_BYTES,
+    BlobFile,
+    choose_io,
+    read_blob,
+    read_span,
+    reads_direct,
+)
+from tightwire.model.weights.prepared.manifest import MANIFEST, Manifest, RankFile, cuts_of, read_manifest
 
 _CPU = torch.device("cpu")
+_OUTER = "embedding, norm and head"
+
+
+class DiskStore(LocalStore):
+    """``LayerFiles`` over one file. It learns the order of the layers in the first pass."""
+
+    has_memory = False
+
+    def __init__(
+        self,
+        path: Path,
+        model: PackedModel,
+        blobs: RankFile,
+        *,
+        direct: bool,
+        verify: bool = False,
+        patience_s: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            model: the forms of the tensors in the file.
+            direct: read around the page cache.
+            verify: compare each checksum when a layer or the outer tensors are first read.
+            patience_s: time limit for retries of reads that fail temporarily; damage is not retried.
+        Raises:
+            WeightsError: the file cannot be opened in this mode.
+        """
+        self.model = model
+        self._outer, self._blobs, self._verify = blobs.outer, blobs.layers, verify
+        self._file = BlobFile(path, direct=direct, patience_s=patience_s)
+        self._unverified = set(range(len(self._blobs)) if verify else ())
+        self._next: dict[int, int] = {}
+        self._last: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self._file.path} ({'around' if self._file.direct else 'through'} the page cache)"
+
+    def packed(self, layer: int) -> PackedLayer:
+        return self.model.stored[layer]
+
+    def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
+        buffer = page_aligned(self._outer.num_bytes, _CPU)
+        read_blob(self._file, self._outer, _OUTER, buffer, moved, hashlib.sha256() if self._verify else None)
+        return buffer.to(device)
+
+    def read_plain(self, layer: int, device: torch.device, moved: Moved) -> Tensor:
+        plain, stored = self.model.plain[layer], self.model.stored[layer]
+        source = self.read(layer, page_aligned(stored.num_bytes, _CPU), moved).to(device)
+        if stored.is_plain:
+            return source
+        decoded = page_aligned(plain.num_bytes, device)
+        stored.decode(source, plain, decoded)
+        return decoded
+
+    def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
+        digest = hashlib.sha256() if layer in self._unverified else None
+        read_blob(self._file, self._blobs[layer], f"layer {layer}", into, moved, digest)
+        self._unverified.discard(layer)
+        self._expect_next(layer)
+        return into
+
+    def read_parts(self, layer: int, parts: Sequence[tuple[int, Tensor]], moved: Moved) -> None:
+        """Read only the parts; with ``verify`` the whole layer, because its checksum covers all of it."""
+        if self._verify:
+            whole = self.read(layer, page_aligned(self._blobs[layer].num_bytes, _CPU), moved)
+            for start, part in parts:
+                part.copy_(whole[start : start + len(part)])
+            return
+        for start, part in parts:
+            host = part if part.device.type == "cpu" else torch.empty(part.shape, dtype=torch.uint8)
+            read_span(self._file, self._blobs[layer].offset + start, f"layer {layer}", host, moved)
+            part.copy_(host)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _expect_next(self, layer: int) -> None:
+        """Start reading the next layer into the page cache before the caller asks for it."""
+        if self._last is not None:
+            self._next[self._last] = layer
+        self._last = layer
+        blob = self._blobs[self._next.get(layer, (layer + 1) % len(self._blobs))]
+        self._file.expect(blob.offset, min(PIECE_BYTES, blob.num_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +233,7 @@ def find_damage(folder: Path, manifest: Manifest, moved: Moved = lambda num_byte
         try:
             file.forget()
             for what, blob in zip(
-                [OUTER_NAME, *map("layer {}".format, range(len(written.layers)))], written.blobs, strict=True
+                [_OUTER, *map("layer {}".format, range(len(written.layers)))], written.blobs, strict=True
             ):
                 try:
                     read_blob(file, blob, what, scratch, moved, hashlib.sha256())

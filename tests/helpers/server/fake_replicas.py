@@ -1,4 +1,4 @@
-"""Replicas without weights: a ``FakeRunner`` for each, whose logits are gathered as by ``model.logits_gather``."""
+"""Replicas without weights: a ``FakeRunner`` for each, whose logits are gathered as by ``LogitsGather``."""
 
 from collections.abc import Sequence
 

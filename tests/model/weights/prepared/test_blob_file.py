@@ -15,8 +15,8 @@ from tightwire.comm.buffers import PAGE_BYTES, page_aligned
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights.packed_layer import PackedLayer, PackedModel
 from tightwire.model.weights.prepared import blob_file
-from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, reads_direct
-from tightwire.model.weights.prepared.disk_store import DiskStore, choose_io
+from tightwire.model.weights.prepared.blob_file import PIECE_BYTES, choose_io, reads_direct
+from tightwire.model.weights.prepared.folder import DiskStore
 from tightwire.model.weights.prepared.manifest import Blob, RankFile
 
 SIZES = (2 * PAGE_BYTES, PIECE_BYTES + 3 * PAGE_BYTES, PAGE_BYTES)
@@ -225,7 +225,7 @@ def test_a_missing_file(tmp_path: Path, content: list[bytes]) -> None:
 
 
 def test_direct_reads_are_chosen_where_the_cache_is_too_small(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightwire.model.weights.prepared.disk_store.reads_direct", lambda path: True)
+    monkeypatch.setattr(blob_file, "reads_direct", lambda path: True)
     size = sum(SIZES)
     assert choose_io("auto", [path], 2 * size) == "buffered"
     assert choose_io("auto", [path], 2 * size - 2) == "direct"
