@@ -11,10 +11,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "tightwire.bench.compare.bench:main",
         "compare two results of one bench; exit code 1 for a regression",
     ),
-    "kernels": (
-        "tightwire.bench.kernels.bench:main",
-        "time codecs and matrix products on one core, AllReduce kernels on one GPU",
-    ),
+    "kernels": ("tightwire.bench.kernels.bench:main", "time codecs and matrix products on one core, codecs on one GPU"),
     "offload": (
         "tightwire.bench.peers.offload:main",
         "compare streamed weights with accelerate's offloading",

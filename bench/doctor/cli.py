@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tightwire.bench.doctor.advice import Advice, advise
-from tightwire.bench.doctor.facts import CudaFacts, MemoryFacts
+from tightwire.bench.doctor.facts import CudaFacts
 from tightwire.bench.doctor.probing import Finding, run_probe
 
 _PACKAGE = "tightwire.bench.doctor"
-# Name -> "module:function". These only read, all at once; PEERS and ROUND_TRIP test hardware, one after the other.
+# Name -> "module:function". These only read, all at once; PEERS tests hardware.
 LOOKING = {
     "processor": f"{_PACKAGE}.host:cpu",
     "memory": f"{_PACKAGE}.host:memory",
@@ -28,7 +28,6 @@ LOOKING = {
     "versions": f"{_PACKAGE}.host:versions",
 }
 PEERS = f"{_PACKAGE}.gpus:peers"
-ROUND_TRIP = f"{_PACKAGE}.gpus:round_trip"
 _STYLES = {"problem": "bold red", "note": "yellow", "use": "bold green"}
 
 
@@ -44,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     """``tightwire doctor``: exit code 0, or 1 for a problem or a failed probe."""
     parser = argparse.ArgumentParser(
         prog="tightwire doctor",
-        description="Examine this machine's devices, links and memory, test peer access and shared memory, and suggest "
+        description="Examine this machine's devices, links and memory, test peer access, and suggest "
         "options. Each probe has its own process and time limit.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -76,14 +75,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def examine(limit_s: float) -> list[Finding]:
-    """All findings; the first ones decide which tests run."""
+    """All findings; peer access is tested where the driver claims it."""
     findings = list(await asyncio.gather(*(run_probe(name, target, limit_s) for name, target in LOOKING.items())))
-    for finding in tuple(findings):
-        match finding.facts:
-            case CudaFacts(peers=[_, *_]):
-                findings.append(await run_probe("peer access", PEERS, limit_s))
-            case MemoryFacts(shared_memory_problem=None):
-                findings.append(await run_probe("round trip", ROUND_TRIP, limit_s))
+    if any(isinstance(finding.facts, CudaFacts) and finding.facts.peers for finding in findings):
+        findings.append(await run_probe("peer access", PEERS, limit_s))
     return findings
 
 

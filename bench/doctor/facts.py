@@ -217,31 +217,10 @@ class VersionFacts(Struct, frozen=True, tag="versions"):
         yield "packages", ", ".join(f"{name} {version}" for name, version in self.packages.items())
 
 
-class RoundTripFacts(Struct, frozen=True, tag="round_trip"):
-    """An AllReduce of ``num_bytes`` by two processes over shared memory."""
-
-    num_bytes: int
-    p50_us: float
-    p99_us: float
-
-    def rows(self) -> Rows:
-        what = f"sum of {format_bytes(self.num_bytes)} by two processes"
-        yield "one-shot", f"{what}: {self.p50_us:.0f} us, 99 of 100 within {self.p99_us:.0f} us"
-
-
 def _text(value: float | None) -> str:
     return "?" if value is None else f"{value:g}"
 
 
 Facts = (
-    CpuFacts
-    | MemoryFacts
-    | PciFacts
-    | IsolationFacts
-    | GpuFacts
-    | CudaFacts
-    | PeerFacts
-    | NetworkFacts
-    | VersionFacts
-    | RoundTripFacts
+    CpuFacts | MemoryFacts | PciFacts | IsolationFacts | GpuFacts | CudaFacts | PeerFacts | NetworkFacts | VersionFacts
 )

@@ -1,4 +1,4 @@
-"""Probes of GPUs by ``nvidia-smi`` and torch (devices, links, peer access claimed and tested), and a shared-memory round trip."""
+"""Probes of GPUs by ``nvidia-smi`` and torch: devices, links, peer access claimed and tested."""
 
 import re
 import shutil
@@ -16,12 +16,9 @@ from tightwire.bench.doctor.facts import (
     NvLinks,
     PeerFacts,
     PeerTest,
-    RoundTripFacts,
 )
-from tightwire.comm.policy.round_trip import measure_round_trip
 from tightwire.comm.transport.peer_access import check_peer_writes, claimed_peers
 
-_ROUND_TRIP_BYTES = 8192  # one generated token of a model with hidden size 4096, in 16 bits
 _QUERY = (
     *("index", "name", "pci.bus_id", "memory.total", "driver_version"),
     *("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max", "pstate"),
@@ -109,8 +106,3 @@ def peers() -> Iterator[PeerFacts]:
         check = check_peer_writes(torch.device("cuda", writer), torch.device("cuda", owner))
         tests.append(PeerTest(writer, owner, *check))
     yield PeerFacts(tests=tests)
-
-
-def round_trip() -> RoundTripFacts:
-    latency = measure_round_trip(_ROUND_TRIP_BYTES)
-    return RoundTripFacts(num_bytes=_ROUND_TRIP_BYTES, p50_us=latency.p50_us, p99_us=latency.p99_us)

@@ -1,1 +1,1 @@
-"""``tightwire bench kernels``: codecs and matrix products on one core, AllReduce kernels on one GPU. Start at ``bench.py``."""
+"""``tightwire bench kernels``: codecs and matrix products on one core, codecs on one GPU. Start at ``bench.py``."""

@@ -1,7 +1,7 @@
-"""``tightwire bench kernels``: GB/s of codecs beside a copy of memory, matrix products by rows, and AllReduce kernels.
+"""``tightwire bench kernels``: GB/s of codecs beside a copy of memory, and matrix products by rows.
 
 The answer of every timed configuration is compared with a reference; a wrong one fails the run. Codecs and products run on
-one core; the AllReduce kernels need a GPU.
+one core, or codecs on a GPU.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.sizes import format_bytes
 
-_PARTS = ("codecs", "products", "all-reduces")
+_PARTS = ("codecs", "products")
 _CODECS = ("int8", "int6", "int5", "int4", "int4-had", "int3-sr", "fp8")
 _KIB, _MIB = 1 << 10, 1 << 20
 _CPU_SIZES, _CUDA_SIZES = (64 * _KIB, _MIB, 16 * _MIB), (64 * _KIB, _MIB, 8 * _MIB, 64 * _MIB)
@@ -39,7 +39,11 @@ class KernelBenchOptions(OutputOptions):
     dtype: str = option("bfloat16", "data type of the numbers", choices=("bfloat16", "float16", "float32"))
     codecs: tuple[str, ...] = option(_CODECS, "codecs to time", metavar="NAME,NAME", parse=parse_names)
     sizes: tuple[int, ...] = option(
-        (), "bytes of numbers to encode (64KiB to 64MiB; on CPU to 16MiB)", metavar="SIZE,SIZE", parse=parse_sizes
+        (),
+        "bytes of numbers to encode (64KiB to 64MiB; on CPU to 16MiB)",
+        metavar="SIZE,SIZE",
+        parse=parse_sizes,
+        least=4,
     )
     rows: tuple[int, ...] = option(
         (1, 2, 4, 16, 64, 512), "rows of a matrix product", metavar="N,N", parse=parse_integers, least=1
@@ -47,13 +51,6 @@ class KernelBenchOptions(OutputOptions):
     matrix: tuple[int, int] = option(
         (3072, 576), "outputs and inputs of its weights, such as 3072x576", metavar="OxI", parse=_parse_matrix, least=1
     )
-    rank_sizes: tuple[int, ...] = option(
-        (8 * _KIB, 64 * _KIB, 512 * _KIB, 4 * _MIB, 64 * _MIB),
-        "bytes of messages to sum",
-        metavar="SIZE,SIZE",
-        parse=parse_sizes,
-    )
-    ranks: tuple[int, ...] = option((2, 4), "numbers of simulated ranks", metavar="N,N", parse=parse_integers, least=2)
     repeats: int = option(50, "samples of each operation", metavar="N", least=1)
     seconds_per_arm: float = option(
         2.0, "time for the samples of an operation; reduces them to three at the least", metavar="S", above=0
@@ -68,9 +65,8 @@ class KernelBenchOptions(OutputOptions):
         for name in self.codecs:
             if parse_codec(name).exact:
                 raise ValueError(f"codec {name!r} does not quantize; there is nothing to time")
-        for size in (*self.sizes, *self.rank_sizes):
-            if size <= 0 or size % 4:
-                raise ValueError(f"a size is a positive multiple of 4 bytes, got {size}")
+        if wrong := [size for size in self.sizes if size % 4]:
+            raise ValueError(f"--sizes takes multiples of 4 bytes, got {wrong[0]}")
         if self.matrix[1] % 32:
             raise ValueError(f"--matrix needs inputs that are a multiple of 32, got {self.matrix[1]}")
 
@@ -83,8 +79,7 @@ class KernelBenchOptions(OutputOptions):
 def main(argv: Sequence[str]) -> int:
     """Returns 0, 1 for a wrong answer, 2 for bad options, 130 after Ctrl-C."""
     description = (
-        "Time codecs against a copy of memory and matrix products by rows on one core and, on a GPU, codecs and the "
-        "AllReduce kernels with buffers of one process as ranks. Checks every answer."
+        "Time codecs against a copy of memory, and matrix products by rows, on one core or a GPU. Checks every answer."
     )
     return KernelBench(parse_options(KernelBenchOptions, argv, verb="kernels", description=description)).run()
 
@@ -93,7 +88,7 @@ class KernelBench(Bench):
     verb = "kernels"
     metrics = (Metric(name="seconds", unit="us", scale=1e6),)
     columns = (
-        *(Column(name, name) for name in ("name", "part", "codec", "operation", "algorithm", "ranks", "rows")),
+        *(Column(name, name) for name in ("name", "part", "codec", "operation", "rows")),
         Column("size", "size", format_bytes),
         Column("us", "seconds", ",.1f", 1e6),
         Column("GB/s", "bytes_per_s", ",.2f", 1e-9),
@@ -127,13 +122,6 @@ class KernelBench(Bench):
             outputs, inputs = options.matrix
             cells = [cell for num_rows in options.rows for cell in self._product_cells(num_rows)]
             self._add(cells, f"products with {outputs} x {inputs} weights, out of cache: us", "rows", "operation", _us)
-        if "all-reduces" in options.parts and on_cuda:
-            for world_size in options.ranks:
-                cells = list(self._rank_cells(world_size))
-                title = f"{world_size} ranks simulated by buffers and streams of one process on one GPU: us, no link"
-                self._add(cells, title, "size", "algorithm", _us)
-        elif "all-reduces" in options.parts:
-            self.print("the AllReduce kernels need a GPU and were not timed\n")
         if wrong := [cell["name"] for cell in self._cells if not cell["right"]]:
             raise BenchFailedError(f"wrong answer: {', '.join(wrong)}")
 
@@ -141,7 +129,7 @@ class KernelBench(Bench):
         return self._cells
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
-        return "Codecs, matrix products and AllReduce kernels", result["setting"]
+        return "Codecs and matrix products", result["setting"]
 
     def _add(self, cells: list[dict[str, Any]], title: str, row: str, column: str, text: Any) -> None:
         """Keep the cells, and print one table with a row for each value of ``row`` and a column for each of ``column``."""
@@ -149,9 +137,8 @@ class KernelBench(Bench):
         rows: dict[Any, dict[str, Any]] = {}
         for cell in cells:
             rows.setdefault(cell[row], {row: cell[row]})[cell[column]] = cell
-        first = Column(row, row, format_bytes) if row == "size" else Column(row, row)
         columns = [Column(name, name, text) for name in dict.fromkeys(cell[column] for cell in cells)]
-        self.print_table(Table(title=title, columns=[first, *columns], rows=list(rows.values())))
+        self.print_table(Table(title=title, columns=[Column(row, row), *columns], rows=list(rows.values())))
         self.keep()
 
     def _codec_cells(self, size: int) -> Iterator[dict[str, Any]]:
@@ -181,17 +168,6 @@ class KernelBench(Bench):
                 arm, f"product {arm.name} {num_rows} rows", part="products", operation=arm.name, rows=num_rows
             )
 
-    def _rank_cells(self, world_size: int) -> Iterator[dict[str, Any]]:
-        # Imports Triton, which a CPU host may not have.
-        from tightwire.bench.kernels.simulated_ranks import ALGORITHMS, SimulatedRanks
-
-        ranks = SimulatedRanks(world_size, self._device)
-        for size in self._options.rank_sizes:
-            for algorithm in ALGORITHMS:
-                name = f"{algorithm} {format_bytes(size)} over {world_size}"
-                arm = ranks.arm(algorithm, size, self._dtype)
-                yield self._cell(arm, name, part="all-reduces", algorithm=algorithm, ranks=world_size, size=size)
-
     def _cell(self, arm: Arm, name: str, **facts: Any) -> dict[str, Any]:
         samples = self._seconds(arm)
         seconds = statistics.median(samples)
@@ -199,7 +175,7 @@ class KernelBench(Bench):
             "name": name,
             **facts,
             "seconds": seconds,
-            "bytes_per_s": arm.moved_bytes / seconds if arm.moved_bytes else None,
+            "bytes_per_s": arm.moved_bytes / seconds,
             "right": arm.is_right(),
             "samples": {"seconds": samples},
             "batch": neighbour_batch(len(samples)),

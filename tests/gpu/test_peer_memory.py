@@ -111,12 +111,12 @@ def test_processes_that_share_a_gpu(world_size: int, check: Callable[..., None],
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_ranks_simulated_by_one_process(world_size: int, device: torch.device) -> None:
-    from tightwire.bench.kernels.simulated_ranks import ALGORITHMS, SimulatedRanks
+    from helpers.comm.simulated_ranks import ALGORITHMS, SimulatedRanks
 
     ranks = SimulatedRanks(world_size, device)
     for algorithm in ALGORITHMS:
         for num_bytes in (8192, 1 << 20):
-            assert ranks.arm(algorithm, num_bytes, torch.bfloat16).is_right(), f"{algorithm} {num_bytes}"
+            assert ranks.is_right(algorithm, num_bytes, torch.bfloat16), f"{algorithm} {num_bytes}"
 
 
 @pytest.mark.multi_gpu

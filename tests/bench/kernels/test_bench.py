@@ -14,7 +14,7 @@ from tightwire.bench.kernels.arms import OPERATIONS
 from tightwire.kernels import block_quant
 from tightwire.kernels.spec.block_format import BlockFormat
 
-ARGS = ["kernels", "--device", "cpu", "--parts", "codecs,all-reduces", "--codecs", "int8,int4-had", "--sizes", "4KiB"]
+ARGS = ["kernels", "--device", "cpu", "--parts", "codecs", "--codecs", "int8,int4-had", "--sizes", "4KiB"]
 ARGS += ["--repeats", "3"]
 
 
@@ -22,7 +22,7 @@ def test_prints_and_keeps_every_cell(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli.main([*ARGS, "--output", str(tmp_path), "--label", "mine"]) == 0
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
-    assert "4KiB: GB/s" in out and "need a GPU" in out
+    assert "4KiB: GB/s" in out
     assert result["schema"] == "tightwire.bench.kernels/2" and result["error"] is None
     assert [(row["codec"], row["operation"]) for row in result["cells"]] == [
         (codec, operation) for codec in ("int8", "int4-had") for operation in OPERATIONS
@@ -78,9 +78,9 @@ def test_a_wrong_product_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: 
     [
         (["--codecs", "none"], "does not quantize"),
         (["--codecs", "int7"], "unknown codec 'int7'"),
-        (["--sizes", "6"], "positive multiple of 4"),
-        (["--ranks", "1"], "at least 2"),
-        (["--parts", "codec"], "--parts takes codecs, products, all-reduces, got 'codec'"),
+        (["--sizes", "6"], "multiples of 4 bytes, got 6"),
+        (["--rows", "0"], "at least 1"),
+        (["--parts", "codec"], "--parts takes codecs, products, got 'codec'"),
         (["--matrix", "64"], "expected OUTPUTSxINPUTS"),
         (["--matrix", "64x33"], "multiple of 32, got 33"),
     ],

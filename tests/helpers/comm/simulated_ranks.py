@@ -1,14 +1,8 @@
-"""Runs AllReduce kernels on one GPU: ranks are buffers and streams of one process, so only the kernels are measured.
-
-All ranks use the memory of one GPU, so no link is measured, and the GPU does the work of every rank: a call takes about as
-long as one rank's work on 1/N of the GPU. The barriers are real: the kernels of the ranks run at once and wait for each
-other.
-"""
+"""Runs AllReduce kernels on one GPU: ranks are buffers and streams of one process. The barriers between them are real."""
 
 import torch
 from torch import Tensor
 
-from tightwire.bench.kernels.arms import Arm
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.comm.codec.slices import slice_lengths
 from tightwire.comm.errors import CommError
@@ -47,32 +41,24 @@ class SimulatedRanks:
             for rank in range(world_size)
         ]
 
-    def arm(self, algorithm: str, num_bytes: int, dtype: torch.dtype) -> Arm:
-        """A call is one AllReduce of all ranks on the current stream and on side streams that join it again."""
+    def is_right(self, algorithm: str, num_bytes: int, dtype: torch.dtype) -> bool:
+        """True if one AllReduce of all ranks, each on a side stream, gives the reference's bits on every rank."""
         device = self._streams[0].device
         generator = torch.Generator(device=device).manual_seed(0)
         shape = self.world_size, num_bytes // dtype.itemsize
         inputs = list(torch.randn(shape, generator=generator, device=device).to(dtype))
-        results: list[Tensor] = []
         for stream, x_N in zip(self._streams, inputs, strict=True):
             with torch.cuda.stream(stream):
                 torch.empty_like(x_N)  # so that no call asks the driver for memory while a kernel waits for the next
-
-        def call(_: int) -> None:
-            results[:] = self._sum(algorithm, inputs)
-
-        def is_right() -> bool:
-            call(0)
-            torch.cuda.synchronize(device)
-            try:
-                for rank in self._ranks:
-                    rank.check()
-            except CommError:
-                return False
-            want = expected(algorithm, inputs)
-            return all(torch.equal(result, want) for result in results)
-
-        return Arm(name=algorithm, call=call, moved_bytes=0, is_right=is_right)
+        results = self._sum(algorithm, inputs)
+        torch.cuda.synchronize(device)
+        try:
+            for rank in self._ranks:
+                rank.check()
+        except CommError:
+            return False
+        want = expected(algorithm, inputs)
+        return all(torch.equal(result, want) for result in results)
 
     def _sum(self, algorithm: str, inputs: list[Tensor]) -> list[Tensor]:
         current = torch.cuda.current_stream()
