@@ -1,6 +1,5 @@
 """Reads and checks a request's JSON body; an invalid one becomes a 4xx that names the field."""
 
-import difflib
 from typing import Any, TypeVar
 
 import msgspec
@@ -8,6 +7,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from tightwire.comm.errors import suggest
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.schemas import IGNORED_FIELDS, UNSUPPORTED_FIELDS, Body
 from tightwire.server.config.limits import MAX_BODY_BYTES
@@ -134,8 +134,7 @@ def _describe(problem: ErrorDetails, param: str, kind: type[Body]) -> str:
     if problem["type"] == "missing":
         return f"{param} is missing"
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(param, kind.model_fields, n=1)
-        return f"unknown field {param!r}" + (f"; did you mean {near[0]!r}?" if near else "; see GET /openapi.json")
+        return f"unknown field {param!r}" + suggest(param, kind.model_fields, otherwise="; see GET /openapi.json")
     if problem["type"] == "refused":
         return f"{param} {problem['msg']}"
     said = problem["msg"][0].lower() + problem["msg"][1:]

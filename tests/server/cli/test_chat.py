@@ -14,8 +14,6 @@ from helpers.server.fake_openai import FakeServer, running
 
 from tightwire.server.cli.chat import main
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[3]
 
 

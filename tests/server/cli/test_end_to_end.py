@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import openai
 import pytest
 from helpers.server.server_process import ServerProcess
 from openai import OpenAI
@@ -11,7 +10,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from tightwire.model.open import open_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 _QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 _MODEL = "smollm2-135m"
@@ -108,28 +107,3 @@ def test_n_gives_different_answers_and_a_seed_the_same(client: OpenAI) -> None:
 
     assert len(set(first)) == 3
     assert first == second
-
-
-def test_a_stop_string_ends_the_text_before_it(client: OpenAI) -> None:
-    free = client.completions.create(model=_MODEL, prompt="Once upon a time", max_tokens=40, temperature=0)
-    word = free.choices[0].text.split()[6]
-    kept = free.choices[0].text.split(word)[0]
-
-    stopped = client.completions.create(
-        model=_MODEL, prompt="Once upon a time", max_tokens=40, temperature=0, stop=[word, "never-in-the-text"]
-    )
-
-    assert stopped.choices[0].text == kept
-    assert stopped.choices[0].finish_reason == "stop"
-
-
-def test_errors_are_the_clients_own_classes_and_the_server_goes_on(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="gpt-9"):
-        client.chat.completions.create(model="gpt-9", messages=_QUESTION)
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.chat.completions.create(model=_MODEL, messages=_QUESTION, temperature=9)
-    with pytest.raises(openai.BadRequestError, match="2048"):
-        client.completions.create(model=_MODEL, prompt="hello", max_tokens=5000)
-    with pytest.raises(openai.BadRequestError, match="49152"):
-        client.completions.create(model=_MODEL, prompt=[1, 49152], max_tokens=1)
-    test_chat(client)

@@ -17,8 +17,6 @@ from tiny import make_tiny
 
 from tightwire.server.ranks.reporter import HEARTBEAT_PERIOD_S
 
-pytestmark = pytest.mark.alone
-
 ENDLESS = 60_000  # tokens: minutes of work, so that what ends it is the test's doing
 
 Start = Callable[..., ServerProcess]
@@ -65,6 +63,7 @@ def assert_told(streaming: Streaming, reason: str) -> None:
     assert '"error"' in events[-2] and reason in events[-2]
 
 
+@pytest.mark.alone
 def test_ready_means_that_a_request_is_answered_and_sigterm_lets_those_running_finish(start: Start) -> None:
     server = start()
     url = server.wait_ready()
@@ -89,6 +88,7 @@ def test_ready_means_that_a_request_is_answered_and_sigterm_lets_those_running_f
     assert len(re.findall(r"rank [01]: .* of weights, at most \d+(\.\d)?MiB of host memory", server.log)) == 2
 
 
+@pytest.mark.alone
 def test_a_trace_holds_both_ranks_collectives_and_what_outlasts_the_grace_time_is_cancelled(start: Start) -> None:
     server = start("--shutdown-grace-s", "0.5")
     url = server.wait_ready()
@@ -110,6 +110,7 @@ def test_a_trace_holds_both_ranks_collectives_and_what_outlasts_the_grace_time_i
     assert "cancelling 1 sequences" in server.log
 
 
+@pytest.mark.alone
 def test_a_killed_rank_is_named_to_every_client_and_another_server_goes_on(start: Start) -> None:
     server, other = start(), start()
     url, other_url = server.wait_ready(), other.wait_ready()
@@ -133,6 +134,7 @@ def test_a_killed_rank_is_named_to_every_client_and_another_server_goes_on(start
     assert other.end() == 0
 
 
+@pytest.mark.alone
 def test_a_stopped_rank_is_noticed_by_its_silence(start: Start) -> None:
     server = start("--rank-timeout-s", "2")
     url = server.wait_ready()
@@ -151,6 +153,7 @@ def test_a_stopped_rank_is_noticed_by_its_silence(start: Start) -> None:
     assert list(server.temp.iterdir()) == []
 
 
+@pytest.mark.alone
 def test_a_hung_step_is_noticed_though_the_rank_lives(start: Start) -> None:
     server = start("--step-timeout-s", "2", fault=("hang", "1"))
     url = server.wait_ready()
@@ -162,6 +165,7 @@ def test_a_hung_step_is_noticed_though_the_rank_lives(start: Start) -> None:
     assert re.search(rf"{blamed} {told} \(rank 0: {step}: {told}, \d", server.log), server.log
 
 
+@pytest.mark.alone
 def test_a_second_signal_ends_it_at_once(start: Start) -> None:
     server = start()
     streaming = Streaming(server.wait_ready(), ENDLESS)
@@ -177,6 +181,7 @@ def test_a_second_signal_ends_it_at_once(start: Start) -> None:
     streaming.finish(5)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("when", ["loading", "serving"])
 def test_a_killed_parent_leaves_no_process(start: Start, when: str) -> None:
     server = start()

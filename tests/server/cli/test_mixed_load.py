@@ -11,8 +11,6 @@ from helpers.server.server_process import ServerProcess, get, wait_until
 from openai import AsyncOpenAI, BadRequestError
 from tiny import make_tiny
 
-pytestmark = pytest.mark.alone
-
 _CONTEXT = 256
 _BLOCK_TOKENS = 16
 # float32 keys and values of 2 layers with 2 KV heads of 16: what one cached token takes over all ranks.

@@ -11,8 +11,6 @@ from tiny import make_tiny
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
 
-pytestmark = pytest.mark.alone
-
 _SMALL = ("--port", "0", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
 _STREAM = (*_SMALL, "--weights", "stream")
 

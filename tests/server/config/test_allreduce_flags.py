@@ -10,8 +10,6 @@ from helpers.server import faulty_server
 from helpers.server.server_process import ServerProcess, complete, get
 from tiny import make_tiny
 
-pytestmark = pytest.mark.alone
-
 _CASES = {
     "flash:int4-g64,int8-g64": ["--tp", "2"],
     "hierarchical:int8-g64": ["--tp", "4", "--nodes", "2"],

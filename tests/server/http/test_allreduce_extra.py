@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from helpers.server.server_process import ServerProcess, get
 from tiny import make_tiny
 
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import in_process_groups
-
-pytestmark = pytest.mark.alone
 
 _LOSSY, _INT8 = "flash:int4-g64,int8-g64", "flash:int8-g64,int8-g64"
 _ROW_ELEMS, _ELEM_BYTES, _NUM_GENERATED = 64, 2, 4

@@ -136,7 +136,6 @@ def test_the_plan_says_what_lies_where_and_what_a_step_moves() -> None:
     assert describe_offload(on_device(24), inputs(24)) == ()
 
 
-@pytest.mark.alone
 def test_a_server_answers_as_without_and_says_what_it_moves(tmp_path: Path) -> None:
     small = ("--port", "0", "--max-num-seqs", "4", "--dtype", "float32", "--max-model-len", "128")
     model = str(make_tiny(tmp_path / "tiny"))

@@ -22,8 +22,6 @@ from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Record, R
 from tightwire.server.plan.rank_setup import RankWork, RunPlan
 from tightwire.server.ranks.processes import Ranks
 
-pytestmark = pytest.mark.alone
-
 WORK = RankWork(
     location="some/model",
     config=ServeConfig(),
