@@ -70,12 +70,12 @@ class Conversation:
 
     def _body(self) -> dict[str, Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        wishes = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        options = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         return {
             "model": self.remote.model,
             "messages": [*system, *self.turns],
             "stream": True,
-            **{name: value for name, value in wishes.items() if value is not None},
+            **{name: value for name, value in options.items() if value is not None},
         }
 
     def _stream(self) -> Iterator[str]:

@@ -85,11 +85,11 @@ async def _generate(
 def _encode(tokenizer: Tokenizer, prompt: str, max_tokens: int, max_model_len: int) -> list[int]:
     ids = tokenizer.encode(prompt)
     if not ids:
-        raise ValueError("the prompt is empty; give at least one word")
+        raise ValueError("the prompt has no tokens; give at least one word")
     room = max_model_len - len(ids)
     if room < 1:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens, and the context of {max_model_len} is for prompt and answer; "
+            f"the prompt has {len(ids)} tokens, and the context holds {max_model_len} for prompt and answer; "
             f"shorten it to at most {max_model_len - 1}"
         )
     if max_tokens > room:

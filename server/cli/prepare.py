@@ -48,7 +48,7 @@ def run(config: ServeConfig, out: Path, *, weight_codec: str = "none", force: bo
         progress.close()
         progress.say(_summary(out, manifest, time.monotonic() - start))
 
-    return _run(work, out, f"interrupted; nothing of {out} was kept")
+    return _run(work, out, f"interrupted; {out} was not written")
 
 
 def check(folder: Path) -> int:
@@ -56,19 +56,19 @@ def check(folder: Path) -> int:
 
     def work(progress: Progress) -> None:
         if not folder.is_dir():
-            raise ModelError(f"{folder}: is no folder")
+            raise ModelError(f"{folder} is not a folder")
         prepared = open_checkpoint(str(folder)).prepared
         if prepared is None:
-            raise ModelError(f"{folder}: is no prepared folder; `tightwire prepare MODEL OUT` makes one")
+            raise ModelError(f"{folder} is not a prepared folder; `tightwire prepare MODEL OUT` makes one")
         start = time.monotonic()
         damage = read_back(folder, prepared.manifest, _stages(progress))
         seconds = time.monotonic() - start
         progress.close()
         if damage:
-            raise PrepareError("\n  ".join([f"{folder}: {len(damage)} of its parts are damaged:", *damage]))
-        progress.say(f"{folder}: all is as it was written ({_rate(prepared.manifest.num_bytes, seconds)})")
+            raise PrepareError("\n  ".join([f"{folder}: damaged parts: {len(damage)}", *damage]))
+        progress.say(f"{folder}: every checksum is right ({_rate(prepared.manifest.num_bytes, seconds)})")
 
-    return _run(work, folder, f"interrupted; not all of {folder} was compared")
+    return _run(work, folder, f"interrupted; {folder} was not checked completely")
 
 
 def _run(work: Callable[[Progress], None], folder: Path, interrupted: str) -> int:

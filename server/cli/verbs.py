@@ -67,12 +67,16 @@ def generate(argv: Sequence[str]) -> int:
     parser = make_parser(
         "generate", "Continue one prompt on the terminal, without a server.", _OFFLINE_GROUPS, argument="PROMPT"
     )
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue, as it is: no chat template")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; no chat template is applied")
     parser.add_argument(
         "--max-tokens", type=_at_least(1, int), default=128, metavar="N", help="tokens to add (default: 128)"
     )
     parser.add_argument(
-        "--temperature", type=_at_least(0, float), default=0.0, metavar="T", help="0: always the likeliest (default: 0)"
+        "--temperature",
+        type=_at_least(0, float),
+        default=0.0,
+        metavar="T",
+        help="0: always the most likely token (default: 0)",
     )
     config, args = parse(parser, argv, _OFFLINE_GROUPS)
     refuse_allreduce_extra(parser, config)
@@ -127,7 +131,7 @@ def pull(argv: Sequence[str]) -> int:
 def explain(argv: Sequence[str]) -> int:
     """``tightwire explain``: exit code 0, or 2 for options that are refused."""
     parser = make_parser(
-        "explain", "Say which AllReduce would sum which message of a model, what it costs, and why.", COMM_GROUPS
+        "explain", "Show which AllReduce sums which message of a model, its cost, and the reason.", COMM_GROUPS
     )
     parser.add_argument(
         "--error-budget", dest="comm_error_budget", type=float, metavar="E", help="the same as --comm-error-budget E"
@@ -158,7 +162,7 @@ def prepare(argv: Sequence[str]) -> int:
     if not args.check and args.out is None:
         parser.error("the following arguments are required: OUT")
     if args.check and (args.out is not None or set(vars(args)) & {*_PREPARE_OPTIONS, "weight_codec", "force"}):
-        parser.error("--check wants the prepared folder alone: tightwire prepare --check OUT")
+        parser.error("--check takes only the prepared folder: tightwire prepare --check OUT")
     with interrupts_end_at_once():
         module = importlib.import_module("tightwire.server.cli.prepare")
     if args.check:
@@ -172,23 +176,23 @@ def _prepare_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tightwire prepare",
         usage="tightwire prepare MODEL OUT [--FLAG VALUE ...], or tightwire prepare --check OUT",
-        description="Repack a model for streaming: cut for its ranks, packed and encoded once, with checksums. The folder "
-        "is a model of its own; the one that it was made from may go away.",
+        description="Repack a model for streaming: split over its ranks, packed and encoded once, with checksums. The folder "
+        "is a complete model; it does not need the original.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("model", metavar="MODEL", help="as of `serve`; with --check, the folder to be checked")
-    parser.add_argument("out", nargs="?", default=None, type=Path, metavar="OUT", help="the folder to be made")
+    parser.add_argument("model", metavar="MODEL", help="as for `serve`; with --check, the folder to check")
+    parser.add_argument("out", nargs="?", default=None, type=Path, metavar="OUT", help="the folder to write")
     fields = fields_of(_PREPARE_GROUPS)
     add_flags(parser, {name: fields[name] for name in _PREPARE_OPTIONS})
     parser.add_argument(
         "--weight-codec",
         choices=tuple(WEIGHT_CODECS),
-        help="what matrices of layers that are plain numbers become on the disk, to be decoded when they are there: fewer "
-        "bytes to move, not fewer in memory (default: none)",
+        help="codec of the layers' unpacked matrices on disk; they are decoded after the transfer, so it saves transferred "
+        "bytes, not memory (default: none)",
     )
     parser.add_argument(
-        "--force", action="store_true", help="replace a prepared folder that is there, once the new one is whole"
+        "--force", action="store_true", help="replace an existing prepared folder once the new one is complete"
     )
     parser.add_argument(
         "--check", action="store_true", default=False, help="read a prepared folder and compare every checksum"

@@ -18,66 +18,66 @@ class ParallelOptions:
     tp: int = option(1, "ranks the model is split over", metavar="N")
     dp: int = option(
         1,
-        "replicas of the model, each split over --tp ranks, for different sequences; --tp times --dp ranks in all. A text "
-        "does not depend on the replica that computes it",
+        "replicas of the model, each split over --tp ranks, for different sequences; --tp times --dp ranks in all. The text "
+        "does not depend on the replica",
         metavar="N",
     )
     tp_split: tuple[float, ...] | None = option(
-        None, "relative shares of work per rank, for unlike devices, such as 2,1", metavar="A,B"
+        None, "relative shares of work per rank, for devices of different speed, such as 2,1", metavar="A,B"
     )
     allreduce: str = option(
         "auto",
         "algorithm that sums the ranks' partial results: auto (the fastest lossless one by message size), native, ring, "
         "one-shot, two-shot, hierarchical, flash-int8, flash-int6, flash-int6-uniform, flash-int5, flash-int4, "
-        "flash:RS,AG with a codec for each leg, or hierarchical:CODEC; `tightwire explain` says what each would do",
+        "flash:RS,AG with a codec for each leg, or hierarchical:CODEC; `tightwire explain` shows the cost of each",
         metavar="NAME",
     )
     allreduce_decode: str | None = option(
         None,
-        "algorithm for rows of generated tokens; default: as --allreduce when that is lossless, auto when it is lossy",
+        "algorithm for rows of generated tokens; default: the one of --allreduce if it is lossless, else auto",
         metavar="NAME",
     )
     comm_error_budget: float | None = option(
         None,
-        "relative RMS error of one AllReduce that auto may spend on prompt rows, such as 0.01; default: none, auto is "
-        "lossless",
+        "largest relative RMS error of one AllReduce that auto may cause in prompt rows, such as 0.01; default: none, auto "
+        "is lossless",
         metavar="E",
     )
     comm_policy: str | None = option(
         None,
-        "a policy file, such as `tightwire bench quality` writes: an AllReduce for each layer, site and phase; instead of "
-        "the three options above",
+        "a policy file, as written by `tightwire bench quality`: an AllReduce for each layer, site and phase; replaces the "
+        "three options above",
         metavar="FILE",
     )
     allreduce_extra: tuple[str, ...] = option(
         (),
-        "further names as for --allreduce, or policy:FILE, that a single request may ask for: "
+        "more names as for --allreduce, or policy:FILE, that a request may choose with "
         '"tightwire": {"allreduce": "NAME"} in its body',
         metavar="NAME,NAME",
     )
     transport: str = option(
         "auto",
-        "how ranks reach each other; auto: shared memory between CPU processes, each other's memory between GPUs where "
-        "they can, torch.distributed otherwise",
+        "how ranks communicate; auto: shared memory between CPU processes, peer memory between GPUs that support it, "
+        "torch.distributed otherwise",
         ("auto", "shared-memory", "process-group", "peer-memory"),
     )
-    nodes: int = option(1, "equal nodes that the ranks are on, in order; for hierarchical", metavar="N")
+    nodes: int = option(1, "nodes of equal size that hold the ranks, in order; used by hierarchical", metavar="N")
     link: str | None = option(
         None,
-        "a slow wire between the ranks, emulated on this machine: 200mbit, 2.5gbit, 300MB/s, pcie3x4, latency=50us, or "
-        "a rate and a latency with a comma between; each rank is a node of its own unless --nodes says otherwise",
+        "emulate a slow wire between the ranks on this machine: 200mbit, 2.5gbit, 300MB/s, pcie3x4, latency=50us, or a "
+        "rate and a latency separated by a comma; without --nodes, each rank is a node",
         metavar="LINK",
     )
     link_emulation: str = option(
         "auto",
-        "how the wire of --link is made: network namespaces with the kernel's own rate limit (as root, with iproute2), or "
-        "a transport slowed down in user space; auto: namespaces where they can be had",
+        "how --link is emulated: network namespaces with the kernel's rate limit (needs root and iproute2), or a transport "
+        "slowed down in user space; auto: namespaces where they are available",
         EMULATIONS,
     )
     overlap: str = option(
         "auto",
-        "compute one half of a prompt's step while the other half's sums are on the wire: on, off, or auto, which does it "
-        "beside --link, as what memory carries takes the cores' own time; between CPU ranks",
+        "compute one half of a prompt's step while the other half's sums are on the wire, between CPU ranks: on, off, or "
+        "auto, which is on with --link (transfers through memory would take cores from computing)",
         ("auto", "on", "off"),
     )
 
@@ -88,7 +88,7 @@ class ParallelOptions:
         )
         self._check_nodes()
         self._check_link()
-        self._check_arms()
+        self._check_policies()
         budget = self.comm_error_budget
         require(budget is None or 0 < budget < 1, "comm_error_budget", budget, "above 0 and below 1")
         if self.tp_split is not None:
@@ -112,31 +112,31 @@ class ParallelOptions:
             want = f"a divisor of --tp ({self.tp})"
             require(self.nodes >= 1 and self.tp % self.nodes == 0, "nodes", self.nodes, want)
             return
-        want = f"a divisor of --dp ({self.dp}), as each replica lies inside one node"
+        want = f"a divisor of --dp ({self.dp}), because each replica is inside one node"
         require(self.nodes >= 1 and self.dp % self.nodes == 0, "nodes", self.nodes, want)
-        require(self.link is None, "link", self.link, f"left out beside --dp {self.dp}; give --dp 1")
+        require(self.link is None, "link", self.link, f"left out with --dp {self.dp}; give --dp 1")
 
-    def _check_arms(self) -> None:
+    def _check_policies(self) -> None:
         if doubled := sorted({name for name in self.allreduce_extra if self.allreduce_extra.count(name) > 1}):
             raise ValueError(f"--allreduce-extra names {', '.join(doubled)} twice")
         extra = [name for name in self.allreduce_extra if name != self.allreduce]
-        want = "left out with --tp 1, as one rank sums nothing; give --tp 2 or more"
+        want = "left out with --tp 1, because one rank sums nothing; give --tp 2 or more"
         require(self.tp > 1 or not extra, "allreduce_extra", ",".join(extra), want)
         by_file = [name for name in self.allreduce_extra if name.startswith(POLICY_PREFIX)]
         if self.comm_policy is None and not by_file:
             return
         file = by_file[0] if self.comm_policy is None else f"--comm-policy {self.comm_policy}"
         for name in ("allreduce_decode", "comm_error_budget"):
-            self._refuse_beside(file, name, getattr(self, name), None)
+            self._refuse_with_file(file, name, getattr(self, name), None)
         if self.comm_policy is not None:
-            self._refuse_beside(file, "allreduce", self.allreduce, "auto")
+            self._refuse_with_file(file, "allreduce", self.allreduce, "auto")
 
-    def _refuse_beside(self, file: str, name: str, value: object, absent: object) -> None:
+    def _refuse_with_file(self, file: str, name: str, value: object, absent: object) -> None:
         if value != absent:
             flag = "--" + name.replace("_", "-")
             raise ValueError(
-                f"{flag} {value} and {file} both say how to sum; leave out one of them, or put what {flag} says into the "
-                "file's rules"
+                f"{flag} {value} and {file} both choose the AllReduce; leave one of them out, or put the choice of {flag} "
+                "into the file's rules"
             )
 
     @property
@@ -146,13 +146,15 @@ class ParallelOptions:
 
     def _check_link(self) -> None:
         if self.link is None:
-            require(self.link_emulation == "auto", "link_emulation", self.link_emulation, "beside a --link")
+            require(self.link_emulation == "auto", "link_emulation", self.link_emulation, "given with --link")
             return
         try:
             parse_link(self.link)
         except ValueError as error:
             raise ValueError(f"--link: {error}") from None
-        require(self.tp > 1, "link", self.link, "left out with --tp 1, as one rank sends nothing; give --tp 2 or more")
+        require(
+            self.tp > 1, "link", self.link, "left out with --tp 1, because one rank sends nothing; give --tp 2 or more"
+        )
         fits = self.transport in ("auto", "process-group") or self.link_emulation == USER_SPACE
-        want = f"auto or process-group beside --link {self.link}, as memory would pass the wire by; or give "
+        want = f"auto or process-group with --link {self.link}, because memory would bypass the wire; or give "
         require(fits, "transport", self.transport, f"{want}--link-emulation {USER_SPACE}")

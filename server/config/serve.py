@@ -20,17 +20,18 @@ class ModelOptions:
     device: str = option("auto", "where ranks run; auto takes CUDA when there is one", ("auto", "cpu", "cuda"))
     dtype: str = option(
         "auto",
-        "numbers of activations, the KV cache, and weights that are not packed; auto: the checkpoint's own (float16 and float32 files: bfloat16 on CPU)",
+        "number format of activations, the KV cache, and weights that are not packed; auto: the checkpoint's (on a CPU: "
+        "bfloat16)",
         ("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = option(
         "auto",
-        "how weight matrices are kept in memory, whatever --dtype the activations have. auto: GGUF's Q8_0, Q4_0 and Q4_1 as "
-        "the file holds them, all else as numbers of --dtype; none: everything as such numbers; int8, int4: floats are "
-        "quantized when they are read (int4: but for the embedding and the head, which get 8 bits)",
+        "format of weight matrices in memory. auto: GGUF's Q8_0, Q4_0 and Q4_1 as in the file, all others in --dtype; none: "
+        "all in --dtype; int8, int4: float matrices are quantized when they are read (with int4, the embedding and the head "
+        "get 8 bits)",
         ("auto", "none", "int8", "int4"),
     )
-    seed: int = option(0, "seed of random: weights, and of requests without one (0: a new one for each request)")
+    seed: int = option(0, "seed of random weights, and of requests without a seed (0: a new seed for each request)")
 
     def __post_init__(self) -> None:
         require(self.model != "", "model", self.model, "a name, a path or random:SHAPE")
@@ -44,7 +45,7 @@ class EngineOptions:
 
     max_model_len: int | None = option(
         None,
-        "longest prompt plus answer, in tokens; default: the model's context, less if memory is short",
+        "longest prompt plus answer, in tokens; default: the model's context, or less if memory is short",
         metavar="N",
     )
     max_num_seqs: int = option(64, "sequences in one step, of each replica", metavar="N")
@@ -54,35 +55,35 @@ class EngineOptions:
     block_size: int = option(16, "tokens per KV cache block", metavar="N")
     prefix_cache: str = option(
         "prompts",
-        "what requests that begin alike share of the KV cache: prompts, whose numbers do not depend on what runs beside "
-        "them (on a CPU); all, generated tokens too, so a chat goes on sooner (in 16-bit numbers a text may then differ by "
-        "rounding); or none",
+        "what requests with a common prefix share of the KV cache. prompts: the prompt, whose keys and values do not depend "
+        "on other requests (on a CPU); all: generated tokens too, so that the next turn of a chat starts sooner (in 16-bit "
+        "numbers a text may then differ by rounding); none: nothing",
         ("none", "prompts", "all"),
     )
     kv_cache_memory: int | None = option(
         None,
-        "bytes of KV cache over all ranks, such as 2GiB; default: what max_num_seqs needs, at most a share of memory",
+        "bytes of KV cache over all ranks, such as 2GiB; default: enough for --max-num-seqs, but at most a share of memory",
         metavar="BYTES",
     )
     kv_offload: bool = option(
         False,
-        "keep the KV cache in host memory, for a cache too large for the device. Two buffers bring a layer's keys and values to "
-        "the device while the previous layer is computed; a step waits where copying is slower. Turns CUDA graphs off",
+        "keep the KV cache in host memory, for a cache that is too large for the device. A layer's keys and values are copied "
+        "to one of two buffers on the device while the previous layer is computed. Turns CUDA graphs off",
     )
     cuda_graphs: bool = option(
         True,
-        "on CUDA, capture the steps of generated tokens and replay them; without, each kernel is launched by the host",
+        "on CUDA, capture the steps of generated tokens as graphs and replay them, instead of launching each kernel",
     )
     plan_ahead: str = option(
         "auto",
         "plan and launch each step while the previous one runs, so that the device does not wait for the host: on, off, or "
-        "auto, which is on for CUDA without --dp. The answers are the same; a new prompt may wait one step longer",
+        "auto (on for CUDA without --dp). Answers do not change; a new prompt may wait one step longer",
         ("auto", "on", "off"),
     )
     speculation: str = option(
         "none",
-        "guess tokens ahead and check several in one step. ngram guesses the tokens that followed the last few tokens "
-        "earlier in the text. The answer is the same (on a CPU to the bit), and faster where it repeats its prompt",
+        "draft tokens and check several in one step. ngram drafts the tokens that followed the last few tokens earlier in "
+        "the text. The answer does not change (on a CPU, to the bit), and is faster where it repeats its prompt",
         ("none", "ngram"),
     )
 
@@ -109,9 +110,9 @@ class HttpOptions:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one", metavar="N")
-    api_key: str | None = option(None, "Bearer token that every route but /health* and /metrics then requires")
-    max_queued_requests: int = option(256, "requests waiting or running before new ones get 429", metavar="N")
-    shutdown_grace_s: float = option(30.0, "after SIGTERM, how long running requests may take to finish", metavar="S")
+    api_key: str | None = option(None, "Bearer token that every route except /health* and /metrics then requires")
+    max_queued_requests: int = option(256, "most sequences that wait or run; more get status 429", metavar="N")
+    shutdown_grace_s: float = option(30.0, "time for running requests to finish after SIGTERM", metavar="S")
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
@@ -128,13 +129,13 @@ class TimeoutOptions:
 
     comm_timeout_s: float = option(
         60.0,
-        "longest wait for another rank in one collective, or for a byte of a streamed layer or of an offloaded KV cache",
+        "longest wait for another rank in one collective, or for data of a streamed layer or an offloaded KV cache",
         metavar="S",
     )
-    rank_timeout_s: float = option(10.0, "a rank that sends no heartbeat for this long is dead", metavar="S")
+    rank_timeout_s: float = option(10.0, "a rank without a heartbeat for this long counts as dead", metavar="S")
     step_timeout_s: float = option(
         120.0,
-        "a step that starts no new collective and receives nothing of a streamed layer for this long is hung",
+        "a step that starts no collective and receives no data of a streamed layer for this long counts as hung",
         metavar="S",
     )
 
@@ -154,11 +155,11 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         if self.parallel.link is not None and self.model.device == "cuda":
-            raise ValueError("--link is between ranks on the CPU; give --device cpu, or leave --link out")
+            raise ValueError("--link emulates a wire between CPU ranks; give --device cpu, or leave --link out")
         if self.parallel.dp > 1 and self.engine.plan_ahead == "on":
             raise ValueError(
-                f"--plan-ahead on cannot be had beside --dp {self.parallel.dp}, whose replicas' steps are planned together; "
-                "use --plan-ahead auto or off"
+                f"--plan-ahead on is not possible with --dp {self.parallel.dp}, because the replicas' steps are planned "
+                "together; use --plan-ahead auto or off"
             )
         if self.weights.weights == "partition":
             _require_sharers(self.parallel)
@@ -168,8 +169,8 @@ def _require_sharers(parallel: ParallelOptions) -> None:
     """Refuse ``partition`` unless every node has several replicas."""
     if parallel.dp == parallel.nodes or parallel.dp == 1:
         raise ValueError(
-            f"--weights partition shares layers among the replicas of a node, and --dp {parallel.dp} --nodes {parallel.nodes} has one on "
-            f"each; give --dp {2 * parallel.nodes} or more, or --weights stream"
+            f"--weights partition shares layers among the replicas of a node, and --dp {parallel.dp} --nodes "
+            f"{parallel.nodes} has one on each; give --dp {2 * parallel.nodes} or more, or --weights stream"
         )
 
 

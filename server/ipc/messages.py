@@ -171,11 +171,11 @@ class StreamForecast(msgspec.Struct, frozen=True):
         token_s, first_s = _longest(self.pass_s, self.decode_s), _longest(self.pass_s, self.prompt_s)
         rows = f"about {self.break_even_rows}" if first_s else "an unknown number of"
         return (
-            f"streaming: {format_bytes(self.pass_bytes)} a step came at {self.bytes_per_s / 1e6:.0f} MB/s while warming up; "
-            f"one sequence alone gets {_known(token_s and 1 / token_s)} tokens/s (resident: "
-            f"{_known(self.decode_s and 1 / self.decode_s)}), the first token behind 512 prompt tokens takes "
-            f"{_known(first_s)} s (resident: {_known(self.prompt_s)}); from {rows} prompt tokens a step on, computing takes "
-            "longer than the layers' way"
+            f"streaming: {format_bytes(self.pass_bytes)} a step, received at {self.bytes_per_s / 1e6:.0f} MB/s during warm-up; "
+            f"a single sequence gets {_known(token_s and 1 / token_s)} tokens/s (resident: "
+            f"{_known(self.decode_s and 1 / self.decode_s)}), the first token after 512 prompt tokens takes "
+            f"{_known(first_s)} s (resident: {_known(self.prompt_s)}); with {rows} or more prompt tokens a step, computing "
+            "takes longer than the transfer"
         )
 
 
@@ -210,7 +210,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     doing: str
     busy_s: float  # seconds since ``doing`` began; 0 when idle
     num_collectives: int = 0  # begun since start; the rank of a replica with the lowest count is behind
-    num_meetings: int = 0  # collectives of all replicas' ranks, begun since start; ranks with fewer are waited for
+    num_logits_gathers: int = 0  # begun since start; the others wait for ranks with fewer
     num_fetched: int = 0  # grows while weights, or keys and values, arrive
     latencies: list[Latency] = []
 

@@ -33,8 +33,8 @@ class Recordings:
         """
         if self._current is not None:
             raise RecordingBusyError(
-                f"the collectives are being recorded for someone else, for {self._current.seconds:g} s in all; "
-                "try again when that is over"
+                f"another client is recording the collectives, for {self._current.seconds:g} s in all; try again when that "
+                "has ended"
             )
         recording = self._current = _Recording(next(self._ids), seconds, self._num_ranks)
         try:
@@ -44,7 +44,7 @@ class Recordings:
             missing = ", ".join(f"rank {rank}" for rank in sorted(recording.missing))
             raise RankSilentError(
                 f"{missing} did not send what it recorded within {self._patience_s:g} s after its {seconds:g} s; "
-                "/health says whether all ranks are well"
+                "/health shows the state of the ranks"
             ) from None
         finally:
             self._current = None

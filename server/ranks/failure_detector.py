@@ -33,7 +33,7 @@ class _Rank:
     busy_s: float = 0.0  # in this step
     moved_s: float = 0.0  # ``busy_s`` at the last progress: a new collective, or a part of a streamed layer
     num_collectives: int = 0
-    num_meetings: int = 0
+    num_logits_gathers: int = 0
     num_fetched: int = 0
     exit_code: int | None = None
     failed: Failed | None = None
@@ -76,7 +76,7 @@ class Watch:
                 rank.moved_s = message.busy_s
             rank.doing, rank.step, rank.busy_s = message.doing, message.step, message.busy_s
             rank.num_collectives, rank.num_fetched = message.num_collectives, message.num_fetched
-            rank.num_meetings = message.num_meetings
+            rank.num_logits_gathers = message.num_logits_gathers
         elif isinstance(message, Ready):
             # The last heartbeat may be from a long warm-up, which has no time limit.
             rank = self._ranks[message.rank]
@@ -160,8 +160,8 @@ class Watch:
             return None
         stepping = [(number, rank) for number, rank in enumerate(self._ranks) if rank.step >= 0]
         # A replica that has finished its step waits for the others, as long as they make progress.
-        fewest = min((rank.num_meetings for _, rank in stepping), default=0)
-        at_a_step = [(rank.num_collectives, number) for number, rank in stepping if rank.num_meetings == fewest]
+        fewest = min((rank.num_logits_gathers for _, rank in stepping), default=0)
+        at_a_step = [(rank.num_collectives, number) for number, rank in stepping if rank.num_logits_gathers == fewest]
         # A step may take minutes: a long prompt over a slow link moves from collective to collective.
         if not any(self._ranks[number].stuck_s > self._step_timeout_s for _, number in at_a_step):
             return None

@@ -38,7 +38,7 @@ from tightwire.server.ranks.reporter import Reporter
 # Loading has no deadline, because a large model on a slow disk takes long; the parent ends it on failure.
 _LOAD_DEADLINE = timedelta(hours=24)
 # Nor has a step that makes progress: the parent ends one that does not, and notices a lost rank at once.
-_MEETING_DEADLINE_S = 24 * 3600.0
+_STEP_DEADLINE_S = 24 * 3600.0
 
 
 def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
@@ -72,7 +72,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         pools = _pools(runner)
         reporter.num_fetched = lambda: sum(pool.num_moves for pool in pools)
         if (logits_gather := runner.logits_gather) is not None:
-            reporter.num_meetings = lambda: logits_gather.num_begun
+            reporter.num_logits_gathers = lambda: logits_gather.num_begun
         _await_others(store, identity, reporter, "load")
         keep_freed_memory()  # avoids thousands of page faults per prompt for a step's activations
         with _take_place(identity, work, checkpoint, group, runner, reporter, peers) as place:
@@ -126,7 +126,7 @@ def _join_world(identity: RankIdentity, work: RankWork, store: Store) -> Group |
         Topology(identity.rank, identity.world_size, num_nodes=work.plan.num_nodes),
         store=store,
         device=_device(identity, work),
-        timeout_s=_MEETING_DEADLINE_S,
+        timeout_s=_STEP_DEADLINE_S,
         join_timeout_s=work.config.timeouts.comm_timeout_s,
         name="replicas",
         segment_fd=identity.segment_fd if work.plan.transport == "shared-memory" else None,
@@ -168,7 +168,7 @@ def _join_peers(identity: RankIdentity, work: RankWork, store: Store) -> Partiti
         PartitionPlace(work.config.parallel.tp, topology),
         store=store,
         device=_device(identity, work),
-        timeout_s=_MEETING_DEADLINE_S,
+        timeout_s=_STEP_DEADLINE_S,
         join_timeout_s=work.config.timeouts.comm_timeout_s,
         interface=identity.interface,
         segment_fd=identity.peer_segment_fd if work.plan.transport == "shared-memory" else None,
@@ -185,7 +185,7 @@ def _refuse_unlike_reach(group: Group, world: Group) -> None:
     without = [rank for rank, lacks in enumerate(world.transport.gather(own)) if lacks]
     if 0 < len(without) < world.world_size:
         raise ValueError(
-            f"the GPUs of ranks {', '.join(map(str, without))} do not reach each other's memory, and those of other replicas "
+            f"the GPUs of ranks {', '.join(map(str, without))} do not reach each other's memory, but those of other replicas "
             "do; use --transport process-group"
         )
 

@@ -27,7 +27,7 @@ _EVENTS_PER_PART = 4096  # about a millisecond to encode, during which the rank'
 class Reporter:
     """Sends messages to the parent. All methods are for the rank's main thread.
 
-    The caller replaces ``ledger`` once there is a group, and sets ``num_fetched`` and ``num_meetings`` to functions
+    The caller replaces ``ledger`` once there is a group, and sets ``num_fetched`` and ``num_logits_gathers`` to functions
     that return their counts. ``inbox``: the address where the parent asks for recordings.
     """
 
@@ -35,7 +35,7 @@ class Reporter:
         self.rank = rank
         self.ledger = Ledger()
         self.num_fetched: Callable[[], int] = lambda: 0  # parts of weights and cache fetched since the start
-        self.num_meetings: Callable[[], int] = lambda: 0  # collectives of all replicas' ranks, begun since the start
+        self.num_logits_gathers: Callable[[], int] = lambda: 0  # logits gathers begun since the start
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
         self._socket = connect_sender(self._context, address)
@@ -127,7 +127,7 @@ class Reporter:
             doing=self.doing,
             busy_s=0.0 if since is None else time.monotonic() - since,
             num_collectives=self.ledger.number,
-            num_meetings=self.num_meetings(),
+            num_logits_gathers=self.num_logits_gathers(),
             num_fetched=self.num_fetched(),
             latencies=self.ledger.counters.latencies(),
         )

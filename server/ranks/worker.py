@@ -42,7 +42,7 @@ def main(body: str = "tightwire.server.ranks.rank_main:run") -> int:
         with reporter.stage("import"):
             module, function = body.split(":")
             run = getattr(importlib.import_module(module), function)
-        reporter.begin("waiting to be told the model")
+        reporter.begin("waiting for the model's name")
         run(identity, work.get(), reporter)
     except BaseException as error:  # noqa: BLE001 - the parent must hear of every error
         reporter.send(

@@ -134,7 +134,7 @@ def test_in_user_space_it_says_so_and_the_rate_it_held(start: Start) -> None:
         ({"tp": 1, "link": "1gbit"}, "--link must be left out with --tp 1"),
         ({"tp": 2, "link": "fast"}, "--link: 'fast' is not a link; write 200mbit"),
         ({"tp": 2, "link": "1gbit", "transport": "shared-memory"}, "or give --link-emulation user-space"),
-        ({"tp": 2, "link_emulation": "namespaces"}, "--link-emulation must be beside a --link"),
+        ({"tp": 2, "link_emulation": "namespaces"}, "--link-emulation must be given with --link"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, object], message: str) -> None:
@@ -143,7 +143,7 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, object],
 
 
 def test_a_link_is_between_ranks_on_the_cpu() -> None:
-    with pytest.raises(ValueError, match="--link is between ranks on the CPU"):
+    with pytest.raises(ValueError, match="--link emulates a wire between CPU ranks"):
         ServeConfig(model=ModelOptions(device="cuda"), parallel=ParallelOptions(tp=2, link="1gbit"))
 
 

@@ -54,14 +54,14 @@ def test_check_finds_damage(tmp_path: Path, model: Path, capsys: pytest.CaptureF
     capsys.readouterr()
     assert prepare(["--check", str(out)]) == 0
     printed = capsys.readouterr()
-    assert printed.out == f"{out}\n" and "all is as it was written" in printed.err
+    assert printed.out == f"{out}\n" and "every checksum is right" in printed.err
     file = out / "rank-0-of-1.weights"
     content = bytearray(file.read_bytes())
     content[-5000] ^= 1
     file.write_bytes(content)
     assert prepare(["--check", str(out)]) == 1
     printed = capsys.readouterr()
-    assert printed.out == "" and "1 of its parts are damaged" in printed.err and "layer 1 is damaged" in printed.err
+    assert printed.out == "" and "damaged parts: 1" in printed.err and "layer 1 is damaged" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_check_finds_damage(tmp_path: Path, model: Path, capsys: pytest.CaptureF
         (["MODEL", "OUT", "--tp", "0"], "--tp must be 1 to 64, got 0"),
         (["MODEL", "OUT", "--tp", "2", "--tp-split", "1"], "--tp-split must be 2 numbers, one per rank"),
         (["MODEL", "OUT", "--forse"], "unknown argument '--forse'; did you mean '--force'?"),
-        (["--check", "OUT", "--tp", "2"], "--check wants the prepared folder alone"),
-        (["--check", "MODEL", "OUT"], "--check wants the prepared folder alone"),
+        (["--check", "OUT", "--tp", "2"], "--check takes only the prepared folder"),
+        (["--check", "MODEL", "OUT"], "--check takes only the prepared folder"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,8 +96,8 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
         (["{tmp}/tiny", "{tmp}/tiny"], "exists and is not a prepared folder"),
         (["{tmp}/tiny", "{tmp}/tiny", "--force"], "exists and is not a prepared folder"),
         (["{tmp}/tiny", "{tmp}/none/out"], "make it first"),
-        (["--check", "{tmp}/tiny"], "is no prepared folder"),
-        (["--check", "{tmp}/none"], "is no folder"),
+        (["--check", "{tmp}/tiny"], "is not a prepared folder"),
+        (["--check", "{tmp}/none"], "is not a folder"),
     ],
 )
 def test_refusals(
@@ -149,7 +149,7 @@ def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Si
         out, err = process.communicate(timeout=240)
     assert process.returncode == code
     assert out == "" and "Traceback" not in err
-    assert f"tightwire prepare: interrupted; nothing of {tmp_path / 'out'} was kept" in err
+    assert f"tightwire prepare: interrupted; {tmp_path / 'out'} was not written" in err
     assert [path.name for path in tmp_path.iterdir()] == ["large.json"]
 
 

@@ -89,11 +89,11 @@ def test_a_flag_sets_its_field(argv: list[str], group: str, name: str, value: ob
         (["--allreduce-extra", "ring"], "--allreduce-extra must be left out with --tp 1"),
         (
             ["--comm-policy", "a.json", "--allreduce", "ring"],
-            "--allreduce ring and --comm-policy a.json both say how to sum",
+            "--allreduce ring and --comm-policy a.json both choose the AllReduce",
         ),
         (
             ["--tp", "2", "--allreduce-extra", "policy:b.json", "--comm-error-budget", "0.1"],
-            "--comm-error-budget 0.1 and policy:b.json both say how to sum",
+            "--comm-error-budget 0.1 and policy:b.json both choose the AllReduce",
         ),
         (["--comm-error-budget", "1.5"], "--comm-error-budget must be above 0 and below 1, got 1.5"),
         (["--kv-cache-memory", "lots"], "'lots' is not a size"),

@@ -304,12 +304,12 @@ def test_replicas_without_anything_to_sum_reach_each_other(gpus: list[CudaDevice
     [
         ({"tp": 2, "dp": 33}, "--dp must be 1 to 32 with --tp 2, got 33"),
         ({"dp": 0}, "--dp must be 1 to 64 with --tp 1, got 0"),
-        ({"tp": 2, "dp": 2, "link": "200mbit"}, "--link must be left out beside --dp 2; give --dp 1, got '200mbit'"),
+        ({"tp": 2, "dp": 2, "link": "200mbit"}, "--link must be left out with --dp 2; give --dp 1, got '200mbit'"),
         (
             {"tp": 2, "dp": 3, "nodes": 2},
-            r"--nodes must be a divisor of --dp \(3\), as each replica lies inside one node",
+            r"--nodes must be a divisor of --dp \(3\), because each replica is inside one node",
         ),
-        ({"dp": 2, "plan_ahead": "on"}, "--plan-ahead on cannot be had beside --dp 2"),
+        ({"dp": 2, "plan_ahead": "on"}, "--plan-ahead on is not possible with --dp 2"),
     ],
 )
 def test_what_does_not_go_with_replicas_is_refused(options: dict[str, Any], why: str) -> None:

@@ -120,7 +120,7 @@ def test_partition_wants_replicas_that_share_a_node(parallel: ParallelOptions) -
 
 @pytest.mark.parametrize("option", [{"stream_from": "host"}])
 def test_partition_has_no_other_source(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="left out beside --weights partition"):
+    with pytest.raises(ValueError, match="left out with --weights partition"):
         WeightOptions(weights="partition", **option)
 
 
@@ -236,8 +236,8 @@ def test_an_impossible_placement_is_refused(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"stream_layers": 4}, "--stream-layers must be given beside --weights stream"),
-        ({"weights": "resident", "weight_codec": "int4"}, "--weight-codec must be left out beside --weights resident"),
+        ({"stream_layers": 4}, "--stream-layers must be given only with --weights stream"),
+        ({"weights": "resident", "weight_codec": "int4"}, "--weight-codec must be left out with --weights resident"),
         ({"device_memory": 0}, "--device-memory must be at least 1"),
     ],
 )
