@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tightwire.bench.quality.arms import EXACT, Arm, exact_arm
-from tightwire.bench.quality.noise import Power, noise_of_arms
+from tightwire.bench.quality.noise import Powers, measure_noise
 from tightwire.bench.quality.ranks import ThreadRanks, first_differences, generate
 from tightwire.bench.quality.setting import Setting
 
@@ -97,7 +97,7 @@ class Measured:
     world_size: int
     scores: dict[str, Scores] = field(default_factory=dict)  # of all windows so far, by arm, the exact model included
     same_tokens: dict[str, list[int]] = field(default_factory=dict)  # length of the equal prefix of each greedy text
-    noise: dict[tuple[str, str, int], Power] = field(default_factory=dict)  # by (algorithm, site, layer)
+    noise: Powers = field(default_factory=dict)
 
 
 def measure_arms(
@@ -115,7 +115,7 @@ def measure_arms(
     """
     windows = setting.windows
     show("noise of each layer")
-    measured.noise = noise_of_arms(ranks, setting, windows.measured[: setting.options.batch], arms)
+    measured.noise = measure_noise(ranks, setting, windows.measured[: setting.options.batch], arms)
     ranks.set_arms([exact_arm(), *arms])
     for numbers in setting.batches(windows.measured):
         states: dict[str, Tensor] = {}

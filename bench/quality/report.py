@@ -9,12 +9,11 @@ import numpy as np
 
 from tightwire.bench.quality.arms import EXACT, LOSSY_SITES, MIX, POLICY, Arm, bytes_per_token, exact_arm
 from tightwire.bench.quality.measure import Floats, Measured, Scores
-from tightwire.bench.quality.noise import Power, sqnr_db
+from tightwire.bench.quality.noise import sqnr_db
 from tightwire.bench.quality.setting import Setting
 from tightwire.bench.report.page import Item, Text, ecdf, heat_map, lines
 from tightwire.bench.report.table import Column, Row, Table
 
-_LEGS = ("total", "reduce", "gather")
 _ALGORITHM = Column("algorithm", "algorithm")
 _RANKS = Column("ranks", "world_size", "d")
 _SHARE = Column("share of the lossless sum's bytes", "bytes_share", ".1%")
@@ -32,12 +31,10 @@ COLUMNS = (
     Column("greedy", "greedy.median_same_tokens", "g"),
     *(Column(f"{site.removesuffix('_proj')} dB", f"sqnr_db.{site}.total", ".1f") for site in LOSSY_SITES),
 )
-_LEG_COLUMNS = tuple(Column(f"{site} {leg}", f"sqnr_db.{site}.{leg}", ".1f") for site in LOSSY_SITES for leg in _LEGS)
 CSV_COLUMNS = (
     _RANKS,
     *COLUMNS,
     *(Column(key, key) for key in ("perplexity_delta_low", "perplexity_delta_high", "kl_p50", "kl_max")),
-    *(column for column in _LEG_COLUMNS if not column.key.endswith("total")),
 )
 _MIX_COLUMNS = (
     Column("site", "site"),
@@ -138,21 +135,18 @@ def _greedy(same_tokens: Sequence[int] | None, num_tokens: int) -> dict[str, Any
 
 
 def _sqnr(measured: Measured, arm: Arm, num_layers: int) -> dict[str, Any]:
-    """Signal-to-noise by site and leg, over all layers and for each layer; None without noise."""
+    """Signal-to-noise in dB by site, over all layers and for each layer; None without noise.
+
+    Over all layers, noise-to-signal ratios are averaged, so that a layer with large values does not hide the others.
+    """
     result: dict[str, Any] = {}
     for site in LOSSY_SITES:
         powers = [measured.noise[arm.algorithm(site, layer), site, layer] for layer in range(num_layers)]
-        result[site] = {leg: _finite(_over_layers(powers, leg)) for leg in _LEGS}
-        result[site]["layers"] = {
-            leg: [_finite(sqnr_db(power.signal, getattr(power, leg))) for power in powers] for leg in _LEGS
-        }
+        ratios = [power.noise / power.signal for power in powers if power.signal > 0]
+        total = sqnr_db(1.0, fmean(ratios)) if ratios else math.inf
+        layers = [_finite(sqnr_db(power.signal, power.noise)) for power in powers]
+        result[site] = {"total": _finite(total), "layers": layers}
     return result
-
-
-def _over_layers(powers: Sequence[Power], leg: str) -> float:
-    """Average noise-to-signal ratios, so that a layer with large values does not hide the others."""
-    ratios = [getattr(power, leg) / power.signal for power in powers if power.signal > 0]
-    return sqnr_db(1.0, fmean(ratios)) if ratios else math.inf
 
 
 def _finite(db: float) -> float | None:
@@ -223,21 +217,13 @@ def make_sections(result: Mapping[str, Any]) -> list[Item]:
             f"{len(search['candidates'])} candidates at each place. Sensitivity: of each place quantized alone."
         )
         items.append(Table(title="The mix", columns=_MIX_COLUMNS, rows=search["chosen"], note=note))
-    note = (
-        "Decibels, from the mean of the layers' noise-to-signal ratios. Total: result of the AllReduce against the lossless "
-        "one, rounded to the model's dtype; reduce and gather: each leg without that rounding."
-    )
-    items.append(Table(title="Signal to noise", columns=[_RANKS, _ALGORITHM, *_LEG_COLUMNS], rows=rows, note=note))
     every = [row for size in sizes for row in world_size_table(result, size).rows]
     return [*items, Table(title="All cells", columns=[_RANKS, *COLUMNS], rows=every, note=LEGEND)]
 
 
 def _noise_map(rows: Sequence[Row], world_size: int, site: str) -> Item:
     """Noise-to-signal, so that worse places are darker."""
-    noise = {
-        row["algorithm"]: [None if db is None else -db for db in row["sqnr_db"][site]["layers"]["total"]]
-        for row in rows
-    }
+    noise = {row["algorithm"]: [None if db is None else -db for db in row["sqnr_db"][site]["layers"]] for row in rows}
     title = f"Noise by layer: {site}, {world_size} ranks"
     note = "Darker is noisier; empty cells have no noise."
     return heat_map(title, noise, x_label="layer", value_label="noise, dB of signal", note=note)

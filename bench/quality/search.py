@@ -26,7 +26,7 @@ from tightwire.bench.quality.arms import (
     places,
 )
 from tightwire.bench.quality.measure import score
-from tightwire.bench.quality.noise import noise_of_arms
+from tightwire.bench.quality.noise import measure_noise
 from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.setting import Setting
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile
@@ -61,13 +61,13 @@ def find_mix(
     sensitivities = _sensitivities(setting, ranks, pool, show)
     show("search: noise of each layer")
     numbers = setting.windows.calibration[: options.batch]
-    noise = noise_of_arms(ranks, setting, numbers, [make_arm(name, config) for name in CANDIDATES])
+    noise = measure_noise(ranks, setting, numbers, [make_arm(name, config) for name in CANDIDATES])
     sent = {
         name: bytes_at(name, config.hidden_size, ranks.world_size, options.window, elem_bytes) for name in CANDIDATES
     }
     offers = {
         place: [
-            Offer(algorithm=name, num_bytes=sent[name], kl=sensitivity * noise[name, *place].total)
+            Offer(algorithm=name, num_bytes=sent[name], kl=sensitivity * noise[name, *place].noise)
             for name in CANDIDATES
         ]
         for place, sensitivity in sensitivities.items()
@@ -105,7 +105,7 @@ def _sensitivities(
     windows, where = setting.windows, places(setting.config)
     show("search: noise of each layer")
     numbers = windows.calibration[: setting.options.batch]
-    noise = noise_of_arms(ranks, setting, numbers, [make_arm(_PROBE, setting.config)])
+    noise = measure_noise(ranks, setting, numbers, [make_arm(_PROBE, setting.config)])
     arms = [one_algorithm_arm(f"{site} of layer {layer}", _PROBE, (layer,), site) for site, layer in where]
     ranks.set_arms([exact_arm(), *arms])
     totals, num_rows = dict.fromkeys(where, 0.0), 0
@@ -118,7 +118,7 @@ def _sensitivities(
             states = {arm.name: windows.scored(ranks.prefill(token_ids_BL, number))}
             scores = score(pool, ranks.head_VD, exact_TD, states, windows.next_ids(numbers))
             totals[place] += float(scores[arm.name].kl_T.sum())
-    powers = {place: noise[_PROBE, *place].total for place in where}
+    powers = {place: noise[_PROBE, *place].noise for place in where}
     return {place: totals[place] / num_rows / powers[place] if powers[place] else 0.0 for place in where}
 
 

@@ -1,18 +1,65 @@
-"""Defines the options of ``tightwire bench stream``."""
+"""Options of ``tightwire bench stream``, and the arms and loads that they name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names
-from tightwire.bench.stream.arms import SOURCES, Arm, Load
 from tightwire.comm.all_reduce.registry import parse_all_reduce
 from tightwire.comm.sizes import parse_bytes
 from tightwire.model.weights import WEIGHT_CODECS
-from tightwire.model.weights.residency import LEAST_STREAMED
+from tightwire.model.weights.residency import LEAST_STREAMED, WeightPlan, spread
 
 ROUNDS = 3  # in which all passes of an arm take turns
+_ORIGINS = {"host": "host", "disk": "disk", "peers": "files", "files": "disk"}  # of a ``WeightPlan``, by source
 _MAX_RANKS = 64
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Arm:
+    """A source and codec of streamed weights. ``rate``: bytes/s to which each rank's source is throttled; 0: no limit."""
+
+    source: str
+    codec: str
+    rate: int
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.source, self.codec, *([f"{self.rate / 1e6:g}MB/s"] if self.rate else [])])
+
+    @property
+    def is_shared(self) -> bool:
+        """Replicas keep parts of each layer and run the same steps for their own sequences."""
+        return self.source == "peers"
+
+    @property
+    def is_prepared(self) -> bool:
+        """The source is a folder of ``tightwire prepare``, made for the run."""
+        return self.source == "disk"
+
+    def plan(self, num_layers: int, num_streamed: int, num_replicas: int = 1, io: str = "buffered") -> WeightPlan:
+        """``num_replicas``: replicas that share layers, if the source is shared. ``io``: how a prepared folder is read."""
+        return WeightPlan(
+            source="partition" if self.is_shared else "stream",
+            origin=_ORIGINS[self.source],
+            ranks_per_node=num_replicas if self.is_shared else 1,
+            io=io,
+            codec=self.codec,
+            streamed=spread(num_layers, num_streamed),
+            bytes_per_s=self.rate or None,
+        )
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Load:
+    """One kind of step: a token for each of ``rows`` sequences, or one prompt of ``rows`` tokens."""
+
+    is_decode: bool
+    rows: int
+
+    @property
+    def name(self) -> str:
+        return f"batch {self.rows}" if self.is_decode else f"prompt {self.rows}"
 
 
 def _unique(parse: Callable[[str], tuple[Any, ...]]) -> Callable[[str], tuple[Any, ...]]:
@@ -23,7 +70,7 @@ def _parse_rate(text: str) -> int:
     if text == "none":
         return 0
     if (rate := parse_bytes(text)) < 1:
-        raise ValueError("a rate must be above 0; none stands for a source that is not throttled")
+        raise ValueError("a rate must be above 0; none: the source is not throttled")
     return rate
 
 
@@ -32,13 +79,13 @@ class StreamBenchOptions(OutputOptions):
     model: str = option("smollm2-135m", "as for serve", flag="model")
     sources: tuple[str, ...] = option(
         ("host", "disk", "peers"),
-        "host: memory; disk: a folder prepared for the run, beside the results; peers: replicas (--dp) that each keep a part of "
-        "every layer; files: the checkpoint's own",
+        "where layers come from. host: memory; disk: a folder prepared for the run, beside the results; peers: replicas (--dp) "
+        "that each keep a part of every layer; files: the checkpoint's own, without a codec",
         metavar="NAME,NAME",
         parse=_unique(parse_names),
     )
     codecs: tuple[str, ...] = option(
-        ("none", "int8", "int4"), "of the streamed layers", metavar="NAME,NAME", parse=_unique(parse_names)
+        ("none", "int8", "int4"), "codecs of the streamed layers", metavar="NAME,NAME", parse=_unique(parse_names)
     )
     rates: tuple[int, ...] = option(
         (),
@@ -47,54 +94,36 @@ class StreamBenchOptions(OutputOptions):
         parse=_unique(lambda text: tuple(map(_parse_rate, text.split(",")))),
         default_factory=lambda: (0,),
     )
-    tp: tuple[int, ...] = option((1, 2), "ranks", metavar="N,N", parse=_unique(parse_integers))
-    dp: int = option(2, "replicas that share layers as peers", metavar="N")
+    tp: tuple[int, ...] = option((1, 2), "numbers of ranks", metavar="N,N", parse=_unique(parse_integers), least=1)
+    dp: int = option(2, "replicas that share layers as peers", metavar="N", least=2)
     batches: tuple[int, ...] = option(
-        (1, 8, 32), "sequences in a decode step", metavar="N,N", parse=_unique(parse_integers)
+        (1, 8, 32), "sequences in a decode step", metavar="N,N", parse=_unique(parse_integers), least=1
     )
-    prompt_rows: int | None = option(None, "also time a step with one prompt of N tokens", metavar="N")
-    context: int = option(64, "tokens of each sequence", metavar="N")
-    stream_layers: int | None = option(None, "stream N layers, spread evenly (all)", metavar="N")
+    prompt_rows: int | None = option(None, "also time a step with one prompt of N tokens", metavar="N", least=2)
+    context: int = option(64, "tokens of each sequence", metavar="N", least=2)
+    stream_layers: int | None = option(None, "stream N layers, spread evenly (all)", metavar="N", least=LEAST_STREAMED)
     dtype: str = option("bfloat16", "of activations", choices=("bfloat16", "float16", "float32"))
     quantization: str = option("none", "of the weights", choices=("auto", "none", "int8", "int4"))
     device: str = option("cpu", "cuda takes one device per rank", choices=("cpu", "cuda"))
     all_reduce: str = option("one-shot", "the AllReduce with --tp above 1", metavar="NAME")
-    threads: int = option(1, "computing threads of each rank", metavar="N")
-    repeats: int = option(6, "timed passes of each kind", metavar="N")
-    seed: int = option(0, "of random weights, tokens and turns", metavar="N")
+    threads: int = option(1, "computing threads of each rank", metavar="N", least=1)
+    repeats: int = option(6, "timed passes of each kind", metavar="N", least=ROUNDS)
+    seed: int = option(0, "seed of random weights, tokens and turns", metavar="N")
     # The first run on a machine compiles kernels.
-    timeout_s: float = option(120.0, "longest wait for a rank or a layer", metavar="S", flag="--timeout")
+    timeout_s: float = option(120.0, "longest wait for a rank or a layer", metavar="S", flag="--timeout", above=0)
 
     def __post_init__(self) -> None:
-        for flag, given, known in (("--sources", self.sources, SOURCES), ("--codecs", self.codecs, WEIGHT_CODECS)):
-            if not given or set(given) - set(known):
-                raise ValueError(f"{flag} takes {', '.join(known)}, got {','.join(given) or 'nothing'}")
-        for flag, values, least in (
-            ("--tp", self.tp, 1),
-            ("--dp", (self.dp,), 2),
-            ("--batches", self.batches, 1),
-            ("--context", (self.context,), 2),
-            ("--threads", (self.threads,), 1),
-            ("--repeats", (self.repeats,), ROUNDS),
-            ("--prompt-rows", (self.prompt_rows or 2,), 2),
-            ("--stream-layers", (self.stream_layers or LEAST_STREAMED,), LEAST_STREAMED),
-        ):
-            if not values or min(values) < least:
-                raise ValueError(f"{flag} must be at least {least}, got {','.join(map(str, values)) or 'nothing'}")
-        replicas = self.dp if any(arm.is_shared for arm in self.arms) else 1
+        for flag, given, known in (("--sources", self.sources, _ORIGINS), ("--codecs", self.codecs, WEIGHT_CODECS)):
+            if set(given) - set(known):
+                raise ValueError(f"{flag} takes {', '.join(known)}, got {','.join(given)}")
+        replicas = self.dp if "peers" in self.sources else 1
         if max(self.tp) * replicas > _MAX_RANKS:
-            raise ValueError(
-                f"--tp times --dp must be at most {_MAX_RANKS}, got {max(self.tp)} times {replicas}"
-                if replicas > 1
-                else f"--tp must be at most {_MAX_RANKS}, got {max(self.tp)}"
-            )
-        if not self.timeout_s > 0:
-            raise ValueError(f"--timeout must be above 0, got {self.timeout_s}")
+            raise ValueError(f"--tp times --dp must be at most {_MAX_RANKS}, got {max(self.tp)} times {replicas}")
         parse_all_reduce(self.all_reduce)
         if self.device == "cuda" and "peers" in self.sources:
             raise ValueError("--sources peers works between ranks on the CPU only; remove it or use --device cpu")
         if not self.arms:
-            raise ValueError("nothing can be measured: " + "; ".join(self.left_out))
+            raise ValueError("--sources files has no codec; add none to --codecs")
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -103,17 +132,7 @@ class StreamBenchOptions(OutputOptions):
             for source in self.sources
             for rate in self.rates
             for codec in self.codecs
-            if codec in SOURCES[source].codecs
-        )
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """The combinations of source and codec that are not measured, with the reason."""
-        return tuple(
-            f"{source} {codec} is left out: {SOURCES[source].why_no_other}"
-            for source in self.sources
-            for codec in self.codecs
-            if codec not in SOURCES[source].codecs
+            if codec == "none" or source != "files"
         )
 
     @property

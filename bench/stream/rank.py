@@ -10,8 +10,7 @@ import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.bench.ranks import RankOptions, open_ranks
-from tightwire.bench.stream.arms import PROBE, Load
-from tightwire.bench.stream.options import StreamBenchOptions
+from tightwire.bench.stream.options import Load, StreamBenchOptions
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.local_ranks import LocalRanks, silence_after
 from tightwire.comm.group.partition_groups import PartitionPeers
@@ -28,6 +27,7 @@ from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import WeightPlan, WeightSizes
 
 BLOCK_SIZE = 16
+_LEAST_LEN = 512  # room for greedy texts
 
 
 class Rank:
@@ -55,7 +55,7 @@ class Rank:
     def build(
         self, plan: WeightPlan, prepared: Prepared | None = None, peers: PartitionPeers | None = None
     ) -> ModelRunner:
-        longest = max(self.options.context, self.options.prompt_rows or 0, PROBE.rows)
+        longest = max(self.options.context, self.options.prompt_rows or 0, _LEAST_LEN)
         each = -(-self.options.context // BLOCK_SIZE)
         return build_runner(
             self._config,
@@ -82,26 +82,25 @@ class Rank:
 
     def passes(
         self, run: Callable[[], object], count: int, prepare: Callable[[], None] | None = None
-    ) -> tuple[list[float], list[float], list[float]]:
+    ) -> tuple[list[float], list[float]]:
         """Run one untimed and ``count`` timed passes, each after ``prepare`` and a barrier of all ranks.
 
         Returns:
-            Seconds, core seconds and start times of the timed passes.
+            Seconds and start times of the timed passes.
         """
-        seconds, core_s, begins = [], [], []
+        seconds, begins = [], []
         for number in range(1 + count):
             if prepare is not None:
                 prepare()
             self._world.transport.barrier()
             self._synchronize()
-            begin, core = time.perf_counter(), time.process_time()
+            begin = time.perf_counter()
             run()
             self._synchronize()
             if number:
                 seconds.append(time.perf_counter() - begin)
-                core_s.append(time.process_time() - core)
                 begins.append(begin)
-        return seconds, core_s, begins
+        return seconds, begins
 
     def _synchronize(self) -> None:
         if self.group.device.type == "cuda":
@@ -153,7 +152,7 @@ def open_stream_ranks(num_ranks: int, device: str, timeout_s: float) -> Iterator
     """Start ranks on this machine; yields them and the name of their transport.
 
     Raises:
-        ValueError: the machine lacks what was asked for.
+        ValueError: the machine does not support the options.
         LocalRankError: the ranks could not join.
     """
     if num_ranks > 1:

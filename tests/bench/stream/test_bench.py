@@ -35,7 +35,7 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
     )
 
     assert status == 0 and result["error"] is None
-    assert "files int4 is left out" in text and "4 of 5 layers streamed" in text and "Of 40 cells" in text
+    assert "4 of 5 layers streamed" in text and "of 40 cells" in text
     arms = [(source, codec, rate) for source in ("host", "disk") for rate in (4e6, 8e6) for codec in ("none", "int4")]
     arms += [("files", "none", rate) for rate in (4e6, 8e6)]
     steps = [("decode", 3), ("prompt", 16)]
@@ -50,7 +50,6 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
         assert cell["over_bound"] == pytest.approx(cell["seconds"]["p50"] / cell["bound_s"])
         assert 0 <= cell["overlap"] <= 1
         assert cell["seconds"]["n"] == 3
-        assert (cell["raw_s"], cell["over_source_bound"]) == (None, None)  # there is the rate to be held against
         assert (cell["io"] in ("direct", "dropped")) == (cell["source"] == "disk")
         assert cell["same_tokens"] == 1 or cell["codec"] == "int4"
     assert result["cells"][0]["bytes_per_step"] > 3 * result["cells"][2]["bytes_per_step"]  # int4
@@ -63,7 +62,7 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
     assert len(rows) == len(cells)
     assert float(rows[0]["step_s"]) == cells[0]["seconds"]["p50"]
     html = page.read_text()
-    assert html.count("<svg") == 3 and "By the source&#39;s rate" in html and "files int4 is left out" in html
+    assert html.count("<img") == 3 and "Step by rate" in html
 
 
 @pytest.mark.alone
@@ -74,12 +73,11 @@ def test_replicas_that_share_layers_make_the_same_steps(model: str, capsys: pyte
 
     assert status == 0 and result["error"] is None  # either replica's answer is that of resident weights
     [cell, slow] = result["cells"]
-    assert (slow["rate_bytes_per_s"], slow["same_tokens"], slow["raw_s"]) == (8e6, 1, None)
+    assert (slow["rate_bytes_per_s"], slow["same_tokens"]) == (8e6, 1)
     assert slow["fetch_s"] >= 0.97 * slow["bytes_per_step"] / 8e6 - 0.004
     assert (cell["tp"], cell["dp"], cell["same_tokens"]) == (1, 2, 1)
     # Each of the two has the whole layer come.
     assert cell["bytes_per_step_all_ranks"] == 2 * cell["bytes_per_step"]
-    assert cell["over_source_bound"] == pytest.approx(cell["seconds"]["p50"] / max(cell["raw_s"], cell["compute_s"]))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,7 @@ def test_replicas_that_share_layers_make_the_same_steps(model: str, capsys: pyte
             ("random:llama-3.2-1b", "--sources", "host,files"),
             "random weights are not in a file; remove files from --sources",
         ),
-        (("--stream-layers", "6"), "--stream-layers must be 3 to 5, all layers of this model, got 6"),
+        (("--stream-layers", "6"), "--stream-layers must be 3 to 5, the model's layers, got 6"),
         (("--tp", "65"), "--tp times --dp must be at most 64"),
         (("--context", "1025"), "--context: 1025 tokens exceed the model's 1024 positions"),
         (("--prompt-rows", "1025"), "--prompt-rows: 1025 tokens exceed the model's 1024 positions"),

@@ -1,8 +1,7 @@
 import pytest
 
 from tightwire.bench.options import parse_options as parse_bench_options
-from tightwire.bench.stream.arms import Load
-from tightwire.bench.stream.options import StreamBenchOptions
+from tightwire.bench.stream.options import Arm, Load, StreamBenchOptions
 
 
 def parse_options(argv: list[str]) -> StreamBenchOptions:
@@ -19,8 +18,16 @@ def test_arms_have_the_codecs_of_their_source(capsys: pytest.CaptureFixture[str]
         *("host none", "host int4", "host none 100MB/s", "host int4 100MB/s"),
         *("files none", "files none 100MB/s"),
     ]
-    assert options.left_out == ("files int4 is left out: the checkpoint's own files are not encoded",)
     assert options.loads == (Load(True, 1), Load(True, 8), Load(False, 64))
+
+
+def test_an_arm_spreads_the_layers_that_it_streams() -> None:
+    plan = Arm("host", "int4", 5_000_000).plan(num_layers=6, num_streamed=3)
+
+    assert (plan.streamed, plan.origin, plan.codec, plan.bytes_per_s) == ((1, 3, 5), "host", "int4", 5_000_000)
+    assert Arm("disk", "none", 0).plan(6, 6).bytes_per_s is None
+    assert Arm("peers", "none", 0).plan(6, 6, num_replicas=3).ranks_per_node == 3
+    assert Arm("peers", "none", 5_000_000).plan(6, 6, num_replicas=3).bytes_per_s == 5_000_000
 
 
 @pytest.mark.parametrize(
@@ -28,21 +35,21 @@ def test_arms_have_the_codecs_of_their_source(capsys: pytest.CaptureFixture[str]
     [
         (["--sources", "tape"], "--sources takes host, disk, peers, files, got tape"),
         (["--codecs", "int5"], "--codecs takes none, int8, int4, got int5"),
-        (["--sources", "files", "--codecs", "int4"], "nothing can be measured: files int4 is left out"),
+        (["--sources", "files", "--codecs", "int4"], "--sources files has no codec; add none"),
         (["--rates", "0MB"], "a rate must be above 0"),
         (["--rates", "fast"], "'fast' is not a size"),
-        (["--tp", "0"], "--tp must be at least 1"),
+        (["--tp", "0"], "--tp: must be at least 1"),
         (["--tp", "65", "--sources", "peers"], "--tp times --dp must be at most 64, got 65 times 2"),
-        (["--tp", "65", "--sources", "host"], "--tp must be at most 64, got 65"),
+        (["--tp", "65", "--sources", "host"], "--tp times --dp must be at most 64, got 65 times 1"),
         (["--tp", "2", "--dp", "33"], "--tp times --dp must be at most 64, got 2 times 33"),
         (["--tp", "1,x"], "argument --tp: expected whole numbers"),
         (["--batches", "few"], "argument --batches: expected whole numbers"),
-        (["--dp", "1"], "--dp must be at least 2"),
-        (["--batches", "0,8"], "--batches must be at least 1, got 0,8"),
-        (["--repeats", "2"], "--repeats must be at least 3"),
-        (["--stream-layers", "2"], "--stream-layers must be at least 3"),
-        (["--prompt-rows", "1"], "--prompt-rows must be at least 2"),
-        (["--timeout", "0"], "--timeout must be above 0"),
+        (["--dp", "1"], "--dp: must be at least 2"),
+        (["--batches", "0,8"], "--batches: must be at least 1, got 0"),
+        (["--repeats", "2"], "--repeats: must be at least 3"),
+        (["--stream-layers", "2"], "--stream-layers: must be at least 3"),
+        (["--prompt-rows", "1"], "--prompt-rows: must be at least 2"),
+        (["--timeout", "0"], "--timeout: must be above 0"),
         (["--all-reduce", "loud"], "loud"),
         (["--label", "a/b"], "--label"),
     ],

@@ -2,8 +2,9 @@ from typing import Any
 
 import pytest
 
-from tightwire.bench.stream.arms import PROBE, Answered, Arm, Load, PassTrace, Probed, Timed
-from tightwire.bench.stream.summary import Cells, fault_texts
+from tightwire.bench.stream.measure import Answered, PassTrace, Timed
+from tightwire.bench.stream.options import Arm, Load
+from tightwire.bench.stream.report import Cells, fault_texts, verdict
 
 PLAIN, PACKED = Arm("host", "none", 1000), Arm("host", "int4", 1000)
 BATCH = Load(True, 8)
@@ -12,7 +13,7 @@ BATCH = Load(True, 8)
 def _timed(arm: Arm, kind: str, seconds: list[float], *, stall_s: float | None = None, **more: Any) -> Timed:
     load = None if kind == "fetch" else BATCH
     traces = [] if stall_s is None else [PassTrace(pass_s=s, fetch_s=s, stall_s=stall_s) for s in seconds]
-    values = {"core_s": [0.5] * len(seconds), "disorder": None, **more}
+    values = {"disorder": None, **more}
     return Timed(arm=arm, kind=kind, load=load, seconds=seconds, traces=traces, **values)
 
 
@@ -22,9 +23,8 @@ def _answered(arm: Arm, step_bytes: int, tokens: list[int]) -> Answered:
 
 def _group() -> Cells:
     """Two ranks; the second is slower at everything."""
-    group = Cells(tp=2, world_size=2, cores=2)
+    group = Cells(tp=2, world_size=2)
     for rank, slower in ((0, 1.0), (1, 2.0)):
-        group.add(rank, Probed(seconds=[3.0 * slower, 4.0 * slower, 5.0 * slower]))
         for arm, step_bytes, fetch_s in ((PLAIN, 3600, 2.0), (PACKED, 900, 0.5)):
             group.add(rank, _answered(arm, step_bytes, [1, 2, 3, 4] if arm == PLAIN else [1, 2, 9, 4]))
             group.add(rank, _timed(arm, "compute", [0.3 * slower, 0.4 * slower, 0.5 * slower]))
@@ -45,21 +45,6 @@ def test_the_bound_is_the_longer_of_fetch_and_compute() -> None:
     assert packed["bound_s"] == pytest.approx(1.0) and packed["speed_up_over_none"] == pytest.approx(4.0)
 
 
-def test_core_seconds_lengthen_the_second_bound() -> None:
-    packed = _group().rows()[1]
-
-    # Half a second of fetching and half of computing on each of two ranks, over two cores.
-    assert packed["cores_s"] == pytest.approx(1.0)
-    assert packed["over_cores_bound"] == pytest.approx(1.1)
-
-
-def test_forecasts_use_the_fetch_and_the_timed_prompt() -> None:
-    plain, packed = _group().rows()
-
-    assert plain["ttft_s"] == packed["ttft_s"] == pytest.approx(8.0)  # the prompt computes longer than either fetch
-    assert plain["break_even_rows"] == pytest.approx(4.0 / 8.0 * PROBE.rows)
-
-
 def test_other_tokens_are_a_fault_only_without_a_codec() -> None:
     group = _group()
     assert [row["faults"] for row in group.rows()] == [[], []]
@@ -68,7 +53,7 @@ def test_other_tokens_are_a_fault_only_without_a_codec() -> None:
     group.add(0, _answered(PLAIN, 3600, [1, 2, 9, 4]))
 
     assert fault_texts(group.rows()) == [
-        "host none at tp 2: rank 0: it generates [1, 2, 9, 4], resident weights [1, 2, 3, 4]"
+        "host none at tp 2: rank 0 generates [1, 2, 9, 4], but with resident weights [1, 2, 3, 4]"
     ]
 
 
@@ -79,23 +64,7 @@ def test_the_tokens_of_every_rank_are_compared_with_resident_weights() -> None:
 
     row = group.rows(PLAIN)[0]
     assert row["same_tokens"] == 0.25
-    assert row["faults"] == ["rank 1: it generates [1, 9, 9, 9], resident weights [1, 2, 3, 4]"]
-
-
-def test_an_unthrottled_source_is_compared_with_its_raw_passes() -> None:
-    group, arm = Cells(tp=1, world_size=2, cores=2), Arm("peers", "none", 0)
-    for rank in range(2):
-        group.add(rank, Probed(seconds=[1.0]))
-        group.add(rank, _answered(arm, 100, [1, 2, 3, 4]))
-        for kind, seconds in (("compute", 1.0), ("fetch", 4.0), ("step", 5.0)):
-            group.add(rank, _timed(arm, kind, [seconds], stall_s=0.1 if kind == "step" else None))
-    assert group.rows() == []  # not before its raw passes are known
-    for rank in range(2):
-        group.add(rank, Timed(arm=arm, kind="raw", load=None, seconds=[2.0], core_s=[0.1], traces=[], disorder=None))
-
-    [row] = group.rows()
-
-    assert (row["dp"], row["raw_s"], row["over_source_bound"], row["over_bound"]) == (2, 2.0, 2.5, 1.25)
+    assert row["faults"] == ["rank 1 generates [1, 9, 9, 9], but with resident weights [1, 2, 3, 4]"]
 
 
 def test_a_wrong_buffer_order_is_a_fault() -> None:
@@ -117,3 +86,10 @@ def test_a_shortened_run_keeps_the_cells_that_all_ranks_finished() -> None:
 
     assert [row["codec"] for row in group.rows()] == ["none", "int4"]
     assert len(group.rows(PLAIN)) == 1 and group.rows(other) == []
+
+
+def test_the_verdict_counts_cells_near_their_bound() -> None:
+    rows = [{"over_bound": bound, "overlap": overlap} for bound, overlap in ((1.1, 0.95), (1.11, 0.94), (1.5, 1.0))]
+
+    assert verdict(rows) == "1 of 3 cells are within 10% of the bound; 2 hide 95% or more."
+    assert "hide" not in verdict([{"over_bound": 1.0, "overlap": None}])  # there is no trace on CUDA
