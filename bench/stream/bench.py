@@ -93,16 +93,19 @@ class StreamBench(Bench):
             open_stream_ranks(tp, options.device, options.timeout_s) as (ranks, transport),
         ):
             self.facts["transports"][tp] = transport
-            self._collect(tp, tp, self._own, ranks.stream(measure, options, checkpoint.location, folders))
+            events = ranks.stream(measure, options, checkpoint.location, folders)
+            self._collect(self._new_cells(tp, tp), self._own, events)
 
     def _measure_shared(self, tp: int, checkpoint: Checkpoint) -> None:
-        """Measure the arms of replicas that share layers."""
+        """Measure the arms of replicas that share layers, each with new replicas."""
         options = self._options
         if not self._shared:
             return
-        with open_replicas(tp=tp, dp=options.dp, timeout_s=options.timeout_s) as (ranks, replicas):
-            events = ranks.stream(measure_shared, replicas, options, checkpoint.location)
-            self._collect(tp, tp * options.dp, self._shared, events)
+        cells = self._new_cells(tp, tp * options.dp)
+        for arm in self._shared:
+            with open_replicas(tp=tp, dp=options.dp, timeout_s=options.timeout_s) as (ranks, replicas):
+                events = ranks.stream(measure_shared, replicas, options, checkpoint.location, arm)
+                self._collect(cells, [arm], events)
 
     @contextmanager
     def _prepared_folders(self, checkpoint: Checkpoint, tp: int) -> Iterator[Mapping[str, str]]:
@@ -119,18 +122,20 @@ class StreamBench(Bench):
                 folders[codec] = str(Path(place) / codec)
             yield folders
 
-    def _collect(self, tp: int, world_size: int, arms: Sequence[Arm], events: Iterator[tuple[int, Event]]) -> None:
-        """Add the events of ``arms``, and show each arm when it has all its blocks."""
-        cells = report.Cells(tp=tp, world_size=world_size)
-        self._groups.append(cells)
-        each = ROUNDS * (1 + 2 * len(self._options.loads)) * world_size
+    def _new_cells(self, tp: int, world_size: int) -> report.Cells:
+        self._groups.append(report.Cells(tp=tp, world_size=world_size))
+        return self._groups[-1]
+
+    def _collect(self, cells: report.Cells, arms: Sequence[Arm], events: Iterator[tuple[int, Event]]) -> None:
+        """Add the events of ``arms`` to ``cells``, and show each arm when it has all its blocks."""
+        each = ROUNDS * (1 + 2 * len(self._options.loads)) * cells.world_size
         blocks: Counter[Arm] = Counter()
         with self.progress:
-            task = self.progress.add_task(f"tp {tp}", total=len(arms) * each)
+            task = self.progress.add_task(f"tp {cells.tp}", total=len(arms) * each)
             for rank, event in events:
                 cells.add(rank, event)
                 if isinstance(event, Answered):
-                    self.progress.update(task, description=f"tp {tp}: {event.arm.name}")
+                    self.progress.update(task, description=f"tp {cells.tp}: {event.arm.name}")
                     continue
                 blocks[event.arm] += 1
                 self.progress.update(task, completed=blocks.total())

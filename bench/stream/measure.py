@@ -97,15 +97,14 @@ def measure(group: Group, options: StreamBenchOptions, location: str, folders: M
             yield from _measure_arm(rank, arm, resident, prepared, None)
 
 
-def measure_shared(world: Group, replicas: ReplicaPlan, options: StreamBenchOptions, location: str) -> Iterator[Event]:
-    """Measure all arms whose layers come from the other replicas; runs on all their ranks."""
+def measure_shared(
+    world: Group, replicas: ReplicaPlan, options: StreamBenchOptions, location: str, arm: Arm
+) -> Iterator[Event]:
+    """Measure an arm whose layers come from the other replicas; runs on all their ranks, and closes the peers' groups."""
     bind_rank(world, options)
     with join_replica(replicas, world) as (group, peers):
         rank = Rank(group, options, open_checkpoint(location, options.seed), world)
-        resident = _Resident(rank)
-        for arm in options.arms:
-            if arm.is_shared:
-                yield from _measure_arm(rank, arm, resident, None, peers)
+        yield from _measure_arm(rank, arm, _Resident(rank), None, peers)
 
 
 def bind_rank(world: Group, options: StreamBenchOptions) -> tuple[int, ...]:
