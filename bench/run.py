@@ -14,7 +14,7 @@ from tightwire.bench.report.console import make_console, paused, progress_bar
 from tightwire.bench.report.environment import describe_environment, environment_facts
 from tightwire.bench.report.page import Item, render
 from tightwire.bench.report.quiet import OthersWatch, quiet_facts, show_others
-from tightwire.bench.report.result_files import ResultFiles
+from tightwire.bench.report.result_files import ResultFiles, csv_text
 from tightwire.bench.report.table import Column, Metric, Table, print_table
 
 RAW_KEYS = ("samples", "raw")  # in the JSON file, not in the line on stdout
@@ -154,7 +154,7 @@ class Bench(ABC):
             try:
                 self._write(self._files, result)
                 if page := self._render(result):
-                    self._files.write_html(page)
+                    self._files.write("html", page)
             except ValueError as unwritable:
                 self.say(str(unwritable))
                 result["error"] = "; ".join(filter(None, [error, str(unwritable)]))
@@ -165,9 +165,9 @@ class Bench(ABC):
         return status
 
     def _write(self, files: ResultFiles, result: Mapping[str, Any]) -> None:
-        files.write_json(result)
+        files.write("json", json.dumps(result) + "\n")
         if (table := self.csv(result)) is not None:
-            files.write_csv([column.key for column in table.columns], table.csv_rows())
+            files.write("csv", csv_text([column.key for column in table.columns], table.csv_rows()))
 
     def _render(self, result: Mapping[str, Any]) -> str:
         """The HTML page; empty where there is nothing to show."""
