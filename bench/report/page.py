@@ -173,7 +173,8 @@ def heat_map(
 
     def draw(axes: "Axes") -> None:
         values = np.array([[math.nan if value is None else value for value in row] for row in rows.values()])
-        mesh = axes.pcolormesh(np.ma.masked_invalid(values), cmap="Blues")
+        columns = np.arange(values.shape[1] + 1) - 0.5  # so that a column's number is at its middle
+        mesh = axes.pcolormesh(columns, np.arange(len(rows) + 1), np.ma.masked_invalid(values), cmap="Blues")
         every = max(1, -(-len(rows) // _MAX_TICKS))
         axes.set_yticks(
             [number + 0.5 for number in range(0, len(rows), every)], [_short(name) for name in list(rows)[::every]]
