@@ -3,8 +3,7 @@
 The clock starts when the request is handed to the connection. Time that a request waits in the load generator
 (``serve.load``) is not the server's and is never in a sample.
 
-The client takes CPU time from a server on the same cores, so it uses aiohttp: an event costs a third of what it costs with
-httpx.
+The client takes CPU time from a server on the same cores, so it uses aiohttp: an event costs a third of httpx's time.
 """
 
 import asyncio
@@ -79,6 +78,7 @@ class Sample:
 
 
 _KEEP_ALIVE_S = 4.0  # less than servers keep an idle connection open
+_Watch = Callable[[dict[str, Any]], None]
 
 
 class BenchClient:
@@ -112,11 +112,7 @@ class BenchClient:
         await self._http.close()
 
     async def measure(
-        self,
-        prompt: Prompt,
-        *,
-        extra_body: Mapping[str, Any] | None = None,
-        watch: Callable[[dict[str, Any]], None] | None = None,
+        self, prompt: Prompt, *, extra_body: Mapping[str, Any] | None = None, watch: _Watch | None = None
     ) -> Sample:
         """Send one prompt and read its stream to the end; a failure is a sample with ``error``, never an exception.
 
@@ -125,7 +121,8 @@ class BenchClient:
             watch: called with each event after it was timed.
         """
         url = f"{self._remote.base}/{'chat/completions' if prompt.is_chat else 'completions'}"
-        body = json.dumps({**self._body(prompt), **(extra_body or {})}).encode()
+        fields = {"model": self._remote.model, "stream": True, **prompt.body(), **self._extra_body}
+        body = json.dumps({**fields, **(extra_body or {})}).encode()
         sample = Sample()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -136,17 +133,7 @@ class BenchClient:
             sample.error = f"no end of the answer within {self._timeout_s:g} s"
         return sample
 
-    def _body(self, prompt: Prompt) -> dict[str, Any]:
-        return {
-            "model": self._remote.model,
-            "stream": True,
-            **prompt.body(),
-            **self._extra_body,
-        }
-
-    async def _read(
-        self, url: str, body: bytes, sample: Sample, watch: Callable[[dict[str, Any]], None] | None
-    ) -> None:
+    async def _read(self, url: str, body: bytes, sample: Sample, watch: _Watch | None) -> None:
         began = time.perf_counter()
         async with await self._send(url, body) as response:
             if response.status != 200:
@@ -175,15 +162,8 @@ class BenchClient:
             return await self._post(url, body, connection)
 
     async def _post(self, url: str, body: bytes, connection: SimpleNamespace) -> aiohttp.ClientResponse:
-        headers = {"Content-Type": "application/json"}
-        return await self._http.post(
-            url,
-            data=body,
-            headers=headers,
-            proxy=self._proxy,
-            allow_redirects=False,
-            trace_request_ctx=connection,
-        )
+        options: dict[str, Any] = {"proxy": self._proxy, "allow_redirects": False, "trace_request_ctx": connection}
+        return await self._http.post(url, data=body, headers={"Content-Type": "application/json"}, **options)
 
 
 async def _note_new(session: aiohttp.ClientSession, context: SimpleNamespace, event: object) -> None:
@@ -193,13 +173,10 @@ async def _note_new(session: aiohttp.ClientSession, context: SimpleNamespace, ev
 class _StreamReader:
     """Fills a sample from the events of its stream."""
 
-    def __init__(self, sample: Sample, began: float, watch: Callable[[dict[str, Any]], None] | None) -> None:
-        self._sample = sample
-        self._began = began
-        self._watch = watch
+    def __init__(self, sample: Sample, began: float, watch: _Watch | None) -> None:
+        self._sample, self._began, self._watch = sample, began, watch
         self._last_text: float | None = None
-        self._num_texts = 0
-        self._num_events = 0
+        self._num_texts = self._num_events = 0
 
     def event(self, data: str, now: float) -> None:
         sample = self._sample

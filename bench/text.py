@@ -1,6 +1,6 @@
 """Real text for the benches: English prose that comes with the project, or the user's file.
 
-``texts/ORIGIN.md`` lists the sources and licences of the prose. Knows no tokenizer: the caller brings token ids.
+``texts/ORIGIN.md`` lists the sources and licences of the prose. Callers tokenize it.
 """
 
 import random

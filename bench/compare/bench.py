@@ -1,4 +1,4 @@
-"""``tightwire bench compare A.json B.json``: tells whether B became worse than A."""
+"""``tightwire bench compare A.json B.json``: reports if B became worse than A."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

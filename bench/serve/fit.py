@@ -1,7 +1,7 @@
 """Finds out, before the measurement, which fields a server accepts and how it counts tokens.
 
-Servers differ: some refuse fields that they do not know (``ignore_eos``, ``stream_options``), and only the server's own
-tokenizer tells how long a prompt is.
+Servers differ: some refuse unknown fields (``ignore_eos``, ``stream_options``), and only the server's own tokenizer gives the
+length of a prompt.
 """
 
 import math
