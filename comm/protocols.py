@@ -5,7 +5,7 @@ An algorithm is written once against ``Transport``; a transport knows no algorit
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -19,19 +19,19 @@ def nothing_told(num_bytes: int) -> None:
 
 
 class KernelSums(Protocol):
-    """One-shot sums of one buffer that a caller's kernel runs repeatedly by itself: ``kernels.cpu.shared_sums``.
+    """One-shot sums of one buffer that a caller's kernel runs repeatedly by itself (``tw_make_sum``).
 
-        table = sums.begin(x, out, "decode", sites)
+        kernel_sums = sums.begin(x, out, "decode", sites)
         while (num_done := sums.wait()) < len(sites):
-            ...  # call the kernel, which makes sums from number ``num_done`` on
+            ...  # call the kernel with ``kernel_sums``: it makes sums from number ``num_done`` on
         sums.end()
 
     ``end`` is always called, also after an error; no other collective runs before it. All ranks begin with the same
     shape, dtype and number of sites.
     """
 
-    def begin(self, x: Tensor, out: Tensor, phase: str, sites: Sequence[str]) -> int:
-        """Return the address of the kernel's table. Each sum reads ``x`` and writes ``out``; both are contiguous.
+    def begin(self, x: Tensor, out: Tensor, phase: str, sites: Sequence[str]) -> Any:
+        """Return a ``tw_sums *`` for the kernel. Each sum reads ``x`` and writes ``out``; both are contiguous.
 
         ``sites``: the purpose of each sum; they and ``phase`` are for the ledger.
         """

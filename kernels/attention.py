@@ -8,7 +8,8 @@ from importlib import import_module
 from torch import Tensor
 
 from tightwire.kernels.cpu.attention import paged_attention_cpu
-from tightwire.kernels.spec.attention import HeadGroups, PackedSequences
+from tightwire.kernels.cpu.library import available
+from tightwire.kernels.spec.attention import HeadGroups, PackedSequences, paged_attention_reference
 
 
 def paged_attention(
@@ -35,15 +36,5 @@ def paged_attention(
     if q_THE.is_cuda:  # imported on first use: a CPU host need not have Triton
         triton = import_module("tightwire.kernels.cuda.attention")
         return triton.paged_attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale, groups)
-    start_B1, lens_B, table_BM, num_decode_rows = sequences
-    return paged_attention_cpu(
-        q_THE,
-        k_cache_NKPE,
-        v_cache_NKPE,
-        start_B1,
-        lens_B,
-        table_BM,
-        scale,
-        num_decode_rows=num_decode_rows,
-        groups=groups,
-    )
+    attention = paged_attention_cpu if available() else paged_attention_reference
+    return attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, scale, groups)

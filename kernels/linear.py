@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tightwire.kernels.cpu.library import available
 from tightwire.kernels.cpu.linear import linear_cpu, linear_to_float_cpu
 from tightwire.kernels.cpu.linear_widened import linear_widened, rows_are_independent, torch_has_bfloat16_products
 from tightwire.kernels.packed import dequantize
+from tightwire.kernels.spec.layer_ops import linear_reference
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 
 # Numbers of packed weights that are unpacked at a time for torch's product: little memory next to a model.
@@ -45,6 +47,8 @@ def linear(
     on_cpu = x_TD.device.type == "cpu"
     if not on_cpu and isinstance(weight_OD, Tensor):
         return F.linear(x_TD, weight_OD, bias_O)
+    if on_cpu and not available():
+        return linear_reference(x_TD, weight_OD, bias_O)
     one_product = on_cpu and x_TD.dtype != torch.bfloat16
     if num_decode_rows is None or num_decode_rows >= len(x_TD) or one_product:
         return _single_product(x_TD, weight_OD, bias_O)
@@ -60,6 +64,8 @@ def linear_to_float(x_RD: Tensor, weight_OD: Matrix) -> Tensor:
     Cost and errors are those of ``linear``.
     """
     if x_RD.device.type == "cpu":
+        if not available():
+            return F.linear(x_RD.float(), dequantize(weight_OD, torch.float32))
         return linear_to_float_cpu(x_RD, weight_OD)
     if isinstance(weight_OD, PackedMatrix):
         return _triton().linear_packed(x_RD, weight_OD, None, torch.float32)

@@ -4,8 +4,8 @@ from importlib import import_module
 
 from torch import Tensor
 
-from tightwire.kernels.cpu.kv_cache import write_kv_cpu
-from tightwire.kernels.cpu.rope import apply_rope_cpu
+from tightwire.kernels.cpu.library import available
+from tightwire.kernels.cpu.rows import apply_rope_cpu, write_kv_cpu
 from tightwire.kernels.spec.attention import write_kv_reference
 from tightwire.kernels.spec.layer_ops import apply_rope_reference
 
@@ -16,7 +16,7 @@ def apply_rope(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     Raises:
         ValueError: on CPU, shapes or dtypes that do not match.
     """
-    if x_THE.device.type != "cpu":
+    if x_THE.device.type != "cpu" or not available():
         return apply_rope_reference(x_THE, cos_TE, sin_TE)
     return apply_rope_cpu(x_THE, cos_TE, sin_TE)
 
@@ -31,7 +31,7 @@ def write_kv(k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: T
         ValueError: on CPU, shapes or dtypes that do not match, or a slot outside the cache (earlier rows are
             written).
     """
-    if k_cache_NKPE.device.type != "cpu":
+    if k_cache_NKPE.device.type != "cpu" or not available():
         write_kv_reference(k_TKE, v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
     else:
         write_kv_cpu(k_TKE, v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)

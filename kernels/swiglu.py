@@ -4,7 +4,9 @@ from importlib import import_module
 
 from torch import Tensor
 
-from tightwire.kernels.cpu.swiglu import swiglu_cpu
+from tightwire.kernels.cpu.library import available
+from tightwire.kernels.cpu.rows import swiglu_cpu
+from tightwire.kernels.spec.layer_ops import swiglu_reference
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
@@ -15,4 +17,4 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
     """
     if gate_up_T2F.is_cuda:  # imported on first use: a CPU host need not have Triton
         return import_module("tightwire.kernels.cuda.swiglu").swiglu(gate_up_T2F)
-    return swiglu_cpu(gate_up_T2F)
+    return (swiglu_cpu if available() else swiglu_reference)(gate_up_T2F)

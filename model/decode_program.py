@@ -1,22 +1,21 @@
-"""Runs one rank's layers for decode rows on a CPU: the host side of ``kernels.cpu.decode_kernel``.
+"""Runs one rank's layers for decode rows on a CPU: the host side of ``kernels/cpu/native/decode.cpp``.
 
 Buffers are kept between steps. With one rank, or if the ranks sum over shared memory, one call runs all layers;
 otherwise each layer takes two calls.
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from tightwire.comm.protocols import KernelSums
-from tightwire.kernels.cpu import decode_kernel as kernel
 from tightwire.kernels.cpu.attention import LOG2_E, Tiles, cut_into_tiles
-from tightwire.kernels.cpu.attention_kernels import scratch_floats
+from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.linear import matrix_integers, useful_threads
-from tightwire.kernels.cpu.vector.simd import NUMBER_KIND
-from tightwire.kernels.cpu.vector.threads import run_on_threads
+from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items
+from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
@@ -46,34 +45,36 @@ class DecodeProgram:
         self._angles = angles  # kept alive: the program holds their addresses
         self._placed: list[LayerWeights | None] = [None] * config.num_layers
         self._placed_keys: list[Tensor | None] = [None] * config.num_layers  # values always move together with keys
-        self._layers = torch.zeros(config.num_layers, kernel.LAYER_INTS, dtype=torch.int64)
         self._weights_per_part = _part_sizes(config, shard) * config.num_layers
-        self._phases = torch.empty(config.num_layers * kernel.PHASES_PER_LAYER * kernel.PHASE_BYTES, dtype=torch.uint8)
-        self._buffers: dict[int, Tensor] = {}
+        num_phases = config.num_layers * lib.TW_PHASES_PER_LAYER
+        self._phases = torch.empty(num_phases * ffi.sizeof("tw_phase"), dtype=torch.uint8)
+        self._layers: Any = ffi.new(f"tw_layer[{config.num_layers}]")
         self._step: tuple[Batch, Tiles] | None = None  # kept alive: the program holds their addresses
-        self._program = torch.zeros(kernel.PROGRAM_INTS, dtype=torch.int64)
         groups = shard.head_groups(config.heads_per_kv_head)
-        self._set(
+        self._program: Any = struct(
+            "tw_decode_program",
             {
-                kernel.HIDDEN_SIZE: config.hidden_size,
-                kernel.NUM_HEADS: shard.local_heads,
-                kernel.NUM_KV_HEADS: shard.local_kv_heads,
-                kernel.HEADS_PER_KV_HEAD: groups.heads_per_kv_head,
-                kernel.SKIPPED_HEADS: groups.skipped_heads,
-                kernel.HEAD_DIM: config.head_dim,
-                kernel.MLP_SIZE: len(shard.mlp_columns),
-                kernel.KIND: NUMBER_KIND[cache.dtype],
-                kernel.COS: cos_SE.data_ptr(),
-                kernel.SIN: sin_SE.data_ptr(),
-                kernel.ANGLE_STRIDE: cos_SE.stride(0) * cos_SE.element_size(),
-                kernel.NUM_BLOCKS: cache.num_blocks,
-                kernel.TOKENS_PER_BLOCK: cache.block_size,
-                kernel.CACHE_BLOCK_STRIDE: cache.block_stride * cache.dtype.itemsize,
-                kernel.PHASES: self._phases.data_ptr(),
-            }
+                "layers": self._layers,
+                "phases": ffi.cast("tw_phase *", self._phases.data_ptr()),
+                "hidden_size": config.hidden_size,
+                "num_heads": shard.local_heads,
+                "num_kv_heads": shard.local_kv_heads,
+                "heads_per_kv_head": groups.heads_per_kv_head,
+                "skipped_heads": groups.skipped_heads,
+                "head_dim": config.head_dim,
+                "mlp_size": len(shard.mlp_columns),
+                "kind": NUMBER_KIND[cache.dtype],
+                "eps": config.norm_eps,
+                "scale_log2": config.head_dim**-0.5 * LOG2_E,
+                "cos": cos_SE.data_ptr(),
+                "sin": sin_SE.data_ptr(),
+                "angle_stride": cos_SE.stride(0) * cos_SE.element_size(),
+                "num_blocks": cache.num_blocks,
+                "tokens_per_block": cache.block_size,
+                "cache_block_stride": cache.block_stride * cache.dtype.itemsize,
+            },
         )
         self._num_positions = len(cos_SE)
-        self._num_rows = 0
         self._make_buffers(1)
 
     def begin(self, residual_TD: Tensor, batch: Batch) -> Self:
@@ -82,10 +83,10 @@ class DecodeProgram:
         Raises:
             ValueError: a position, slot, length or block is invalid.
         """
-        num_rows = len(residual_TD)
-        if num_rows > len(self._buffers[kernel.PARTIAL]):
+        program, num_rows = self._program, len(residual_TD)
+        if num_rows > len(self._partial_TD):
             self._make_buffers(num_rows)
-        _check_rows("the embeddings", residual_TD, self._buffers[kernel.PARTIAL][:num_rows])
+        _check_rows("the embeddings", residual_TD, self._partial_TD[:num_rows])
         _check_range("position", batch.positions_T, self._num_positions)
         _check_range("slot", batch.slots_T, self._cache.num_blocks * self._cache.block_size)
         tiles = cut_into_tiles(
@@ -98,22 +99,17 @@ class DecodeProgram:
             self._cache.block_size,
         )
         self.residual_TD, self._step = residual_TD, (batch, tiles)
-        self._num_rows = num_rows
         self._phases.zero_()
-        self._set(
-            {
-                kernel.NUM_ROWS: num_rows,
-                kernel.RESIDUAL: residual_TD.data_ptr(),
-                kernel.POSITIONS: batch.positions_T.data_ptr(),
-                kernel.SLOTS: batch.slots_T.data_ptr(),
-                kernel.QUERY_START: batch.query_start_B1.data_ptr(),
-                kernel.CONTEXT_LENS: batch.context_lens_B.data_ptr(),
-                kernel.BLOCK_TABLE: batch.block_tables_BM.data_ptr(),
-                kernel.TABLE_STRIDE: batch.block_tables_BM.stride(0) * 4,
-                kernel.TILES: tiles.address,
-                kernel.NUM_TILES: tiles.num_tiles,
-            }
-        )
+        program.num_rows = num_rows
+        program.residual = residual_TD.data_ptr()
+        program.positions = batch.positions_T.data_ptr()
+        program.slots = batch.slots_T.data_ptr()
+        program.query_start = batch.query_start_B1.data_ptr()
+        program.context_lens = batch.context_lens_B.data_ptr()
+        program.block_table = batch.block_tables_BM.data_ptr()
+        program.table_stride = batch.block_tables_BM.stride(0) * 4
+        program.tiles = tiles.tiles_W3.data_ptr()
+        program.num_tiles = tiles.num_tiles
         return self
 
     def place(self, index: int, weights: LayerWeights) -> None:
@@ -121,14 +117,18 @@ class DecodeProgram:
 
         Cost: nothing if both are unchanged; about 1 us for new keys and values, 20 us for new weights.
         """
+        layer = self._layers[index]
         keys_NKPE, values_NKPE = self._cache.layer(index)
         if self._placed[index] is not weights:
-            self._placed[index], self._placed_keys[index] = weights, None
-            self._layers.numpy()[index] = _layer_integers(weights)
+            self._placed[index] = weights
+            layer.attention_norm, layer.mlp_norm = weights.attention_norm.data_ptr(), weights.mlp_norm.data_ptr()
+            layer.qkv = _matrix(weights.qkv, weights.qkv_bias)
+            layer.attention_out = _matrix(weights.attention_out, weights.attention_out_bias)
+            layer.gate_up = _matrix(weights.gate_up, weights.gate_up_bias)
+            layer.down = _matrix(weights.down, weights.down_bias)
         if self._placed_keys[index] is not keys_NKPE:
             self._placed_keys[index] = keys_NKPE
-            integers = self._layers.numpy()[index]
-            integers[kernel.KEYS], integers[kernel.VALUES] = keys_NKPE.data_ptr(), values_NKPE.data_ptr()
+            layer.k_cache, layer.v_cache = keys_NKPE.data_ptr(), values_NKPE.data_ptr()
 
     def run(self, part: int, update_TD: Tensor | None) -> Tensor:
         """Run one part; see ``run_parts``."""
@@ -142,10 +142,11 @@ class DecodeProgram:
         Returns:
             (T, D), the result of the last part, valid until the next run.
         """
+        partial_TD = self._partial_TD[: self._program.num_rows]
         if update_TD is not None:
-            _check_rows("the ranks' sum", update_TD, self._buffers[kernel.PARTIAL][: self._num_rows])
+            _check_rows("the ranks' sum", update_TD, partial_TD)
         self._run(first, stop, update_TD)
-        return self._buffers[kernel.PARTIAL][: self._num_rows]
+        return partial_TD
 
     def run_and_sum(self, first: int, update_TD: Tensor | None, sums: KernelSums, labels: Sequence[str]) -> Tensor:
         """Run one part per label, and sum each part's result over the ranks.
@@ -158,60 +159,45 @@ class DecodeProgram:
             CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: another rank calls something else, is late
                 or is gone.
         """
-        partial_TD, total_TD = self._buffers[kernel.PARTIAL][: self._num_rows], self._total_TD[: self._num_rows]
-        table = sums.begin(partial_TD, total_TD, "decode", labels)
+        num_rows = self._program.num_rows
+        partial_TD, total_TD = self._partial_TD[:num_rows], self._total_TD[:num_rows]
+        kernel_sums = sums.begin(partial_TD, total_TD, "decode", labels)
         try:
             while (num_done := sums.wait()) < len(labels):
                 # The loop repeats only if another rank was late for a sum.
                 update_TD = total_TD if num_done else update_TD
-                self._run(first + num_done, first + len(labels), update_TD, table, first)
+                self._run(first + num_done, first + len(labels), update_TD, kernel_sums, first)
         finally:
             sums.end()
         return total_TD
 
-    def _run(self, first: int, stop: int, update_TD: Tensor | None, sums: int = 0, first_summed: int = 0) -> None:
-        max_threads = useful_threads(self._num_rows, sum(self._weights_per_part[first:stop]))
-        scratch = torch.empty(min(max_threads, torch.get_num_threads()), self._scratch_floats, dtype=torch.float32)
-        arguments = (
-            self._program.data_ptr(),
-            self._layers.data_ptr(),
-            first,
-            stop,
-            0 if update_TD is None else update_TD.data_ptr(),
-            self._config.norm_eps,
-            self._config.head_dim**-0.5 * LOG2_E,
-            sums,
-            first_summed,
-            scratch.data_ptr(),
-            scratch.stride(0) * 4,
-        )
-        run_on_threads(kernel.run_parts, arguments, len(scratch))
+    def _run(
+        self, first: int, stop: int, update_TD: Tensor | None, kernel_sums: Any = ffi.NULL, first_summed: int = 0
+    ) -> None:
+        update = 0 if update_TD is None else update_TD.data_ptr()
+        arguments = struct("tw_parts_args", (self._program, first, stop, update, kernel_sums, first_summed))
+        max_threads = useful_threads(self._program.num_rows, sum(self._weights_per_part[first:stop]))
+        num_threads = min(max_threads, torch.get_num_threads())
+        run_on_items("tw_run_parts", arguments, num_threads, 1, num_threads)
 
     def _make_buffers(self, num_rows: int) -> None:
         config, shard = self._config, self._shard
         head_dim, num_heads, num_kv_heads = config.head_dim, shard.local_heads, shard.local_kv_heads
         mlp_size = len(shard.mlp_columns)
         widths = {
-            kernel.NORMED: config.hidden_size,
-            kernel.QKV: (num_heads + 2 * num_kv_heads) * head_dim,
-            kernel.ROTATED: (num_heads + num_kv_heads) * head_dim,
-            kernel.MIXED: num_heads * head_dim,
-            kernel.GATE_UP: 2 * mlp_size,
-            kernel.GATED: mlp_size,
-            kernel.PARTIAL: config.hidden_size,
+            "normed": config.hidden_size,
+            "qkv": (num_heads + 2 * num_kv_heads) * head_dim,
+            "rotated": (num_heads + num_kv_heads) * head_dim,
+            "mixed": num_heads * head_dim,
+            "gate_up": 2 * mlp_size,
+            "gated": mlp_size,
+            "partial": config.hidden_size,
         }
-        self._buffers = {
-            field: torch.empty(num_rows, width, dtype=self._cache.dtype) for field, width in widths.items()
-        }
-        self._set({field: buffer.data_ptr() for field, buffer in self._buffers.items()})
-        self._total_TD = torch.empty_like(self._buffers[kernel.PARTIAL])
-        widest = max(config.hidden_size, num_heads * head_dim, mlp_size)
-        self._scratch_floats = max(num_rows * widest, scratch_floats(config.heads_per_kv_head, head_dim))
-
-    def _set(self, values: dict[int, int]) -> None:
-        program = self._program.numpy()
-        for field, value in values.items():
-            program[field] = value
+        self._buffers = {name: torch.empty(num_rows, width, dtype=self._cache.dtype) for name, width in widths.items()}
+        for name, buffer in self._buffers.items():
+            setattr(self._program, name, buffer.data_ptr())
+        self._partial_TD = self._buffers["partial"]
+        self._total_TD = torch.empty_like(self._partial_TD)
 
 
 def _part_sizes(config: LlamaConfig, shard: Shard) -> list[int]:
@@ -220,20 +206,9 @@ def _part_sizes(config: LlamaConfig, shard: Shard) -> list[int]:
     return [config.hidden_size * (2 * heads + 2 * kv_heads) * config.head_dim, config.hidden_size * 3 * mlp_size]
 
 
-def _layer_integers(weights: LayerWeights) -> list[int]:
-    """Return a layer's integers for the kernel, except the addresses of its keys and values."""
-    values = [0] * kernel.LAYER_INTS
-    values[kernel.ATTENTION_NORM] = weights.attention_norm.data_ptr()
-    values[kernel.MLP_NORM] = weights.mlp_norm.data_ptr()
-    for field, matrix, bias in (
-        (kernel.QKV_MATRIX, weights.qkv, weights.qkv_bias),
-        (kernel.OUT_MATRIX, weights.attention_out, weights.attention_out_bias),
-        (kernel.GATE_UP_MATRIX, weights.gate_up, weights.gate_up_bias),
-        (kernel.DOWN_MATRIX, weights.down, weights.down_bias),
-    ):
-        bias_address = 0 if bias is None else bias.data_ptr()
-        values[field : field + kernel.MATRIX_INTS] = (*matrix_integers(matrix), bias_address)
-    return values
+def _matrix(weight_OD: Matrix, bias_O: Tensor | None) -> tuple[int, int, int, int]:
+    """The fields of ``tw_matrix``."""
+    return *matrix_integers(weight_OD), 0 if bias_O is None else bias_O.data_ptr()
 
 
 def _check_rows(what: str, rows_TD: Tensor, like_TD: Tensor) -> None:

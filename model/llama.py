@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tightwire.comm.lane import Lane
 from tightwire.comm.protocols import KernelSums
+from tightwire.kernels.cpu.library import available
 from tightwire.kernels.linear import linear_to_float
 from tightwire.kernels.norm import rms_norm
 from tightwire.model.cache.kv_cache import CacheSource
@@ -52,7 +53,7 @@ class Llama:
         if cache.layers_at_a_time is not None:
             self._spans = [range(layer, layer + 1) for layer in range(config.num_layers)]
         self._program = None
-        if cache.device.type == "cpu":
+        if cache.device.type == "cpu" and available():
             self._program = DecodeProgram(config, parallel.shard, cache, self._angles)
 
     @torch.inference_mode()

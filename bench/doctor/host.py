@@ -32,7 +32,7 @@ _VECTOR_FLAGS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2"),
 )
-_PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "tokenizers", "safetensors", "pyzmq", "uvicorn")
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "pyzmq", "uvicorn")
 _LOOPBACK_TYPE = 772
 # The class code's first bytes: display, processing accelerator, network, NVMe.
 _PCI_KINDS = {"0x03": "gpu", "0x12": "gpu", "0x02": "network", "0x0108": "nvme"}

@@ -13,7 +13,7 @@ from tightwire.bench.train.probes import Probed, grown_by, probe_link, reset_pea
 from tightwire.bench.train.ranks import RankPlan, open_shared_groups, open_torch_group
 from tightwire.bench.train.trainee import EngineTrainee, StepTimes, Trainee, draw_tokens, make_trainee
 from tightwire.comm.group.group import Group
-from tightwire.kernels.cpu.vector.allocator import keep_freed_memory, return_freed_memory
+from tightwire.kernels.cpu.allocator import keep_freed_memory, return_freed_memory
 from tightwire.training.start.model import StartingModel
 
 _CHECKED_STEPS = 3

@@ -19,7 +19,6 @@ from tightwire.comm.transport.in_process import InProcessTransport, ThreadExchan
 from tightwire.comm.transport.peer_access import with_peer_memory
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 from tightwire.comm.transport.store_notes import FailureNotes
-from tightwire.kernels.cpu.shared_all_reduce import compile_all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,8 +137,6 @@ def open_process_group(
     if topology.world_size == 1:
         transport: Transport = InProcessTransport(ThreadExchange(1), 0, timeout_s=timeout_s)
     else:
-        if segment_fd is not None:
-            compile_all()  # before joining, where only the join deadline of the other ranks applies
         transport = join(
             topology,
             store=store,

@@ -7,6 +7,8 @@ collide. Each group has its own segment. This module imports no torch: the ranks
 import mmap
 import os
 
+from tightwire.kernels.cpu.library import available
+
 LINE_BYTES = 64  # a cache line
 # Each rank's words have their own cache lines, because sharing lines would slow polling: first the turn, which others poll,
 # then words that are rarely written or read only after a failure. ``comm.transport.shared_board`` has the layout.
@@ -16,6 +18,8 @@ CHUNK_BYTES = 4 << 20  # the largest part of a message in one turn
 
 def why_unusable() -> str | None:
     """Return why shared memory cannot be used here; None when it can."""
+    if not available():
+        return "its sums need the compiled CPU kernels, and torch's reference is in use (kernels: spec)"
     if not hasattr(os, "memfd_create"):
         return "this system has no anonymous shared files (memfd_create)"
     try:

@@ -1,6 +1,6 @@
 """AllReduces over a shared-memory segment: the ``FusedAllReduce`` of ranks that share memory.
 
-One-shot and two-shot are one kernel call each (``kernels.cpu.shared_all_reduce``). Flash encodes into the shared buffers and
+One-shot and two-shot are one kernel call each (kernels/cpu/native/shared_sums.cpp). Flash encodes into the shared buffers and
 decodes out of them. Long tensors go in chunks that fit the caches; the chunk boundaries do not change an element's sum.
 ``bytes_sent`` counts the bytes of the algorithm's formula, although nothing leaves the host.
 """
@@ -8,6 +8,7 @@ decodes out of them. Long tensors go in chunks that fit the caches; the chunk bo
 from collections.abc import Sequence
 from functools import partial
 from time import perf_counter_ns
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -20,9 +21,9 @@ from tightwire.comm.ledger.recording import Series
 from tightwire.comm.protocols import KernelSums
 from tightwire.comm.transport.shared_board import FLASH
 from tightwire.comm.transport.shared_turns import SharedTurns
-from tightwire.kernels.cpu import shared_sums as place
-from tightwire.kernels.cpu.shared_all_reduce import DONE, call_word, one_shot, two_shot
-from tightwire.kernels.cpu.vector.simd import NUMBER_KIND
+from tightwire.kernels.cpu.library import ffi, lib, struct
+from tightwire.kernels.cpu.run import NUMBER_KIND
+from tightwire.kernels.cpu.shared_sums import DONE, call_word
 
 _OP, _ALGORITHM = "all_reduce", "one-shot"  # the ledger's names of sums in a kernel
 _FLASH_CHUNK_ELEMS = 1 << 19  # large enough to amortize the codec calls of a turn, small enough for the caches
@@ -36,17 +37,17 @@ class SharedAllReduce:
     def __init__(self, turns: SharedTurns) -> None:
         self.in_kernel: KernelSums | None = SharedSums(turns)
         self._turns = turns
-        self._table, self._announce = turns.board.table, turns.board.announce
+        self._board, self._announce = turns.board.native, turns.board.announce
 
     def one_shot(self, x: Tensor) -> Tensor:
         turns = self._turns
         turns.check_open()
         self._announce()
         out = torch.empty_like(x)
-        given = self._table, x.data_ptr(), out.data_ptr(), x.numel(), NUMBER_KIND[x.dtype]
-        status = one_shot(*given, 0)
+        given = self._board, x.data_ptr(), out.data_ptr(), x.numel(), NUMBER_KIND[x.dtype]
+        status = lib.tw_one_shot(*given, 0)
         if status != DONE:
-            turns.run(partial(one_shot, *given), status)
+            turns.run(partial(lib.tw_one_shot, *given), status)
         turns.bytes_sent += (turns.world_size - 1) * x.nbytes
         return out
 
@@ -55,10 +56,10 @@ class SharedAllReduce:
         turns.check_open()
         self._announce()
         out = torch.empty_like(x)
-        given = self._table, x.data_ptr(), out.data_ptr(), num_elems, NUMBER_KIND[x.dtype]
-        status = two_shot(*given, 0)
+        given = self._board, x.data_ptr(), out.data_ptr(), num_elems, NUMBER_KIND[x.dtype]
+        status = lib.tw_two_shot(*given, 0)
         if status != DONE:
-            turns.run(partial(two_shot, *given), status)
+            turns.run(partial(lib.tw_two_shot, *given), status)
         own = slice_lengths(num_elems, turns.world_size)[turns.rank]
         turns.bytes_sent += (num_elems + (turns.world_size - 2) * own) * x.element_size()
         return out
@@ -128,40 +129,32 @@ class SharedAllReduce:
 class SharedSums:
     """One-shot sums that a caller's kernel runs by itself over a segment: the ``KernelSums`` of ranks that share memory.
 
-    ``kernels.cpu.shared_sums`` is the kernel's side. This side counts in the ledger and in the bytes sent when all sums are
-    done, and handles a sum that waits too long: deadlines, lost peers and mismatched calls.
+    The kernel's side is ``tw_make_sum`` (kernels/cpu/native). This side counts in the ledger and in the bytes sent when all
+    sums are done, and handles a sum that waits too long: deadlines, lost peers and mismatched calls.
     """
 
     def __init__(self, turns: SharedTurns) -> None:
         self._turns = turns
         self._note = turns.board.announcement(_OP, _ALGORITHM)
         self._note_words = self._note.numpy().view(np.int64)
-        self._table = np.empty(0, dtype=np.int64)
+        self._sums: Any = None  # a ``tw_sums *``
         self._stamps_ns = np.empty((0, 2), dtype=np.int64)
-        self._given: tuple[int, ...] = ()
-        self._tensors: tuple[Tensor, ...] = ()  # keeps alive the tensors whose addresses are in the table
+        self._given: tuple[Any, ...] = ()  # arguments of ``tw_one_shot``
+        self._tensors: tuple[Tensor, ...] = ()  # keeps alive the tensors whose addresses the kernel has
 
-    def begin(self, x: Tensor, out: Tensor, phase: str, sites: Sequence[str]) -> int:
+    def begin(self, x: Tensor, out: Tensor, phase: str, sites: Sequence[str]) -> Any:
         turns, board, ledger = self._turns, self._turns.board, self._turns.ledger
         turns.check_open()
         num_before, num_bytes = ledger.number, x.nbytes
         self._note_words[:2] = num_before, num_bytes
         board.forget_announced()
         self._tensors = x, out
-        self._given = board.table, x.data_ptr(), out.data_ptr(), x.numel(), NUMBER_KIND[x.dtype]
+        self._given = board.native, x.data_ptr(), out.data_ptr(), x.numel(), NUMBER_KIND[x.dtype]
         # A new array each time: a thread that ends a recording may still read the last one.
         self._stamps_ns = stamps_ns = np.zeros((len(sites), 2), dtype=np.int64)
-        values = {
-            **dict(zip((place.BOARD, place.X, place.OUT, place.NUM_ELEMS, place.KIND), self._given, strict=True)),
-            place.NOTE: self._note.data_ptr(),
-            place.SHOWN: board.announced_at,
-            place.NOTE_BYTES: self._note.numel(),
-            place.STAMPS: stamps_ns.ctypes.data,
-            place.STATUS: DONE,
-            place.NUM_BEGUN: 0,
-            place.NUM_DONE: 0,
-        }
-        self._table = table = np.array([values[field] for field in range(place.SUMS_INTS)], dtype=np.int64)
+        note = self._note.data_ptr(), board.announced_at, self._note.numel()
+        self._sums = struct("tw_sums", (*self._given, *note, stamps_ns.ctypes.data, DONE, 0, 0))
+        words = np.frombuffer(ffi.buffer(self._sums), dtype=np.int64)
         ledger.begin_series(
             Series(
                 op=_OP,
@@ -171,20 +164,20 @@ class SharedSums:
                 bytes_sent=(turns.world_size - 1) * num_bytes,
                 sites=sites,
                 first_number=num_before,
-                progress=table[place.NUM_BEGUN : place.NUM_DONE + 1],
+                progress=words[-2:],  # num_begun and num_done
                 stamps_ns=stamps_ns,
             )
         )
-        return table.ctypes.data
+        return self._sums
 
     def wait(self) -> int:
-        table, status = self._table, int(self._table[place.STATUS])
-        if status != DONE:
-            self._turns.run(partial(one_shot, *self._given), status)
-            self._stamps_ns[table[place.NUM_DONE], 1] = perf_counter_ns()
-            table[place.STATUS] = DONE
-            table[place.NUM_DONE] += 1
-        return int(table[place.NUM_DONE])
+        sums = self._sums
+        if sums.status != DONE:
+            self._turns.run(partial(lib.tw_one_shot, *self._given), sums.status)
+            self._stamps_ns[sums.num_done, 1] = perf_counter_ns()
+            sums.status = DONE
+            sums.num_done += 1
+        return sums.num_done
 
     def end(self) -> None:
         self._turns.bytes_sent += self._turns.ledger.end_series()

@@ -3,7 +3,7 @@
 A rank's part of the header, in words of 8 bytes (a cache line is 8 of them):
 
     0        its turn, incremented after each write; other ranks poll it
-    1, 2     its call, one word for even and one for odd turns: all must match (``kernels.cpu.shared_all_reduce``)
+    1, 2     its call, one word for even and one for odd turns: all must match (``kernels.cpu.shared_sums``)
     3, 4     the size of its message, the same way, for calls where ranks do not know each other's sizes
     16, 17   its process id; the reason why it stopped taking part, or 0
     32, 33   its latest collective: number, bytes; then, from word 34 to the end, the name
@@ -21,10 +21,8 @@ from torch import Tensor
 from tightwire.comm.errors import unlike_most
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.transport.segment import RANK_BYTES, header_bytes
-from tightwire.kernels.cpu import shared_all_reduce
-from tightwire.kernels.cpu.shared_all_reduce import CALLS, ONE_SHOT, TURN, TWO_SHOT, BoardPlace, call_of
-from tightwire.kernels.cpu.vector.atomics import wake_on_time
-from tightwire.kernels.cpu.vector.simd import NUMBER_KIND
+from tightwire.kernels.cpu.run import NUMBER_KIND
+from tightwire.kernels.cpu.shared_sums import CALLS, ONE_SHOT, TURN, TWO_SHOT, call_of, make_board, wake_on_time
 
 # Why a rank stopped: it left, it failed because another rank failed, or the ranks called different collectives.
 LEFT, FAILED, MISMATCHED = 1, 2, 3
@@ -79,17 +77,16 @@ class SharedBoard:
         self._chunks = [(chunks[peer, 0], chunks[peer, 1]) for peer in range(world_size)]
         base = chunks.data_ptr() - start
         crowded = world_size > len(os.sched_getaffinity(0))
-        self._table = shared_all_reduce.board_table(
+        self.native = make_board(  # the kernels' argument
             rank,
             [
-                BoardPlace(base + peer * RANK_BYTES, (even.data_ptr(), odd.data_ptr()))
+                (base + peer * RANK_BYTES, (even.data_ptr(), odd.data_ptr()))
                 for peer, (even, odd) in enumerate(self._chunks)
             ],
             num_spins=1 if crowded else _NUM_SPINS,
             num_naps=_NUM_NAPS,
             chunk_bytes=min(self.chunk_bytes, _FUSED_CHUNK_BYTES),
         )
-        self.table = self._table.data_ptr()  # the kernels' argument
         self.announced_at = base + 8 * (self._own + _NUMBER)
         self._words[self._own + _PID] = os.getpid()
         wake_on_time()

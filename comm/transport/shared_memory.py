@@ -6,7 +6,7 @@ do after reading this one, so one wait per turn is enough.
 
 Correctness: turn n overwrites turn n - 2, after this rank has seen every other at n - 1; a rank publishes n - 1 after its
 reads of n - 2. A rank that reads turn n finds it complete, because its owner increments the turn after the last byte. Turns
-are stored with release and loaded with acquire order (``kernels.cpu.vector.atomics``), in the thread that calls torch to
+are stored with release and loaded with acquire order (kernels/cpu/native/shared_sums.cpp), in the thread that calls torch to
 move the bytes, so this holds on ARM as on x86; torch waits for its own threads before it returns. Long messages take
 several turns, and all ranks take the same number: the largest size, which all know or read in the first turn, decides.
 
@@ -24,7 +24,7 @@ from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_t
 from tightwire.comm.transport.shared_all_reduce import SharedAllReduce
 from tightwire.comm.transport.shared_board import BARRIER, EXCHANGE, GATHER, SHIFT
 from tightwire.comm.transport.shared_turns import SharedTurns
-from tightwire.kernels.cpu.shared_all_reduce import call_word
+from tightwire.kernels.cpu.shared_sums import call_word
 
 
 class SharedMemoryTransport(SharedTurns):

@@ -17,7 +17,8 @@ from tightwire.comm.errors import (
 )
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.transport.shared_board import FAILED, LEFT, MISMATCHED, SharedBoard
-from tightwire.kernels.cpu.shared_all_reduce import DONE, MISMATCH, publish, wait_for, wait_for_all
+from tightwire.kernels.cpu.library import lib
+from tightwire.kernels.cpu.shared_sums import DONE, MISMATCH
 
 # The longest wait after a mismatched call for the other ranks, to find the rank whose call differs.
 _GRACE_S = 1.0
@@ -43,11 +44,11 @@ class SharedTurns:
         board = self.board
         board.announce()
         turn = board.own_turn
-        self._await(lambda: wait_for_all(board.table, turn))
+        self._await(lambda: lib.tw_wait_for_all(board.native, turn))
         return board.chunk(self.rank, turn + 1)
 
     def publish_turn(self, call: int) -> None:
-        publish(self.board.table, self.board.own_turn + 1, call)
+        lib.tw_publish(self.board.native, self.board.own_turn + 1, call)
 
     def read_turn(self, call: int) -> list[Tensor]:
         """Return the buffers of all ranks once all have published this turn for the same call."""
@@ -77,14 +78,14 @@ class SharedTurns:
     def await_one(self, peer: int, call: int) -> None:
         """Wait until ``peer`` has published this turn, for the same call."""
         board, turn = self.board, self.board.own_turn
-        self._await(lambda: wait_for(board.table, peer, turn))
+        self._await(lambda: lib.tw_wait_for(board.native, peer, turn))
         if board.call(peer, turn) != call:
             self.fail_by_mismatch()
 
     def await_all(self, call: int) -> None:
         """Wait until all ranks have published this turn, for the same call."""
         board, turn = self.board, self.board.own_turn
-        self._await(lambda: wait_for_all(board.table, turn))
+        self._await(lambda: lib.tw_wait_for_all(board.native, turn))
         if any(board.call(peer, turn) != call for peer in self.board.others):
             self.fail_by_mismatch()
 
@@ -131,7 +132,7 @@ class SharedTurns:
         board = self.board
         turn = board.own_turn if turn is None else turn
         deadline = time.monotonic() + min(_GRACE_S, _GRACE_SHARE * self._timeout_s)
-        while not wait_for_all(board.table, turn) and time.monotonic() < deadline:
+        while not lib.tw_wait_for_all(board.native, turn) and time.monotonic() < deadline:
             pass
         self._failure = CollectiveMismatchError(
             f"rank {self.rank} of {self.world_size}: the ranks called different collectives: {board.describe_calls(turn)}",

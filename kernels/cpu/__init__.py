@@ -1,1 +1,1 @@
-"""CPU kernels, compiled with numba. Start with `linear`."""
+"""CPU kernels: C++ in native/ (start with vec.h and rows.cpp), compiled by `build`, loaded by `library`, called by the rest."""

@@ -1,20 +1,22 @@
-"""Host side of the CPU attention: checks, scratch memory and threads around ``attention_cpu_kernels``."""
+"""Paged attention on CPU: checks and argument structs around ``native/attention.cpp``."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tightwire.kernels.cpu.attention_kernels import ROWS, attend, scratch_floats
-from tightwire.kernels.cpu.attention_plan import BUCKETS, plan_tiles, work_numbers
-from tightwire.kernels.cpu.vector.simd import NUMBER_KIND
-from tightwire.kernels.cpu.vector.threads import run_on_threads
-from tightwire.kernels.spec.attention import HeadGroups, check_attention, even_groups
+from tightwire.kernels.cpu.library import lib, struct
+from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items
+from tightwire.kernels.spec.attention import HeadGroups, PackedSequences, check_attention, even_groups
 
 LOG2_E = 1 / math.log(2)
 
-# One thread does this many score and value multiplications in about 100 us; waking a helper for less costs more.
+# Most query rows per tile, unless one token alone has more heads per KV head. With 64 a prompt of 512 takes 1.05 to 1.1 times
+# as long on a Zen 4, because each tile widens its keys and values anew; with 192 0.95, but many threads find too few tiles.
+ROWS = 96
+
+# One thread does this many score and value multiplications in about 100 us; waking another for less costs more.
 _WORK_PER_THREAD = 4_000_000
 
 
@@ -22,19 +24,16 @@ def paged_attention_cpu(
     q_THE: Tensor,
     k_cache_NKPE: Tensor,
     v_cache_NKPE: Tensor,
-    query_start_B1: Tensor,
-    context_lens_B: Tensor,
-    block_table_BM: Tensor,
+    sequences: PackedSequences,
     scale: float,
-    *,
-    num_decode_rows: int = 0,
     groups: HeadGroups | None = None,
 ) -> Tensor:
-    """``attention.paged_attention`` for CPU tensors; see there. Generated rows and prompts go through the same kernel.
+    """``attention.paged_attention`` for CPU tensors; see there. Decode and prefill rows go through the same kernel.
 
     Cost: about 12 us of Python per call, then the kernels.
     """
     groups = groups or even_groups(q_THE, k_cache_NKPE)
+    query_start_B1, context_lens_B, block_table_BM, _ = sequences
     check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, query_start_B1, context_lens_B, block_table_BM, groups)
     num_tokens, num_heads, head_dim = q_THE.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
@@ -43,58 +42,48 @@ def paged_attention_cpu(
         query_start_B1, context_lens_B, block_table_BM, num_tokens, tile_tokens, num_blocks, tokens_per_block
     )
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype)
-    rows = min(tile_tokens, num_tokens) * groups.heads_per_kv_head
-    multiplications = tiles.num_keys * num_kv_heads * head_dim * (8 + rows)
-    max_threads = min(tiles.num_tiles * num_kv_heads, 1 + multiplications // _WORK_PER_THREAD, torch.get_num_threads())
-    scratch = torch.empty(max_threads, scratch_floats(rows, head_dim), dtype=torch.float32)
     token_stride, head_stride, _ = q_THE.stride()
     q_bytes = q_THE.element_size()
-    arguments = (
-        out_THE.data_ptr(),
-        q_THE.data_ptr(),
-        token_stride * q_bytes,
-        head_stride * q_bytes,
-        NUMBER_KIND[q_THE.dtype],
-        k_cache_NKPE.data_ptr(),
-        v_cache_NKPE.data_ptr(),
-        k_cache_NKPE.stride(0) * k_cache_NKPE.element_size(),
-        NUMBER_KIND[k_cache_NKPE.dtype],
-        query_start_B1.data_ptr(),
-        context_lens_B.data_ptr(),
-        block_table_BM.data_ptr(),
-        block_table_BM.stride(0) * 4,
-        tokens_per_block,
-        num_heads,
-        num_kv_heads,
-        groups.heads_per_kv_head,
-        groups.skipped_heads,
-        head_dim,
-        scale * LOG2_E,
-        tiles.address,
-        tiles.num_tiles,
-        tiles.counter,
-        scratch.data_ptr(),
-        scratch.stride(0) * 4,
+    arguments = struct(
+        "tw_attend_args",
+        (
+            out_THE.data_ptr(),
+            q_THE.data_ptr(),
+            k_cache_NKPE.data_ptr(),
+            v_cache_NKPE.data_ptr(),
+            query_start_B1.data_ptr(),
+            context_lens_B.data_ptr(),
+            block_table_BM.data_ptr(),
+            tiles.tiles_W3.data_ptr(),
+            token_stride * q_bytes,
+            head_stride * q_bytes,
+            NUMBER_KIND[q_THE.dtype],
+            k_cache_NKPE.stride(0) * k_cache_NKPE.element_size(),
+            NUMBER_KIND[k_cache_NKPE.dtype],
+            block_table_BM.stride(0) * 4,
+            tokens_per_block,
+            num_heads,
+            num_kv_heads,
+            groups.heads_per_kv_head,
+            groups.skipped_heads,
+            head_dim,
+            scale * LOG2_E,
+        ),
     )
-    run_on_threads(attend, arguments, len(scratch))
+    rows = min(tile_tokens, num_tokens) * groups.heads_per_kv_head
+    multiplications = tiles.num_keys * num_kv_heads * head_dim * (8 + rows)
+    num_items = tiles.num_tiles * num_kv_heads
+    max_threads = min(num_items, 1 + multiplications // _WORK_PER_THREAD)
+    run_on_items("tw_attend", arguments, num_items, 1, max_threads)
     return out_THE
 
 
 class Tiles(NamedTuple):
-    """A batch cut up for ``attend``, which is to be given ``address``, ``num_tiles`` and a counter at zero."""
+    """A batch cut into tiles for the kernel."""
 
-    work_W: Tensor
+    tiles_W3: Tensor
     num_tiles: int
     num_keys: int  # that the tiles visit in all
-
-    @property
-    def address(self) -> int:
-        return self.work_W.data_ptr() + 8 * BUCKETS
-
-    @property
-    def counter(self) -> int:
-        """A counter at zero, for one use."""
-        return self.work_W.data_ptr()
 
 
 def cut_into_tiles(
@@ -109,30 +98,34 @@ def cut_into_tiles(
     """Cut the packed rows into tiles of at most ``tile_tokens`` of one sequence.
 
     Raises:
-        ValueError: lengths or block numbers that cannot be.
+        ValueError: impossible lengths or block numbers.
     """
     num_seqs, max_blocks = block_table_BM.shape
-    work_W = torch.empty(work_numbers(num_tokens, num_seqs, tile_tokens), dtype=torch.int64)
-    num_tiles, num_keys = plan_tiles(
-        query_start_B1.data_ptr(),
-        context_lens_B.data_ptr(),
-        num_seqs,
-        num_tokens,
-        block_table_BM.data_ptr(),
-        block_table_BM.stride(0) * 4,
-        max_blocks,
-        num_blocks,
-        tokens_per_block,
-        tile_tokens,
-        work_W.data_ptr(),
+    tiles_W3 = torch.empty(num_tokens // tile_tokens + num_seqs, 3, dtype=torch.int64)
+    plan: Any = struct(
+        "tw_plan_args",
+        (
+            query_start_B1.data_ptr(),
+            context_lens_B.data_ptr(),
+            block_table_BM.data_ptr(),
+            tiles_W3.data_ptr(),
+            num_seqs,
+            num_tokens,
+            tile_tokens,
+            block_table_BM.stride(0) * 4,
+            max_blocks,
+            num_blocks,
+            tokens_per_block,
+        ),
     )
-    if num_tiles < 0:
+    impossible = lib.tw_plan_tiles(plan)
+    if impossible >= 0:
         raise ValueError(
             _impossible(
-                num_keys, num_tokens, query_start_B1, context_lens_B, block_table_BM, num_blocks, tokens_per_block
+                impossible, num_tokens, query_start_B1, context_lens_B, block_table_BM, num_blocks, tokens_per_block
             )
         )
-    return Tiles(work_W, num_tiles, num_keys)
+    return Tiles(tiles_W3, plan.num_tiles, plan.num_keys)
 
 
 def _impossible(

@@ -1,13 +1,6 @@
-"""``block_quant`` for CPU tensors: numba over vectors, the reference's bytes. Groups are shared among torch's threads.
+"""``block_quant`` for CPU tensors: native/codec.cpp, the reference's bytes. Groups are shared among torch's threads.
 
-A kernel knows a format by one integer (``block_quant_cpu_word``), an encoded message by the address of its first byte,
-which may lie anywhere. Of each group it makes numbers in a *stage* (``block_quant_cpu_stage``):
-
-    encode     ``load_group`` (widen, fill up the tail), ``rotate_group`` if the word says so, ``encode_group``
-    decode     ``decode_group``, ``unrotate_group`` if the word says so, ``store_group`` or ``add_group``
-
-Other kernels, those of AllReduce over shared memory for instance, inline ``encode_groups``, ``decode_groups`` and
-``decode_reduce_encode_blocks`` to run over a part of a message without coming back to Python.
+Without the library, functions are the reference's.
 """
 
 from array import array
@@ -15,23 +8,9 @@ from array import array
 import torch
 from torch import Tensor
 
-from tightwire.kernels.cpu.block_quant_bf16 import decode_groups_to_bf16, decodes_to_bf16
-from tightwire.kernels.cpu.block_quant_decode import decode_group
-from tightwire.kernels.cpu.block_quant_encode import encode_group
-from tightwire.kernels.cpu.block_quant_stage import (
-    add_group,
-    fill_group,
-    load_group,
-    make_stage,
-    rotate_group,
-    store_group,
-    unrotate_group,
-)
-from tightwire.kernels.cpu.block_quant_word import format_word, group_elems, is_rotated, log2_group_elems
-from tightwire.kernels.cpu.vector.jit import helper, kernel
-from tightwire.kernels.cpu.vector.numbers import size_of
-from tightwire.kernels.cpu.vector.simd import BFLOAT16, NUMBER_KIND, load_i64
-from tightwire.kernels.cpu.vector.threads import run_on_rows
+from tightwire.kernels.cpu.library import available, struct
+from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_rows
+from tightwire.kernels.spec import block_quant as reference
 from tightwire.kernels.spec.block_format import BlockFormat
 
 _BLOCK_ELEMS = 128  # a whole number of groups of every format
@@ -42,8 +21,9 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None) -> Tensor:
     _check_numbers(x_N, "x_N")
     num_elems = x_N.numel()
     out = _bytes_for(num_elems, fmt, out)
-    arguments = (out.data_ptr(), format_word(fmt), x_N.data_ptr(), NUMBER_KIND[x_N.dtype], num_elems)
-    run_on_rows(_encode, arguments, fmt.num_groups(num_elems), fmt.group_elems)
+    if not available():
+        return out.copy_(reference.encode_reference(x_N, fmt))
+    _run("tw_encode", out, x_N, fmt)
     return out
 
 
@@ -54,7 +34,10 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
     _check_numbers(out, "out")
     if out.dtype != dtype or out.numel() != num_elems:
         raise ValueError(f"out must be {num_elems} numbers of {dtype}, got {out.numel()} of {out.dtype}")
-    _decode_all(buf, fmt, out, add=False)
+    _check_message(buf, fmt, num_elems)
+    if not available():
+        return out.copy_(reference.decode_reference(buf, fmt, num_elems, dtype))
+    _run("tw_decode", buf, out, fmt)
     return out
 
 
@@ -63,7 +46,10 @@ def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
     _check_numbers(sum_N, "sum_N")
     if sum_N.dtype != torch.float32:
         raise ValueError(f"sum_N must be float32, got {sum_N.dtype}")
-    _decode_all(buf, fmt, sum_N, add=True)
+    _check_message(buf, fmt, sum_N.numel())
+    if not available():
+        return reference.decode_add_reference(buf, fmt, sum_N)
+    return _run("tw_decode_add", buf, sum_N, fmt)
 
 
 def decode_reduce_encode(
@@ -75,26 +61,29 @@ def decode_reduce_encode(
     for buf in bufs:
         _check_message(buf, fmt, num_elems)
     out = _bytes_for(num_elems, out_fmt, out)
+    if not available():
+        return out.copy_(reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems))
     addresses = array("q", [buf.data_ptr() for buf in bufs])
-    sources, count = addresses.buffer_info()
-    arguments = (out.data_ptr(), format_word(out_fmt), sources, count, format_word(fmt), num_elems)
-    run_on_rows(_decode_reduce_encode, arguments, -(-num_elems // _BLOCK_ELEMS), _BLOCK_ELEMS)
+    messages, num_messages = addresses.buffer_info()
+    arguments = struct(
+        "tw_recode_args", (out.data_ptr(), messages, num_messages, num_elems, _fields(fmt), _fields(out_fmt))
+    )
+    run_on_rows("tw_decode_reduce_encode", arguments, -(-num_elems // _BLOCK_ELEMS), _BLOCK_ELEMS)
     return out
 
 
-def _decode_all(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, add: bool) -> None:
-    num_elems = out_N.numel()
-    _check_message(buf, fmt, num_elems)
-    target, kind, source, word = out_N.data_ptr(), NUMBER_KIND[out_N.dtype], buf.data_ptr(), format_word(fmt)
-
-    num_groups = fmt.num_groups(num_elems)
-    if not add and kind == BFLOAT16 and decodes_to_bf16(fmt):
-        run_on_rows(_decode_to_bf16, (target, source, word, num_elems), num_groups, fmt.group_elems)
-    else:
-        run_on_rows(_decode, (target, kind, add, source, word, num_elems), num_groups, fmt.group_elems)
+def _run(kernel: str, buf: Tensor, x_N: Tensor, fmt: BlockFormat) -> None:
+    num_elems, kind = x_N.numel(), NUMBER_KIND[x_N.dtype]
+    arguments = struct("tw_code_args", (buf.data_ptr(), x_N.data_ptr(), num_elems, kind, _fields(fmt)))
+    run_on_rows(kernel, arguments, fmt.num_groups(num_elems), fmt.group_elems)
 
 
-# --- kernels trust the addresses they are given ---------------------------------------------------------------------------
+def _fields(fmt: BlockFormat) -> tuple[int, ...]:
+    """Return the fields of a ``tw_block_format``."""
+    return fmt.bits, fmt.group_elems, fmt.symmetric, fmt.hadamard, fmt.spikes, fmt.float8
+
+
+# --- kernels check nothing -----------------------------------------------------------------------------------------------
 
 
 def _check_numbers(x_N: Tensor, name: str) -> None:
@@ -119,95 +108,3 @@ def _bytes_for(num_elems: int, fmt: BlockFormat, out: Tensor | None) -> Tensor:
         return torch.empty(fmt.encoded_bytes(num_elems), dtype=torch.uint8)
     _check_message(out, fmt, num_elems)
     return out
-
-
-# --- what runs ------------------------------------------------------------------------------------------------------------
-
-
-@helper
-def encode_groups(target: int, word: int, source: int, kind: int, num_elems: int, start: int, stop: int) -> None:
-    """Groups ``start`` to ``stop`` of the message at ``target``, from the ``num_elems`` numbers at ``source``."""
-    size = group_elems(word)
-    num_groups = (num_elems + size - 1) // size
-    stage = make_stage()
-    for group in range(start, stop):
-        first = group * size
-        load_group(stage, source + size_of(kind) * first, kind, num_elems - first, word)
-        if is_rotated(word):
-            rotate_group(stage, word)
-        encode_group(target, num_groups, word, group, stage)
-
-
-@helper
-def decode_groups(
-    target: int, kind: int, add: bool, source: int, word: int, num_elems: int, start: int, stop: int
-) -> None:
-    """Groups ``start`` to ``stop`` of the message at ``source``, into the ``num_elems`` numbers at ``target`` or added."""
-    size = group_elems(word)
-    num_groups = (num_elems + size - 1) // size
-    stage = make_stage()
-    for group in range(start, stop):
-        first = group * size
-        decode_group(stage, source, num_groups, word, group)
-        if is_rotated(word):
-            unrotate_group(stage, word)
-        count = min(size, num_elems - first)
-        if add:
-            add_group(target + 4 * first, stage, count)
-        else:
-            store_group(target + size_of(kind) * first, kind, stage, count)
-
-
-@helper
-def decode_reduce_encode_blocks(
-    target: int, out_word: int, sources: int, num_sources: int, word: int, num_elems: int, start: int, stop: int
-) -> None:
-    """Blocks ``start`` to ``stop`` of 128 numbers; ``sources`` is the address of the messages' addresses, int64."""
-    size, out_size = group_elems(word), group_elems(out_word)
-    num_groups, out_num_groups = (num_elems + size - 1) // size, (num_elems + out_size - 1) // out_size
-    stay_rotated = is_rotated(word) and is_rotated(out_word) and size == out_size
-    stage, sums = make_stage(), make_stage()
-    for block in range(start, stop):
-        first = block * _BLOCK_ELEMS
-        count = min(_BLOCK_ELEMS, num_elems - first)
-        for index in range(num_sources):
-            source = load_i64(sources + 8 * index)
-            for at in range(0, count, size):
-                part = sums + 4 * at if index == 0 else stage
-                decode_group(part, source, num_groups, word, (first + at) >> log2_group_elems(word))
-                if is_rotated(word) and not stay_rotated:
-                    unrotate_group(part, word)
-                if index:
-                    add_group(sums + 4 * at, stage, size)
-        for at in range(0, count, out_size):
-            if not stay_rotated:
-                if count - at < out_size:
-                    fill_group(sums + 4 * at, count - at, out_word)
-                if is_rotated(out_word):
-                    rotate_group(sums + 4 * at, out_word)
-            encode_group(target, out_num_groups, out_word, (first + at) >> log2_group_elems(out_word), sums + 4 * at)
-
-
-@kernel
-def _encode(target: int, word: int, source: int, kind: int, num_elems: int, start: int, stop: int) -> None:
-    encode_groups(target, word, source, kind, num_elems, start, stop)
-
-
-@kernel
-def _decode(target: int, kind: int, add: bool, source: int, word: int, num_elems: int, start: int, stop: int) -> None:
-    decode_groups(target, kind, add, source, word, num_elems, start, stop)
-
-
-@kernel
-def _decode_to_bf16(target: int, source: int, word: int, num_elems: int, start: int, stop: int) -> None:
-    size = group_elems(word)
-    whole = min(stop, num_elems // size)
-    decode_groups_to_bf16(target, source, word, (num_elems + size - 1) // size, start, whole)
-    decode_groups(target, BFLOAT16, False, source, word, num_elems, max(start, whole), stop)
-
-
-@kernel
-def _decode_reduce_encode(
-    target: int, out_word: int, sources: int, num_sources: int, word: int, num_elems: int, start: int, stop: int
-) -> None:
-    decode_reduce_encode_blocks(target, out_word, sources, num_sources, word, num_elems, start, stop)

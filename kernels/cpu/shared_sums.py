@@ -1,69 +1,62 @@
-"""One-shots that another kernel makes on its way, one after the other, and what is told of them meanwhile.
+"""Sums over processes that share memory: the words of native/shared_sums.cpp, and a process's view of a board.
 
-A program that sums the same buffer again and again, with work in between, need not return to Python for each. Its host
-fills a table of the integers below. One thread of the program makes the sums (``make_sum``); others that work on it wait
-for them (``await_sum``). Before each sum a note is put where other processes read it, and its first integer counts up: so
-one that is stopped tells where. When a peer does not come, the kernel stops with the step that ``one_shot`` returned, for
-the host to persist, and to call the program again from behind that sum.
+Kernels are called as ``lib.tw_one_shot(board, ...)``; native/kernels.h declares them.
 """
 
-from tightwire.kernels.cpu.shared_all_reduce import DONE, one_shot
-from tightwire.kernels.cpu.vector.atomics import clock_ns, load_acquire, store_release, yield_core
-from tightwire.kernels.cpu.vector.jit import helper
-from tightwire.kernels.cpu.vector.simd import copy_bytes, load_i64, store_i64
+import ctypes
+import sys
+from collections.abc import Sequence
+from typing import Any
 
-(
-    BOARD,  # the table of ``shared_all_reduce.board_table``, as are the next four what ``one_shot`` takes
-    X,
-    OUT,
-    NUM_ELEMS,
-    KIND,
-    NOTE,  # its bytes begin with the number of the sum before the first
-    SHOWN,  # where it is put
-    NOTE_BYTES,
-    STAMPS,  # of each sum, when it was begun and when it was done (``atomics.clock_ns``)
-    STATUS,  # DONE, or what the sum that was begun last was left with
-    NUM_BEGUN,
-    NUM_DONE,
-    SUMS_INTS,
-) = range(13)
+from tightwire.kernels.cpu.library import available, struct
 
-_SPINS = 2000  # some 20 us, as a sum takes when all come at once
+# Words of a line.
+TURN, CALLS = 0, 1  # two calls, which alternate as the buffers do
+
+# What a kernel returns instead of a step.
+DONE, MISMATCH = -1, -2
+
+# Operations of a call; a transport may number more, up to 7.
+ONE_SHOT, TWO_SHOT = 1, 2
+_OPERATION_SHIFT, _KIND_SHIFT, _DETAIL_SHIFT = 60, 56, 40
+
+_PR_SET_TIMERSLACK = 29
 
 
-@helper
-def make_sum(sums: int, index: int) -> bool:
-    """Whether sum ``index`` is done; one that is not is the host's to go on with."""
-    stamps = load_i64(sums + 8 * STAMPS) + 16 * index
-    store_i64(stamps, clock_ns())
-    note = load_i64(sums + 8 * NOTE)
-    store_i64(note, load_i64(note) + 1)
-    copy_bytes(load_i64(sums + 8 * SHOWN), note, load_i64(sums + 8 * NOTE_BYTES))
-    store_release(sums + 8 * NUM_BEGUN, index + 1)
-    status = one_shot(
-        load_i64(sums + 8 * BOARD),
-        load_i64(sums + 8 * X),
-        load_i64(sums + 8 * OUT),
-        load_i64(sums + 8 * NUM_ELEMS),
-        load_i64(sums + 8 * KIND),
-        0,
-    )
-    if status != DONE:
-        store_release(sums + 8 * STATUS, status)
-        return False
-    store_i64(stamps + 8, clock_ns())
-    store_release(sums + 8 * NUM_DONE, index + 1)
-    return True
+def make_board(
+    own: int, places: Sequence[tuple[int, tuple[int, int]]], *, num_spins: int, num_naps: int, chunk_bytes: int
+) -> Any:
+    """Return a ``tw_board *`` for kernels; keep it alive as long as they run.
+
+    Args:
+        own: the calling process's index in ``places``.
+        places: for each process the addresses of its line and of its two buffers, in the calling process's memory.
+        num_spins: looks at another's turn before the core is offered to others.
+        num_naps: sleeps before a kernel returns because a process is late.
+        chunk_bytes: the most that a turn may write into a buffer, a multiple of 64.
+    Raises:
+        RuntimeError: this machine has no compiled kernels.
+    """
+    if not available():
+        raise RuntimeError("sums over shared memory need the compiled CPU kernels")
+    return struct("tw_board", (own, len(places), num_spins, num_naps, chunk_bytes, places))
 
 
-@helper
-def await_sum(sums: int, index: int) -> bool:
-    """Whether sum ``index`` is done, in a thread beside the one that makes it; False when that one has left it."""
-    spins = 0
-    while load_acquire(sums + 8 * NUM_DONE) <= index:
-        if load_acquire(sums + 8 * STATUS) != DONE:
-            return False
-        spins += 1
-        if spins > _SPINS:
-            yield_core()
-    return True
+def call_word(operation: int, kind: int = 0, num_elems: int = 0, detail: int = 0) -> int:
+    """Return what a process calls as one word, which all processes compare when they read a turn.
+
+    Args:
+        operation: 1 to 7. kind: of the numbers, 0 to 15. num_elems: below 2^40. detail: any 16 bits.
+    """
+    return operation << _OPERATION_SHIFT | kind << _KIND_SHIFT | detail << _DETAIL_SHIFT | num_elems
+
+
+def call_of(word: int) -> tuple[int, int, int]:
+    """Return (operation, kind, number of elements) of a ``call_word``."""
+    return word >> _OPERATION_SHIFT, word >> _KIND_SHIFT & 15, word & (1 << _DETAIL_SHIFT) - 1
+
+
+def wake_on_time() -> None:
+    """Let the calling thread's sleeps end within some microseconds of their time instead of 50 us later (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)

@@ -1,7 +1,7 @@
 """Packed matrices: weights in 8 or 4 bits, made from floats and converted back.
 
 The layout is ``packed_format``'s. ``linear`` multiplies with such a matrix, ``kernels.packed`` converts rows to floats fast.
-Nothing here is compiled, so reading a checkpoint's header needs no numba.
+Nothing here is compiled: reading a checkpoint's header needs no kernels.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightwire.kernels.cpu.best_number import MAX_ID, best_keys, keys_of
+from tightwire.kernels.best_number import MAX_ID, best_keys, keys_of
 from tightwire.model.sampling.draw import largest_keys
 from tightwire.model.sampling.parameters import SamplingParams
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightwire.kernels.cpu.best_number import MAX_ID, keys_of
+from tightwire.kernels.best_number import MAX_ID, keys_of
 from tightwire.model.transfer import Download
 
 _CPU_ROWS = 8  # temporaries fit in the CPU cache

@@ -13,7 +13,7 @@ from tightwire.model.weights.residency import WeightPlan, WeightSizes
 from tightwire.server.config.limits import MAX_SCORED_ROWS
 from tightwire.server.config.serve import EngineOptions
 
-# A process before its first tensor: interpreter, torch, numba; with CUDA also the context and cuBLAS.
+# A process before its first tensor: interpreter and torch; with CUDA also the context and cuBLAS.
 _RUNTIME_BYTES = {"cpu": 300 << 20, "cuda": 1 << 30}
 
 

@@ -19,7 +19,7 @@ from tightwire.comm.group.partition_groups import PartitionPeers, PartitionPlace
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
 from tightwire.comm.policy.routes import Routes
-from tightwire.kernels.cpu.vector.allocator import keep_freed_memory
+from tightwire.kernels.cpu.allocator import keep_freed_memory
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.offloaded_cache import OffloadedCache
 from tightwire.model.layout import Layout, Shard, make_layout

@@ -84,7 +84,7 @@ def test_write_kv_refuses_a_slot_outside_the_cache(slot: int) -> None:
         ({"k_TKE": torch.zeros(2, 3, 8, dtype=torch.float16)}, "one dtype and int32 slots"),
         ({"slot_T": torch.tensor([0, 1])}, "one dtype and int32 slots"),
         ({"slot_T": torch.tensor([0], dtype=torch.int32)}, "slots (T,)"),
-        ({"v_cache_NKPE": torch.zeros(4, 3, 16, 8)}, "caches alike"),
+        ({"v_cache_NKPE": torch.zeros(4, 3, 16, 8)}, "equal caches"),
     ],
 )
 def test_write_kv_refuses_arguments_that_do_not_match(change: dict[str, torch.Tensor], message: str) -> None:

@@ -7,7 +7,6 @@ import torch
 
 from tightwire.kernels import linear as linear_module
 from tightwire.kernels.cpu import linear_widened
-from tightwire.kernels.cpu.vector import simd
 from tightwire.kernels.linear import linear, linear_to_float
 from tightwire.kernels.spec.packed import quantize
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS, PackedFormat
@@ -115,14 +114,6 @@ def test_four_threads_may_call_at_once(num_threads: Callable[[int], None]) -> No
         for _ in range(5):
             got = list(pool.map(lambda x: linear(x, weight), inputs, timeout=240))
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_detected_features_are_not_used_for_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simd, "get_host_cpu_features", lambda: {"avx512bf16": True, "avx512f": True})
-    assert simd.has_wide_registers.__wrapped__()
-    monkeypatch.setattr(simd.config, "CPU_NAME", "generic")
-    assert not simd.bf16_products_usable.__wrapped__()
-    assert not simd.has_wide_registers.__wrapped__()
 
 
 @pytest.mark.parametrize(

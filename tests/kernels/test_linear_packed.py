@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tightwire.kernels import linear as linear_module
-from tightwire.kernels.cpu.vector.simd import bf16_products_usable
+from tightwire.kernels.cpu.library import has_pairs
 from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import dequantize
 from tightwire.kernels.spec.layer_ops import linear_reference
@@ -25,7 +25,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 
 def _unpacked_product(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
     """What ``linear`` gives for the unpacked weights in float32, rounded to the dtype of x; or in bfloat16 pairs."""
-    if x.dtype == torch.bfloat16 and bf16_products_usable():
+    if x.dtype == torch.bfloat16 and has_pairs():
         return linear(x, dequantize(weight, torch.bfloat16), bias)
     added = None if bias is None else bias.float()
     return linear(x.float(), dequantize(weight, torch.float32), added).to(x.dtype)

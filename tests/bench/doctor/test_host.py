@@ -81,4 +81,4 @@ def test_network(tmp_path: Path) -> None:
 
 def test_versions_of_installed_packages() -> None:
     facts = host.versions()
-    assert {"tightwire", "torch", "numba"} <= facts.packages.keys() and facts.kernel
+    assert {"tightwire", "torch", "numpy"} <= facts.packages.keys() and facts.kernel

@@ -1,4 +1,4 @@
-"""The numba attention: within float32 rounding of the truth, and the same bits whatever runs beside a sequence."""
+"""The CPU attention: within float32 rounding of the truth, and the same bits whatever runs beside a sequence."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers.model.paged_batch import attend
 
-from tightwire.kernels.cpu.attention_kernels import ROWS
-from tightwire.kernels.cpu.vector.simd import bf16_products_usable
+from tightwire.kernels.cpu.attention import ROWS
+from tightwire.kernels.cpu.library import has_pairs
 
 MIXED = {"query_lens": (5, 1, 17, 1, 130), "context_lens": (40, 64, 33, 1, 130)}
 
@@ -18,7 +18,7 @@ def _assert_close(batch: Any) -> None:
     want, bound = batch.expected()
     got = attend(*batch.arguments())
     assert got.dtype == batch.dtype and got.is_contiguous()
-    if batch.dtype == torch.bfloat16 and bf16_products_usable():
+    if batch.dtype == torch.bfloat16 and has_pairs():
         bound = bound + batch.rounding_of_weights()
     # Half a unit in the last place: the result is rounded once. Float32's is within the bound already.
     rounding = 0.0 if batch.dtype == torch.float32 else torch.finfo(batch.dtype).eps / 2

@@ -16,7 +16,7 @@ from tightwire.model.checkpoint.catalog import is_cached, pull
 from tightwire.server.cli import verbs as cli
 
 SOURCE = Path(__file__).parents[3] / "src"
-HEAVY = ("torch", "transformers", "numpy", "numba", "fastapi", "uvicorn", "pydantic", "zmq", "rich", "yaml")
+HEAVY = ("torch", "transformers", "numpy", "fastapi", "uvicorn", "pydantic", "zmq", "rich", "yaml")
 
 
 def tightwire(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:

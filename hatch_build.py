@@ -1,0 +1,52 @@
+"""Build hook: compiles the CPU kernels while the package is installed.
+
+An editable install builds the best level that this CPU runs; a wheel holds every level of its architecture. The compiler is
+the system's, or that of the ``ziglang`` package, which is a build requirement only where there is no other.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+def _load_build() -> Any:
+    """kernels/cpu/build.py without the package around it, whose dependencies a build environment lacks."""
+    path = Path(__file__).parent / "kernels" / "cpu" / "build.py"
+    spec = importlib.util.spec_from_file_location("tightwire_kernel_build", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class BuildKernels(BuildHookInterface):
+    """Compiles kernels/cpu/native for an editable install or a wheel."""
+
+    def dependencies(self) -> list[str]:
+        build = _load_build()
+        try:
+            build.find_compiler()
+        except build.NoCompilerError:
+            return ["ziglang"]
+        return []
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if self.target_name != "wheel":
+            return
+        build = _load_build()
+        levels = build.usable_levels()[-1:] if version == "editable" else list(build.machine_levels())
+        for level in levels:
+            try:
+                build.build(level)
+            except RuntimeError as error:
+                if version != "editable":
+                    raise
+                # Tightwire works without: it says so at its start, and what to install.
+                sys.stderr.write(f"Tightwire's CPU kernels were not built: {error}\n")
+        if version != "editable" and levels:
+            build_data["pure_python"] = False
+            build_data["infer_tag"] = False
+            build_data["tag"] = f"py3-none-{build.platform_tag()}"

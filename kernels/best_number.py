@@ -1,0 +1,39 @@
+"""The best number of each row and its column, as one integer that sorts as they do: ranks compare their logits by it.
+
+On CPU one pass per row; torch takes nine operations, each of them a cold start behind a step's weights.
+"""
+
+import torch
+from torch import Tensor
+
+from tightwire.kernels.cpu.library import available, lib
+
+MAX_ID = (1 << 31) - 1
+
+_NAN_BITS = 0x7FC0_0000
+
+
+def best_keys_reference(x_RV: Tensor, first_id: int) -> Tensor:
+    """(R,) keys of each row's best number; ids count up from ``first_id`` in column 0. A NaN is the best of all."""
+    best_R, column_R = x_RV.max(-1)
+    return keys_of(best_R.float(), column_R + first_id)
+
+
+def keys_of(numbers: Tensor, ids: Tensor) -> Tensor:
+    """int64 of the same shape: float32 bits, changed so that they sort as the numbers do, above the inverted id.
+
+    Keys are unique, and of equal numbers the lowest id has the largest.
+    """
+    # Plus zero, so that zeros of either sign are equal.
+    bits = torch.where(numbers.isnan(), _NAN_BITS, (numbers + 0.0).view(torch.int32)).long()
+    return torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits) << 32 | (MAX_ID - ids)
+
+
+def best_keys(x_RV: Tensor, first_id: int) -> Tensor:
+    """``best_keys_reference``, to the bit; on CPU by a kernel for float32 in contiguous rows."""
+    if x_RV.device.type != "cpu" or x_RV.dtype != torch.float32 or x_RV.stride(1) != 1 or not available():
+        return best_keys_reference(x_RV, first_id)
+    num_rows, num_columns = x_RV.shape
+    keys_R = torch.empty(num_rows, dtype=torch.int64)
+    lib.tw_best_keys(keys_R.data_ptr(), x_RV.data_ptr(), 4 * x_RV.stride(0), num_rows, num_columns, first_id)
+    return keys_R

@@ -1,0 +1,132 @@
+"""Compiles the CPU kernels: one shared library for each instruction-set level.
+
+The build hook of the package runs this while installing, without Tightwire's dependencies; ``library`` runs it when the
+sources of a checkout are newer than its library. Standard library only.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native"
+BUILT = Path(__file__).parent / "built"
+
+# Compiler options of each level, the best one last. A level's CPU flags are those of /proc/cpuinfo.
+LEVELS = {
+    "x86_64": {
+        "v3": (["-march=x86-64-v3"], {"avx2", "fma", "f16c"}),
+        "v4": (["-march=x86-64-v4"], {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+        "v4-bf16": (["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"], {"avx512_bf16", "avx512_vnni"}),
+    },
+    "aarch64": {"neon": (["-march=armv8.2-a+fp16"], set())},
+}
+# No option may reorder or contract float operations: equal inputs give equal bits at every level.
+_FLAGS = [
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"),
+    *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized"),
+]
+_SANITIZE = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+
+
+class NoCompilerError(RuntimeError):
+    """No C++ compiler was found."""
+
+
+def machine_levels() -> dict[str, tuple[list[str], set[str]]]:
+    """The levels of this machine's architecture, the best one last; empty on one that has no kernels."""
+    return LEVELS.get({"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine()), {})
+
+
+def usable_levels() -> list[str]:
+    """The levels that this CPU can run, the best one last."""
+    usable, flags = [], _cpu_flags()
+    for level, (_, needed) in machine_levels().items():
+        if not needed <= flags:
+            break
+        usable.append(level)
+    return usable
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+
+
+def source_hash() -> str:
+    """A hash of all sources and of this file's compiler options."""
+    options = [options for levels in LEVELS.values() for options, _ in levels.values()]
+    digest = hashlib.sha256(repr((options, _FLAGS)).encode())
+    for file in sorted(SOURCES.iterdir()):
+        if file.suffix in (".h", ".cpp"):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler: $CXX, g++ 12 or newer, clang++, or the one in the ``ziglang`` package.
+
+    Raises:
+        NoCompilerError: there is none.
+    """
+    if named := os.environ.get("CXX"):
+        return named.split()
+    for name in ("g++", "clang++", "c++"):
+        if (path := shutil.which(name)) and _is_recent(path):
+            return [path]
+    if find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "c++", "-nostdlib++"]
+    raise NoCompilerError(
+        "no C++ compiler: install g++ 12 or newer or clang++ (Debian, Ubuntu: apt install g++), "
+        f"or the package ziglang ({sys.executable} -m pip install ziglang)"
+    )
+
+
+def _is_recent(compiler: str) -> bool:
+    answer = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True, check=False)
+    major = answer.stdout.partition(".")[0].strip()
+    return answer.returncode == 0 and major.isdigit() and int(major) >= 12
+
+
+def platform_tag() -> str:
+    """The platform of a wheel with these libraries, such as ``linux_x86_64``."""
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
+def library_path(level: str, *, sanitize: bool = False) -> Path:
+    return BUILT / f"kernels-{level}{'-sanitize' if sanitize else ''}.so"
+
+
+def build(level: str, *, sanitize: bool = False) -> Path:
+    """Compile one level into ``library_path(level)``. A library that exists is replaced only by a complete one.
+
+    Raises:
+        NoCompilerError: there is no compiler.
+        RuntimeError: the compiler fails; the message ends with its output.
+    Cost: about 20 s of one core.
+    """
+    compiler = find_compiler()
+    target = library_path(level, sanitize=sanitize)
+    target.parent.mkdir(exist_ok=True)
+    partial = target.with_suffix(f".{os.getpid()}.partial")
+    options, _ = machine_levels()[level]
+    if compiler[1:2] == ["-m"]:  # zig names CPUs with underscores
+        options = [option.replace("x86-64-v", "x86_64_v") for option in options]
+    defines = [f'-DTW_SOURCE_HASH="{source_hash()}"', f'-DTW_LEVEL="{level}"']
+    sources = [str(file) for file in sorted(SOURCES.glob("*.cpp"))]
+    command = [*compiler, *_FLAGS, *(_SANITIZE if sanitize else []), *options, *defines, *sources, "-o", str(partial)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        partial.unlink(missing_ok=True)
+        raise RuntimeError(f"compiling the CPU kernels failed: {' '.join(command)}\n{done.stderr[-4000:]}")
+    partial.replace(target)
+    return target

@@ -1,0 +1,103 @@
+"""Loads the CPU kernels' shared library: ``lib`` has its functions, ``ffi`` its types (native/kernels.h).
+
+The best level that this CPU runs is loaded, or the one that ``TIGHTWIRE_KERNELS`` names (``spec``: none; ``sanitize``: the
+best one, built with address and undefined-behavior checks). A library that is missing, or that was built from other sources
+than the checkout's, is built first. Without one, ``available()`` is False and callers use the torch reference of
+kernels/spec; the log says so once. Imports no torch.
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import cffi
+from filelock import FileLock
+
+from tightwire.kernels.cpu import build
+
+_log = logging.getLogger(__name__)
+
+ffi: Any = cffi.FFI()
+
+
+def level() -> str:
+    """The level in use, such as ``v4-bf16``; ``spec`` when the kernels are torch's reference."""
+    return _load()[1]
+
+
+def available() -> bool:
+    """Whether the compiled kernels can be called."""
+    return level() != "spec"
+
+
+@cache
+def has_pairs() -> bool:
+    """Whether the kernels multiply bfloat16 in pairs, rounding packed weights to it first (AVX512-BF16)."""
+    return available() and bool(lib.tw_has_pairs())
+
+
+def load() -> Any:
+    """The cffi library itself. ``available()`` must hold."""
+    return _load()[0]
+
+
+class _Library:
+    """The functions of the library; the first use loads it."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(_load()[0], name)
+        setattr(self, name, function)
+        return function
+
+
+lib: Any = _Library()
+
+
+@cache
+def _load() -> tuple[Any, str]:
+    """The library and its level; (None, "spec") if there is none."""
+    usable, asked = build.usable_levels(), os.environ.get("TIGHTWIRE_KERNELS", "")
+    if asked not in ("", "sanitize", "spec", *usable):
+        raise ValueError(f"TIGHTWIRE_KERNELS={asked} is not possible; this CPU runs {', '.join([*usable, 'spec'])}")
+    if not usable:
+        _log.warning("this CPU has no compiled kernels (x86 needs AVX2, FMA and F16C); torch computes instead, slowly")
+    if asked == "spec" or not usable:
+        return None, "spec"
+    wanted = asked if asked in usable else usable[-1]
+    try:
+        return _open(wanted, sanitize=asked == "sanitize"), wanted
+    except (OSError, RuntimeError) as error:
+        _log.warning("the CPU kernels cannot be used, so torch computes instead, slowly: %s", error)
+        return None, "spec"
+
+
+def _open(wanted: str, *, sanitize: bool) -> Any:
+    path = build.library_path(wanted, sanitize=sanitize)
+    if build.SOURCES.exists() and not _is_current(path):
+        build.BUILT.mkdir(exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not _is_current(path):  # another process may have built it meanwhile
+                _log.warning("building the CPU kernels for level %s, about 20 s", wanted)
+                build.build(wanted, sanitize=sanitize)
+    ffi.cdef(_declarations())
+    return ffi.dlopen(str(path))
+
+
+def _is_current(path: Path) -> bool:
+    """Whether the library exists and was built from the sources that are there."""
+    return path.exists() and build.source_hash().encode() in path.read_bytes()
+
+
+def _declarations() -> str:
+    """native/kernels.h as cffi reads it: without the preprocessor's lines."""
+    lines = (build.SOURCES / "kernels.h").read_text().splitlines()
+    return "\n".join(line.replace("TW_API ", "") for line in lines if not line.startswith("#"))
+
+
+def struct(name: str, values: Sequence[Any] | Mapping[str, Any]) -> Any:
+    """A pointer to a new struct of native/kernels.h, with ``values`` in the order of its fields or by their names."""
+    _load()  # declares the types
+    return ffi.new(f"{name} *", values)

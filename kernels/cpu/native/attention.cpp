@@ -1,0 +1,430 @@
+// Paged causal attention that reads keys and values where they lie in the cache.
+//
+// A tile is up to 96 query rows: some tokens of one sequence, times the query heads of one KV head. So a block of keys is
+// read once for all of them. A tile walks its keys in blocks of 64 from position 0 with an online softmax:
+//
+//     1. widen 64 keys, transpose them, scores = q @ k^T             (q was multiplied by scale * log2(e))
+//     2. new maximum; multiply the sums by 2^(old - new); p = 2^(score - new)
+//     3. widen 64 values, sums += p @ v
+//
+// With AVX512-BF16 bfloat16 is not widened: two numbers are multiplied and added at once, neighbours of a row for the
+// scores, and two keys that follow each other for the values. Scores are scaled after their product then, and p is
+// rounded to bfloat16 for step 3, as attention on GPUs does.
+//
+// A row's bits depend on its own sequence alone: blocks of keys begin at position 0 and are whole (absent keys count as
+// zeros), every sum runs in order of position, and the shape of a tile changes no arithmetic. Chunks of a prompt, other
+// sequences and the number of threads change nothing.
+#include "kernels.h"
+#include "numbers.h"
+#include "parallel.h"
+
+constexpr int KEYS = 64;  // per block
+constexpr float MINUS_INFINITY = -__builtin_inff();
+
+// --- products -------------------------------------------------------------------------------------------------------
+
+// c = a @ b or c += a @ b. Strides are in floats. In pairs each float of a and b is two bfloat16 numbers.
+struct Product {
+    float *c;
+    const float *a, *b;
+    int64_t c_stride, a_stride, b_stride, num_rows, depth;
+};
+
+template <bool IN_PAIRS>
+INLINE F32 add_product(F32 a, F32 b, F32 sum) {
+#if defined(__AVX512BF16__)
+    if constexpr (IN_PAIRS) {
+        sum.reg[0] = (FloatReg)_mm512_dpbf16_ps((__m512)sum.reg[0], (__m512bh)a.reg[0], (__m512bh)b.reg[0]);
+        return sum;
+    }
+#endif
+    return fma(a, b, sum);
+}
+
+// A tile of c, whose sums stay in registers. Each is one chain of multiply-adds in order of depth, whatever the shape.
+template <int ROWS, int VECTORS, bool ACCUMULATE, bool IN_PAIRS>
+static void multiply_tile(const Product &product, int64_t first_row, int64_t first_column) {
+    float *c = product.c + first_row * product.c_stride + first_column;
+    const float *a = product.a + first_row * product.a_stride, *b = product.b + first_column;
+    F32 sums[ROWS][VECTORS];
+    UNROLL for (int row = 0; row < ROWS; row++)
+        UNROLL for (int i = 0; i < VECTORS; i++)
+            sums[row][i] = ACCUMULATE ? load(c + row * product.c_stride + LANES * i) : splat(0.0f);
+    for (int64_t k = 0; k < product.depth; k++, a++, b += product.b_stride) {
+        F32 factors[VECTORS];
+        UNROLL for (int i = 0; i < VECTORS; i++) factors[i] = load(b + LANES * i);
+        UNROLL for (int row = 0; row < ROWS; row++) {
+            F32 factor = splat(a[row * product.a_stride]);
+            UNROLL for (int i = 0; i < VECTORS; i++) sums[row][i] = add_product<IN_PAIRS>(factor, factors[i], sums[row][i]);
+        }
+    }
+    UNROLL for (int row = 0; row < ROWS; row++)
+        UNROLL for (int i = 0; i < VECTORS; i++) store(c + row * product.c_stride + LANES * i, sums[row][i]);
+}
+
+template <int ROWS, int VECTORS, int COLUMNS, bool ACCUMULATE, bool IN_PAIRS>
+static void multiply_tiles(const Product &product) {
+    constexpr int FITTING = VECTORS * LANES < COLUMNS ? VECTORS : COLUMNS / LANES;
+    for (int64_t column = 0; column < COLUMNS; column += FITTING * LANES)
+        for (int64_t row = 0; row < product.num_rows; row += ROWS)
+            multiply_tile<ROWS, FITTING, ACCUMULATE, IN_PAIRS>(product, row, column);
+}
+
+constexpr int TALL = WIDE ? 4 : 6;  // rows of the tallest tile; a and c have rows up to a multiple of it
+
+// The product of COLUMNS columns, in tiles whose sums fit the registers: 32 of 16 floats, or 16 of 8.
+template <int COLUMNS, bool ACCUMULATE, bool IN_PAIRS>
+static void multiply(const Product &product) {
+    if (product.num_rows == 1) return multiply_tiles<1, 4, COLUMNS, ACCUMULATE, IN_PAIRS>(product);
+    if (product.num_rows == 2) return multiply_tiles<2, WIDE ? 4 : 2, COLUMNS, ACCUMULATE, IN_PAIRS>(product);
+    if (product.num_rows <= 4) return multiply_tiles<4, WIDE ? 4 : 1, COLUMNS, ACCUMULATE, IN_PAIRS>(product);
+    multiply_tiles<TALL, WIDE ? 4 : 1, COLUMNS, ACCUMULATE, IN_PAIRS>(product);
+}
+
+// --- keys and values ------------------------------------------------------------------------------------------------
+
+// One tile's memory: rows of queries and sums are `padded` floats wide, head_dim rounded up to whole vectors.
+struct Buffers {
+    int64_t padded;
+    float *queries, *sums, *scores, *lane_sums, *maxima;  // of all rows
+    float *keys_t, *values, *staged;                      // of a block of keys
+};
+
+static Buffers make_buffers(int64_t num_rows, int64_t head_dim) {
+    const int64_t padded = (head_dim + LANES - 1) / LANES * LANES;
+    num_rows += TALL;
+    const int64_t sizes[] = {num_rows * padded, num_rows * padded, num_rows * KEYS,   num_rows * LANES,
+                             (num_rows + LANES) / LANES * LANES,   padded * KEYS,     KEYS * padded, LANES * padded};
+    int64_t total = 0;
+    for (int64_t size : sizes) total += size;
+    float *floats[8], *next = thread_scratch(ATTENTION, total);
+    for (int i = 0; i < 8; next += sizes[i++]) floats[i] = next;
+    return {padded, floats[0], floats[1], floats[2], floats[3], floats[4], floats[5], floats[6], floats[7]};
+}
+
+// Copies four floats of each of four rows (of 16 lanes; of two rows of 8), one behind the other.
+INLINE FloatReg load_fours(const char *const *rows, int64_t offset) {
+#if defined(__AVX512F__)
+    __m512 fours = _mm512_castps128_ps512(_mm_loadu_ps((const float *)(rows[0] + offset)));
+    fours = _mm512_insertf32x4(fours, _mm_loadu_ps((const float *)(rows[4] + offset)), 1);
+    fours = _mm512_insertf32x4(fours, _mm_loadu_ps((const float *)(rows[8] + offset)), 2);
+    return (FloatReg)_mm512_insertf32x4(fours, _mm_loadu_ps((const float *)(rows[12] + offset)), 3);
+#elif defined(__AVX2__)
+    __m256 fours = _mm256_castps128_ps256(_mm_loadu_ps((const float *)(rows[0] + offset)));
+    return (FloatReg)_mm256_insertf128_ps(fours, _mm_loadu_ps((const float *)(rows[4] + offset)), 1);
+#else
+    return (FloatReg)vld1q_f32((const float *)(rows[0] + offset));
+#endif
+}
+
+// Within each four lanes: lanes I to L of a (0 to 3) and b (4 to 7).
+template <int I, int J, int K, int L>
+INLINE FloatReg pick(FloatReg a, FloatReg b) {
+#define LANE(first, i) (first) + ((i) < 4 ? (i) : (i)-4 + REG_LANES)
+#define FOUR(first) LANE(first, I), LANE(first, J), LANE(first, K), LANE(first, L)
+#if defined(__AVX512F__)
+    return __builtin_shufflevector(a, b, FOUR(0), FOUR(4), FOUR(8), FOUR(12));
+#elif defined(__AVX2__)
+    return __builtin_shufflevector(a, b, FOUR(0), FOUR(4));
+#else
+    return __builtin_shufflevector(a, b, FOUR(0));
+#endif
+#undef FOUR
+#undef LANE
+}
+
+// Sixteen floats of each of sixteen rows become sixteen rows of sixteen.
+INLINE void transpose(const char *const *rows, int64_t offset, float *target, int64_t stride) {
+    UNROLL for (int column = 0; column < LANES; column += 4) {
+        UNROLL for (int i = 0; i < REGS; i++) {
+            FloatReg fours[4];
+            UNROLL for (int row = 0; row < 4; row++) fours[row] = load_fours(rows + REG_LANES * i + row, offset + 4 * column);
+            FloatReg first = pick<0, 4, 1, 5>(fours[0], fours[1]), second = pick<0, 4, 1, 5>(fours[2], fours[3]);
+            FloatReg third = pick<2, 6, 3, 7>(fours[0], fours[1]), fourth = pick<2, 6, 3, 7>(fours[2], fours[3]);
+            FloatReg columns[] = {pick<0, 1, 4, 5>(first, second), pick<2, 3, 6, 7>(first, second),
+                                  pick<0, 1, 4, 5>(third, fourth), pick<2, 3, 6, 7>(third, fourth)};
+            UNROLL for (int k = 0; k < 4; k++)
+                memcpy(target + (column + k) * stride + REG_LANES * i, &columns[k], sizeof columns[k]);
+        }
+    }
+}
+
+// `count` numbers as float32; `target` has room for whole vectors.
+template <class Number>
+static void widen(const char *source, int64_t count, float *target) {
+    for (int64_t at = 0; at < count; at += LANES)
+        store(target + at, load_numbers<Number>(source + Number::size * at, count - at));
+}
+
+// Walks one sequence's keys and values in the cache, position by position.
+struct CacheWalk {
+    const int32_t *blocks;
+    int64_t block_stride, head_offset, token_bytes, tokens_per_block;
+    int64_t index, in_block;  // of the next position
+
+    CacheWalk(const tw_attend_args &args, int64_t seq, int64_t kv_head) {
+        blocks = (const int32_t *)(args.block_table + seq * args.table_stride);
+        block_stride = args.cache_block_stride, tokens_per_block = args.tokens_per_block;
+        token_bytes = args.head_dim * size_of(args.cache_kind);
+        head_offset = kv_head * tokens_per_block * token_bytes;
+        index = in_block = 0;
+    }
+    // Bytes from the start of a cache to the next position's numbers.
+    int64_t next() {
+        const int64_t offset = blocks[index] * block_stride + head_offset + in_block * token_bytes;
+        if (++in_block == tokens_per_block) in_block = 0, index++;
+        return offset;
+    }
+};
+
+// The next sixteen keys, of which `count` exist, into columns of `keys_t`, and their values into rows of `values`.
+template <class Number>
+static void read_keys(const tw_attend_args &args, CacheWalk &walk, int64_t count, const Buffers &buffers, float *keys_t,
+                      float *values) {
+    const int64_t padded = buffers.padded;
+    const char *rows[LANES];
+    for (int key = 0; key < LANES; key++) {
+        float *row = buffers.staged + padded * key, *value_row = values + padded * key;
+        rows[key] = (const char *)row;
+        if (key < count) {
+            const int64_t offset = walk.next();
+            widen<Number>((const char *)args.k_cache + offset, args.head_dim, row);
+            widen<Number>((const char *)args.v_cache + offset, args.head_dim, value_row);
+        } else {
+            memset(row, 0, 4 * padded);
+            memset(value_row, 0, 4 * padded);
+        }
+    }
+    for (int64_t at = 0; at < padded; at += LANES) transpose(rows, 4 * at, keys_t + KEYS * at, KEYS);
+}
+
+// The same of bfloat16 numbers in pairs: two neighbours of a key, and for values two keys that follow each other.
+static void read_keys_in_pairs(const tw_attend_args &args, CacheWalk &walk, int64_t count, const Buffers &buffers,
+                               float *keys_t, float *values) {
+    const int64_t padded = buffers.padded, row_bytes = 2 * args.head_dim;
+    const bool in_place = args.head_dim % (2 * LANES) == 0;  // else whole vectors would read behind a row
+    const char *keys[LANES], *value_rows[LANES];
+    for (int key = 0; key < LANES; key++) {
+        char *row = (char *)(buffers.staged + padded * key);
+        const int64_t offset = key < count ? walk.next() : 0;
+        const char *k = (const char *)args.k_cache + offset, *v = (const char *)args.v_cache + offset;
+        if (key >= count || !in_place) {
+            memset(row, 0, 4 * padded);
+            if (key < count) memcpy(row, k, row_bytes), memcpy(row + 2 * padded, v, row_bytes);
+            k = row, v = row + 2 * padded;
+        }
+        keys[key] = k, value_rows[key] = v;
+        for (int64_t at = 0; at < row_bytes; at += 64) prefetch(k + at), prefetch(v + at);
+    }
+    for (int64_t at = 0; at < padded / 2; at += LANES) transpose(keys, 4 * at, keys_t + KEYS * at, KEYS);
+    for (int key = 0; key < LANES; key += 2) {
+        for (int64_t at = 0; at < padded; at += LANES) {
+            I32 first = load_low_halves(value_rows[key] + 2 * at), second = load_low_halves(value_rows[key + 1] + 2 * at);
+            store(values + padded * (key / 2) + at, floats_of(first | shift_left(second, 16)));
+        }
+    }
+}
+
+// --- softmax --------------------------------------------------------------------------------------------------------
+
+// One row's step of the online softmax over 64 scores, of which the first `visible` count. They become p, in pairs as
+// bfloat16 in the first half of the row.
+template <bool IN_PAIRS>
+static void soften(const Buffers &buffers, int64_t row, int64_t visible, float scale) {
+    constexpr int VECTORS = KEYS / LANES;
+    const int64_t padded = buffers.padded;
+    float *scores = buffers.scores + KEYS * row, *lane_sums = buffers.lane_sums + LANES * row;
+    float *sums = buffers.sums + padded * row, &maximum_so_far = buffers.maxima[row];
+    if (visible <= 0) {
+        memset(scores, 0, 4 * KEYS);
+        return;
+    }
+    F32 s[VECTORS];
+    UNROLL for (int i = 0; i < VECTORS; i++) {
+        s[i] = load(scores + LANES * i);
+        if (IN_PAIRS) s[i] = s[i] * splat(scale);
+        if (visible < KEYS) s[i] = keep_first(s[i], visible - LANES * i, MINUS_INFINITY);
+    }
+    const float highest = max_lanes(maximum(maximum(s[0], s[1]), maximum(s[2], s[3])));
+    F32 new_maximum = splat(maximum_so_far), shrink = splat(1.0f);
+    if (!(highest <= maximum_so_far)) {  // rare behind the first blocks; a NaN stays
+        new_maximum = splat(highest);
+        shrink = exp2(splat(maximum_so_far) - new_maximum);
+        maximum_so_far = highest;
+        for (int64_t at = 0; at < padded; at += LANES) store(sums + at, load(sums + at) * shrink);
+    }
+    F32 p[VECTORS];
+    UNROLL for (int i = 0; i < VECTORS; i++) {
+        p[i] = exp2(s[i] - new_maximum);
+        if (IN_PAIRS)
+            BFloat16::store_rounded((char *)scores + 2 * LANES * i, p[i]);
+        else
+            store(scores + LANES * i, p[i]);
+    }
+    F32 total = (p[0] + p[1]) + (p[2] + p[3]);
+    store(lane_sums, fma(load(lane_sums), shrink, total));
+}
+
+// --- tiles ----------------------------------------------------------------------------------------------------------
+
+// The rows of one tile and KV head: row i is token `first_token + i / num_heads`, head `first_head + i % num_heads`.
+struct Rows {
+    int64_t first_token, first_head, num_heads, num_rows;
+};
+
+template <class Number, bool IN_PAIRS>
+static void read_queries(const tw_attend_args &args, const Rows &rows, const Buffers &buffers) {
+    const int64_t padded = buffers.padded, all_rows = rows.num_rows + TALL;
+    const F32 scale = splat((float)args.scale_log2);
+    memset(buffers.queries + padded * rows.num_rows, 0, 4 * padded * TALL);
+    for (int64_t row = 0; row < rows.num_rows; row++) {
+        const int64_t token = rows.first_token + row / rows.num_heads, head = rows.first_head + row % rows.num_heads;
+        const char *source = (const char *)args.q + token * args.q_token_stride + head * args.q_head_stride;
+        float *target = buffers.queries + padded * row;
+        if (IN_PAIRS) {
+            memset(target, 0, 4 * padded);
+            memcpy(target, source, 2 * args.head_dim);
+        } else {
+            for (int64_t at = 0; at < padded; at += LANES)
+                store(target + at, load_numbers<Number>(source + Number::size * at, args.head_dim - at) * scale);
+        }
+    }
+    memset(buffers.sums, 0, 4 * padded * all_rows);
+    memset(buffers.lane_sums, 0, 4 * LANES * all_rows);
+    for (int64_t row = 0; row < all_rows; row++) buffers.maxima[row] = MINUS_INFINITY;
+}
+
+template <class Number>
+static void write_results(const tw_attend_args &args, const Rows &rows, const Buffers &buffers) {
+    const int64_t head_dim = args.head_dim;
+    for (int64_t row = 0; row < rows.num_rows; row++) {
+        const int64_t token = rows.first_token + row / rows.num_heads, head = rows.first_head + row % rows.num_heads;
+        char *target = (char *)args.out + (token * args.num_heads + head) * head_dim * Number::size;
+        const F32 total = splat(sum_lanes(load(buffers.lane_sums + LANES * row)));
+        for (int64_t at = 0; at < head_dim; at += LANES) {
+            F32 mean = load(buffers.sums + buffers.padded * row + at) / total;
+            store_numbers<Number>(target + Number::size * at, mean, head_dim - at);
+        }
+    }
+}
+
+// sums (rows, padded) += weights (rows, 64) @ values.
+template <bool IN_PAIRS>
+static void add_values(const Buffers &buffers, int64_t num_rows) {
+    const int64_t padded = buffers.padded, depth = IN_PAIRS ? KEYS / 2 : KEYS;
+    Product product = {buffers.sums, buffers.scores, buffers.values, padded, KEYS, padded, num_rows, depth};
+    int64_t column = 0;
+    for (; column + KEYS <= padded; column += KEYS, product.c += KEYS, product.b += KEYS)
+        multiply<KEYS, true, IN_PAIRS>(product);
+    for (; column < padded; column += LANES, product.c += LANES, product.b += LANES)
+        multiply<LANES, true, IN_PAIRS>(product);
+}
+
+template <bool IN_PAIRS>
+static void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_head) {
+    const int64_t seq_end = ((const int32_t *)args.query_start)[tile.seq + 1];
+    const int64_t first_position = ((const int32_t *)args.context_lens)[tile.seq] - (seq_end - tile.first_row);
+    const int64_t first_of_group = kv_head * args.heads_per_kv_head - args.skipped_heads;
+    const int64_t behind_group = first_of_group + args.heads_per_kv_head;
+    const int64_t first_head = first_of_group > 0 ? first_of_group : 0;
+    const int64_t num_heads = (behind_group < args.num_heads ? behind_group : args.num_heads) - first_head;
+    const Rows rows = {tile.first_row, first_head, num_heads, tile.num_tokens * num_heads};
+    const Buffers buffers = make_buffers(rows.num_rows, args.head_dim);
+    with_kind(args.kind, [&](auto number) { read_queries<decltype(number), IN_PAIRS>(args, rows, buffers); });
+
+    CacheWalk walk(args, tile.seq, kv_head);
+    const int64_t num_keys = first_position + tile.num_tokens;
+    const int64_t depth = IN_PAIRS ? buffers.padded / 2 : args.head_dim;
+    for (int64_t first_key = 0; first_key < num_keys; first_key += KEYS) {
+        for (int key = 0; key < KEYS; key += LANES) {
+            const int64_t count = num_keys - first_key - key;
+            if constexpr (IN_PAIRS)
+                read_keys_in_pairs(args, walk, count, buffers, buffers.keys_t + key, buffers.values + buffers.padded * key / 2);
+            else
+                with_kind(args.cache_kind, [&](auto number) {
+                    float *values = buffers.values + buffers.padded * key;
+                    read_keys<decltype(number)>(args, walk, count, buffers, buffers.keys_t + key, values);
+                });
+        }
+        multiply<KEYS, false, IN_PAIRS>(
+            {buffers.scores, buffers.queries, buffers.keys_t, KEYS, buffers.padded, KEYS, rows.num_rows, depth});
+        for (int64_t row = 0; row < rows.num_rows; row++) {
+            const int64_t visible = first_position + row / num_heads + 1 - first_key;
+            soften<IN_PAIRS>(buffers, row, visible, (float)args.scale_log2);
+        }
+        add_values<IN_PAIRS>(buffers, rows.num_rows);
+    }
+    with_kind(args.kind, [&](auto number) { write_results<decltype(number)>(args, rows, buffers); });
+}
+
+void tw_attend(const void *attend_args, int64_t start, int64_t stop) {
+    const tw_attend_args &args = *(const tw_attend_args *)attend_args;
+    const bool in_pairs = PAIRS && args.kind == BFLOAT16 && args.cache_kind == BFLOAT16;
+    for (int64_t item = start; item < stop; item++) {
+        const tw_tile &tile = ((const tw_tile *)args.tiles)[item / args.num_kv_heads];
+        const int64_t kv_head = item % args.num_kv_heads;
+        if (in_pairs)
+            attend_tile<PAIRS>(args, tile, kv_head);
+        else
+            attend_tile<false>(args, tile, kv_head);
+    }
+}
+
+// --- planning -------------------------------------------------------------------------------------------------------
+
+constexpr int BUCKETS = 64;
+
+// Tiles within a factor of two of each other share a bucket; the first buckets have the most keys.
+static int bucket_of(int64_t num_keys) {
+    return BUCKETS - 1 - (num_keys > 1 ? 63 - __builtin_clzll((uint64_t)num_keys) : 0);
+}
+
+// Calls `visit(tile, number of its keys)` for each tile of one sequence.
+template <class Visit>
+static void visit_tiles(const tw_plan_args &plan, int64_t seq, Visit visit) {
+    const int32_t *start = (const int32_t *)plan.query_start + seq;
+    const int64_t query_len = start[1] - start[0], context_len = ((const int32_t *)plan.context_lens)[seq];
+    for (int64_t first = 0; first < query_len; first += plan.tile_tokens) {
+        const int64_t left = query_len - first, num_tokens = left < plan.tile_tokens ? left : plan.tile_tokens;
+        visit(tw_tile{seq, start[0] + first, num_tokens}, context_len - query_len + first + num_tokens);
+    }
+}
+
+static bool is_possible(const tw_plan_args &plan, int64_t seq) {
+    const int64_t start = ((const int32_t *)plan.query_start)[seq];
+    const int64_t query_len = ((const int32_t *)plan.query_start)[seq + 1] - start;
+    const int64_t context_len = ((const int32_t *)plan.context_lens)[seq];
+    if (start < 0 || query_len < 0 || context_len < query_len) return false;
+    const int64_t num_blocks = (context_len + plan.tokens_per_block - 1) / plan.tokens_per_block;
+    if (num_blocks > plan.max_blocks) return false;
+    const int32_t *blocks = (const int32_t *)(plan.block_table + seq * plan.table_stride);
+    for (int64_t i = 0; i < num_blocks; i++)
+        if (blocks[i] < 0 || blocks[i] >= plan.num_blocks) return false;
+    return true;
+}
+
+int64_t tw_plan_tiles(tw_plan_args *plan) {
+    const int32_t *query_start = (const int32_t *)plan->query_start;
+    int64_t places[BUCKETS] = {};  // of each bucket's next tile; before that, its number of tiles
+    plan->num_tiles = plan->num_keys = 0;
+    for (int64_t seq = 0; seq < plan->num_seqs; seq++) {
+        if (!is_possible(*plan, seq)) return seq;
+        visit_tiles(*plan, seq, [&](tw_tile, int64_t num_keys) {
+            places[bucket_of(num_keys)]++;
+            plan->num_tiles++;
+            plan->num_keys += num_keys;
+        });
+    }
+    if (query_start[0] != 0 || query_start[plan->num_seqs] != plan->num_tokens) return plan->num_seqs;
+    int64_t place = 0;
+    for (int64_t &bucket : places) {
+        const int64_t count = bucket;
+        bucket = place;
+        place += count;
+    }
+    for (int64_t seq = 0; seq < plan->num_seqs; seq++)
+        visit_tiles(*plan, seq, [&](tw_tile tile, int64_t num_keys) {
+            ((tw_tile *)plan->tiles)[places[bucket_of(num_keys)]++] = tile;
+        });
+    return -1;
+}

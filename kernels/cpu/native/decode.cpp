@@ -1,0 +1,194 @@
+// The layers of a decode step as one program: the kernels of a layer, called from a kernel.
+//
+// A decoder layer of one row is a dozen kernels of a few microseconds each. A call from Python, which allocates the output
+// and checks the arguments, costs as much again. Here they follow each other over buffers that stay. A layer has two parts,
+// because ranks sum after each:
+//
+//     part 2l      norm (with the sum before it), q k v, rotation, cache, attention, output projection
+//     part 2l + 1  norm (with the sum before it), gate and up, SwiGLU, down projection
+//
+// Where those sums are one-shots over shared memory the program makes them too.
+//
+// A part is a series of phases, a phase a number of items: rows, panels of outputs, tiles of attention. Threads draw a
+// phase's items from its counter, and go on when no thread works on it any more. The number of threads is not fixed: one
+// that comes late finds nothing to draw and walks through.
+//
+// A row gets the same bits as from the kernels called one by one.
+#include "linear.h"
+#include "numbers.h"
+#include "shared_sums.h"
+
+// Calls `work` with each item that this thread draws, then waits until all threads that came have left.
+template <class Work>
+static void run_phase(tw_phase *phase, int64_t num_items, Work work) {
+    auto add_one = [](int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_SEQ_CST); };
+    add_one(&phase->came);
+    for (int64_t item = add_one(&phase->next); item < num_items; item = add_one(&phase->next)) work(item);
+    add_one(&phase->left);
+    // `left` is read first: if it equals `came`, there was a moment when no thread was inside. Later ones find no item.
+    for (Patience patience;; patience.wait()) {
+        const int64_t left = __atomic_load_n(&phase->left, __ATOMIC_ACQUIRE);
+        if (__atomic_load_n(&phase->came, __ATOMIC_ACQUIRE) == left) return;
+    }
+}
+
+// normed = rms_norm(residual); with an update, residual += update first.
+static void norm(const tw_decode_program &program, tw_phase *phase, address weight, address update) {
+    const int64_t stride = program.hidden_size * size_of(program.kind);
+    tw_norm_args args = {
+        .out = program.normed,
+        .total = update ? program.residual : 0,
+        .x = update ? update : program.residual,
+        .residual = update ? program.residual : 0,
+        .weight = weight,
+        .x_stride = stride,
+        .residual_stride = stride,
+        .size = program.hidden_size,
+        .kind = program.kind,
+        .eps = program.eps,
+    };
+    run_phase(phase, program.num_rows, [&](int64_t row) { tw_norm(&args, row, row + 1); });
+}
+
+// out (T, outputs) = x (T, inputs) @ matrix^T + bias.
+static void multiply(const tw_decode_program &program, tw_phase *phase, const tw_matrix &matrix, address x, int64_t num_inputs,
+                     address out, int64_t num_outputs) {
+    tw_linear_args args = {
+        .out = out,
+        .x = 0,
+        .weight = matrix.data,
+        .bias = matrix.bias,
+        .x_stride = 0,
+        .weight_stride = matrix.stride,
+        .weight_kind = matrix.kind,
+        .num_tokens = program.num_rows,
+        .num_outputs = num_outputs,
+        .num_inputs = num_inputs,
+        .kind = program.kind,
+        .in_pairs = PAIRS && program.kind == BFLOAT16,
+    };
+    run_phase(phase, (num_outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
+        // Each thread prepares all rows for itself: that costs less than waiting for another.
+        if (!args.x) args.x = (address)prepare_rows((const char *)x, program.num_rows, num_inputs, program.kind, &args.x_stride);
+        const int64_t start = PANEL * panel, stop = start + PANEL;
+        tw_linear(&args, start, stop < num_outputs ? stop : num_outputs);
+    });
+}
+
+// Rotates queries and keys, and writes keys and values into the cache.
+static void rotate(const tw_decode_program &program, tw_phase *phase, const tw_layer &layer) {
+    const int64_t num_rotated = program.num_heads + program.num_kv_heads, head_bytes = program.head_dim * size_of(program.kind);
+    const int64_t rotated_stride = num_rotated * head_bytes, qkv_stride = rotated_stride + program.num_kv_heads * head_bytes;
+    run_phase(phase, program.num_rows, [&](int64_t row) {
+        const address source = program.qkv + row * qkv_stride, target = program.rotated + row * rotated_stride;
+        const int64_t angles = ((const int32_t *)program.positions)[row] * program.angle_stride;
+        tw_rope_args rope = {
+            .out = target,
+            .x = source,
+            .cos = program.cos + angles,
+            .sin = program.sin + angles,
+            .token_stride = qkv_stride,
+            .head_stride = head_bytes,
+            .cos_stride = program.angle_stride,
+            .sin_stride = program.angle_stride,
+            .num_heads = num_rotated,
+            .half = program.head_dim / 2,
+            .kind = program.kind,
+        };
+        tw_rope(&rope, 0, 1);
+        tw_write_kv_args write = {
+            .k = target + program.num_heads * head_bytes,
+            .v = source + num_rotated * head_bytes,
+            .k_cache = layer.k_cache,
+            .v_cache = layer.v_cache,
+            .slots = program.slots + sizeof(int32_t) * row,
+            .k_token_stride = rotated_stride,
+            .k_head_stride = head_bytes,
+            .v_token_stride = qkv_stride,
+            .v_head_stride = head_bytes,
+            .cache_block_stride = program.cache_block_stride,
+            .num_blocks = program.num_blocks,
+            .num_kv_heads = program.num_kv_heads,
+            .tokens_per_block = program.tokens_per_block,
+            .head_bytes = head_bytes,
+        };
+        tw_write_kv(&write, 1);
+    });
+}
+
+static void attend(const tw_decode_program &program, tw_phase *phase, const tw_layer &layer) {
+    const int64_t head_bytes = program.head_dim * size_of(program.kind);
+    tw_attend_args args = {
+        .out = program.mixed,
+        .q = program.rotated,
+        .k_cache = layer.k_cache,
+        .v_cache = layer.v_cache,
+        .query_start = program.query_start,
+        .context_lens = program.context_lens,
+        .block_table = program.block_table,
+        .tiles = program.tiles,
+        .q_token_stride = (program.num_heads + program.num_kv_heads) * head_bytes,
+        .q_head_stride = head_bytes,
+        .kind = program.kind,
+        .cache_block_stride = program.cache_block_stride,
+        .cache_kind = program.kind,
+        .table_stride = program.table_stride,
+        .tokens_per_block = program.tokens_per_block,
+        .num_heads = program.num_heads,
+        .num_kv_heads = program.num_kv_heads,
+        .heads_per_kv_head = program.heads_per_kv_head,
+        .skipped_heads = program.skipped_heads,
+        .head_dim = program.head_dim,
+        .scale_log2 = program.scale_log2,
+    };
+    run_phase(phase, program.num_tiles * program.num_kv_heads, [&](int64_t item) { tw_attend(&args, item, item + 1); });
+}
+
+static void run_attention(const tw_decode_program &program, const tw_layer &layer, tw_phase *phases, address update) {
+    const int64_t mixed_size = program.num_heads * program.head_dim;
+    const int64_t qkv_size = mixed_size + 2 * program.num_kv_heads * program.head_dim;
+    norm(program, &phases[0], layer.attention_norm, update);
+    multiply(program, &phases[1], layer.qkv, program.normed, program.hidden_size, program.qkv, qkv_size);
+    rotate(program, &phases[2], layer);
+    attend(program, &phases[3], layer);
+    multiply(program, &phases[4], layer.attention_out, program.mixed, mixed_size, program.partial, program.hidden_size);
+}
+
+static void run_mlp(const tw_decode_program &program, const tw_layer &layer, tw_phase *phases, address update) {
+    const int64_t width = program.mlp_size;
+    norm(program, &phases[5], layer.mlp_norm, update);
+    multiply(program, &phases[6], layer.gate_up, program.normed, program.hidden_size, program.gate_up, 2 * width);
+    tw_swiglu_args args = {
+        .out = program.gated,
+        .gate_up = program.gate_up,
+        .row_stride = 2 * width * size_of(program.kind),
+        .width = width,
+        .kind = program.kind,
+    };
+    run_phase(&phases[7], program.num_rows, [&](int64_t row) { tw_swiglu(&args, row, row + 1); });
+    multiply(program, &phases[8], layer.down, program.gated, width, program.partial, program.hidden_size);
+}
+
+static void run_thread(const tw_parts_args &args, bool makes_sums) {
+    const tw_decode_program &program = *args.program;
+    address update = args.update;
+    for (int64_t part = args.first; part < args.stop; part++) {
+        const tw_layer &layer = program.layers[part / 2];
+        tw_phase *phases = program.phases + TW_PHASES_PER_LAYER * (part / 2);
+        if (part % 2 == 0)
+            run_attention(program, layer, phases, update);
+        else
+            run_mlp(program, layer, phases, update);
+        update = program.partial;
+        if (args.sums) {
+            // The thread that makes the sums was in every phase: `partial` holds what the others have drawn.
+            const int64_t index = part - args.first_summed;
+            if (!(makes_sums ? tw_make_sum(args.sums, index) : tw_await_sum(args.sums, index))) return;
+            update = args.sums->out;
+        }
+    }
+}
+
+void tw_run_parts(const void *parts_args, int64_t start, int64_t stop) {
+    for (int64_t thread = start; thread < stop; thread++) run_thread(*(const tw_parts_args *)parts_args, thread == 0);
+}

@@ -1,0 +1,223 @@
+// The C interface of the CPU kernels. Python reads this file too (library.py): declarations in plain C only.
+//
+// A kernel is a function of its arguments and a range of items (rows, panels, groups), which `tw_run` spreads over
+// threads. Items do not depend on each other. Addresses are a tensor's data_ptr(); strides are bytes; a `kind` is a
+// number of NUMBER_KIND (numbers.h) or of a packed format. Nothing is checked: callers check first.
+#ifndef TIGHTWIRE_KERNELS_H
+#define TIGHTWIRE_KERNELS_H
+#include <stdint.h>
+#ifdef __cplusplus
+#define TW_API extern "C" __attribute__((visibility("default")))
+#else
+#define TW_API
+#endif
+
+typedef uintptr_t address;
+typedef void (*tw_kernel)(const void *arguments, int64_t start, int64_t stop);
+
+// --- library and threads --------------------------------------------------------------------------------------------
+
+// Hash of the sources that the library was built from, and the level it was built for.
+TW_API const char *tw_source_hash(void);
+TW_API const char *tw_level(void);
+// Use this GOMP_parallel, the one of the OpenMP that torch has loaded, for every parallel region.
+TW_API void tw_set_parallel(address gomp_parallel);
+// Run a kernel over items 0 to num_items on `num_threads` threads, which draw `step` items at a time. Returns when all are done.
+TW_API void tw_run(tw_kernel kernel, const void *arguments, int64_t num_items, int64_t step, int64_t num_threads);
+
+// --- rows.cpp: one pass per row -------------------------------------------------------------------------------------
+
+// out = rms_norm(x + residual) * weight, total = x + residual; without a residual `total` and `residual` are 0.
+typedef struct {
+    address out, total, x, residual, weight;
+    int64_t x_stride, residual_stride, size, kind;
+    double eps;
+} tw_norm_args;
+TW_API void tw_norm(const void *norm_args, int64_t start, int64_t stop);
+
+// Rotary position embedding of (T, H, 2 half); cosines and sines are (T, half) float32. `out` is contiguous.
+typedef struct {
+    address out, x, cos, sin;
+    int64_t token_stride, head_stride, cos_stride, sin_stride, num_heads, half, kind;
+} tw_rope_args;
+TW_API void tw_rope(const void *rope_args, int64_t start, int64_t stop);
+
+// out (T, width) = silu(gate) * up of rows [gate, up].
+typedef struct {
+    address out, gate_up;
+    int64_t row_stride, width, kind;
+} tw_swiglu_args;
+TW_API void tw_swiglu(const void *swiglu_args, int64_t start, int64_t stop);
+
+// Copy each token's key and value heads to its slot of the caches (N, K, P, E).
+typedef struct {
+    address k, v, k_cache, v_cache, slots;
+    int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+    int64_t cache_block_stride, num_blocks, num_kv_heads, tokens_per_block, head_bytes;
+} tw_write_kv_args;
+// Returns the first token whose slot is not in the cache, or -1. Tokens before it have been written.
+TW_API int64_t tw_write_kv(const tw_write_kv_args *args, int64_t num_tokens);
+
+// Copy runs of rows; `runs` is (R, 3) int64: first source row, first target row, number of rows.
+TW_API int64_t tw_check_runs(address runs, int64_t num_runs, int64_t num_source_rows, int64_t num_target_rows);
+TW_API void tw_copy_runs(address target, address source, address runs, int64_t num_runs, int64_t row_bytes);
+
+// One sortable int64 key for each row's best number (candidates of greedy sampling).
+TW_API void tw_best_keys(address keys, address x, int64_t stride, int64_t num_rows, int64_t num_columns, int64_t first_id);
+
+// --- linear.cpp: matrix products ------------------------------------------------------------------------------------
+
+// out (T, O) = x (T, D) @ weight (O, D)^T + bias. Items are outputs, drawn in panels of tw_panel(). `x` is bfloat16 if
+// `in_pairs`, else float32; `out` and `bias` are of `kind`.
+typedef struct {
+    address out, x, weight, bias;
+    int64_t x_stride, weight_stride, weight_kind, num_tokens, num_outputs, num_inputs, kind, in_pairs;
+} tw_linear_args;
+TW_API void tw_linear(const void *linear_args, int64_t start, int64_t stop);
+TW_API int64_t tw_panel(void);
+// Whether bfloat16 numbers are multiplied in pairs (AVX512-BF16).
+TW_API int64_t tw_has_pairs(void);
+
+// Packed rows to plain numbers of `out_kind`, contiguous in `out`.
+typedef struct {
+    address out, blocks;
+    int64_t out_kind, kind, row_stride, num_groups;
+} tw_unpack_args;
+TW_API void tw_unpack(const void *unpack_args, int64_t start, int64_t stop);
+
+// --- attention.cpp: paged causal attention --------------------------------------------------------------------------
+
+// Some tokens of one sequence, attended together.
+typedef struct {
+    int64_t seq, first_row, num_tokens;
+} tw_tile;
+// Cuts packed rows into tiles of at most `tile_tokens`, costliest first. `tiles` has room for
+// num_tokens / tile_tokens + num_seqs. Index tensors are int32.
+typedef struct {
+    address query_start, context_lens, block_table, tiles;
+    int64_t num_seqs, num_tokens, tile_tokens, table_stride, max_blocks, num_blocks, tokens_per_block;
+    int64_t num_tiles, num_keys;  // results; num_keys counts the keys that the tiles visit in all
+} tw_plan_args;
+// Returns -1, or the first sequence whose lengths or blocks are impossible (num_seqs: the queries do not cover the rows).
+TW_API int64_t tw_plan_tiles(tw_plan_args *plan);
+
+// Items are (tile, KV head) pairs in the order of `tiles`. `out` is contiguous and of q's `kind`; the caches are (N, K, P, E),
+// each block contiguous. The first `skipped_heads` query heads of the first KV head are not in q.
+typedef struct {
+    address out, q, k_cache, v_cache, query_start, context_lens, block_table, tiles;
+    int64_t q_token_stride, q_head_stride, kind, cache_block_stride, cache_kind, table_stride, tokens_per_block;
+    int64_t num_heads, num_kv_heads, heads_per_kv_head, skipped_heads, head_dim;
+    double scale_log2;
+} tw_attend_args;
+TW_API void tw_attend(const void *attend_args, int64_t start, int64_t stop);
+
+// --- shared_sums.cpp: sums over processes that share memory ------------------------------------------------------------
+
+// Where a process's line of words and its two buffers are, in the memory of the process that asks.
+typedef struct {
+    address line, buffers[2];
+} tw_place;
+// `own` is the calling process's index in `places`. A turn writes at most `chunk_bytes` (a multiple of 64) into a buffer.
+typedef struct {
+    int64_t own, num_processes;
+    int64_t num_spins, num_naps;  // looks at another's turn before the core is offered to others; sleeps before giving up
+    int64_t chunk_bytes;
+    tw_place places[];
+} tw_board;
+// Store the call and the number of this process's next turn: its buffer is written.
+TW_API void tw_publish(const tw_board *board, int64_t turn, int64_t call);
+// Whether `process`, or all, have published `turn`, after a bounded wait: 1 or 0.
+TW_API int64_t tw_wait_for(const tw_board *board, int64_t process, int64_t turn);
+TW_API int64_t tw_wait_for_all(const tw_board *board, int64_t turn);
+// out = the sum of all processes' x, in float32 in their order, rounded once. `step` is 0 in the first call. Returns
+// TW_DONE, TW_MISMATCH (the processes make unlike calls), or the step to call again with: a process did not come in time.
+#define TW_DONE -1
+#define TW_MISMATCH -2
+TW_API int64_t tw_one_shot(const tw_board *board, address x, address out, int64_t num_elems, int64_t kind, int64_t step);
+TW_API int64_t tw_two_shot(const tw_board *board, address x, address out, int64_t num_elems, int64_t kind, int64_t step);
+
+// One-shots that another kernel makes one after the other: sum i is of what `x` holds then.
+typedef struct {
+    const tw_board *board;
+    address x, out;
+    int64_t num_elems, kind;
+    address note, shown;  // before each sum the note's first int64 counts up, and the note is copied to `shown`
+    int64_t note_bytes;
+    address stamps_ns;  // int64 (sums, 2): when each sum was begun and done, on the clock of time.perf_counter_ns
+    int64_t status;     // TW_DONE, or what tw_one_shot returned for the last sum that was begun
+    int64_t num_begun, num_done;
+} tw_sums;
+// Make sum `index`: 1 if it is done, 0 if the caller must return to Python, which goes on with it from `status`.
+TW_API int64_t tw_make_sum(tw_sums *sums, int64_t index);
+// Wait for sum `index` in a thread beside the one that makes it: 0 if that one left it.
+TW_API int64_t tw_await_sum(tw_sums *sums, int64_t index);
+
+// --- codec.cpp: block quantization --------------------------------------------------------------------------------------
+
+// The fields of kernels/spec/block_format.py.
+typedef struct {
+    int64_t bits, group_elems, symmetric, hadamard, spikes, float8;
+} tw_block_format;
+// Items are groups. `kind` is that of the numbers; tw_decode_add adds to float32 numbers.
+typedef struct {
+    address message, numbers;
+    int64_t num_elems, kind;
+    tw_block_format format;
+} tw_code_args;
+TW_API void tw_encode(const void *code_args, int64_t start, int64_t stop);
+TW_API void tw_decode(const void *code_args, int64_t start, int64_t stop);
+TW_API void tw_decode_add(const void *code_args, int64_t start, int64_t stop);
+// Encode the float32 sum of `messages`, an array of addresses, added in their order. Items are blocks of 128 numbers.
+typedef struct {
+    address out, messages;
+    int64_t num_messages, num_elems;
+    tw_block_format format, out_format;
+} tw_recode_args;
+TW_API void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t stop);
+
+// --- decode.cpp: the layers of a few rows ---------------------------------------------------------------------------
+
+// A weight and its bias (or 0) as tw_linear takes them.
+typedef struct {
+    address data;
+    int64_t stride, kind;
+    address bias;
+} tw_matrix;
+typedef struct {
+    address attention_norm, mlp_norm, k_cache, v_cache;
+    tw_matrix qkv, attention_out, gate_up, down;
+} tw_layer;
+// The next item that a thread may draw, and how many threads came and left. A cache line; all zero at the start of a step.
+typedef struct {
+    int64_t next, came, left, unused[5];
+} tw_phase;
+enum { TW_PHASES_PER_LAYER = 9 };
+
+typedef struct {
+    const tw_layer *layers;
+    tw_phase *phases;
+    int64_t hidden_size, num_heads, num_kv_heads, heads_per_kv_head, skipped_heads, head_dim, mlp_size, kind;
+    double eps, scale_log2;
+    address cos, sin;  // (positions, E / 2) float32
+    int64_t angle_stride, num_blocks, tokens_per_block, cache_block_stride;
+    // Buffers, contiguous: normed (T, D), qkv (T, (H + 2 K) E), rotated (T, H + K, E), mixed (T, H, E), gate_up (T, 2 F),
+    // gated (T, F); partial (T, D) is the result of a part.
+    address normed, qkv, rotated, mixed, gate_up, gated, partial;
+    // The step: residual (T, D), to which each part's norm adds the sum before it; int32 positions and slots (T,);
+    // tiles of tw_plan_tiles of one token each.
+    int64_t num_rows, table_stride, num_tiles;
+    address residual, positions, slots, query_start, context_lens, block_table, tiles;
+} tw_decode_program;
+
+// Items are threads that run the parts together: 2l is layer l's attention, 2l + 1 its MLP. `update` is the sum of the part
+// before `first`, or 0. With `sums`, thread 0 makes sum (part - first_summed) after each part, up to one that is left.
+typedef struct {
+    const tw_decode_program *program;
+    int64_t first, stop;
+    address update;
+    tw_sums *sums;
+    int64_t first_summed;
+} tw_parts_args;
+TW_API void tw_run_parts(const void *parts_args, int64_t start, int64_t stop);
+
+#endif

@@ -1,0 +1,183 @@
+// Kernels that pass over rows once: RMS norm, rotary embedding, SwiGLU, cache writes, row copies, best numbers.
+#include "kernels.h"
+#include "numbers.h"
+
+// --- RMS norm -------------------------------------------------------------------------------------------------------
+
+template <class Number>
+static void norm_rows(const tw_norm_args &args, int64_t start, int64_t stop) {
+    const int64_t size = args.size, bytes = Number::size;
+    const char *weight = (const char *)args.weight;
+    for (int64_t row = start; row < stop; row++) {
+        const char *source = (const char *)args.x + row * args.x_stride;
+        if (args.total) {
+            char *total = (char *)args.total + row * size * bytes;
+            const char *residual = (const char *)args.residual + row * args.residual_stride;
+            for (int64_t at = 0; at < size; at += LANES) {
+                F32 a = load_numbers<Number>(source + bytes * at, size - at);
+                F32 b = load_numbers<Number>(residual + bytes * at, size - at);
+                store_rounded<Number>(total + bytes * at, a + b, size - at);
+            }
+            source = total;
+        }
+        F32 squares = splat(0.0f);
+        for (int64_t at = 0; at < size; at += LANES) {
+            F32 value = load_numbers<Number>(source + bytes * at, size - at);
+            squares = fma(value, value, squares);
+        }
+        // In float64, rounded once.
+        F32 scale = splat((float)(1.0 / __builtin_sqrt(sum_lanes(squares) / (double)size + args.eps)));
+        char *out = (char *)args.out + row * size * bytes;
+        for (int64_t at = 0; at < size; at += LANES) {
+            F32 normed = Number::rounded(load_numbers<Number>(source + bytes * at, size - at) * scale);
+            F32 factor = load_numbers<Number>(weight + bytes * at, size - at);
+            store_rounded<Number>(out + bytes * at, normed * factor, size - at);
+        }
+    }
+}
+
+void tw_norm(const void *norm_args, int64_t start, int64_t stop) {
+    const tw_norm_args &args = *(const tw_norm_args *)norm_args;
+    with_kind(args.kind, [&](auto number) { norm_rows<decltype(number)>(args, start, stop); });
+}
+
+// --- rotary embedding -----------------------------------------------------------------------------------------------
+
+template <class Number>
+static void rope_rows(const tw_rope_args &args, int64_t start, int64_t stop) {
+    const int64_t half = args.half, bytes = Number::size;
+    for (int64_t token = start; token < stop; token++) {
+        for (int64_t at = 0; at < half; at += LANES) {
+            const int64_t count = half - at;
+            const char *cosines = (const char *)args.cos + token * args.cos_stride;
+            const char *sines = (const char *)args.sin + token * args.sin_stride;
+            F32 cos = Number::rounded(load_numbers<Float32>(cosines + 4 * at, count));
+            F32 sin = Number::rounded(load_numbers<Float32>(sines + 4 * at, count));
+            for (int64_t head = 0; head < args.num_heads; head++) {
+                const char *source = (const char *)args.x + token * args.token_stride + head * args.head_stride + bytes * at;
+                char *target = (char *)args.out + bytes * ((token * args.num_heads + head) * 2 * half + at);
+                F32 first = load_numbers<Number>(source, count);
+                F32 second = load_numbers<Number>(source + bytes * half, count);
+                // Rounded after each operation, as torch does.
+                F32 turned = Number::rounded(first * cos) - Number::rounded(second * sin);
+                store_rounded<Number>(target, turned, count);
+                turned = Number::rounded(second * cos) + Number::rounded(first * sin);
+                store_rounded<Number>(target + bytes * half, turned, count);
+            }
+        }
+    }
+}
+
+void tw_rope(const void *rope_args, int64_t start, int64_t stop) {
+    const tw_rope_args &args = *(const tw_rope_args *)rope_args;
+    with_kind(args.kind, [&](auto number) { rope_rows<decltype(number)>(args, start, stop); });
+}
+
+// --- SwiGLU ---------------------------------------------------------------------------------------------------------
+
+template <class Number>
+static void swiglu_rows(const tw_swiglu_args &args, int64_t start, int64_t stop) {
+    const int64_t width = args.width, bytes = Number::size;
+    const F32 one = splat(1.0f);
+    for (int64_t row = start; row < stop; row++) {
+        const char *gates = (const char *)args.gate_up + row * args.row_stride;
+        char *out = (char *)args.out + row * width * bytes;
+        for (int64_t at = 0; at < width; at += LANES) {
+            F32 gate = load_numbers<Number>(gates + bytes * at, width - at);
+            F32 up = load_numbers<Number>(gates + bytes * (width + at), width - at);
+            F32 silu = gate / (one + exp(splat(0.0f) - gate));
+            store_rounded<Number>(out + bytes * at, Number::rounded(silu) * up, width - at);
+        }
+    }
+}
+
+void tw_swiglu(const void *swiglu_args, int64_t start, int64_t stop) {
+    const tw_swiglu_args &args = *(const tw_swiglu_args *)swiglu_args;
+    with_kind(args.kind, [&](auto number) { swiglu_rows<decltype(number)>(args, start, stop); });
+}
+
+// --- copies ---------------------------------------------------------------------------------------------------------
+
+int64_t tw_write_kv(const tw_write_kv_args *args, int64_t num_tokens) {
+    const int32_t *slots = (const int32_t *)args->slots;
+    const int64_t page = args->tokens_per_block * args->head_bytes;
+    for (int64_t token = 0; token < num_tokens; token++) {
+        const int64_t slot = slots[token];
+        if (slot < 0 || slot >= args->num_blocks * args->tokens_per_block) return token;
+        const int64_t block = slot / args->tokens_per_block, in_block = slot % args->tokens_per_block;
+        const int64_t target = block * args->cache_block_stride + in_block * args->head_bytes;
+        for (int64_t head = 0; head < args->num_kv_heads; head++) {
+            const char *k = (const char *)args->k + token * args->k_token_stride + head * args->k_head_stride;
+            const char *v = (const char *)args->v + token * args->v_token_stride + head * args->v_head_stride;
+            memcpy((char *)args->k_cache + target + head * page, k, args->head_bytes);
+            memcpy((char *)args->v_cache + target + head * page, v, args->head_bytes);
+        }
+    }
+    return -1;
+}
+
+int64_t tw_check_runs(address runs, int64_t num_runs, int64_t num_source_rows, int64_t num_target_rows) {
+    const int64_t(*run)[3] = (const int64_t(*)[3])runs;
+    for (int64_t i = 0; i < num_runs; i++) {
+        const int64_t source = run[i][0], target = run[i][1], count = run[i][2];
+        if (source < 0 || target < 0 || count < 0) return i;
+        if (count > num_source_rows - source || count > num_target_rows - target) return i;
+    }
+    return -1;
+}
+
+void tw_copy_runs(address target, address source, address runs, int64_t num_runs, int64_t row_bytes) {
+    const int64_t(*run)[3] = (const int64_t(*)[3])runs;
+    for (int64_t i = 0; i < num_runs; i++)
+        memcpy((char *)target + run[i][1] * row_bytes, (const char *)source + run[i][0] * row_bytes, run[i][2] * row_bytes);
+}
+
+// --- best numbers ---------------------------------------------------------------------------------------------------
+
+// A float32's bits as an integer that sorts as it does; zeros are equal, NaN is the largest.
+static int64_t sortable(float number) {
+    int32_t bits = (int32_t)bits_of(number + 0.0f);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) bits = 0x7FC00000;
+    return bits < 0 ? bits ^ 0x7FFFFFFF : bits;
+}
+
+// The column of the first of the largest numbers; -1 if one is infinite or NaN.
+static int64_t best_finite(const float *x, int64_t num_columns) {
+    const int64_t block_columns = 1024;  // only the best block is searched again for the column
+    const float infinity = __builtin_inff();
+    float best = -infinity;
+    int64_t best_block = 0;
+    F32 not_zero = splat(0.0f);  // NaN from the first infinity or NaN on
+    for (int64_t start = 0; start < num_columns; start += block_columns) {
+        const int64_t stop = start + block_columns < num_columns ? start + block_columns : num_columns;
+        F32 block_best = splat(-infinity);
+        for (int64_t at = start; at < stop; at += LANES) {
+            F32 numbers = load_numbers<Float32>((const char *)(x + at), num_columns - at);
+            not_zero = fma(numbers, splat(0.0f), not_zero);
+            block_best = maximum(keep_first(numbers, num_columns - at, -infinity), block_best);
+        }
+        const float largest = max_lanes(block_best);
+        if (largest > best) best = largest, best_block = start;
+    }
+    if (sum_lanes(not_zero) != 0.0f) return -1;
+    int64_t column = best_block;
+    while (x[column] != best) column++;
+    return column;
+}
+
+static int64_t best_of_any(const float *x, int64_t num_columns) {
+    int64_t column = 0;
+    for (int64_t at = 1; at < num_columns; at++)
+        if (sortable(x[at]) > sortable(x[column])) column = at;
+    return column;
+}
+
+void tw_best_keys(address keys, address x, int64_t stride, int64_t num_rows, int64_t num_columns, int64_t first_id) {
+    const int64_t max_id = 0x7FFFFFFF;
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float *numbers = (const float *)(x + row * stride);
+        int64_t column = best_finite(numbers, num_columns);
+        if (column < 0) column = best_of_any(numbers, num_columns);
+        ((int64_t *)keys)[row] = sortable(numbers[column]) << 32 | (max_id - first_id - column);
+    }
+}

@@ -1,0 +1,306 @@
+// Sixteen float32 lanes (F32) and sixteen int32 lanes (I32): the vector types of every CPU kernel.
+//
+// A lane's operations and their order stand in the source, so a kernel gives the same bits at every level: one register
+// of AVX-512, two of AVX2, four of NEON. Nothing is contracted or reordered (-ffp-contract=off, no fast-math).
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#else
+#error "Tightwire's CPU kernels need x86-64 with AVX2, FMA and F16C, or aarch64"
+#endif
+
+// Before a loop of a few steps: compilers keep arrays in registers only if it is unrolled early.
+#define UNROLL _Pragma("GCC unroll 16")
+#define INLINE static inline __attribute__((always_inline))
+
+constexpr int LANES = 16;
+#if defined(__AVX512F__)
+constexpr int REG_LANES = 16;
+#elif defined(__AVX2__)
+constexpr int REG_LANES = 8;
+#else
+constexpr int REG_LANES = 4;
+#endif
+constexpr int REGS = LANES / REG_LANES;
+// True where a vector fits one of 32 registers; elsewhere tiles must be smaller.
+constexpr bool WIDE = REGS == 1;
+
+typedef float FloatReg __attribute__((vector_size(4 * REG_LANES)));
+typedef int32_t IntReg __attribute__((vector_size(4 * REG_LANES)));
+typedef uint32_t UintReg __attribute__((vector_size(4 * REG_LANES)));
+
+struct F32 {
+    FloatReg reg[REGS];
+};
+struct I32 {
+    IntReg reg[REGS];
+};
+
+// `EACH(expression of i)` fills the registers of a vector `out` one by one.
+#define EACH(expression)             \
+    for (int i = 0; i < REGS; i++) { \
+        out.reg[i] = expression;     \
+    }                                \
+    return out
+
+// --- memory ---------------------------------------------------------------------------------------------------------
+
+INLINE F32 load(const void *source) {
+    F32 out;
+    memcpy(&out, source, sizeof out);
+    return out;
+}
+INLINE void store(void *target, F32 value) { memcpy(target, &value, sizeof value); }
+INLINE float load_float(const void *source) {
+    float value;
+    memcpy(&value, source, sizeof value);
+    return value;
+}
+INLINE void store_float(void *target, float value) { memcpy(target, &value, sizeof value); }
+
+// Level 1 to 3 is the cache to load into; any address is allowed.
+template <int LEVEL = 1>
+INLINE void prefetch(const char *address) {
+    __builtin_prefetch(address, 0, 4 - LEVEL);
+}
+// --- arithmetic -----------------------------------------------------------------------------------------------------
+
+// x - 0 is x to the bit, and no instruction; x + 0 would turn -0 into 0.
+INLINE FloatReg splat_reg(float value) { return value - FloatReg{}; }
+INLINE F32 splat(float value) {
+    F32 out;
+    EACH(splat_reg(value));
+}
+INLINE F32 operator+(F32 a, F32 b) {
+    F32 out;
+    EACH(a.reg[i] + b.reg[i]);
+}
+INLINE F32 operator-(F32 a, F32 b) {
+    F32 out;
+    EACH(a.reg[i] - b.reg[i]);
+}
+INLINE F32 operator*(F32 a, F32 b) {
+    F32 out;
+    EACH(a.reg[i] * b.reg[i]);
+}
+INLINE F32 operator-(F32 a) {
+    F32 out;
+    EACH(-a.reg[i]);
+}
+INLINE F32 operator/(F32 a, F32 b) {
+    F32 out;
+    EACH(a.reg[i] / b.reg[i]);
+}
+
+INLINE FloatReg fma_reg(FloatReg a, FloatReg b, FloatReg c) {
+#if defined(__AVX512F__)
+    return (FloatReg)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (FloatReg)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return (FloatReg)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#endif
+}
+// a * b + c, rounded once.
+INLINE F32 fma(F32 a, F32 b, F32 c) {
+    F32 out;
+    EACH(fma_reg(a.reg[i], b.reg[i], c.reg[i]));
+}
+// Where a lane of either is NaN, maximum and minimum give b's.
+INLINE F32 maximum(F32 a, F32 b) {
+    F32 out;
+    EACH(a.reg[i] > b.reg[i] ? a.reg[i] : b.reg[i]);
+}
+INLINE F32 minimum(F32 a, F32 b) {
+    F32 out;
+    EACH(a.reg[i] < b.reg[i] ? a.reg[i] : b.reg[i]);
+}
+
+// --- integer lanes --------------------------------------------------------------------------------------------------
+
+INLINE I32 splat_int(int32_t value) {
+    I32 out;
+    EACH(IntReg{} + value);
+}
+INLINE I32 lane_numbers() {
+    I32 out;
+    int32_t numbers[LANES];
+    for (int lane = 0; lane < LANES; lane++) numbers[lane] = lane;
+    memcpy(&out, numbers, sizeof out);
+    return out;
+}
+INLINE I32 operator+(I32 a, I32 b) {
+    I32 out;
+    EACH(a.reg[i] + b.reg[i]);
+}
+INLINE I32 operator-(I32 a, I32 b) {
+    I32 out;
+    EACH(a.reg[i] - b.reg[i]);
+}
+INLINE I32 operator*(I32 a, I32 b) {
+    I32 out;
+    EACH(a.reg[i] * b.reg[i]);
+}
+INLINE I32 operator&(I32 a, I32 b) {
+    I32 out;
+    EACH(a.reg[i] & b.reg[i]);
+}
+INLINE I32 operator|(I32 a, I32 b) {
+    I32 out;
+    EACH(a.reg[i] | b.reg[i]);
+}
+// Shifts by less than 32; right shifts fill with zeros.
+INLINE I32 shift_left(I32 a, I32 places) {
+    I32 out;
+    EACH(a.reg[i] << places.reg[i]);
+}
+INLINE I32 shift_right(I32 a, I32 places) {
+    I32 out;
+    EACH((IntReg)((UintReg)a.reg[i] >> (UintReg)places.reg[i]));
+}
+INLINE I32 shift_left(I32 a, int places) { return shift_left(a, splat_int(places)); }
+INLINE I32 shift_right(I32 a, int places) { return shift_right(a, splat_int(places)); }
+
+INLINE I32 bits_of(F32 value) {
+    I32 out;
+    EACH((IntReg)value.reg[i]);
+}
+INLINE F32 floats_of(I32 bits) {
+    F32 out;
+    EACH((FloatReg)bits.reg[i]);
+}
+INLINE uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
+INLINE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+INLINE F32 to_float(I32 value) {
+    F32 out;
+    EACH(__builtin_convertvector(value.reg[i], FloatReg));
+}
+
+// Lanes of a where the condition holds, of b elsewhere.
+INLINE F32 select(I32 condition, F32 a, F32 b) {
+    F32 out;
+    EACH(condition.reg[i] != 0 ? a.reg[i] : b.reg[i]);
+}
+INLINE I32 select(I32 condition, I32 a, I32 b) {
+    I32 out;
+    EACH(condition.reg[i] != 0 ? a.reg[i] : b.reg[i]);
+}
+INLINE I32 operator<(F32 a, F32 b) {
+    I32 out;
+    EACH((IntReg)(a.reg[i] < b.reg[i]));
+}
+INLINE I32 operator<(I32 a, I32 b) {
+    I32 out;
+    EACH((IntReg)(a.reg[i] < b.reg[i]));
+}
+INLINE I32 operator==(F32 a, F32 b) {
+    I32 out;
+    EACH((IntReg)(a.reg[i] == b.reg[i]));
+}
+INLINE I32 operator==(I32 a, I32 b) {
+    I32 out;
+    EACH((IntReg)(a.reg[i] == b.reg[i]));
+}
+INLINE I32 is_nan(F32 a) {
+    I32 out;
+    EACH((IntReg)(a.reg[i] != a.reg[i]));
+}
+// Bit i is set where lane i of the condition holds.
+INLINE uint32_t mask_of(I32 condition) {
+    uint32_t mask = 0;
+    for (int i = 0; i < REGS; i++) {
+#if defined(__AVX512F__)
+        mask |= _mm512_movepi32_mask((__m512i)condition.reg[i]);
+#elif defined(__AVX2__)
+        mask |= (uint32_t)_mm256_movemask_ps((__m256)condition.reg[i]) << (REG_LANES * i);
+#else
+        for (int lane = 0; lane < REG_LANES; lane++) mask |= (condition.reg[i][lane] & 1u) << (REG_LANES * i + lane);
+#endif
+    }
+    return mask;
+}
+// Lanes below `count` of `value`, `fill` in the others.
+INLINE F32 keep_first(F32 value, int64_t count, float fill) {
+    return select(lane_numbers() < splat_int((int32_t)count), value, splat(fill));
+}
+
+// --- across lanes ---------------------------------------------------------------------------------------------------
+
+typedef float Float8 __attribute__((vector_size(32)));
+typedef float Float4 __attribute__((vector_size(16)));
+
+// Combines all lanes in one fixed tree: lanes 8 apart, then 4, 2 and 1.
+template <class Combine>
+INLINE float fold(F32 value, Combine combine) {
+    Float4 four;
+    if constexpr (REGS == 1) {
+        auto v = value.reg[0];
+        Float8 low = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
+        Float8 high = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+        Float8 eight = combine(low, high);
+        four = combine(__builtin_shufflevector(eight, eight, 0, 1, 2, 3), __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+    } else if constexpr (REGS == 2) {
+        Float8 eight = combine(value.reg[0], value.reg[1]);
+        four = combine(__builtin_shufflevector(eight, eight, 0, 1, 2, 3), __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+    } else {
+        four = combine(combine(value.reg[0], value.reg[2]), combine(value.reg[1], value.reg[3]));
+    }
+    four = combine(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
+    four = combine(four, __builtin_shufflevector(four, four, 1, 0, 3, 2));
+    return four[0];
+}
+INLINE float sum_lanes(F32 value) {
+    return fold(value, [](auto a, auto b) { return a + b; });
+}
+INLINE float max_lanes(F32 value) {
+    return fold(value, [](auto a, auto b) { return a > b ? a : b; });
+}
+INLINE float min_lanes(F32 value) {
+    return fold(value, [](auto a, auto b) { return a < b ? a : b; });
+}
+
+// --- exponentials ---------------------------------------------------------------------------------------------------
+
+// 2^(n + fraction) for n from -126 to 128 (infinity), the integer in the low bits of `shifted`.
+INLINE F32 power_of_two(F32 shifted, F32 fraction) {
+    // ln(2)^k / k!: the first term left out is below 2e-8 of the result.
+    const float terms[] = {1.0f,
+                           0.6931471805599453f,
+                           0.24022650695910072f,
+                           0.05550410866482158f,
+                           0.009618129107628477f,
+                           0.0013333558146428443f,
+                           0.00015403530393381608f};
+    F32 power = splat(terms[6]);
+    for (int k = 5; k >= 0; k--) power = fma(power, fraction, splat(terms[k]));
+    I32 exponent = shift_left(bits_of(shifted), 23) + splat_int(127 << 23);
+    return power * floats_of(exponent);
+}
+constexpr float ROUND_TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+
+// 2^x for x up to 127; exactly 1 at 0, exactly 0 below -126, NaN at NaN.
+INLINE F32 exp2(F32 x) {
+    I32 tiny = x < splat(-126.0f);
+    x = select(tiny, splat(-126.0f), x);
+    F32 shifted = x + splat(ROUND_TO_INTEGER);
+    F32 fraction = x - (shifted - splat(ROUND_TO_INTEGER));
+    return select(tiny, splat(0.0f), power_of_two(shifted, fraction));
+}
+// e^x within two units in the last place; 0 below -87, infinity above 88.4, NaN at NaN.
+INLINE F32 exp(F32 x) {
+    const F32 log2_e = splat(1.4426950408889634f), log2_e_low = splat(1.925963033500231e-08f);
+    I32 tiny = x < splat(-87.0f), huge = splat(88.4f) < x;
+    x = select(tiny | huge, splat(0.0f), x);
+    F32 shifted = fma(x, log2_e, splat(ROUND_TO_INTEGER));
+    F32 whole = shifted - splat(ROUND_TO_INTEGER);
+    F32 fraction = fma(x, log2_e, -whole);
+    fraction = fma(x, log2_e_low, fraction);
+    F32 power = select(tiny, splat(0.0f), power_of_two(shifted, fraction));
+    return select(huge, splat(__builtin_inff()), power);
+}

@@ -1,1 +1,0 @@
-"""Vectors, threads and compilation for the CPU kernels. Start with `simd`."""

@@ -1,0 +1,94 @@
+"""Building the library: levels by CPU, compilers, failures that leave the old library, and what the hook builds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tightwire.kernels.cpu import build
+
+V3 = {"avx2", "fma", "f16c"}
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "levels"),
+    [
+        ({"sse2"}, []),
+        (V3, ["v3"]),
+        (V3 | {"avx512_bf16", "avx512_vnni"}, ["v3"]),  # a virtual machine may hide the levels between
+        (V4, ["v3", "v4"]),
+        (V4 | {"avx512_bf16", "avx512_vnni"}, ["v3", "v4", "v4-bf16"]),
+    ],
+)
+def test_usable_levels_follow_the_cpu(flags: set[str], levels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "_cpu_flags", lambda: flags)
+    assert build.usable_levels() == levels
+
+
+def test_an_unknown_architecture_has_no_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
+    assert build.usable_levels() == [] and build.machine_levels() == {}
+
+
+def test_the_hash_is_the_same_in_every_process() -> None:
+    code = "from tightwire.kernels.cpu import build; print(build.source_hash())"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == build.source_hash() + "\n"
+
+
+def _fake_compiler(folder: Path, name: str, version: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\necho {version}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_compilers_are_tried_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    with pytest.raises(build.NoCompilerError, match=r"install g\+\+ 12 or newer .* or the package ziglang"):
+        build.find_compiler()
+    _fake_compiler(tmp_path, "g++", "11")
+    with pytest.raises(build.NoCompilerError):
+        build.find_compiler()
+    monkeypatch.setattr(build, "find_spec", lambda name: object())
+    assert build.find_compiler()[1:] == ["-m", "ziglang", "c++", "-nostdlib++"]
+    _fake_compiler(tmp_path, "clang++", "16.0.6")
+    assert build.find_compiler() == [str(tmp_path / "clang++")]
+    _fake_compiler(tmp_path, "g++", "12")
+    assert build.find_compiler() == [str(tmp_path / "g++")]
+    monkeypatch.setenv("CXX", "ccache g++")
+    assert build.find_compiler() == ["ccache", "g++"]
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one small source, in place of the kernels."""
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "native")
+    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
+    build.SOURCES.mkdir()
+    (build.SOURCES / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
+    return build.SOURCES
+
+
+def test_a_failed_build_says_why_and_leaves_the_old_library(sources: Path) -> None:
+    level = build.usable_levels()[0]
+    before = build.build(level).read_bytes()
+    (sources / "two.cpp").write_text("int two( {\n")
+    with pytest.raises(RuntimeError, match=r"compiling the CPU kernels failed: [\s\S]*two\.cpp"):
+        build.build(level)
+    assert build.library_path(level).read_bytes() == before
+    assert [file.name for file in build.BUILT.iterdir()] == [build.library_path(level).name]
+
+
+def test_a_changed_source_changes_the_hash(sources: Path) -> None:
+    before = build.source_hash()
+    (sources / "one.cpp").write_text('extern "C" int one() { return 2; }\n')
+    assert build.source_hash() != before
+
+
+def test_every_level_of_this_machine_compiles() -> None:
+    for level in build.usable_levels():
+        # Built before or now: a level that nobody runs here must not rot.
+        assert build.library_path(level).exists() or build.build(level)
