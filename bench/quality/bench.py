@@ -10,12 +10,11 @@ from typing import Any
 
 from tightwire.bench.options import parse_options
 from tightwire.bench.quality import report
-from tightwire.bench.quality.arms import MIX, Arm, file_arm
 from tightwire.bench.quality.measure import Measured, make_pool, measure_arms
 from tightwire.bench.quality.options import QualityOptions
 from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.search import arm_policy_file, find_mix
-from tightwire.bench.quality.setting import NUM_PROMPTS, PROMPT_TOKENS, Setting, make_setting
+from tightwire.bench.quality.setting import MIX, NUM_PROMPTS, PROMPT_TOKENS, Arm, Setting, file_arm, make_setting
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError

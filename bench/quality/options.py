@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.bench.options import OutputOptions, option, parse_integers
-from tightwire.bench.quality.arms import POLICY, WEIGHTS, check_name
 from tightwire.comm.all_reduce.entry import split_all_reduce_names
-from tightwire.comm.all_reduce.registry import describe_all_reduce_names
+from tightwire.comm.all_reduce.registry import describe_all_reduce_names, parse_all_reduce
+from tightwire.comm.policy.policy_file import read_policy_file
+from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.model.weights.formats import QUANTIZATIONS
 
+POLICY = "policy:"  # an arm that uses a policy file
+WEIGHTS = "weights:"  # an arm with exact sums and encoded weights
 _BUDGET = re.compile(r"(kl)=([0-9.eE+-]+)|(ppl)=([0-9.eE+-]+)%")
 _MAX_RANKS = 64
 _ALGORITHMS = (
@@ -67,6 +70,23 @@ def parse_budget(text: str) -> Budget:
     if match is None or not 0 <= limit < math.inf:
         raise ValueError(f"{text!r} is not a budget; write kl=0.01 (mean KL in nats) or ppl=0.1% (rise of perplexity)")
     return Budget(text, "kl", limit) if match[1] else Budget(text, "ppl", limit / 100)
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError if ``name`` is not a valid arm, as far as this can be checked without a model."""
+    if name.startswith(POLICY):
+        read_policy_file(Path(name.removeprefix(POLICY)))
+    elif name.startswith(WEIGHTS):
+        codecs = [f"{WEIGHTS}{codec}" for codec in WEIGHT_CODECS if codec != "none"]
+        if name not in codecs:
+            raise ValueError(f"{name!r} is not a weight codec; use {' or '.join(codecs)}")
+    elif name.partition(":")[0] == "hierarchical":
+        raise ValueError(
+            f"{name!r} sums between nodes, but these ranks are on one node; measure its quantized exchange as "
+            "flash:CODEC,CODEC with one rank for each node"
+        )
+    else:
+        parse_all_reduce(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

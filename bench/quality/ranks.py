@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from tightwire.bench.quality.arms import Arm
+from tightwire.bench.quality.setting import Arm
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.policy.routes import Routes, make_candidates

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tightwire.bench.quality.arms import EXACT, LOSSY_SITES, MIX, POLICY, Arm, bytes_per_token, exact_arm
-from tightwire.bench.quality.measure import Floats, Measured, Scores
-from tightwire.bench.quality.noise import sqnr_db
-from tightwire.bench.quality.setting import Setting
+from tightwire.bench.quality.measure import Floats, Measured, Scores, sqnr_db
+from tightwire.bench.quality.options import POLICY
+from tightwire.bench.quality.setting import EXACT, LOSSY_SITES, MIX, Arm, Setting, bytes_per_token, exact_arm
 from tightwire.bench.report.page import Item, Text, ecdf, heat_map, lines
 from tightwire.bench.report.table import Column, Row, Table
 

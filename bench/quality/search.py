@@ -14,10 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tightwire.bench.quality.arms import (
+from tightwire.bench.quality.measure import measure_noise, score
+from tightwire.bench.quality.ranks import ThreadRanks
+from tightwire.bench.quality.setting import (
     LOSSLESS,
     Arm,
     Place,
+    Setting,
     bytes_at,
     bytes_per_token,
     exact_arm,
@@ -25,10 +28,6 @@ from tightwire.bench.quality.arms import (
     one_algorithm_arm,
     places,
 )
-from tightwire.bench.quality.measure import score
-from tightwire.bench.quality.noise import measure_noise
-from tightwire.bench.quality.ranks import ThreadRanks
-from tightwire.bench.quality.setting import Setting
 from tightwire.comm.policy.policy_file import FileRule, PolicyFile
 
 CANDIDATES = (

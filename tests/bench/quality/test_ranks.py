@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny import make_tiny
 
-from tightwire.bench.quality.arms import bytes_per_token, exact_arm, make_arm
 from tightwire.bench.quality.ranks import ThreadRanks, first_differences, generate
+from tightwire.bench.quality.setting import bytes_per_token, exact_arm, make_arm
 from tightwire.model.open import Checkpoint, open_checkpoint
 
 PROMPTS = torch.arange(2 * 40).view(2, 40) * 3 % 200
