@@ -25,6 +25,7 @@ NEAR_TIE_NATS = {"bfloat16": 0.25, "float16": 0.05, "float32": 1e-3}
 ABSURD_NATS = 4.0
 UNLIKELY_NATS = 1.0  # for a token outside the top 20; with random weights hundreds are nearly as likely
 _TOP = 20
+_WARM_UPS = 2  # turns of each arm in each cell
 _FORCE = 100.0  # the largest logit bias; logprobs are reported as before it
 _TIMEOUT_S = 1800.0  # of one request: a long prompt over a slow wire takes minutes
 _BODY = {"temperature": 0, "ignore_eos": True}
@@ -96,7 +97,7 @@ class Measurement:
     def num_turns(self) -> int:
         """Turns of arms, warm-ups and checks included."""
         options = self._options
-        return len(self.measured.cells) * len(options.algorithms) * (2 + options.repeats + 1)
+        return len(self.measured.cells) * len(options.algorithms) * (_WARM_UPS + options.repeats + 1)
 
     async def run(self, remote: Remote) -> AsyncIterator[None]:
         """Measure everything; yields whenever there are new results to keep.
@@ -149,16 +150,13 @@ class Measurement:
             measured.arms.append(arm)
 
     async def _warm_up(self, meter: Meter, cell: Cell, arm: Arm) -> None:
-        """Two turns that are not counted: one to warm up, one that compares every message of every rank."""
-        self._step(f"warming up {arm.name}, {cell}")
-        warm = await meter.run(Turn(cell=cell, arm=arm, round=-2))
-        self._step(f"checking every message of {arm.name}, {cell}")
+        """Two turns that are checked and not timed."""
         turn = Turn(cell=cell, arm=arm, round=-1)
-        events = await meter.run_traced(turn, expected_s=warm.wall_s)
-        policy, proof = self._policies[arm.name], self._facts.proof
-        self._raise_faults(turn, proof.traced_faults(policy, events))
-        self._check_counts(turn)
+        for _ in range(_WARM_UPS):
+            self._step(f"warming up {arm.name}, {cell}")
+            self._check_counts(await meter.run(turn))
         if self.measured.comm.get("link") is not None and cell.concurrency == 1:
+            proof, policy = self._facts.proof, self._policies[arm.name]
             gathered = sum(c.bytes_sent for c in turn.counts if c.op == "all_gather" and c.phase == "prefill")
             use = proof.formulas.prompt_use(proof.messages(policy, cell.prompt_len, 1), gathered)
             self.measured.wire_uses[cell, arm.name] = use
@@ -181,10 +179,7 @@ class Measurement:
 
     def _check_counts(self, turn: Turn) -> None:
         policy, output_len = self._policies[turn.arm.name], self._options.output_len
-        self._raise_faults(turn, self._facts.proof.counted_faults(policy, turn.cell, output_len, turn.counts))
-
-    def _raise_faults(self, turn: Turn, faults: Sequence[str]) -> None:
-        if faults:
+        if faults := self._facts.proof.faults(policy, turn.cell, output_len, turn.counts):
             raise WrongAnswerError(f"wrong answer: {turn.arm.name}, {turn.cell}: {'; '.join(faults)}")
 
     def _step(self, what: str) -> None:

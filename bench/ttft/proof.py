@@ -1,10 +1,10 @@
-"""Proves which AllReduce ran: compares the ranks' counters with the policy and with the algorithms' byte formulas.
+"""Proves which AllReduce ran: compares the counters with the policy and with the algorithms' byte formulas.
 
-An arm that silently ran another algorithm, or sent other bytes than its codec makes, fails the bench. Before timing, every
-message of every rank is compared (``traced_faults``); while timing, the totals of rank 0 (``counted_faults``).
+An arm that silently ran another algorithm, or sent other bytes than its codec makes, fails the bench: the counters of rank 0
+are compared after every turn.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -168,28 +168,7 @@ class Proof:
     shape: ModelShape
     formulas: WireFormulas
 
-    def traced_faults(self, policy: ArmPolicy, events: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Faults in the AllReduces of one arm, recorded on all ranks; empty when there are none."""
-        found: Counter[str] = Counter()
-        sums = [event for event in events if _is_sum(event)]
-        for event in sums:
-            _, _, algorithm = event["name"].partition(" ")
-            details = event["args"]
-            site, _, layer = details["site"].partition(" ")
-            phase, size = "prefill" if site == "embed" else details["phase"], details["message_bytes"]
-            expected = policy.algorithm(site, int(layer or 0), phase, size)
-            if algorithm != expected:
-                found[f"{site} in {phase} was summed by {algorithm}, but the policy names {expected}"] += 1
-                continue
-            sent, formula = details["bytes_sent"], self.formulas.sent(algorithm, event["pid"], size)
-            if sent != formula:
-                what = f"{algorithm} of {size} B on rank {event['pid']}"
-                found[f"{what} sent {sent} B, but its formula gives {formula}"] += 1
-        if not prompt_sums(sums):
-            return ["no AllReduce of prompt rows was recorded"]
-        return [f"{fault} ({times} times)" for fault, times in found.items()]
-
-    def counted_faults(self, policy: ArmPolicy, cell: Cell, output_len: int, counts: Sequence[Count]) -> list[str]:
+    def faults(self, policy: ArmPolicy, cell: Cell, output_len: int, counts: Sequence[Count]) -> list[str]:
         """Faults in rank 0's totals of one turn; empty when there are none.
 
         With one request at a time every message is known, and totals must be equal. With more, how rows share steps is not
@@ -251,20 +230,6 @@ class Proof:
     def _size_fault(self, what: str, rows: int, sums: Sequence[Count]) -> list[str]:
         seen, expected = sum(count.message_bytes for count in sums), rows * self.shape.row_bytes
         return [] if seen == expected else [f"{what} had {seen} B in all, expected {expected}"]
-
-
-def prompt_sums(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The AllReduces of prompt rows among trace events, without embeddings, which are lossless in all arms."""
-    sums = (event for event in events if _is_sum(event))
-    return [event for event in sums if event["args"]["phase"] == "prefill" and event["args"]["site"] != "embed"]
-
-
-def _is_sum(event: Mapping[str, Any]) -> bool:
-    """True for a finished AllReduce of the model."""
-    if event["ph"] != "X" or event["name"].partition(" ")[0] != _OP:
-        return False
-    details = event.get("args", {})
-    return details["phase"] in _PHASES and not details.get("unfinished")
 
 
 def _totals(totals: tuple[int, int, int] | None) -> str:

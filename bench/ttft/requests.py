@@ -16,15 +16,11 @@ import httpx
 
 from tightwire.bench.client import BenchClient, Prompt
 from tightwire.bench.text import Passages
-from tightwire.bench.ttft.proof import Cell, prompt_sums
+from tightwire.bench.ttft.proof import Cell
 from tightwire.comm.ledger.counters import Count
 from tightwire.server.cli.remote import Remote, RemoteError, ask
 
 _CUT_ATTEMPTS = 200  # a passage that begins or ends inside a word often has another token count after decoding
-_TRACE_ATTEMPTS = 3
-_TRACE_LEAD_S = 0.2  # until all ranks record
-_TRACE_SLACK_S = 0.1
-_TRACE_MAX_S = 30.0  # the server's own limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,12 +155,7 @@ class Meter:
         Raises:
             RequestFailedError: an answer failed, or has another length than requested.
         """
-        return await self._send(turn, await self._take(turn.cell))
-
-    async def _take(self, cell: Cell) -> list[TextPrompt]:
-        return [await self._prompts.take(cell.prompt_len) for _ in range(cell.concurrency)]
-
-    async def _send(self, turn: Turn, prompts: Sequence[TextPrompt]) -> Turn:
+        prompts = [await self._prompts.take(turn.cell.prompt_len) for _ in range(turn.cell.concurrency)]
         before = await self._counts()
         began = time.perf_counter()
         turn.requests = list(await asyncio.gather(*(self._request(turn, prompt) for prompt in prompts)))
@@ -172,28 +163,6 @@ class Meter:
         changed = (count.since(before.get(key)) for key, count in (await self._counts()).items())
         turn.counts = [count for count in changed if count.calls]
         return turn
-
-    async def run_traced(self, turn: Turn, *, expected_s: float) -> list[dict[str, Any]]:
-        """``run``, and the trace events of every rank meanwhile, for at most half a minute.
-
-        Repeats the turn when a busy machine was so late that the recording ended before a prompt was summed.
-        """
-        events: list[dict[str, Any]] = []
-        for _ in range(_TRACE_ATTEMPTS):
-            prompts = await self._take(turn.cell)
-            seconds = min(_TRACE_MAX_S, _TRACE_LEAD_S + 1.5 * expected_s + _TRACE_SLACK_S)
-            recording = asyncio.create_task(self.get(f"comm/trace?seconds={seconds:.3f}", seconds + 60.0))
-            try:
-                await asyncio.sleep(_TRACE_LEAD_S)
-                await self._send(turn, prompts)
-            except BaseException:
-                recording.cancel()
-                raise
-            events = (await recording)["traceEvents"]
-            if prompt_sums(events):
-                break
-            expected_s = 2 * max(expected_s, turn.wall_s)
-        return events
 
     async def get(self, route: str, timeout_s: float = 30.0) -> dict[str, Any]:
         return await ask(self._http, f"{self._remote.root}/{route}", timeout_s=timeout_s)

@@ -85,7 +85,7 @@ def bench(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     return run
 
 
-def test_an_honest_server_is_measured_and_what_to_take_is_said(bench: Bench, tmp_path: Path) -> None:
+def test_an_honest_server_is_measured_and_a_policy_recommended(bench: Bench, tmp_path: Path) -> None:
     status, result, _ = bench(
         *("--concurrency", "1,2", "--repeats", "3"),
         plots=True,
@@ -116,7 +116,7 @@ def test_an_arm_that_runs_another_algorithm_fails_the_run(bench: Bench, beside: 
 
 
 @pytest.mark.parametrize("first_wrong", [6, 7])
-def test_an_arm_that_does_so_later_fails_it_too_and_keeps_whole_rounds(bench: Bench, first_wrong: int) -> None:
+def test_an_arm_that_changes_later_fails_the_run_and_keeps_whole_rounds(bench: Bench, first_wrong: int) -> None:
     # Two arms, two warm-ups each: the fifth request is the first one that is timed, and rounds have two.
     status, result, _ = bench(runs_instead="ring", runs_instead_from=first_wrong)
     assert status == 1 and "wrong answer" in result["error"] and "ring" in result["error"]
@@ -161,7 +161,7 @@ def test_ctrl_c_keeps_what_was_measured(bench: Bench, monkeypatch: pytest.Monkey
         ("--output /proc/nowhere", "cannot be written"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_server_is_started(
+def test_impossible_options_are_refused_before_a_server_starts(
     model: Path, capsys: pytest.CaptureFixture[str], flags: str, words: str
 ) -> None:
     def start(argv: Sequence[str]) -> ServerChild:

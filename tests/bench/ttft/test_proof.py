@@ -37,7 +37,7 @@ def alone(**changes: Any) -> list[Count]:
 
 def test_totals_of_a_request_alone_are_equal_to_the_byte() -> None:
     def faults(counts: list[Count]) -> list[str]:
-        return PROOF.counted_faults(FLASH, ALONE, 3, counts)
+        return PROOF.faults(FLASH, ALONE, 3, counts)
 
     assert faults(alone()) == []
     assert len(faults(alone(extra=1))) == 1 and "flash-int8 in prefill" in faults(alone(extra=1))[0]
@@ -62,39 +62,15 @@ def test_requests_beside_each_other_are_held_to_rows_and_bytes(
         count("flash-int8", "prefill", *messages * 4, extra=extra),
         count("two-shot", "decode", *[2] * 10),
     ]
-    found = PROOF.counted_faults(FLASH, BESIDE, 3, counts)
+    found = PROOF.faults(FLASH, BESIDE, 3, counts)
     assert (found == []) if fault is None else all(fault in each for each in found) and found
 
 
 def test_one_that_the_policy_does_not_name_is_found_beside_others_too() -> None:
     counts = [count("two-shot", "prefill", *[5, 5, 4] * 5), count("ring", "decode", *[2] * 10)]
-    assert "ring ran in decode" in PROOF.counted_faults(TWO_SHOT, BESIDE, 3, counts)[0]
+    assert "ring ran in decode" in PROOF.faults(TWO_SHOT, BESIDE, 3, counts)[0]
     counts[1] = count("two-shot", "decode", *[2] * 10)
-    assert PROOF.counted_faults(TWO_SHOT, BESIDE, 3, counts) == []
-
-
-def event(
-    algorithm: str, site: str, rows: int, *, rank: int = 0, phase: str = "prefill", extra: int = 0
-) -> dict[str, Any]:
-    sent = PROOF.formulas.sent(algorithm, rank, rows * 128) + extra
-    details = {"message_bytes": rows * 128, "bytes_sent": sent, "phase": phase, "site": site}
-    return {"ph": "X", "name": f"all_reduce {algorithm}", "pid": rank, "args": details}
-
-
-def test_every_message_of_every_rank_is_compared() -> None:
-    good = [
-        event("two-shot", "embed", 5),
-        event("flash-int8", "o_proj 1", 5),
-        event("two-shot", "o_proj 1", 1, phase="decode"),
-    ]
-    marker = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}
-    assert PROOF.traced_faults(FLASH, [marker, *good]) == []
-    assert PROOF.traced_faults(FLASH, [marker]) == ["no AllReduce of prompt rows was recorded"]
-    other = event("two-shot", "down_proj 0", 5, rank=1)
-    assert PROOF.traced_faults(FLASH, [*good, other, other]) == [
-        "down_proj in prefill was summed by two-shot, but the policy names flash-int8 (2 times)"
-    ]
-    assert "rank 1 sent" in PROOF.traced_faults(FLASH, [*good, event("flash-int8", "o_proj 0", 5, rank=1, extra=2)])[0]
+    assert PROOF.faults(TWO_SHOT, BESIDE, 3, counts) == []
 
 
 def test_policy_by_layer_and_size() -> None:

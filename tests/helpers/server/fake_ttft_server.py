@@ -1,6 +1,5 @@
-"""A fake server with all that ``bench ttft`` needs: arms, timing, counters, traces, a tokenizer of words. And its lies."""
+"""A fake server with all that ``bench ttft`` needs: arms, timing, counters, a tokenizer of words. And its lies."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tightwire.bench.ttft.proof import ArmPolicy, ModelShape, Proof
+from tightwire.bench.ttft.proof import ArmPolicy, Proof
 
 OWN = "two-shot"
 
@@ -38,19 +37,13 @@ class FakeTtftServer(FakeServer):
     gap: float = 0.1  # of a token that was forced
     link: dict[str, Any] | None = None
     _counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    _recorded: list[dict[str, Any]] = field(default_factory=list)
     _words: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.proof.shape
 
     def app(self) -> Starlette:
         app = super().app()
         app.routes.extend(
             [
                 Route("/comm", self._comm),
-                Route("/comm/trace", self._trace),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/detokenize", self._detokenize, methods=["POST"]),
             ]
@@ -81,11 +74,6 @@ class FakeTtftServer(FakeServer):
                 "transport": "fake",
             }
         )
-
-    async def _trace(self, request: Request) -> Response:
-        self._recorded.clear()
-        await asyncio.sleep(float(request.query_params["seconds"]))
-        return JSONResponse({"traceEvents": self._recorded})
 
     async def _tokenize(self, request: Request) -> Response:
         words = (await request.json())["prompt"].split()
@@ -121,24 +109,12 @@ class FakeTtftServer(FakeServer):
         return [self.other_tokens.get(arm, 0), *range(1, num_tokens)]
 
     def _run(self, arm: str, prompt_len: int, output_len: int) -> None:
-        """Count and record one request that has its steps to itself."""
+        """Count one request that has its steps to itself."""
         policy = ArmPolicy(self.extra.get(arm, lines(OWN)))
-        sites = ["embed", *(f"{site} {i}" for i in range(self.shape.num_layers) for site in ("o_proj", "down_proj"))]
-        for number, message in enumerate(self.proof.messages(policy, prompt_len, output_len)):
+        for message in self.proof.messages(policy, prompt_len, output_len):
             lies = self.runs_instead is not None and len(self.bodies) > self.runs_instead_from
             algorithm = self.runs_instead or "" if lies else message.algorithm
-            sent = [self.proof.formulas.sent(algorithm, rank, message.message_bytes) for rank in range(2)]
+            sent = self.proof.formulas.sent(algorithm, 0, message.message_bytes)
             totals = self._counts.setdefault((algorithm, message.phase), [0, 0, 0])
-            for place, amount in enumerate((1, message.message_bytes, sent[0])):
+            for place, amount in enumerate((1, message.message_bytes, sent)):
                 totals[place] += amount
-            details = {"message_bytes": message.message_bytes, "phase": message.phase}
-            self._recorded += [
-                {
-                    "ph": "X",
-                    "name": f"all_reduce {algorithm}",
-                    "pid": rank,
-                    "dur": 50.0,
-                    "args": {**details, "bytes_sent": sent[rank], "site": sites[number % len(sites)]},
-                }
-                for rank in range(2)
-            ]
