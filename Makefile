@@ -24,7 +24,7 @@ pytest := $(bin)/python -m pytest -q -rs
 none_of_these := $(if $(ARGS),[ $$? -eq 5 ],false)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check house gpu-test bench clean
+.PHONY: help serve test check house sanitize gpu-test bench clean
 
 help:
 	@awk '/^#/ {sub(/^# ?/, ""); print; next} {exit}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,11 @@ check: $(installed_dev)
 house: $(installed_dev)
 	$(bin)/python tests/house.py
 
+# The kernels' tests with a library that checks addresses and undefined behavior (needs g++ with libasan).
+sanitize: $(installed_dev)
+	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 TIGHTWIRE_KERNELS=sanitize \
+	  $(pytest) tests/kernels/cpu tests/kernels/test_*.py -m "not gpu and not multi_gpu and not alone" $(ARGS)
+
 gpu-test: $(installed_dev)
 	$(pytest) -m "gpu or multi_gpu" $(ARGS)
 
@@ -58,7 +63,7 @@ bench: $(installed)
 	$(bin)/tightwire bench peers $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) kernels/cpu/built build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # pip is the last thing a new environment gets, so an interrupted one is made again.
 $(bin)/pip:

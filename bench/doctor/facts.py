@@ -211,8 +211,10 @@ class VersionFacts(Struct, frozen=True, tag="versions"):
     kernel: str
     libc: str
     packages: dict[str, str]
+    kernels: str  # level of the CPU kernels, such as v4-bf16; spec: torch's reference
 
     def rows(self) -> Rows:
+        yield "CPU kernels", self.kernels
         yield "system", f"Python {self.python}, Linux {self.kernel}, {self.libc}"
         yield "packages", ", ".join(f"{name} {version}" for name, version in self.packages.items())
 

@@ -25,6 +25,7 @@ from tightwire.bench.doctor.facts import (
     VersionFacts,
 )
 from tightwire.comm.transport.segment import why_unusable
+from tightwire.kernels.cpu.library import level
 from tightwire.server.plan.devices import available_host_bytes, num_cores
 
 # The extensions that matrix products, conversions and codecs use, on x86 and ARM.
@@ -198,4 +199,6 @@ def versions() -> VersionFacts:
         except PackageNotFoundError:
             continue
     libc = " ".join(filter(None, platform.libc_ver()))
-    return VersionFacts(python=platform.python_version(), kernel=platform.release(), libc=libc, packages=found)
+    return VersionFacts(
+        python=platform.python_version(), kernel=platform.release(), libc=libc, packages=found, kernels=level()
+    )

@@ -54,10 +54,14 @@ class Detokenized(Struct):
 
 
 class Health(Struct):
-    """``status``: live, ready, loading, draining or dead. ``reason``: what is loading, or why the engine died."""
+    """``status``: live, ready, loading, draining or dead. ``reason``: what is loading, or why the engine died.
+
+    ``kernels``: the level of the CPU kernels, such as v4-bf16 (spec: torch's reference); empty on a GPU and before ready.
+    """
 
     status: str
     reason: str = ""
+    kernels: str = ""
 
 
 class CommCost(CommTotals, frozen=True, kw_only=True):

@@ -26,18 +26,19 @@ class ModelInfo:
     transport: str = "none"
     dtype: str = ""
     weights: str = ""  # their packed formats, such as Q4_1+Q8_0; empty: not packed
+    kernels: str = ""  # level of the CPU kernels, such as v4-bf16; empty on a GPU
     default_seed: int = 0  # for requests without a seed; 0: a random seed per request
     created: int = field(default_factory=lambda: int(time.time()))
 
     def fingerprint(self, policy: str | None = None) -> str:
-        """Equal seeds give equal text only under an equal fingerprint. Its parts change the weights or the sums' bits.
+        """Equal seeds give equal text only under an equal fingerprint. Its parts change the bits of weights, products or sums.
 
         ``policy``: the one named by the request. It replaces the server's own at the start of ``allreduce``; the
         options after it apply to every policy.
         """
         own = self.policies[0]
         allreduce = (own if policy is None else policy) + self.allreduce.removeprefix(own)
-        return "-".join(filter(None, ["tightwire", f"tp{self.tp}", allreduce, self.dtype, self.weights]))
+        return "-".join(filter(None, ["tightwire", f"tp{self.tp}", allreduce, self.dtype, self.weights, self.kernels]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

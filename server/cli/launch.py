@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Mapping
 
 from tightwire.comm.sizes import format_bytes
+from tightwire.kernels.cpu.library import level
 from tightwire.model.open import Checkpoint
 from tightwire.server.api.serving import ModelInfo, ModelSlot
 from tightwire.server.config.serve import ServeConfig
@@ -113,6 +114,7 @@ class _Server:
             transport=decision.plan.transport,
             dtype=decision.plan.dtype,
             weights=decision.formats.name,
+            kernels=level() if decision.plan.device == "cpu" else "",
             default_seed=options.seed,
         )
         self._slot.fill(info=info, tokenizer=tokenizer)
@@ -128,7 +130,7 @@ class _Server:
             self._progress.say(comm.link.describe(self._config.parallel.wire_nodes))  # measured by now
         self._progress.say(
             f"ready in {self._slot.startup_s:.1f} s at {url_of(self._listener)}: {info.name} "
-            f"(tp {info.tp}{f', dp {info.dp}' if info.dp > 1 else ''}, {_numbers(info)} on {decision.plan.device}, "
+            f"(tp {info.tp}{f', dp {info.dp}' if info.dp > 1 else ''}, {_numbers(info)} on {decision.plan.device}{f' with {info.kernels} kernels' if info.kernels else ''}, "
             f"{_wire(info, ready[0].comm)}"
             f"context {info.max_model_len}, {decision.plan.num_blocks} KV blocks of "
             f"{self._config.engine.block_size} tokens{' each replica' if info.dp > 1 else ''})"

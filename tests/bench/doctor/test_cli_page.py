@@ -41,7 +41,7 @@ FACTS: tuple[Facts, ...] = (
     CudaFacts("2.13.0", "13.0", "2.29.1", True, [CudaDevice(i, "RTX 3090", 24 << 30, "8.6") for i in (0, 1)], [(0, 1)]),
     PeerFacts([PeerTest(0, 1, False, "copy engine: 7 values arrived wrong", None)], (1, 0)),
     NetworkFacts([Interface("eth0", "up", None, 9000)]),
-    VersionFacts("3.12.1", "6.8.0", "glibc 2.39", {"torch": "2.13.0", "numpy": "2.4.6"}),
+    VersionFacts("3.12.1", "6.8.0", "glibc 2.39", {"torch": "2.13.0", "numpy": "2.4.6"}, "v4-bf16"),
 )
 
 
@@ -71,6 +71,7 @@ def test_every_kind_of_facts_is_shown_within_80_columns() -> None:
         "GPU 1 -> 0 did not finish",
         "eth0 up, speed unknown, MTU 9000",
         "torch 2.13.0, numpy 2.4.6",
+        "v4-bf16",
     ):
         assert part in words, part
 

@@ -301,7 +301,7 @@ async def test_while_loading_only_liveness_and_metrics_respond(engine: FakeEngin
         for path in ("/health", "/health/ready"):
             response = await client.get(path)
             assert response.status_code == 503
-            assert response.json() == {"status": "loading", "reason": "rank 0: weights 40%"}
+            assert response.json() == {"status": "loading", "reason": "rank 0: weights 40%", "kernels": ""}
         for response in (await client.get("/v1/models"), await client.post("/v1/chat/completions", json=CHAT)):
             assert response.status_code == 503
             assert response.json()["error"]["type"] == "service_unavailable_error"
@@ -311,7 +311,7 @@ async def test_while_loading_only_liveness_and_metrics_respond(engine: FakeEngin
 
 async def test_an_engine_without_its_tokenizer_is_not_ready(engine: FakeEngine) -> None:
     async with _client(app_for(engine, loaded=False)) as client:
-        assert (await client.get("/health")).json() == {"status": "loading", "reason": "tokenizer"}
+        assert (await client.get("/health")).json() == {"status": "loading", "reason": "tokenizer", "kernels": ""}
 
 
 async def test_draining_rejects_new_work_and_still_reports_status(
