@@ -26,7 +26,7 @@ import torch
 from tightwire.bench.ranks import ReplicaPlan, join_replica
 from tightwire.bench.stream.options import ROUNDS, Arm, Load, StreamBenchOptions
 from tightwire.bench.stream.rank import Rank, greedy_tokens
-from tightwire.comm.buffers import BufferConflictError, OrderCheck, SlotEvent
+from tightwire.comm.buffers import BufferConflictError, BufferEvent, OrderCheck
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.model.open import open_checkpoint
@@ -213,15 +213,15 @@ class _Turns:
                 raise TimeoutError(f"{self._arm.name}: the buffers are not full after {timeout_s:g} s")
             time.sleep(_IDLE_POLL_S)
 
-    def _disorder(self, events: Iterable[SlotEvent]) -> str | None:
+    def _disorder(self, events: Iterable[BufferEvent]) -> str | None:
         try:
-            self._check.go_on(events)
+            self._check.check(events)
         except BufferConflictError as error:
             return str(error)
         return None
 
 
-def trace_pass(events: Iterable[SlotEvent], begin_s: float, end_s: float) -> PassTrace:
+def trace_pass(events: Iterable[BufferEvent], begin_s: float, end_s: float) -> PassTrace:
     """Sum fetching and stalls within a pass; ``events`` may begin before it and end after it.
 
     One thread fills and one uses, so each kind of interval ends before the next of its kind begins. On CUDA the pool notes

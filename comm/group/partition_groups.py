@@ -11,13 +11,12 @@ from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.errors import CommError
-from tightwire.comm.group.group import Group, in_process_groups, open_process_group
+from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.nodes import renumbered
 from tightwire.comm.group.topology import Topology
-from tightwire.comm.ledger.ledger import Ledger
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -143,30 +142,10 @@ def join_partition(
         interface=interface,
         segment_fd=segment_fd if at.per_node > 1 else None,
     )
-    return PartitionPeers(at=at, inside=inside, await_all=_make_barrier(store, name, at))
+    return PartitionPeers(at=at, inside=inside, await_all=make_barrier(store, name, at))
 
 
-def in_process_partition(
-    tp: int, world_size: int, num_nodes: int = 1, timeout_s: float = 30.0, await_timeout_s: float = 120.0
-) -> list[PartitionPeers]:
-    """Return one object per rank of the world, all in this process; give each its own thread. ``timeout_s``: of collectives."""
-    places = [PartitionPlace(tp, Topology(rank, world_size, num_nodes=num_nodes)) for rank in range(world_size)]
-    groups: dict[tuple[int, ...], list[Group]] = {}
-    store = HashStore()
-    for at in places:
-        if at.inside not in groups:
-            groups[at.inside] = in_process_groups(at.per_node, timeout_s, [Ledger() for _ in at.inside])
-    return [
-        PartitionPeers(
-            at=at,
-            inside=groups[at.inside][at.place],
-            await_all=_make_barrier(store, f"shard-{at.shard}", at, timedelta(seconds=await_timeout_s)),
-        )
-        for at in places
-    ]
-
-
-def _make_barrier(
+def make_barrier(
     store: Store, name: str, at: PartitionPlace, deadline: timedelta = _LOAD_DEADLINE
 ) -> Callable[[], None]:
     arrived = PrefixStore(f"tightwire/{name}/arrived", store)

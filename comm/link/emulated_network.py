@@ -190,19 +190,6 @@ class EmulatedNetwork:
         _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *tbf)
 
 
-def interface_bytes() -> int:
-    """Bytes that this process's node has sent, headers included, by the kernel's count.
-
-    Raises:
-        RuntimeError: this process is not on an emulated node.
-    """
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, colon, counts = line.partition(":")
-        if colon and name.strip() == WIRE:
-            return int(counts.split()[8])
-    raise RuntimeError("this process is not on an emulated node")
-
-
 def why_impossible() -> str:
     """Return why this process cannot make a network, with advice; empty if no requirement is known to be missing."""
     advice = "run as root on Linux with iproute2 installed, or use a link that is throttled in user space"

@@ -80,8 +80,8 @@ class OffloadedCache:
         self._pinned = _Pinned(memory) if device.type == "cuda" else None
         self._host = memory.view(dtype).view(config.num_layers, num_blocks, *block_shape)
         self.pool = BufferPool(NUM_BUFFERS, buffer_blocks * block_bytes, device, saves=True, traced=True)
-        self._slots = [slot.buffer.view(dtype).view(buffer_blocks, *block_shape) for slot in self.pool.slots]
-        self._keys_and_values = [(blocks[:, 0], blocks[:, 1]) for blocks in self._slots]
+        self._blocks = [buffer.memory.view(dtype).view(buffer_blocks, *block_shape) for buffer in self.pool.buffers]
+        self._keys_and_values = [(blocks[:, 0], blocks[:, 1]) for blocks in self._blocks]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._users: dict[int, tuple[int, int]] = {}  # layer in use -> number of passes, buffer
         self._num_bytes, self._waited_s = 0, 0.0
@@ -134,11 +134,11 @@ class OffloadedCache:
     def _take(self, index: int) -> int:
         start_s = time.perf_counter()
         try:
-            slot = self.pool.use(index, self._timeout_s)
+            buffer = self.pool.use(index, self._timeout_s)
         except TimeoutError as error:
             raise CacheError(f"keys and values of layer {index} do not come from the host: {error}") from None
         self._waited_s += time.perf_counter() - start_s
-        return slot.number
+        return buffer.number
 
     def _move(self) -> None:
         try:
@@ -158,14 +158,14 @@ class OffloadedCache:
             yield moves
 
     def _fetch(self, layer: int, runs_R3: Tensor) -> None:
-        slot = self.pool.fill(layer)
-        copy_runs(self._slots[slot.number], self._host[layer], runs_R3)
+        buffer = self.pool.fill(layer)
+        copy_runs(self._blocks[buffer.number], self._host[layer], runs_R3)
         self._count(runs_R3)
         self.pool.filled(layer)
 
     def _save(self, layer: int, runs_R3: Tensor) -> None:
-        slot = self.pool.save(layer)
-        copy_runs(self._host[layer], self._slots[slot.number], runs_R3)
+        buffer = self.pool.save(layer)
+        copy_runs(self._host[layer], self._blocks[buffer.number], runs_R3)
         self._count(runs_R3)
         self.pool.saved(layer)
 

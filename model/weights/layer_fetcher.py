@@ -14,7 +14,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from tightwire.comm.buffers import BufferPool, Slot
+from tightwire.comm.buffers import BufferPool, PoolBuffer
 from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights.layer_store import LayerStore
@@ -78,9 +78,9 @@ class LayerFetcher:
         try:
             with torch.inference_mode(), self._stages.queue():
                 for layer in cycle(self._order):
-                    slot = self.pool.fill(layer)
+                    buffer = self.pool.fill(layer)
                     start_s = time.perf_counter()
-                    self._stages.bring(layer, slot)
+                    self._stages.bring(layer, buffer)
                     self.pool.filled(layer)
                     self.fetch_s += time.perf_counter() - start_s - self.late_since(layer, start_s)
                     self.num_layers += 1
@@ -124,10 +124,10 @@ class _Stages:
         if self.thread is not None:
             self.thread.start()
 
-    def bring(self, layer: int, slot: Slot) -> None:
+    def bring(self, layer: int, buffer: PoolBuffer) -> None:
         plain, stored = self._plain[layer], self._store.packed(layer)
         if self.pool is None:
-            target = slot.buffer[: stored.num_bytes]
+            target = buffer.memory[: stored.num_bytes]
             source = self._store.read(layer, target, self._moved)
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
@@ -135,11 +135,11 @@ class _Stages:
         self.pool.use(layer, math.inf)  # no timeout here: the waiting pass has one
         source = self._arrived.pop(layer)
         if stored.is_plain:
-            slot.buffer[: stored.num_bytes].copy_(source, non_blocking=True)
+            buffer.memory[: stored.num_bytes].copy_(source, non_blocking=True)
         elif self.on_device is not None:
-            stored.decode(self.on_device[: stored.num_bytes].copy_(source, non_blocking=True), plain, slot.buffer)
+            stored.decode(self.on_device[: stored.num_bytes].copy_(source, non_blocking=True), plain, buffer.memory)
         else:
-            stored.decode(source, plain, slot.buffer)
+            stored.decode(source, plain, buffer.memory)
         if self._stream is not None and not self._same_device:
             self._stream.synchronize()  # the next read must not overwrite a buffer that is still being copied
         self.pool.release(layer)
@@ -154,7 +154,7 @@ class _Stages:
         try:
             with torch.inference_mode(), _queue(self._read_stream):
                 for layer in cycle(self._order):
-                    buffer = self.pool.fill(layer).buffer[: self._store.packed(layer).num_bytes]
+                    buffer = self.pool.fill(layer).memory[: self._store.packed(layer).num_bytes]
                     self._arrived[layer] = self._store.read(layer, buffer, self._moved)
                     self.pool.filled(layer)
         except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
@@ -170,7 +170,7 @@ def _queue(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
 
 
 def _all_filled(pool: BufferPool) -> bool:
-    return all(slot.state == "filled" for slot in pool.slots)
+    return all(buffer.state == "filled" for buffer in pool.buffers)
 
 
 def _closed() -> WeightsError:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from tightwire.comm.buffers import BufferPool, Slot
+from tightwire.comm.buffers import BufferPool, PoolBuffer
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights.layer_fetcher import NUM_BUFFERS, LayerFetcher
 from tightwire.model.weights.layer_store import LayerStore
@@ -62,9 +62,9 @@ class StreamedWeights:
         self.spans = _spans(len(plain), resident)
         self.fetcher = LayerFetcher(store, plain, self._order, device)
         self._layers = {
-            (layer, slot.number): LayerWeights.of(plain[layer].tensors(slot.buffer))
+            (layer, buffer.number): LayerWeights.of(plain[layer].tensors(buffer.memory))
             for layer in self._order
-            for slot in self.pool.slots
+            for buffer in self.pool.buffers
         }
         self._users: dict[int, tuple[int, int]] = {}  # layer in use -> number of passes, buffer
         self._turn = cycle(self._order)
@@ -126,13 +126,13 @@ class StreamedWeights:
         if (due := next(self._turn)) != index:
             raise RuntimeError(f"streamed layers come in order: {due} is next, and {index} was asked for")
         start_s = time.perf_counter()
-        slot = self._use(index)
+        buffer = self._use(index)
         late_s = self.fetcher.late_since(index, start_s)
         self._late_s += late_s
         self._waited_s += time.perf_counter() - start_s - late_s
-        return slot.number
+        return buffer.number
 
-    def _use(self, index: int) -> Slot:
+    def _use(self, index: int) -> PoolBuffer:
         while True:
             try:
                 return self.pool.use(index, self._timeout_s)

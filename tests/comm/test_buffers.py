@@ -8,50 +8,50 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tightwire.comm.buffers import BufferConflictError, BufferPool, SlotEvent, check_order, page_aligned
+from tightwire.comm.buffers import BufferConflictError, BufferEvent, BufferPool, OrderCheck, page_aligned
 
 CPU = torch.device("cpu")
 
 
-def pool_of(num_slots: int = 2) -> BufferPool:
-    return BufferPool(num_slots, 64, CPU, traced=True)
+def pool_of(num_buffers: int = 2) -> BufferPool:
+    return BufferPool(num_buffers, 64, CPU, traced=True)
 
 
-def trace(text: str) -> list[SlotEvent]:
-    """``fill 3 0`` a line: kind, owner, slot."""
+def trace(text: str) -> list[BufferEvent]:
+    """``fill 3 0`` a line: kind, owner, buffer."""
     lines = [line.split() for line in text.strip().splitlines()]
-    return [SlotEvent(float(i), kind, int(owner), int(slot)) for i, (kind, owner, slot) in enumerate(lines)]
+    return [BufferEvent(float(i), kind, int(owner), int(buffer)) for i, (kind, owner, buffer) in enumerate(lines)]
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
-def test_every_piece_arrives_whole_whatever_the_delays(num_slots: int) -> None:
-    pool, draw = pool_of(num_slots), random.Random(num_slots)
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+def test_every_piece_arrives_whole_whatever_the_delays(num_buffers: int) -> None:
+    pool, draw = pool_of(num_buffers), random.Random(num_buffers)
     delays = [draw.choice([0.0, 0.0, 0.001, 0.003]) for _ in range(80)]
 
     def fill() -> None:
         for piece in range(40):
-            slot = pool.fill(piece)
+            buffer = pool.fill(piece)
             time.sleep(delays[piece])
-            slot.buffer.fill_(piece)
+            buffer.memory.fill_(piece)
             pool.filled(piece)
 
     thread = threading.Thread(target=fill)
     thread.start()
     for piece in range(40):
-        slot = pool.use(piece, timeout_s=10)
+        buffer = pool.use(piece, timeout_s=10)
         time.sleep(delays[40 + piece])
-        assert slot.buffer.tolist() == [piece] * 64
+        assert buffer.memory.tolist() == [piece] * 64
         pool.release(piece)
     thread.join()
-    check_order(pool.events)
-    assert {slot.state for slot in pool.slots} == {"free"}
-    assert [event.slot for event in pool.events if event.kind == "fill"] == [i % num_slots for i in range(40)]
+    OrderCheck().check(pool.events)
+    assert {buffer.state for buffer in pool.buffers} == {"free"}
+    assert [event.buffer for event in pool.events if event.kind == "fill"] == [i % num_buffers for i in range(40)]
 
 
 def test_a_piece_that_does_not_come_ends_in_an_error_and_one_that_moves_is_waited_for() -> None:
     pool = pool_of()
     pool.fill(7)
-    with pytest.raises(TimeoutError, match=r"nothing has come for 0\.05 s: slot 0 is filling for 7"):
+    with pytest.raises(TimeoutError, match=r"no bytes arrived for 0\.05 s: buffer 0 is filling for 7"):
         pool.use(7, timeout_s=0.05)
 
     def move() -> None:
@@ -91,11 +91,11 @@ def test_both_ends_get_what_closed_the_pool() -> None:
 def test_what_is_out_of_turn_is_refused() -> None:
     pool = pool_of()
     pool.fill(1)
-    with pytest.raises(BufferConflictError, match="1 has a slot already"):
+    with pytest.raises(BufferConflictError, match="1 has a buffer already"):
         pool.fill(1)
-    with pytest.raises(BufferConflictError, match="1 has no slot that is used: slot 0 is filling for 1"):
+    with pytest.raises(BufferConflictError, match="1 has no buffer that is used: buffer 0 is filling for 1"):
         pool.release(1)
-    with pytest.raises(BufferConflictError, match="2 has no slot that is filling"):
+    with pytest.raises(BufferConflictError, match="2 has no buffer that is filling"):
         pool.filled(2)
 
 
@@ -113,7 +113,7 @@ release 4 1
 
 
 def test_an_orderly_trace_passes() -> None:
-    check_order(trace(GOOD))
+    OrderCheck().check(trace(GOOD))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_an_orderly_trace_passes() -> None:
 def test_a_trace_that_lacks_any_one_wait_is_found_out(line: str, condition: str) -> None:
     lines = [kept for kept in GOOD.strip().splitlines() if kept != line]
     with pytest.raises(BufferConflictError, match=condition):
-        check_order(trace("\n".join(lines)))
+        OrderCheck().check(trace("\n".join(lines)))
 
 
 SAVED: str = """
@@ -145,7 +145,7 @@ fill 4 1
 
 
 def test_an_orderly_trace_with_saves_passes() -> None:
-    check_order(trace(SAVED), saves=True)
+    OrderCheck(saves=True).check(trace(SAVED))
 
 
 @pytest.mark.parametrize(
@@ -163,48 +163,48 @@ def test_an_orderly_trace_with_saves_passes() -> None:
 def test_a_trace_with_saves_that_lacks_any_one_wait_is_found_out(line: str, condition: str) -> None:
     lines = [kept for kept in SAVED.strip().splitlines() if kept != line]
     with pytest.raises(BufferConflictError, match=condition):
-        check_order(trace("\n".join(lines)), saves=True)
+        OrderCheck(saves=True).check(trace("\n".join(lines)))
 
 
 def test_a_piece_fetched_before_it_was_saved_is_found_out() -> None:
-    with pytest.raises(BufferConflictError, match="C3: slot 1 was filled for 3, which had come to 'save' in slot 0"):
-        check_order(trace("fill 3 0\nfilled 3 0\nuse 3 0\nrelease 3 0\nsave 3 0\nfill 3 1"), saves=True)
+    with pytest.raises(BufferConflictError, match="C3: buffer 1 was filled for 3 after its 'save' in buffer 0"):
+        OrderCheck(saves=True).check(trace("fill 3 0\nfilled 3 0\nuse 3 0\nrelease 3 0\nsave 3 0\nfill 3 1"))
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
-def test_what_was_done_to_a_piece_is_saved_whatever_the_delays(num_slots: int) -> None:
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+def test_what_was_done_to_a_piece_is_saved_whatever_the_delays(num_buffers: int) -> None:
     """Thirty rounds over five pieces, each made one larger every time."""
-    pool, draw = BufferPool(num_slots, 64, CPU, saves=True, traced=True), random.Random(num_slots)
+    pool, draw = BufferPool(num_buffers, 64, CPU, saves=True, traced=True), random.Random(num_buffers)
     kept = [torch.full((64,), piece, dtype=torch.uint8) for piece in range(5)]
 
     def save(piece: int) -> None:
-        slot = pool.save(piece)
+        buffer = pool.save(piece)
         time.sleep(draw.choice([0.0, 0.0, 0.001]))
-        kept[piece].copy_(slot.buffer)
+        kept[piece].copy_(buffer.memory)
         pool.saved(piece)
 
     def move() -> None:
         for _ in range(30):
             for piece in range(5):
-                if piece >= num_slots:
-                    save(piece - num_slots)
-                pool.fill(piece).buffer.copy_(kept[piece])
+                if piece >= num_buffers:
+                    save(piece - num_buffers)
+                pool.fill(piece).memory.copy_(kept[piece])
                 time.sleep(draw.choice([0.0, 0.0, 0.001]))
                 pool.filled(piece)
-            for piece in range(5 - num_slots, 5):
+            for piece in range(5 - num_buffers, 5):
                 save(piece)
 
     thread = threading.Thread(target=move)
     thread.start()
     for round_ in range(30):
         for piece in range(5):
-            buffer = pool.use(piece, timeout_s=10).buffer
+            buffer = pool.use(piece, timeout_s=10).memory
             assert buffer.tolist() == [piece + round_] * 64
             buffer += 1
             time.sleep(draw.choice([0.0, 0.0, 0.001]))
             pool.release(piece)
     thread.join()
-    check_order(pool.events, saves=True)
+    OrderCheck(saves=True).check(pool.events)
     assert [int(piece[0]) for piece in kept] == [30, 31, 32, 33, 34]
 
 
@@ -214,13 +214,13 @@ def test_who_waits_to_save_gets_what_closed_the_pool() -> None:
     pool.close(ValueError("the work broke"))
     with pytest.raises(ValueError, match="the work broke"):
         pool.save(0)
-    with pytest.raises(BufferConflictError, match="0 has no slot that is saving: slot 0 is filling for 0"):
+    with pytest.raises(BufferConflictError, match="0 has no buffer that is saving: buffer 0 is filling for 0"):
         pool.saved(0)
 
 
 def test_a_slot_filled_before_its_release_is_found_out() -> None:
-    with pytest.raises(BufferConflictError, match="C2: slot 0 was filled for 5 when 3 had come to 'use'"):
-        check_order(trace("fill 3 0\nfilled 3 0\nuse 3 0\nfill 5 0"))
+    with pytest.raises(BufferConflictError, match="C2: buffer 0 was filled for 5 after 'use' of 3"):
+        OrderCheck().check(trace("fill 3 0\nfilled 3 0\nuse 3 0\nfill 5 0"))
 
 
 def test_buffers_begin_at_a_page() -> None:
@@ -238,13 +238,13 @@ def test_a_slot_is_named_by_who_fills_it_and_kept_for_later() -> None:
     for _ in range(2):
         pool.use(5, timeout_s=1)
         pool.keep(5)
-    with pytest.raises(BufferConflictError, match="5 has a slot already"):
+    with pytest.raises(BufferConflictError, match="5 has a buffer already"):
         pool.fill(5, 1)
     assert pool.fill(6, 0).number == 0
     assert pool.fill(7).number == 1  # the one after that
     pool.use(5, timeout_s=1)
     pool.release(5)
-    check_order(pool.events)
+    OrderCheck().check(pool.events)
 
 
 def test_a_named_slot_is_filled_anew_when_its_piece_has_been_used() -> None:
@@ -256,13 +256,13 @@ def test_a_named_slot_is_filled_anew_when_its_piece_has_been_used() -> None:
         pool.use(1, timeout_s=1)
         pool.release(1)
         assert again.result().state == "filling"
-    check_order(pool.events)
+    OrderCheck().check(pool.events)
 
 
 def test_a_slot_that_stays_taken_ends_in_an_error_when_asked_for() -> None:
     pool = pool_of(2)
     pool.fill(1, 0)
-    with pytest.raises(TimeoutError, match=r"slot 0 was not free after 0\.05 s: slot 0 is filling for 1"):
+    with pytest.raises(TimeoutError, match=r"buffer 0 was not free after 0\.05 s: buffer 0 is filling for 1"):
         pool.fill(2, 0, timeout_s=0.05)
 
 

@@ -10,7 +10,7 @@ from tiny import make_tiny
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.buffers import check_order
+from tightwire.comm.buffers import OrderCheck
 from tightwire.comm.group.group import open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
@@ -75,5 +75,5 @@ def test_steps_give_the_same_bits_in_order(device: torch.device, tmp_path: Path)
     for want, got in zip(on_device, _logits(runner, plans), strict=True):
         assert torch.equal(got, want)
     assert isinstance(runner.cache, OffloadedCache)
-    check_order(runner.cache.pool.events, saves=True)
+    OrderCheck(saves=True).check(runner.cache.pool.events)
     runner.close()

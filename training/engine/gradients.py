@@ -222,7 +222,7 @@ class Gradients:
             number = (unit.block or 0) % NUM_BUFFERS if alternating else 0
             pool = shared if alternating else BufferPool(1, flat.num_elems * size, device)
             assert pool is not None
-            buffer_N = pool.slots[number].buffer.view(options.reduce_dtype)[: flat.num_elems]
+            buffer_N = pool.buffers[number].memory.view(options.reduce_dtype)[: flat.num_elems]
             if not alternating:
                 buffer_N.zero_()
             in_place = lies_in_buffer(options, unit, ranks)

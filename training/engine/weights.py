@@ -198,7 +198,7 @@ class Weights:
             number = (unit.block or 0) % options.num_buffers if alternating else 0
             pool = shared if alternating and shared is not None else BufferPool(1, weight_elems(unit) * size, device)
             name = f"weights {number if alternating else unit.name}"
-            views = _flat_views(unit, pool.slots[number].buffer.view(options.compute_dtype))
+            views = _flat_views(unit, pool.buffers[number].memory.view(options.compute_dtype))
             places.append(Place(pool, number, name, views, alternating, {}))
         return places
 

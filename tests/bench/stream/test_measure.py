@@ -8,7 +8,7 @@ from helpers.server.stream_bench_bodies import bind_and_look
 from tightwire.bench.stream.measure import PassTrace, trace_pass
 from tightwire.bench.stream.options import StreamBenchOptions
 from tightwire.bench.stream.rank import open_stream_ranks
-from tightwire.comm.buffers import SlotEvent
+from tightwire.comm.buffers import BufferEvent
 from tightwire.server.plan.devices import num_cores
 
 EVERYWHERE = tuple(sorted(os.sched_getaffinity(0)))
@@ -28,8 +28,8 @@ def test_a_single_rank_is_not_bound() -> None:
         assert dict(ranks.stream(bind_and_look, StreamBenchOptions(threads=1))) == {0: ((), EVERYWHERE, 1)}
 
 
-def _events(*events: tuple[float, str, int]) -> list[SlotEvent]:
-    return [SlotEvent(at_s, kind, owner, -1 if kind == "ask" else owner % 2) for at_s, kind, owner in events]
+def _events(*events: tuple[float, str, int]) -> list[BufferEvent]:
+    return [BufferEvent(at_s, kind, owner, -1 if kind == "ask" else owner % 2) for at_s, kind, owner in events]
 
 
 def test_fetching_without_a_stall_is_hidden() -> None:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from helpers.comm.in_process_partition import in_process_partition
 
 from tightwire.comm.collectives.collectives import all_gather
 from tightwire.comm.errors import PeerLostError
-from tightwire.comm.group.partition_groups import PartitionPlace, in_process_partition
+from tightwire.comm.group.partition_groups import PartitionPlace
 from tightwire.comm.group.topology import Topology
 
 

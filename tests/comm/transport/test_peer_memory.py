@@ -61,7 +61,8 @@ def _shared_file(world_size: int) -> Iterator[str]:
 
 def _over_peer_memory(group: Group, path: str, timeout_s: float = 60.0) -> tuple[Group, Tensor]:
     """``group`` with its transport over peer memory, and the header of this rank's buffer."""
-    from tightwire.comm.transport.peer_buffers import shared_peer_buffers
+    from helpers.comm.shared_peer_buffers import shared_peer_buffers
+
     from tightwire.comm.transport.peer_memory import PeerMemoryTransport
     from tightwire.kernels.cuda.barrier import header_bytes
 

@@ -14,7 +14,7 @@ from helpers.comm.fixed_policy import fixed_policy, make_arms
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.buffers import check_order
+from tightwire.comm.buffers import OrderCheck
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.partition_groups import PartitionPeers, PartitionPlace, join_partition
 from tightwire.comm.group.topology import Topology
@@ -176,9 +176,9 @@ def settle(weights: StreamedWeights) -> int:
         assert weights.pool._closed is None, weights.pool._closed
         assert time.monotonic() < deadline, weights.pool._describe()
         time.sleep(0.001)
-    check_order(weights.pool.events)
+    OrderCheck().check(weights.pool.events)
     gathering = weights.fetcher.read_pool or weights.pool
-    check_order(gathering.events)
+    OrderCheck().check(gathering.events)
     return sum(event.kind == "filled" for event in gathering.events)
 
 

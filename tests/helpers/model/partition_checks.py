@@ -6,10 +6,11 @@ from functools import partial
 
 import harness
 import torch
+from helpers.comm.in_process_partition import in_process_partition
 from helpers.model.partition_bodies import Done, Work, World, compute, expect
 
 from tightwire.comm.group.group import in_process_groups
-from tightwire.comm.group.partition_groups import PartitionPlace, in_process_partition
+from tightwire.comm.group.partition_groups import PartitionPlace
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.weights import WEIGHT_CODECS

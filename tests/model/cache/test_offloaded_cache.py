@@ -16,7 +16,7 @@ from helpers.server.local_engine import LocalEngine, continue_prompts, local_eng
 from tiny import make_tiny
 from torch import Tensor
 
-from tightwire.comm.buffers import BufferConflictError, BufferPool, Slot, SlotEvent, check_order
+from tightwire.comm.buffers import BufferConflictError, BufferEvent, BufferPool, OrderCheck, PoolBuffer
 from tightwire.model.cache import offloaded_cache
 from tightwire.model.cache.offloaded_cache import OffloadedCache, gather_blocks, runs_of
 from tightwire.model.checkpoint.errors import CacheError
@@ -49,10 +49,10 @@ def caches_of(local: LocalEngine) -> Iterator[OffloadedCache]:
         yield runner.cache
 
 
-def events_of(cache: OffloadedCache) -> list[SlotEvent]:
+def events_of(cache: OffloadedCache) -> list[BufferEvent]:
     """All that happened, once the last layers have been saved."""
     deadline_s = time.monotonic() + 20
-    while any(slot.state != "free" for slot in cache.pool.slots):
+    while any(buffer.state != "free" for buffer in cache.pool.buffers):
         assert time.monotonic() < deadline_s, "something is never saved"
         time.sleep(0.001)
     return list(cache.pool.events)
@@ -114,7 +114,7 @@ def test_answers_are_those_of_a_cache_on_the_device(checkpoint: Checkpoint, name
         assert stats.counters.num_steps_ahead > 0 or "planned ahead" not in name
         for cache in caches_of(local):
             events = events_of(cache)
-            check_order(events, saves=True)
+            OrderCheck(saves=True).check(events)
             used = [event.owner for event in events if event.kind == "use"]
             assert used == list(range(NUM_LAYERS)) * stats.counters.num_steps
 
@@ -165,7 +165,7 @@ def test_order_and_tokens_do_not_depend_on_delays(
     with local_engine(checkpoint, **options, buffer_blocks=40) as local:
         assert continue_prompts(local.engine, PROMPTS, max_tokens=8) == expected
         for cache in caches_of(local):
-            check_order(events_of(cache), saves=True)
+            OrderCheck(saves=True).check(events_of(cache))
 
 
 class _Hasty(BufferPool):
@@ -173,24 +173,24 @@ class _Hasty(BufferPool):
 
     skipped = ""
 
-    def use(self, owner: int, timeout_s: float) -> Slot:
+    def use(self, owner: int, timeout_s: float) -> PoolBuffer:
         return self._grab("use", owner, "used") if self.skipped == "use" else super().use(owner, timeout_s)
 
-    def save(self, owner: int) -> Slot:
+    def save(self, owner: int) -> PoolBuffer:
         return self._grab("save", owner, "saving") if self.skipped == "save" else super().save(owner)
 
-    def fill(self, owner: int, number: int | None = None, timeout_s: float = math.inf) -> Slot:
+    def fill(self, owner: int, number: int | None = None, timeout_s: float = math.inf) -> PoolBuffer:
         return (
             self._grab("fill", owner, "filling") if self.skipped == "fill" else super().fill(owner, number, timeout_s)
         )
 
-    def _grab(self, kind: str, owner: int, state: str) -> Slot:
+    def _grab(self, kind: str, owner: int, state: str) -> PoolBuffer:
         with self._changed:
             self._check_open()
-            slot = self.slots[owner % 2]
-            slot.owner, slot.state = owner, state
-            self._note(kind, owner, slot.number)
-            return slot
+            buffer = self.buffers[owner % 2]
+            buffer.owner, buffer.state = owner, state
+            self._note(kind, owner, buffer.number)
+            return buffer
 
 
 @pytest.mark.parametrize("skipped", ["use", "save", "fill"])
@@ -217,7 +217,7 @@ def test_every_wait_is_necessary(checkpoint: Checkpoint, skipped: str, monkeypat
             continue_prompts(local.engine, PROMPTS, max_tokens=1)
         cache.close()
         with pytest.raises(BufferConflictError, match="C2" if skipped == "fill" else "C1"):
-            check_order(cache.pool.events, saves=True)
+            OrderCheck(saves=True).check(cache.pool.events)
 
 
 def test_a_step_that_begins_before_the_last_was_saved_is_detected(
@@ -262,7 +262,7 @@ def test_a_hanging_move_times_out(checkpoint: Checkpoint, monkeypatch: pytest.Mo
     with local_engine(checkpoint, num_blocks=40, max_model_len=256, buffer_blocks=40) as local:
         (cache,) = caches_of(local)
         cache._timeout_s = 0.05
-        with pytest.raises(CacheError, match=r"keys and values of layer 0 do not come .* nothing has come for 0\.05 s"):
+        with pytest.raises(CacheError, match=r"keys and values of layer 0 do not come .* no bytes arrived for 0\.05 s"):
             continue_prompts(local.engine, PROMPTS, max_tokens=2)
 
 
@@ -294,7 +294,7 @@ def test_one_layer_and_two(tmp_path: Path) -> None:
         with local_engine(checkpoint, max_model_len=256, buffer_blocks=64) as local:
             assert continue_prompts(local.engine, PROMPTS, max_tokens=6) == expected
             for cache in caches_of(local):
-                check_order(events_of(cache), saves=True)
+                OrderCheck(saves=True).check(events_of(cache))
 
 
 P = 4

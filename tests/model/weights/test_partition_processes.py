@@ -15,7 +15,7 @@ from helpers.model.partition_bodies import Work, World, build, compute_as_proces
 from helpers.model.partition_checks import NUM_LAYERS, PROMPTS, check_bytes, check_logits, plan_for
 from tiny import make_tiny
 
-from tightwire.comm.buffers import check_order
+from tightwire.comm.buffers import OrderCheck
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group
 from tightwire.comm.transport.segment import make_segment
@@ -91,7 +91,7 @@ def _watch(group: Group, world: World, work: Work, end: str) -> Seen:
     except CommError as error:
         weights = runner.weights
         assert isinstance(weights, StreamedWeights)
-        check_order(weights.pool.events)
+        OrderCheck().check(weights.pool.events)
         return Seen(type(error).__name__, error.ranks, str(error))
     finally:
         runner.close()
@@ -125,7 +125,7 @@ def _close_in_a_gather(group: Group, world: World, work: Work) -> bool:
         for layer in range(2):
             weights.layer(layer)
             weights.release(layer)
-        while all(slot.state != "filling" for slot in weights.pool.slots):
+        while all(buffer.state != "filling" for buffer in weights.pool.buffers):
             time.sleep(0.001)
         weights.close()
     peers.await_all()

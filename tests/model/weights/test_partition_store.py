@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from helpers.comm.in_process_partition import in_process_partition
 from helpers.model.partition_bodies import Work, World, build, settle
 from helpers.model.partition_checks import NUM_LAYERS, PROMPTS, check_bytes, check_logits, plan_for, run_threads
 from helpers.model.tiny_gguf import make_tiny_gguf
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from tightwire.comm.errors import PeerLostError
 from tightwire.comm.group.group import in_process_groups
-from tightwire.comm.group.partition_groups import in_process_partition
 from tightwire.comm.ledger.ledger import GATHERING
 from tightwire.comm.protocols import Moved
 from tightwire.comm.transport.in_process import InProcessTransport
@@ -142,7 +142,7 @@ def test_planned_sizes_equal_the_memory_in_use(codec: str, tmp_path: Path) -> No
             store = own.store
             assert isinstance(store, PartitionStore)
             kept = sum(layer.whole.nbytes for layer in store._layers.values())
-            buffers = sum(slot.buffer.nbytes for pool in pools for slot in pool.slots)
+            buffers = sum(buffer.memory.nbytes for pool in pools for buffer in pool.buffers)
             streamed = sum(plain[layer].num_bytes for layer in work.plan.streamed)
             assert sizes.kept(work.plan) == kept
             assert sizes.on_device(work.plan) == sizes.on_device(EVERYTHING_RESIDENT) - streamed + buffers + kept
@@ -201,7 +201,7 @@ def test_a_gather_that_stalls_times_out(tmp_path: Path, monkeypatch: pytest.Monk
                     own.layer(layer)
                     own.release(layer)
             with pytest.raises(
-                WeightsError, match="layer 2 does not come from the parts that ranks 0, 1 keep: nothing has"
+                WeightsError, match="layer 2 does not come from the parts that ranks 0, 1 keep: no bytes arrived"
             ):
                 weights[0].layer(2)
         finally:

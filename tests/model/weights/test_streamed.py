@@ -13,7 +13,7 @@ from tiny import make_tiny
 from torch import Tensor
 
 from tightwire.comm import buffers
-from tightwire.comm.buffers import check_order
+from tightwire.comm.buffers import OrderCheck
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
@@ -70,7 +70,7 @@ def test_tokens_are_those_of_resident_weights(checkpoint: Checkpoint, num_stream
     ) as local:
         assert continue_prompts(local.engine, PROMPTS, max_tokens=12, temperature=0.7, seed=3) == expected
         for weights in streamed_of(local):
-            check_order(weights.pool.events)
+            OrderCheck().check(weights.pool.events)
             used = [event.owner for event in weights.pool.events if event.kind == "use"]
             order = [layer for layer in range(NUM_LAYERS) if layer in spread(NUM_LAYERS, num_streamed)]
             assert used == order * (len(used) // len(order))
@@ -84,7 +84,7 @@ def test_two_halves_of_a_prompt_share_a_layer(checkpoint: Checkpoint, dtype: tor
     with local_engine(checkpoint, **options, weight_plan=plan_for(6, "host")) as local:
         assert continue_prompts(local.engine, PROMPTS, max_tokens=6) == expected
         for weights in streamed_of(local):
-            check_order(weights.pool.events)
+            OrderCheck().check(weights.pool.events)
 
 
 def test_order_of_reading_decoding_and_computing_does_not_depend_on_delays(
@@ -97,10 +97,10 @@ def test_order_of_reading_decoding_and_computing_does_not_depend_on_delays(
     with local_engine(checkpoint, weight_plan=plan) as local:
         assert continue_prompts(local.engine, PROMPTS, max_tokens=10) == expected
         for weights in streamed_of(local):
-            check_order(weights.pool.events)
+            OrderCheck().check(weights.pool.events)
             read = weights.fetcher.read_pool
             assert read is not None
-            check_order(read.events)
+            OrderCheck().check(read.events)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -110,7 +110,7 @@ def test_parts_of_a_step_share_each_fetched_layer(checkpoint: Checkpoint, overla
     with local_engine(checkpoint, tp=2, overlap=overlap, most_rows=32, weight_plan=plan_for(6, "host")) as local:
         assert continue_prompts(local.engine, PROMPTS, max_tokens=6) == expected
         for weights in streamed_of(local):
-            check_order(weights.pool.events)
+            OrderCheck().check(weights.pool.events)
             # 150 prompt tokens in one pass, then five of one token each.
             assert sum(event.kind == "use" for event in weights.pool.events) == 6 * NUM_LAYERS
 
@@ -185,7 +185,7 @@ def test_order_and_tokens_do_not_depend_on_delays(checkpoint: Checkpoint, monkey
     with local_engine(checkpoint, weight_plan=plan_for(5, "disk")) as local:
         assert continue_prompts(local.engine, PROMPTS, max_tokens=10) == expected
         for weights in streamed_of(local):
-            check_order(weights.pool.events)
+            OrderCheck().check(weights.pool.events)
 
 
 def test_a_slow_source_is_as_slow_as_its_bytes_and_overlaps_with_computing(checkpoint: Checkpoint) -> None:
@@ -196,7 +196,7 @@ def test_a_slow_source_is_as_slow_as_its_bytes_and_overlaps_with_computing(check
         start_s = time.perf_counter()
         continue_prompts(local.engine, [[5]], max_tokens=5)
         elapsed_s = time.perf_counter() - start_s
-        layer_bytes = weights.pool.slots[0].buffer.nbytes
+        layer_bytes = weights.pool.buffers[0].memory.nbytes
         fetched = [event for event in weights.pool.events if event.kind == "filled"]
         assert len(fetched) >= 5 * 6
         # Two layers may have come before, and of others what a bucket holds at once.
@@ -259,7 +259,7 @@ def test_a_hanging_source_times_out(checkpoint: Checkpoint, monkeypatch: pytest.
         for weights in streamed_of(local):
             weights._timeout_s = 0.1
         with pytest.raises(
-            WeightsError, match=r"layer 0 does not come from the checkpoint's files: nothing has come for 0\.1 s"
+            WeightsError, match=r"layer 0 does not come from the checkpoint's files: no bytes arrived for 0\.1 s"
         ):
             continue_prompts(local.engine, PROMPTS, max_tokens=2)
 
@@ -280,9 +280,9 @@ def test_layers_out_of_order_and_too_few_are_refused(checkpoint: Checkpoint) -> 
 def test_nothing_is_allocated_for_a_pass(checkpoint: Checkpoint) -> None:
     with local_engine(checkpoint, weight_plan=plan_for(6, "host", "int4")) as local:
         (weights,) = streamed_of(local)
-        before = [slot.buffer.data_ptr() for slot in weights.pool.slots]
+        before = [buffer.memory.data_ptr() for buffer in weights.pool.buffers]
         continue_prompts(local.engine, PROMPTS, max_tokens=4)
-        assert [slot.buffer.data_ptr() for slot in weights.pool.slots] == before
+        assert [buffer.memory.data_ptr() for buffer in weights.pool.buffers] == before
         held = {t.untyped_storage().data_ptr() for t in before_tensors(weights)}
         assert len(held) == 2
         weights.close()
@@ -331,4 +331,4 @@ def test_planned_sizes_equal_the_memory_in_use(
 
 
 def _slot_bytes(weights: StreamedWeights) -> int:
-    return sum(slot.buffer.nbytes for slot in weights.pool.slots)
+    return sum(buffer.memory.nbytes for buffer in weights.pool.buffers)

@@ -65,7 +65,7 @@ while not weights.is_full:  # nothing is under way then
 before = peak_from_here()
 run_passes(4)
 passes = status("VmHWM") - before
-layer_bytes = weights.pool.slots[0].buffer.nbytes
+layer_bytes = weights.pool.buffers[0].memory.nbytes
 weights.close()
 print(json.dumps([sizes.in_pool(plan, "cpu"), peak, passes, layer_bytes]))
 """

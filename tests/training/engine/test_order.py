@@ -23,7 +23,7 @@ from helpers.training.training_ranks import (
 )
 from torch import Tensor, nn
 
-from tightwire.comm.buffers import BufferConflictError, BufferPool, Slot
+from tightwire.comm.buffers import BufferConflictError, BufferPool, PoolBuffer
 from tightwire.comm.lane import Lane
 from tightwire.training.config.sharding import parse_sharding
 from tightwire.training.engine import gradients, secondary, weights
@@ -131,28 +131,28 @@ class Watched(Trace):
 
 
 def without_wait_to_fill(watched: Watched, kind: str, unit: str) -> type[BufferPool]:
-    """A pool that takes a slot from whoever has it, as soon as ``kind`` of ``unit`` has begun there."""
+    """A pool that takes a buffer from whoever has it, as soon as ``kind`` of ``unit`` has begun there."""
 
     class Hasty(BufferPool):
-        def fill(self, owner: int, number: int | None = None, timeout_s: float = math.inf) -> Slot:
-            slot = self.slots[number or 0]
-            if slot.state != "free":
+        def fill(self, owner: int, number: int | None = None, timeout_s: float = math.inf) -> PoolBuffer:
+            buffer = self.buffers[number or 0]
+            if buffer.state != "free":
                 watched.until(kind, unit)
-                slot.owner, slot.state = None, "free"
+                buffer.owner, buffer.state = None, "free"
             return super().fill(owner, number, timeout_s)
 
     return Hasty
 
 
 def without_wait_to_use(watched: Watched, kind: str, unit: str) -> type[BufferPool]:
-    """A pool that gives a slot out while it is filled, as soon as ``kind`` of ``unit``, which fills it, has begun."""
+    """A pool that gives a buffer out while it is filled, as soon as ``kind`` of ``unit``, which fills it, has begun."""
 
     class Hasty(BufferPool):
-        def use(self, owner: int, timeout_s: float) -> Slot:
+        def use(self, owner: int, timeout_s: float) -> PoolBuffer:
             watched.until(kind, unit)
-            for slot in self.slots:
-                if slot.owner == owner and slot.state == "filling":
-                    slot.state = "filled"
+            for buffer in self.buffers:
+                if buffer.owner == owner and buffer.state == "filling":
+                    buffer.state = "filled"
             return super().use(owner, timeout_s)
 
     return Hasty
