@@ -9,11 +9,10 @@ from dataclasses import asdict
 from typing import Any, ClassVar
 
 from tightwire.bench.options import OutputOptions
-from tightwire.bench.report import html
 from tightwire.bench.report.console import make_console, paused, progress_bar
 from tightwire.bench.report.environment import describe_environment, environment_facts
 from tightwire.bench.report.page import Item, render
-from tightwire.bench.report.quiet import OthersWatch, quiet_facts, show_others
+from tightwire.bench.report.quiet import QUIET_SHARE, OthersWatch, describe_others
 from tightwire.bench.report.result_files import ResultFiles, csv_text
 from tightwire.bench.report.table import Column, Metric, Table, print_table
 
@@ -67,7 +66,7 @@ class Bench(ABC):
         """The heading of the page and the line below it."""
         return f"bench {self.verb}", self.label
 
-    def sections(self, result: Mapping[str, Any]) -> Sequence[Item] | Sequence[html.Section]:
+    def sections(self, result: Mapping[str, Any]) -> Sequence[Item]:
         """Plots, tables and texts of the HTML page; by default the table of the CSV file."""
         table = self.csv(result)
         return [] if table is None else [table]
@@ -134,15 +133,17 @@ class Bench(ABC):
             print_table(self.console, table)
 
     @contextmanager
-    def watch_others(self) -> Iterator[None]:
+    def watch_others(self, pids: Sequence[int] = ()) -> Iterator[None]:
         """Record the share of the cores that other programs use meanwhile; print a note if it is large.
 
-        Processes that the bench starts inside must end inside; otherwise they count as others.
+        Processes that the bench starts inside must end inside; otherwise they count as others. ``pids``: processes of the
+        bench that run throughout.
         """
-        watch = OthersWatch()
+        watch = OthersWatch(pids)
         yield
-        self.facts["others_share"] = watch.share()
-        show_others(self.console, self.facts)
+        share = self.facts["others_share"] = watch.share()
+        if share > QUIET_SHARE:
+            self.note(f"{describe_others(share)}; times are too long\n")
 
     def _end(self, error: str | None, status: int) -> int:
         """A result that cannot be written is an error of the run, beside the one it has."""
@@ -173,10 +174,10 @@ class Bench(ABC):
         """The HTML page; empty where there is nothing to show."""
         title, lead = self.title(result)
         alarms = [result["error"]] if result["error"] else []
-        facts = [*environment_facts(self._environment), *quiet_facts(self.facts), *_plain_facts(self.facts)]
-        items: list[Any] = list(self.sections(result))
-        if items and isinstance(items[0], html.Section):
-            return html.render(html.Page(title=title, lead=lead, sections=items, alarms=alarms, facts=facts))
+        facts = [*environment_facts(self._environment), *_plain_facts(self.facts)]
+        if "others_share" in self.facts:
+            facts.append(("quiet", describe_others(self.facts["others_share"])))
+        items = self.sections(result)
         return render(title, lead, items, alarms=alarms, facts=facts) if items else ""
 
 

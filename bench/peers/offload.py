@@ -21,12 +21,10 @@ import torch
 
 from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_integers, parse_options
 from tightwire.bench.peers.process import PeerError
-from tightwire.bench.report.quiet import OthersWatch
 from tightwire.bench.report.statistics import compare
 from tightwire.bench.report.table import Column, Metric
 from tightwire.bench.run import Bench, BenchFailedError
-from tightwire.bench.stream.arms import Arm, Load
-from tightwire.bench.stream.options import StreamBenchOptions
+from tightwire.bench.stream.options import Arm, Load, StreamBenchOptions
 from tightwire.bench.stream.rank import Rank, greedy_tokens, open_single_rank
 from tightwire.comm.group.group import Group
 from tightwire.model.checkpoint.errors import ModelError
@@ -108,9 +106,8 @@ class OffloadBench(Bench):
                 plans[arm.name] = arm.plan(rank.num_layers, rank.num_layers)
             runners = {name: runners_stack.enter_context(closing(rank.build(plan))) for name, plan in plans.items()}
             self.facts["tokens"] = self._check_answers(runners, group, peer)
-            watch = OthersWatch([peer.pid])
-            self._run_rounds(rank, runners, peer)
-            self.facts["others_share"] = watch.share()
+            with self.watch_others([peer.pid]):
+                self._run_rounds(rank, runners, peer)
         table = self.csv({"cells": self.cells()})
         assert table is not None, "this bench has columns"
         self.print_table(table)
@@ -157,7 +154,7 @@ class OffloadBench(Bench):
                     seconds = peer.steps(arm, batch, steps)["seconds"]
                 else:
                     runner, step = runners[arm], rank.step(Load(True, batch))
-                    seconds, _, _ = rank.passes(lambda runner=runner, step=step: runner.execute(step), steps)
+                    seconds, _ = rank.passes(lambda runner=runner, step=step: runner.execute(step), steps)
                 self._seconds[side, arm, batch].append(statistics.median(seconds))
 
 

@@ -40,7 +40,6 @@ from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.open import open_checkpoint
 
 _CONVERT = Path(__file__).resolve().with_name("convert_weights.py")
-_QUIET = 0.1  # share of the cores that others may use
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +144,7 @@ class PeersBench(Bench):
         self._peers = self._make_peers()
         with tempfile.TemporaryDirectory() as scratch, _stopping(self._peers):
             folder, began = options.output or Path(scratch), time.perf_counter()
-            wait_for_quiet(_QUIET, options.wait_for_quiet)
+            wait_for_quiet(options.wait_for_quiet)
             self._start(folder)
             longest_s = 0.0
             while self._running and self._done < options.rounds:

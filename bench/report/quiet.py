@@ -6,13 +6,10 @@ A median does not show another process that was busy all the time; the kernel's 
 import os
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-
-_QUIET_SHARE = 0.1  # of the cores; results of a busier machine carry a note
+QUIET_SHARE = 0.1  # of the cores; results of a busier machine carry a note
 
 
 class OthersWatch:
@@ -34,29 +31,22 @@ class OthersWatch:
         return min(1.0, max(0.0, others_s / (cores * (time.monotonic() - self._began))))
 
     def _ours_s(self) -> float:
-        return _own_s() + sum(map(_process_s, self._pids))
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(each.ru_utime + each.ru_stime for each in used) + sum(map(_process_s, self._pids))
 
 
-def wait_for_quiet(below: float, timeout_s: float) -> float:
-    """Sleep until others use less than ``below`` of the cores; returns the share at the end."""
+def wait_for_quiet(timeout_s: float) -> None:
+    """Sleep until others use less than ``QUIET_SHARE`` of the cores, at most ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
-    while True:
+    while time.monotonic() < deadline:
         watch = OthersWatch()
-        time.sleep(3.0 if timeout_s else 1.0)
-        share = watch.share()
-        if share < below or time.monotonic() >= deadline:
-            return share
+        time.sleep(3.0)
+        if watch.share() < QUIET_SHARE:
+            return
 
 
-def show_others(console: Console, result: Mapping[str, Any]) -> None:
-    """Print a note if other processes used much of the machine."""
-    if result.get("others_share", 0.0) > _QUIET_SHARE:
-        console.print(f"note: {_describe(result)}; times are too long\n", style="yellow", soft_wrap=True)
-
-
-def quiet_facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """For a page; empty for a run that was cut short."""
-    return [("quiet", _describe(result))] if "others_share" in result else []
+def describe_others(share: float) -> str:
+    return f"other programs used {share:.0%} of this machine's cores while it was measured"
 
 
 def _busy_s() -> float:
@@ -70,12 +60,3 @@ def _busy_s() -> float:
 def _process_s(pid: int) -> float:
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_s() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
-
-
-def _describe(result: Mapping[str, Any]) -> str:
-    return f"others used {result['others_share']:.0%} of this machine's cores while it was measured"

@@ -52,27 +52,6 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TableView:
-    """A table as text; the first ``num_words`` columns, or those in ``words``, are words and the others numbers.
-
-    ``strong`` names rows that stand out, by their number; ``wrong`` those that are faulty.
-    """
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    num_words: int = 1
-    words: frozenset[int] | None = None
-    strong: frozenset[int] = frozenset()
-    wrong: frozenset[int] = frozenset()
-
-    def view(self) -> "TableView":
-        return self
-
-    def is_word(self, column: int) -> bool:
-        return column < self.num_words if self.words is None else column in self.words
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
     """Rows of plain data under columns. ``strong`` and ``wrong`` pick rows that stand out and rows that are faulty.
 
@@ -86,15 +65,6 @@ class Table:
     strong: Callable[[Row], bool] = lambda row: False
     wrong: Callable[[Row], bool] = lambda row: False
 
-    def view(self) -> TableView:
-        return TableView(
-            columns=[column.name for column in self.columns],
-            rows=[[column.text(row) for column in self.columns] for row in self.rows],
-            words=frozenset(i for i, column in enumerate(self.columns) if not column.format),
-            strong=frozenset(i for i, row in enumerate(self.rows) if self.strong(row)),
-            wrong=frozenset(i for i, row in enumerate(self.rows) if self.wrong(row)),
-        )
-
     def csv_rows(self) -> list[dict[str, Any]]:
         """Raw values by key."""
         return [{column.key: column.value(row) for column in self.columns} for row in self.rows]
@@ -102,7 +72,6 @@ class Table:
 
 def print_table(console: Console, table: Table) -> None:
     """Print the table and an empty line."""
-    view = table.view()
     shown = RichTable(
         title=escape(table.title) or None,
         title_justify="left",
@@ -110,12 +79,11 @@ def print_table(console: Console, table: Table) -> None:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for number, name in enumerate(view.columns):
-        word = view.is_word(number)
-        shown.add_column(escape(name), justify="left" if word else "right", no_wrap=number == 0)
-    for number, texts in enumerate(view.rows):
-        style = "red" if number in view.wrong else "bold" if number in view.strong else None
-        shown.add_row(*map(escape, texts), style=style)
+    for number, column in enumerate(table.columns):
+        shown.add_column(escape(column.name), justify="left" if column.is_word else "right", no_wrap=number == 0)
+    for row in table.rows:
+        style = "red" if table.wrong(row) else "bold" if table.strong(row) else None
+        shown.add_row(*(escape(column.text(row)) for column in table.columns), style=style)
     console.print(shown)
 
 
