@@ -112,7 +112,7 @@ class Leader:
         Raises:
             RuntimeError: a request does not end normally.
         """
-        engine = self._make_engine()
+        engine = self.make_engine()
         # Leave room for two answer tokens; the second takes its own step.
         room = max(1, self._limits.max_model_len - 2)
         vocab_size, policies = self._rules.vocab_size, self._rules.policies
@@ -145,8 +145,8 @@ class Leader:
 
     def serve(self) -> None:
         """Run steps while there is work, and sleep otherwise, until told to stop."""
-        engine = self._make_engine()
-        while self._take_messages(engine):
+        engine = self.make_engine()
+        while self.take_messages(engine):
             if engine.has_work():
                 self._reporter.send(engine.step())
         self._runner.stop_followers()
@@ -154,7 +154,7 @@ class Leader:
     def stream_forecast(self) -> StreamForecast | None:
         return self._runner.stream_forecast()
 
-    def _make_engine(self) -> Engine:
+    def make_engine(self) -> Engine:
         return Engine(
             runner=self._runner,
             sampler=self._sampler,
@@ -165,7 +165,7 @@ class Leader:
             num_replicas=self._num_replicas,
         )
 
-    def _take_messages(self, engine: Engine) -> bool:
+    def take_messages(self, engine: Engine) -> bool:
         """Pass all received messages to the engine; wait for one if there is nothing else to do."""
         if not engine.has_work():
             self._reporter.idle()

@@ -20,7 +20,7 @@ from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.serving import ModelInfo, ModelSlot
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.app import make_app
-from tightwire.server.ipc.engine_client import EngineState, EngineUnavailableError, Phase, QueueFullError
+from tightwire.server.ipc.engine_client import EngineClient, EngineState, EngineUnavailableError, Phase, QueueFullError
 from tightwire.server.ipc.engine_stats import CommCount, EngineCounters, EngineStats, ReplicaLoad
 from tightwire.server.ipc.messages import (
     AddRequest,
@@ -188,7 +188,9 @@ def _logprob(token_id: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token_id=token_id, logprob=-1.0, rank=2, top=top[:num_top])
 
 
-def app_for(engine: FakeEngine, *, chat: bool = True, loaded: bool = True, http: HttpOptions | None = None) -> FastAPI:
+def app_for(
+    engine: EngineClient, *, chat: bool = True, loaded: bool = True, http: HttpOptions | None = None
+) -> FastAPI:
     slot = ModelSlot()
     if loaded:
         slot.fill(info=INFO, tokenizer=byte_tokenizer(chat=chat))
