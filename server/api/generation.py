@@ -3,7 +3,7 @@
 All dialects use ``generate``. Knows neither JSON nor HTTP.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -41,26 +41,29 @@ class Delta:
         self.finish_reason = later.finish_reason
 
 
-class Sequence:
-    """One choice of an answer. Detokenizes its tokens and finds stop strings; call ``take`` with each output in order.
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How the tokens of one prompt's answers become text.
 
     Args:
+        stops, keep_stop: the stop strings; ``keep_stop``: a stop string or stop token stays in the text.
         echo: the prompt's text, if the answer begins with it.
+        after_text: the answer continues the prompt's text (``Detokenizer``).
         discard_tokens: the client asked only for the prompt's logprobs; the engine generates one token anyway.
     """
 
+    stops: Collection[str] = ()
+    keep_stop: bool = False
+    echo: str | None = None
+    after_text: bool = False
+    discard_tokens: bool = False
+
+
+class Sequence:
+    """One choice of an answer. Detokenizes its tokens and finds stop strings; call ``take`` with each output in order."""
+
     def __init__(
-        self,
-        *,
-        index: int,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        tokens: TokenTable,
-        stops: StopStrings,
-        keep_stop_token: bool = False,
-        echo: str | None = None,
-        after_text: bool = False,
-        discard_tokens: bool = False,
+        self, index: int, prompt_token_ids: list[int], params: SamplingParams, tokens: TokenTable, text: TextOptions
     ) -> None:
         self.index = index
         self.prompt_token_ids = prompt_token_ids
@@ -69,12 +72,12 @@ class Sequence:
         self.num_cached_tokens = 0  # prompt tokens that the engine did not compute
         self.finished = False
         self._tokens = tokens
-        self._detokenizer = Detokenizer(tokens, after_text=after_text)
-        self._stops = stops
-        self._keep_stop_token = keep_stop_token
-        self._echo = echo
-        self._text_start = len(echo or "")
-        self._discard_tokens = discard_tokens
+        self._detokenizer = Detokenizer(tokens, after_text=text.after_text)
+        self._stops = StopStrings(tuple(text.stops), include=text.keep_stop)
+        self._keep_stop_token = text.keep_stop
+        self._echo = text.echo
+        self._text_start = len(text.echo or "")
+        self._discard_tokens = text.discard_tokens
         self._started = False
         self._delta = Delta(index)
 

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.server.api.detokenize import StopStrings
 from tightwire.server.api.errors import ApiError, invalid
-from tightwire.server.api.generation import Sequence
+from tightwire.server.api.generation import Sequence, TextOptions
 from tightwire.server.api.schemas import Body, GenerationBody
 from tightwire.server.api.serving import ModelInfo, ServedModel
 
@@ -77,20 +76,10 @@ def make_sequences(
         check_ids(prompt, model.info, body.text_param)
         echo = echoes[position] if echoes else None
         asked = _check_length(body, model.info, prompt, max_tokens, default_max_tokens, echo is not None)
+        text = TextOptions(body.stop, body.include_stop_str_in_output, echo, after_text, discard_tokens=asked == 0)
         for choice in range(body.n):
             params = _sampling_params(body, max(asked, 1), seed + choice, logprobs, echo is not None)
-            sequence = Sequence(
-                index=position * body.n + choice,
-                prompt_token_ids=prompt,
-                params=params,
-                tokens=model.tokens,
-                stops=StopStrings(body.stop, include=body.include_stop_str_in_output),
-                keep_stop_token=body.include_stop_str_in_output,
-                echo=echo,
-                after_text=after_text,
-                discard_tokens=asked == 0,
-            )
-            sequences.append(sequence)
+            sequences.append(Sequence(position * body.n + choice, prompt, params, model.tokens, text))
     return sequences
 
 

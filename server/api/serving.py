@@ -49,7 +49,7 @@ class ServedModel:
 
 
 @dataclass(slots=True)
-class ModelSlot:
+class ModelHolder:
     """Holds the loaded model. The code that starts the ranks fills it before the engine becomes ready."""
 
     startup_s: float | None = None  # from the process's start to the model's first answer
@@ -63,7 +63,7 @@ class ModelSlot:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
     engine: EngineClient
-    slot: ModelSlot
+    holder: ModelHolder
     http: HttpOptions
     metrics: Metrics
 
@@ -71,7 +71,7 @@ class Serving:
     def status(self) -> EngineState:
         """The engine's state; not ready before the tokenizer is."""
         state = self.engine.state
-        if state.phase is Phase.READY and self.slot.model is None:
+        if state.phase is Phase.READY and self.holder.model is None:
             return EngineState(phase=Phase.LOADING, reason="tokenizer")
         return state
 
@@ -81,7 +81,7 @@ class Serving:
         Raises:
             ApiError: 503 while it loads, or after the engine died.
         """
-        status, model = self.status, self.slot.model
+        status, model = self.status, self.holder.model
         if model is None or status.phase in (Phase.LOADING, Phase.DEAD):
             raise unavailable(str(status))
         return model

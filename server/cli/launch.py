@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Mapping
 from tightwire.comm.sizes import format_bytes
 from tightwire.kernels.cpu.library import level
 from tightwire.model.open import Checkpoint
-from tightwire.server.api.serving import ModelInfo, ModelSlot
+from tightwire.server.api.serving import ModelHolder, ModelInfo
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.app import HttpServer, make_app
 from tightwire.server.http.listener import url_of
@@ -51,7 +51,7 @@ class _Server:
 
     def __init__(self, config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: Progress) -> None:
         self._config, self._listener, self._ranks, self._progress = config, listener, ranks, progress
-        self._slot = ModelSlot()
+        self._holder = ModelHolder()
         self._first_signal_s: float | None = None
         self._preparing: Background[tuple[Checkpoint, Decision]] | None = None
 
@@ -60,7 +60,7 @@ class _Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         async with RankedEngine(self._config, self._ranks, self._progress) as engine:
-            app = make_app(engine=engine.client, slot=self._slot, http=self._config.http)
+            app = make_app(engine=engine.client, holder=self._holder, http=self._config.http)
             async with HttpServer(app, self._listener):
                 return await self._run(engine)
 
@@ -82,7 +82,7 @@ class _Server:
             self._progress.say(f"tightwire serve: {failure}")
             for rank, traceback in engine.tracebacks():
                 self._progress.say(f"--- rank {rank} ---\n{traceback}")
-            if self._slot.model is not None:
+            if self._holder.model is not None:
                 await asyncio.sleep(_LAST_WORDS_S)
             return 1
         finally:
@@ -117,20 +117,21 @@ class _Server:
             kernels=level() if decision.plan.device == "cpu" else "",
             default_seed=options.seed,
         )
-        self._slot.fill(info=info, tokenizer=tokenizer)
+        self._holder.fill(info=info, tokenizer=tokenizer)
         await engine.wait_ready()
         self._announce(info, decision, engine.ready)
 
     def _announce(self, info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> None:
-        self._slot.startup_s = process_age_s()
+        self._holder.startup_s = process_age_s()
         self._progress.say(describe_layout(decision, ready))
         if (stream := ready[0].stream) is not None:
             self._progress.say(stream.describe())
         if (comm := ready[0].comm) is not None and comm.link is not None and comm.link != decision.plan.link:
             self._progress.say(comm.link.describe(self._config.parallel.wire_nodes))  # measured by now
         self._progress.say(
-            f"ready in {self._slot.startup_s:.1f} s at {url_of(self._listener)}: {info.name} "
-            f"(tp {info.tp}{f', dp {info.dp}' if info.dp > 1 else ''}, {_numbers(info)} on {decision.plan.device}{f' with {info.kernels} kernels' if info.kernels else ''}, "
+            f"ready in {self._holder.startup_s:.1f} s at {url_of(self._listener)}: {info.name} "
+            f"(tp {info.tp}{f', dp {info.dp}' if info.dp > 1 else ''}, {_numbers(info)} on {decision.plan.device}"
+            f"{f' with {info.kernels} kernels' if info.kernels else ''}, "
             f"{_wire(info, ready[0].comm)}"
             f"context {info.max_model_len}, {decision.plan.num_blocks} KV blocks of "
             f"{self._config.engine.block_size} tokens{' each replica' if info.dp > 1 else ''})"

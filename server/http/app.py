@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from tightwire import __version__
 from tightwire.server.api.errors import install_error_handlers
 from tightwire.server.api.metrics import Metrics
-from tightwire.server.api.serving import ModelSlot, Serving
+from tightwire.server.api.serving import ModelHolder, Serving
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.middleware import RequestScope, RequireKey
 from tightwire.server.http.openapi import make_openapi
@@ -26,18 +26,18 @@ _LAST_RESPONSES_S = 3
 _DESCRIPTION = "OpenAI's API for one Llama model, split over ranks. Every error is an ErrorBody."
 
 
-def make_app(*, engine: EngineClient, slot: ModelSlot, http: HttpOptions) -> FastAPI:
+def make_app(*, engine: EngineClient, holder: ModelHolder, http: HttpOptions) -> FastAPI:
     """The application for one engine.
 
     Args:
-        slot: holds the model once it is loaded. Until then, and while ``engine.state`` is loading, the process is live but
+        holder: holds the model once it is loaded. Until then, and while ``engine.state`` is loading, the process is live but
             not ready, and the API answers 503.
     """
     serving = Serving(
         engine=engine,
-        slot=slot,
+        holder=holder,
         http=http,
-        metrics=Metrics(lambda: engine.stats, lambda: slot.startup_s, lambda: engine.comm_setup),
+        metrics=Metrics(lambda: engine.stats, lambda: holder.startup_s, lambda: engine.comm_setup),
     )
     app = FastAPI(
         title="Tightwire", version=__version__, description=_DESCRIPTION, redirect_slashes=False, redoc_url=None

@@ -10,8 +10,7 @@ from typing import Self
 import msgspec
 import zmq
 
-from tightwire.comm.group.group import Group
-from tightwire.comm.group.partition_groups import PartitionPeers
+from tightwire.model.build import RankGroups
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.parameters import SamplingParams
@@ -22,7 +21,7 @@ from tightwire.server.config.serve import EngineOptions
 from tightwire.server.engine.drafts import NgramDrafter
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.request import RequestRules
-from tightwire.server.ipc.channels import bind_receiver
+from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.messages import (
     AddRequest,
     CancelRequest,
@@ -47,33 +46,28 @@ class Leader:
 
     def __init__(
         self,
-        *,
         runner: ModelRunner,
         model: LlamaConfig,
         plan: RunPlan,
         options: EngineOptions,
-        group: Group,
-        inbox: str,
-        followers: Sequence[str],
+        groups: RankGroups,
+        inboxes: Sequence[str],
         reporter: Reporter,
-        peers: PartitionPeers | None = None,
     ) -> None:
-        """``peers``: the ranks that share layers with this one, whose transfers are counted."""
+        """``inboxes``: addresses of all ranks, this one's first."""
         self._reporter = reporter
         self._context = zmq.Context()
-        self._inbox = bind_receiver(self._context, inbox)
+        self._inbox = bind_receiver(self._context, inboxes[0])
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         least = options.max_num_batched_tokens
         self._runner = RankZeroRunner(
             runner,
-            group,
+            groups,
             reporter,
-            self._context,
+            [connect_sender(self._context, address) for address in inboxes[1:]],
             vocab_size=model.vocab_size,
             step_size=StepSize(least, least * plan.weights.max_parts),
-            followers=followers,
             num_replicas=plan.num_replicas,
-            peers=peers,
         )
         self._rules = RequestRules(
             vocab_size=model.vocab_size,
@@ -91,10 +85,9 @@ class Leader:
             prefix_cache=options.prefix_cache,
             max_step_blocks=None if plan.buffer_blocks == plan.num_blocks else plan.buffer_blocks,
         )
-        self._drafter = None
-        if options.speculation == "ngram":
-            self._drafter = NgramDrafter(max_tokens=5, longest=4, shortest=2)
-        self._sampler = Sampler(model.vocab_size, group.device)
+        drafts = options.speculation == "ngram"
+        self._drafter = NgramDrafter(max_tokens=5, longest=4, shortest=2) if drafts else None
+        self._sampler = Sampler(model.vocab_size, groups.replica.device)
 
     def __enter__(self) -> Self:
         return self

@@ -12,17 +12,15 @@ import torch
 import zmq
 from torch import Tensor
 
-from tightwire.comm.group.group import Group
-from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.comm.ledger.counters import Count
 from tightwire.comm.ledger.ledger import Spent
+from tightwire.model.build import RankGroups
 from tightwire.model.cache.offloaded_cache import OffloadedCache
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan
 from tightwire.model.weights.streamed import StreamedWeights
-from tightwire.server.ipc.channels import Context, connect_sender
 from tightwire.server.ipc.engine_stats import CacheCount, CommCount, RankCounts
-from tightwire.server.ipc.messages import StopFollowing, StreamForecast, ToFollower
+from tightwire.server.ipc.messages import StopFollowing, StreamForecast
 from tightwire.server.ranks.reporter import Reporter
 from tightwire.server.ranks.stream_meter import StepSize, StreamMeter
 
@@ -33,21 +31,20 @@ class RankZeroRunner:
     def __init__(
         self,
         runner: ModelRunner,
-        group: Group,
+        groups: RankGroups,
         reporter: Reporter,
-        context: Context,
+        followers: Sequence[zmq.Socket[bytes]],
         *,
         vocab_size: int,
         step_size: StepSize,
-        followers: Sequence[str],
         num_replicas: int,
-        peers: PartitionPeers | None,
     ) -> None:
-        """``followers``: addresses of ranks 1, 2, ... ``peers``: ranks that share layers with this one."""
-        self._runner, self._group, self._reporter = runner, group, reporter
-        self._vocab_size, self._step_size, self._num_replicas = vocab_size, step_size, num_replicas
-        self._ledgers = [group.ledger] if peers is None else [group.ledger, peers.inside.ledger]
-        self._followers: list[zmq.Socket[bytes]] = [connect_sender(context, address) for address in followers]
+        """``followers``: sockets to ranks 1, 2, ...; closed with this object."""
+        self._runner, self._group, self._reporter = runner, groups.replica, reporter
+        self._followers, self._num_replicas = followers, num_replicas
+        self._vocab_size, self._step_size = vocab_size, step_size
+        # The group that shares layers has a ledger of its own.
+        self._ledgers = [self._group.ledger, *([] if groups.peers is None else [groups.peers.inside.ledger])]
         self._encoder = msgspec.msgpack.Encoder()
         self._warm_up_counts: dict[tuple[str, str, str], Count] = {}
         self.meter: StreamMeter | None = None
@@ -74,7 +71,9 @@ class RankZeroRunner:
 
     def stop_followers(self) -> None:
         """Make the other ranks leave their loops."""
-        self._send_followers(StopFollowing())
+        encoded = self._encoder.encode(StopFollowing())
+        for follower in self._followers:
+            follower.send(encoded)
 
     def end_warm_up(self) -> None:
         """Exclude everything so far from the counts."""
@@ -97,12 +96,6 @@ class RankZeroRunner:
     def stream_forecast(self) -> StreamForecast | None:
         """The cost of streaming, after the warm-up; None if nothing streams."""
         return None if self.meter is None else self.meter.forecast()
-
-    def _send_followers(self, message: ToFollower) -> None:
-        if self._followers:
-            encoded = self._encoder.encode(message)
-            for follower in self._followers:
-                follower.send(encoded)
 
     def _comm_counts(self) -> list[CommCount]:
         """Totals by collective since the warm-up; for collectives of loading, all of them."""

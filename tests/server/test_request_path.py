@@ -122,16 +122,7 @@ def _walks_of_rank(folder: Path) -> tuple[Walk, Walk]:
     plan = RunPlan(device="cpu", dtype="bfloat16", allreduce="auto", transport="none", **sizes)
     request = AddRequest("a", [1, 2, 3], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
     reporter = Reporter(0, parent, make_address("reporter"))
-    leader = Leader(
-        runner=runner,
-        model=checkpoint.config,
-        plan=plan,
-        options=EngineOptions(),
-        group=group,
-        inbox=inbox,
-        followers=(),
-        reporter=reporter,
-    )
+    leader = Leader(runner, checkpoint.config, plan, EngineOptions(), RankGroups(group), (inbox,), reporter)
     with bind_receiver(context, parent), leader, connect_sender(context, inbox) as sender:
         engine = leader.make_engine()
         sender.send(msgspec.msgpack.encode(request))

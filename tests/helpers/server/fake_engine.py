@@ -17,7 +17,7 @@ from tightwire.comm.ledger.counters import Latency
 from tightwire.comm.ledger.recording import Event, RankEvents
 from tightwire.model.text.byte_tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, byte_backend
 from tightwire.model.text.tokenizer import Tokenizer
-from tightwire.server.api.serving import ModelInfo, ModelSlot
+from tightwire.server.api.serving import ModelInfo, ModelHolder
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.app import make_app
 from tightwire.server.ipc.engine_client import EngineClient, EngineState, EngineUnavailableError, Phase, QueueFullError
@@ -191,10 +191,10 @@ def _logprob(token_id: int, num_top: int) -> TokenLogprob:
 def app_for(
     engine: EngineClient, *, chat: bool = True, loaded: bool = True, http: HttpOptions | None = None
 ) -> FastAPI:
-    slot = ModelSlot()
+    holder = ModelHolder()
     if loaded:
-        slot.fill(info=INFO, tokenizer=byte_tokenizer(chat=chat))
-    return make_app(engine=engine, slot=slot, http=http or HttpOptions())
+        holder.fill(info=INFO, tokenizer=byte_tokenizer(chat=chat))
+    return make_app(engine=engine, holder=holder, http=http or HttpOptions())
 
 
 @contextmanager

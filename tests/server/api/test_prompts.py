@@ -10,15 +10,15 @@ from helpers.server.fake_engine import INFO, byte_tokenizer
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.prompts import make_sequences, run_off_loop
 from tightwire.server.api.schemas import CompletionBody
-from tightwire.server.api.serving import ModelInfo, ModelSlot, ServedModel
+from tightwire.server.api.serving import ModelInfo, ModelHolder, ServedModel
 from tightwire.server.http.body import check_fields
 
 
 def _model(info: ModelInfo = INFO) -> ServedModel:
-    slot = ModelSlot()
-    slot.fill(info=info, tokenizer=byte_tokenizer())
-    assert slot.model is not None
-    return slot.model
+    holder = ModelHolder()
+    holder.fill(info=info, tokenizer=byte_tokenizer())
+    assert holder.model is not None
+    return holder.model
 
 
 def _body(**fields: Any) -> CompletionBody:
