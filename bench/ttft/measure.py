@@ -5,21 +5,16 @@ tokens are about equally likely, because sums in another order round differently
 reported as its agreement; but a token that is very unlikely to the lossless arm is a wrong answer.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
-from tightwire.bench.client import BenchClient
 from tightwire.bench.run import BenchFailedError
-from tightwire.bench.text import english_text
 from tightwire.bench.ttft.options import ServerFacts, TtftOptions
 from tightwire.bench.ttft.proof import SITES, ArmPolicy, Cell, WireUse
-from tightwire.bench.ttft.requests import Arm, Meter, PromptMaker, Request, Turn, make_turns
+from tightwire.bench.ttft.requests import Arm, Meter, Request, Turn, make_turns
 from tightwire.comm.all_reduce.registry import parse_all_reduce
-from tightwire.server.cli.remote import Remote, RemoteError, ask
+from tightwire.server.cli.remote import Remote
 
 NEAR_TIE_NATS = {"bfloat16": 0.25, "float16": 0.05, "float32": 1e-3}
 ABSURD_NATS = 4.0
@@ -27,8 +22,6 @@ UNLIKELY_NATS = 1.0  # for a token outside the top 20; with random weights hundr
 _TOP = 20
 _WARM_UPS = 2  # turns of each arm in each cell
 _FORCE = 100.0  # the largest logit bias; logprobs are reported as before it
-_TIMEOUT_S = 1800.0  # of one request: a long prompt over a slow wire takes minutes
-_BODY = {"temperature": 0, "ignore_eos": True}
 
 
 class WrongAnswerError(BenchFailedError):
@@ -108,16 +101,9 @@ class Measurement:
             ValueError: the text has too few prompts of these lengths.
         """
         measured, options, seed = self.measured, self._options, self.measured.seed
-        async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(BenchClient(remote, timeout_s=_TIMEOUT_S, extra_body=_BODY))
-            http = await stack.enter_async_context(
-                httpx.AsyncClient(headers=dict(remote.headers), timeout=_TIMEOUT_S, trust_env=remote.trust_env)
-            )
-            prompts = PromptMaker(http, remote, seed=seed)
-            meter = Meter(client, http, remote, prompts, output_len=options.output_len)
-            measured.comm = await meter.get("comm")
+        async with Meter(remote, output_len=options.output_len, seed=seed) as meter:
+            measured.comm = await meter.comm()
             self._make_arms()
-            await prompts.open(english_text())
             for cell in measured.cells:
                 for arm in measured.arms:
                     await self._warm_up(meter, cell, arm)
@@ -127,7 +113,7 @@ class Measurement:
                     self._check_counts(await meter.run(turn))
                 measured.turns += turns
                 yield
-            await self._check_answers(http, remote)
+            await self._check_answers(meter)
             yield
 
     def _make_arms(self) -> None:
@@ -161,7 +147,7 @@ class Measurement:
             use = proof.formulas.prompt_use(proof.messages(policy, cell.prompt_len, 1), gathered)
             self.measured.wire_uses[cell, arm.name] = use
 
-    async def _check_answers(self, http: httpx.AsyncClient, remote: Remote) -> None:
+    async def _check_answers(self, meter: Meter) -> None:
         """Check one timed answer of each cell and arm."""
         measured, faults = self.measured, list[str]()
         lossless = [arm for arm in (measured.baseline, *measured.arms) if arm.lossless]
@@ -170,7 +156,7 @@ class Measurement:
             for arm in measured.arms:
                 self._step(f"checking an answer of {arm.name}, {cell}")
                 turn = measured.of(cell, arm)[0]
-                agreement = await check_answer(http, remote, reference, turn, turn.requests[0])
+                agreement = await check_answer(meter, reference, turn, turn.requests[0])
                 measured.agreements.append(agreement)
                 if (fault := agreement.fault(self._facts.dtype)) is not None:
                     faults.append(fault)
@@ -187,31 +173,20 @@ class Measurement:
         self._done += 1
 
 
-async def check_answer(
-    http: httpx.AsyncClient, remote: Remote, reference: Arm, turn: Turn, request: Request
-) -> Agreement:
+async def check_answer(meter: Meter, reference: Arm, turn: Turn, request: Request) -> Agreement:
     """Compare one timed answer with the ``reference`` arm's answer to the same prompt.
 
     Raises:
         RemoteError: the server failed.
     """
-
-    async def complete(asked: Mapping[str, Any]) -> dict[str, Any]:
-        options = {**reference.option, "token_ids": True}
-        try:
-            body = {"model": remote.model, **_BODY, "tightwire": options, **asked}
-            return await ask(http, f"{remote.base}/completions", body)
-        except RemoteError as error:
-            raise RemoteError(f"checking an answer: {error}") from error
-
     own, num = request.token_ids, len(request.token_ids)
-    answer = await complete({"prompt": request.prompt.text, "max_tokens": num})
+    answer = await meter.complete(reference, {"prompt": request.prompt, "max_tokens": num})
     exact = answer["tightwire"]["token_ids"][0]
     matched = next((i for i, (a, b) in enumerate(zip(own, exact, strict=True)) if a != b), None)
     if matched is None:
         return Agreement(cell=turn.cell, arm=turn.arm, matched=num, num_tokens=num)
-    context, bias = [*request.prompt.token_ids, *exact[:matched]], {str(own[matched]): _FORCE}
-    forced = await complete({"prompt": context, "max_tokens": 1, "logprobs": _TOP, "logit_bias": bias})
+    context, bias = [*request.prompt, *exact[:matched]], {str(own[matched]): _FORCE}
+    forced = await meter.complete(reference, {"prompt": context, "max_tokens": 1, "logprobs": _TOP, "logit_bias": bias})
     logprobs = forced["choices"][0]["logprobs"]
     # Several tokens may have the same text, such as halves of a character, so the table is read by its numbers.
     top, forced_logprob = sorted(logprobs["top_logprobs"][0].values(), reverse=True), logprobs["token_logprobs"][0]

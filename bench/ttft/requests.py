@@ -1,26 +1,26 @@
-"""Sends one arm's prompts to the measured server, times the answers and reads the ranks' counters.
+"""Sends one arm's prompts to the measured server, times the answers and reads the counters of rank 0.
 
-A prompt is a passage of real text with an exact token count, and no two prompts begin at the same place, so a prefix cache
-cannot help. Prompts travel as text because tokenizing is part of what a user waits for.
+A prompt is a passage of real text as token ids. No two begin at the same place, so a prefix cache cannot help.
 """
 
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
 from tightwire.bench.client import BenchClient, Prompt
-from tightwire.bench.text import Passages
+from tightwire.bench.text import Passages, english_text
 from tightwire.bench.ttft.proof import Cell
 from tightwire.comm.ledger.counters import Count
-from tightwire.server.cli.remote import Remote, RemoteError, ask
+from tightwire.server.cli.remote import Remote, ask
 
-_CUT_ATTEMPTS = 200  # a passage that begins or ends inside a word often has another token count after decoding
+_TIMEOUT_S = 1800.0  # of one request: a long prompt over a slow wire takes minutes
+_BODY = {"temperature": 0, "ignore_eos": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,17 +43,11 @@ class Arm:
         return {} if self.is_default else {"allreduce": self.algorithm}
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    text: str
-    token_ids: tuple[int, ...]  # as the server tokenizes the text, special tokens included
-
-
 @dataclass(kw_only=True, slots=True)
 class Request:
     """One answered request. Times are seconds at the client; ``parts`` is how the server splits its own ``ttft_s``."""
 
-    prompt: TextPrompt
+    prompt: list[int]  # token ids
     ttft_s: float
     tpot_s: float
     e2e_s: float
@@ -95,67 +89,40 @@ def make_turns(cells: Sequence[Cell], arms: Sequence[Arm], rounds: int, seed: in
             yield [Turn(cell=cell, arm=arm, round=number, place=place) for place, arm in enumerate(order)]
 
 
-class PromptMaker:
-    """Cuts prompts out of one text with the server's own tokenizer."""
-
-    def __init__(self, http: httpx.AsyncClient, remote: Remote, *, seed: int) -> None:
-        self._http, self._root, self._seed = http, remote.root, seed
-
-    async def open(self, text: str) -> None:
-        """Tokenize the text.
-
-        Raises:
-            RemoteError: the server does not tokenize.
-        """
-        plain, special = await self._tokenize("A word", special=False), await self._tokenize("A word")
-        self._num_special = len(special) - len(plain)
-        self._passages = Passages(await self._tokenize(text, special=False), seed=self._seed)
-
-    async def take(self, num_tokens: int) -> TextPrompt:
-        """A new prompt that the server counts as ``num_tokens``.
-
-        Raises:
-            ValueError: the text has no such passage left.
-            RemoteError: no passage has that length after decoding.
-        """
-        num_text = num_tokens - self._num_special
-        if num_text < 1:
-            raise ValueError(
-                f"--prompt-lens {num_tokens} leaves no room for text: the tokenizer adds {self._num_special} special tokens"
-            )
-        for _ in range(_CUT_ATTEMPTS):
-            token_ids = self._passages.take(num_text)
-            text = (await ask(self._http, f"{self._root}/detokenize", {"tokens": token_ids}))["prompt"]
-            encoded = await self._tokenize(text) if text else []
-            if len(encoded) == num_tokens:
-                return TextPrompt(text, tuple(encoded))
-        raise RemoteError(f"none of {_CUT_ATTEMPTS} passages has {num_tokens} tokens after decoding")
-
-    async def _tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        body = {"prompt": text, "add_special_tokens": special}
-        return (await ask(self._http, f"{self._root}/tokenize", body))["tokens"]
-
-
 class RequestFailedError(RuntimeError):
     """An answer failed or has another length than requested; the turn is not usable."""
 
 
 class Meter:
-    """Runs turns on the measured server."""
+    """Runs turns on the measured server; an async context manager."""
 
-    def __init__(
-        self, client: BenchClient, http: httpx.AsyncClient, remote: Remote, prompts: PromptMaker, *, output_len: int
-    ) -> None:
-        self._client, self._http, self._remote, self._prompts = client, http, remote, prompts
-        self._output_len = output_len
+    def __init__(self, remote: Remote, *, output_len: int, seed: int) -> None:
+        self.remote, self._output_len, self._seed = remote, output_len, seed
+
+    async def __aenter__(self) -> Self:
+        remote = self.remote
+        self._client = BenchClient(remote, timeout_s=_TIMEOUT_S, extra_body=_BODY)
+        self._http = httpx.AsyncClient(headers=dict(remote.headers), timeout=_TIMEOUT_S, trust_env=remote.trust_env)
+        special, plain = await self._tokenize("A word"), await self._tokenize("A word", special=False)
+        self._first = special[: len(special) - len(plain)]
+        self._passages = Passages(await self._tokenize(english_text(), special=False), seed=self._seed)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._http.aclose()
+        await self._client.__aexit__(*error)
 
     async def run(self, turn: Turn) -> Turn:
         """Send new prompts all at once, wait for all answers, and fill ``turn``.
 
         Raises:
             RequestFailedError: an answer failed, or has another length than requested.
+            ValueError: the text has no unused passage of this length.
         """
-        prompts = [await self._prompts.take(turn.cell.prompt_len) for _ in range(turn.cell.concurrency)]
+        num_text = turn.cell.prompt_len - len(self._first)
+        if num_text < 1:
+            raise ValueError(f"--prompt-lens must be above {len(self._first)}, the tokens that begin every prompt")
+        prompts = [[*self._first, *self._passages.take(num_text)] for _ in range(turn.cell.concurrency)]
         before = await self._counts()
         began = time.perf_counter()
         turn.requests = list(await asyncio.gather(*(self._request(turn, prompt) for prompt in prompts)))
@@ -164,20 +131,34 @@ class Meter:
         turn.counts = [count for count in changed if count.calls]
         return turn
 
-    async def get(self, route: str, timeout_s: float = 30.0) -> dict[str, Any]:
-        return await ask(self._http, f"{self._remote.root}/{route}", timeout_s=timeout_s)
+    async def comm(self) -> dict[str, Any]:
+        """GET /comm."""
+        return await ask(self._http, f"{self.remote.root}/comm", timeout_s=30.0)
+
+    async def complete(self, arm: Arm, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The untimed greedy answer of ``arm``.
+
+        Raises:
+            RemoteError: the server failed.
+        """
+        body = {"model": self.remote.model, **_BODY, "tightwire": {**arm.option, "token_ids": True}, **body}
+        return await ask(self._http, f"{self.remote.base}/completions", body)
+
+    async def _tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        body = {"prompt": text, "add_special_tokens": special}
+        return (await ask(self._http, f"{self.remote.root}/tokenize", body))["tokens"]
 
     async def _counts(self) -> dict[tuple[str, str, str], Count]:
         """Totals of rank 0 since its start."""
-        rows = (await self.get("comm"))["counters"]
+        rows = (await self.comm())["counters"]
         counts = [Count(**{key: row[key] for key in Count._fields if key in row}) for row in rows]
         return {count[:3]: count for count in counts}
 
-    async def _request(self, turn: Turn, prompt: TextPrompt) -> Request:
+    async def _request(self, turn: Turn, prompt: list[int]) -> Request:
         extra: dict[str, Any] = {}
         options = {**turn.arm.option, "timing": True, "comm": True, "token_ids": True}
         sample = await self._client.measure(
-            Prompt(content=prompt.text, max_tokens=self._output_len),
+            Prompt(content=prompt, max_tokens=self._output_len),
             extra_body={"tightwire": options},
             watch=lambda event: extra.update(event.get("tightwire") or {}),
         )
@@ -187,8 +168,8 @@ class Meter:
             pass
         elif "timing" not in extra:
             problem = "the server sends no timing; it must have the version of this bench"
-        elif sample.num_prompt != len(prompt.token_ids):
-            problem = f"the server counted {sample.num_prompt} prompt tokens, not {len(prompt.token_ids)}"
+        elif sample.num_prompt != len(prompt):
+            problem = f"the server counted {sample.num_prompt} prompt tokens, not {len(prompt)}"
         elif not sample.num_generated == len(token_ids) == self._output_len:
             problem = f"the answer has {sample.num_generated} tokens ({len(token_ids)} ids), not {self._output_len}"
         elif sample.ttft_s is None:

@@ -74,6 +74,8 @@ def bench(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
                 return cast(ServerChild, FakeChild(cast(FakeTtftServer, fake).url, death))
 
             status = TtftBench(options, start=start).run()
+        prompts = [tuple(body["prompt"]) for body in fake.bodies if body.get("stream")]
+        assert {len(prompt) for prompt in prompts} <= {12} and len({prompt[:4] for prompt in prompts}) == len(prompts)
         assert "--allreduce" in started[0] and "two-shot" in started[0]
         assert started[0][started[0].index("--allreduce-extra") + 1] == "flash-int8"
         written = list(tmp_path.glob("*.json"))

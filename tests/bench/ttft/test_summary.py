@@ -5,7 +5,7 @@ import pytest
 from tightwire.bench.ttft.measure import Agreement, Measured
 from tightwire.bench.ttft.options import TtftOptions
 from tightwire.bench.ttft.proof import Cell
-from tightwire.bench.ttft.requests import Arm, Request, TextPrompt, Turn
+from tightwire.bench.ttft.requests import Arm, Request, Turn
 from tightwire.bench.ttft.summary import make_rows, recommend
 from tightwire.comm.ledger.counters import Count
 
@@ -20,7 +20,7 @@ BUSY = (1.0, 1.3, 0.9, 2.0, 1.1, 1.0)  # what the machine does to all arms of a 
 def entry(cell: Cell, arm: Arm, number: int, ttft_s: float, tpot_s: float = 0.01) -> Turn:
     requests = [
         Request(
-            prompt=TextPrompt("a b", (1, 2)),
+            prompt=[1, 2],
             ttft_s=BUSY[number] * ttft_s * share,
             tpot_s=BUSY[number] * tpot_s,
             e2e_s=ttft_s + tpot_s,

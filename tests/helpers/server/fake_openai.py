@@ -121,7 +121,8 @@ class FakeServer:
             return self.odd_usage
         text = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
         return {
-            "prompt_tokens": len(text.split()) * self.tokens_per_word + self.template_tokens,
+            "prompt_tokens": len(text.split() if isinstance(text, str) else text) * self.tokens_per_word
+            + self.template_tokens,
             "completion_tokens": num_generated,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }

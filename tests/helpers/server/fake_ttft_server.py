@@ -45,7 +45,6 @@ class FakeTtftServer(FakeServer):
             [
                 Route("/comm", self._comm),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
-                Route("/detokenize", self._detokenize, methods=["POST"]),
             ]
         )
         return app
@@ -79,10 +78,6 @@ class FakeTtftServer(FakeServer):
         words = (await request.json())["prompt"].split()
         return JSONResponse({"tokens": [self._words.setdefault(word, len(self._words)) for word in words]})
 
-    async def _detokenize(self, request: Request) -> Response:
-        known = list(self._words)
-        return JSONResponse({"prompt": " ".join(known[token] for token in (await request.json())["tokens"])})
-
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         if body.get("stream"):
@@ -97,7 +92,7 @@ class FakeTtftServer(FakeServer):
         arm = body["tightwire"].get("allreduce", OWN)
         async for event in super()._tokens(body):
             if event["usage"]:
-                self._run(arm, len(body["prompt"].split()), body["max_tokens"])
+                self._run(arm, len(body["prompt"]), body["max_tokens"])
                 event["tightwire"] = {
                     "timing": {"ttft_s": 0.01, "compute_s": 0.004, "allreduce_s": 0.005, "codec_s": 0.001},
                     "comm": {"decode": {"comm_share": 0.5}},
