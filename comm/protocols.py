@@ -1,7 +1,6 @@
 """Protocols of comm: ``Transport`` moves bytes between ranks, ``AllReduce`` sums a tensor over them.
 
-An algorithm is written once against ``Transport``; a transport knows no algorithms. Callers above comm use a ``Group``
-(comm/group/group.py), which holds one transport and one ledger.
+An algorithm is written once against ``Transport``; a transport knows no algorithms.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,9 +69,9 @@ class FusedAllReduce(Protocol):
 class Transport(Protocol):
     """Moves byte tensors between the ranks of one group.
 
-    Every method is collective: all ranks call the same methods in the same order with the same sizes. Every wait has
-    a deadline and raises ``CollectiveTimeoutError`` naming the ranks that did not arrive. Received tensors belong to
-    the caller. ``bytes_sent`` grows by exactly the payload bytes this rank sent to others.
+    Every method is collective: all ranks call the same methods in the same order with the same sizes. Every wait has a
+    deadline and raises ``CollectiveTimeoutError`` with the missing ranks. Received tensors belong to the caller; this rank's
+    own entry may be the tensor it gave. ``bytes_sent`` grows by exactly the payload bytes this rank sent to others.
     """
 
     rank: int
@@ -81,15 +80,14 @@ class Transport(Protocol):
     fused: FusedAllReduce | None  # None: algorithms go through the methods below
 
     def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """All-to-all: ``slices[i]`` goes to rank i; entry i of the result came from rank i (this rank's included).
+        """All-to-all: ``slices[i]`` goes to rank i; entry i of the result is from rank i.
 
-        All ranks use the same slice lengths, so each received entry is as long as this rank's own. This rank's entry may be
-        the given tensor itself.
+        All ranks use the same slice lengths, so each received entry is as long as this rank's own.
         """
         ...
 
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """All-gather: the buffers of all ranks in rank order (this rank's included, maybe ``buf`` itself).
+        """All-gather: the buffers of all ranks in rank order.
 
         ``sizes``: bytes of each rank's buffer, the same list on all ranks; None: all are as long as ``buf``.
         """
@@ -107,7 +105,7 @@ class Transport(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the library (gloo, NCCL), for ``native``. Returns a new tensor."""
+        """The library's sum (gloo, NCCL), a new tensor."""
         ...
 
     def barrier(self) -> None: ...

@@ -93,7 +93,7 @@ class Entry:
         if self.needs_nodes and setting.num_nodes == 1:
             return "there is one node, where it is two-shot"
         if self.depends_on_place and setting.world_size > 2 and setting.device == "cpu":
-            return "sums depend on an element's place, so a text would on its neighbours"
+            return "sums depend on an element's place, so a text would depend on other requests"
         return None
 
 

@@ -91,7 +91,7 @@ def parse_codec(name: str) -> Codec:
     except ValueError as error:
         raise ValueError(
             f"unknown codec {name!r} ({error}); a codec is none, fp8, or int8, int6, int5, int4, int3 or int2, and then "
-            "as wanted, in this order, -g32 or -g64 (numbers in a group, default 128), -sym (symmetric), -had (rotated), "
+            "optionally, in this order, -g32 or -g64 (numbers in a group, default 128), -sym (symmetric), -had (rotated), "
             "-sr (spikes reserved), such as int4-g64-sr"
         ) from None
     return Codec(name, fmt)

@@ -8,8 +8,7 @@ As for an AllReduce, all ranks call with the same shapes and dtypes in the same 
 does not come raises ``CollectiveTimeoutError`` or ``PeerLostError``, and the group cannot be used any more. With a single
 rank nothing is sent or quantized. ``phase`` and ``site`` are for the ledger.
 
-A codec's kernels compile at first use, while other ranks wait in the collective. So call ``prepare_codecs`` with all codecs,
-those of ``node_wise`` too, before the first collective.
+Call ``prepare_codecs`` with all codecs, those of ``node_wise`` too, before the first collective.
 """
 
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ _PREPARED_LENGTHS = (1 << 16, 128, 17)
 
 
 def prepare_codecs(device: torch.device, *codecs: Codec) -> None:
-    """Compile the kernels that collectives with these codecs use on ``device``, for every summable dtype.
+    """Compile the kernels of these codecs on ``device`` now; else other ranks wait for the compiler in a collective.
 
     Not collective. Cost: compilation the first time on a machine; later, reading the compiler's cache.
     """
@@ -55,7 +54,8 @@ def all_gather(group: Group, x: Tensor, codec: Codec = NONE, *, phase: str = "",
     Raises:
         TypeError: a dtype that the codec cannot encode.
     """
-    _check_encodable(x, codec)
+    if not codec.exact:
+        _check_summable(x)
     if group.world_size == 1 or x.numel() == 0:
         return [x.contiguous() for _ in range(group.world_size)]
     coding = nullcontext() if codec.exact else group.ledger.coding
@@ -158,11 +158,6 @@ def broadcast(group: Group, x: Tensor, root: int = 0, *, phase: str = "", site: 
         return group.transport.gather(as_bytes(own.view(-1)), sizes)[root].view(x.dtype).view(x.shape)
 
 
-def broadcast_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int, root: int = 0) -> int:
-    """(W-1) M from the root, nothing from the others."""
-    return (world_size - 1) * num_elems * elem_bytes if rank == root else 0
-
-
 def gather_to_root(
     group: Group, x: Tensor, sizes: Sequence[int], root: int = 0, *, phase: str = "", site: str = ""
 ) -> list[Tensor] | None:
@@ -171,27 +166,18 @@ def gather_to_root(
     Args:
         x: (sizes[rank],) uint8.
         sizes: each rank's bytes, the same list on all ranks; some but not all may be zero.
-    Cost: ``gather_to_root_bytes``, one round. All messages have the length of the longest, as ``Transport.exchange`` needs.
+    Cost: one round; each rank but ``root`` sends the longest size, rounded up to a multiple of 8, because
+        ``Transport.exchange`` needs messages of one length.
     """
     if group.world_size == 1:
         return [x.contiguous()]
-    length = _padded(sizes)
+    length = -(-max(sizes) // 8) * 8  # so that consecutive messages are aligned for every dtype
     with group.recorded("gather_to_root", "direct", length, phase=phase, site=site):
         padded = x.contiguous() if x.numel() == length else F.pad(x, (0, length - x.numel()))
         received = group.transport.exchange([padded if rank == root else x[:0] for rank in range(group.world_size)])
     if group.rank != root:
         return None
     return [message[:size] for message, size in zip(received, sizes, strict=True)]
-
-
-def gather_to_root_bytes(rank: int, sizes: Sequence[int], root: int = 0) -> int:
-    """The longest size, rounded up to a multiple of 8, from each rank but ``root``."""
-    return 0 if rank == root else _padded(sizes)
-
-
-def _padded(sizes: Sequence[int]) -> int:
-    """The longest size, rounded up so that consecutive messages are aligned for every dtype."""
-    return -(-max(sizes) // 8) * 8
 
 
 def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -208,11 +194,11 @@ def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list
         ValueError: shapes that differ or are not one-dimensional.
     """
     if indices_K.dtype not in _INDEX_TYPES:
-        raise TypeError(f"indices are {' or '.join(map(str, _INDEX_TYPES))}, got {indices_K.dtype}")
+        raise TypeError(f"indices must be {' or '.join(map(str, _INDEX_TYPES))}, got {indices_K.dtype}")
     _check_summable(values_K)
     if indices_K.dim() != 1 or indices_K.shape != values_K.shape:
         raise ValueError(
-            f"indices and values are lists of one length, got {tuple(indices_K.shape)} and {tuple(values_K.shape)}"
+            f"indices and values must be one-dimensional and of equal length, got {tuple(indices_K.shape)} and {tuple(values_K.shape)}"
         )
     if group.world_size == 1:
         return [(indices_K, values_K)]
@@ -242,11 +228,6 @@ def _label(codec: Codec) -> str:
     return "direct" if codec.exact else codec.name
 
 
-def _check_encodable(x: Tensor, codec: Codec) -> None:
-    if not codec.exact:
-        _check_summable(x)
-
-
 def _check_summable(x: Tensor) -> None:
     if x.dtype not in SUMMABLE:
-        raise TypeError(f"this takes {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert it first")
+        raise TypeError(f"numbers must be {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert them first")

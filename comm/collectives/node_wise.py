@@ -35,7 +35,7 @@ def hierarchical_reduce_scatter(
     3. Between nodes it sends each part to its owner, which adds them in the order of the nodes and rounds once to
        ``dtype`` (default: that of ``x``).
 
-    Cost: ``hierarchical_reduce_scatter_bytes``, two rounds.
+    Cost: ``hierarchical_bytes``, two rounds.
 
     Raises:
         TypeError: a dtype that cannot be summed.
@@ -67,18 +67,6 @@ def hierarchical_slices(num_elems: int, world_size: int, inside_codec: Codec, ac
     return slice_lengths(num_elems, world_size, max(inside_codec.group_elems, across_codec.group_elems))
 
 
-def hierarchical_reduce_scatter_bytes(
-    group: Group, num_elems: int, elem_bytes: int, inside_codec: Codec = NONE, across_codec: Codec = NONE
-) -> int:
-    """Bytes this rank sends: slices of other places inside its node, then slices of its own place to other nodes.
-
-    About (L-1)/L a(n) + (K-1)/K b(n/L) with a, b the codecs' ``wire_bytes``.
-    """
-    nodes = _nodes_of(group)
-    shape = nodes.across.world_size, nodes.inside.world_size
-    return sum(hierarchical_bytes(group.rank, *shape, num_elems, elem_bytes, inside_codec, across_codec))
-
-
 def hierarchical_bytes(
     rank: int,
     num_nodes: int,
@@ -88,7 +76,10 @@ def hierarchical_bytes(
     inside_codec: Codec = NONE,
     across_codec: Codec = NONE,
 ) -> tuple[int, int]:
-    """The bytes of ``rank`` on given numbers of nodes and ranks, without a group: (inside, between) nodes."""
+    """The bytes that ``rank`` sends (inside, between) nodes: slices of other places, then slices of its own place.
+
+    About (L-1)/L a(n) and (K-1)/K b(n/L), with a and b the codecs' ``wire_bytes``.
+    """
     lengths = hierarchical_slices(num_elems, num_nodes * ranks_per_node, inside_codec, across_codec)
     by_place = _lengths_by_place(ranks_per_node, lengths)
     node, place = divmod(rank, ranks_per_node)
@@ -123,6 +114,6 @@ def _lengths_by_place(per_node: int, lengths: list[int]) -> list[list[int]]:
 def _nodes_of(group: Group) -> NodeGroups:
     if group.nodes is None:
         raise ValueError(
-            "this group knows of no nodes: open it with comm.nodes.join_nodes, or use collectives.reduce_scatter"
+            "this group was opened without nodes: open it with comm.group.nodes.join_nodes, or use collectives.reduce_scatter"
         )
     return group.nodes

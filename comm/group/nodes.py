@@ -53,7 +53,7 @@ def join_nodes(
     own = torch.tensor([topology.num_nodes], device=group.device).view(torch.uint8)
     told = [int(buf.view(torch.int64)) for buf in group.transport.gather(own)]
     if len(set(told)) > 1:
-        raise ValueError(f"ranks 0 to {group.world_size - 1} were told of {told} nodes; it must be the same number")
+        raise ValueError(f"ranks 0 to {group.world_size - 1} have different numbers of nodes: {told}")
     if topology.num_nodes == 1:
         return group
 

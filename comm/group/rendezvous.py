@@ -107,7 +107,7 @@ def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict
 def _make_nccl(topology: Topology, store: Store, timeout_s: float) -> Any:
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:
-        raise CommError("this torch has no NCCL, which CUDA ranks talk over; install a CUDA build of torch")
+        raise CommError("this torch has no NCCL, which CUDA ranks need; install a CUDA build of torch")
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return nccl(store, topology.rank, topology.world_size, options)

@@ -23,8 +23,8 @@ import secrets
 import shutil
 import socket
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
@@ -82,22 +82,13 @@ class EmulatedNode:
 
     def visit(self, fn: Callable[[], _T]) -> _T:
         """Run ``fn`` on this node in a new thread and return its result; a socket it makes stays on this node."""
-        results: list[_T] = []
-        errors: list[Exception] = []
 
-        def run() -> None:
-            try:
-                self.enter()
-                results.append(fn())
-            except Exception as error:  # noqa: BLE001, the caller's thread raises it again
-                errors.append(error)
+        def run() -> _T:
+            self.enter()
+            return fn()
 
-        visitor = threading.Thread(target=run)
-        visitor.start()
-        visitor.join()
-        if errors:
-            raise errors[0]
-        return results[0]
+        with ThreadPoolExecutor(1) as visitor:
+            return visitor.submit(run).result()
 
 
 class EmulatedNetwork:

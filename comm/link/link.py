@@ -6,8 +6,8 @@ is not possible, ``comm.transport.emulated`` slows a transport down in user spac
 
 import re
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([a-z/]+)")
 _PCIE = re.compile(r"pcie([1-6])x(1|2|4|8|16)")
 # Beyond these limits the first AllReduce exceeds the deadlines of its callers.
 _LEAST_RATE, _MOST_LATENCY_S = 64e3 / 8, 1.0
-_EXAMPLES = "200mbit, 2.5gbit, 300MB/s or pcie3x4, and if wished latency=50us after a comma"
+_EXAMPLES = "200mbit, 2.5gbit, 300MB/s or pcie3x4, or with a latency: 200mbit,latency=50us"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,32 +107,18 @@ def line_rate(
 
 
 def _both_ways(one: socket.socket, other: socket.socket, start: float, seconds: float) -> list[float]:
-    rates: list[float] = []
-    errors: list[Exception] = []
-
     def send(end: socket.socket) -> None:
         piece = bytes(_PIECE_BYTES)
-        try:
-            while time.monotonic() < start + _WARM_UP_S + seconds:
-                end.sendall(piece)
-            end.shutdown(socket.SHUT_WR)
-        except OSError as error:
-            errors.append(error)
+        while time.monotonic() < start + _WARM_UP_S + seconds:
+            end.sendall(piece)
+        end.shutdown(socket.SHUT_WR)
 
-    def receive(end: socket.socket) -> None:
-        try:
-            rates.append(_arrivals(end, start + _WARM_UP_S))
-        except OSError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=body, args=(end,)) for body in (send, receive) for end in (one, other)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return rates
+    with ThreadPoolExecutor(4) as threads:
+        senders = [threads.submit(send, end) for end in (one, other)]
+        receivers = [threads.submit(_arrivals, end, start + _WARM_UP_S) for end in (one, other)]
+    for sender in senders:
+        sender.result()
+    return [receiver.result() for receiver in receivers]
 
 
 def _arrivals(end: socket.socket, start: float) -> float:
@@ -146,5 +132,5 @@ def _arrivals(end: socket.socket, start: float) -> float:
         elif last >= start:
             first = last
     if first is None or last <= first:
-        raise ConnectionError("the wire carried nothing long enough to be timed")
+        raise ConnectionError("no data arrived on the link for long enough to measure its rate")
     return count / (last - first)

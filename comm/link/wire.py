@@ -58,9 +58,9 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe(self, num_nodes: int) -> str:
         """One line for the log."""
-        asked = "as fast as it goes" if self.asked_bytes_per_s is None else _rate(self.asked_bytes_per_s)
+        asked = "unlimited" if self.asked_bytes_per_s is None else _rate(self.asked_bytes_per_s)
         measured = self.measured_bytes_per_s
-        rate = f"{asked} asked for" if measured is None else f"{_rate(measured)} measured of {asked}"
+        rate = f"{asked} requested" if measured is None else f"{_rate(measured)} measured of {asked}"
         why = f" ({self.reason})" if self.reason else ""
         return f"link {self.name} between {num_nodes} nodes: {rate}, {self.how}{why}"
 
@@ -97,7 +97,7 @@ def open_wire(link: Link, *, num_nodes: int, ranks_per_node: int = 1, emulation:
         network = EmulatedNetwork(link, num_nodes=num_nodes)
     except NoEmulatedNetworkError as error:
         if emulation == NAMESPACES:
-            raise ValueError(f"network namespaces cannot be had: {error}") from error
+            raise ValueError(f"network namespaces are unavailable: {error}") from error
         facts = msgspec.structs.replace(facts, emulation=USER_SPACE, reason=str(error))
         yield _throttled(facts, link, num_nodes, ranks_per_node)
         return
@@ -121,8 +121,8 @@ def _measure(network: EmulatedNetwork) -> float:
         return most
     except OSError as error:
         raise ValueError(
-            f"what the link {network.link.name} carries cannot be measured: {error}; ask for a faster one, or leave the "
-            "machine to this program alone"
+            f"the rate of the link {network.link.name} cannot be measured: {error}; request a faster link, or stop "
+            "other programs on this machine"
         ) from error
 
 
@@ -134,7 +134,7 @@ def plan_link(link: Link, emulation: str = "auto") -> LinkFacts:
     """
     reason = "" if emulation == USER_SPACE else why_impossible()
     if emulation == NAMESPACES and reason:
-        raise ValueError(f"network namespaces cannot be had: {reason}")
+        raise ValueError(f"network namespaces are unavailable: {reason}")
     return LinkFacts(
         name=link.name,
         asked_bytes_per_s=link.bytes_per_s,
@@ -154,7 +154,7 @@ def refuse_too_fast(facts: LinkFacts) -> None:
     most = f"{int(most_mbit)}" if most_mbit >= 10 else f"{int(most_mbit * 100) / 100:g}"
     raise LinkTooFastError(
         f"this machine cannot carry the link {facts.name}: {_rate(measured)} measured of {_rate(asked)} "
-        f"({facts.emulation}); ask for at most {most}mbit, or leave the machine to this program alone"
+        f"({facts.emulation}); request at most {most}mbit, or stop other programs on this machine"
     )
 
 

@@ -21,7 +21,7 @@ from tightwire.comm.policy.rules import PHASES, SITES, Choice, Policy, Quarantin
 _KEEP_WITHIN = 1.03  # a switch must gain more than the repeatability of medians
 _DECODE_ROWS = (1, 4, 16)  # message sizes for choosing a phase's order of adding
 _PREFILL_SHARES = (0.25, 1.0)
-_DECODED_BESIDE = "a text may depend on what is generated"
+_DECODED_WITH = "a text may depend on what is generated"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class PolicyRequest:
             if self.decode is not None:
                 return self.decode, f"--allreduce-decode {self.decode}"
             if not parse_all_reduce(self.allreduce).lossless:
-                return "auto", f"generated rows stay exact: --allreduce {self.allreduce} is lossy"
+                return "auto", f"decode rows stay exact: --allreduce {self.allreduce} is lossy"
         return self.allreduce, f"--allreduce {self.allreduce}"
 
 
@@ -146,7 +146,7 @@ class Chooser:
             elif name == chosen:
                 why = choice.reason
             elif asked != "auto":
-                why = f"not asked for: {by}"
+                why = f"not requested: {by}"
             else:
                 why = admitted.refused.get(name) or self._why_not(name, chosen, num_bytes, admitted)
             verdicts.append(
@@ -251,13 +251,13 @@ class Chooser:
         group = max((codec.group_elems for codec in parse_all_reduce(name).codecs), default=1)
         if self._request.row_elems % group == 0:
             return ""
-        what = "a prompt's text may depend on what is prefilled" if phase == "prefill" else _DECODED_BESIDE
-        return f"; its groups of {group} cross rows of {self._request.row_elems}, so {what} beside it"
+        what = "a prompt's text may depend on what is prefilled" if phase == "prefill" else _DECODED_WITH
+        return f"; its groups of {group} cross rows of {self._request.row_elems}, so {what} with it"
 
     def _reason(self, rule: FileRule) -> str:
         """A policy file's reason for a rule, with warnings."""
         quantized = rule.phase == "decode" and not parse_all_reduce(rule.algorithm).lossless
-        beside = "; generated rows are quantized" if quantized else ""
+        beside = "; decode rows are quantized" if quantized else ""
         return (rule.reason + beside + self._crossing_rows(rule.algorithm, rule.phase)).removeprefix("; ")
 
     def _why(self, leader: str, others: list[str], size: int) -> str:

@@ -118,7 +118,7 @@ def world_size_warning(file: PolicyFile, name: str, world_size: int) -> str | No
     made = file.made_for.get("world_size")
     if made is None or made == world_size:
         return None
-    return f"the policy file {name} was made for {made} ranks and is used with {world_size}: its error is another"
+    return f"the policy file {name} was made for {made} ranks, not {world_size}: its measured error does not apply"
 
 
 def _rule(rule: FileRule, name: str) -> Rule:
@@ -144,7 +144,7 @@ def _rule_problem(rule: FileRule) -> str | None:
     except ValueError as error:
         return str(error)
     if rule.algorithm == "auto":
-        return "auto is no algorithm; what no rule covers goes by it, so leave the rule out"
+        return "auto is not an algorithm; messages without a rule use auto, so leave the rule out"
     if rule.layers is not None:
         if not rule.layers:
             return "layers is empty; leave it out to mean all layers"

@@ -90,13 +90,13 @@ def _allowed(rule: Rule, choice: Choice, wrong: Mapping[str, str]) -> Choice:
     if not left:
         found = "; ".join(f"{name}: {wrong[name]}" for name in choice.algorithms)
         raise QuarantinedError(
-            f"{rule.phase} messages of {rule.site} are left without an AllReduce, because the self-test found {found}. "
+            f"{rule.phase} messages of {rule.site} have no AllReduce left, because the self-test found {found}. "
             "Choose another --allreduce, or another --transport"
         )
     first = choice.algorithms[0]
     if left[0] == first:
         return msgspec.structs.replace(choice, algorithms=left)
-    reason = f"in place of {first}, which failed the self-test ({wrong[first]})"
+    reason = f"replaces {first}, which failed the self-test ({wrong[first]})"
     return msgspec.structs.replace(choice, algorithms=left, reason=reason)
 
 

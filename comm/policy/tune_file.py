@@ -139,7 +139,7 @@ def read_tuned(path: Path, host: Host) -> TuneRecords:
         return TuneRecords()
     except OSError as error:
         return TuneRecords(warning=f"{path} cannot be read ({error.strerror}); costs are predicted instead")
-    again = "costs are predicted instead; `tightwire tune` writes it anew"
+    again = "costs are predicted instead; `tightwire tune` replaces it"
     try:
         schema = msgspec.json.decode(text, type=_Schema).schema
         if schema != SCHEMA:

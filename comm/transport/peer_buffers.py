@@ -69,7 +69,7 @@ def map_peer_buffers(
                 memory=(views, memory),
             )
         objections.append(f"{name}: {objection}")
-    raise CommError(f"peer memory cannot be had ({'; '.join(objections)})")
+    raise CommError(f"peer memory is unavailable ({'; '.join(objections)})")
 
 
 def _try(mapping: _Mapping, size: int) -> tuple[list[Tensor], object, str | None]:

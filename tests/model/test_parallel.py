@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from harness import run_in_process
+from helpers.comm.collective_bytes import gather_to_root_bytes
 from helpers.comm.fixed_policy import make_routes
 from helpers.server.local_engine import continue_prompts, local_engine
 from tiny import make_tiny, tiny_config
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.registry import make_all_reduce
-from tightwire.comm.collectives.collectives import gather_to_root_bytes
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel

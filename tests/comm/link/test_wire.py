@@ -28,7 +28,7 @@ def test_where_a_network_cannot_be_made_auto_throttles_and_says_why(monkeypatch:
         assert wire.throttle == Link("200mbit,latency=1ms", 12.5e6, 1e-3)  # two ranks share a node's wire
         said = wire.facts.describe(2)
     assert (
-        said == "link 200mbit,latency=1ms between 2 nodes: 25.0 MB/s asked for, throttled in user space (`ip` failed)"
+        said == "link 200mbit,latency=1ms between 2 nodes: 25.0 MB/s requested, throttled in user space (`ip` failed)"
     )
 
 
@@ -37,7 +37,7 @@ def test_namespaces_asked_for_by_name_are_had_or_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(wire_module, "why_impossible", lambda: reason)
     monkeypatch.setattr(wire_module, "EmulatedNetwork", _refuse)
     with (
-        pytest.raises(ValueError, match=f"network namespaces cannot be had: {reason or '`ip` failed'}"),
+        pytest.raises(ValueError, match=f"network namespaces are unavailable: {reason or '`ip` failed'}"),
         open_wire(parse_link("1gbit"), num_nodes=2, emulation="namespaces"),
     ):
         pass
@@ -78,7 +78,7 @@ def test_a_wire_that_cannot_be_measured_is_refused_in_words(monkeypatch: pytest.
     monkeypatch.setattr(wire_module, "why_impossible", lambda: "")
     monkeypatch.setattr(wire_module, "EmulatedNetwork", _DeadNetwork)
     with (
-        pytest.raises(ValueError, match="what the link 64kbit carries cannot be measured: timed out; ask for a faster"),
+        pytest.raises(ValueError, match="the rate of the link 64kbit cannot be measured: timed out; request a faster"),
         open_wire(parse_link("64kbit"), num_nodes=2),
     ):
         pass

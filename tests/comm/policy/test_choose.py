@@ -66,7 +66,7 @@ def test_a_lossy_name_is_for_prompt_rows_of_the_layers_only() -> None:
             assert (first(made, site, phase) == ["flash-int4"]) == asked
             assert asked or lossless(first(made, site, phase))
     (choice,) = made.policy().choices("o_proj", 0, "decode")
-    assert "generated rows stay exact" in choice.reason
+    assert "decode rows stay exact" in choice.reason
 
 
 def test_a_lossless_name_is_for_everything() -> None:
@@ -136,7 +136,7 @@ def test_a_codec_whose_groups_cross_rows_is_not_chosen_and_said_when_named() -> 
     (choice,) = chooser(allreduce="flash-int8").policy().choices("o_proj", 0, "prefill")
     assert "groups of 128 cross rows of 576, so a prompt's text" in choice.reason
     (choice,) = chooser(decode="flash-int8").policy().choices("o_proj", 0, "decode")
-    assert "cross rows of 576, so a text may depend on what is generated beside it" in choice.reason
+    assert "cross rows of 576, so a text may depend on what is generated with it" in choice.reason
     (choice,) = chooser(allreduce="flash-int8", row_elems=1024).policy().choices("o_proj", 0, "prefill")
     assert "cross" not in choice.reason
 
@@ -214,7 +214,7 @@ def test_verdicts_say_of_every_candidate_what_it_costs_and_why_not() -> None:
 def test_beside_a_named_algorithm_the_others_were_not_asked_for() -> None:
     verdicts = chooser(allreduce="flash-int8").verdicts("o_proj", "prefill", 1152)
     assert verdicts[0].algorithm == "flash-int8" and verdicts[0].chosen
-    assert all(v.why == "not asked for: --allreduce flash-int8" for v in verdicts[1:])
+    assert all(v.why == "not requested: --allreduce flash-int8" for v in verdicts[1:])
 
 
 def test_an_exceeded_budget_is_the_reason() -> None:

@@ -112,4 +112,4 @@ def test_another_model_is_refused_and_another_number_of_ranks_a_warning() -> Non
     with pytest.raises(ValueError, match=r"a rule for layer 3, and the model's layers are 0 to 2"):
         check_shape(PolicyFile(rules=_RULES), "mix.json", {"num_layers": 3, "hidden_size": 64})
     assert world_size_warning(_FILE, "mix.json", 2) is None
-    assert "made for 2 ranks and is used with 4" in (world_size_warning(_FILE, "mix.json", 4) or "")
+    assert "made for 2 ranks, not 4" in (world_size_warning(_FILE, "mix.json", 4) or "")

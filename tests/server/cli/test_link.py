@@ -123,7 +123,7 @@ def test_in_user_space_it_says_so_and_the_rate_it_held(start: Start) -> None:
     link = get(f"{url}/comm").json()["link"]
     assert (link["emulation"], link["reason"]) == ("user-space", "")
     assert 0.9 * 10e6 <= link["measured_bytes_per_s"] <= 10e6
-    assert "link 80mbit between 2 nodes: 10.0 MB/s asked for, throttled in user space" in server.log
+    assert "link 80mbit between 2 nodes: 10.0 MB/s requested, throttled in user space" in server.log
     assert re.search(r"link 80mbit between 2 nodes: .* MB/s measured of 10.0 MB/s, throttled in user space", server.log)
     assert server.end() == 0
 

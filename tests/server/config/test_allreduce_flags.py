@@ -56,7 +56,7 @@ def test_auto_goes_on_without_an_algorithm_that_sums_wrongly(tmp_path: Path) -> 
         metrics = get(f"{url}/metrics").text
     assert "one-shot" not in {c["algorithm"] for c in [*comm["counters"], *comm["choices"]]}
     assert [v["algorithm"] for v in comm["self_test"] if not v["ok"]] == ["one-shot"]
-    assert "in place of one-shot, which failed the self-test" in comm["choices"][0]["reason"]
+    assert "replaces one-shot, which failed the self-test" in comm["choices"][0]["reason"]
     assert 'tightwire_comm_selftest_ok{algorithm="one-shot"} 0.0' in metrics
     assert "quarantined one-shot, which failed the self-test: rank 1: " in server.log
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.comm.collective_bytes import broadcast_bytes
 from helpers.server.fake_runner import FakeRunner, logits_after
 from helpers.server.local_engine import continue_prompts, local_engine, run_to_end
 from tiny import VARIANTS, make_tiny
 from torch import Tensor
 
-from tightwire.comm.collectives.collectives import broadcast_bytes
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling import draw
 from tightwire.model.sampling.parameters import SamplingParams

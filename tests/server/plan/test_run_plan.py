@@ -98,7 +98,7 @@ def test_the_summary_names_each_choice_with_its_reason(gpus: list[CudaDevice]) -
     options = {"device": "cpu", "tp": 2, "allreduce": "flash-int8"}
     summary = decide(make_config(options), MODEL).summary()
     assert "allreduce flash-int8 for prefill o_proj, prefill down_proj: --allreduce flash-int8" in summary
-    assert "for decode o_proj, decode down_proj: generated rows stay exact" in summary
+    assert "for decode o_proj, decode down_proj: decode rows stay exact" in summary
     alike = decide(make_config({"device": "cpu", "tp": 2}), MODEL).summary().splitlines()
     assert len([line for line in alike if line.startswith("allreduce ")]) == 1
 
@@ -127,8 +127,8 @@ def test_requests_may_ask_for_what_serve_would_make_of_that_name(gpus: list[Cuda
     summary = decision.summary()
     assert "on request, ring: allreduce ring: --allreduce ring" in summary
     assert "allreduce flash-int4 for prefill o_proj of layer 1: policy file mix.json: KL 0.001; its groups" in summary
-    assert "for decode down_proj: policy file mix.json: generated rows are quantized" in summary
-    assert "warning: the policy file mix.json was made for 4 ranks and is used with 2" in summary
+    assert "for decode down_proj: policy file mix.json: decode rows are quantized" in summary
+    assert "warning: the policy file mix.json was made for 4 ranks, not 2" in summary
 
 
 def test_a_policy_file_for_another_model_is_refused(gpus: list[CudaDevice], tmp_path: Path) -> None:

@@ -67,12 +67,12 @@ def test_auto_goes_on_without_a_wrong_algorithm_and_says_so(caplog: pytest.LogCa
     assert total is not None and bool((total == 2).all())
     assert [(v.algorithm, v.ok) for v in setup.self_test] == [("broken", False), ("two-shot", True)]
     assert {choice.algorithm for choice in setup.choices} == {"two-shot"} and len(setup.choices) == 6
-    assert "in place of broken, which failed the self-test" in setup.choices[0].reason
+    assert "replaces broken, which failed the self-test" in setup.choices[0].reason
     assert "quarantined broken" in caplog.text and caplog.text.count("quarantined") == 1
 
 
 def test_a_wrong_algorithm_that_was_named_is_refused() -> None:
-    with pytest.raises(QuarantinedError, match=r"left without an AllReduce.*broken: rank 0: 256 B: 6\d of 64 sums"):
+    with pytest.raises(QuarantinedError, match=r"have no AllReduce left.*broken: rank 0: 256 B: 6\d of 64 sums"):
         run_in_process(2, _check, plan(fixed_policy("broken")))
 
 
@@ -135,7 +135,7 @@ def test_further_policies_are_checked_and_reported_by_name() -> None:
 
 def test_a_further_algorithm_that_sums_wrongly_is_refused_by_its_name() -> None:
     here = plan(fixed_policy("ring"), NamedPolicy("broken", fixed_policy("broken")))
-    with pytest.raises(QuarantinedError, match=r"--allreduce-extra broken: .* left without an AllReduce"):
+    with pytest.raises(QuarantinedError, match=r"--allreduce-extra broken: .* have no AllReduce left"):
         run_in_process(2, _check, here)
 
 
