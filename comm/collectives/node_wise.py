@@ -42,7 +42,7 @@ def hierarchical_reduce_scatter(
         ValueError: the group was opened without nodes; use ``collectives.reduce_scatter``.
     """
     if x.dtype not in SUMMABLE:
-        raise TypeError(f"reduce-scatter sums {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert it first")
+        raise TypeError(f"numbers must be {', '.join(map(str, SUMMABLE))}, got {x.dtype}; convert them first")
     nodes = _nodes_of(group)
     dtype = dtype or x.dtype
     if x.numel() == 0:

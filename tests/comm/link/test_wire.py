@@ -57,7 +57,7 @@ def test_what_would_be_made_is_known_without_making_it(monkeypatch: pytest.Monke
 def test_a_wire_that_carries_less_than_nine_tenths_is_refused() -> None:
     refuse_too_fast(_facts(22.6e6))
     refuse_too_fast(_facts(1e6, asked=None))
-    with pytest.raises(ValueError, match=r"22\.4 MB/s measured of 25\.0 MB/s \(namespaces\); ask for at most 179mbit"):
+    with pytest.raises(ValueError, match=r"22\.4 MB/s measured of 25\.0 MB/s \(namespaces\); request at most 179mbit"):
         refuse_too_fast(_facts(22.4e6))
     with pytest.raises(ValueError, match=r"0\.1 MB/s measured of 0\.125 MB/s \(namespaces\); ask for at most 0\.8mbit"):
         refuse_too_fast(_facts(0.1e6, asked=0.125e6))

@@ -17,7 +17,7 @@ from tightwire.comm.ledger.counters import Latency
 from tightwire.comm.ledger.recording import Event, RankEvents
 from tightwire.model.text.byte_tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, byte_backend
 from tightwire.model.text.tokenizer import Tokenizer
-from tightwire.server.api.serving import ModelInfo, ModelHolder
+from tightwire.server.api.serving import ModelHolder, ModelInfo
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.app import make_app
 from tightwire.server.ipc.engine_client import EngineClient, EngineState, EngineUnavailableError, Phase, QueueFullError

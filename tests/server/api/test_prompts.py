@@ -10,7 +10,7 @@ from helpers.server.fake_engine import INFO, byte_tokenizer
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.prompts import make_sequences, run_off_loop
 from tightwire.server.api.schemas import CompletionBody
-from tightwire.server.api.serving import ModelInfo, ModelHolder, ServedModel
+from tightwire.server.api.serving import ModelHolder, ModelInfo, ServedModel
 from tightwire.server.http.body import check_fields
 
 

@@ -113,7 +113,7 @@ def test_a_link_faster_than_the_machine_is_refused_with_the_rate_it_has(start: S
     server = start("--tp", "2", "--link", "pcie6x16")
     assert server.wait_exit(START_S) == 2
     assert "this machine cannot carry the link pcie6x16: " in server.log
-    assert "MB/s measured of 121000.0 MB/s (namespaces); ask for at most " in server.log
+    assert "MB/s measured of 121000.0 MB/s (namespaces); request at most " in server.log
     assert _left(server) == []
 
 
