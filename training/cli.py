@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tightwire.training.config.describe import describe_config
-from tightwire.training.config.read import EXAMPLES, ConfigError, read_config
+from tightwire.training.config.read import EXAMPLES, ConfigError, describe_config, read_config
 from tightwire.training.config.tree import TrainConfig
 
 _SIGTERM_CODE = 128 + signal.SIGTERM
@@ -27,7 +26,9 @@ def train(argv: Sequence[str]) -> int:
         sys.stdout.write(describe_config())
         return 0
     if args.config is None:
-        sys.stderr.write("tightwire train: name a CONFIG.yaml, or an example; `tightwire train --help` lists them\n")
+        sys.stderr.write(
+            "tightwire train: give a CONFIG.yaml or the name of an example; see `tightwire train --help`\n"
+        )
         return 2
     try:
         config = read_config(args.config, args.overrides)
@@ -59,9 +60,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tightwire train",
         usage="tightwire train CONFIG.yaml [key=value ...] [--dry-run]",
-        description="Pre-train or fine-tune a Llama, alone or under torchrun; the folder at the end opens with `tightwire "
-        "serve`. The same command goes on from the newest checkpoint.",
-        epilog=f"examples that CONFIG may name: {examples}",
+        description="Pre-train or fine-tune a Llama, alone or under torchrun. `tightwire serve` opens the exported "
+        "folder. The same command resumes from the newest checkpoint.",
+        epilog=f"examples: {examples}",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -71,9 +72,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="say what it would take: parameters, memory, bytes a step, time; start nothing",
+        help="print parameters, memory, traffic and step time, and exit",
     )
-    parser.add_argument("--keys", action="store_true", help="explain every key with its default, and end")
+    parser.add_argument("--keys", action="store_true", help="list every key with its default, and exit")
     return parser
 
 

@@ -22,7 +22,7 @@ from tightwire.bench.train.ranks import open_bench_ranks
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import LinkTooFastError
-from tightwire.training.engine.units import plan_units
+from tightwire.training.engine.flat_parameters import plan_buckets
 from tightwire.training.start.model import build_model
 
 
@@ -55,7 +55,7 @@ class TrainBench(Bench):
         checks = Checks(models=model_arms(options, llama), dtype=options.dtype)
         self.facts = {
             "model": options.model,
-            "num_parameters": plan_units(build_model(llama, device=torch.device("cpu")), 1).num_parameters,
+            "num_parameters": plan_buckets(build_model(llama, device=torch.device("cpu")), 1).num_parameters,
             "dtype": options.dtype,
             "nodes": options.nodes,
             "ranks_per_node": options.ranks_per_node,

@@ -111,16 +111,17 @@ class LinkCells:
 
 def _computing(alone: Sequence[Sequence[Timed]]) -> Computing:
     """The parts of the median step: the mean over ranks, scaled to the slowest rank's step."""
-    parts = []
+    phases = []
     for ranks in alone:
         times = [report.times for report in ranks]
         stretch = max(each.step_s for each in times) / fmean(each.step_s for each in times)
-        parts.append(
+        phases.append(
             tuple(
-                stretch * fmean(getattr(each, part) for each in times) for part in ("forward_s", "backward_s", "rest_s")
+                stretch * fmean(getattr(each, phase) for each in times)
+                for phase in ("forward_s", "backward_s", "rest_s")
             )
         )
-    return Computing(*(median(values) for values in zip(*parts, strict=True)))
+    return Computing(*(median(values) for values in zip(*phases, strict=True)))
 
 
 def fault_texts(rows: Iterable[dict[str, Any]]) -> list[str]:

@@ -17,7 +17,7 @@ from tightwire.comm.group.topology import Topology
 from tightwire.training.config.optimizer import OptimizerConfig
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.optimizer.make import make_optimizer
+from tightwire.training.optimizer import make_optimizer
 from tightwire.training.ranks.groups import TrainGroups
 from tightwire.training.run.setup import check_ranks, engine_options, make_trained
 from tightwire.training.start.model import StartingModel, build_model

@@ -1,12 +1,14 @@
-"""Writes and reads pieces in the format of torch.distributed.checkpoint; reading may use another sharding than writing.
+"""Writes and reads chunks of tensors in the format of torch.distributed.checkpoint, in the same form for every sharding.
 
 Torch makes the plans. The caller exchanges plans and results between ranks, so no default process group is needed and
 the writing thread waits for no other rank. A reader that uses torch alone sees one flat tensor per key.
 """
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +36,43 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tightwire.training.checkpoint.pieces import SavedPiece
+from tightwire.training.engine.engine import Engine
+from tightwire.training.engine.flat_parameters import ShardLayout, cut_shard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatShard:
+    """This rank's float32 shard of a flat parameter, (N,) with padding, and the positions of parameters in it."""
+
+    name: str
+    flat_N: Tensor
+    layout: ShardLayout
+
+
+class Chunk(NamedTuple):
+    """Elements from ``start`` on of the (total,) tensor ``key``; ``numbers`` is 1-D."""
+
+    key: str
+    total: int
+    start: int
+    numbers: Tensor
+
+
+def flat_shards(engine: Engine) -> list[FlatShard]:
+    """All shards of this rank, frozen ones too, in the order of the plan."""
+    ranks, rank = engine.plan.shard_ranks, engine.shard_rank
+    return [
+        FlatShard(name=flat_param.name, flat_N=main, layout=cut_shard(flat_param, rank, ranks))
+        for flat_param, main in engine.named_flat_params()
+    ]
+
+
+def chunks_of(prefix: str, shard: FlatShard, numbers_N: Tensor) -> Iterator[Chunk]:
+    """Views of ``numbers_N``, which has the layout of the shard: one per parameter, with key ``prefix/parameter``."""
+    for span in shard.layout.spans:
+        if span.num_elems:
+            yield Chunk(f"{prefix}/{span.parameter}", span.parameter_elems, span.offset, numbers_N[span.place])
+
 
 TABLE_OF_CONTENTS = ".metadata"  # torch's name for it
 
@@ -43,12 +81,12 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or is damaged."""
 
 
-def plan_of(pieces: Sequence[SavedPiece]) -> SavePlan:
-    """The plan of what this rank writes; ``write_pieces`` needs the plans of all ranks."""
-    return SavePlan([_write_item(piece) for piece in pieces])
+def plan_of(chunks: Sequence[Chunk]) -> SavePlan:
+    """The plan of what this rank writes; ``write_chunks`` needs the plans of all ranks."""
+    return SavePlan([_write_item(chunk) for chunk in chunks])
 
 
-def write_pieces(folder: Path, pieces: Sequence[SavedPiece], plans: Sequence[SavePlan], rank: int) -> list[WriteResult]:
+def write_chunks(folder: Path, chunks: Sequence[Chunk], plans: Sequence[SavePlan], rank: int) -> list[WriteResult]:
     """Write this rank's file and return its results; ``finish`` needs those of all ranks. Not collective.
 
     Raises:
@@ -57,7 +95,7 @@ def write_pieces(folder: Path, pieces: Sequence[SavedPiece], plans: Sequence[Sav
     writer = _writer(folder, rank)
     planned, _ = create_default_global_save_plan(list(plans))
     plan = writer.prepare_local_plan(writer.prepare_global_plan(planned)[rank])
-    return writer.write_data(plan, _SavePlanner(pieces)).wait()
+    return writer.write_data(plan, _SavePlanner(chunks)).wait()
 
 
 def finish(folder: Path, plans: Sequence[SavePlan], results: Sequence[list[WriteResult]]) -> None:
@@ -66,7 +104,7 @@ def finish(folder: Path, plans: Sequence[SavePlan], results: Sequence[list[Write
     _writer(folder, 0).finish(metadata, list(results))
 
 
-def read_pieces(folder: Path, wanted: Sequence[SavedPiece]) -> None:
+def read_chunks(folder: Path, wanted: Sequence[Chunk]) -> None:
     """Fill the tensors of ``wanted`` in place. Not collective.
 
     Raises:
@@ -77,7 +115,7 @@ def read_pieces(folder: Path, wanted: Sequence[SavedPiece]) -> None:
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, is_coordinator=False)
         # _LoadPlanner finds tensors by key and offset, so the chunk numbers inside the read items do not matter.
-        items = [item for piece in wanted for item in _read_items(folder, metadata, piece)]
+        items = [item for chunk in wanted for item in _read_items(folder, metadata, chunk)]
         reader.read_data(LoadPlan(items), _LoadPlanner(wanted)).wait()
     except (OSError, EOFError, pickle.UnpicklingError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
@@ -102,39 +140,39 @@ def _writer(folder: Path, rank: int) -> FileSystemWriter:
     return writer
 
 
-def _chunk(piece: SavedPiece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size([piece.start]), torch.Size([piece.numbers.numel()]))
+def _chunk(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([chunk.start]), torch.Size([chunk.numbers.numel()]))
 
 
-def _write_item(piece: SavedPiece) -> WriteItem:
+def _write_item(chunk: Chunk) -> WriteItem:
     return WriteItem(
-        index=MetadataIndex(piece.key, [piece.start]),
+        index=MetadataIndex(chunk.key, [chunk.start]),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=_chunk(piece),
-            properties=TensorProperties.create_from_tensor(piece.numbers),
-            size=torch.Size([piece.total]),
+            chunk=_chunk(chunk),
+            properties=TensorProperties.create_from_tensor(chunk.numbers),
+            size=torch.Size([chunk.total]),
         ),
     )
 
 
-def _read_items(folder: Path, metadata: Metadata, piece: SavedPiece) -> list[ReadItem]:
-    saved = metadata.state_dict_metadata.get(piece.key)
+def _read_items(folder: Path, metadata: Metadata, chunk: Chunk) -> list[ReadItem]:
+    saved = metadata.state_dict_metadata.get(chunk.key)
     if not isinstance(saved, TensorStorageMetadata):
-        raise CheckpointError(f"{folder}: holds no {piece.key}; it is of another model or optimizer")
-    if saved.size.numel() != piece.total:
+        raise CheckpointError(f"{folder}: has no {chunk.key}; it is of another model or optimizer")
+    if saved.size.numel() != chunk.total:
         raise CheckpointError(
-            f"{folder}: {piece.key} has {saved.size.numel()} elements there and {piece.total} here; it is of another model"
+            f"{folder}: {chunk.key} has {saved.size.numel()} elements, but this model has {chunk.total}; it is of another model"
         )
-    return create_read_items_for_chunk_list(piece.key, saved, [_chunk(piece)])
+    return create_read_items_for_chunk_list(chunk.key, saved, [_chunk(chunk)])
 
 
 class _SavePlanner(DefaultSavePlanner):
     """Gives the writer the tensor of each planned item."""
 
-    def __init__(self, pieces: Sequence[SavedPiece]) -> None:
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
         super().__init__()
-        self._numbers = {(piece.key, piece.start): piece.numbers for piece in pieces}
+        self._numbers = {(chunk.key, chunk.start): chunk.numbers for chunk in chunks}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         assert write_item.index.offset is not None
@@ -146,9 +184,9 @@ class _SavePlanner(DefaultSavePlanner):
 class _LoadPlanner(DefaultLoadPlanner):
     """Gives the reader the destination of each read item."""
 
-    def __init__(self, pieces: Sequence[SavedPiece]) -> None:
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
         super().__init__()
-        self._numbers = {(piece.key, piece.start): piece.numbers for piece in pieces}
+        self._numbers = {(chunk.key, chunk.start): chunk.numbers for chunk in chunks}
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         assert read_item.dest_index.offset is not None

@@ -1,6 +1,8 @@
-"""Names checkpoint folders: ``step-00001200`` is complete, ``step-00001200.partial`` is being written.
+"""Names, publishes and checks checkpoint folders: ``step-00001200`` is complete, ``step-00001200.partial`` is being written.
 
-A folder is renamed after all its files are on the disk, so its name alone tells whether it is complete.
+A folder is renamed after all its files are on the disk, so its name alone tells whether it is complete. Each file has a CRC-32,
+which detects accidental damage: computed by the thread that wrote it, at about 1 GB/s, and checked before resuming, with the
+files divided over the ranks.
 """
 
 import json
@@ -8,12 +10,42 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tightwire.training.checkpoint.digests import find_damage
 from tightwire.training.checkpoint.files import CheckpointError
+
+_CHUNK_BYTES = 1 << 22
+
+
+def file_digests(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """The CRC-32 of each file of ``folder``.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+    """
+    return {name: _file_crc(folder / name) for name in sorted(set(names))}
+
+
+def find_damage(folder: Path, digests: Mapping[str, int], *, rank: int, world_size: int) -> str:
+    """Describe the first damaged file of this rank's share; "" if all are intact."""
+    for name in sorted(digests)[rank::world_size]:
+        try:
+            if _file_crc(folder / name) != digests[name]:
+                return f"{name} is damaged: its CRC-32 differs from the recorded one"
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+    return ""
+
+
+def _file_crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
 
 _NAME = re.compile(r"step-\d{8,}")
 _PARTIAL = ".partial"
@@ -86,13 +118,15 @@ def read_about(folder: Path) -> dict[str, Any]:
     try:
         said = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: is no checkpoint of `tightwire train`: {error}") from None
+        raise CheckpointError(f"{folder}: is not a checkpoint of `tightwire train`: {error}") from None
     if not isinstance(said, dict) or "format" not in said:
-        raise CheckpointError(f"{folder}: is no checkpoint of `tightwire train`: {_ABOUT} does not say its format")
+        raise CheckpointError(f"{folder}: is not a checkpoint of `tightwire train`: {_ABOUT} has no format")
     if (found := said.pop("format")) != _FORMAT:
-        raise CheckpointError(f"{folder}: has format {found}, this is {_FORMAT}; go on with the version that wrote it")
+        raise CheckpointError(
+            f"{folder}: has format {found}, but this version reads format {_FORMAT}; resume with the version that wrote it"
+        )
     if said.pop("crc32", None) != _crc_of(said):
-        raise CheckpointError(f"{folder}: {_ABOUT} is not as it was written{_instead(folder)}")
+        raise CheckpointError(f"{folder}: {_ABOUT} is damaged{_instead(folder)}")
     return said
 
 
@@ -109,8 +143,8 @@ def check_files(folder: Path, said: Mapping[str, Any], *, rank: int, world_size:
 def _instead(folder: Path) -> str:
     before = newest_before(folder.parent, step_of(folder))
     if before is None:
-        return ", and there is no checkpoint before it; begin anew in another `run`"
-    return f"; the checkpoint before it is {before}: remove this one, and the same command goes on from there"
+        return "; there is no earlier checkpoint, so start again with another `run`"
+    return f"; remove this folder, and the same command resumes from the previous checkpoint {before}"
 
 
 def _crc_of(about: Mapping[str, Any]) -> int:

@@ -8,13 +8,12 @@ import torch
 
 import tightwire
 from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
-from tightwire.training.checkpoint.files import keys_in, read_pieces
+from tightwire.training.checkpoint.files import FlatShard, keys_in, read_chunks
 from tightwire.training.checkpoint.folders import checkpoints_in, read_about
-from tightwire.training.checkpoint.optimizer_state import has_flat_state
-from tightwire.training.checkpoint.pieces import FlatShard
 from tightwire.training.checkpoint.state import (
-    BetweenReader,
+    CompressorReader,
     RunState,
+    has_flat_state,
     parameters_in,
     restore_random,
     scalars_of,
@@ -50,7 +49,7 @@ def identity_of(config: TrainConfig, llama: LlamaConfig, *, name: str, files: st
 
 
 def about(config: TrainConfig, identity: Identity, state: RunState, *, step: int, position: int) -> dict[str, Any]:
-    """The JSON description stored in a checkpoint beside its pieces."""
+    """The JSON description stored in a checkpoint beside its tensors."""
     return {
         "step": step,
         "position": position,
@@ -74,7 +73,7 @@ def find_checkpoint(run: Path, *, resume: bool) -> Path | None:
     found = checkpoints_in(run)
     if found and not resume:
         raise OtherRunError(
-            f"{run} holds checkpoints ({found[-1].name}) and checkpoint.resume is false; give another `run`, or remove them"
+            f"{run} has checkpoints ({found[-1].name}) but checkpoint.resume is false; give another `run`, or remove them"
         )
     return found[-1] if found else None
 
@@ -84,7 +83,7 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
 
     Raises:
         CheckpointError: the description is missing or damaged.
-        OtherRunError: model, data order, optimizer or between-node slot differ (the message names what), or the
+        OtherRunError: model, data order, optimizer or gradient compressor differ (the message names what), or the
             checkpoint has more steps than ``schedule.steps``.
     """
     said = read_about(folder)
@@ -92,29 +91,29 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
         names = said["model"]["name"], identity.model["name"]
         named = " ({}, not {})".format(*names) if names[0] != names[1] else ""
         raise OtherRunError(
-            f"{folder} is a checkpoint of another model{named}: {differing}. Give another `run`, or the model that it was "
-            "made with"
+            f"{folder} is a checkpoint of another model{named}: {differing}. Give another `run`, or the "
+            "checkpoint's model"
         )
     if differing := _difference(said["order"], identity.order):
         raise OtherRunError(
-            f"{folder}: the data would not come in the same order: {differing}. Put it back, or begin a new `run` with "
-            "model.start at this one's exported model"
+            f"{folder}: the order of the data would differ: {differing}. Restore that value, or start a new `run` from "
+            "the exported model (model.start)"
         )
     for name, own in (("optimizer", config.optimizer.torch_name), ("between", config.parallel.between.kind)):
         if said[name] != own:
             raise OtherRunError(
-                f"{folder} was made with {name} {said[name]}, and this run has {own}; take that, or another `run`"
+                f"{folder} was written with {name} {said[name]}, but this run has {own}; use {said[name]}, or another `run`"
             )
     if said["step"] > config.schedule.steps:
         raise OtherRunError(
-            f"{folder} has been trained for more steps than schedule.steps={config.schedule.steps}; give at least "
+            f"{folder} has more steps than schedule.steps={config.schedule.steps}; give at least "
             f"{said['step']}, or another `run`"
         )
     return said
 
 
 def restore(folder: Path, said: Mapping[str, Any], state: RunState, *, seed: int, rank: int) -> None:
-    """Restore weights, optimizer, between-node slot and random states from a checked checkpoint. Not collective.
+    """Restore weights, optimizer, gradient compressor and random states from a checked checkpoint. Not collective.
 
     Raises:
         CheckpointError: files cannot be read.
@@ -127,34 +126,34 @@ def restore(folder: Path, said: Mapping[str, Any], state: RunState, *, seed: int
     random = wanted_random(keys, rank)
     wanted += random.values()
     reader = None
-    if state.between is not None and said["scalars"]["between"]:
-        reader = BetweenReader(state.between, state, said["scalars"], saved_replicas=said["replicas"])
+    if state.compressor is not None and said["scalars"]["between"]:
+        reader = CompressorReader(state.compressor, state, said["scalars"], saved_replicas=said["replicas"])
         wanted += reader.wanted()
     with torch.no_grad():
-        read_pieces(folder, wanted)
+        read_chunks(folder, wanted)
     if reader is not None:
         reader.load()
-    restore_random({device: piece.numbers for device, piece in random.items()}, seed=seed, rank=rank)
+    restore_random({device: chunk.numbers for device, chunk in random.items()}, seed=seed, rank=rank)
 
 
 def _check_parameters(folder: Path, shards: Sequence[FlatShard], saved: Mapping[str, int]) -> None:
     for shard in shards:
-        for piece in shard.shard.pieces:
-            if saved.get(piece.parameter) != piece.parameter_elems:
-                there = f"{saved[piece.parameter]} elements" if piece.parameter in saved else "no such parameter"
+        for span in shard.layout.spans:
+            if saved.get(span.parameter) != span.parameter_elems:
+                there = f"{saved[span.parameter]} elements" if span.parameter in saved else "no such parameter"
                 raise OtherRunError(
-                    f"{folder} is a checkpoint of another model: {piece.parameter} has {piece.parameter_elems} elements here "
-                    f"and {there} there"
+                    f"{folder} is a checkpoint of another model: {span.parameter} has {span.parameter_elems} elements here, "
+                    f"but {there} in the checkpoint"
                 )
 
 
 def _check_trained(folder: Path, shards: Sequence[FlatShard], keys: Mapping[str, int], frozen: Sequence[str]) -> None:
-    trained = [piece.parameter for shard in shards if shard.flat_N.requires_grad for piece in shard.shard.pieces]
+    trained = [span.parameter for shard in shards if shard.flat_N.requires_grad for span in shard.layout.spans]
     for parameter in trained:
         if not has_flat_state(keys, parameter):
             raise OtherRunError(
-                f"{folder} has no optimizer state for {parameter}, which was frozen there (model.frozen={list(frozen)}): "
-                "freeze it here too, or begin a new `run` with model.start at this one's exported model"
+                f"{folder} has no optimizer state for {parameter}, which was frozen (model.frozen={list(frozen)}): freeze "
+                "it here too, or start a new `run` from the exported model (model.start)"
             )
 
 
@@ -162,5 +161,5 @@ def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Describe the first difference, ignoring ``name``; "" if there is none."""
     for key in sorted({*saved, *own} - {"name"}):
         if saved.get(key) != own.get(key):
-            return f"{key} is {saved.get(key)} there and {own.get(key)} here"
+            return f"{key} is {saved.get(key)} in the checkpoint and {own.get(key)} here"
     return ""

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tightwire.comm.sizes import format_bytes
-from tightwire.training.checkpoint.digests import file_digests
-from tightwire.training.checkpoint.files import TABLE_OF_CONTENTS, files_of, finish, plan_of, write_pieces
-from tightwire.training.checkpoint.folders import folder_of, partial_of, prune, publish
-from tightwire.training.checkpoint.pieces import SavedPiece
+from tightwire.training.checkpoint.files import TABLE_OF_CONTENTS, Chunk, files_of, finish, plan_of, write_chunks
+from tightwire.training.checkpoint.folders import file_digests, folder_of, partial_of, prune, publish
 from tightwire.training.ranks.control import Control
 
 
@@ -35,20 +33,20 @@ class Checkpointer:
 
     @property
     def written(self) -> bool:
-        """Whether this rank's part is written or has failed."""
+        """Whether this rank's file is written or has failed."""
         return self._write is not None and self._write.done
 
-    def begin(self, step: int, pieces: Sequence[SavedPiece], about: Mapping[str, Any]) -> None:
-        """Start to write this rank's ``pieces`` in a thread. Collective. The previous checkpoint must be completed."""
-        assert self._write is None, "the checkpoint before is not completed"
+    def begin(self, step: int, chunks: Sequence[Chunk], about: Mapping[str, Any]) -> None:
+        """Start to write this rank's ``chunks`` in a thread. Collective. The previous checkpoint must be completed."""
+        assert self._write is None, "the previous checkpoint is not completed"
         self._folder = folder_of(self._run, step)
-        plans = self._control.gather(plan_of(pieces))
-        self._write = _Write(partial_of(self._folder), pieces, plans, self._control.rank, about)
+        plans = self._control.gather(plan_of(chunks))
+        self._write = _Write(partial_of(self._folder), chunks, plans, self._control.rank, about)
 
     def complete(self) -> "Completed":
         """Wait until all ranks have written, publish the checkpoint and remove old ones. Collective."""
         write, self._write = self._write, None
-        assert write is not None, "no checkpoint was begun"
+        assert write is not None, "no checkpoint has begun"
         write.join()
         parts = self._control.gather((write.results, write.digests, write.error))
         errors = [f"rank {rank}: {error}" for rank, (_, _, error) in enumerate(parts) if error]
@@ -73,7 +71,7 @@ class Checkpointer:
         try:
             prune(self._run, self._keep)
         except OSError as error:
-            return f"checkpoints before the newest {self._keep} could not be removed: {error}"
+            return f"checkpoints older than the newest {self._keep} could not be removed: {error}"
         return ""
 
 
@@ -86,16 +84,16 @@ class Completed(NamedTuple):
 
 
 class _Write:
-    """One rank's part of one checkpoint, and the thread that writes it."""
+    """One rank's file of one checkpoint, and the thread that writes it."""
 
     def __init__(
-        self, folder: Path, pieces: Sequence[SavedPiece], plans: Sequence[Any], rank: int, about: Mapping[str, Any]
+        self, folder: Path, chunks: Sequence[Chunk], plans: Sequence[Any], rank: int, about: Mapping[str, Any]
     ) -> None:
         self.folder, self.plans, self.about = folder, plans, about
         self.results: list[WriteResult] = []
         self.digests: dict[str, int] = {}
         self.error = ""
-        self._thread = threading.Thread(target=self._run, args=(pieces, rank), name="checkpoint")
+        self._thread = threading.Thread(target=self._run, args=(chunks, rank), name="checkpoint")
         self._thread.start()
 
     @property
@@ -105,11 +103,11 @@ class _Write:
     def join(self) -> None:
         self._thread.join()
 
-    def _run(self, pieces: Sequence[SavedPiece], rank: int) -> None:
+    def _run(self, chunks: Sequence[Chunk], rank: int) -> None:
         try:
-            self.results = write_pieces(self.folder, pieces, self.plans, rank)
+            self.results = write_chunks(self.folder, chunks, self.plans, rank)
             self.digests = file_digests(self.folder, files_of(self.results))
         except Exception as error:  # noqa: BLE001, ``complete`` reports any failure on all ranks
             # Torch's error for a full disk may not say so, so the message includes the free space.
             free = format_bytes(shutil.disk_usage(self.folder.parent).free)
-            self.error = f"{self.folder.name}: {error} ({free} left on that disk)"
+            self.error = f"{self.folder.name}: {error} ({free} free on that disk)"

@@ -5,12 +5,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
-# An optimizer here sees flat shards, each with parts of many matrices.
+# An optimizer here sees shards of flat parameters, each with elements of many matrices.
 _REFUSED = {
-    "Muon": "it turns whole matrices",
-    "Adafactor": "it scales by rows and columns of whole matrices",
-    "LBFGS": "it computes the loss many times a step",
-    "SparseAdam": "it wants sparse gradients",
+    "Muon": "it needs whole matrices",
+    "Adafactor": "it needs rows and columns of whole matrices",
+    "LBFGS": "it computes the loss several times per step",
+    "SparseAdam": "it needs sparse gradients",
 }
 _WITHOUT_DECAY = ("Rprop",)
 _TORCH_NAMES = {
@@ -37,13 +37,13 @@ class OptimizerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    name: str = Field(default="adamw", description="of a class of torch.optim")
-    lr: PositiveFloat = Field(default=3e-4, description="the schedule's height")
+    name: str = Field(default="adamw", description="a class of torch.optim")
+    lr: PositiveFloat = Field(default=3e-4, description="peak learning rate")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.1, description="of matrices; norms and biases have none"
+        default=0.1, description="for matrices; norms and biases have none"
     )
     clip_norm: PositiveFloat | None = Field(
-        default=1.0, description="largest norm of the whole gradient; null: any, as with dgc"
+        default=1.0, description="largest global norm of the gradient; null: no clipping, the default with dgc"
     )
     options: dict[str, Any] = Field(
         default={}, description="further arguments of the class, such as betas: [0.9, 0.95]"
@@ -69,10 +69,10 @@ class OptimizerConfig(BaseModel):
         if name in _REFUSED:
             raise ValueError(f"{name} does not work on shards: {_REFUSED[name]}; choose one of {possible}")
         if name in _WITHOUT_DECAY and self.weight_decay:
-            raise ValueError(f"{name} has no weight decay; leave weight_decay out, or choose another optimizer")
+            raise ValueError(f"{name} has no weight decay; remove weight_decay, or choose another optimizer")
         for option in ("lr", "weight_decay", "params"):
             if option in self.options:
-                raise ValueError(f"{option} is not one of the further options; set optimizer.{option} itself")
+                raise ValueError(f"{option} does not belong here; set optimizer.{option}")
         for option, value in self.options.items():
             numbers = value if isinstance(value, list) else [value]
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):

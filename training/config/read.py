@@ -1,6 +1,8 @@
-"""Reads a ``TrainConfig`` from a YAML file and ``key=value`` overrides. One error lists all invalid values."""
+"""Reads a ``TrainConfig`` from a YAML file and ``key=value`` overrides, and lists all keys.
 
-import difflib
+One error names all invalid values.
+"""
+
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from tightwire.comm.errors import suggest
 from tightwire.training.config.tree import TrainConfig
 
 EXAMPLES = Path(__file__).parent / "examples"
@@ -44,7 +47,7 @@ def _find(path: Path) -> Path:
     named = {example.stem: example for example in sorted(EXAMPLES.glob("*.yaml"))}
     if str(path) in named:
         return named[str(path)]
-    raise ConfigError(f"{path}: there is no such file, and no example of that name; examples: {', '.join(named)}")
+    raise ConfigError(f"{path}: there is no such file or example; examples: {', '.join(named)}")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -56,9 +59,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must hold `key: value` lines, not {type(values).__name__}")
+        raise ConfigError(f"{path}: must contain `key: value` lines, not {type(values).__name__}")
     if doubled := next(_doubled(root), ""):
-        raise ConfigError(f"{path}: {doubled} is given twice")
+        raise ConfigError(f"{path}: {doubled} appears twice")
     return values
 
 
@@ -77,7 +80,7 @@ def _check_ends(node: Any, above: tuple[Any, ...]) -> None:
         yaml.YAMLError: an alias names a node that contains it, which makes the tree infinite.
     """
     if node in above:
-        raise yaml.YAMLError(f"an alias names what it lies in itself{node.start_mark}")
+        raise yaml.YAMLError(f"an alias refers to a node that contains it{node.start_mark}")
     for value in getattr(node, "value", ()):
         for inner in value if isinstance(value, tuple) else [value]:
             if isinstance(inner, yaml.Node):
@@ -95,7 +98,7 @@ def _doubled(node: yaml.Node | None, under: str = "") -> Iterator[str]:
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"{override!r} is no override; write key=value, such as schedule.steps=100")
+        raise ConfigError(f"{override!r} is not an override; write key=value, such as schedule.steps=100")
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -131,10 +134,8 @@ def _place(loc: Sequence[int | str]) -> Iterator[str]:
 
 def _nearest(name: str) -> str:
     known = list(_keys(TrainConfig))
-    found = difflib.get_close_matches(name, known, n=1)
-    if not found:  # the key may be in the wrong section
-        found = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]][:1]
-    return f"; did you mean {found[0]}?" if found else ""
+    in_another_section = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    return suggest(name, known, f"; did you mean {in_another_section[0]!r}?" if in_another_section else "")
 
 
 def _keys(section: type[BaseModel], under: str = "") -> Iterator[str]:
@@ -149,3 +150,23 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for argument in getattr(annotation, "__args__", ()):
         yield from models_in(argument)
+
+
+def describe_config() -> str:
+    return "".join(f"{line}\n" for line in _key_lines(TrainConfig, ""))
+
+
+def _key_lines(section: type[BaseModel], under: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = list(models_in(field.annotation))
+        if not inner:
+            default = "required" if field.is_required() else _words(field.get_default(call_default_factory=True))
+            yield f"{under}{name} ({default}){': ' + field.description if field.description else ''}"
+        for model in inner:
+            yield ""
+            yield f"{under}{name}: {' '.join((model.__doc__ or '').split())}"
+            yield from _key_lines(model, f"{under}{name}.")
+
+
+def _words(default: Any) -> str:
+    return "null" if default is None else repr(default) if isinstance(default, str) else str(default)

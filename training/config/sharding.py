@@ -1,6 +1,6 @@
 """Defines how each sharding splits weights, gradients and optimizer state.
 
-The ranks of a *shard group* hold different shards of a unit; the ranks of a *replica group* hold the same shard.
+The ranks of a *shard group* hold different shards of a bucket; the ranks of a *replica group* hold the same shard.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class GroupShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How one sharding splits the units.
+    """How one sharding splits the buckets.
 
-    ``shard_over``: the ranks that hold shards of a unit. ``keep_weights``: whole weights stay between steps.
+    ``shard_over``: the ranks that hold shards of a bucket. ``keep_weights``: whole weights stay between steps.
     ``reduce_when``: ``step`` accumulates whole gradients over the micro-batches and sums them over ranks once; ``backward``
     sums a block's gradients after its backward in each micro-batch and keeps only shards.
     """

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from tightwire.training.config.between import BetweenOptions, DenseOptions
+from tightwire.training.config.compression import CompressorOptions, DenseOptions
 from tightwire.training.config.optimizer import OptimizerConfig
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -42,7 +42,7 @@ class ShapeConfig(Section):
 
 
 class ModelConfig(Section):
-    """Where the weights and the tokenizer come from, and in which numbers is computed."""
+    """The model to train, its tokenizer and its computing dtype."""
 
     start: str = Field(
         default="", description="a folder, repo id, .gguf, known name or random:SHAPE; empty: random weights of `shape`"
@@ -50,42 +50,41 @@ class ModelConfig(Section):
     shape: ShapeConfig | None = None
     tokenizer: str = Field(
         default="",
-        description="of a new model: bytes (default), bpe:SIZE trained on the data, or a model whose tokenizer to take",
+        description="of a new model: bytes (default), bpe:SIZE trained on the data, or the model to take it from",
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="of weights and activations in the passes; the optimizer's are always float32"
+        default="float32",
+        description="of weights and activations in forward and backward; the optimizer always has float32 weights",
     )
     frozen: list[str] = Field(
-        default=[], description="parameters that stay as they are, as patterns: model.embed_tokens.*"
+        default=[], description="patterns of parameters that are not trained, such as model.embed_tokens.*"
     )
 
     @model_validator(mode="after")
     def _one_start(self) -> "ModelConfig":
         if bool(self.start) == (self.shape is not None):
-            raise ValueError("give either start (a model to go on from) or shape (sizes of a new one)")
+            raise ValueError("give either start (an existing model) or shape (the sizes of a new one)")
         if self.start and self.tokenizer:
-            raise ValueError(f"{self.start} brings its own tokenizer; leave tokenizer out")
+            raise ValueError(f"{self.start} has its own tokenizer; remove tokenizer")
         if self.tokenizer.startswith(BPE) and not self.tokenizer.removeprefix(BPE).isdecimal():
-            raise ValueError(f"tokenizer {self.tokenizer!r} lacks its size; write it as {BPE}4096")
+            raise ValueError(f"tokenizer {self.tokenizer!r} has no size; write {BPE}4096")
         return self
 
 
 class DataConfig(Section):
-    """Which text, and how it is cut."""
+    """The text and its division into sequences."""
 
-    files: list[str] = Field(min_length=1, description="paths and patterns (**, *) of text or .jsonl files, maybe .gz")
+    files: list[str] = Field(min_length=1, description="paths and patterns (**, *) of text or .jsonl files, also .gz")
     text_key: str = Field(default="text", description="the key of a JSONL line that holds the text")
     parted_by: Literal["blank-line", "file"] = Field(
         default="blank-line", description="what ends a document of a text file"
     )
-    held_out: Share = Field(
-        default=0.01, description="share of the documents that are evaluated on and never trained on"
-    )
-    held_out_files: list[str] = Field(default=[], description="instead: files of their own to evaluate on")
-    sequence_tokens: PositiveInt = Field(default=512, description="tokens a sequence")
+    held_out: Share = Field(default=0.01, description="share of the documents used only for evaluation")
+    held_out_files: list[str] = Field(default=[], description="evaluate on these files instead")
+    sequence_tokens: PositiveInt = Field(default=512, description="tokens per sequence")
     shuffle_documents: Count = Field(
         default=4096,
-        description="documents that are held in memory and drawn from, so that neighbours part; 0: in order",
+        description="size of the window from which documents are drawn at random; 0: in order",
     )
 
     @model_validator(mode="after")
@@ -96,11 +95,11 @@ class DataConfig(Section):
 
 
 class BatchConfig(Section):
-    """How many sequences an optimizer step takes: the same, whatever the number of ranks."""
+    """Sequences of an optimizer step, independent of the number of ranks."""
 
-    sequences: PositiveInt = Field(default=32, description="sequences a step, over all ranks")
+    sequences: PositiveInt = Field(default=32, description="sequences per step, over all ranks")
     micro_sequences: PositiveInt = Field(
-        default=8, description="sequences that a rank computes at a time; the rest accumulates"
+        default=8, description="sequences that a rank computes at a time; gradients accumulate"
     )
 
     def accumulation(self, world_size: int) -> int:
@@ -113,7 +112,7 @@ class BatchConfig(Section):
         if self.sequences % at_once:
             near = max(at_once, round(self.sequences / at_once) * at_once)
             raise ValueError(
-                f"batch.sequences={self.sequences} cannot be dealt to {world_size} ranks with batch.micro_sequences="
+                f"batch.sequences={self.sequences} cannot be divided over {world_size} ranks with batch.micro_sequences="
                 f"{self.micro_sequences}: it must be a multiple of {at_once}; give batch.sequences={near}, other "
                 "batch.micro_sequences, or another number of ranks"
             )
@@ -124,10 +123,10 @@ class ScheduleConfig(Section):
     """The learning rate over the steps."""
 
     steps: PositiveInt = Field(default=1000, description="optimizer steps of the whole run")
-    kind: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="what follows the warm-up")
-    warmup_steps: Count = Field(default=0, description="steps in which the rate rises from near 0 to its height")
+    kind: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="the decay after the warm-up")
+    warmup_steps: Count = Field(default=0, description="steps in which the rate rises to its peak")
     final_share: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.1, description="of the height, where linear and cosine end"
+        default=0.1, description="share of the peak at which linear and cosine end"
     )
 
     @model_validator(mode="after")
@@ -138,72 +137,72 @@ class ScheduleConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model lies over the ranks, and what travels between them in which form."""
+    """How the model is sharded over ranks, and how weights and gradients are sent."""
 
     sharding: Literal["none", "zero1", "zero2", "zero3", "hybrid"] = "none"
-    nodes: PositiveInt | None = Field(
-        default=None, description="nodes that the ranks are on; default: as the launcher says"
-    )
+    nodes: PositiveInt | None = Field(default=None, description="number of nodes; default: as the launcher says")
     prefetch: Literal["explicit", "implicit"] = "explicit"
-    num_buffers: Annotated[int, Field(ge=1)] = Field(
-        default=2, description="weight and gradient buffers that blocks take in turns"
-    )
-    gather_codec: str = Field(default="none", description="of gathered weights, such as int8 (qwZ)")
+    num_buffers: Annotated[int, Field(ge=1)] = Field(default=2, description="weight buffers that blocks share")
+    gather_codec: str = Field(default="none", description="codec of gathered weights, such as int8 (qwZ)")
     gather_path: Literal["hierarchical", "flat"] = Field(
-        default="hierarchical", description="over several nodes: across nodes first and then inside, or all at once"
+        default="hierarchical",
+        description="on several nodes: gather across nodes first and then inside, or all at once",
     )
     secondary: bool = Field(
         default=False,
-        description="hpZ: a copy of the weights on each node, so that only a step's first gather leaves it",
+        description="hpZ: keep a copy of the weights on each node, so that only the first gather of a step crosses nodes",
     )
-    secondary_codec: str | None = Field(default=None, description="what it is kept in; null: as it came")
-    secondary_blocks: PositiveInt | None = Field(default=None, description="only of so many first blocks; null: all")
+    secondary_codec: str | None = Field(default=None, description="codec of that copy; null: as received")
+    secondary_blocks: PositiveInt | None = Field(
+        default=None, description="number of blocks to keep, from the first; null: all"
+    )
     reduce_path: Literal["flat", "hierarchical"] = Field(
-        default="flat", description="over several nodes: all at once in rank order, or inside nodes first (qgZ)"
+        default="flat", description="on several nodes: sum all at once in rank order, or inside nodes first (qgZ)"
     )
     reduce_codec: str = Field(
-        default="none", description="of gradients, on a hierarchical path inside nodes; such as int4 (qgZ)"
+        default="none", description="codec of gradients, such as int4 (qgZ); with the hierarchical path, inside nodes"
     )
     reduce_across_codec: str = Field(
-        default="none", description="of gradients between nodes on a hierarchical path (qgZ)"
+        default="none", description="codec of gradients between nodes with the hierarchical path (qgZ)"
     )
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     checkpoint_every: Count = Field(
-        default=0, description="activations: recompute every k-th block in the backward pass; 1: all, 0: none"
+        default=0, description="recompute the activations of every k-th block in backward; 1: all, 0: none"
     )
-    between: Annotated[BetweenOptions, Field(discriminator="kind")] = Field(
-        default=DenseOptions(), description="how replicas add their gradients (none, hybrid)"
+    between: Annotated[CompressorOptions, Field(discriminator="kind")] = Field(
+        default=DenseOptions(), description="how replicas sum their gradients (sharding none and hybrid)"
     )
     timeout_s: PositiveFloat = Field(default=300.0, description="longest wait for another rank")
 
 
 class EvaluationConfig(Section):
-    """The loss on held-out text, and a look at what the model writes."""
+    """The loss on held-out text, and sample texts."""
 
-    every: Count = Field(default=100, description="steps; 0: never")
-    sequences: PositiveInt = Field(default=64, description="at most so many, over all ranks")
-    prompts: list[str] = Field(default=[], description="continued greedily at each evaluation, for the log")
+    every: Count = Field(default=100, description="steps between evaluations; 0: never")
+    sequences: PositiveInt = Field(default=64, description="largest number of sequences, over all ranks")
+    prompts: list[str] = Field(default=[], description="prompts to continue greedily at each evaluation, for the log")
     sample_tokens: PositiveInt = Field(default=48, description="tokens to add to each prompt")
 
 
 class CheckpointConfig(Section):
-    """What is kept to go on from."""
+    """When checkpoints are written, and how many are kept."""
 
-    every: Count = Field(default=200, description="steps; 0: only when the run ends or is ended")
-    keep: PositiveInt = Field(default=2, description="newest checkpoints that stay")
+    every: Count = Field(default=200, description="steps between checkpoints; 0: only at the end")
+    keep: PositiveInt = Field(default=2, description="number of newest checkpoints to keep")
     resume: bool = Field(
-        default=True, description="go on from the newest checkpoint of the run's folder; false: it must have none"
+        default=True, description="resume from the newest checkpoint of the run; false: there must be none"
     )
 
 
 class LogConfig(Section):
-    """What is said about the run, in its folder and on the terminal."""
+    """Output of the run in its folder and on the terminal."""
 
     every: PositiveInt = Field(default=10, description="steps between two lines on the terminal")
     tensorboard: bool = True
     plot: bool = Field(default=True, description="draw the loss when the run ends")
     peak_tflops: PositiveFloat | None = Field(
-        default=None, description="what a rank's device can do, for MFU; default: known GPUs, else measured at start"
+        default=None,
+        description="peak of a rank's device, for MFU; default: known for common GPUs, else measured at start",
     )
 
 
@@ -215,11 +214,11 @@ class ExportConfig(Section):
 
 
 class DryRunConfig(Section):
-    """What a dry run reckons with; a run does not look at it."""
+    """Assumptions of a dry run; a run ignores them."""
 
-    ranks: PositiveInt | None = Field(default=None, description="so many ranks; default: as the launcher says")
-    inside: str = Field(default="", description="the wire between ranks of a node, such as 200gbit")
-    between: str = Field(default="", description="the wire of a node to the others, such as 1gbit,latency=50us")
+    ranks: PositiveInt | None = Field(default=None, description="number of ranks; default: as the launcher says")
+    inside: str = Field(default="", description="link between ranks of a node, such as 200gbit")
+    between: str = Field(default="", description="link of a node to the others, such as 1gbit,latency=50us")
 
 
 class TrainConfig(Section):

@@ -49,7 +49,7 @@ class Documents:
                 raise DataError(f"{path}: cannot be read: {error}") from None
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{path}: is not UTF-8 text: {error}; convert it, or leave it out of data.files"
+                    f"{path}: is not UTF-8 text: {error}; convert it, or remove it from data.files"
                 ) from None
 
     def _documents(self, path: Path, lines: IO[str]) -> Iterator[str]:
@@ -76,7 +76,7 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
         }
         if not files:
             raise DataError(
-                f"data: no file is called {pattern} (in {Path.cwd()}); give paths or patterns such as docs/**/*.md"
+                f"data: no file matches {pattern} (in {Path.cwd()}); give paths or patterns such as docs/**/*.md"
             )
         found |= files
     return tuple(sorted(found))
@@ -146,7 +146,7 @@ def _json_texts(path: Path, lines: IO[str], key: str) -> Iterator[str]:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: is not JSON: {error}") from None
+            raise DataError(f"{path}:{number}: is not valid JSON: {error}") from None
         text = value.get(key) if isinstance(value, dict) else None
         if not isinstance(text, str):
             keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__

@@ -7,10 +7,9 @@ from threading import Event
 
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.data.blocks import Block, pack_blocks
 from tightwire.training.data.documents import DataError, Documents, find_files, is_held_out, training_documents
 from tightwire.training.data.read_ahead import until_closed
-from tightwire.training.data.stream import Batch, endless_blocks, micro_batches
+from tightwire.training.data.sequences import Batch, TokenSequence, endless_sequences, micro_batches, pack_sequences
 
 _MOST_NAMES = 3  # file names in an error message
 
@@ -50,7 +49,7 @@ class RunData:
                 names = ", ".join(map(str, documents.files[:_MOST_NAMES]))
                 more = len(documents.files) - _MOST_NAMES
                 rest = f" and {more} more" if more > 0 else ""
-                raise DataError(f"data.{key}: there is no document in {names}{rest}; give files with text in them")
+                raise DataError(f"data.{key}: there is no document in {names}{rest}; give files with text")
 
     @property
     def held_out_share(self) -> float:
@@ -75,34 +74,34 @@ class RunData:
         self, tokenizer: Tokenizer, end_token_id: int, *, rank: int, world_size: int, position: int, closed: Event
     ) -> Iterator[Batch]:
         """A rank's endless micro-batches from ``position`` on. ``closed`` stops reading."""
-        blocks = endless_blocks(
+        sequences = endless_sequences(
             lambda epoch: until_closed(self.training(epoch), closed),
             lambda text: tokenizer.encode(text, add_special_tokens=False),
-            block_tokens=self.config.data.sequence_tokens,
+            sequence_tokens=self.config.data.sequence_tokens,
             end_token_id=end_token_id,
             rank=rank,
             world_size=world_size,
             position=position,
         )
-        return micro_batches(blocks, self.config.batch.micro_sequences)
+        return micro_batches(sequences, self.config.batch.micro_sequences)
 
-    def held_out_blocks(self, tokenizer: Tokenizer, end_token_id: int) -> list[Block]:
+    def held_out_sequences(self, tokenizer: Tokenizer, end_token_id: int) -> list[TokenSequence]:
         """The evaluation blocks of all ranks.
 
         Raises:
             DataError: the held-out documents do not fill one block.
         """
-        block_tokens = self.config.data.sequence_tokens
-        packed = pack_blocks(
+        sequence_tokens = self.config.data.sequence_tokens
+        packed = pack_sequences(
             self.held_out(),
             lambda text: tokenizer.encode(text, add_special_tokens=False),
-            block_tokens=block_tokens,
+            sequence_tokens=sequence_tokens,
             end_token_id=end_token_id,
         )
-        blocks = list(islice(packed, self.config.evaluation.sequences))
-        if not blocks:
+        sequences = list(islice(packed, self.config.evaluation.sequences))
+        if not sequences:
             raise DataError(
-                f"held-out documents do not fill one sequence of {block_tokens} tokens; raise data.held_out (now "
+                f"held-out documents do not fill one sequence of {sequence_tokens} tokens; raise data.held_out (now "
                 f"{self.config.data.held_out}), name data.held_out_files, or set evaluation.every=0"
             )
-        return blocks
+        return sequences

@@ -24,14 +24,21 @@ from torch import Tensor, nn
 
 from tightwire.comm.collectives.collectives import all_gather, prepare_codecs
 from tightwire.comm.group.nodes import run_leg
-from tightwire.training.engine.between import Between
+from tightwire.training.engine.compressor import GradientCompressor
+from tightwire.training.engine.flat_parameters import (
+    NORMS,
+    Bucket,
+    BucketPlan,
+    FlatParameter,
+    copy_into_shard,
+    cut_shard,
+)
 from tightwire.training.engine.gradients import Gradients
 from tightwire.training.engine.hooks import Hooks
-from tightwire.training.engine.main_shard import MainShard
 from tightwire.training.engine.micro_batch import MicroBatch
 from tightwire.training.engine.options import EngineOptions
+from tightwire.training.engine.shards import MainShard
 from tightwire.training.engine.trace import NO_TRACE, Trace
-from tightwire.training.engine.units import NORMS, Flat, Unit, UnitPlan, copy_into_shard, cut
 from tightwire.training.engine.weights import Weights, gather_codec
 from tightwire.training.ranks.groups import TrainGroups, replica_group, shard_group
 
@@ -45,10 +52,10 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        plan: UnitPlan,
+        plan: BucketPlan,
         groups: TrainGroups,
         options: EngineOptions,
-        between: Between | None = None,
+        compressor: GradientCompressor | None = None,
         trace: Trace | None = None,
     ) -> None:
         """
@@ -56,7 +63,7 @@ class Engine:
             model: its parameters are equal on every rank, or all on the meta device; then call ``load_full``.
             plan: made from this model for ``options.sharding.shard_ranks``.
             between: sums over the ranks that hold the same shard; required if there are several.
-            trace: records the work on buffers, for ``check_trace``.
+            trace: records the work on buffers, for tests.
         Raises:
             ValueError: plan or options do not match the groups, or the ranks' parameters differ.
         """
@@ -64,13 +71,13 @@ class Engine:
         wanted = sharding.shard_ranks(groups.world_size, groups.num_nodes)
         if plan.shard_ranks != wanted:
             raise ValueError(
-                f"the plan cuts units for {plan.shard_ranks} ranks; sharding {sharding.name} of {groups.world_size} ranks on "
-                f"{groups.num_nodes} nodes cuts them for {wanted}"
+                f"the plan is for {plan.shard_ranks} shards; sharding {sharding.name} of {groups.world_size} ranks on "
+                f"{groups.num_nodes} nodes needs {wanted}"
             )
-        if between is None and wanted < groups.world_size:
+        if compressor is None and wanted < groups.world_size:
             raise ValueError(
-                f"sharding {sharding.name} of {groups.world_size} ranks leaves several with the same shard; give what sums over "
-                "them (between)"
+                f"sharding {sharding.name} of {groups.world_size} ranks has several ranks with the same shard; pass a "
+                "compressor that sums over them"
             )
         options.check_ranks(groups.num_nodes)
         prepare_codecs(groups.device, *options.parsed_codecs)
@@ -82,7 +89,7 @@ class Engine:
         self._load_from(model)
         self._hooks = Hooks(model, plan)
         self._weights = Weights(plan, self._shards, options, groups.gather, trace)
-        self._gradients = Gradients(plan, options, groups.reduce, trace, between)
+        self._gradients = Gradients(plan, options, groups.reduce, trace, compressor)
         self._anchor = torch.zeros((), device=groups.device, requires_grad=True)
         self._is_broken = self._is_closed = False
 
@@ -99,10 +106,12 @@ class Engine:
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer: ``matrices``, and ``norms`` (norms and biases), which should not decay."""
-        trainable = [(unit, self._shards[unit.trainable.name].main) for unit in self.plan.units if unit.trainable]
+        trainable = [
+            (bucket, self._shards[bucket.trainable.name].main) for bucket in self.plan.buckets if bucket.trainable
+        ]
         chosen = {
-            "matrices": [main for unit, main in trainable if unit.name != NORMS],
-            "norms": [main for unit, main in trainable if unit.name == NORMS],
+            "matrices": [main for bucket, main in trainable if bucket.name != NORMS],
+            "norms": [main for bucket, main in trainable if bucket.name == NORMS],
         }
         return [{"params": params, "name": name} for name, params in chosen.items() if params]
 
@@ -123,15 +132,15 @@ class Engine:
     def finish_gradients(self) -> None:
         """Wait until the gradients are summed over all ranks; set ``grad`` of each shard to their mean."""
         self._gradients.finish()
-        for unit, main in self._trainable():
-            main.grad = self._gradients.grad(unit)
+        for bucket, main in self._trainable():
+            main.grad = self._gradients.grad(bucket)
 
     def gradient_norm(self) -> float:
         """The global norm of the gradients, summed in float64; the same bits on every rank."""
         squares = [torch.linalg.vector_norm(main.grad, dtype=torch.float64).square() for _, main in self._trainable()]
         own = torch.stack(squares).sum().view(1)
-        parts = run_leg(self._groups.main, self._group, all_gather, self._group, own)
-        return math.sqrt(sum(float(part) for part in parts))
+        squares_of_ranks = run_leg(self._groups.main, self._group, all_gather, self._group, own)
+        return math.sqrt(sum(float(square) for square in squares_of_ranks))
 
     def clip_gradients(self, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most ``max_norm``; returns the norm before scaling."""
@@ -147,28 +156,28 @@ class Engine:
         """Call after each optimizer step: invalidates gathered trainable weights."""
         self._check_idle()
         for shard in self._shards.values():
-            shard.version += shard.flat.trainable
+            shard.version += shard.flat_param.trainable
         self._weights.changed()
 
-    def named_flats(self) -> Iterator[tuple[Flat, nn.Parameter]]:
-        """Every flat, frozen ones too, with this rank's main shard; the flat has the position of each parameter."""
-        return ((flat, self._shards[flat.name].main) for flat in self.plan.flats)
+    def named_flat_params(self) -> Iterator[tuple[FlatParameter, nn.Parameter]]:
+        """Every flat parameter, frozen ones too, with this rank's main shard."""
+        return ((flat_param, self._shards[flat_param.name].main) for flat_param in self.plan.flat_params)
 
     @property
     def shard_rank(self) -> int:
-        """Index of this rank's shard of each flat, below ``plan.shard_ranks``."""
+        """Index of this rank's shard of each flat parameter, below ``plan.shard_ranks``."""
         return self._group.rank
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter with its name in the model, in float32. Collective: gathers one flat at a time.
+        """Every parameter with its name in the model, in float32. Collective: gathers one flat parameter at a time.
 
         Do not write to a tensor, and do not keep it: it may be memory that the optimizer uses.
         """
-        for flat, main in self.named_flats():
+        for flat_param, main in self.named_flat_params():
             shards = run_leg(self._groups.main, self._group, all_gather, self._group, main.data)
             full_N = torch.cat(shards)
-            for part in flat.parts:
-                yield part.name, part.of(full_N)
+            for param in flat_param.params:
+                yield param.name, param.of(full_N)
 
     def load_full(self, tensor_of: Callable[[str], Tensor]) -> None:
         """Set every parameter to ``tensor_of(name)``. Not collective.
@@ -176,8 +185,8 @@ class Engine:
         Raises:
             ValueError: a tensor has another shape.
         """
-        for flat, main in self.named_flats():
-            copy_into_shard(tensor_of, cut(flat, self.shard_rank, self.plan.shard_ranks), main.data)
+        for flat_param, main in self.named_flat_params():
+            copy_into_shard(tensor_of, cut_shard(flat_param, self.shard_rank, self.plan.shard_ranks), main.data)
         self.all_weights_changed()
 
     def all_weights_changed(self) -> None:
@@ -220,21 +229,21 @@ class Engine:
 
     def _check_idle(self) -> None:
         if self._is_broken:
-            raise RuntimeError(
-                "a micro-batch or evaluation has failed, and buffers are as it left them; close the engine"
-            )
+            raise RuntimeError("an earlier micro-batch or evaluation failed; close the engine")
         if self._hooks.micro_batch is not None:
-            raise RuntimeError("a micro-batch or evaluation is under way; end it first")
+            raise RuntimeError("a micro-batch or evaluation is running; end it first")
 
-    def _trainable(self) -> Iterator[tuple[Unit, nn.Parameter]]:
-        return ((unit, self._shards[unit.trainable.name].main) for unit in self.plan.units if unit.trainable)
+    def _trainable(self) -> Iterator[tuple[Bucket, nn.Parameter]]:
+        return ((bucket, self._shards[bucket.trainable.name].main) for bucket in self.plan.buckets if bucket.trainable)
 
     def _make_shards(self) -> dict[str, MainShard]:
         ranks, dtype = self.plan.shard_ranks, self.options.compute_dtype
         return {
-            flat.name: MainShard(flat, ranks, gather_codec(self.options, unit, ranks), dtype, self._groups.device)
-            for unit in self.plan.units
-            for flat in unit.flats
+            flat_param.name: MainShard(
+                flat_param, ranks, gather_codec(self.options, bucket, ranks), dtype, self._groups.device
+            )
+            for bucket in self.plan.buckets
+            for flat_param in bucket.flat_params
         }
 
     def _load_from(self, model: nn.Module) -> None:
@@ -242,17 +251,15 @@ class Engine:
         if all(parameter.is_meta for parameter in given.values()):
             return
         if empty := [name for name, parameter in given.items() if parameter.is_meta]:
-            raise ValueError(
-                f"of the model's parameters {', '.join(empty)} are on the meta device; all are to be, or none"
-            )
-        for flat, main in self.named_flats():
-            shard = cut(flat, self.shard_rank, self.plan.shard_ranks)
+            raise ValueError(f"{', '.join(empty)} are on the meta device; all parameters must be there, or none")
+        for flat_param, main in self.named_flat_params():
+            shard = cut_shard(flat_param, self.shard_rank, self.plan.shard_ranks)
             copy_into_shard(lambda name: given[name].data, shard, main.data)
         replicas = replica_group(self._groups.main, self.options.sharding)
-        own = torch.stack([main.data.double().sum() for _, main in self.named_flats()])
+        own = torch.stack([main.data.double().sum() for _, main in self.named_flat_params()])
         for rank, sums in enumerate(all_gather(replicas, own)):
             if not torch.equal(sums, own):
                 raise ValueError(
-                    f"replica {rank} begins with other parameters than replica {replicas.rank}; make the model from the same "
+                    f"replica {rank} has other parameters than replica {replicas.rank}; load the model from the same "
                     "seed or folder on every rank"
                 )

@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, Use
 from tightwire.training.engine.gates import gate_inputs, gate_outputs, needs_gradient
 from tightwire.training.engine.micro_batch import MicroBatch
-from tightwire.training.engine.units import Unit, UnitPlan, Use
 
 
 class Hooks:
     """The wrapped forwards of ``model``. ``micro_batch`` is the current one, or None."""
 
-    def __init__(self, model: nn.Module, plan: UnitPlan) -> None:
+    def __init__(self, model: nn.Module, plan: BucketPlan) -> None:
         self.micro_batch: MicroBatch | None = None
         self._wrapped: list[nn.Module] = []
         hosted = _uses_by_host(plan)
         for host, uses in hosted.items():
             module = model.get_submodule(host)
             users = [(model.get_submodule(use.module), use) for use in uses]
-            unit = plan.blocks[plan.block_modules.index(host)] if host in plan.block_modules else None
-            if unit is None:
+            bucket = plan.blocks[plan.block_modules.index(host)] if host in plan.block_modules else None
+            if bucket is None:
                 self._wrap(module, self._plain_forward(module.forward, users))
             else:
-                self._wrap(module, self._block_forward(module.forward, users, unit))
+                self._wrap(module, self._block_forward(module.forward, users, bucket))
         for use in plan.uses:
             del model.get_submodule(use.module)._parameters[use.attribute]
 
@@ -54,13 +54,13 @@ class Hooks:
 
         return run
 
-    def _block_forward(self, forward: Callable[..., Any], users: "list[_User]", unit: Unit) -> Callable[..., Any]:
-        trainable = any(use.flat.trainable for _, use in users)
+    def _block_forward(self, forward: Callable[..., Any], users: "list[_User]", bucket: Bucket) -> Callable[..., Any]:
+        trainable = any(use.flat_param.trainable for _, use in users)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             micro_batch = self._current()
             every = micro_batch.options.checkpoint_every
-            call, anchor = micro_batch.begin_block(unit), micro_batch.anchor
+            call, anchor = micro_batch.begin_block(bucket), micro_batch.anchor
             awaits_backward = torch.is_grad_enabled() and (trainable or needs_gradient((args, kwargs)))
             if awaits_backward:
                 anchor, (args, kwargs) = gate_inputs(call, anchor, (args, kwargs))
@@ -70,14 +70,14 @@ class Hooks:
                 with _given(users, weights):
                     return forward(*args, **kwargs)
 
-            if awaits_backward and every and unit.block is not None and unit.block % every == 0:
-                _refuse_cache(kwargs, unit)
+            if awaits_backward and every and bucket.block is not None and bucket.block % every == 0:
+                _refuse_cache(kwargs, bucket)
                 outputs = checkpoint(compute, use_reentrant=False)
             else:
                 outputs = compute()
             if awaits_backward:
                 outputs = gate_outputs(call, outputs)
-            micro_batch.end_block(unit, awaits_backward)
+            micro_batch.end_block(bucket, awaits_backward)
             return outputs
 
         return run
@@ -85,7 +85,7 @@ class Hooks:
     def _current(self) -> MicroBatch:
         if self.micro_batch is None:
             raise RuntimeError(
-                "the model's parameters are elsewhere; run it inside engine.micro_batch() or engine.evaluation()"
+                "the model has no parameters here; run it inside engine.micro_batch() or engine.evaluation()"
             )
         return self.micro_batch
 
@@ -105,7 +105,7 @@ def _given(users: Iterable[_User], weights: Iterable[Tensor]) -> Iterator[None]:
             module.__dict__.pop(use.attribute, None)
 
 
-def _uses_by_host(plan: UnitPlan) -> dict[str, list[Use]]:
+def _uses_by_host(plan: BucketPlan) -> dict[str, list[Use]]:
     """Uses by host, the module whose forward sets them: the enclosing block, else the user. All blocks are hosts."""
     hosted: dict[str, list[Use]] = {block: [] for block in plan.block_modules}
     for use in plan.uses:
@@ -114,9 +114,9 @@ def _uses_by_host(plan: UnitPlan) -> dict[str, list[Use]]:
     return hosted
 
 
-def _refuse_cache(kwargs: dict[str, Any], unit: Unit) -> None:
+def _refuse_cache(kwargs: dict[str, Any], bucket: Bucket) -> None:
     if kwargs.get("past_key_values") is not None:
         raise ValueError(
-            f"{unit.name} was given a key-value cache to fill, and recomputing its activations would fill it twice; call the "
-            "model with use_cache=False"
+            f"{bucket.name} got a key-value cache, which recomputing activations would fill twice; call the model with "
+            "use_cache=False"
         )

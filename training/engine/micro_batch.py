@@ -10,10 +10,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, ParamSpan, Use
 from tightwire.training.engine.gates import weight
 from tightwire.training.engine.gradients import Gradients
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.units import Part, Unit, UnitPlan, Use
 from tightwire.training.engine.weights import Weights
 
 
@@ -22,7 +22,7 @@ class MicroBatch:
 
     def __init__(
         self,
-        plan: UnitPlan,
+        plan: BucketPlan,
         options: EngineOptions,
         weights: Weights,
         gradients: Gradients,
@@ -35,70 +35,70 @@ class MicroBatch:
         self._plan, self._weights, self._gradients, self._last = plan, weights, gradients, last
         self._blocks = plan.blocks
         self._ahead = options.num_buffers if options.prefetch == "explicit" else 0
-        self._in_use: list[Unit] = []  # units without gates, from their first use on
-        self._made: dict[Part, Tensor] = {}  # parameters of units without gates, shared by tied modules
-        self._owed: dict[int, set[Part]] = {}  # by unit without gates, parameters that await gradients
+        self._in_use: list[Bucket] = []  # buckets without gates, from their first use on
+        self._made: dict[ParamSpan, Tensor] = {}  # parameters of buckets without gates, shared by tied modules
+        self._owed: dict[int, set[ParamSpan]] = {}  # by bucket without gates, parameters that await gradients
         self._awaiting: set[int] = set()  # blocks whose backward has not ended
         if self._ahead:
-            for unit in plan.units:
-                if unit.block is None:
-                    weights.request(unit)
+            for bucket in plan.buckets:
+                if bucket.block is None:
+                    weights.request(bucket)
             self._request(range(options.num_buffers))
 
-    def begin_block(self, unit: Unit) -> "BlockCall":
-        """Wait for the weights of ``unit`` before its forward, and request those of the next blocks."""
-        assert unit.block is not None
-        if unit.block in self._awaiting:
-            raise RuntimeError(f"{unit.name} was called twice in a micro-batch; each block is called once")
-        self._weights.request(unit)
-        self._request(range(unit.block + 1, unit.block + 1 + self._ahead))
-        self._weights.use(unit)
-        return BlockCall(self, unit)
+    def begin_block(self, bucket: Bucket) -> "BlockCall":
+        """Wait for the weights of ``bucket`` before its forward, and request those of the next blocks."""
+        assert bucket.block is not None
+        if bucket.block in self._awaiting:
+            raise RuntimeError(f"{bucket.name} was called twice in a micro-batch; each block is called once")
+        self._weights.request(bucket)
+        self._request(range(bucket.block + 1, bucket.block + 1 + self._ahead))
+        self._weights.use(bucket)
+        return BlockCall(self, bucket)
 
-    def end_block(self, unit: Unit, awaits_backward: bool) -> None:
-        assert unit.block is not None
+    def end_block(self, bucket: Bucket, awaits_backward: bool) -> None:
+        assert bucket.block is not None
         if awaits_backward:
-            self._awaiting.add(unit.block)
-        is_among_last = unit.block >= len(self._blocks) - self.options.num_buffers
-        self._weights.done(unit, keep=awaits_backward and is_among_last)
+            self._awaiting.add(bucket.block)
+        is_among_last = bucket.block >= len(self._blocks) - self.options.num_buffers
+        self._weights.done(bucket, keep=awaits_backward and is_among_last)
 
     def parameter(self, use: Use, anchor: Tensor) -> Tensor:
         """The tensor that a module computes with. ``anchor``: the gated one of its block, or ``self.anchor``."""
-        unit, flat, part = use.unit, use.flat, use.part
-        if unit.block is None and unit not in self._in_use:
-            self._weights.use(unit)
-            self._in_use.append(unit)
-        values = self._weights.view(unit, flat, part)
-        if not flat.trainable or not torch.is_grad_enabled():
+        bucket, flat_param, param = use.bucket, use.flat_param, use.param
+        if bucket.block is None and bucket not in self._in_use:
+            self._weights.use(bucket)
+            self._in_use.append(bucket)
+        values = self._weights.view(bucket, flat_param, param)
+        if not flat_param.trainable or not torch.is_grad_enabled():
             return values
-        if unit.block is not None:
-            return weight(anchor, values, lambda grad: self._gradients.add(unit, part, grad))
-        if part not in self._made:
-            self._owed.setdefault(unit.number, set()).add(part)
-            self._made[part] = weight(anchor, values, lambda grad: self._take(unit, part, grad))
-        return self._made[part]
+        if bucket.block is not None:
+            return weight(anchor, values, lambda grad: self._gradients.add(bucket, param, grad))
+        if param not in self._made:
+            self._owed.setdefault(bucket.number, set()).add(param)
+            self._made[param] = weight(anchor, values, lambda grad: self._take(bucket, param, grad))
+        return self._made[param]
 
-    def backward_begins(self, unit: Unit) -> None:
-        assert unit.block is not None
-        self._weights.request(unit)
-        before = range(unit.block - 1, unit.block - 1 - self._ahead, -1)
+    def backward_begins(self, bucket: Bucket) -> None:
+        assert bucket.block is not None
+        self._weights.request(bucket)
+        before = range(bucket.block - 1, bucket.block - 1 - self._ahead, -1)
         self._request(block for block in before if block in self._awaiting)
-        self._weights.use(unit)
-        if unit.trainable is not None:
-            self._gradients.begin(unit, self._last)
+        self._weights.use(bucket)
+        if bucket.trainable is not None:
+            self._gradients.begin(bucket, self._last)
 
-    def backward_ends(self, unit: Unit) -> None:
+    def backward_ends(self, bucket: Bucket) -> None:
         """Called when all gradients of the block are in its buffer, before backward continues to the inputs."""
-        assert unit.block is not None
-        self._awaiting.remove(unit.block)
-        self._weights.done(unit, keep=not self._last and unit.block < self.options.num_buffers)
-        if unit.trainable is not None:
-            self._gradients.end(unit, self._last)
+        assert bucket.block is not None
+        self._awaiting.remove(bucket.block)
+        self._weights.done(bucket, keep=not self._last and bucket.block < self.options.num_buffers)
+        if bucket.trainable is not None:
+            self._gradients.end(bucket, self._last)
 
     def leave(self) -> None:
         """Release the weights after forward and backward."""
-        for unit in self._in_use:
-            self._weights.done(unit, keep=True)
+        for bucket in self._in_use:
+            self._weights.done(bucket, keep=True)
         if self._last or self._awaiting:
             self._weights.drop_blocks()
         self._made.clear()
@@ -108,21 +108,21 @@ class MicroBatch:
             if 0 <= block < len(self._blocks):
                 self._weights.request(self._blocks[block])
 
-    def _take(self, unit: Unit, part: Part, grad: Tensor) -> None:
-        """Take a gradient of a unit without gates. The unit is complete when all used parameters have theirs."""
-        self._gradients.begin(unit, self._last)
-        self._gradients.add(unit, part, grad)
-        owed = self._owed[unit.number]
-        owed.discard(part)
+    def _take(self, bucket: Bucket, param: ParamSpan, grad: Tensor) -> None:
+        """Take a gradient of a bucket without gates. The bucket is complete when all used parameters have theirs."""
+        self._gradients.begin(bucket, self._last)
+        self._gradients.add(bucket, param, grad)
+        owed = self._owed[bucket.number]
+        owed.discard(param)
         if not owed:
-            self._gradients.end(unit, self._last)
+            self._gradients.end(bucket, self._last)
 
 
 class BlockCall:
     """Passes the events of one block call's gates to the micro-batch."""
 
-    def __init__(self, micro_batch: MicroBatch, unit: Unit) -> None:
-        self._micro_batch, self._unit = micro_batch, unit
+    def __init__(self, micro_batch: MicroBatch, bucket: Bucket) -> None:
+        self._micro_batch, self._unit = micro_batch, bucket
 
     def backward_begins(self) -> None:
         self._micro_batch.backward_begins(self._unit)

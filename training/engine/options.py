@@ -14,21 +14,10 @@ _COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """
-    compute_dtype: dtype of weights while computing; main shards are float32.
-    reduce_dtype: dtype of gradients until they are summed; sums are float32.
-    num_buffers: number of weight buffers that blocks share, unless sharding keeps whole weights.
-    prefetch: ``explicit`` requests the weights of the next ``num_buffers`` blocks before computing one; ``implicit``
-        requests weights when they are needed.
-    gather_codec: codec of gathered weights (qwZ). Norms and biases are not encoded.
-    gather_path: on several nodes, ``hierarchical`` gathers across nodes first, then inside.
-    secondary: each node keeps its own copy of the blocks' weights until they change (hpZ).
-    secondary_codec: codec of that copy; None keeps the bytes as received.
-    secondary_blocks: number of blocks to keep, from the first; None: all.
-    reduce_path: on several nodes, ``hierarchical`` sums inside nodes first (qgZ), ``flat`` sums in rank order.
-    reduce_codec: codec of reduced gradients; with ``hierarchical``, inside nodes. Norms and biases are not encoded.
-    reduce_across_codec: codec of gradients between nodes, with ``hierarchical``.
-    checkpoint_every: recompute the activations of every k-th block in backward; 0: none, 1: all.
+    """The ``parallel`` section of a configuration, whose field descriptions apply here, with dtypes.
+
+    ``compute_dtype``: of weights while computing; main shards are float32. ``reduce_dtype``: of gradients until they are
+    summed; sums are float32. Norms and biases are never encoded.
     """
 
     sharding: Sharding = SHARDINGS["zero3"]
@@ -58,26 +47,23 @@ class EngineOptions:
             raise ValueError(f"checkpoint_every must be 0 (none), 1 (all) or more, got {self.checkpoint_every}")
         if self.secondary and (self.sharding.keep_weights or self.sharding.shard_over != "world"):
             raise ValueError(
-                f"a node's copy of the weights (secondary) needs sharding zero3, got {self.sharding.name}: it keeps whole "
-                "weights, or cuts them inside nodes only, anyway"
+                f"a node's copy of the weights (secondary) needs sharding zero3, got {self.sharding.name}, which does not "
+                "gather weights across nodes in forward and backward"
             )
         if self.sharding.shard_over == "self" and (self.gather_codec != "none" or self.reduce_codec != "none"):
             raise ValueError(
-                f"with sharding {self.sharding.name} every rank has all of the weights, so nothing goes through gather_codec and "
-                "reduce_codec; what sums over the ranks (between) has codecs of its own"
+                f"with sharding {self.sharding.name} every rank has all weights, so gather_codec and reduce_codec are not "
+                "used; parallel.between has its own codecs"
             )
         if self.sharding.shard_over != "world" and self.reduce_path == "hierarchical":
             raise ValueError(
-                f"reduce_path hierarchical is for gradients cut over all ranks, got sharding {self.sharding.name}; between "
-                "nodes it sums by a slot of its own (between)"
+                f"reduce_path hierarchical needs gradients sharded over all ranks, got sharding {self.sharding.name}, which "
+                "sums between nodes as parallel.between says"
             )
         if not self.secondary and (self.secondary_codec is not None or self.secondary_blocks is not None):
-            raise ValueError("secondary_codec and secondary_blocks are of the node's copy; set secondary too")
+            raise ValueError("secondary_codec and secondary_blocks need secondary: true")
         if self.reduce_path == "flat" and self.reduce_across_codec != "none":
-            raise ValueError(
-                f"reduce_across_codec {self.reduce_across_codec} is of a leg between nodes, which reduce_path flat has not; "
-                "set reduce_path hierarchical"
-            )
+            raise ValueError(f"reduce_across_codec {self.reduce_across_codec} needs reduce_path hierarchical, got flat")
 
     @property
     def codecs(self) -> list[str]:
@@ -98,9 +84,8 @@ class EngineOptions:
         if num_nodes > 1:
             return
         if self.secondary:
-            raise ValueError("a node's copy of the weights (secondary) needs two nodes or more, got one")
+            raise ValueError("a node's copy of the weights (secondary) needs at least two nodes, got one")
         if self.reduce_path == "hierarchical" and self.reduce_across_codec != "none":
             raise ValueError(
-                f"reduce_across_codec {self.reduce_across_codec} is of a leg between nodes, and there is one node; use "
-                "reduce_codec, which on one node is the only leg's"
+                f"reduce_across_codec {self.reduce_across_codec} needs at least two nodes; use reduce_codec on one node"
             )

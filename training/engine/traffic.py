@@ -1,7 +1,7 @@
 """Formulas for the bytes that training sends: every collective of an optimizer step.
 
 Tests compare them with the ledger of each lane, by operation. All ranks send the same number of bytes.
-With M the bytes of an encoded unit and W = K L ranks on K nodes, per rank and call:
+With M the bytes of an encoded bucket and W = K L ranks on K nodes, per rank and call:
 
     all_gather       (W-1) M/W     of which between nodes (W-L) M/W
     gather_across    (K-1) M/W     all between nodes
@@ -9,7 +9,7 @@ With M the bytes of an encoded unit and W = K L ranks on K nodes, per rank and c
     reduce_scatter   (W-1) M/W     of which between nodes (W-L) M/W
       hierarchical   (L-1) M'/L + (K-1) M"/W, the second term between nodes; M' and M" are M in each leg's codec
 
-The between-node slot is not included; see ``Between.wire_bytes``.
+The gradient compressor is not included; see ``GradientCompressor.wire_bytes``.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,9 @@ from tightwire.comm.collectives.node_wise import hierarchical_bytes
 from tightwire.comm.collectives.shard_gather import gather_across_bytes, gather_inside_bytes, gather_shards_bytes
 from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gradients, weights
-from tightwire.training.engine.main_shard import shard_wire_bytes
+from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan, FlatParameter
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.secondary import kept_units, secondary_bytes
-from tightwire.training.engine.units import EMBEDDING, Flat, Unit, UnitPlan
+from tightwire.training.engine.shards import kept_buckets, secondary_bytes, shard_wire_bytes
 
 
 class Flow(NamedTuple):
@@ -32,7 +31,7 @@ class Flow(NamedTuple):
 
     lane: str
     op: str
-    flat: str
+    flat_param: str
     calls: int
     payload_bytes: int  # one rank's encoded input of a gather, or encoded slice of a reduce
     bytes_sent: int
@@ -40,7 +39,7 @@ class Flow(NamedTuple):
 
 
 def step_traffic(
-    plan: UnitPlan,
+    plan: BucketPlan,
     options: EngineOptions,
     *,
     num_nodes: int,
@@ -56,19 +55,19 @@ def step_traffic(
     if ranks.world_size == 1:
         return []
     flows = []
-    for unit in plan.units:
-        flows += _gathers(plan, options, unit, ranks, accumulation, first)
-        if unit.trainable is not None:
-            flows.append(_reduce(plan, options, unit, unit.trainable, ranks, accumulation))
+    for bucket in plan.buckets:
+        flows += _gathers(plan, options, bucket, ranks, accumulation, first)
+        if bucket.trainable is not None:
+            flows.append(_reduce(plan, options, bucket, bucket.trainable, ranks, accumulation))
     return flows
 
 
-def first_backward_block(plan: UnitPlan) -> int:
+def first_backward_block(plan: BucketPlan) -> int:
     """The first block that needs a backward; the blocks before it and the embedding are frozen."""
-    if any(unit.name == EMBEDDING and unit.trainable for unit in plan.units):
+    if any(bucket.name == EMBEDDING and bucket.trainable for bucket in plan.buckets):
         return 0
     for number, block in enumerate(plan.block_modules):
-        if any(use.flat.trainable and f"{use.module}.".startswith(f"{block}.") for use in plan.uses):
+        if any(use.flat_param.trainable and f"{use.module}.".startswith(f"{block}.") for use in plan.uses):
             return number
     return len(plan.block_modules)
 
@@ -86,47 +85,56 @@ def gathers_per_step(block: int, num_blocks: int, num_buffers: int, first_backwa
 
 
 def _gathers(
-    plan: UnitPlan, options: EngineOptions, unit: Unit, ranks: GroupShape, accumulation: int, first: bool
+    plan: BucketPlan, options: EngineOptions, bucket: Bucket, ranks: GroupShape, accumulation: int, first: bool
 ) -> Iterator[Flow]:
-    codec = weights.gather_codec(options, unit, ranks.world_size)
-    for flat in unit.flats:
-        calls = 1 if flat.trainable or first else 0
-        if weights.alternates(options, unit) and unit.block is not None:
+    codec = weights.gather_codec(options, bucket, ranks.world_size)
+    for flat_param in bucket.flat_params:
+        calls = 1 if flat_param.trainable or first else 0
+        if weights.alternates(options, bucket) and bucket.block is not None:
             calls = gathers_per_step(
-                unit.block, len(plan.blocks), options.num_buffers, first_backward_block(plan), accumulation
+                bucket.block, len(plan.blocks), options.num_buffers, first_backward_block(plan), accumulation
             )
-        wire = shard_wire_bytes(flat, ranks.world_size, codec, options.compute_dtype)
-        if ranks.num_nodes == 1 or (options.gather_path == "flat" and unit not in kept_units(options, plan.blocks)):
+        wire = shard_wire_bytes(flat_param, ranks.world_size, codec, options.compute_dtype)
+        if ranks.num_nodes == 1 or (options.gather_path == "flat" and bucket not in kept_buckets(options, plan.blocks)):
             sent, between = gather_shards_bytes(ranks.world_size, wire), (ranks.num_nodes - 1) * ranks.per_node * wire
-            yield Flow("gather", "all_gather", flat.name, calls, wire, sent, between)
+            yield Flow("gather", "all_gather", flat_param.name, calls, wire, sent, between)
             continue
-        is_kept = unit in kept_units(options, plan.blocks)
+        is_kept = bucket in kept_buckets(options, plan.blocks)
         across = gather_across_bytes(ranks.num_nodes, wire)
-        num_across = calls if not is_kept else int(flat.trainable or first)
+        num_across = calls if not is_kept else int(flat_param.trainable or first)
         inside = gather_inside_bytes(*ranks, wire)
-        yield Flow("gather", "gather_across", flat.name, num_across, wire, across, across)
+        yield Flow("gather", "gather_across", flat_param.name, num_across, wire, across, across)
         if is_kept and options.secondary_codec is not None:
-            again = secondary_bytes(flat, *ranks, wire, parse_codec(options.secondary_codec), options.compute_dtype)
-            yield Flow("gather", "gather_inside", flat.name, num_across, ranks.num_nodes * wire, inside, 0)
-            yield Flow("gather", "gather_inside", flat.name, calls - num_across, again, (ranks.per_node - 1) * again, 0)
+            again = secondary_bytes(
+                flat_param, *ranks, wire, parse_codec(options.secondary_codec), options.compute_dtype
+            )
+            yield Flow("gather", "gather_inside", flat_param.name, num_across, ranks.num_nodes * wire, inside, 0)
+            yield Flow(
+                "gather", "gather_inside", flat_param.name, calls - num_across, again, (ranks.per_node - 1) * again, 0
+            )
         else:
-            yield Flow("gather", "gather_inside", flat.name, calls, ranks.num_nodes * wire, inside, 0)
+            yield Flow("gather", "gather_inside", flat_param.name, calls, ranks.num_nodes * wire, inside, 0)
 
 
 def _reduce(
-    plan: UnitPlan, options: EngineOptions, unit: Unit, flat: Flat, ranks: GroupShape, accumulation: int
+    plan: BucketPlan,
+    options: EngineOptions,
+    bucket: Bucket,
+    flat_param: FlatParameter,
+    ranks: GroupShape,
+    accumulation: int,
 ) -> Flow:
     calls, size = 1, options.reduce_dtype.itemsize
-    if gradients.alternates(options, unit) and unit.block is not None:
-        calls = accumulation if unit.block >= first_backward_block(plan) else 0
-    inside_codec, across_codec = gradients.reduce_codecs(options, unit)
-    slice_elems = flat.num_elems // ranks.world_size
+    if gradients.alternates(options, bucket) and bucket.block is not None:
+        calls = accumulation if bucket.block >= first_backward_block(plan) else 0
+    inside_codec, across_codec = gradients.reduce_codecs(options, bucket)
+    slice_elems = flat_param.num_elems // ranks.world_size
     if ranks.num_nodes == 1 or options.reduce_path == "flat":
         payload = inside_codec.wire_bytes(slice_elems, size)
-        sent = reduce_scatter_bytes(0, ranks.world_size, flat.num_elems, size, inside_codec)
+        sent = reduce_scatter_bytes(0, ranks.world_size, flat_param.num_elems, size, inside_codec)
         between = (ranks.num_nodes - 1) * ranks.per_node * payload
     else:
         payload = across_codec.wire_bytes(slice_elems, size)
-        inside, between = hierarchical_bytes(0, *ranks, flat.num_elems, size, inside_codec, across_codec)
+        inside, between = hierarchical_bytes(0, *ranks, flat_param.num_elems, size, inside_codec, across_codec)
         sent = inside + between
-    return Flow("reduce", "reduce_scatter", flat.name, calls, payload, sent, between)
+    return Flow("reduce", "reduce_scatter", flat_param.name, calls, payload, sent, between)

@@ -1,8 +1,8 @@
 """Gathers weights: the computing thread requests them, the lane gathers them into a buffer.
 
 Blocks share ``num_buffers`` buffers. Block i always uses buffer i % ``num_buffers``, so that views saved by autograd
-are valid again when backward gathers the block again. The other units, and the blocks if sharding keeps whole weights,
-have their own buffers and are gathered once per version. If one rank holds a whole flat in float32 and computes in
+are valid again when backward gathers the block again. The other buckets, and the blocks if sharding keeps whole weights,
+have their own buffers and are gathered once per version. If one rank holds a whole flat parameter in float32 and computes in
 float32, the main shard is the buffer.
 """
 
@@ -20,11 +20,10 @@ from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 from tightwire.comm.lane import Lane
 from tightwire.training.config.sharding import GroupShape
-from tightwire.training.engine.main_shard import MainShard, shard_wire_bytes
+from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, FlatParameter, ParamSpan
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.secondary import Secondary, kept_units, secondary_bytes
+from tightwire.training.engine.shards import MainShard, Secondary, kept_buckets, secondary_bytes, shard_wire_bytes
 from tightwire.training.engine.trace import Trace
-from tightwire.training.engine.units import NORMS, Flat, Part, Unit, UnitPlan
 from tightwire.training.ranks.groups import shard_group
 
 PATIENCE = 4  # in timeouts of a collective: a wait for the lane may include earlier collectives
@@ -32,46 +31,47 @@ PATIENCE = 4  # in timeouts of a collective: a wait for the lane may include ear
 
 @dataclass(slots=True)
 class Place:
-    """A unit's weight buffer. ``pool`` None: the main shard is the buffer. ``alternates``: other units share it."""
+    """A bucket's weight buffer. ``pool`` None: the main shard is the buffer. ``alternates``: other buckets share it."""
 
     pool: BufferPool | None
     number: int
     name: str
-    views: dict[str, Tensor]  # by flat, (N,)
+    views: dict[str, Tensor]  # by flat parameter, (N,)
     alternates: bool
-    versions: dict[str, int]  # by flat, the version in the buffer
+    versions: dict[str, int]  # by flat parameter, the version in the buffer
 
 
-def gather_codec(options: EngineOptions, unit: Unit, shard_ranks: int) -> Codec:
-    """The codec of a unit's gathered weights. Norms and biases, and weights of a single rank, are not quantized."""
-    return NONE if shard_ranks == 1 or unit.name == NORMS else parse_codec(options.gather_codec)
+def gather_codec(options: EngineOptions, bucket: Bucket, shard_ranks: int) -> Codec:
+    """The codec of a bucket's gathered weights. Norms and biases, and weights of a single rank, are not quantized."""
+    return NONE if shard_ranks == 1 or bucket.name == NORMS else parse_codec(options.gather_codec)
 
 
-def alternates(options: EngineOptions, unit: Unit) -> bool:
-    """Whether the unit shares its weight buffer with others."""
-    return unit.block is not None and not options.sharding.keep_weights
+def alternates(options: EngineOptions, bucket: Bucket) -> bool:
+    """Whether the bucket shares its weight buffer with others."""
+    return bucket.block is not None and not options.sharding.keep_weights
 
 
-def lies_in_shard(options: EngineOptions, unit: Unit, shard_ranks: int) -> bool:
+def lies_in_shard(options: EngineOptions, bucket: Bucket, shard_ranks: int) -> bool:
     """Whether the main shard itself is the buffer that modules compute with."""
-    return shard_ranks == 1 and options.compute_dtype == torch.float32 and not alternates(options, unit)
+    return shard_ranks == 1 and options.compute_dtype == torch.float32 and not alternates(options, bucket)
 
 
-def room_bytes(plan: UnitPlan, options: EngineOptions, shape: GroupShape) -> int:
+def room_bytes(plan: BucketPlan, options: EngineOptions, shape: GroupShape) -> int:
     """Bytes of the lane's receive buffer, for weights that are encoded or gathered across nodes in two legs."""
-    kept = kept_units(options, plan.blocks)
+    kept = kept_buckets(options, plan.blocks)
     secondary_codec = None if options.secondary_codec is None else parse_codec(options.secondary_codec)
     most = 0
-    for unit in plan.units:
-        codec = gather_codec(options, unit, shape.world_size)
-        in_two_legs = shape.num_nodes > 1 and (options.gather_path == "hierarchical" or unit in kept)
-        for flat in unit.flats:
-            wire = shard_wire_bytes(flat, shape.world_size, codec, options.compute_dtype)
+    for bucket in plan.buckets:
+        codec = gather_codec(options, bucket, shape.world_size)
+        in_two_legs = shape.num_nodes > 1 and (options.gather_path == "hierarchical" or bucket in kept)
+        for flat_param in bucket.flat_params:
+            wire = shard_wire_bytes(flat_param, shape.world_size, codec, options.compute_dtype)
             if in_two_legs or not codec.exact:
                 most = max(most, shape.world_size * wire)
-            if unit in kept and secondary_codec is not None:
+            if bucket in kept and secondary_codec is not None:
                 most = max(
-                    most, shape.per_node * secondary_bytes(flat, *shape, wire, secondary_codec, options.compute_dtype)
+                    most,
+                    shape.per_node * secondary_bytes(flat_param, *shape, wire, secondary_codec, options.compute_dtype),
                 )
     return most
 
@@ -81,7 +81,7 @@ class Weights:
 
     def __init__(
         self,
-        plan: UnitPlan,
+        plan: BucketPlan,
         shards: dict[str, MainShard],
         options: EngineOptions,
         lane_group: Group,
@@ -92,90 +92,93 @@ class Weights:
         self._lane_group = lane_group
         self._group = shard_group(lane_group, options.sharding)
         self._patience_s = PATIENCE * lane_group.timeout_s
-        self._secondary = Secondary(options, shards, kept_units(options, plan.blocks), lane_group)
+        self._secondary = Secondary(options, shards, kept_buckets(options, plan.blocks), lane_group)
         self._places = self._make_places(lane_group.device)
         num_nodes = 1 if self._group.nodes is None else self._group.nodes.across.world_size
         shape = GroupShape(num_nodes, self._group.world_size // num_nodes)
         self._room = torch.empty(room_bytes(plan, options, shape), dtype=torch.uint8, device=lane_group.device)
-        self._held: set[int] = set()  # units requested and not released
+        self._held: set[int] = set()  # buckets requested and not released
         self._lane = Lane("gather", lane_group.device, self._close_pools)
 
-    def request(self, unit: Unit) -> None:
-        """Have the lane gather ``unit``, unless it is gathered or requested already."""
-        place = self._places[unit.number]
-        if place.pool is None or unit.number in self._held:
+    def request(self, bucket: Bucket) -> None:
+        """Have the lane gather ``bucket``, unless it is gathered or requested already."""
+        place = self._places[bucket.number]
+        if place.pool is None or bucket.number in self._held:
             return
-        self._held.add(unit.number)
-        self._lane.start(lambda: self._bring(unit, place))
+        self._held.add(bucket.number)
+        self._lane.start(lambda: self._bring(bucket, place))
 
-    def use(self, unit: Unit) -> None:
-        """Wait until ``unit`` is gathered; it stays so until ``done``."""
-        self.request(unit)
-        place = self._places[unit.number]
+    def use(self, bucket: Bucket) -> None:
+        """Wait until ``bucket`` is gathered; it stays so until ``done``."""
+        self.request(bucket)
+        place = self._places[bucket.number]
         if place.pool is None:
             return
         start_s = time.perf_counter()
-        place.pool.use(unit.number, self._patience_s)
+        place.pool.use(bucket.number, self._patience_s)
         self.waited_s += time.perf_counter() - start_s
-        self._trace.begin("compute", unit.name, place.name)
+        self._trace.begin("compute", bucket.name, place.name)
 
-    def done(self, unit: Unit, keep: bool) -> None:
-        """End the use of ``unit``. ``keep``: do not release it, because it will be used again in this version."""
-        place = self._places[unit.number]
+    def done(self, bucket: Bucket, keep: bool) -> None:
+        """End the use of ``bucket``. ``keep``: do not release it, because it will be used again in this version."""
+        place = self._places[bucket.number]
         if place.pool is None:
             return
-        self._trace.end("compute", unit.name, place.name)
+        self._trace.end("compute", bucket.name, place.name)
         if keep or not place.alternates:
-            place.pool.keep(unit.number)
+            place.pool.keep(bucket.number)
         else:
-            place.pool.release(unit.number)
-            self._held.remove(unit.number)
+            place.pool.release(bucket.number)
+            self._held.remove(bucket.number)
 
-    def view(self, unit: Unit, flat: Flat, part: Part) -> Tensor:
+    def view(self, bucket: Bucket, flat_param: FlatParameter, param: ParamSpan) -> Tensor:
         """A view of a parameter in its buffer, without the buffer's version counter: the lane writes there later."""
-        return part.of(self._places[unit.number].views[flat.name].data)
+        return param.of(self._places[bucket.number].views[flat_param.name].data)
 
     def drop_blocks(self) -> None:
         """Release the blocks that were kept or gathered ahead."""
-        for unit in self._plan.blocks:
-            if self._places[unit.number].alternates:
-                self._drop(unit)
+        for bucket in self._plan.blocks:
+            if self._places[bucket.number].alternates:
+                self._drop(bucket)
 
     def changed(self) -> None:
-        """Release units of an older version."""
-        for unit in self._plan.units:
-            place = self._places[unit.number]
-            if any(place.versions.get(flat.name) != self._shards[flat.name].version for flat in unit.flats):
-                self._drop(unit)
+        """Release buckets of an older version."""
+        for bucket in self._plan.buckets:
+            place = self._places[bucket.number]
+            if any(
+                place.versions.get(flat_param.name) != self._shards[flat_param.name].version
+                for flat_param in bucket.flat_params
+            ):
+                self._drop(bucket)
 
     def close(self, reason: BaseException) -> None:
         self._close_pools(reason)
         self._lane.close()
 
-    def _drop(self, unit: Unit) -> None:
-        place = self._places[unit.number]
-        if place.pool is not None and unit.number in self._held:
-            place.pool.use(unit.number, self._patience_s)  # the lane may still be gathering it
-            place.pool.release(unit.number)
-            self._held.remove(unit.number)
+    def _drop(self, bucket: Bucket) -> None:
+        place = self._places[bucket.number]
+        if place.pool is not None and bucket.number in self._held:
+            place.pool.use(bucket.number, self._patience_s)  # the lane may still be gathering it
+            place.pool.release(bucket.number)
+            self._held.remove(bucket.number)
 
-    def _bring(self, unit: Unit, place: Place) -> None:
+    def _bring(self, bucket: Bucket, place: Place) -> None:
         assert place.pool is not None
-        place.pool.fill(unit.number, place.number)
-        with self._trace.span("gather", unit.name, place.name):
-            for flat in unit.flats:
-                shard = self._shards[flat.name]
-                # A buffer of its own still holds an unchanged (frozen) flat.
-                if place.alternates or place.versions.get(flat.name) != shard.version:
-                    self._gather(shard, place.views[flat.name])
-                    place.versions[flat.name] = shard.version
-        place.pool.filled(unit.number)
+        place.pool.fill(bucket.number, place.number)
+        with self._trace.span("gather", bucket.name, place.name):
+            for flat_param in bucket.flat_params:
+                shard = self._shards[flat_param.name]
+                # A buffer of its own still holds an unchanged (frozen) flat parameter.
+                if place.alternates or place.versions.get(flat_param.name) != shard.version:
+                    self._gather(shard, place.views[flat_param.name])
+                    place.versions[flat_param.name] = shard.version
+        place.pool.filled(bucket.number)
         for pool in self._pools():
-            pool.moved()  # extends the deadline of waits for later units
+            pool.moved()  # extends the deadline of waits for later buckets
 
     def _gather(self, shard: MainShard, out_N: Tensor) -> None:
         group = self._group
-        if self._secondary.keeps(shard.flat):
+        if self._secondary.keeps(shard.flat_param):
             self._secondary.gather(shard, out_N, self._room)
         elif group.nodes is not None and self._options.gather_path == "hierarchical":
             gather_over_nodes(group, shard.wire(), shard.codec, out_N, self._room)
@@ -184,21 +187,21 @@ class Weights:
 
     def _make_places(self, device: torch.device) -> list[Place]:
         options, size = self._options, self._options.compute_dtype.itemsize
-        room = max((weight_elems(unit) for unit in self._plan.blocks), default=0)
+        room = max((weight_elems(bucket) for bucket in self._plan.blocks), default=0)
         shared = None
-        if any(alternates(options, unit) for unit in self._plan.units):
+        if any(alternates(options, bucket) for bucket in self._plan.buckets):
             shared = BufferPool(options.num_buffers, room * size, device)
         places = []
-        for unit in self._plan.units:
-            if lies_in_shard(options, unit, self._plan.shard_ranks):
-                views = {flat.name: self._shards[flat.name].main.data for flat in unit.flats}
-                places.append(Place(None, 0, unit.name, views, False, {}))
+        for bucket in self._plan.buckets:
+            if lies_in_shard(options, bucket, self._plan.shard_ranks):
+                views = {flat_param.name: self._shards[flat_param.name].main.data for flat_param in bucket.flat_params}
+                places.append(Place(None, 0, bucket.name, views, False, {}))
                 continue
-            alternating = alternates(options, unit)
-            number = (unit.block or 0) % options.num_buffers if alternating else 0
-            pool = shared if alternating and shared is not None else BufferPool(1, weight_elems(unit) * size, device)
-            name = f"weights {number if alternating else unit.name}"
-            views = _flat_views(unit, pool.buffers[number].memory.view(options.compute_dtype))
+            alternating = alternates(options, bucket)
+            number = (bucket.block or 0) % options.num_buffers if alternating else 0
+            pool = shared if alternating and shared is not None else BufferPool(1, weight_elems(bucket) * size, device)
+            name = f"weights {number if alternating else bucket.name}"
+            views = _make_views(bucket, pool.buffers[number].memory.view(options.compute_dtype))
             places.append(Place(pool, number, name, views, alternating, {}))
         return places
 
@@ -210,13 +213,13 @@ class Weights:
             pool.close(reason)
 
 
-def weight_elems(unit: Unit) -> int:
-    return sum(flat.num_elems for flat in unit.flats)
+def weight_elems(bucket: Bucket) -> int:
+    return sum(flat_param.num_elems for flat_param in bucket.flat_params)
 
 
-def _flat_views(unit: Unit, buffer: Tensor) -> dict[str, Tensor]:
+def _make_views(bucket: Bucket, buffer: Tensor) -> dict[str, Tensor]:
     views, start = {}, 0
-    for flat in unit.flats:
-        views[flat.name] = buffer[start : start + flat.num_elems]
-        start += flat.num_elems
+    for flat_param in bucket.flat_params:
+        views[flat_param.name] = buffer[start : start + flat_param.num_elems]
+        start += flat_param.num_elems
     return views

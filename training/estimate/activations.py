@@ -4,20 +4,62 @@ The model runs with the engine's own hooks, so recomputation and frozen paramete
 buffers are not counted; ``training.engine.memory`` computes them.
 """
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, FlatParameter, ParamSpan, plan_buckets
 from tightwire.training.engine.hooks import Hooks
 from tightwire.training.engine.micro_batch import MicroBatch
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.units import Flat, Part, Unit, UnitPlan, plan_units
-from tightwire.training.estimate.live_bytes import LiveBytes
 from tightwire.training.start.loss import next_token_loss
 from tightwire.training.start.model import build_model
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts tensors made inside ``with``, in this thread and in backward of CPU and meta tensors.
+
+    Tensors made before are not counted, nor the kernels' own working memory: a dispatch mode sees only results.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0  # bytes
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def start_anew(self) -> None:
+        """Restart ``most`` from the bytes that are live now."""
+        self.most = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
+                self._note(leaf.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        known = self._known.get(key)
+        if known is not None and known() is storage:
+            return
+
+        def forget(reference: weakref.ref[Any]) -> None:
+            self.now -= num_bytes
+            if self._known.get(key) is reference:
+                del self._known[key]
+
+        self._known[key] = weakref.ref(storage, forget)
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
 
 _META = torch.device("meta")
 _ATTENTION = "tightwire-meta"  # the name that transformers knows our attention by
@@ -48,7 +90,7 @@ def activation_bytes(
     model: Any = build_model(config, device=_META, frozen=frozen)
     model.loss_function = next_token_loss
     model.config._attn_implementation = _ATTENTION
-    plan = plan_units(model, 1)
+    plan = plan_buckets(model, 1)
     weights: Any = _Weights(plan, options.compute_dtype)
     with LiveBytes() as live:
         gradients: Any = _Gradients(live)
@@ -64,22 +106,24 @@ def activation_bytes(
 class _Weights:
     """Replaces ``engine.weights.Weights``: every weight is always present."""
 
-    def __init__(self, plan: UnitPlan, dtype: torch.dtype) -> None:
+    def __init__(self, plan: BucketPlan, dtype: torch.dtype) -> None:
         self._views = {
-            part: torch.empty(part.shape, dtype=dtype, device=_META) for flat in plan.flats for part in flat.parts
+            param: torch.empty(param.shape, dtype=dtype, device=_META)
+            for flat_param in plan.flat_params
+            for param in flat_param.params
         }
 
-    def request(self, unit: Unit) -> None:
+    def request(self, bucket: Bucket) -> None:
         pass
 
-    def use(self, unit: Unit) -> None:
+    def use(self, bucket: Bucket) -> None:
         pass
 
-    def done(self, unit: Unit, keep: bool) -> None:
+    def done(self, bucket: Bucket, keep: bool) -> None:
         pass
 
-    def view(self, unit: Unit, flat: Flat, part: Part) -> Tensor:
-        return self._views[part]
+    def view(self, bucket: Bucket, flat_param: FlatParameter, param: ParamSpan) -> Tensor:
+        return self._views[param]
 
 
 class _Gradients:
@@ -89,14 +133,14 @@ class _Gradients:
         self.most_before = 0  # peak until the first block's gradients were complete
         self._live = live
 
-    def begin(self, unit: Unit, last: bool) -> None:
+    def begin(self, bucket: Bucket, last: bool) -> None:
         pass
 
-    def add(self, unit: Unit, part: Part, grad: Tensor) -> None:
+    def add(self, bucket: Bucket, param: ParamSpan, grad: Tensor) -> None:
         pass
 
-    def end(self, unit: Unit, last: bool) -> None:
-        if unit.block is not None and not self.most_before:
+    def end(self, bucket: Bucket, last: bool) -> None:
+        if bucket.block is not None and not self.most_before:
             self.most_before = self._live.most
             self._live.start_anew()
 

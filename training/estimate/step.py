@@ -11,14 +11,14 @@ import torch
 
 from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.training.between.make import between_bytes, inside_bytes
-from tightwire.training.config.between import DenseOptions, SparseOptions
+from tightwire.training.compression.make import compressor_bytes, inside_bytes
+from tightwire.training.config.compression import DenseOptions, SparseOptions
 from tightwire.training.config.tree import TrainConfig
+from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard, plan_buckets
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.traffic import Flow, step_traffic
-from tightwire.training.engine.units import UnitPlan, cut, plan_units
 from tightwire.training.estimate.arithmetic import flops_per_token
-from tightwire.training.estimate.rank_memory import RankMemory, rank_memory
+from tightwire.training.estimate.memory import RankMemory, rank_memory
 from tightwire.training.start.model import build_model
 
 _NORM_BYTES = 8  # a shard's squared gradient norm, sent to each rank of its shard group
@@ -44,7 +44,7 @@ class StepModel:
     llama: LlamaConfig
     topology: Topology
     step: int
-    plan: UnitPlan
+    plan: BucketPlan
     flows: Sequence[Flow]
     compressors: Mapping[str, CompressorBytes]
 
@@ -93,7 +93,7 @@ def model_step(
 ) -> StepModel:
     """``step``: its number, for compressors whose sparsity rises."""
     shard_ranks = options.sharding.shard_ranks(topology.world_size, topology.num_nodes)
-    plan = plan_units(build_model(llama, device=torch.device("cpu"), frozen=config.model.frozen), shard_ranks)
+    plan = plan_buckets(build_model(llama, device=torch.device("cpu"), frozen=config.model.frozen), shard_ranks)
     flows = step_traffic(
         plan,
         options,
@@ -114,7 +114,7 @@ def model_step(
 
 
 def _compressors(
-    config: TrainConfig, options: EngineOptions, plan: UnitPlan, topology: Topology, step: int
+    config: TrainConfig, options: EngineOptions, plan: BucketPlan, topology: Topology, step: int
 ) -> dict[str, CompressorBytes]:
     replicas = topology.world_size // plan.shard_ranks
     if replicas == 1:
@@ -126,12 +126,12 @@ def _compressors(
     shard_rank, replica = (0, topology.rank) if is_whole else (topology.node_rank, topology.node)
     is_one_round = isinstance(compressor, SparseOptions) or (isinstance(compressor, DenseOptions) and replicas == 2)
     found = {}
-    for flat in plan.flats:
-        if flat.trainable:
-            shard = cut(flat, shard_rank, plan.shard_ranks)
-            sent = between_bytes(compressor, shard, rank=replica, world_size=replicas, step=step)
+    for flat_param in plan.flat_params:
+        if flat_param.trainable:
+            shard = cut_shard(flat_param, shard_rank, plan.shard_ranks)
+            sent = compressor_bytes(compressor, shard, rank=replica, world_size=replicas, step=step)
             to_neighbours = sent * neighbours // (replicas - 1)
-            found[flat.name] = CompressorBytes(
+            found[flat_param.name] = CompressorBytes(
                 inside=to_neighbours + inside_bytes(compressor, shard, plan.shard_ranks),
                 between_nodes=sent - to_neighbours,
                 rounds=1 if is_one_round else 2,

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tightwire.training.engine import gradients, weights
+from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.traffic import Flow
-from tightwire.training.engine.units import EMBEDDING, Unit, UnitPlan
 from tightwire.training.estimate.step import StepModel
 
 _COMPUTE, _GATHER, _REDUCE = "compute", "gather", "reduce"
@@ -56,34 +56,39 @@ def predict_step(model: StepModel, computing: Computing, rates: Rates) -> float:
     return max(simulate([*gathers, *_computing(model.plan, model.options, computing), *reduces, rest]).values())
 
 
-def _gathers(plan: UnitPlan, options: EngineOptions, flows: Sequence[Flow], rates: Rates) -> Iterator[Task]:
+def _gathers(plan: BucketPlan, options: EngineOptions, flows: Sequence[Flow], rates: Rates) -> Iterator[Task]:
     num_blocks, ahead = len(plan.blocks), options.num_buffers
     is_explicit = options.prefetch == "explicit"
-    calls = {unit.number: _calls(unit, flows, rates) for unit in plan.units}
-    for unit in plan.units:
-        if unit.block is None and calls[unit.number]:
-            yield Task(f"gather {unit.name}", _GATHER, (), *calls[unit.number][0])
-    for unit in plan.blocks:
-        if not calls[unit.number]:
+    calls = {bucket.number: _calls(bucket, flows, rates) for bucket in plan.buckets}
+    for bucket in plan.buckets:
+        if bucket.block is None and calls[bucket.number]:
+            yield Task(f"gather {bucket.name}", _GATHER, (), *calls[bucket.number][0])
+    for bucket in plan.blocks:
+        if not calls[bucket.number]:
             continue
-        assert unit.block is not None
+        assert bucket.block is not None
         # A shared buffer is free once its previous block is done; an unshared one is requested one block earlier.
-        before = unit.block - ahead - (not weights.alternates(options, unit))
-        after = f"forward {before if is_explicit else unit.block - 1}"
-        yield Task(f"gather {unit.block}", _GATHER, (after,), *calls[unit.number][0])
-    for unit in reversed(plan.blocks):
-        if len(calls[unit.number]) > 1:
-            assert unit.block is not None and unit.block < num_blocks - ahead
-            after = f"backward {unit.block + (ahead if is_explicit else 1)}"
-            yield Task(f"gather again {unit.block}", _GATHER, (after,), *calls[unit.number][1])
+        before = bucket.block - ahead - (not weights.alternates(options, bucket))
+        after = f"forward {before if is_explicit else bucket.block - 1}"
+        yield Task(f"gather {bucket.block}", _GATHER, (after,), *calls[bucket.number][0])
+    for bucket in reversed(plan.blocks):
+        if len(calls[bucket.number]) > 1:
+            assert bucket.block is not None and bucket.block < num_blocks - ahead
+            after = f"backward {bucket.block + (ahead if is_explicit else 1)}"
+            yield Task(f"gather again {bucket.block}", _GATHER, (after,), *calls[bucket.number][1])
 
 
-def _computing(plan: UnitPlan, options: EngineOptions, computing: Computing) -> Iterator[Task]:
-    elems = [sum(flat.num_parameters for flat in unit.flats) for unit in plan.blocks]
+def _computing(plan: BucketPlan, options: EngineOptions, computing: Computing) -> Iterator[Task]:
+    elems = [sum(flat_param.num_parameters for flat_param in bucket.flat_params) for bucket in plan.blocks]
     # The head, tied or not, has the embedding's size; an embedding lookup has no arithmetic.
-    head = sum(flat.num_parameters for unit in plan.units if unit.name == EMBEDDING for flat in unit.flats)
+    head = sum(
+        flat_param.num_parameters
+        for bucket in plan.buckets
+        if bucket.name == EMBEDDING
+        for flat_param in bucket.flat_params
+    )
     total = sum(elems) + head
-    first = tuple(f"gather {unit.name}" for unit in plan.units if unit.block is None)
+    first = tuple(f"gather {bucket.name}" for bucket in plan.buckets if bucket.block is None)
     for block, count in enumerate(elems):
         after = (f"gather {block}", *(first if block == 0 else ()))
         yield Task(f"forward {block}", _COMPUTE, after, computing.forward_s * count / total)
@@ -99,25 +104,31 @@ def _computing(plan: UnitPlan, options: EngineOptions, computing: Computing) -> 
 
 def _reduces(model: StepModel, rates: Rates) -> Iterator[Task]:
     plan = model.plan
-    others = [unit for unit in reversed(plan.units) if unit.block is None]  # norms are complete before the embedding
-    for unit in (*reversed(plan.blocks), *others):
-        after = f"backward {unit.block or 0}"
+    others = [
+        bucket for bucket in reversed(plan.buckets) if bucket.block is None
+    ]  # norms are complete before the embedding
+    for bucket in (*reversed(plan.blocks), *others):
+        after = f"backward {bucket.block or 0}"
         for flow in model.flows:
-            if flow.lane == _REDUCE and flow.calls and any(flow.flat == flat.name for flat in unit.flats):
-                yield Task(f"reduce {unit.name}", _REDUCE, (after,), *_seconds([flow], rates))
-        if unit.name in model.compressors:
-            sent = model.compressors[unit.name]
+            if (
+                flow.lane == _REDUCE
+                and flow.calls
+                and any(flow.flat_param == flat_param.name for flat_param in bucket.flat_params)
+            ):
+                yield Task(f"reduce {bucket.name}", _REDUCE, (after,), *_seconds([flow], rates))
+        if bucket.name in model.compressors:
+            sent = model.compressors[bucket.name]
             fixed_s = sent.rounds * rates.across_round_s + sent.inside / rates.inside_bytes_per_s
             wire_s = sent.between_nodes / rates.across_bytes_per_s
-            yield Task(f"compress {unit.name}", _REDUCE, (after,), fixed_s, wire_s)
+            yield Task(f"compress {bucket.name}", _REDUCE, (after,), fixed_s, wire_s)
 
 
-def _calls(unit: Unit, flows: Sequence[Flow], rates: Rates) -> list[tuple[float, float]]:
-    """(fixed, wire) seconds of each gather of a unit in a step; flows that run once count for the first gather only."""
+def _calls(bucket: Bucket, flows: Sequence[Flow], rates: Rates) -> list[tuple[float, float]]:
+    """(fixed, wire) seconds of each gather of a bucket in a step; flows that run once count for the first gather only."""
     by_op: dict[tuple[str, str], list[Flow]] = {}
     for flow in flows:
-        if flow.lane == _GATHER and any(flow.flat == flat.name for flat in unit.flats):
-            by_op.setdefault((flow.flat, flow.op), []).extend([flow] * flow.calls)
+        if flow.lane == _GATHER and any(flow.flat_param == flat_param.name for flat_param in bucket.flat_params):
+            by_op.setdefault((flow.flat_param, flow.op), []).extend([flow] * flow.calls)
     num_calls = max(map(len, by_op.values()), default=0)
     return [
         _seconds([called[number] for called in by_op.values() if number < len(called)], rates)
@@ -154,7 +165,7 @@ def simulate(tasks: Sequence[Task]) -> dict[str, float]:
         running = [queue[0] for queue in queues.values() if queue and _may_run(queue[0], ends, names)]
         if not running:
             waiting = ", ".join(queue[0].name for queue in queues.values() if queue)
-            raise ValueError(f"these wait for each other: {waiting}")
+            raise ValueError(f"tasks wait for each other: {waiting}")
         for task in running:
             left.setdefault(task.name, [task.fixed_s, task.wire_s])
         sending = sum(left[task.name][0] <= _NO_TIME for task in running)

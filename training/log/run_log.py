@@ -5,14 +5,86 @@ A resumed run first drops the lines after its checkpoint, so no step appears twi
 
 import importlib.util
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tightwire.comm.atomic_file import write_atomic
 from tightwire.training.config.tree import LogConfig
-from tightwire.training.log.loss_plot import plot_losses
-from tightwire.training.log.records import EvaluationRecord, StepRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimizer step; ``step`` counts from 1. ``loss`` is the mean over all ranks' tokens."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int  # in this step, over all ranks
+    seconds: float
+    mfu: float | None  # model FLOPs utilization, without recomputation; None: the peak is not known
+    memory_bytes: int  # highest peak of any rank so far
+    wire_bytes: int  # sent by this rank in this step
+    exposed_ms: float  # time that this rank waited for communication in this step
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    def values(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationRecord:
+    """One evaluation of the weights after ``step`` steps. ``samples`` holds (prompt, continuation) pairs."""
+
+    step: int
+    held_out_loss: float
+    tokens: int
+    samples: tuple[tuple[str, str], ...] = ()
+
+    def values(self) -> dict[str, Any]:
+        return {**asdict(self), "samples": [list(sample) for sample in self.samples]}
+
+
+_SMOOTHING = 0.95  # weight of the previous mean
+_FORMATS = ("svg", "png")
+
+
+def plot_losses(lines: Sequence[Mapping[str, Any]], folder: Path) -> Path | None:
+    """Draw ``loss.svg`` and ``loss.png`` from a log's lines. Returns the SVG's path, or None if the log has no steps."""
+    steps = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    if not steps:
+        return None
+    from matplotlib.figure import Figure  # takes half a second to import
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*steps, strict=True), color="#9ecae1", linewidth=0.8, label="each step")
+    axes.plot([step for step, _ in steps], _smooth([loss for _, loss in steps]), color="#08519c", label="running mean")
+    held_out = [(line["step"], line["held_out_loss"]) for line in lines if "held_out_loss" in line]
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o-", color="#e6550d", markersize=4, label="held-out loss")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    paths = [folder / f"loss.{kind}" for kind in _FORMATS]
+    for path in paths:
+        figure.savefig(path)
+    return paths[0]
+
+
+def _smooth(losses: Sequence[float]) -> list[float]:
+    mean, smoothed = 0.0, []
+    for number, loss in enumerate(losses, start=1):
+        mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
+        smoothed.append(mean / (1 - _SMOOTHING**number))  # removes the bias of starting at 0
+    return smoothed
+
 
 LOG = "metrics.jsonl"
 _TENSORBOARD = "tensorboard"

@@ -4,7 +4,7 @@ import sys
 from typing import TextIO
 
 from tightwire.comm.sizes import format_bytes
-from tightwire.training.log.records import EvaluationRecord, StepRecord
+from tightwire.training.log.run_log import EvaluationRecord, StepRecord
 
 
 class Terminal:

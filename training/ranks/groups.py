@@ -52,14 +52,14 @@ class TrainGroups:
 
 
 def shard_group(lane: Group, sharding: Sharding) -> Group:
-    """The ranks of a lane group that units are sharded over."""
+    """The ranks of a lane group that buckets are sharded over."""
     if sharding.shard_over == "self":
         return _alone(lane)
     return lane.nodes.inside if sharding.shard_over == "node" and lane.nodes is not None else lane
 
 
 def replica_group(lane: Group, sharding: Sharding) -> Group:
-    """The ranks of a lane group that hold the same shard as this one; the between-node slot sums over them."""
+    """The ranks of a lane group that hold the same shard as this one; the gradient compressor sums over them."""
     if sharding.shard_over == "self":
         return lane
     return lane.nodes.across if sharding.shard_over == "node" and lane.nodes is not None else _alone(lane)

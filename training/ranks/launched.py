@@ -37,7 +37,7 @@ def open_store(environment: Mapping[str, str], topology: Topology, *, timeout_s:
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise ValueError(
-            f"there are {topology.world_size} ranks, and MASTER_ADDR and MASTER_PORT do not say where they meet; start them "
+            f"there are {topology.world_size} ranks, and MASTER_ADDR and MASTER_PORT are not set; start the ranks "
             "with torchrun"
         )
     agent_has_it = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -53,7 +53,7 @@ def open_store(environment: Mapping[str, str], topology: Topology, *, timeout_s:
     except RuntimeError as error:
         wrong = "a port that is free on it" if is_master else "its port, and it must be running"
         raise ConnectionError(
-            f"ranks cannot meet at MASTER_ADDR={host} MASTER_PORT={port}: {str(error).rstrip('.')}. They must name the first "
+            f"ranks cannot connect at MASTER_ADDR={host} MASTER_PORT={port}: {str(error).rstrip('.')}. They must name the first "
             f"rank's machine and {wrong}"
         ) from None
     return PrefixStore(f"attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

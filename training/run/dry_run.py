@@ -18,10 +18,10 @@ from tightwire.comm.sizes import format_bytes
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.data.run_data import RunData
+from tightwire.training.engine.flat_parameters import BucketPlan
 from tightwire.training.engine.traffic import Flow
-from tightwire.training.engine.units import UnitPlan
 from tightwire.training.estimate.arithmetic import peak_flops
-from tightwire.training.estimate.footprint import checkpoint_bytes
+from tightwire.training.estimate.memory import checkpoint_bytes
 from tightwire.training.estimate.step import StepModel, model_step
 from tightwire.training.estimate.step_time import Computing, Rates, predict_step
 from tightwire.training.ranks.launched import find_topology
@@ -54,7 +54,7 @@ def _topology(config: TrainConfig, environment: Mapping[str, str]) -> Topology:
 
 def _about_run(model: StepModel) -> Iterator[str]:
     config, plan, topology = model.config, model.plan, model.topology
-    trainable = sum(flat.num_parameters for flat in plan.flats if flat.trainable)
+    trainable = sum(flat_param.num_parameters for flat_param in plan.flat_params if flat_param.trainable)
     frozen = plan.num_parameters - trainable
     yield f"parameters        {_millions(plan.num_parameters)}{f', of which {_millions(frozen)} frozen' if frozen else ''}"
     yield f"                  {len(plan.blocks)} blocks of {_millions(_block_elems(plan))}, vocabulary {model.llama.vocab_size}"
@@ -83,11 +83,11 @@ def _about_memory(model: StepModel) -> Iterator[str]:
     yield from _sizes(memory.stays)
     yield "  plus the largest of these peaks"
     yield from _sizes(memory.moments)
-    yield f"    {'together':<18}{format_bytes(memory.most):>10}, not counting the program itself"
+    yield f"    {'together':<18}{format_bytes(memory.most):>10}, without the program itself"
     replicas = model.topology.world_size // plan.shard_ranks
     one = checkpoint_bytes(config.optimizer, plan, config.parallel.between, replicas)
     yield (
-        f"disk              {format_bytes((config.checkpoint.keep + 1) * one)}: {format_bytes(one)} a checkpoint, "
+        f"disk              {format_bytes((config.checkpoint.keep + 1) * one)}: {format_bytes(one)} per checkpoint, "
         f"{config.checkpoint.keep} kept and one being written"
     )
     exported = plan.num_parameters * getattr(torch, config.export.dtype).itemsize
@@ -108,7 +108,7 @@ def _about_traffic(model: StepModel) -> Iterator[str]:
         kinds.setdefault((flow.lane, flow.op), []).append(flow)
     for (_, op), members in kinds.items():
         total = sum(flow.calls * flow.bytes_sent for flow in members)
-        payloads = [(flow.flat, flow.payload_bytes) for flow in members for _ in range(flow.calls)]
+        payloads = [(flow.flat_param, flow.payload_bytes) for flow in members for _ in range(flow.calls)]
         if payloads:
             yield f"    {op:<18}{format_bytes(total):>10} in {len(payloads)} calls"
             yield from _by_kind(payloads, "a payload of")
@@ -124,8 +124,8 @@ def _about_traffic(model: StepModel) -> Iterator[str]:
 
 
 def _by_kind(sizes: Iterable[tuple[str, int]], what: str) -> Iterator[str]:
-    """One line for each kind of unit and size. Units of a kind differ in size only if their parameters differ."""
-    for (kind, size), calls in Counter((re.sub(r"\.\d+", "", flat), size) for flat, size in sizes).items():
+    """One line for each kind of bucket and size. Buckets of a kind differ in size only if their parameters differ."""
+    for (kind, size), calls in Counter((re.sub(r"\.\d+", "", flat_param), size) for flat_param, size in sizes).items():
         yield f"        {kind:<14}{calls:>10} x {what} {format_bytes(size)}"
 
 
@@ -181,8 +181,8 @@ def _rates(links: Mapping[str, Link], topology: Topology) -> Rates:
     )
 
 
-def _block_elems(plan: UnitPlan) -> int:
-    return max(sum(flat.num_parameters for flat in unit.flats) for unit in plan.blocks)
+def _block_elems(plan: BucketPlan) -> int:
+    return max(sum(flat_param.num_parameters for flat_param in bucket.flat_params) for bucket in plan.blocks)
 
 
 def _dtype(config: TrainConfig) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Runs the training steps: batches, engine, optimizer, logging, evaluation and checkpoints.
 
-After each step, ranks exchange five numbers: the loss, a stop signal, whether their part of a checkpoint is written, memory,
+After each step, ranks exchange five numbers: the loss, a stop signal, whether their file of a checkpoint is written, memory,
 and whether the next step's data failed to load. So all ranks stop after the same step when one rank gets a signal or reads a
 damaged file.
 """
@@ -22,13 +22,11 @@ from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.data.read_ahead import ReadAhead
-from tightwire.training.data.stream import Batch
+from tightwire.training.data.sequences import Batch
 from tightwire.training.engine.engine import Engine
-from tightwire.training.log.records import EvaluationRecord, StepRecord
-from tightwire.training.log.run_log import RunLog
+from tightwire.training.log.run_log import EvaluationRecord, RunLog, StepRecord
 from tightwire.training.log.terminal import Terminal
-from tightwire.training.optimizer.make import set_learning_rate
-from tightwire.training.optimizer.schedule import learning_rate
+from tightwire.training.optimizer import learning_rate, set_learning_rate
 from tightwire.training.ranks.control import Control
 
 _NO_CLIPPING = math.inf
@@ -79,7 +77,7 @@ class Loop:
         Raises:
             DataError: the data of the first step cannot be read.
             BrokenDataError: the data of a later step cannot be read.
-            DivergedError: gradients or weights are inf or NaN; names the step, the units and the last good checkpoint.
+            DivergedError: gradients or weights are inf or NaN; names the step, the flat parameters and the last good checkpoint.
             CheckpointError: the last checkpoint could not be written.
         """
         self.model.train()
@@ -182,26 +180,26 @@ class Loop:
     def _diverged(self, loss: float) -> None:
         """Raise DivergedError. Collective: the norm is the same on all ranks."""
         own = [
-            shard.unit
+            shard.name
             for shard in self.state.shards
             if shard.flat_N.grad is not None and not shard.flat_N.grad.isfinite().all()
         ]
         self._settle(raising=False)
         ranks = self.control.gather((loss, own))
-        units = sorted({unit for _, units in ranks for unit in units})
+        names = sorted({name for _, names in ranks for name in names})
         losses = ", ".join(f"{loss:.4g}" for loss, _ in ranks)
         raise DivergedError(
-            f"step {self.step + 1}: the gradient is inf or NaN in {', '.join(units) or 'no unit by itself'} (the "
+            f"step {self.step + 1}: the gradient is inf or NaN in {', '.join(names) or 'no single shard'} (the "
             f"ranks' losses: {losses}); {self._remedy()}"
         )
 
     def _check_finite(self) -> None:
         """Raise DivergedError if weights or optimizer state are not finite. Collective."""
-        units = sorted({unit for units in self.control.gather(not_finite(self.state)) for unit in units})
-        if units:
+        names = sorted({name for names in self.control.gather(not_finite(self.state)) for name in names})
+        if names:
             self._settle(raising=False)
             raise DivergedError(
-                f"step {self.step}: weights or optimizer state are inf or NaN in {', '.join(units)}; they are not "
+                f"step {self.step}: weights or optimizer state are inf or NaN in {', '.join(names)}; they are not "
                 f"saved, and {self._remedy()}"
             )
 
@@ -214,10 +212,10 @@ class Loop:
         elif step_of(newest) < self.step:
             where = f"the last good checkpoint is {newest}"
         else:
-            instead = f"for the run to go on from the last good checkpoint, {good}" if good else "and begin anew"
-            where = f"{newest} has the weights that gave it: remove that folder, {instead}"
+            instead = f"to resume from the last good checkpoint, {good}" if good else "and start again"
+            where = f"{newest} has the weights of this step: remove that folder, {instead}"
         return (
-            f"{where}. Unchanged, the run would come to the same step again: give a lower optimizer.lr, a longer "
+            f"{where}. The same run would fail again: give a lower optimizer.lr, a longer "
             "schedule.warmup_steps or a smaller optimizer.clip_norm"
         )
 
@@ -226,8 +224,8 @@ class Loop:
         self._settle(raising=True)
         text = next(text for text in self.control.gather(self._data_error) if text)
         raise BrokenDataError(
-            f"after step {self.step}: {text}. What was trained is in {self.last_checkpoint}; the same command goes on from there "
-            "when the file is mended and has the size that it had (a line of JSON may be blanked out)"
+            f"after step {self.step}: {text}. The trained weights are in {self.last_checkpoint}; repair the file without changing "
+            "its size (for example, blank out a bad JSON line), and the same command resumes"
         )
 
     def _evaluate(self) -> None:
@@ -238,8 +236,8 @@ class Loop:
         self._settle(raising=False)
         if self.step == self._saved_step:
             return
-        pieces = snapshot(self.state, self.control.rank)
-        self.checkpointer.begin(self.step, pieces, self.about(self.step, self.position))
+        chunks = snapshot(self.state, self.control.rank)
+        self.checkpointer.begin(self.step, chunks, self.about(self.step, self.position))
         self._saved_step = self.step
 
     def _settle(self, *, raising: bool) -> None:
@@ -253,11 +251,11 @@ class Loop:
             self.last_checkpoint = folder
             self.terminal.say(f"checkpoint {folder}")
             return
-        last = self.last_checkpoint or "none yet"
+        last = self.last_checkpoint or "none"
         text = f"the checkpoint {folder.name} could not be written: {error}. The last good checkpoint is {last}"
         if raising:
-            raise CheckpointError(f"{text}; make room, and run the same command again")
-        self.terminal.say(f"WARNING: {text}; the run goes on")
+            raise CheckpointError(f"{text}; free space, and run the same command again")
+        self.terminal.say(f"WARNING: {text}; the run continues")
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -269,7 +267,7 @@ class Loop:
                 self._logs = True
             except OSError as error:  # keep training: a full disk may have room again later
                 if self._logs:
-                    self.terminal.say(f"WARNING: from step {record.step} on lines are missing in the log: {error}")
+                    self.terminal.say(f"WARNING: the log misses lines from step {record.step} on: {error}")
                 self._logs = False
         if isinstance(record, StepRecord):
             self.terminal.step(record)

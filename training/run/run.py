@@ -1,9 +1,12 @@
 """Runs training on one rank, from the configuration to the exported model."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import Event
+from types import FrameType
+from typing import Self
 
 import torch
 
@@ -23,23 +26,42 @@ from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import describe_files
 from tightwire.training.data.read_ahead import ReadAhead
 from tightwire.training.data.run_data import RunData
-from tightwire.training.data.stream import Batch
+from tightwire.training.data.sequences import Batch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.estimate.arithmetic import flops_per_token, peak_flops
-from tightwire.training.estimate.footprint import checkpoint_bytes
-from tightwire.training.log.records import EvaluationRecord
-from tightwire.training.log.run_log import RunLog, check_packages
+from tightwire.training.estimate.memory import checkpoint_bytes
+from tightwire.training.log.run_log import EvaluationRecord, RunLog, check_packages
 from tightwire.training.log.terminal import Terminal, make_terminal
 from tightwire.training.ranks.launched import find_topology, open_store
-from tightwire.training.run.agreement import check_replicas, check_told_alike
-from tightwire.training.run.evaluate import Evaluator
+from tightwire.training.run.checks import check_replicas, check_room, check_told_alike, export_place, make_folder
+from tightwire.training.run.evaluate import Evaluator, write_samples
 from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
-from tightwire.training.run.places import check_room, export_place, make_folder
-from tightwire.training.run.samples import write_samples
 from tightwire.training.run.setup import Ranks, check_ranks, engine_options, find_device, make_trained, meet
-from tightwire.training.run.stop_signals import StopSignals
 from tightwire.training.start.export import export_folder
 from tightwire.training.start.model import StartingModel, open_start
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """A context manager for the main thread. ``number`` is the signal received inside ``with``, or 0."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._before = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        signal.signal(number, signal.SIG_DFL)
+
 
 FAILURES = (
     CheckpointError,
@@ -91,13 +113,13 @@ class Run:
         )
         self._trained = make_trained(config, options, self._start, ranks.groups)
         plan, replicas = self._trained.engine.plan, self._trained.state.replica.size
-        between = config.parallel.between
+        compressor = config.parallel.between
         with ranks.control.failing_together(ValueError):
             if ranks.control.rank == 0:  # rank 0 writes the model
                 check_room(
                     config,
                     self._folder,
-                    checkpoint_bytes=checkpoint_bytes(config.optimizer, plan, between, replicas),
+                    checkpoint_bytes=checkpoint_bytes(config.optimizer, plan, compressor, replicas),
                     num_parameters=plan.num_parameters,
                 )
 
@@ -147,7 +169,7 @@ class Run:
             if signal:
                 saved = "saved" if loop.step > step else "nothing new to save"
                 terminal.say(
-                    f"stopped after step {loop.step} of {config.schedule.steps}, {saved}; the same command goes on"
+                    f"stopped after step {loop.step} of {config.schedule.steps}, {saved}; the same command resumes"
                 )
             return signal
         finally:
@@ -195,7 +217,7 @@ class Run:
             trained.model,
             trained.engine,
             self._control,
-            self._data.held_out_blocks(start.tokenizer, start.end_token_id),
+            self._data.held_out_sequences(start.tokenizer, start.end_token_id),
             micro_sequences=config.batch.micro_sequences,
             device=trained.device,
         )
@@ -240,7 +262,7 @@ class Run:
         )
         if error := self._control.gather(error)[0]:
             raise CheckpointError(
-                f"the trained model could not be exported: {error}; its checkpoint is whole, so the same command tries again"
+                f"the trained model could not be exported: {error}; its checkpoint is complete, and the same command exports it again"
             )
         terminal.say(f"model {out}: tightwire serve {out}")
 

@@ -9,18 +9,18 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from tightwire.comm.group.group import open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.training.between.make import check_options, make_between
-from tightwire.training.between.replicas import Replicas
-from tightwire.training.checkpoint.pieces import flat_shards
+from tightwire.training.checkpoint.files import flat_shards
 from tightwire.training.checkpoint.state import Replica, RunState
-from tightwire.training.config.between import DenseOptions
+from tightwire.training.compression.dense import Replicas
+from tightwire.training.compression.make import check_options, make_compressor
+from tightwire.training.config.compression import DenseOptions
 from tightwire.training.config.sharding import parse_sharding
 from tightwire.training.config.tree import ParallelConfig, TrainConfig
-from tightwire.training.engine.between import Between
+from tightwire.training.engine.compressor import GradientCompressor
 from tightwire.training.engine.engine import Engine
+from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard, plan_buckets
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.units import UnitPlan, cut, plan_units
-from tightwire.training.optimizer.make import make_optimizer
+from tightwire.training.optimizer import make_optimizer
 from tightwire.training.ranks.control import Control
 from tightwire.training.ranks.groups import TrainGroups, open_train_groups, replica_group, shard_group
 from tightwire.training.start.loss import next_token_loss
@@ -88,14 +88,13 @@ def check_ranks(config: TrainConfig, options: EngineOptions, topology: Topology)
         raise ValueError(f"parallel: {error}") from None
     if options.sharding.name == "hybrid" and topology.num_nodes == 1 and topology.world_size > 1:
         raise ValueError(
-            "parallel.sharding=hybrid replicates between nodes, and there is one; take zero3, or say parallel.nodes where "
-            "the launcher does not know of several"
+            "parallel.sharding=hybrid needs several nodes, and there is one; use zero3, or set parallel.nodes"
         )
     alone = options.sharding.shard_over == "world" or topology.world_size == 1
     if alone and config.parallel.between.kind != "dense":
         raise ValueError(
-            f"parallel.between.kind={config.parallel.between.kind} stands between replicas, and parallel.sharding="
-            f"{options.sharding.name} on {topology.world_size} ranks has none; take hybrid or none, on several ranks"
+            f"parallel.between.kind={config.parallel.between.kind} needs replicas, and parallel.sharding="
+            f"{options.sharding.name} on {topology.world_size} ranks has none; use hybrid or none, on several ranks"
         )
 
 
@@ -107,7 +106,7 @@ def check_sequences(config: TrainConfig, llama: LlamaConfig) -> None:
     if config.data.sequence_tokens > llama.max_positions:
         raise ValueError(
             f"data.sequence_tokens={config.data.sequence_tokens} is more than the model's {llama.max_positions} positions; "
-            f"give at most {llama.max_positions}, or a new model a larger model.shape.max_position_embeddings"
+            f"give at most {llama.max_positions}, or a larger model.shape.max_position_embeddings for a new model"
         )
 
 
@@ -121,8 +120,8 @@ def find_device(wanted: str, topology: Topology) -> torch.device:
     count = torch.cuda.device_count()
     if topology.local_rank >= count:
         raise ValueError(
-            f"rank {topology.rank} is number {topology.local_rank} of its host, which has {count} CUDA devices; start as many "
-            "ranks as devices, or give device=cpu"
+            f"rank {topology.rank} is local rank {topology.local_rank} of a host with {count} CUDA devices; start at most one rank "
+            "per device, or use device=cpu"
         )
     torch.cuda.set_device(topology.local_rank)
     return torch.device("cuda", topology.local_rank)
@@ -150,40 +149,44 @@ def make_trained(config: TrainConfig, options: EngineOptions, start: StartingMod
     check_sequences(config, start.config)
     model = build_model(start.config, device=groups.device, frozen=config.model.frozen)
     model.loss_function = next_token_loss
-    plan = plan_units(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes))
+    plan = plan_buckets(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes))
     weights: dict[str, torch.Tensor] = {}
-    between = _make_between(config, options, plan, groups, weights)
-    engine = Engine(model, plan, groups, options, between)
+    compressor = _make_compressor(config, options, plan, groups, weights)
+    engine = Engine(model, plan, groups, options, compressor)
     shards = flat_shards(engine)
-    weights.update({shard.unit: shard.flat_N for shard in shards})
+    weights.update({shard.name: shard.flat_N for shard in shards})
     optimizer = make_optimizer(config.optimizer, engine.param_groups())
     replicas = replica_group(groups.main, options.sharding)
     state = RunState(
-        shards=shards, optimizer=optimizer, between=between, replica=Replica(replicas.rank, replicas.world_size)
+        shards=shards, optimizer=optimizer, compressor=compressor, replica=Replica(replicas.rank, replicas.world_size)
     )
     return Trained(model=model, engine=engine, state=state, device=groups.device)
 
 
-def _make_between(
+def _make_compressor(
     config: TrainConfig,
     options: EngineOptions,
-    plan: UnitPlan,
+    plan: BucketPlan,
     groups: TrainGroups,
     weights: dict[str, torch.Tensor],
-) -> Between | None:
-    """``weights``: the shards by unit; the caller fills it after it has built the engine."""
+) -> GradientCompressor | None:
+    """``weights``: the shards by flat parameter; the caller fills it after it has built the engine."""
     replicas = replica_group(groups.reduce, options.sharding)
     if replicas.world_size == 1:
         return None
     inside = shard_group(groups.reduce, options.sharding)
-    units = {flat.name: cut(flat, inside.rank, inside.world_size) for flat in plan.flats if flat.trainable}
+    shards = {
+        flat_param.name: cut_shard(flat_param, inside.rank, inside.world_size)
+        for flat_param in plan.flat_params
+        if flat_param.trainable
+    }
     chosen = config.parallel.between
-    return make_between(
+    return make_compressor(
         chosen,
         Replicas(
             group=replicas,
-            units=units,
+            shards=shards,
             inside=None if isinstance(chosen, DenseOptions) else inside,
-            weights=lambda unit: weights[unit].detach(),
+            weights=lambda name: weights[name].detach(),
         ),
     )

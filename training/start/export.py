@@ -1,6 +1,6 @@
 """Exports the trained model and its tokenizer as a Hugging Face folder, which `tightwire serve` opens.
 
-Every rank takes part, because weights are gathered unit by unit; rank 0 writes and holds at most one file's tensors.
+Every rank takes part, because flat parameters are gathered one by one; rank 0 writes and holds at most one file's tensors.
 """
 
 import json
@@ -114,4 +114,4 @@ def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
 
 def _check_replaced(out: Path) -> None:
     if not (out / "config.json").is_file():
-        raise ValueError(f"{out} holds something that is no model; give another export.folder")
+        raise ValueError(f"{out} exists and is not a model; give another export.folder")

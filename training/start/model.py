@@ -49,7 +49,9 @@ class StartingModel:
         ids = [*self.tokenizer.eos_token_ids, self.tokenizer.bos_token_id]
         known = [token for token in ids if token is not None]
         if not known:
-            raise ValueError(f"{self.name}: its tokenizer has no token to part documents with; take another tokenizer")
+            raise ValueError(
+                f"{self.name}: its tokenizer has no end-of-text or beginning-of-text token; use another tokenizer"
+            )
         return known[0]
 
     def read(self, name: str) -> Tensor:
@@ -117,19 +119,19 @@ def build_model(config: LlamaConfig, *, device: torch.device, frozen: Iterable[s
     for pattern in frozen:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            raise ValueError(f"model.frozen: {pattern} fits no parameter; they are called {names[0]}, {names[1]}, ...")
+            raise ValueError(f"model.frozen: {pattern} matches no parameter; the names are {names[0]}, {names[1]}, ...")
         for name in matching:
             model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("model.frozen: all parameters are frozen, so there is nothing to train")
+        raise ValueError("model.frozen: all parameters are frozen")
     return model
 
 
 def _new_config(shape: ShapeConfig, vocab_size: int) -> LlamaConfig:
     if shape.vocab_size is not None and shape.vocab_size < vocab_size:
         raise ValueError(
-            f"model.shape.vocab_size={shape.vocab_size} is less than the {vocab_size} tokens of the tokenizer; leave it "
-            "out, or give at least that"
+            f"model.shape.vocab_size={shape.vocab_size} is less than the {vocab_size} tokens of the tokenizer; remove "
+            "it, or give at least that many"
         )
     try:
         return config_from_hf({**_FIXED, **shape.model_dump(), "vocab_size": shape.vocab_size or vocab_size})

@@ -23,13 +23,13 @@ def train_bpe(vocab_size: int, keep_in: Path, texts: Callable[[], Iterable[str]]
     """
     if vocab_size < len(_SPECIAL) + 256:
         raise ValueError(
-            f"model.tokenizer: bpe:{vocab_size} is less than bytes and special tokens take; give bpe:{len(_SPECIAL) + 256} or more"
+            f"model.tokenizer: bpe:{vocab_size} is too small for bytes and special tokens; give bpe:{len(_SPECIAL) + 256} or more"
         )
     if not (keep_in / "tokenizer.json").is_file():
         learned = _learn(vocab_size, texts())
         if learned.get_vocab_size() < vocab_size:
             raise ValueError(
-                f"model.tokenizer: the data is good for {learned.get_vocab_size()} tokens, not {vocab_size}; give "
+                f"model.tokenizer: the data gives {learned.get_vocab_size()} tokens, not {vocab_size}; use "
                 f"bpe:{learned.get_vocab_size()}, or more data"
             )
         keep_in.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tightwire.bench.train import quality
-from tightwire.training.config.between import DenseOptions, QuantizedOptions
+from tightwire.training.config.compression import DenseOptions, QuantizedOptions
 from tightwire.training.run.evaluate import Evaluator
 
 _TINY = (

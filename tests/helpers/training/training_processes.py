@@ -1,4 +1,4 @@
-"""What ranks that are processes run beside torch's own data parallelism: the same model, batches and optimizer.
+"""Runs steps in rank processes with the engine and with torch's data parallelism, with the same model and batches.
 
 Groups of one, two and four ranks are made of the same four processes, as starting them takes longest.
 """
@@ -24,8 +24,8 @@ from tightwire.comm.group.group import Group
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine.engine import Engine
+from tightwire.training.engine.flat_parameters import cut_shard
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.units import cut
 from tightwire.training.ranks.groups import open_train_groups
 
 Named = dict[str, tuple[int, Tensor]]  # by parameter: from which element on, and flat
@@ -104,9 +104,9 @@ def _compare(ours: Trained, theirs: Trained, case: Case, tolerance: float) -> No
         zip([*ours.gradients, ours.parameters], [*theirs.gradients, theirs.parameters], strict=True)
     ):
         unlike = []
-        for name, (start, piece) in own.items():
+        for name, (start, span) in own.items():
             first, whole = other[name]
-            if not alike(piece, whole[start - first : start - first + piece.numel()]):
+            if not alike(span, whole[start - first : start - first + span.numel()]):
                 unlike.append(name)
         assert own and not unlike, f"{case}, step {step}: {unlike}"
 
@@ -131,10 +131,10 @@ def _train_engine(group: Group, path: str, case: Case, model: nn.Module, batches
 
 
 def _gradient_pieces(engine: Engine) -> Iterator[tuple[str, tuple[int, Tensor]]]:
-    for flat, main in engine.named_flats():
+    for flat_param, main in engine.named_flat_params():
         if main.grad is not None:
-            for piece in cut(flat, engine.shard_rank, engine.plan.shard_ranks).pieces:
-                yield piece.parameter, (piece.offset, main.grad[piece.place].clone())
+            for span in cut_shard(flat_param, engine.shard_rank, engine.plan.shard_ranks).spans:
+                yield span.parameter, (span.offset, main.grad[span.place].clone())
 
 
 def _train_ddp(group: ProcessGroup, case: Case, model: nn.Module, batches: Tensor, rank: int) -> Trained:
@@ -143,11 +143,11 @@ def _train_ddp(group: ProcessGroup, case: Case, model: nn.Module, batches: Tenso
 
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         own = bucket.buffer()
-        parts = [torch.empty_like(own) for _ in range(case.world_size)]
-        dist.all_gather(parts, own, group=group)
-        nodes = [_add(parts[first : first + ranks_per_node]) for first in range(0, len(parts), ranks_per_node)]
+        params = [torch.empty_like(own) for _ in range(case.world_size)]
+        dist.all_gather(params, own, group=group)
+        nodes = [_add(params[first : first + ranks_per_node]) for first in range(0, len(params), ranks_per_node)]
         done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(_add(nodes) / len(parts))
+        done.set_result(_add(nodes) / len(params))
         return done
 
     ddp = DistributedDataParallel(model, process_group=group)
@@ -194,8 +194,8 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).flatten().clone()
 
 
-def _add(parts: list[Tensor]) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
+def _add(params: list[Tensor]) -> Tensor:
+    total = params[0].clone()
+    for param in params[1:]:
+        total += param
     return total

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import run_threads
+from helpers.training.trace_check import check_trace
 from torch import Tensor, nn
 
-from tightwire.training.between.dense import DenseBetween
-from tightwire.training.between.replicas import Replicas
-from tightwire.training.config.between import DenseOptions
+from tightwire.training.compression.dense import Replicas, make_dense
+from tightwire.training.config.compression import DenseOptions
 from tightwire.training.engine.engine import Engine
+from tightwire.training.engine.flat_parameters import cut_shard, plan_buckets
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.trace import Trace, check_trace
-from tightwire.training.engine.units import cut, plan_units
+from tightwire.training.engine.trace import Trace
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups, replica_group, shard_group
 
 _END_S = 10.0  # for a lane's thread to end once its engine is closed
@@ -51,10 +51,14 @@ def open_engine(
     trace: Trace | None = None,
 ) -> Engine:
     replicas = replica_group(groups.reduce, options.sharding)
-    plan = plan_units(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes), blocks)
+    plan = plan_buckets(model, options.sharding.shard_ranks(groups.world_size, groups.num_nodes), blocks)
     shard = shard_group(groups.reduce, options.sharding)
-    units = {flat.name: cut(flat, shard.rank, shard.world_size) for flat in plan.flats if flat.trainable}
-    between = DenseBetween(Replicas(group=replicas, units=units), DenseOptions()) if replicas.world_size > 1 else None
+    shards = {
+        flat_param.name: cut_shard(flat_param, shard.rank, shard.world_size)
+        for flat_param in plan.flat_params
+        if flat_param.trainable
+    }
+    between = make_dense(Replicas(group=replicas, shards=shards), DenseOptions()) if replicas.world_size > 1 else None
     return Engine(model, plan, groups, options, between, trace)
 
 
@@ -87,7 +91,13 @@ def train(
                 losses.append(value.item())
                 (value / len(step)).backward()
         engine.finish_gradients()
-        gradients.append({flat.name: main.grad.clone() for flat, main in engine.named_flats() if main.grad is not None})
+        gradients.append(
+            {
+                flat_param.name: main.grad.clone()
+                for flat_param, main in engine.named_flat_params()
+                if main.grad is not None
+            }
+        )
         if max_norm is not None:
             norms.append(engine.clip_gradients(max_norm))
         stepper.step()
@@ -142,7 +152,7 @@ def reference(
     optimizer: Optimizer = adamw,
     loss: Callable[[nn.Module, Tensor], Tensor] = loss_of,
 ) -> list[Run]:
-    """What ``run_training`` must give, by rank; gradients and parameters are the same on all."""
+    """The expected results of ``run_training``, by rank; gradients and parameters are the same on all."""
     model = copy.deepcopy(model)
     num_ranks = batches.shape[2]
     sharding = options.sharding
@@ -163,7 +173,7 @@ def reference(
             inside = []
             for first in range(0, num_ranks, per_node):
                 ranks = [own[rank][name] for rank in range(first, first + per_node)]
-                inside.append(_add([_add(list(parts)) for parts in zip(*ranks, strict=True)]))
+                inside.append(_add([_add(list(params)) for params in zip(*ranks, strict=True)]))
             total[name] = _add(inside) / num_ranks
         for name, parameter in trainable.items():
             parameter.grad = total[name].clone()
@@ -215,10 +225,10 @@ def _grad_of(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _add(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
+def _add(params: list[Tensor]) -> Tensor:
+    total = params[0]
+    for param in params[1:]:
+        total = total + param
     return total
 
 
@@ -231,10 +241,10 @@ def _with_whole_gradients(runs: list[Run], plan: Any, num_nodes: int, options: E
         steps = []
         for step in range(len(run.gradients)):
             named = {}
-            for flat in plan.flats:
-                if flat.trainable:
-                    shards = [runs[other].gradients[step][flat.name] for other in range(first, first + per_node)]
-                    named |= {part.name: part.of(torch.cat(shards)) for part in flat.parts}
+            for flat_param in plan.flat_params:
+                if flat_param.trainable:
+                    shards = [runs[other].gradients[step][flat_param.name] for other in range(first, first + per_node)]
+                    named |= {param.name: param.of(torch.cat(shards)) for param in flat_param.params}
             steps.append(named)
         whole.append(run._replace(gradients=steps))
     return whole

@@ -1,4 +1,4 @@
-"""Whole runs of `tightwire train` on ranks that are threads: a tiny model, a little text, no processes."""
+"""Runs of `tightwire train` on ranks that are threads, with a tiny model and a little text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -10,7 +10,7 @@ import torch
 
 from tightwire.comm.group.group import in_process_groups
 from tightwire.training.checkpoint import writer as module
-from tightwire.training.checkpoint.files import CheckpointError
+from tightwire.training.checkpoint.files import CheckpointError, Chunk
 from tightwire.training.checkpoint.folders import (
     check_files,
     checkpoints_in,
@@ -19,7 +19,6 @@ from tightwire.training.checkpoint.folders import (
     read_about,
     remove_partial,
 )
-from tightwire.training.checkpoint.pieces import SavedPiece
 from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.ranks.control import Control
 
@@ -28,8 +27,8 @@ def _checkpointer(run: Path, keep: int = 2) -> Checkpointer:
     return Checkpointer(run, Control(in_process_groups(1)[0]), keep=keep)
 
 
-def _piece(value: float) -> SavedPiece:
-    return SavedPiece("parameters/a", 4, 0, torch.full((4,), value))
+def _piece(value: float) -> Chunk:
+    return Chunk("parameters/a", 4, 0, torch.full((4,), value))
 
 
 def _save(checkpoints: Checkpointer, step: int) -> str:
@@ -37,14 +36,14 @@ def _save(checkpoints: Checkpointer, step: int) -> str:
     return checkpoints.complete().error
 
 
-def test_the_newest_stay(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     checkpoints = _checkpointer(tmp_path)
     assert [_save(checkpoints, step) for step in (5, 10, 15)] == ["", "", ""]
     assert checkpoints_in(tmp_path) == [folder_of(tmp_path, 10), folder_of(tmp_path, 15)]
     assert read_about(folder_of(tmp_path, 15))["step"] == 15
 
 
-def test_it_is_no_checkpoint_until_it_is_complete(tmp_path: Path) -> None:
+def test_a_folder_is_a_checkpoint_only_when_complete(tmp_path: Path) -> None:
     checkpoints = _checkpointer(tmp_path)
     checkpoints.begin(5, [_piece(1.0)], {})
     assert checkpoints.writing and not checkpoints_in(tmp_path)
@@ -52,7 +51,7 @@ def test_it_is_no_checkpoint_until_it_is_complete(tmp_path: Path) -> None:
     assert checkpoints_in(tmp_path) and not checkpoints.writing
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = _checkpointer(tmp_path, keep=1)
     _save(checkpoints, 5)
 
@@ -61,18 +60,16 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
         (folder / "half").write_text("a file")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(module, "write_pieces", fail)
+    monkeypatch.setattr(module, "write_chunks", fail)
     assert "rank 0: step-00000010.partial: [Errno 28] No space left" in (error := _save(checkpoints, 10))
-    assert "left on that disk" in error
+    assert "free on that disk" in error
     assert list(tmp_path.iterdir()) == [folder_of(tmp_path, 5)]
     monkeypatch.undo()
     assert _save(checkpoints, 15) == ""
     assert checkpoints_in(tmp_path) == [folder_of(tmp_path, 15)]
 
 
-def test_old_ones_that_cannot_be_removed_are_told_and_the_new_one_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_removal_of_old_checkpoints_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise PermissionError("not yours")
 
@@ -81,7 +78,7 @@ def test_old_ones_that_cannot_be_removed_are_told_and_the_new_one_stands(
     checkpoints.begin(5, [_piece(1.0)], {})
     folder, error, warning = checkpoints.complete()
     assert folder.is_dir() and not error
-    assert warning == "checkpoints before the newest 2 could not be removed: not yours"
+    assert warning == "checkpoints older than the newest 2 could not be removed: not yours"
 
 
 def _flip_a_bit(path: Path) -> None:
@@ -93,10 +90,10 @@ def _flip_a_bit(path: Path) -> None:
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 @pytest.mark.parametrize(
     ("harm", "words"),
-    [(_flip_a_bit, "is not as it was written"), (Path.unlink, "cannot be read"), (Path.mkdir, "cannot be read")],
+    [(_flip_a_bit, "is damaged"), (Path.unlink, "cannot be read"), (Path.mkdir, "cannot be read")],
     ids=["changed", "missing", "folder"],
 )
-def test_a_damaged_file_is_named_with_the_checkpoint_before(
+def test_a_damaged_file_is_named_with_the_previous_checkpoint(
     tmp_path: Path, name: str, harm: Callable[[Path], object], words: str
 ) -> None:
     checkpoints = _checkpointer(tmp_path)
@@ -108,7 +105,7 @@ def test_a_damaged_file_is_named_with_the_checkpoint_before(
         (folder / name).unlink()
     harm(folder / name)
 
-    with pytest.raises(CheckpointError, match=f"{name} {words}.*the checkpoint before it is .*step-00000005"):
+    with pytest.raises(CheckpointError, match=f"{name} {words}.*the previous checkpoint .*step-00000005"):
         for rank in range(3):
             check_files(folder, read_about(folder), rank=rank, world_size=3)
 
@@ -116,21 +113,21 @@ def test_a_damaged_file_is_named_with_the_checkpoint_before(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is no checkpoint of"),
-        ("[]", "does not say its format"),
-        ('{"format": 1}', "has format 1, this is 2"),
-        ('{"format": 2}', "is not as it was written, and there is no checkpoint before it"),
-        ('{"format": 2, "crc32": 1, "step": 5}', "is not as it was written"),
+        ("", "is not a checkpoint of"),
+        ("[]", "has no format"),
+        ('{"format": 1}', "has format 1, but this version reads format 2"),
+        ('{"format": 2}', "is damaged; there is no earlier checkpoint"),
+        ('{"format": 2, "crc32": 1, "step": 5}', "is damaged"),
     ],
 )
-def test_what_a_checkpoint_says_of_itself_may_be_damaged(tmp_path: Path, text: str, words: str) -> None:
+def test_a_damaged_description_is_refused(tmp_path: Path, text: str, words: str) -> None:
     _save(_checkpointer(tmp_path), 5)
     (folder_of(tmp_path, 5) / "tightwire.json").write_text(text)
     with pytest.raises(CheckpointError, match=words):
         read_about(folder_of(tmp_path, 5))
 
 
-def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+def test_partial_checkpoints_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     partial = partial_of(folder_of(tmp_path, 5))
     partial.mkdir()
     (partial / "half").write_text("a file")
@@ -139,7 +136,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     assert not partial.exists()
 
 
-def test_a_folder_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
+def test_another_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     folder_of(tmp_path, 5).mkdir()
-    with pytest.raises(CheckpointError, match="is no checkpoint of `tightwire train`"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of `tightwire train`"):
         read_about(folder_of(tmp_path, 5))

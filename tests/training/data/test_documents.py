@@ -16,12 +16,12 @@ from tightwire.training.data.documents import (
 )
 
 
-def test_blank_lines_part_the_documents_of_a_text_file(tmp_path: Path) -> None:
+def test_blank_lines_separate_documents(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("one\nstill one\n\n\ntwo\n")
     assert list(Documents(files=(tmp_path / "text.txt",))) == ["one\nstill one\n", "two\n"]
 
 
-def test_a_file_may_be_one_document(tmp_path: Path) -> None:
+def test_a_file_can_be_one_document(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("one\n\ntwo\n")
     (tmp_path / "blank.txt").write_text("\n \n")
     assert list(Documents(files=find_files([f"{tmp_path}/*.txt"]), parted_by="file")) == ["one\n\ntwo\n"]
@@ -38,7 +38,7 @@ def test_lines_of_json_are_documents_compressed_or_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{oops\n', r"a.jsonl:2: is not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{oops\n', r"a.jsonl:2: is not valid JSON"),
         ("a.jsonl", b'{"body": "x"}\n', r"a.jsonl:1: has no text under 'text' \(found: body\); set data.text_key"),
         ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("a.txt.gz", b"not compressed", "cannot be read"),
@@ -50,8 +50,8 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, word
         list(Documents(files=(tmp_path / name,)))
 
 
-def test_a_pattern_that_names_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no file is called"):
+def test_a_pattern_without_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no file matches"):
         find_files([f"{tmp_path}/*.txt"])
 
 
@@ -70,7 +70,7 @@ def _documents(tmp_path: Path) -> Documents:
     return Documents(files=find_files([f"{tmp_path}/*.txt"]))
 
 
-def test_an_epoch_has_every_document_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_an_epoch_has_every_document_once_in_its_own_order(tmp_path: Path) -> None:
     documents = _documents(tmp_path)
 
     def epoch(number: int, seed: int = 0) -> list[str]:

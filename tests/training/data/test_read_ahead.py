@@ -14,7 +14,7 @@ def test_items_come_in_order() -> None:
     assert list(ReadAhead(iter(range(100)), 3)) == list(range(100))
 
 
-def test_an_error_comes_in_its_items_place_and_again() -> None:
+def test_an_error_is_raised_in_place_of_its_item_and_again() -> None:
     def source() -> Iterator[int]:
         yield 1
         raise OSError("disk")
@@ -26,7 +26,7 @@ def test_an_error_comes_in_its_items_place_and_again() -> None:
             next(ahead)
 
 
-def test_a_reader_may_give_up_waiting() -> None:
+def test_a_reader_can_stop_waiting() -> None:
     comes = Event()
 
     def source() -> Iterator[int]:
@@ -39,7 +39,7 @@ def test_a_reader_may_give_up_waiting() -> None:
     assert ahead.get(lambda: False) == 1
 
 
-def test_closes_while_the_source_goes_through_what_it_does_not_give() -> None:
+def test_closing_stops_a_source_that_skips_items() -> None:
     closed = Event()
     ahead = ReadAhead((number for number in until_closed(count(), closed) if number < 0), 1, closed)
     ahead.close()
@@ -56,7 +56,7 @@ def test_closing_does_not_wait_for_a_silent_source(monkeypatch: pytest.MonkeyPat
     ahead._thread.join()
 
 
-def test_closes_while_items_wait() -> None:
+def test_closing_works_while_items_wait() -> None:
     ahead = ReadAhead(count(), 2)
     assert next(ahead) == 0
     ahead.close()

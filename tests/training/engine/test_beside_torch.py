@@ -10,7 +10,7 @@ from tightwire.training.config.sharding import SHARDINGS
 
 
 @pytest.mark.slow
-def test_steps_beside_ddp_and_fsdp2(tmp_path: Path) -> None:
+def test_steps_equal_those_of_ddp_and_fsdp2(tmp_path: Path) -> None:
     """Losses, gradients of every step and parameters. Rich: three micro-batches, tied, frozen, recomputed."""
     cases = [
         Case(world_size=1, sharding="zero3", rich=True),

@@ -23,7 +23,7 @@ def twenty_steps(world_size: int, num_nodes: int, sharding: str) -> list[Run]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_twenty_steps_are_those_of_one_model(name: str, world_size: int) -> None:
+def test_twenty_steps_equal_those_of_one_model(name: str, world_size: int) -> None:
     num_nodes = 2 if world_size == 4 else 1
 
     got = run_training(
@@ -64,7 +64,7 @@ WITH_WHOLE_WEIGHTS = ("accumulation", "tied", "frozen-checkpointed")
     ("case", "sharding"),
     [(c, s) for c in CASES for s in SHARDINGS if not SHARDINGS[s].keep_weights or c in WITH_WHOLE_WEIGHTS],
 )
-def test_whatever_else_is_asked(case: str, sharding: str) -> None:
+def test_other_options_equal_one_model(case: str, sharding: str) -> None:
     of_model, of_engine = CASES[case]
     options = replace(ZERO3, sharding=parse_sharding(sharding), **of_engine)
     model, batches = small_llama(**of_model), batches_of(2, num_steps=2, accumulation=3)

@@ -1,4 +1,4 @@
-"""What the engine offers beside training, and what it says when it is used wrongly or a rank is lost."""
+"""The engine's other methods, and its errors for wrong use and lost ranks."""
 
 import copy
 import time
@@ -23,8 +23,8 @@ from torch import Tensor
 from tightwire.comm.errors import CollectiveTimeoutError, PeerLostError
 from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine.engine import Engine
+from tightwire.training.engine.flat_parameters import plan_buckets
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.units import plan_units
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 
 ZERO3 = EngineOptions()
@@ -36,7 +36,7 @@ def alone() -> TrainGroups:
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_an_evaluation_is_the_model(name: str) -> None:
+def test_an_evaluation_equals_the_model(name: str) -> None:
     model = small_llama(frozen=("model.layers.0",))
     models, want = [copy.deepcopy(model) for _ in range(4)], model(TOKENS).logits
 
@@ -51,7 +51,7 @@ def test_an_evaluation_is_the_model(name: str) -> None:
         assert not logits.requires_grad
 
 
-def test_a_model_without_memory_is_loaded_and_given_back() -> None:
+def test_a_model_on_the_meta_device_is_loaded_and_read_back() -> None:
     model = small_llama(tie_word_embeddings=True, frozen=("model.layers.1",))
     given = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -63,14 +63,14 @@ def test_a_model_without_memory_is_loaded_and_given_back() -> None:
             got = {name: tensor.clone() for name, tensor in engine.full_tensors()}
             assert got.keys() == given.keys()
             assert all(torch.equal(got[name], tensor) for name, tensor in given.items())
-            with pytest.raises(ValueError, match=r"embed_tokens.weight is \(80, 32\) here, got \(3,\)"):
+            with pytest.raises(ValueError, match=r"embed_tokens.weight must have shape \(80, 32\), got \(3,\)"):
                 engine.load_full(lambda name: torch.zeros(3))
 
     run_groups(in_process_train_groups(2), run_rank)
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_clipping_is_by_the_norm_over_all_ranks(name: str) -> None:
+def test_clipping_uses_the_norm_over_all_ranks(name: str) -> None:
     model, batches, options = small_llama(), batches_of(4, 1, 1), replace(ZERO3, sharding=SHARDINGS[name])
 
     runs = run_training(model, options, batches, num_nodes=2, max_norm=0.01)
@@ -108,12 +108,12 @@ def test_bfloat16_computes_on_rounded_weights_and_steps_on_exact_ones() -> None:
     assert all(torch.equal(got.parameters[name], master) for name, master in zip(names, masters, strict=True))
 
 
-def test_replicas_that_begin_unlike_are_refused() -> None:
+def test_replicas_with_different_parameters_are_refused() -> None:
     models = [small_llama() for _ in range(2)]
     with torch.no_grad():
         next(models[1].parameters()).add_(1)
 
-    with pytest.raises(ValueError, match="begins with other parameters"):
+    with pytest.raises(ValueError, match="has other parameters"):
         run_groups(
             in_process_train_groups(2),
             lambda groups: open_engine(models[groups.rank], groups, replace(ZERO3, sharding=SHARDINGS["none"])),
@@ -136,7 +136,7 @@ def test_a_rank_that_fails_frees_the_others() -> None:
     assert time.monotonic() - start_s < 60
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_missing_rank_is_named() -> None:
     models = [small_llama() for _ in range(4)]
 
     def run_rank(groups: TrainGroups) -> None:
@@ -151,7 +151,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     run_groups(in_process_train_groups(4, timeout_s=0.5), run_rank)
 
 
-def test_backward_fails_with_what_stopped_the_lane() -> None:
+def test_backward_raises_the_error_of_the_lane() -> None:
     """The lane's error comes out of ``loss.backward()`` as it is."""
     models = [small_llama() for _ in range(2)]
 
@@ -168,16 +168,16 @@ def test_backward_fails_with_what_stopped_the_lane() -> None:
         run_groups(in_process_train_groups(2), run_rank)
 
 
-def test_wrong_use_is_told() -> None:
+def test_wrong_use_is_an_error() -> None:
     model, options = small_llama(), replace(ZERO3, checkpoint_every=1)
     with open_engine(model, alone(), options) as engine:
         with pytest.raises(RuntimeError, match=r"run it inside engine\.micro_batch"):
             model(TOKENS)
-        with engine.evaluation(), pytest.raises(RuntimeError, match="under way"), engine.micro_batch(last=True):
+        with engine.evaluation(), pytest.raises(RuntimeError, match="is running"), engine.micro_batch(last=True):
             pass
-        with pytest.raises(RuntimeError, match="say last=True"):
+        with pytest.raises(RuntimeError, match="pass last=True"):
             engine.finish_gradients()
-        with engine.evaluation(), pytest.raises(RuntimeError, match="under way"):
+        with engine.evaluation(), pytest.raises(RuntimeError, match="is running"):
             engine.weights_changed()
         with pytest.raises(ValueError, match="use_cache=False"), engine.micro_batch(last=True):
             model(TOKENS, use_cache=True)
@@ -205,38 +205,38 @@ def test_gradients_after_the_last_micro_batch_are_refused() -> None:
                 if last:
                     loss.backward()
                 else:
-                    with pytest.raises(RuntimeError, match="after they were handed over"):
+                    with pytest.raises(RuntimeError, match="after they were reduced"):
                         loss.backward()
 
 
 @pytest.mark.parametrize("prefetch", ["explicit", "implicit"])
-def test_a_forward_without_backward_leaves_nothing_behind(prefetch: Any) -> None:
+def test_a_forward_without_backward_leaves_no_state(prefetch: Any) -> None:
     model, want = small_llama(), small_llama()
     with open_engine(model, alone(), replace(ZERO3, prefetch=prefetch)) as engine:
         for last in (False, True):
             with engine.micro_batch(last=last):
                 loss_of(model, TOKENS)
         engine.finish_gradients()
-        assert all(not main.grad.any() for _, main in engine.named_flats() if main.grad is not None)
+        assert all(not main.grad.any() for _, main in engine.named_flat_params() if main.grad is not None)
         engine.weights_changed()
         with engine.evaluation():
             assert torch.equal(model(TOKENS).logits, want(TOKENS).logits)
 
 
-def test_a_model_of_which_only_a_part_has_memory_is_refused() -> None:
+def test_a_model_partly_on_the_meta_device_is_refused() -> None:
     model = small_llama()
     model.lm_head.to("meta")
-    with pytest.raises(ValueError, match=r"lm_head\.weight are on the meta device; all are to be, or none"):
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight are on the meta device; all parameters must be there, or none"
+    ):
         open_engine(model, alone(), ZERO3)
 
 
-def test_groups_and_plan_must_go_together() -> None:
+def test_groups_and_plan_must_match() -> None:
     model, groups = small_llama(), in_process_train_groups(2)[0]
-    with pytest.raises(
-        ValueError, match="cuts units for 1 ranks; sharding zero3 of 2 ranks on 1 nodes cuts them for 2"
-    ):
-        Engine(model, plan_units(model, 1), groups, ZERO3)
-    with pytest.raises(ValueError, match="needs two nodes or more, got one"):
-        Engine(model, plan_units(model, 2), groups, replace(ZERO3, secondary=True))
-    with pytest.raises(ValueError, match=r"give what sums over them \(between\)"):
-        Engine(model, plan_units(model, 1), groups, replace(ZERO3, sharding=SHARDINGS["none"]))
+    with pytest.raises(ValueError, match="plan is for 1 shards; sharding zero3 of 2 ranks on 1 nodes needs 2"):
+        Engine(model, plan_buckets(model, 1), groups, ZERO3)
+    with pytest.raises(ValueError, match="needs at least two nodes, got one"):
+        Engine(model, plan_buckets(model, 2), groups, replace(ZERO3, secondary=True))
+    with pytest.raises(ValueError, match=r"pass a compressor that sums over them"):
+        Engine(model, plan_buckets(model, 1), groups, replace(ZERO3, sharding=SHARDINGS["none"]))

@@ -1,4 +1,4 @@
-"""What the engine allocates and what it sends is what its formulas say, to the byte, before and without it."""
+"""The engine's memory and bytes equal the formulas exactly."""
 
 import copy
 from collections import Counter
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from tightwire.comm.transport.in_process import ThreadExchange
 from tightwire.training.config.sharding import SHARDINGS, parse_sharding
 from tightwire.training.engine.engine import Engine
+from tightwire.training.engine.flat_parameters import plan_buckets
 from tightwire.training.engine.memory import engine_memory
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.traffic import Flow, gathers_per_step, step_traffic
-from tightwire.training.engine.units import plan_units
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 
 BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
@@ -53,7 +53,7 @@ def options_of(case: str) -> tuple[nn.Module, EngineOptions]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ledgers_and_memory_are_the_formulas(case: str) -> None:
+def test_ledgers_and_memory_equal_the_formulas(case: str) -> None:
     model, options = options_of(case)
     accumulation, batches = 2, batches_of(4, num_steps=2, accumulation=2)
     models = [copy.deepcopy(model) for _ in range(4)]
@@ -71,7 +71,7 @@ def test_ledgers_and_memory_are_the_formulas(case: str) -> None:
     ranks = {"num_nodes": 2, "ranks_per_node": 2}
     with torch.device("meta"):
         dry = small_llama(**CASES[case][1])
-    plan = plan_units(dry, options.sharding.shard_ranks(4, 2))
+    plan = plan_buckets(dry, options.sharding.shard_ranks(4, 2))
     flows = [
         flow
         for first in (True, False)
@@ -149,7 +149,7 @@ def allocated_bytes(engine: Engine) -> int:
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_gathers_of_all_blocks(num_buffers: int, accumulation: int) -> None:
+def test_number_of_gathers_of_all_blocks(num_buffers: int, accumulation: int) -> None:
     total = sum(gathers_per_step(block, 7, num_buffers, 0, accumulation) for block in range(7))
 
     assert total == 2 * accumulation * (7 - num_buffers) + num_buffers
@@ -167,15 +167,15 @@ def test_zero_plus_plus_sends_seven_times_less_than_zero3_between_nodes() -> Non
         reduce_across_codec="int4",
         secondary=True,
     )
-    plan = plan_units(small_llama(num_hidden_layers=16), 4)
+    plan = plan_buckets(small_llama(num_hidden_layers=16), 4)
 
     def between_nodes(options: EngineOptions) -> int:
         flows = step_traffic(plan, options, num_nodes=2, ranks_per_node=2, accumulation=1)
-        return sum(flow.calls * flow.bytes_between_nodes for flow in flows if flow.flat.startswith("blocks"))
+        return sum(flow.calls * flow.bytes_between_nodes for flow in flows if flow.flat_param.startswith("blocks"))
 
     # A quarter of a unit goes from each rank to both ranks of the other node, or once to the one of its place. Of 16
     # blocks 14 are gathered twice. Codes have four bytes of scale and zero for 128 numbers.
     gathers, num_blocks = 2 * 14 + 2, 16
-    flat = (gathers + num_blocks) * 2 * 16
+    flat_param = (gathers + num_blocks) * 2 * 16
     coded = num_blocks * (8 + 32 / 128) + num_blocks * (4 + 32 / 128)
-    assert between_nodes(zero3) / between_nodes(zero_pp) == flat / coded == 7.36
+    assert between_nodes(zero3) / between_nodes(zero_pp) == flat_param / coded == 7.36

@@ -15,7 +15,7 @@ from tightwire.training.ranks.groups import in_process_train_groups
 
 
 @pytest.mark.parametrize("checkpoint_every", [0, 1])
-def test_keyword_inputs_in_containers(checkpoint_every: int) -> None:
+def test_keyword_inputs_in_containers_are_gated(checkpoint_every: int) -> None:
     model, options = KeywordModel(), EngineOptions(checkpoint_every=checkpoint_every)
     batches = batches_of(2, num_steps=3, accumulation=2)
     for layer in model.layers:
@@ -29,7 +29,7 @@ def test_keyword_inputs_in_containers(checkpoint_every: int) -> None:
             with engine.micro_batch(last=True):
                 keyword_loss(own, batches[0, 0, groups.rank]).backward()
             engine.finish_gradients()
-            orders.append([(e.unit, e.begins) for e in trace.take() if e.kind == "compute" and "blocks" in e.unit])
+            orders.append([(e.bucket, e.begins) for e in trace.take() if e.kind == "compute" and "blocks" in e.bucket])
             engine.weights_changed()
             return train(engine, own, batches, groups.rank, loss=keyword_loss)
 

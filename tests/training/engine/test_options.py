@@ -1,4 +1,4 @@
-"""What cannot be is refused where it is said, with what can be."""
+"""Contradicting engine options are refused."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -20,20 +20,23 @@ from tightwire.training.engine.options import EngineOptions
         ({"checkpoint_every": -1}, "checkpoint_every must be 0"),
         ({"secondary": True, "sharding": SHARDINGS["zero2"]}, "needs sharding zero3, got zero2"),
         ({"secondary": True, "sharding": SHARDINGS["hybrid"]}, "needs sharding zero3, got hybrid"),
-        ({"gather_codec": "int8", "sharding": SHARDINGS["none"]}, "every rank has all of the weights"),
-        ({"reduce_path": "hierarchical", "sharding": SHARDINGS["hybrid"]}, "cut over all ranks, got sharding hybrid"),
-        ({"secondary_codec": "int8"}, "set secondary too"),
-        ({"reduce_across_codec": "int4"}, "set reduce_path hierarchical"),
+        ({"gather_codec": "int8", "sharding": SHARDINGS["none"]}, "every rank has all weights"),
+        (
+            {"reduce_path": "hierarchical", "sharding": SHARDINGS["hybrid"]},
+            "sharded over all ranks, got sharding hybrid",
+        ),
+        ({"secondary_codec": "int8"}, "need secondary: true"),
+        ({"reduce_across_codec": "int4"}, "needs reduce_path hierarchical"),
     ],
 )
-def test_options_that_mean_nothing(wrong: dict[str, Any], message: str) -> None:
+def test_contradicting_options_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(EngineOptions(), **wrong)
 
 
-def test_options_for_several_nodes_on_one() -> None:
+def test_options_for_several_nodes_are_refused_on_one() -> None:
     across = EngineOptions(reduce_path="hierarchical", reduce_across_codec="int4")
-    with pytest.raises(ValueError, match="of a leg between nodes, and there is one node"):
+    with pytest.raises(ValueError, match="use reduce_codec on one node"):
         across.check_ranks(1)
     across.check_ranks(2)
 
@@ -44,6 +47,6 @@ def test_defaults_are_those_of_the_configuration() -> None:
     assert {name: getattr(parallel, name) for name in named} == {name: getattr(engine, name) for name in named}
 
 
-def test_an_unknown_sharding() -> None:
+def test_an_unknown_sharding_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown sharding 'zero4'; choose one of none, zero1, zero2, zero3, hybrid"):
         parse_sharding("zero4")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.model.small_llama import small_llama
+from helpers.training.trace_check import OrderError, check_trace
 from helpers.training.training_ranks import (
     adamw,
     assert_same,
@@ -26,9 +27,9 @@ from torch import Tensor, nn
 from tightwire.comm.buffers import BufferConflictError, BufferPool, PoolBuffer
 from tightwire.comm.lane import Lane
 from tightwire.training.config.sharding import parse_sharding
-from tightwire.training.engine import gradients, secondary, weights
+from tightwire.training.engine import gradients, shards, weights
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.trace import Event, OrderError, Trace, check_trace
+from tightwire.training.engine.trace import Event, Trace
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 
 Delay = Callable[[], object]
@@ -70,7 +71,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, *, gather: Delay, reduce: Delay) 
 
         return run
 
-    for module, name in ((weights, "gather_shards"), (weights, "gather_over_nodes"), (secondary, "gather_inside")):
+    for module, name in ((weights, "gather_shards"), (weights, "gather_over_nodes"), (shards, "gather_inside")):
         monkeypatch.setattr(module, name, after(gather, getattr(module, name)))
     monkeypatch.setattr(gradients, "reduce_scatter", after(reduce, gradients.reduce_scatter))
 
@@ -116,40 +117,40 @@ class Watched(Trace):
         self._begun: set[tuple[str, str]] = set()
         self._changed = threading.Condition()
 
-    def _note(self, kind: str, begins: bool, unit: str, buffer: str) -> None:
-        super()._note(kind, begins, unit, buffer)
+    def _note(self, kind: str, begins: bool, bucket: str, buffer: str) -> None:
+        super()._note(kind, begins, bucket, buffer)
         with self._changed:
-            self._begun |= {(kind, unit)} if begins else set()
+            self._begun |= {(kind, bucket)} if begins else set()
             self._changed.notify_all()
 
-    def has(self, kind: str, unit: str) -> bool:
-        return (kind, unit) in self._begun
+    def has(self, kind: str, bucket: str) -> bool:
+        return (kind, bucket) in self._begun
 
-    def until(self, kind: str, unit: str) -> None:
+    def until(self, kind: str, bucket: str) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.has(kind, unit), _LONGEST_WAIT_S), f"no {kind} of {unit}"
+            assert self._changed.wait_for(lambda: self.has(kind, bucket), _LONGEST_WAIT_S), f"no {kind} of {bucket}"
 
 
-def without_wait_to_fill(watched: Watched, kind: str, unit: str) -> type[BufferPool]:
-    """A pool that takes a buffer from whoever has it, as soon as ``kind`` of ``unit`` has begun there."""
+def without_wait_to_fill(watched: Watched, kind: str, bucket: str) -> type[BufferPool]:
+    """A pool that takes a buffer from its owner as soon as ``kind`` of ``bucket`` has begun there."""
 
     class Hasty(BufferPool):
         def fill(self, owner: int, number: int | None = None, timeout_s: float = math.inf) -> PoolBuffer:
             buffer = self.buffers[number or 0]
             if buffer.state != "free":
-                watched.until(kind, unit)
+                watched.until(kind, bucket)
                 buffer.owner, buffer.state = None, "free"
             return super().fill(owner, number, timeout_s)
 
     return Hasty
 
 
-def without_wait_to_use(watched: Watched, kind: str, unit: str) -> type[BufferPool]:
-    """A pool that gives a buffer out while it is filled, as soon as ``kind`` of ``unit``, which fills it, has begun."""
+def without_wait_to_use(watched: Watched, kind: str, bucket: str) -> type[BufferPool]:
+    """A pool that hands out a buffer while it is filled, as soon as ``kind`` of ``bucket`` has begun."""
 
     class Hasty(BufferPool):
         def use(self, owner: int, timeout_s: float) -> PoolBuffer:
-            watched.until(kind, unit)
+            watched.until(kind, bucket)
             for buffer in self.buffers:
                 if buffer.owner == owner and buffer.state == "filling":
                     buffer.state = "filled"
@@ -169,7 +170,7 @@ def train_with(
     model, batches = slow_llama(delays["compute"]), batches_of(1, num_steps=1, accumulation=1)
 
     def run_rank(groups: TrainGroups) -> None:
-        # Whose slot was taken finds out when it gives it back; the trace must have it by then.
+        # The owner of the taken buffer finds out when it gives it back; the trace must have it by then.
         with open_engine(model, groups, EngineOptions(), trace=watched) as engine, suppress(BufferConflictError):
             train(engine, model, batches, 0)
 
@@ -177,7 +178,7 @@ def train_with(
     return watched.take()
 
 
-def test_without_waiting_for_a_gather_computing_is_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_for_a_gather_breaks_c1(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched()
     pool = without_wait_to_use(watched, "gather", "blocks.0")
 
@@ -187,7 +188,7 @@ def test_without_waiting_for_a_gather_computing_is_too_early(monkeypatch: pytest
         check_trace(events)
 
 
-def test_without_waiting_for_computing_a_gather_is_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_for_computing_breaks_c2(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched()
     pool = without_wait_to_fill(watched, "compute", "blocks.0")
 
@@ -197,7 +198,7 @@ def test_without_waiting_for_computing_a_gather_is_too_early(monkeypatch: pytest
         check_trace(events)
 
 
-def test_without_waiting_for_a_reduce_writing_is_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_for_a_reduce_breaks_c3(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched()
     pool = without_wait_to_fill(watched, "reduce", "blocks.5")
 
@@ -207,7 +208,7 @@ def test_without_waiting_for_a_reduce_writing_is_too_early(monkeypatch: pytest.M
         check_trace(events)
 
 
-def test_without_waiting_for_writing_a_reduce_is_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_for_writing_breaks_c4(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched()
     pool = without_wait_to_use(watched, "write", "blocks.5")
 
@@ -221,7 +222,7 @@ def test_without_waiting_for_writing_a_reduce_is_too_early(monkeypatch: pytest.M
         check_trace(events)
 
 
-def test_without_waiting_for_the_lane_gradients_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_for_the_lane_gives_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     stepped = threading.Event()
     monkeypatch.setattr(Lane, "finish", lambda self, timeout_s: None)
     slow_down(monkeypatch, gather=lambda: None, reduce=lambda: stepped.wait(_LONGEST_WAIT_S))
@@ -240,11 +241,11 @@ def test_without_waiting_for_the_lane_gradients_are_wrong(monkeypatch: pytest.Mo
 
 
 def events_of(text: str) -> list[Event]:
-    """``gather 0 b0; end gather 0 b0``: kind, unit, buffer."""
+    """``gather 0 b0; end gather 0 b0``: kind, bucket, buffer."""
     events = []
-    for i, part in enumerate(text.split(";")):
-        *end, kind, unit, buffer = part.split()
-        events.append(Event(float(i), kind, not end, unit, buffer))
+    for i, param in enumerate(text.split(";")):
+        *end, kind, bucket, buffer = param.split()
+        events.append(Event(float(i), kind, not end, bucket, buffer))
     return events
 
 
@@ -254,15 +255,15 @@ GOOD = (
 )
 
 
-def test_an_orderly_trace_passes() -> None:
+def test_a_correct_trace_passes() -> None:
     check_trace(events_of(GOOD))
 
 
 # Nothing comes after the end of computing with unit 1, nor after the last.
 @pytest.mark.parametrize("dropped", [i for i in range(15) if i != 7])
-def test_a_trace_that_lacks_an_event_is_found_out(dropped: int) -> None:
-    parts = GOOD.split(";")
-    del parts[dropped]
+def test_a_trace_without_an_event_is_detected(dropped: int) -> None:
+    params = GOOD.split(";")
+    del params[dropped]
 
     with pytest.raises(OrderError, match="C[1-4]"):
-        check_trace(events_of(";".join(parts)))
+        check_trace(events_of(";".join(params)))

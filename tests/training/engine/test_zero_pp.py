@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.training.config.sharding import SHARDINGS
+from tightwire.training.engine.flat_parameters import NORMS, plan_buckets
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.units import NORMS, plan_units
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 
 ZERO3 = EngineOptions()
@@ -30,7 +30,7 @@ BY_NODE = replace(ZERO3, reduce_path="hierarchical")
 
 
 @pytest.mark.parametrize("asked", [{}, {"secondary_blocks": 2}, {"gather_path": "flat"}, {"prefetch": "implicit"}])
-def test_copies_of_nodes_change_no_bit(asked: dict[str, Any]) -> None:
+def test_node_copies_change_no_bit(asked: dict[str, Any]) -> None:
     """A copy kept over an optimizer step would (DeepSpeed #4851)."""
     model, batches = small_llama(frozen=("model.layers.1",)), batches_of(4, num_steps=3, accumulation=2)
 
@@ -39,7 +39,7 @@ def test_copies_of_nodes_change_no_bit(asked: dict[str, Any]) -> None:
     assert_same(got, reference(model, ZERO3, batches, num_nodes=2))
 
 
-def test_weights_that_were_loaded_are_what_computes_next() -> None:
+def test_loaded_weights_are_used_in_the_next_forward() -> None:
     """A copy that outlives a load computes with what was there before (DeepSpeed #7606)."""
     other, batches = small_llama(), batches_of(4, num_steps=1, accumulation=1)
     models = [copy.deepcopy(other) for _ in range(4)]
@@ -61,7 +61,7 @@ def test_weights_that_were_loaded_are_what_computes_next() -> None:
 
 
 @pytest.mark.parametrize(("world_size", "num_nodes"), [(3, 3), (6, 3), (6, 2), (2, 1)])
-def test_any_number_of_nodes_and_ranks_on_them(world_size: int, num_nodes: int) -> None:
+def test_any_number_of_nodes_and_ranks(world_size: int, num_nodes: int) -> None:
     """Others fail on odd numbers of nodes, or go another way without a word (DeepSpeed #5054)."""
     model, batches = small_llama(num_hidden_layers=3), batches_of(world_size, num_steps=2, accumulation=1)
 
@@ -88,11 +88,11 @@ def test_quantized_gradients_are_a_mean_over_all_ranks(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantized_weights_are_the_main_ones_through_the_codec(dtype: torch.dtype) -> None:
+def test_quantized_weights_are_decoded_main_shards(dtype: torch.dtype) -> None:
     """In bfloat16 too (DeepSpeed #3992, #4852); norms and biases as they are."""
     codec, seen = parse_codec("int8"), {}
     model = small_llama()
-    whole = {flat.name: flat for flat in plan_units(model, 4).flats}
+    whole = {flat_param.name: flat_param for flat_param in plan_buckets(model, 4).flat_params}
     given = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     models = [copy.deepcopy(model) for _ in range(4)]
 
@@ -111,13 +111,13 @@ def test_quantized_weights_are_the_main_ones_through_the_codec(dtype: torch.dtyp
                 check(*seen[groups.rank])
 
     def check(matrix: Tensor, norm: Tensor) -> None:
-        flat = whole["blocks.2"]
-        main_N = torch.zeros(flat.num_elems)
-        for part in flat.parts:
-            part.of(main_N).copy_(given[part.name])
-        part = next(part for part in flat.parts if part.name.endswith("up_proj.weight"))
-        want = codec.decode(codec.encode(main_N), flat.num_elems, dtype)
-        assert torch.equal(matrix, part.of(want))
+        flat_param = whole["blocks.2"]
+        main_N = torch.zeros(flat_param.num_elems)
+        for param in flat_param.params:
+            param.of(main_N).copy_(given[param.name])
+        param = next(param for param in flat_param.params if param.name.endswith("up_proj.weight"))
+        want = codec.decode(codec.encode(main_N), flat_param.num_elems, dtype)
+        assert torch.equal(matrix, param.of(want))
         assert torch.equal(norm, given["model.layers.2.input_layernorm.weight"].to(dtype))
 
     run_groups(in_process_train_groups(4, num_nodes=2), run_rank)
@@ -134,7 +134,7 @@ def test_weights_are_encoded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> Non
         return encode(self, x_N, out)
 
     model, batches = small_llama(), batches_of(2, num_steps=2, accumulation=3)
-    num_coded = len([unit for unit in plan_units(model, 2).units if unit.name != NORMS])
+    num_coded = len([bucket for bucket in plan_buckets(model, 2).buckets if bucket.name != NORMS])
     run_training(model, replace(ZERO3, gather_codec="int8"), batches_of(2, 1, 1))  # codecs are prepared and compiled
     monkeypatch.setattr(Codec, "encode", count)
     monkeypatch.setattr("tightwire.training.engine.engine.prepare_codecs", lambda *_: None)
@@ -144,7 +144,7 @@ def test_weights_are_encoded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(encoded) == 2 * 2 * num_coded  # ranks, steps
 
 
-def test_all_of_it_learns_what_the_exact_does() -> None:
+def test_zero_pp_learns_as_the_exact_engine() -> None:
     model, batches = small_llama(), batches_of(4, num_steps=10, accumulation=1)[:1].expand(12, -1, -1, -1, -1)
     zero_pp = replace(BY_NODE, gather_codec="int8", secondary=True, reduce_codec="int4", reduce_across_codec="int4")
 

@@ -31,7 +31,7 @@ def _loss() -> torch.Tensor:
     return model(input_ids=ids, labels=ids, shift_labels=ids, use_cache=False).loss
 
 
-def test_arithmetic_of_products_is_what_torch_counts() -> None:
+def test_operations_of_products_equal_torchs_count() -> None:
     with FlopCounterMode(display=False) as counted:
         _loss().backward()
 

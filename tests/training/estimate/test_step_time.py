@@ -62,7 +62,7 @@ def test_without_bytes_a_step_takes_the_time_of_its_computing(arm: str, models: 
 def test_replicas_overlap_all_sums_except_the_last_ones(models: dict[str, StepModel]) -> None:
     sums = models["none"].compressors
     rates = Rates(1e9, 0.0, math.inf, 0.0)
-    last = sum(sums[unit].between_nodes for unit in ("blocks.0", "norms", "embedding"))
+    last = sum(sums[bucket].between_nodes for bucket in ("blocks.0", "norms", "embedding"))
 
     step_s = predict_step(models["none"], _COMPUTING, rates)
 
@@ -79,7 +79,7 @@ def test_explicit_prefetch_overlaps_gathers_with_computing(models: dict[str, Ste
 
 def test_kept_weights_are_gathered_across_nodes_once(models: dict[str, StepModel]) -> None:
     model = models["zero++"]
-    across = {flow.flat: flow.calls for flow in model.flows if flow.op == "gather_across"}
+    across = {flow.flat_param: flow.calls for flow in model.flows if flow.op == "gather_across"}
 
     assert set(across.values()) == {1}
     assert model.between_nodes < models["zero3"].between_nodes / 4

@@ -1,4 +1,4 @@
-"""The log of a run: a line for each record, the same in TensorBoard, lines after a checkpoint dropped; and what is shown."""
+"""The log of a run: a line per record, the same in TensorBoard, lines after a checkpoint dropped; and the terminal."""
 
 import io
 import json
@@ -8,8 +8,7 @@ import pytest
 
 from tightwire.training.config.tree import LogConfig
 from tightwire.training.log import run_log
-from tightwire.training.log.records import EvaluationRecord, StepRecord
-from tightwire.training.log.run_log import LOG, RunLog, check_packages, read_log
+from tightwire.training.log.run_log import LOG, EvaluationRecord, RunLog, StepRecord, check_packages, read_log
 from tightwire.training.log.terminal import LiveTerminal, Silent, Terminal, describe
 
 
@@ -42,7 +41,7 @@ def test_records_are_lines_of_json(tmp_path: Path) -> None:
     assert (evaluation["held_out_loss"], evaluation["samples"]) == (3.5, [["The", " end"]])
 
 
-def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_lines_after_its_checkpoint(tmp_path: Path) -> None:
     log = RunLog(tmp_path, after_step=0, tensorboard=False)
     for step in range(1, 6):
         log.add(_step(step))
@@ -56,7 +55,7 @@ def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path: Path)
     assert [line["step"] for line in read_log(tmp_path / LOG)] == [1, 2, 3, 4]
 
 
-def test_a_full_disk_fails_the_line_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_fails_a_line_but_not_closing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RunLog(tmp_path, after_step=0, tensorboard=False)
     log.close()
     full = open("/dev/full", "a")  # noqa: SIM115, it is `close` below that is looked at
@@ -82,7 +81,7 @@ def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("held_out_loss")] == [3.5]
 
 
-def test_the_loss_is_drawn(tmp_path: Path) -> None:
+def test_the_loss_is_plotted(tmp_path: Path) -> None:
     log = RunLog(tmp_path, after_step=0, tensorboard=False)
     assert log.plot() is None
     for step in range(1, 4):
@@ -90,7 +89,7 @@ def test_the_loss_is_drawn(tmp_path: Path) -> None:
     log.add(_EVALUATION)
     assert log.plot() == tmp_path / "loss.svg"
     log.close()
-    assert "held-out text" in (tmp_path / "loss.svg").read_text()
+    assert "held-out loss" in (tmp_path / "loss.svg").read_text()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -101,14 +100,14 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_packages(LogConfig(tensorboard=False, plot=False))
 
 
-def test_a_line_has_everything() -> None:
+def test_a_terminal_line_shows_all_values() -> None:
     assert describe(_step(2)) == (
         "loss 2.0000  lr 0.001  grad 0.5  8.19k tok/s  MFU 25.0 %  memory 3GiB  wire 1MiB  waited 12 ms of 500"
     )
     assert "MFU" not in describe(_step(2, mfu=None))
 
 
-def test_lines_come_every_so_often() -> None:
+def test_lines_are_printed_at_the_configured_interval() -> None:
     stream = io.StringIO()
     terminal = Terminal(30, 10, stream)
     for step in range(1, 31):
@@ -119,7 +118,7 @@ def test_lines_come_every_so_often() -> None:
     assert lines[4:] == ["held-out loss 3.5000 after step 2 (64 tokens)", "    'The' -> ' end'"]
 
 
-def test_a_terminal_shows_the_same_lines_above_its_bar() -> None:
+def test_a_terminal_prints_the_same_lines_above_its_bar() -> None:
     stream = io.StringIO()
     terminal = LiveTerminal(2, 1, stream, done=0)
     terminal.step(_step(1))
@@ -127,11 +126,11 @@ def test_a_terminal_shows_the_same_lines_above_its_bar() -> None:
     assert f"step 1/2  {describe(_step(1))}" in stream.getvalue()
 
 
-def test_other_ranks_say_nothing() -> None:
+def test_other_ranks_print_nothing() -> None:
     stream = io.StringIO()
     Silent(1, 1, stream).step(_step(1))
     assert stream.getvalue() == ""
 
 
-def test_numbers_of_records_are_plain() -> None:
+def test_records_have_plain_numbers() -> None:
     assert json.loads(json.dumps(_step(1).values())) == _step(1).values()

@@ -78,8 +78,8 @@ def test_a_dry_run_works_without_the_data() -> None:
     assert "gather_across" in report and "give dry_run.between" in report
 
 
-def test_a_dry_run_refuses_what_a_run_would(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be dealt to 3 ranks"):
+def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be divided over 3 ranks"):
         dry_run(make_config(tmp_path, "dry_run.ranks=3"), {})
     with pytest.raises(ValueError, match="dry_run.inside: 'fast' is not a link"):
         dry_run(make_config(tmp_path, "dry_run={ranks: 2, inside: fast}", "parallel.sharding=zero3"), {})

@@ -1,4 +1,4 @@
-"""Whole runs: a run that is stopped and goes on is the run that was not, on as many ranks or on others."""
+"""Whole runs: a stopped and resumed run equals an uninterrupted one, also on another number of ranks."""
 
 import json
 import math
@@ -47,7 +47,7 @@ class _StopAfter:
     ],
     ids=["alone", "zero3-int8", "dgc"],
 )
-def test_a_run_that_was_stopped_goes_on_to_the_bit(
+def test_a_stopped_run_resumes_to_the_bit(
     tmp_path: Path, world_size: int, num_nodes: int, overrides: tuple[str, ...]
 ) -> None:
     whole = make_config(tmp_path, *overrides, run="whole")
@@ -63,7 +63,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(
     assert exported[0] == exported[1]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks_and_sharding(tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_number_of_ranks_and_sharding(tmp_path: Path) -> None:
     whole, parted = make_config(tmp_path, run="whole"), make_config(tmp_path, run="parted")
     train(whole)
     train(parted, stop_signal=_StopAfter(parted, 2))
@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_sharding(tmp_path: Path)
     assert losses(parted) == pytest.approx(losses(whole), abs=2e-5)  # sums in another order
 
 
-def test_residuals_of_other_replicas_are_averaged(tmp_path: Path) -> None:
+def test_residuals_are_averaged_over_another_number_of_replicas(tmp_path: Path) -> None:
     between = "parallel.between={kind: top-k, sparsity: [0.9], dense_below: 64}"
     config = make_config(tmp_path, between)
     train(config, 2, stop_signal=_StopAfter(config, 2))
@@ -84,13 +84,13 @@ def test_residuals_of_other_replicas_are_averaged(tmp_path: Path) -> None:
     assert len(losses(config)) == 6
 
 
-def test_checkpoints_are_written_on_the_way_and_the_newest_kept(tmp_path: Path) -> None:
+def test_checkpoints_are_written_during_the_run_and_the_newest_kept(tmp_path: Path) -> None:
     config = make_config(tmp_path, "checkpoint={every: 2, keep: 2}")
     train(config)
     assert [path.name for path in checkpoints_in(Path(config.run))] == ["step-00000004", "step-00000006"]
 
 
-def test_the_exported_model_is_served_and_read_by_transformers(tmp_path: Path) -> None:
+def test_the_exported_model_is_read_by_the_server_and_by_transformers(tmp_path: Path) -> None:
     config = make_config(tmp_path, "export.dtype=float32", "model.tokenizer=bpe:300", _ZERO3)
     train(config, 2)
 
@@ -125,7 +125,7 @@ def test_evaluations_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None
     assert one["samples"] == two["samples"] and one["samples"][0][0] == "document "
 
 
-def test_frozen_parameters_stay_as_they_were(tmp_path: Path) -> None:
+def test_frozen_parameters_do_not_change(tmp_path: Path) -> None:
     config = make_config(tmp_path, "model.frozen=['model.layers.0.*']", "export.dtype=float32", _ZERO3)
     train(config, 2)
     exported = open_checkpoint(str(Path(config.run) / "model"))
@@ -138,7 +138,7 @@ def test_frozen_parameters_stay_as_they_were(tmp_path: Path) -> None:
         assert torch.equal(now, before) is same
 
 
-def test_the_log_has_what_each_step_took(tmp_path: Path) -> None:
+def test_the_log_has_time_bytes_and_memory_of_each_step(tmp_path: Path) -> None:
     config = make_config(tmp_path, _ZERO3, "log.plot=true")
     train(config, 2)
     line = log_lines(config)[-1]
@@ -148,7 +148,7 @@ def test_the_log_has_what_each_step_took(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("told", [None, 1e-9])
-def test_a_step_reaches_no_more_than_all_unless_it_was_told_how_much_that_is(
+def test_measured_mfu_is_at_most_one_unless_the_peak_is_given(
     told: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "peak_flops", lambda device, dtype: 1.0)  # beside a program that took all the cores

@@ -1,4 +1,4 @@
-"""What ends a run before its last step: refusals in the beginning, inf and NaN, damaged files."""
+"""Runs that end early: refusals at the start, inf and NaN, damaged files."""
 
 import math
 import shutil
@@ -19,24 +19,22 @@ from tightwire.training.run.loop import BrokenDataError, DivergedError
 _RUINOUS = ("optimizer={name: sgd, lr: 1e30, weight_decay: 0, clip_norm: null}", "schedule.warmup_steps=0")
 
 
-def test_a_gradient_that_is_no_number_stops_with_its_unit_and_what_to_remove(tmp_path: Path) -> None:
+def test_a_nan_gradient_stops_the_run_and_names_flat_parameters_and_folder(tmp_path: Path) -> None:
     with pytest.raises(
         DivergedError,
-        match=r"step 2: the gradient is inf or NaN in .*norms.*step-00000001 has the weights that gave it: remove "
-        r"that folder, and begin anew",
+        match=r"step 2: the gradient is inf or NaN in .*norms.*step-00000001 has the weights of this step: remove "
+        r"that folder, and start again",
     ):
         train(make_config(tmp_path, *_RUINOUS, "checkpoint.every=1"), 2)
 
 
-def test_the_checkpoint_before_the_ruinous_one_is_the_last_good_one(tmp_path: Path) -> None:
+def test_the_last_good_checkpoint_is_older_than_the_failed_step(tmp_path: Path) -> None:
     train(make_config(tmp_path, "schedule.steps=2", "optimizer={name: sgd, weight_decay: 0}"))
-    with pytest.raises(
-        DivergedError, match=r"remove that folder, for the run to go on from .*, .*step-00000002\. Unchanged"
-    ):
+    with pytest.raises(DivergedError, match=r"remove that folder, to resume from .*, .*step-00000002\. The same run"):
         train(make_config(tmp_path, *_RUINOUS, "checkpoint.every=1"))
 
 
-def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_weights_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ruin(optimizer: torch.optim.SGD, *_: object) -> None:
         optimizer.param_groups[0]["params"][0].data[0] = math.inf
 
@@ -53,16 +51,17 @@ def _with_late_damage(tmp_path: Path, lines: int) -> str:
     return f"data={{files: [{path}], sequence_tokens: 16, held_out: 0, shuffle_documents: 0}}"
 
 
-def test_a_signal_before_the_first_step_ends_a_run_without_one(tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_ends_the_run(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     assert train(config, 2, stop_signal=lambda: 15) == [15, 15]
     assert not log_lines(config) and not checkpoints_in(Path(config.run))
 
 
-def test_damaged_data_ends_a_run_with_what_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_data_ends_a_run_and_saves_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = _with_late_damage(tmp_path, 30)  # some 40 sequences, of which a step takes 8
     with pytest.raises(
-        BrokenDataError, match=r"after step (\d): .*late.jsonl:31: is not JSON.* trained is in .*0000000\1;"
+        BrokenDataError,
+        match=r"after step (\d): .*late.jsonl:31: is not valid JSON.* trained weights are in .*0000000\1;",
     ):
         train(make_config(tmp_path, data), 2)
 
@@ -74,8 +73,8 @@ def test_damaged_data_ends_a_run_with_what_was_trained(tmp_path: Path, capsys: p
     assert "reading the data up to position" in capsys.readouterr().err
 
 
-def test_damaged_data_in_the_beginning_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="late.jsonl:3: is not JSON"):
+def test_damaged_data_at_the_start_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="late.jsonl:3: is not valid JSON"):
         train(make_config(tmp_path, _with_late_damage(tmp_path, 2)), 2)
 
 
@@ -86,42 +85,46 @@ def test_data_without_a_document_is_named(tmp_path: Path) -> None:
             train(make_config(tmp_path, f"data.files=[{tmp_path}/empty.txt]", f"model.tokenizer={tokenizer}"), 2)
 
 
-def test_a_checkpoint_of_another_model_or_other_data_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_or_other_data_is_refused(tmp_path: Path) -> None:
     train(make_config(tmp_path, "schedule.steps=1", "schedule.warmup_steps=0"))
 
     for override, words in (
-        ("model.shape.hidden_size=64", r"is a checkpoint of another model: head_dim is 8 there and 16 here"),
-        ("data.sequence_tokens=8", "would not come in the same order: sequence_tokens is 16 there and 8 here"),
-        ("optimizer.name=adam", "made with optimizer AdamW, and this run has Adam"),
-        ("checkpoint.resume=false", r"holds checkpoints \(step-00000001\) and checkpoint.resume is false"),
+        (
+            "model.shape.hidden_size=64",
+            r"is a checkpoint of another model: head_dim is 8 in the checkpoint and 16 here",
+        ),
+        (
+            "data.sequence_tokens=8",
+            "order of the data would differ: sequence_tokens is 16 in the checkpoint and 8 here",
+        ),
+        ("optimizer.name=adam", "written with optimizer AdamW, but this run has Adam"),
+        ("checkpoint.resume=false", r"has checkpoints \(step-00000001\) but checkpoint.resume is false"),
     ):
         with pytest.raises(OtherRunError, match=words):
             train(make_config(tmp_path, override))
 
 
-def test_fewer_steps_than_were_made_are_refused(tmp_path: Path) -> None:
+def test_fewer_steps_than_in_the_checkpoint_are_refused(tmp_path: Path) -> None:
     train(make_config(tmp_path, "schedule.steps=2"))
     with pytest.raises(OtherRunError, match=r"more steps than schedule.steps=1; give at least 2"):
         train(make_config(tmp_path, "schedule.steps=1", "schedule.warmup_steps=0"))
 
 
-def test_what_was_frozen_stays_so(tmp_path: Path) -> None:
+def test_frozen_parameters_cannot_be_trained_on_resume(tmp_path: Path) -> None:
     frozen = "model.frozen=['model.layers.0.*']"
     train(make_config(tmp_path, "schedule.steps=2", frozen))
     with pytest.raises(
-        OtherRunError, match=r"no optimizer state for model.layers.0.*was frozen there \(model.frozen=\['model"
+        OtherRunError, match=r"no optimizer state for model.layers.0.*was frozen \(model.frozen=\['model"
     ):
         train(make_config(tmp_path))
 
 
-def test_a_damaged_checkpoint_is_not_gone_on_from(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     config = make_config(tmp_path, "schedule.steps=2")
     train(config, 2)
     path = checkpoints_in(Path(config.run))[-1] / "__1_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(
-        CheckpointError, match=r"step-00000002: __1_0.distcp is not as it was written.*no checkpoint before it"
-    ):
+    with pytest.raises(CheckpointError, match=r"step-00000002: __1_0.distcp is damaged.*no earlier checkpoint"):
         train(make_config(tmp_path), 2)
 
 
@@ -132,7 +135,9 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(tmp_path: Path) -> None:
         ("model", False, "export.folder: .*model: exists and is not a folder"),
     ],
 )
-def test_what_stands_in_the_way_is_seen_in_the_beginning(tmp_path: Path, name: str, folder: bool, words: str) -> None:
+def test_a_folder_that_blocks_the_export_is_detected_at_the_start(
+    tmp_path: Path, name: str, folder: bool, words: str
+) -> None:
     config = make_config(tmp_path)
     place = Path(config.run) / name
     place.mkdir(parents=True) if folder else (place.parent.mkdir(), place.touch())
@@ -140,13 +145,13 @@ def test_what_stands_in_the_way_is_seen_in_the_beginning(tmp_path: Path, name: s
         train(config, 2)
 
 
-def test_what_replaces_a_model_is_seen_in_the_beginning(tmp_path: Path) -> None:
+def test_an_unusable_export_folder_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="export.folder: .* holds something that is no model"):
+    with pytest.raises(ValueError, match="export.folder: .* exists and is not a model"):
         train(make_config(tmp_path, f"export.folder={tmp_path}"))
 
 
-def test_held_out_text_that_is_too_little_is_refused(tmp_path: Path) -> None:
+def test_too_little_held_out_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"held-out documents do not fill one sequence.*raise data.held_out \(now 0.0\)"
     ):
@@ -161,7 +166,7 @@ def test_sequences_beyond_the_models_positions_are_refused(tmp_path: Path) -> No
 def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "touch", lambda path: None)  # as on another machine's disk
     monkeypatch.setattr(Path, "unlink", lambda path: None)
-    with pytest.raises(ValueError, match="ranks 0 and 1 cannot see what rank 0 writes"):
+    with pytest.raises(ValueError, match="ranks 0 and 1 cannot see files that rank 0 writes"):
         train(make_config(tmp_path), 2)
 
 
@@ -173,7 +178,7 @@ _SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0")
     [(), (*_SGD, "parallel.between.kind=dgc"), (*_SGD, "parallel.between.kind=top-k")],
     ids=["adamw", "dgc", "top-k"],
 )
-def test_the_disk_has_room_for_what_is_written(
+def test_too_little_disk_space_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
     shape = "model.shape={hidden_size: 128, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 512}"
@@ -191,14 +196,14 @@ def test_the_disk_has_room_for_what_is_written(
 
     needed = 3 * checkpoint + model  # two stay, and one more while it is written
     room(needed)
-    with pytest.raises(ValueError, match=r"left, and .* are needed for 3 checkpoints of .* and the exported model of"):
+    with pytest.raises(ValueError, match=r"free, but 3 checkpoints of .* and the exported model of .* need"):
         room(0.9 * needed)  # what is not counted are names, offsets and the tokenizer
 
 
-def test_ranks_that_were_told_other_things_are_refused(tmp_path: Path) -> None:
+def test_ranks_with_different_configurations_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("another text")
     overrides = ("optimizer.lr=1", "schedule.steps=9", f"data.files=[{tmp_path}/other.txt]", "log.every=3")
-    with pytest.raises(ValueError, match="ranks were not told the same") as error:
+    with pytest.raises(ValueError, match="ranks have different configurations") as error:
         train(make_config(tmp_path), 2, others={1: make_config(tmp_path, *overrides)})
 
     text = str(error.value)
@@ -207,14 +212,14 @@ def test_ranks_that_were_told_other_things_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_replicas_that_begin_with_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_with_different_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = Engine.load_full
 
     def load_badly(engine: Engine, *args: Any) -> None:
         load(engine, *args)
-        _, first = next(engine.named_flats())
+        _, first = next(engine.named_flat_params())
         first.data[:1].view(torch.int32).add_(engine._groups.rank)  # the last bit
 
     monkeypatch.setattr(Engine, "load_full", load_badly)
-    with pytest.raises(ValueError, match="ranks 0 and 1 begin with other weights in embedding"):
+    with pytest.raises(ValueError, match="ranks 0 and 1 have different weights in embedding"):
         train(make_config(tmp_path), 2)

@@ -1,4 +1,4 @@
-"""Refusals before ranks meet: shardings, slots and numbers of ranks that do not go together, and where ranks meet."""
+"""Refusals before ranks connect: shardings, compressors and numbers of ranks that do not fit, and addresses."""
 
 import socket
 from pathlib import Path
@@ -17,15 +17,15 @@ from tightwire.training.start.model import build_model, config_of
 @pytest.mark.parametrize(
     ("overrides", "ranks", "nodes", "words"),
     [
-        (["batch.sequences=9"], 2, 1, "cannot be dealt to 2 ranks"),
-        (["parallel.sharding=hybrid"], 2, 1, "hybrid replicates between nodes, and there is one"),
-        (["parallel.sharding=zero3", "parallel.between.kind=top-k"], 2, 1, "kind=top-k stands between replicas"),
+        (["batch.sequences=9"], 2, 1, "cannot be divided over 2 ranks"),
+        (["parallel.sharding=hybrid"], 2, 1, "hybrid needs several nodes, and there is one"),
+        (["parallel.sharding=zero3", "parallel.between.kind=top-k"], 2, 1, "kind=top-k needs replicas"),
         (["parallel.between={kind: quantized, reduce_codec: int99}"], 2, 1, "parallel.between: unknown codec 'int99'"),
-        (["parallel.between.kind=top-k"], 1, 1, "kind=top-k stands between replicas"),
-        (["parallel.sharding=zero3", "parallel.secondary=true"], 2, 1, "parallel: .*needs two nodes"),
+        (["parallel.between.kind=top-k"], 1, 1, "kind=top-k needs replicas"),
+        (["parallel.sharding=zero3", "parallel.secondary=true"], 2, 1, "parallel: .*needs at least two nodes"),
     ],
 )
-def test_what_does_not_go_with_the_ranks_is_refused(
+def test_configurations_that_do_not_fit_the_ranks_are_refused(
     tmp_path: Path, overrides: list[str], ranks: int, nodes: int, words: str
 ) -> None:
     config = make_config(tmp_path, *overrides)
@@ -38,7 +38,7 @@ def test_what_does_not_go_with_the_ranks_is_refused(
     [
         ("parallel.gather_codec=int9", "parallel: .*int9"),
         ("parallel.secondary=true", "parallel: .*needs sharding zero3"),
-        ("parallel.reduce_across_codec=int4", "parallel: .*set reduce_path hierarchical"),
+        ("parallel.reduce_across_codec=int4", "parallel: .*needs reduce_path hierarchical"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path, override: str, words: str) -> None:
@@ -46,7 +46,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, override
         engine_options(make_config(tmp_path, override))
 
 
-def test_a_shape_that_makes_no_sense_is_named_as_the_configuration_has_it(tmp_path: Path) -> None:
+def test_an_invalid_shape_is_named_by_its_configuration_key(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match="model.shape: num_attention_heads=3 is not a multiple of num_key_value_heads=2"
     ):
@@ -62,20 +62,20 @@ def test_nodes_come_from_the_launcher_or_the_configuration() -> None:
 
 
 def test_ranks_without_an_address_are_refused() -> None:
-    with pytest.raises(ValueError, match="start them with torchrun"):
+    with pytest.raises(ValueError, match="start the ranks with torchrun"):
         open_store({}, Topology(0, 2), timeout_s=1.0)
-    with pytest.raises(ValueError, match="start them with torchrun"):
+    with pytest.raises(ValueError, match="start the ranks with torchrun"):
         open_store({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "65536"}, Topology(0, 2), timeout_s=1.0)
     assert open_store({}, Topology(0, 1), timeout_s=1.0) is not None
 
 
-def test_an_address_where_no_store_can_be_is_an_error_with_both(tmp_path: Path) -> None:
+def test_an_unusable_address_is_an_error_with_host_and_port(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         with pytest.raises(
-            ConnectionError, match=f"cannot meet at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: .*port that is free"
+            ConnectionError, match=f"cannot connect at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}: .*port that is free"
         ):
             open_store({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, Topology(0, 2), timeout_s=1.0)
 
@@ -83,13 +83,13 @@ def test_an_address_where_no_store_can_be_is_an_error_with_both(tmp_path: Path) 
 def test_a_rank_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_device("cpu", Topology(0, 1)) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="has 1 CUDA devices"):
+    with pytest.raises(ValueError, match="with 1 CUDA devices"):
         find_device("cuda", Topology(1, 2))
 
 
-def test_patterns_of_frozen_parameters_must_fit(tmp_path: Path) -> None:
+def test_patterns_of_frozen_parameters_must_match(tmp_path: Path) -> None:
     llama = config_of(make_config(tmp_path).model)
-    with pytest.raises(ValueError, match=r"model.frozen: lm_head\* fits no parameter; they are called model.embed"):
+    with pytest.raises(ValueError, match=r"model.frozen: lm_head\* matches no parameter; the names are model.embed"):
         build_model(llama, device=torch.device("cpu"), frozen=["lm_head*"])
-    with pytest.raises(ValueError, match="nothing to train"):
+    with pytest.raises(ValueError, match="all parameters are frozen"):
         build_model(llama, device=torch.device("cpu"), frozen=["*"])

@@ -47,7 +47,7 @@ def test_the_folder_opens_with_the_same_weights(
         assert torch.equal(read, start.read(name))
 
 
-def test_a_rank_that_does_not_write_goes_through_all_the_same(tmp_path: Path, start: StartingModel) -> None:
+def test_a_rank_that_does_not_write_consumes_all_tensors(tmp_path: Path, start: StartingModel) -> None:
     given: list[str] = []
     export = {"dtype": torch.float32, "writes": False}
     assert export_folder(tmp_path / "model", _tensors(start, given), start.config, start.tokenizer, **export) == ""
@@ -55,7 +55,7 @@ def test_a_rank_that_does_not_write_goes_through_all_the_same(tmp_path: Path, st
     assert not (tmp_path / "model").exists()
 
 
-def test_a_disk_that_fails_leaves_nothing_and_all_tensors_taken(
+def test_a_failed_export_leaves_nothing_and_consumes_all_tensors(
     tmp_path: Path, start: StartingModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -70,16 +70,16 @@ def test_a_disk_that_fails_leaves_nothing_and_all_tensors_taken(
     assert not list(tmp_path.glob("model*"))
 
 
-def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path, start: StartingModel) -> None:
+def test_a_folder_without_a_model_is_not_replaced(tmp_path: Path, start: StartingModel) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.tex").touch()
     export = {"dtype": torch.float32, "writes": True}
     error = export_folder(tmp_path / "model", _tensors(start, []), start.config, start.tokenizer, **export)
-    assert "holds something that is no model; give another export.folder" in error
+    assert "exists and is not a model; give another export.folder" in error
     assert (tmp_path / "model" / "thesis.tex").exists()
 
 
-def test_a_trained_tokenizer_is_kept_and_found_again(tmp_path: Path) -> None:
+def test_a_trained_tokenizer_is_saved_and_reused(tmp_path: Path) -> None:
     texts = ["the quick brown fox jumps over the lazy dog " * 3, "pack my box with five dozen liquor jugs"]
     trained = train_bpe(290, tmp_path, lambda: texts)
     found = train_bpe(290, tmp_path, lambda: pytest.fail("it is there"))
@@ -91,7 +91,9 @@ def test_a_trained_tokenizer_is_kept_and_found_again(tmp_path: Path) -> None:
     assert found.bos_token_id == 0 and found.eos_token_ids == (1, 3)
 
 
-@pytest.mark.parametrize(("size", "words"), [(100, "give bpe:260 or more"), (5000, r"good for 2\d\d tokens, not 5000")])
-def test_a_tokenizer_of_a_size_that_cannot_be_is_refused(tmp_path: Path, size: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "words"), [(100, "give bpe:260 or more"), (5000, r"the data gives 2\d\d tokens, not 5000")]
+)
+def test_an_impossible_tokenizer_size_is_refused(tmp_path: Path, size: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         train_bpe(size, tmp_path, lambda: ["too little text"])

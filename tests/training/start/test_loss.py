@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tightwire.training.estimate.live_bytes import LiveBytes
+from tightwire.training.estimate.activations import LiveBytes
 from tightwire.training.start.loss import next_token_loss
 
 _SHAPE = 3, 11, 157
@@ -21,7 +21,7 @@ def make_case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_cross_entropy_to_the_bit(dtype: torch.dtype) -> None:
+def test_the_loss_equals_cross_entropy_to_the_bit(dtype: torch.dtype) -> None:
     leaf, logits, targets = make_case(dtype)
     expected = cross_entropy(logits.float().flatten(0, 1), targets.flatten())
     (expected / 7).backward()
@@ -35,7 +35,7 @@ def test_it_is_cross_entropy_to_the_bit(dtype: torch.dtype) -> None:
     assert torch.equal(leaf_again.grad, leaf.grad)
 
 
-def test_nothing_of_the_size_of_logits_is_made() -> None:
+def test_the_loss_makes_no_tensor_as_large_as_the_logits() -> None:
     _, logits, targets = make_case(torch.float32)
 
     with LiveBytes() as live:

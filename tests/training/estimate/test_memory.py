@@ -1,0 +1,118 @@
+"""The most that a rank has at once, by formula and in real steps: every tensor of the thread that computes, exactly.
+
+What lanes receive and sum is theirs (as threads, ranks do not even copy it): ``bench/test_steps`` has whole processes.
+"""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.training.training_ranks import run_groups
+from helpers.training.training_runs import make_config
+
+from tightwire.comm.group.topology import Topology
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.engine.flat_parameters import plan_buckets
+from tightwire.training.estimate.activations import LiveBytes
+from tightwire.training.estimate.memory import RankMemory, rank_memory
+from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
+from tightwire.training.run.setup import engine_options, make_trained
+from tightwire.training.start.model import build_model, config_of, open_start
+
+_SIZES = (
+    "model.shape={hidden_size: 64, num_hidden_layers: 3, num_attention_heads: 4, intermediate_size: 160, vocab_size: 2048}",
+    "model.shape.num_key_value_heads=2",
+    "data.sequence_tokens=64",
+    "batch={sequences: 8, micro_sequences: 2}",
+)
+_CASES = {
+    **{name: (f"parallel.sharding={name}",) for name in ("none", "zero1", "zero2", "zero3", "hybrid")},
+    **{
+        f"{name}-checkpointed": (f"parallel.sharding={name}", "parallel.checkpoint_every=1")
+        for name in ("none", "zero1", "zero2", "zero3", "hybrid")
+    },
+    "every-second": ("parallel.sharding=zero3", "parallel.checkpoint_every=2"),
+    "zero++": (
+        "parallel={sharding: zero3, gather_codec: int8, secondary: true}",
+        "parallel.reduce_path=hierarchical",
+        "parallel.reduce_codec=int4",
+        "parallel.reduce_across_codec=int4",
+    ),
+    "bfloat16": ("parallel.sharding=zero3", "model.compute_dtype=bfloat16", "parallel.reduce_dtype=bfloat16"),
+    "top-k": ("parallel={sharding: hybrid, between: {kind: top-k}}",),
+    "frozen": ("parallel.sharding=zero3", "model.frozen=[model.layers.0.*, model.embed_tokens.weight]"),
+    # Then the optimizer's step takes most.
+    "few-tokens": ("parallel.sharding=none", "data.sequence_tokens=2", "model.frozen=[model.embed_tokens.weight]"),
+}
+_MOST_ERROR = 0.01  # numbers by themselves, and buffers that begin with a page
+
+
+def _formula(config: TrainConfig) -> RankMemory:
+    options, llama, topology = engine_options(config), config_of(config.model), Topology(0, 4, num_nodes=2)
+    model = build_model(llama, device=torch.device("meta"), frozen=config.model.frozen)
+    plan = plan_buckets(model, options.sharding.shard_ranks(4, 2))
+    return rank_memory(config, options, llama, plan, topology)
+
+
+def _step(groups: TrainGroups, config: TrainConfig) -> int:
+    """The most bytes of tensors in two steps, from before the model was made."""
+    start = open_start(config.model, seed=0, keep_in=Path(), texts=lambda: ())
+    with LiveBytes() as live:
+        trained = make_trained(config, engine_options(config), start, groups)
+        for _ in range(2):
+            ids_BS = torch.zeros(config.batch.micro_sequences, config.data.sequence_tokens, dtype=torch.int64)
+            with trained.engine.micro_batch(last=True):
+                trained.model(input_ids=ids_BS, labels=ids_BS, shift_labels=ids_BS, use_cache=False).loss.backward()
+            trained.engine.finish_gradients()
+            trained.state.optimizer.step()
+            trained.engine.weights_changed()
+        trained.engine.close()
+    return live.most
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_the_peak_memory_of_a_rank_equals_the_formula(case: str, tmp_path: Path) -> None:
+    config = make_config(tmp_path, *_SIZES, *_CASES[case])
+    memory = _formula(config)
+    own = {name: size for name, size in memory.moments.items() if name in ("backward", "optimizer_step")}
+    expected = RankMemory(memory.stays, own).most
+
+    peaks = run_groups(in_process_train_groups(4, num_nodes=2), _step, config)
+
+    assert peaks == [pytest.approx(expected, rel=_MOST_ERROR)] * 4
+    assert max(own, key=lambda name: own[name]) == ("optimizer_step" if case == "few-tokens" else "backward")
+
+
+def test_checkpointing_needs_less_memory(tmp_path: Path) -> None:
+    shapes = (*_SIZES, "model.shape.vocab_size=300", "model.shape.num_hidden_layers=8")
+    whole, second, every = (
+        _formula(make_config(tmp_path, *shapes, f"parallel.checkpoint_every={k}")).moments["backward"]
+        for k in (0, 2, 1)
+    )
+    assert every < second < whole
+    assert every < whole / 3
+
+
+def test_live_bytes_count_referenced_tensors() -> None:
+    before = torch.empty(1000)
+    with LiveBytes() as live:
+        first = before + 1
+        second = first.view(10, 100).t() * 2
+        assert (live.now, live.most) == (8000, 8000)
+        del first
+        second.add_(1)
+        assert (live.now, live.most) == (4000, 8000)
+        live.start_anew()
+        torch.empty(10)
+        assert (live.now, live.most) == (4000, 4040)
+
+
+def test_live_bytes_count_one_thread() -> None:
+    made: list[Any] = []
+    with LiveBytes() as live:
+        other = threading.Thread(target=lambda: made.append(torch.ones(50)))
+        other.start()
+        other.join()
+        assert live.most == 0

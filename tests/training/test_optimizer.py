@@ -1,0 +1,69 @@
+"""Optimizers over shards: weight decay, refused options, bytes of state; and the learning rate of each step."""
+
+import pytest
+import torch
+
+from tightwire.training.config.optimizer import OptimizerConfig
+from tightwire.training.config.tree import ScheduleConfig
+from tightwire.training.estimate.memory import optimizer_bytes
+from tightwire.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+
+
+def _make(**values: object) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(4))], "name": name} for name in ("norms", "matrices")]
+    return make_optimizer(OptimizerConfig.model_validate(values), groups)
+
+
+def test_only_matrices_decay() -> None:
+    optimizer = _make(weight_decay=0.3)
+    assert {group["name"]: group["weight_decay"] for group in optimizer.param_groups} == {"norms": 0.0, "matrices": 0.3}
+    set_learning_rate(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_options_are_passed_to_the_optimizer_class() -> None:
+    assert _make(name="AdamW", options={"betas": [0.8, 0.9]}).defaults["betas"] == (0.8, 0.9)
+    assert _make(name="sgd", options={"momentum": 0.5}).defaults["momentum"] == 0.5
+
+
+def test_unknown_optimizer_options_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"AdamW has no option 'beta'; did you mean 'betas'\?"):
+        _make(options={"beta": 1})
+    with pytest.raises(ValueError, match="AdamW refuses these values: Invalid beta"):
+        _make(options={"betas": [2, 2]})
+    for options in ({"betas": [0.9]}, {"eps": "small"}, {"capturable": True}, {"differentiable": True}):
+        with pytest.raises(ValueError, match=r"optimizer.options: AdamW refuses these values: ."):
+            _make(options=options)
+    with pytest.raises(ValueError, match="options.eps must be finite, got nan"):
+        OptimizerConfig(options={"eps": float("nan")})
+    with pytest.raises(ValueError, match="set optimizer.lr"):
+        OptimizerConfig(options={"lr": 1})
+
+
+@pytest.mark.parametrize(
+    ("values", "num_bytes"), [({}, 8), ({"name": "sgd"}, 0), ({"name": "sgd", "options": {"momentum": 0.9}}, 4)]
+)
+def test_bytes_of_optimizer_state_are_counted(values: dict[str, object], num_bytes: int) -> None:
+    assert optimizer_bytes(OptimizerConfig.model_validate(values), 10) == 10 * num_bytes
+
+
+def _rates(**values: object) -> list[float]:
+    schedule = ScheduleConfig.model_validate(values)
+    return [learning_rate(schedule, 2.0, step) for step in range(schedule.steps)]
+
+
+def test_warm_up_rises_to_the_peak() -> None:
+    assert _rates(steps=5, warmup_steps=4, kind="constant") == [0.5, 1.0, 1.5, 2.0, 2.0]
+
+
+def test_linear_ends_at_its_share() -> None:
+    assert _rates(steps=5, kind="linear", final_share=0.5) == pytest.approx([2.0, 1.75, 1.5, 1.25, 1.0])
+
+
+def test_cosine_is_halfway_in_the_middle() -> None:
+    rates = _rates(steps=7, warmup_steps=2, kind="cosine", final_share=0.0)
+    assert rates[2:] == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5, 0.0])
+
+
+def test_a_run_with_only_warm_up_reaches_the_peak() -> None:
+    assert _rates(steps=2, warmup_steps=2) == [1.0, 2.0]

@@ -1,7 +1,0 @@
-"""Sums gradients over nodes, after each node has summed its own. Start with ``make``.
-
-``engine.between`` defines the interface of a slot and ``config.between`` its options. ``dense`` sums exactly,
-``quantized`` sums through codecs, ``dgc`` sends the largest elements and applies momentum, ``top_k`` sends the largest
-elements for any optimizer. Slots see flat float32 tensors by unit name and the position of each parameter in them, but
-not the engine.
-"""

@@ -1,0 +1,117 @@
+"""Options for the sum of gradients between replicas, one class per method; ``kind`` selects the class.
+
+``training.compression.make`` builds the compressor from these options.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from tightwire.training.config.optimizer import OptimizerConfig
+
+Sparsity = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def check_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Accept any optimizer; subclasses restrict it.
+
+        Raises:
+            ValueError: the compressor does not work with ``optimizer``, or both would do the same work.
+        """
+
+
+class DenseOptions(_Options):
+    """Every element, exactly."""
+
+    kind: Literal["dense"] = "dense"
+
+
+class QuantizedOptions(_Options):
+    """Every element, encoded: qgZ's sum between nodes, returned to every replica."""
+
+    kind: Literal["quantized"] = "quantized"
+    reduce_codec: str = Field(default="int4", description="codec of node sums sent to the rank that adds them")
+    gather_codec: str = Field(default="int8", description="codec of the sum sent back")
+
+
+class SparseOptions(_Options):
+    """Options of both sparse compressors. The article's warm-up of ``sparsity`` is 0.75, 0.9375, 0.984375, 0.996."""
+
+    sparsity: tuple[Sparsity, ...] = Field(
+        default=(0.999,), min_length=1, description="shares of elements that are not sent, one after the other"
+    )
+    rampup_begin_step: Count = Field(default=0, description="steps before it are dense")
+    rampup_step: PositiveInt = Field(default=1, description="steps over which the sparsities are divided")
+    dense_below: Count = Field(default=16384, description="parameters with fewer elements are sent whole")
+    value_type: Literal["float32", "float16"] = "float32"
+    clip_norm: PositiveFloat | None = Field(
+        default=None, description="largest norm of a parameter's mean gradient; each replica clips its own gradient"
+    )
+
+    def sparsity_at(self, step: int) -> float | None:
+        """The sparsity at ``step``, counted from 0; None: dense.
+
+        Each sparsity applies for an equal span of the ``rampup_step`` steps; the last one applies from then on.
+        """
+        if step < self.rampup_begin_step:
+            return None
+        span = (step - self.rampup_begin_step) * len(self.sparsity) // self.rampup_step
+        return self.sparsity[min(span, len(self.sparsity) - 1)]
+
+
+class TopKOptions(SparseOptions):
+    """The largest elements; the rest is added to the next gradient. Works with any optimizer."""
+
+    kind: Literal["top-k"] = "top-k"
+
+
+class DgcOptions(SparseOptions):
+    """Deep gradient compression: top-k of momentum SGD's velocities. Replaces the optimizer's momentum."""
+
+    kind: Literal["dgc"] = "dgc"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    nesterov: bool = False
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    mask_momentum: bool = Field(default=True, description="clear the momentum of elements that were sent")
+
+    @model_validator(mode="after")
+    def _check_nesterov(self) -> "DgcOptions":
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
+
+    def check_optimizer(self, optimizer: OptimizerConfig) -> None:
+        name = optimizer.torch_name
+        if name != "SGD":
+            raise ValueError(
+                f"parallel.between.kind=dgc needs SGD, but optimizer.name is "
+                f"{optimizer.name}: use optimizer.name=sgd, or parallel.between.kind=top-k, which works with {name}"
+            )
+        for option in ("momentum", "nesterov"):
+            if optimizer.options.get(option):
+                raise ValueError(
+                    f"parallel.between.kind=dgc has its own momentum: set parallel.between.{option} and remove "
+                    f"optimizer.options.{option}"
+                )
+        for option in ("dampening", "maximize"):
+            if optimizer.options.get(option):
+                raise ValueError(
+                    f"parallel.between.kind=dgc does not support {option}: remove optimizer.options.{option}"
+                )
+        if optimizer.weight_decay:
+            raise ValueError(
+                "parallel.between.kind=dgc adds weight decay to the local gradient: set parallel.between.weight_decay and "
+                "optimizer.weight_decay=0"
+            )
+        if optimizer.clip_norm is not None:
+            raise ValueError(
+                "parallel.between.kind=dgc clips local gradients instead of their sum: set "
+                "parallel.between.clip_norm and remove optimizer.clip_norm"
+            )
+
+
+CompressorOptions = DenseOptions | QuantizedOptions | DgcOptions | TopKOptions

@@ -1,0 +1,230 @@
+"""Divides a model's parameters into buckets, which are gathered and reduced as a whole, and lays out their flat parameters.
+
+    embedding   the token embedding, and the head if they are tied
+    blocks.I    the matrices of decoder block I
+    head        the final projection
+    norms       all one-dimensional parameters of the model: norms and biases
+
+The parameters of a bucket are concatenated to a flat parameter, each starting at a multiple of ``ALIGN_ELEMS``. The end is
+padded so that shards have equal length and consist of whole codec groups. Frozen parameters are in a flat parameter of their
+own (``.frozen``) without gradients. Positions of parameters do not depend on the number of ranks; only the padding at the end does.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+ALIGN_ELEMS = 16  # 64 bytes of float32: a cache line
+SHARD_MULTIPLE = 256  # elements of a shard: whole groups of every codec, whole words at every bit width
+
+EMBEDDING, HEAD, NORMS = "embedding", "head", "norms"
+
+
+class ParamSpan(NamedTuple):
+    """One parameter's position in a flat parameter."""
+
+    name: str  # as in model.named_parameters()
+    shape: tuple[int, ...]
+    start: int
+    num_elems: int
+
+    def of(self, flat_N: Tensor) -> Tensor:
+        return flat_N[self.start : self.start + self.num_elems].view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatParameter:
+    """Parameters as one vector. ``num_elems`` includes padding and is a multiple of shard ranks * SHARD_MULTIPLE."""
+
+    name: str
+    params: tuple[ParamSpan, ...]
+    num_elems: int
+    trainable: bool
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(param.num_elems for param in self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """``flat_params``: trainable, then frozen; at least one of them. ``block``: the block's index, or None."""
+
+    number: int
+    name: str
+    block: int | None
+    flat_params: tuple[FlatParameter, ...]
+
+    @property
+    def trainable(self) -> FlatParameter | None:
+        return self.flat_params[0] if self.flat_params[0].trainable else None
+
+
+class Use(NamedTuple):
+    """A module attribute that is a parameter; a tied parameter has several uses."""
+
+    module: str
+    attribute: str
+    bucket: Bucket
+    flat_param: FlatParameter
+    param: ParamSpan
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """The buckets of a model for ``shard_ranks`` ranks, and the module attributes that use their parameters."""
+
+    buckets: tuple[Bucket, ...]
+    uses: tuple[Use, ...]
+    block_modules: tuple[str, ...]
+    shard_ranks: int
+
+    @property
+    def flat_params(self) -> Iterator[FlatParameter]:
+        return (flat_param for bucket in self.buckets for flat_param in bucket.flat_params)
+
+    @property
+    def blocks(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket in self.buckets if bucket.block is not None)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(flat_param.num_parameters for flat_param in self.flat_params)
+
+
+def plan_buckets(model: nn.Module, shard_ranks: int, blocks: str = "model.layers") -> BucketPlan:
+    """Plan the buckets of ``model``, which may be on the meta device: only names, shapes and ``requires_grad`` are read.
+
+    Args:
+        model: has ``get_input_embeddings`` and ``get_output_embeddings``, like models of transformers.
+        blocks: name of the module list whose entries are called in order.
+    Raises:
+        ValueError: a parameter belongs to no bucket; the message names it.
+    """
+    block_names = tuple(f"{blocks}.{i}" for i, _ in enumerate(model.get_submodule(blocks).children()))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    names = {id(module): name for name, module in model.named_modules()}
+    owners = {names[id(embedding)]: EMBEDDING} | ({} if head is None else {names[id(head)]: HEAD})
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {EMBEDDING: []}
+    members |= {f"blocks.{i}": [] for i in range(len(block_names))} | {HEAD: [], NORMS: []}
+    bucket_of: dict[int, str] = {}  # by parameter id
+    for name, parameter in model.named_parameters():
+        bucket_of[id(parameter)] = bucket = _bucket_of(name, parameter, owners, block_names)
+        members[bucket].append((name, parameter))
+    buckets: list[Bucket] = []
+    for name, found in members.items():
+        flat_params = tuple(
+            _make_flat_param(name if trainable else f"{name}.frozen", chosen, trainable, shard_ranks * SHARD_MULTIPLE)
+            for trainable in (True, False)
+            if (chosen := [(n, p) for n, p in found if p.requires_grad == trainable])
+        )
+        if flat_params:
+            block = int(name.removeprefix("blocks.")) if name.startswith("blocks.") else None
+            buckets.append(Bucket(len(buckets), name, block, flat_params))
+    return BucketPlan(tuple(buckets), tuple(_uses(model, buckets)), block_names, shard_ranks)
+
+
+def _bucket_of(name: str, parameter: nn.Parameter, owners: dict[str, str], blocks: tuple[str, ...]) -> str:
+    if parameter.dim() <= 1:
+        return NORMS
+    module = name.rpartition(".")[0]
+    if module in owners:
+        return owners[module]
+    for number, block in enumerate(blocks):
+        if name.startswith(f"{block}."):
+            return f"blocks.{number}"
+    raise ValueError(
+        f"parameter {name} {tuple(parameter.shape)} is in none of the embedding, the blocks and the head, which are all that the engine shards"
+    )
+
+
+def _make_flat_param(
+    name: str, members: list[tuple[str, nn.Parameter]], trainable: bool, multiple: int
+) -> FlatParameter:
+    params, end = [], 0
+    for parameter_name, parameter in members:
+        params.append(ParamSpan(parameter_name, tuple(parameter.shape), end, parameter.numel()))
+        end = _round_up(end + parameter.numel(), ALIGN_ELEMS)
+    return FlatParameter(name, tuple(params), _round_up(end, multiple), trainable)
+
+
+def _uses(model: nn.Module, buckets: list[Bucket]) -> Iterator[Use]:
+    places = {
+        param.name: (bucket, flat_param, param)
+        for bucket in buckets
+        for flat_param in bucket.flat_params
+        for param in flat_param.params
+    }
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield Use(module_name, attribute, *places[names[id(parameter)]])
+
+
+def _round_up(num_elems: int, multiple: int) -> int:
+    return -(-num_elems // multiple) * multiple
+
+
+class ShardSpan(NamedTuple):
+    """A parameter's elements in a shard: ``num_elems`` from ``offset`` of the parameter, at ``start`` of the shard."""
+
+    param: ParamSpan
+    offset: int
+    start: int
+    num_elems: int
+
+    @property
+    def place(self) -> slice:
+        """Its slice of the shard."""
+        return slice(self.start, self.start + self.num_elems)
+
+    @property
+    def parameter(self) -> str:
+        return self.param.name
+
+    @property
+    def parameter_elems(self) -> int:
+        """Elements of the whole parameter."""
+        return self.param.num_elems
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies to this parameter: to matrices, not to norms and biases."""
+        return len(self.param.shape) > 1
+
+
+class ShardLayout(NamedTuple):
+    """A rank's shard of a flat parameter. ``num_elems`` includes padding; ``spans`` has one, maybe empty, per parameter."""
+
+    num_elems: int
+    spans: tuple[ShardSpan, ...]
+
+
+def cut_shard(flat_param: FlatParameter, rank: int, num_ranks: int) -> ShardLayout:
+    """The layout of shard ``rank`` of ``num_ranks``."""
+    length = flat_param.num_elems // num_ranks
+    spans = []
+    for param in flat_param.params:
+        first, end = max(param.start, rank * length), min(param.start + param.num_elems, (rank + 1) * length)
+        if first < end:
+            spans.append(ShardSpan(param, first - param.start, first - rank * length, end - first))
+        else:
+            spans.append(ShardSpan(param, 0, 0, 0))
+    return ShardLayout(length, tuple(spans))
+
+
+def copy_into_shard(tensor_of: Callable[[str], Tensor], shard: ShardLayout, shard_S: Tensor) -> None:
+    """Fill ``shard_S`` from ``tensor_of(name)``, which returns a whole parameter.
+
+    Raises:
+        ValueError: a tensor has another shape.
+    """
+    for span in shard.spans:
+        tensor, shape = tensor_of(span.parameter), span.param.shape
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{span.parameter} must have shape {shape}, got {tuple(tensor.shape)}; is it of another model?"
+            )
+        shard_S[span.place].copy_(tensor.reshape(-1)[span.offset : span.offset + span.num_elems])

@@ -1,0 +1,124 @@
+"""Computes the peak memory of one rank and the bytes of optimizer state and checkpoints.
+
+A rank's peak is what it holds for the whole run, plus the largest of four peaks in a step:
+
+    backward         activations and their gradients, usually largest where backward begins
+    reducing         the same from the first sum over ranks on, plus that sum's buffers
+    last_sums        buffers of the largest bucket's sum after backward
+    optimizer_step   temporaries of the optimizer's step
+
+Not included: the program, the kernels' own working memory, and freed memory that an allocator keeps.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from tightwire.comm.group.topology import Topology
+from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.training.compression.make import kept_bytes
+from tightwire.training.config.compression import CompressorOptions
+from tightwire.training.config.optimizer import OptimizerConfig
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard
+from tightwire.training.engine.memory import engine_memory, transfer_bytes
+from tightwire.training.engine.options import EngineOptions
+from tightwire.training.estimate.activations import LiveBytes, activation_bytes
+from tightwire.training.optimizer import make_optimizer
+
+_FLOAT32_BYTES = 4
+_TRIED = 256  # elements of a trial tensor
+
+
+def optimizer_bytes(config: OptimizerConfig, num_elems: int) -> int:
+    """Bytes of optimizer state for ``num_elems`` elements, measured on a small tensor."""
+    return _try(config).kept * num_elems
+
+
+def optimizer_moment_bytes(config: OptimizerConfig, num_elems: int) -> int:
+    """Temporary bytes of an optimizer step that updates one tensor at a time; the largest has ``num_elems`` elements."""
+    return _try(config).moment * num_elems
+
+
+class _Tried(NamedTuple):
+    """Bytes per element."""
+
+    kept: int
+    moment: int
+
+
+def _try(config: OptimizerConfig) -> _Tried:
+    # Two tensors: an optimizer may still hold the first one's temporaries while it updates the second.
+    tried = [torch.nn.Parameter(torch.zeros(_TRIED)) for _ in range(2)]
+    for parameter in tried:
+        parameter.grad = torch.ones(_TRIED)
+    optimizer = make_optimizer(config, [{"params": tried, "name": "matrices"}])
+    optimizer.step()
+    with LiveBytes() as live:
+        optimizer.step()
+    state = optimizer.state.get(tried[0], {}).values()
+    flat_param = [value for value in state if isinstance(value, torch.Tensor) and value.numel() == _TRIED]
+    return _Tried(sum(value.element_size() for value in flat_param), live.most // _TRIED)  # scalar state rounds to 0
+
+
+def checkpoint_bytes(config: OptimizerConfig, plan: BucketPlan, between: CompressorOptions, num_replicas: int) -> int:
+    """Bytes of one checkpoint in all ranks' files. With several replicas, each one stores its own residuals."""
+    trainable_bytes = _FLOAT32_BYTES + optimizer_bytes(config, 1)
+    shared = sum(
+        flat_param.num_parameters * (trainable_bytes if flat_param.trainable else _FLOAT32_BYTES)
+        for flat_param in plan.flat_params
+    )
+    if num_replicas == 1:
+        return shared
+    shards = [
+        cut_shard(flat_param, rank, plan.shard_ranks)
+        for flat_param in plan.flat_params
+        if flat_param.trainable
+        for rank in range(plan.shard_ranks)
+    ]
+    return shared + num_replicas * sum(kept_bytes(between, shard) for shard in shards)
+
+
+class RankMemory(NamedTuple):
+    """Bytes by purpose. ``stays``: held for the whole run. ``moments``: peaks that do not coincide."""
+
+    stays: dict[str, int]
+    moments: dict[str, int]
+
+    @property
+    def most(self) -> int:
+        return sum(self.stays.values()) + max(self.moments.values())
+
+
+def rank_memory(
+    config: TrainConfig, options: EngineOptions, llama: LlamaConfig, plan: BucketPlan, topology: Topology
+) -> RankMemory:
+    """``plan``: the buckets of ``llama``, sharded for these ranks."""
+    nodes = {"num_nodes": topology.num_nodes, "ranks_per_node": topology.ranks_per_node}
+    trainable = [flat_param for flat_param in plan.flat_params if flat_param.trainable]
+    shards = [flat_param.num_elems // plan.shard_ranks for flat_param in trainable]
+    has_replicas = topology.world_size > plan.shard_ranks
+    slot = config.parallel.between
+    activations = activation_bytes(
+        llama,
+        options,
+        sequences=config.batch.micro_sequences,
+        sequence_tokens=config.data.sequence_tokens,
+        frozen=tuple(config.model.frozen),
+    )
+    transfers = transfer_bytes(plan, options, **nodes)
+    return RankMemory(
+        stays={
+            **engine_memory(plan, options, **nodes)._asdict(),
+            "between": sum(kept_bytes(slot, cut_shard(flat_param, 0, plan.shard_ranks)) for flat_param in trainable)
+            if has_replicas
+            else 0,
+            "optimizer": optimizer_bytes(config.optimizer, sum(shards)),
+        },
+        moments={
+            "backward": activations.most,
+            "reducing": activations.reducing + transfers.beside_backward if transfers.beside_backward else 0,
+            "last_sums": transfers.at_the_end,
+            "optimizer_step": optimizer_moment_bytes(config.optimizer, max(shards)),
+        },
+    )

@@ -1,0 +1,64 @@
+"""Builds a torch optimizer over shards of flat parameters and computes the learning rate of each step."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tightwire.comm.errors import suggest
+from tightwire.training.config.optimizer import OptimizerConfig
+from tightwire.training.config.tree import ScheduleConfig
+
+
+def make_optimizer(config: OptimizerConfig, param_groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """Build the optimizer of ``config``. Only the group named ``matrices`` has weight decay.
+
+    Raises:
+        ValueError: the class does not have an option, or refuses its value.
+    """
+    cls = getattr(torch.optim, config.torch_name)
+    known = set(inspect.signature(cls).parameters) - {"params", "lr", "weight_decay"}
+    for option in config.options:
+        if option not in known:
+            raise ValueError(f"optimizer.options: {config.torch_name} has no option {option!r}{suggest(option, known)}")
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in config.options.items()}
+    groups = [
+        {**group, "weight_decay": config.weight_decay if group["name"] == "matrices" else 0.0} for group in param_groups
+    ]
+    tried = torch.nn.Parameter(torch.zeros(1, device=param_groups[0]["params"][0].device))
+    tried.grad = torch.zeros_like(tried)
+    try:
+        # Try a step on one element first: the class refuses some values only in a step.
+        cls([{"params": [tried], "weight_decay": config.weight_decay}], lr=config.lr, **options).step()
+        return cls(groups, lr=config.lr, **options)
+    except (TypeError, ValueError, IndexError, AssertionError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"optimizer.options: {config.torch_name} refuses these values: {error}") from None
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+# Maps progress after the warm-up, 0 to 1, to the remaining share of the total decay.
+_REMAINING: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
+def learning_rate(schedule: ScheduleConfig, height: float, step: int) -> float:
+    """The rate of ``step``, counted from 0.
+
+    The first step of an N-step warm-up has ``height`` / N, the last step of the run the final rate.
+    """
+    if step < schedule.warmup_steps:
+        return height * (step + 1) / schedule.warmup_steps
+    steps_left = schedule.steps - 1 - schedule.warmup_steps
+    progress = min(1.0, (step - schedule.warmup_steps) / steps_left) if steps_left > 0 else 0.0
+    remaining = _REMAINING[schedule.kind](progress)
+    return height * (schedule.final_share + (1.0 - schedule.final_share) * remaining)

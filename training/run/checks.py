@@ -1,0 +1,158 @@
+"""Checks before a run starts: ranks have the same configuration, data and weights, and folders can be written."""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tightwire.comm.errors import name_ranks
+from tightwire.comm.sizes import format_bytes
+from tightwire.training.checkpoint.folders import checkpoints_in, remove_partial
+from tightwire.training.checkpoint.state import RunState
+from tightwire.training.config.read import to_values
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.data.documents import describe_files
+from tightwire.training.data.run_data import RunData
+from tightwire.training.ranks.control import Control
+from tightwire.training.start.export import check_out
+
+# Data paths, whose files are compared instead, and values that only rank 0 or no rank uses.
+_MAY_DIFFER = ("run", "data.files", "data.held_out_files", "export.folder", "log.", "dry_run.")
+_MOST_KEYS = 5  # keys in the error message
+
+
+def check_told_alike(config: TrainConfig, data: RunData, control: Control) -> None:
+    """Collective.
+
+    Raises:
+        ValueError: configuration values or data differ between ranks; the message names them.
+    """
+    own = {key: value for key, value in _flat(to_values(config), "") if not key.startswith(_MAY_DIFFER)}
+    own["the fingerprint of data.files"] = describe_files(data.documents.files)
+    if data.held_out_documents is not None:
+        own["the fingerprint of data.held_out_files"] = describe_files(data.held_out_documents.files)
+    ranks = control.gather(own)
+    keys = list(dict.fromkeys(key for values in ranks for key in values))
+    differing = [key for key in keys if any(values.get(key) != ranks[0].get(key) for values in ranks)]
+    if differing:
+        told = "; ".join(_values_of(key, ranks) for key in differing[:_MOST_KEYS])
+        rest = f"; and {len(differing) - _MOST_KEYS} more" if len(differing) > _MOST_KEYS else ""
+        raise ValueError(
+            f"ranks have different configurations: {told}{rest}. Start all ranks with the same configuration and files"
+        )
+
+
+def check_replicas(state: RunState, shard_rank: int, control: Control) -> None:
+    """Collective. Cost: reads every shard once, and gathers one number per flat parameter from each rank.
+
+    Raises:
+        ValueError: ranks that hold the same shard have different bits; the message names the ranks and flat parameters.
+    """
+    # Sum the bits as integers: exact, so every single-bit difference changes the sum, also in a NaN.
+    sums = {shard.name: int(shard.flat_N.detach().view(torch.int32).sum(dtype=torch.int64)) for shard in state.shards}
+    first: dict[int, tuple[int, Mapping[str, int]]] = {}
+    for rank, (shard, theirs) in enumerate(control.gather((shard_rank, sums))):
+        other, known = first.setdefault(shard, (rank, theirs))
+        if different := [name for name in known if theirs[name] != known[name]]:
+            raise ValueError(
+                f"{name_ranks([other, rank])} have different weights in {', '.join(different)}; the model or checkpoint "
+                "differs between their machines"
+            )
+
+
+def _flat(values: Mapping[str, Any], under: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{under}{name}.")
+        else:
+            yield f"{under}{name}", value
+
+
+def _values_of(key: str, ranks: list[dict[str, Any]]) -> str:
+    by_value: dict[str, list[int]] = {}
+    for rank, values in enumerate(ranks):
+        by_value.setdefault(repr(values.get(key)), []).append(rank)
+    return f"{key} is " + ", ".join(f"{value} on {name_ranks(own)}" for value, own in by_value.items())
+
+
+_MODEL, _CONFIG = "model", "config.yaml"
+
+
+def make_folder(config: TrainConfig, control: Control) -> Path:
+    """Create the run's folder, remove unfinished files of a killed run, and write the configuration there. Collective.
+
+    Raises:
+        ValueError: the folder cannot be written, the ranks do not share it, or the export folder is unusable.
+    """
+    run = Path(config.run).expanduser()
+    with control.failing_together(ValueError):
+        if control.rank == 0:
+            try:
+                run.mkdir(parents=True, exist_ok=True)
+                remove_partial(run)
+                (run / _CONFIG).write_text(yaml.safe_dump(to_values(config), sort_keys=False), encoding="utf-8")
+            except OSError as failure:
+                raise ValueError(f"run: {run} cannot be written to: {failure}") from None
+            try:
+                check_out(export_place(config, run))
+            except (OSError, ValueError) as failure:
+                raise ValueError(f"export.folder: {failure}") from None
+    _check_shared(run, control)
+    return run
+
+
+def export_place(config: TrainConfig, run: Path) -> Path:
+    return Path(config.export.folder).expanduser() if config.export.folder else run / _MODEL
+
+
+def check_room(config: TrainConfig, run: Path, *, checkpoint_bytes: int, num_parameters: int) -> None:
+    """Check the disk space for the checkpoints still to come and for the exported model.
+
+    Raises:
+        ValueError: there is not enough space.
+    """
+    more = config.checkpoint.keep + 1 - min(config.checkpoint.keep, len(checkpoints_in(run)))
+    model_bytes = num_parameters * getattr(torch, config.export.dtype).itemsize
+    out = export_place(config, run).parent
+    _check_disk(
+        "run",
+        run,
+        more * checkpoint_bytes + (model_bytes if _same_disk(run, out) else 0),
+        f"{more} checkpoints of {format_bytes(checkpoint_bytes)} (checkpoint.keep={config.checkpoint.keep}, and one more while "
+        f"it is being written){f' and the exported model of {format_bytes(model_bytes)}' if _same_disk(run, out) else ''}",
+    )
+    if not _same_disk(run, out):
+        _check_disk("export.folder", out, model_bytes, "the exported model")
+
+
+def _check_disk(key: str, folder: Path, needed: int, what: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ValueError(
+            f"{key}: {folder} has {format_bytes(free)} free, but {what} need {format_bytes(needed)}; free space, or give "
+            f"another `{key}`"
+        )
+
+
+def _same_disk(one: Path, other: Path) -> bool:
+    return os.stat(one).st_dev == os.stat(other).st_dev
+
+
+def _check_shared(run: Path, control: Control) -> None:
+    """Check that all ranks see the run folder, because each writes to a checkpoint there."""
+    mark = run / control.gather(f".{uuid.uuid4()}")[0]
+    if control.rank == 0:
+        mark.touch()
+    control.gather(None)  # wait until rank 0 has created the mark
+    unseen = [rank for rank, seen in enumerate(control.gather(mark.exists())) if not seen]
+    if control.rank == 0:
+        mark.unlink()
+    if unseen:
+        raise ValueError(
+            f"run: {name_ranks(unseen)} cannot see files that rank 0 writes to {run}; give a `run` on a disk that all machines share"
+        )
