@@ -3,23 +3,28 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import reduce
+from typing import Any
 
-# Verb -> ("module:function", one line of help). The function takes the remaining arguments and returns an exit code.
+# Verb -> ("module:callable", one line of help). The callable takes the remaining arguments and returns an exit code.
 VERBS: dict[str, tuple[str, str]] = {
-    "comm": ("tightwire.bench.comm.bench:main", "time and check every AllReduce by message size"),
+    "comm": ("tightwire.bench.comm.bench:CommBench.main", "time and check every AllReduce by message size"),
     "compare": (
-        "tightwire.bench.compare.bench:main",
+        "tightwire.bench.compare.bench:CompareBench.main",
         "compare two results of one bench; exit code 1 for a regression",
     ),
-    "kernels": ("tightwire.bench.kernels.bench:main", "time codecs and matrix products on one core, codecs on one GPU"),
+    "kernels": (
+        "tightwire.bench.kernels.bench:KernelBench.main",
+        "time codecs and matrix products on one core, codecs on one GPU",
+    ),
     "offload": (
-        "tightwire.bench.peers.offload:main",
+        "tightwire.bench.peers.offload:OffloadBench.main",
         "compare streamed weights with accelerate's offloading",
     ),
-    "peers": ("tightwire.bench.peers.run:main", "compare with other servers: vLLM, llama.cpp, transformers"),
+    "peers": ("tightwire.bench.peers.run:PeersBench.main", "compare with other servers: vLLM, llama.cpp, transformers"),
     "quality": ("tightwire.bench.quality.bench:main", "measure the accuracy that a quantized AllReduce costs"),
-    "roofline": ("tightwire.bench.peers.roofline:main", "compare serving with the device's own rates"),
-    "serve": ("tightwire.bench.serve.bench:main", "put load on a running server: TTFT, TPOT, throughput"),
+    "roofline": ("tightwire.bench.peers.roofline:RooflineBench.main", "compare serving with the device's own rates"),
+    "serve": ("tightwire.bench.serve.bench:ServeBench.main", "put load on a running server: TTFT, TPOT, throughput"),
     "stream": ("tightwire.bench.stream.bench:main", "time steps with streamed weights"),
     "train": ("tightwire.bench.train.bench:main", "time training steps between emulated nodes"),
     "ttft": ("tightwire.bench.ttft.bench:main", "compare AllReduces on one server by time to first token"),
@@ -37,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"tightwire bench: unknown bench {verb!r}; choose one of {', '.join(VERBS)}\n")
         return 2
     module, _, name = VERBS[verb][0].partition(":")
-    return getattr(importlib.import_module(module), name)(rest)
+    run: Any = reduce(getattr, name.split("."), importlib.import_module(module))
+    return run(rest)
 
 
 def _usage() -> str:

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from tightwire.bench.options import OutputOptions
+from tightwire.bench.options import OutputOptions, parse_options
 from tightwire.bench.report.console import make_console, paused, progress_bar
 from tightwire.bench.report.environment import describe_environment, environment_facts
 from tightwire.bench.report.page import Item, render
@@ -23,8 +23,11 @@ class BenchFailedError(Exception):
     """A check of a bench failed, or a part of the measurement did: exit code 1, the samples are kept."""
 
 
-class Bench(ABC):
-    """One run of a bench. A subclass measures, and says what its cells, the columns of its table and its plots are.
+_Options = TypeVar("_Options", bound=OutputOptions)
+
+
+class Bench(ABC, Generic[_Options]):
+    """One run of a bench. A subclass measures, and says what the columns of its table and its plots are.
 
     The result in the JSON file is ``schema``, ``label``, ``environment``, ``metrics``, then ``facts``, ``cells`` and
     ``error``. A cell is plain data with a ``name`` and ``samples``: for each metric a list of raw values, in which None is a
@@ -33,6 +36,8 @@ class Bench(ABC):
     """
 
     verb: ClassVar[str]
+    options_type: ClassVar[type[OutputOptions]]
+    description: ClassVar[str]  # for --help
     version: ClassVar[int] = 2  # of the result's layout
     metrics: ClassVar[tuple[Metric, ...]] = ()
     columns: ClassVar[tuple[Column, ...]] = ()  # of the CSV file, which has a row for each cell
@@ -41,7 +46,15 @@ class Bench(ABC):
     # Exit codes of expected exceptions; others are bugs and keep their traceback.
     failures: ClassVar[tuple[tuple[type[Exception], int], ...]] = ()
 
-    def __init__(self, options: OutputOptions) -> None:
+    @classmethod
+    def main(cls, argv: Sequence[str]) -> int:
+        """Run with the options of a command line; returns the exit code, 2 for invalid options."""
+        options: Any = parse_options(cls.options_type, argv, verb=cls.verb, description=cls.description)
+        return cls(options).run()
+
+    def __init__(self, options: _Options) -> None:
+        self.options = options
+        self.measured: list[dict[str, Any]] = []
         self.console = make_console()
         self.progress = progress_bar()
         self.facts: dict[str, Any] = {}
@@ -52,15 +65,15 @@ class Bench(ABC):
 
     @abstractmethod
     def measure(self) -> None:
-        """Measure and print everything, and call ``keep`` after each round.
+        """Measure and print everything; append cells to ``measured``, and call ``keep`` after each round.
 
         Raises:
             BenchFailedError, or one of ``failures``: why the result is wrong or not complete.
         """
 
-    @abstractmethod
     def cells(self) -> list[dict[str, Any]]:
         """The cells measured so far."""
+        return self.measured
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         """The heading of the page and the line below it."""

@@ -24,7 +24,7 @@ from tightwire.bench.comm.cells import (
     find_crossovers,
 )
 from tightwire.bench.comm.measure import Checked, MeasurePlan, compute_alone, measure
-from tightwire.bench.options import OutputOptions, option, parse_options, parse_sizes
+from tightwire.bench.options import OutputOptions, option, parse_sizes
 from tightwire.bench.ranks import TRANSPORTS, RankOptions, open_ranks
 from tightwire.bench.report.page import Item, Plot, lines
 from tightwire.bench.report.table import Column, Metric, Row, Table
@@ -133,20 +133,17 @@ class CommBenchOptions(OutputOptions):
         return tuple(sorted(names, key=lambda name: name != "native"))
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0, 1 for a wrong answer or a rank that failed, 2 for bad options, 130 after Ctrl-C."""
-    description = "Time every AllReduce between processes of this machine, and check every result."
-    return CommBench(parse_options(CommBenchOptions, argv, verb="comm", description=description)).run()
+class CommBench(Bench[CommBenchOptions]):
+    """Exit codes: 0, 1 for a wrong answer or a rank that failed, 2 for bad options, 130 after Ctrl-C."""
 
-
-class CommBench(Bench):
     verb = "comm"
+    options_type = CommBenchOptions
+    description = "Time every AllReduce between processes of this machine, and check every result."
     metrics = (Metric(name="seconds", unit="us", scale=1e6),)
     failures = ((LocalRankError, 1), (ValueError, 1))
 
     def __init__(self, options: CommBenchOptions, make: Callable[[str, Group], AllReduce] = make_all_reduce) -> None:
         super().__init__(options)
-        self._options = options
         self._plan = MeasurePlan(
             algorithms=options.names,
             sizes=options.sizes,
@@ -159,7 +156,7 @@ class CommBench(Bench):
         self._by_link: list[Cells] = []
 
     def measure(self) -> None:
-        options = self._options
+        options = self.options
         self.facts = {
             "ranks": options.ranks,
             "nodes": options.num_nodes,
@@ -214,7 +211,7 @@ class CommBench(Bench):
         return [*items, _all_cells(rows)]
 
     def _measure_on(self, link: Link | None) -> None:
-        with open_ranks(self._options.rank_options(link)) as (ranks, facts):
+        with open_ranks(self.options.rank_options(link)) as (ranks, facts):
             self.facts["transport"] = facts["transport"]
             rate = None
             if (link_facts := facts["link"]) is not None:
@@ -222,7 +219,7 @@ class CommBench(Bench):
                 self.facts["link_facts"].append(link_facts)
                 rate = link_facts["measured_bytes_per_s"] or link_facts["bytes_per_s"]
             self.print(_describe_setting(self.facts, link_facts), f"{_TIMES}\n")
-            cells = Cells(self._options.ranks, link=link and link.name, link_bytes_per_s=rate)
+            cells = Cells(self.options.ranks, link=link and link.name, link_bytes_per_s=rate)
             self._by_link.append(cells)
             self._time(ranks, cells)
             if link is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tightwire.bench.compare.match import check_alike, chosen_metrics, compare_cells, differences, faults
 from tightwire.bench.compare.results import read_result
-from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_names, parse_options
+from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_names
 from tightwire.bench.report.page import Item, Plot, Text, lines
 from tightwire.bench.report.table import Column, Row, Table
 from tightwire.bench.run import Bench, BenchFailedError
@@ -53,29 +53,23 @@ class CompareOptions(OutputOptions):
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0 without a regression, 1 with one or where B failed, 2 for what cannot be compared, 130 after Ctrl-C."""
-    return CompareBench(parse_options(CompareOptions, argv, verb="compare", description=_DESCRIPTION)).run()
+class CompareBench(Bench[CompareOptions]):
+    """Exit codes: 0 without a regression, 1 with one or where B failed, 2 for what cannot be compared, 130 after Ctrl-C."""
 
-
-class CompareBench(Bench):
     verb = "compare"
+    options_type = CompareOptions
+    description = _DESCRIPTION
     version = 1
     columns = (*_COLUMNS, Column("paired", "paired"), Column("regression", "regression"))
     failures = ((ValueError, 2),)
 
-    def __init__(self, options: CompareOptions) -> None:
-        super().__init__(options)
-        self._options = options
-        self._cells: list[dict[str, Any]] = []
-
     def measure(self) -> None:
-        options = self._options
+        options = self.options
         a, b = read_result(options.a), read_result(options.b)
         check_alike(a, b)
         metrics = chosen_metrics(a, options.metrics)
-        self._cells = compare_cells(a, b, metrics, options.tolerance)
-        if not self._cells:
+        self.measured = compare_cells(a, b, metrics, options.tolerance)
+        if not self.measured:
             raise ValueError(f"no cell has {' or '.join(metric.name for metric in metrics)} in both results")
         self.facts = {
             "kind": a.kind,
@@ -85,17 +79,14 @@ class CompareBench(Bench):
             "deciding": [metric.name for metric in metrics if metric.decides],
             "differences": differences(a, b),
             "faults": faults(a, b, options.tolerance),
-            "regressions": sum(cell["regression"] for cell in self._cells),
+            "regressions": sum(cell["regression"] for cell in self.measured),
         }
-        self.facts["conclusion"] = _conclude(self.facts, self._cells)
+        self.facts["conclusion"] = _conclude(self.facts, self.measured)
         self._show()
         if self.facts["regressions"]:
             raise BenchFailedError(self.facts["conclusion"])
         if self.facts["faults"]:
             raise BenchFailedError("; ".join(self.facts["faults"]))
-
-    def cells(self) -> list[dict[str, Any]]:
-        return self._cells
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         return f"Two results of bench {result['kind']}", _describe_sides(result)
@@ -118,7 +109,7 @@ class CompareBench(Bench):
             Table(
                 title=_describe_sides(self.facts),
                 columns=_COLUMNS,
-                rows=self._cells,
+                rows=self.measured,
                 wrong=lambda cell: cell["regression"],
             )
         )

@@ -5,14 +5,14 @@ one core, or codecs on a GPU.
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tightwire.bench.kernels.arms import Arm, codec_arms, copy_arm, product_arms, seconds_per_call
-from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names, parse_options, parse_sizes
+from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names, parse_sizes
 from tightwire.bench.report.statistics import neighbour_batch
 from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
@@ -76,16 +76,14 @@ class KernelBenchOptions(OutputOptions):
         return torch.device("cuda", 0) if on_cuda else torch.device("cpu")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0, 1 for a wrong answer, 2 for bad options, 130 after Ctrl-C."""
+class KernelBench(Bench[KernelBenchOptions]):
+    """Exit codes: 0, 1 for a wrong answer, 2 for bad options, 130 after Ctrl-C."""
+
+    verb = "kernels"
+    options_type = KernelBenchOptions
     description = (
         "Time codecs against a copy of memory, and matrix products by rows, on one core or a GPU. Checks every answer."
     )
-    return KernelBench(parse_options(KernelBenchOptions, argv, verb="kernels", description=description)).run()
-
-
-class KernelBench(Bench):
-    verb = "kernels"
     metrics = (Metric(name="seconds", unit="us", scale=1e6),)
     columns = (
         *(Column(name, name) for name in ("name", "part", "codec", "operation", "rows")),
@@ -99,14 +97,12 @@ class KernelBench(Bench):
 
     def __init__(self, options: KernelBenchOptions) -> None:
         super().__init__(options)
-        self._options = options
         self._device = options.torch_device
         self._dtype: torch.dtype = getattr(torch, options.dtype)
-        self._cells: list[dict[str, Any]] = []
 
     def measure(self) -> None:
         torch.set_num_threads(1)
-        options, on_cuda = self._options, self._device.type == "cuda"
+        options, on_cuda = self.options, self._device.type == "cuda"
         name = torch.cuda.get_device_name(self._device) if on_cuda else "one core"
         setting = f"{options.dtype} on {self._device.type} ({name}); a rate counts every byte read and written, once"
         self.facts = {"device": self._device.type, "device_name": name, "dtype": options.dtype, "setting": setting}
@@ -122,18 +118,15 @@ class KernelBench(Bench):
             outputs, inputs = options.matrix
             cells = [cell for num_rows in options.rows for cell in self._product_cells(num_rows)]
             self._add(cells, f"products with {outputs} x {inputs} weights, out of cache: us", "rows", "operation", _us)
-        if wrong := [cell["name"] for cell in self._cells if not cell["right"]]:
+        if wrong := [cell["name"] for cell in self.measured if not cell["right"]]:
             raise BenchFailedError(f"wrong answer: {', '.join(wrong)}")
-
-    def cells(self) -> list[dict[str, Any]]:
-        return self._cells
 
     def title(self, result: Mapping[str, Any]) -> tuple[str, str]:
         return "Codecs and matrix products", result["setting"]
 
     def _add(self, cells: list[dict[str, Any]], title: str, row: str, column: str, text: Any) -> None:
         """Keep the cells, and print one table with a row for each value of ``row`` and a column for each of ``column``."""
-        self._cells += cells
+        self.measured += cells
         rows: dict[Any, dict[str, Any]] = {}
         for cell in cells:
             rows.setdefault(cell[row], {row: cell[row]})[cell[column]] = cell
@@ -153,7 +146,7 @@ class KernelBench(Bench):
                 codec=codec,
                 size=size,
             )
-            for codec in self._options.codecs
+            for codec in self.options.codecs
             for arm in codec_arms(codec, size, self._dtype, self._device)
         ]
         samples = first + self._seconds(copy_arm(size, self._device))
@@ -163,7 +156,7 @@ class KernelBench(Bench):
             yield {**cell, "copy_bytes_per_s": copy_bytes_per_s, "share_of_copy": share}
 
     def _product_cells(self, num_rows: int) -> Iterator[dict[str, Any]]:
-        for arm in product_arms(num_rows, *self._options.matrix):
+        for arm in product_arms(num_rows, *self.options.matrix):
             yield self._cell(
                 arm, f"product {arm.name} {num_rows} rows", part="products", operation=arm.name, rows=num_rows
             )
@@ -182,7 +175,7 @@ class KernelBench(Bench):
         }
 
     def _seconds(self, arm: Arm) -> list[float]:
-        options = self._options
+        options = self.options
         return seconds_per_call(arm.call, self._device, repeats=options.repeats, limit_s=options.seconds_per_arm)
 
 

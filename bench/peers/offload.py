@@ -11,7 +11,6 @@ import random
 import statistics
 import subprocess
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_integers, parse_options
+from tightwire.bench.options import REQUIRED, OutputOptions, option, parse_integers
 from tightwire.bench.peers.process import PeerError
 from tightwire.bench.report.statistics import compare
 from tightwire.bench.report.table import Column, Metric
@@ -58,14 +57,12 @@ class OffloadOptions(OutputOptions):
             raise ValueError("--peer-python is required: DIR/transformers/bin/python of bench/peers/install.sh DIR")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0, 1 when the peer or the model failed, 2 for bad options, 130 after Ctrl-C."""
-    description = "Compare streamed weights with accelerate's offloading, in rounds of random order."
-    return OffloadBench(parse_options(OffloadOptions, argv, verb="offload", description=description)).run()
+class OffloadBench(Bench[OffloadOptions]):
+    """Exit codes: 0, 1 when the peer or the model failed, 2 for bad options, 130 after Ctrl-C."""
 
-
-class OffloadBench(Bench):
     verb = "offload"
+    options_type = OffloadOptions
+    description = "Compare streamed weights with accelerate's offloading, in rounds of random order."
     metrics = (
         Metric(name="tightwire_s", unit="ms", scale=1e3),
         Metric(name="accelerate_s", unit="ms", scale=1e3, decides=False),
@@ -83,11 +80,10 @@ class OffloadBench(Bench):
 
     def __init__(self, options: OffloadOptions) -> None:
         super().__init__(options)
-        self._options = options
         self._seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)  # by side, arm and batch
 
     def measure(self) -> None:
-        options = self._options
+        options = self.options
         torch.set_num_threads(options.threads)
         self.facts = {"model": str(options.model), "dtype": options.dtype, "device": options.device}
         self.facts |= {"threads": options.threads, "context": options.context}
@@ -115,7 +111,7 @@ class OffloadBench(Bench):
     def cells(self) -> list[dict[str, Any]]:
         cells = []
         for ours, theirs in _PAIRS.items():
-            for batch in self._options.batches:
+            for batch in self.options.batches:
                 mine, its = self._seconds["tightwire", ours, batch], self._seconds["accelerate", theirs, batch]
                 if mine and len(mine) == len(its):
                     cells.append(
@@ -133,7 +129,7 @@ class OffloadBench(Bench):
 
     def _check_answers(self, runners: dict[str, ModelRunner], group: Group, peer: "Peer") -> dict[str, list[int]]:
         """The tokens that each arm of both sides generates for the same prompt."""
-        prompt, count = list(range(3, 3 + self._options.context - 1)), self._options.steps
+        prompt, count = list(range(3, 3 + self.options.context - 1)), self.options.steps
         found = {f"tightwire {name}": greedy_tokens(runner, group, prompt, count) for name, runner in runners.items()}
         if len({tuple(tokens) for tokens in found.values()}) > 1:
             raise BenchFailedError(f"streamed weights generate other tokens than resident ones: {found}")
@@ -143,11 +139,11 @@ class OffloadBench(Bench):
         turns = [
             (side, arm, batch)
             for pair in _PAIRS.items()
-            for batch in self._options.batches
+            for batch in self.options.batches
             for side, arm in zip(("tightwire", "accelerate"), pair, strict=True)
         ]
-        order, steps = random.Random(0), self._options.steps
-        for _ in range(self._options.rounds):
+        order, steps = random.Random(0), self.options.steps
+        for _ in range(self.options.rounds):
             order.shuffle(turns)
             for side, arm, batch in turns:
                 if side == "accelerate":

@@ -7,11 +7,12 @@ torch.compile.
 """
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tightwire.bench.options import OutputOptions, option, parse_options
+from tightwire.bench.options import OutputOptions, option
 from tightwire.bench.peers.process import Load, PeerError, PeerProcess, bench_serve
 from tightwire.bench.report.table import Column, Metric
 from tightwire.bench.run import Bench
@@ -49,14 +50,12 @@ class RooflineOptions(OutputOptions):
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0, 1 when a server or transformers failed, 2 for bad options, 130 after Ctrl-C."""
-    description = "Compare serving with the device's own rates and with transformers."
-    return RooflineBench(parse_options(RooflineOptions, argv, verb="roofline", description=description)).run()
+class RooflineBench(Bench[RooflineOptions]):
+    """Exit codes: 0, 1 when a server or transformers failed, 2 for bad options, 130 after Ctrl-C."""
 
-
-class RooflineBench(Bench):
     verb = "roofline"
+    options_type = RooflineOptions
+    description = "Compare serving with the device's own rates and with transformers."
     metrics = (Metric(name="seconds", unit="ms", scale=1e3),)
     columns = (
         Column("load", "name"),
@@ -67,34 +66,27 @@ class RooflineBench(Bench):
     )
     failures = ((ModelError, 1), (PeerError, 1), (subprocess.SubprocessError, 1))
 
-    def __init__(self, options: RooflineOptions) -> None:
-        super().__init__(options)
-        self._options = options
-        self._cells: list[dict[str, Any]] = []
-
     def measure(self) -> None:
-        options = self._options
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server may not outlive this process
+        options = self.options
         checkpoint = open_checkpoint(options.model)
         rates = measure_rates(options.device_type)
         model = {"model": options.model, "tp": options.tp, "quantization": options.quantization}
         self.facts = {**model, "device": options.device_type, **rates}
         loads = _measure_server(options, checkpoint)
-        self._cells = summarize(checkpoint.config, rates, loads)
+        self.measured = summarize(checkpoint.config, rates, loads)
         if not options.no_peer:
             token_s = _measure_transformers(options, checkpoint.config)
             name = "a generated token, transformers"
-            self._cells.append({"name": name, "seconds": token_s, "samples": {"seconds": [token_s]}})
-            self.facts["times_as_fast"] = token_s / self._cells[0]["seconds"]
+            self.measured.append({"name": name, "seconds": token_s, "samples": {"seconds": [token_s]}})
+            self.facts["times_as_fast"] = token_s / self.measured[0]["seconds"]
         copies, products = rates["copy_bytes_per_s"] / 1e9, rates["product_flops"] / 1e12
         self.print(f"copies read and write {copies:.0f} GB/s, products {products:.2f} TFLOP/s")
-        table = self.csv({"cells": self._cells})
+        table = self.csv({"cells": self.measured})
         assert table is not None, "this bench has columns"
         self.print_table(table)
         if "times_as_fast" in self.facts:
             self.print(f"tightwire is {self.facts['times_as_fast']:.2f} times as fast as transformers")
-
-    def cells(self) -> list[dict[str, Any]]:
-        return self._cells
 
     def title(self, result: Any) -> tuple[str, str]:
         return "Serving beside the device's own rates", f"{result['model']}, TP {result['tp']}, bfloat16"

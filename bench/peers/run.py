@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names, parse_options
+from tightwire.bench.options import OutputOptions, option, parse_integers, parse_names
 from tightwire.bench.peers import report
 from tightwire.bench.peers.arms import ARMS, DEFAULT_ARMS, Arm, NotInstalledError, Setup, make_arm
 from tightwire.bench.peers.process import (
@@ -108,16 +108,12 @@ class Peer:
         }
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0, 1 when no server could be measured, 2 for bad options, 130 after Ctrl-C (measured rounds are kept)."""
-    description = "Compare servers on the same weights, one after the other under the same load."
-    options = parse_options(PeersOptions, argv, verb="peers", description=description)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no server may outlive this process
-    return PeersBench(options).run()
+class PeersBench(Bench[PeersOptions]):
+    """Exit codes: 0, 1 when no server could be measured, 2 for bad options, 130 after Ctrl-C (measured rounds are kept)."""
 
-
-class PeersBench(Bench):
     verb = "peers"
+    options_type = PeersOptions
+    description = "Compare servers on the same weights, one after the other under the same load."
     metrics = report.METRICS
     columns = (
         *(Column("server", "server"), Column("in flight", "concurrency", "d")),
@@ -128,7 +124,6 @@ class PeersBench(Bench):
 
     def __init__(self, options: PeersOptions) -> None:
         super().__init__(options)
-        self._options = options
         self._load = Load(
             concurrency=options.concurrency,
             num_requests=options.num_requests,
@@ -140,7 +135,8 @@ class PeersBench(Bench):
         self._done = 0
 
     def measure(self) -> None:
-        options = self._options
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # no server may outlive this process
+        options = self.options
         self._peers = self._make_peers()
         with tempfile.TemporaryDirectory() as scratch, _stopping(self._peers):
             folder, began = options.output or Path(scratch), time.perf_counter()
@@ -159,14 +155,14 @@ class PeersBench(Bench):
             raise BenchFailedError("no server could be measured")
 
     def cells(self) -> list[dict[str, Any]]:
-        return report.summarize([peer.plain() for peer in self._peers], self._options.seed)
+        return report.summarize([peer.plain() for peer in self._peers], self.options.seed)
 
     def result(self, error: str | None) -> dict[str, Any]:
         self.facts = {
             "load": asdict(self._load),
             "rounds": self._done,
-            "rounds_asked": self._options.rounds,
-            "seed": self._options.seed,
+            "rounds_asked": self.options.rounds,
+            "seed": self.options.seed,
             "check_prompts": list(CHECK_PROMPTS),
             "peers": [peer.plain() for peer in self._peers],
         }
@@ -194,12 +190,12 @@ class PeersBench(Bench):
         """Servers whose programs are missing have a fault from the beginning."""
         peers: list[Peer] = []
         setup: Setup | None = None
-        for word in self._options.servers:
+        for word in self.options.servers:
             name, equals, url = word.partition("=")
             if equals and name and url:
                 peers.append(Peer(arm=Arm(name=name, numbers="its own", url=url.rstrip("/"))))
                 continue
-            setup = setup or _make_setup(self._options)
+            setup = setup or _make_setup(self.options)
             try:
                 peers.append(Peer(arm=make_arm(word, setup)))
             except NotInstalledError as error:
@@ -220,7 +216,7 @@ class PeersBench(Bench):
             try:
                 if peer.arm.command:
                     peer.process = PeerProcess(peer.arm.command, peer.arm.env, log=folder / f"{peer.file_name}.log")
-                    peer.process.wait_ready(peer.arm.health, self._options.start_timeout)
+                    peer.process.wait_ready(peer.arm.health, self.options.start_timeout)
                 peer.answers = greedy_answers(peer.url, peer.arm.model)
                 reference = reference or peer.answers
                 compare_answers(reference, peer.answers)
@@ -248,7 +244,7 @@ class PeersBench(Bench):
         result = bench_serve(
             peer.url,
             self._load,
-            seed=self._options.seed + number,
+            seed=self.options.seed + number,
             output=folder,
             label=peer.file_name,
             flags=peer.arm.bench_flags,

@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 
 from tightwire.bench.client import BenchClient, Prompt
-from tightwire.bench.options import parse_options
 from tightwire.bench.report.environment import without_password
 from tightwire.bench.report.page import Item, ecdf, lines
 from tightwire.bench.report.table import Column, Metric, Row, Table
@@ -37,14 +36,12 @@ _WITHOUT = {
 STARTUP_METRIC = re.compile(r"^tightwire_startup_seconds(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0, 1 when there is nothing usable or a load was cut short, 2 for bad options, 130 after Ctrl-C."""
-    description = "Put load on a running OpenAI-compatible server, Tightwire or another, and measure at the client."
-    return ServeBench(parse_options(ServeBenchOptions, argv, verb="serve", description=description)).run()
+class ServeBench(Bench[ServeBenchOptions]):
+    """Exit codes: 0, 1 when there is nothing usable or a load was cut short, 2 for bad options, 130 after Ctrl-C."""
 
-
-class ServeBench(Bench):
     verb = "serve"
+    options_type = ServeBenchOptions
+    description = "Put load on a running OpenAI-compatible server, Tightwire or another, and measure at the client."
     metrics = (
         *(Metric(name=name, unit="ms", scale=1e3) for name in ("ttft_s", "tpot_s", "e2e_s")),
         Metric(name="itl_s", unit="ms", scale=1e3, decides=False),
@@ -54,12 +51,10 @@ class ServeBench(Bench):
 
     def __init__(self, options: ServeBenchOptions) -> None:
         super().__init__(options)
-        self._options = options
-        self._cells: list[dict[str, Any]] = []
         self._running: LoadRun | None = None
 
     def measure(self) -> None:
-        options = self._options
+        options = self.options
         workload = options.make_workload()
         remote = connect(options.url, model=options.model, api_key=options.api_key)
         self.facts = {
@@ -82,9 +77,6 @@ class ServeBench(Bench):
         if failure := self._failure():
             raise BenchFailedError(failure)
 
-    def cells(self) -> list[dict[str, Any]]:
-        return self._cells
-
     def csv(self, result: Mapping[str, Any]) -> Table:
         """A row for each request."""
         rows = [{"load": cell["name"], **raw} for cell in result["cells"] for raw in cell["raw"]]
@@ -96,13 +88,13 @@ class ServeBench(Bench):
         return f"{server['model']} under load", f"{server['url']}, {workload['name']} prompts, {loads}"
 
     def sections(self, result: Mapping[str, Any]) -> list[Item]:
-        cells, limits = result["cells"], self._options.slo
+        cells, limits = result["cells"], self.options.slo
         notes = [f"{cell['name']}: {text}" for cell in cells for text in warnings_of(cell)]
         rates = replace(rate_table(cells), note=". ".join([*_describe_limits(limits), *notes]))
         return [*_plots(cells, limits), rates, replace(latency_table(cells), title="Latencies in milliseconds")]
 
     async def _measure(self, remote: Remote, workload: Workload) -> None:
-        options = self._options
+        options = self.options
         async with BenchClient(remote, timeout_s=options.timeout_s, extra_body=options.body()) as client:
             trial = _trial(options.endpoint, workload)
             body, refused = await send_accepted_fields(client, options.body(), trial)
@@ -123,7 +115,7 @@ class ServeBench(Bench):
     async def _measure_load(
         self, client: BenchClient, run: LoadRun, warmups: Sequence[Prompt], prompts: Sequence[Prompt]
     ) -> None:
-        seed = self._options.seed
+        seed = self.options.seed
         warm = LoadRun(load=run.load, num_requests=len(warmups))
         task = self.progress.add_task(f"{run.load.name}, warm-up", total=len(warmups))
         if warmups:
@@ -136,16 +128,16 @@ class ServeBench(Bench):
             if run.stopped is None and run.samples[-1].error:
                 run.stopped = self._why_unreachable()
         self.progress.remove_task(task)
-        full_length = self._options.generates_full_length
+        full_length = self.options.generates_full_length
         self._close(run, [prompt.max_tokens for prompt in prompts] if full_length else None)
 
     def _close(self, run: LoadRun, expected_generated: Sequence[int] | None) -> None:
         self._running = None
-        cell = summarize(run, self._options.slo, expected_generated)
-        self._cells.append(cell)
+        cell = summarize(run, self.options.slo, expected_generated)
+        self.measured.append(cell)
         self.print_table(latency_table([cell]))
         self.print_table(rate_table([cell]))
-        self.print(*_describe_limits(self._options.slo))
+        self.print(*_describe_limits(self.options.slo))
         for text in warnings_of(cell):
             self.note(text)
         self.print("")
@@ -153,7 +145,7 @@ class ServeBench(Bench):
 
     def _why_unreachable(self) -> str | None:
         """None where the server answers. It may have died too late for many failures in a row."""
-        options = self._options
+        options = self.options
         try:
             connect(options.url, model=options.model, api_key=options.api_key)
         except RemoteError as error:
@@ -161,7 +153,7 @@ class ServeBench(Bench):
         return None
 
     def _failure(self) -> str | None:
-        for cell in self._cells:
+        for cell in self.measured:
             if cell["stopped"]:
                 return f"{cell['name']} stopped early: {cell['stopped']}"
             if not cell["succeeded"]:

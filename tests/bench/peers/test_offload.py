@@ -31,7 +31,7 @@ def test_both_sides_take_turns_and_are_compared(capsys: pytest.CaptureFixture[st
     model, log = make_tiny(tmp_path / "m", num_hidden_layers=4, max_position_embeddings=1024), tmp_path / "orders"
     peer = _executable(tmp_path / "peer", _FAKE.format(python=sys.executable, log=str(log)))
 
-    status = offload.main(
+    status = offload.OffloadBench.main(
         [str(model), "--peer-python", peer, "--batches", "1,2", "--rounds", "3", "--steps", "2", "--threads", "1"]
     )
 
@@ -60,5 +60,5 @@ def test_a_peer_that_does_not_start_is_reported(
     model = make_tiny(tmp_path / "m", num_hidden_layers=4)
     path = str(tmp_path / "none") if peer is None else _executable(tmp_path / "peer", peer)
 
-    assert offload.main([str(model), "--peer-python", path]) == 1
+    assert offload.OffloadBench.main([str(model), "--peer-python", path]) == 1
     assert words in capsys.readouterr().err
