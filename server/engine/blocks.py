@@ -9,7 +9,7 @@ block's key also holds the AllReduce policy, because keys and values depend on t
 requests share only with requests of the same salt, because a client that times answers can detect earlier prompts.
 
 By default only blocks of prompts are cached. Their values are the same bits whatever a prompt is batched with (on a
-CPU, with an AllReduce that guarantees it: docs/architecture.md, "The same text whatever else runs"), so a hit does not
+CPU, with an AllReduce that guarantees it: docs/serving.md, "The same text in every batch"), so a hit does not
 change the answer. Generated tokens may use other kernels and another AllReduce; their blocks are cached only with
 ``prefix_cache`` "all".
 
