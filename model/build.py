@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -9,7 +10,7 @@ from tightwire.comm.group.group import Group
 from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.comm.lane import Lane
 from tightwire.comm.policy.routes import Routes
-from tightwire.model.cache.kv_cache import CacheSource, make_kv_cache
+from tightwire.model.cache.kv_cache import CacheSource, KVCache
 from tightwire.model.cache.offloaded_cache import OffloadedCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
@@ -123,17 +124,16 @@ def build_runner(
 
 
 def _make_cache(config: LlamaConfig, shard: Shard, options: RunnerOptions, device: torch.device) -> CacheSource:
-    sizes = {"num_blocks": options.num_blocks, "block_size": options.block_size}
+    given: dict[str, Any] = {
+        "num_blocks": options.num_blocks,
+        "block_size": options.block_size,
+        "dtype": options.dtype,
+        "device": device,
+    }
     if options.buffer_blocks is None:
-        return make_kv_cache(config, shard, **sizes, dtype=options.dtype, device=device)
+        return KVCache(config, shard, **given)
     return OffloadedCache(
-        config,
-        shard,
-        **sizes,
-        buffer_blocks=options.buffer_blocks,
-        timeout_s=options.fetch_timeout_s,
-        dtype=options.dtype,
-        device=device,
+        config, shard, **given, buffer_blocks=options.buffer_blocks, timeout_s=options.fetch_timeout_s
     )
 
 
@@ -158,9 +158,9 @@ def _load_weights(
 
 def _checked(peers: PartitionPeers | None, plan: WeightPlan) -> PartitionPeers:
     if peers is None:
-        raise ValueError("partitioned weights need the ranks that share them; join them first")
+        raise ValueError("partitioned weights need RankGroups.peers, the ranks that share them")
     if plan.ranks_per_node != peers.at.per_node:
         raise ValueError(
-            f"the plan shares weights among {plan.ranks_per_node} ranks of a node, and {peers.at.per_node} have joined"
+            f"the plan shares weights among {plan.ranks_per_node} ranks of a node, but {peers.at.per_node} joined"
         )
     return peers

@@ -148,7 +148,7 @@ def cuda_capture(pool: Any) -> Capture:
                 result = run()
         except RuntimeError as error:
             raise RuntimeError(
-                f"a decode step could not be captured as a CUDA graph; --no-cuda-graphs captures none: {error}"
+                f"a decode step could not be captured as a CUDA graph; --no-cuda-graphs turns graphs off: {error}"
             ) from error
 
         def replay() -> Tensor:

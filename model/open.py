@@ -68,7 +68,9 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
         return _open_random(model, seed)
     path = Path(model).expanduser()
     if path.is_file():
-        return _open_file(path)
+        if path.suffix == ".gguf":
+            return _open_gguf(path)
+        raise ModelError(f"{path}: is not a .gguf file; for safetensors give the folder that also holds config.json")
     if path.is_dir():
         return _open_folder(path)
     if _REPO_ID.fullmatch(model) and not model.endswith(".gguf"):
@@ -88,12 +90,6 @@ def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:
     if checkpoint.prepared is not None:
         return checkpoint.prepared.formats
     return choose_formats(checkpoint.reader(), checkpoint.config, quantization)
-
-
-def _open_file(path: Path) -> Checkpoint:
-    if path.suffix == ".gguf":
-        return _open_gguf(path)
-    raise ModelError(f"{path}: is not a .gguf file; for safetensors give the folder that also holds config.json")
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -142,7 +138,7 @@ def _open_prepared(folder: Path) -> Checkpoint:
 
     def no_reader() -> CheckpointReader:
         raise ModelError(
-            f"{folder}: is prepared for streaming, cut for its ranks; `tightwire serve {folder} --tp {prepared.tp}` serves it, and "
+            f"{folder}: is a prepared folder, split over {prepared.tp} ranks; `tightwire serve {folder} --tp {prepared.tp}` serves it, and "
             f"everything else needs the original model ({prepared.manifest.model})"
         )
 

@@ -87,7 +87,7 @@ class TensorParallel:
             chosen_R = torch.empty(num, dtype=torch.int32, device=self._group.device)
         elif chosen_R is None or len(chosen_R) < num:
             given = "none" if chosen_R is None else len(chosen_R)
-            raise ValueError(f"the plan defers {num} tokens to the last step, and {given} were given")
+            raise ValueError(f"the plan has {num} deferred tokens, but the last step chose {given}")
         return broadcast(self._group, chosen_R[:num], phase=phase, site="chosen")
 
     def sum_rows(self, partial_TD: Tensor, sums: RowSums | None, *, num_decode_rows: int) -> Tensor:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class PrepareOptions:
     codec: str = "none"  # of the layers' plain matrices
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Job:
     """The contents of the prepared folder, determined before anything is written."""
 
@@ -75,10 +75,6 @@ class _Job:
     @property
     def num_bytes(self) -> int:
         return sum(blob.num_bytes for rank in self.ranks for blob in rank.blobs)
-
-    @property
-    def num_plain_bytes(self) -> int:
-        return sum(layer.num_bytes for rank in self.ranks for layer in (rank.outer, *rank.plain))
 
 
 def prepare(
@@ -114,8 +110,8 @@ def prepare(
         manifest = _write_ranks(job, folder, files, progress)
         if damage := read_back(folder, manifest, progress):
             raise PrepareError(
-                f"{out}: the bytes read back differ from those written, and nothing was kept; is this disk, or memory, "
-                f"faulty? {damage[0]}"
+                f"{out}: the bytes read back differ from those written, so nothing was kept; the disk or the memory may be "
+                f"faulty: {damage[0]}"
             )
         write_manifest(folder, manifest)
     return manifest
@@ -136,15 +132,7 @@ def _plan(checkpoint: Checkpoint, options: PrepareOptions) -> _Job:
     dtype: torch.dtype = getattr(torch, options.dtype)
     ranks = tuple(pack_model(config, shard, formats, dtype, codec) for shard in layout.shards)
     check_codec(options.codec, ranks[0].stored, formats)
-    return _Job(
-        checkpoint=checkpoint,
-        options=options,
-        reader=reader,
-        formats=formats,
-        codec=codec,
-        layout=layout,
-        ranks=ranks,
-    )
+    return _Job(checkpoint, options, reader, formats, codec, layout, ranks)
 
 
 def _write_small_files(job: _Job, folder: Path) -> dict[str, str]:
@@ -171,19 +159,18 @@ def _check_space(folder: Path, num_bytes: int) -> None:
 def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progress) -> Manifest:
     """Write every rank's file and return the manifest, which is not written yet."""
     config, tp = job.checkpoint.config, job.options.tp
-    moved = _meter("prepare", job.num_plain_bytes + job.num_bytes, progress)
+    num_plain_bytes = sum(layer.num_bytes for rank in job.ranks for layer in (rank.outer, *rank.plain))
+    moved = _meter("prepare", num_plain_bytes + job.num_bytes, progress)
     with ExitStack() as stack, torch.inference_mode():
-        writers = [BlobWriter(folder / rank_file_name(rank, tp)) for rank in range(tp)]
-        for writer in writers:
-            stack.callback(writer.close)
-        ranks = [
-            (writer, CheckpointStore(job.reader, config, shard, packed))
-            for writer, shard, packed in zip(writers, job.layout.shards, job.ranks, strict=True)
+        writers = [stack.enter_context(closing(BlobWriter(folder / rank_file_name(rank, tp)))) for rank in range(tp)]
+        stores = [
+            CheckpointStore(job.reader, config, shard, packed)
+            for shard, packed in zip(job.layout.shards, job.ranks, strict=True)
         ]
-        for writer, own in ranks:
+        for writer, own in zip(writers, stores, strict=True):
             writer.append(own.read_outer(_CPU, moved), moved)
         for layer in range(config.num_layers):
-            for writer, own in ranks:
+            for writer, own in zip(writers, stores, strict=True):
                 buffer = page_aligned(own.packed(layer).num_bytes, _CPU)
                 writer.append(own.pack(layer, buffer, moved), moved)
         for writer in writers:
@@ -228,4 +215,4 @@ def _disk_errors(out: Path) -> Iterator[None]:
             )
         else:
             reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-        raise PrepareError(f"{out}: cannot be written, and nothing was kept: {reason}") from None
+        raise PrepareError(f"{out}: cannot be written, so nothing was kept: {reason}") from None

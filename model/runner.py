@@ -62,7 +62,7 @@ class ModelRunner:
             ``plan.num_candidates`` all but the largest may be minus infinity. With ``plan.gather_sizes`` the rows are
             those of all replicas.
         """
-        hidden_TD = self._hidden(plan, chosen_R)
+        hidden_TD = self._run_layers(plan, chosen_R)
         rows_R = ints(plan.logit_rows)
         if plan.gather_sizes:
             assert self.logits_gather is not None, "a plan of several replicas, and there is one"
@@ -74,11 +74,11 @@ class ModelRunner:
             return None
         return self._model.logits(hidden_TD[self._to_device(rows_R)], plan.num_candidates, plan.phase)
 
-    def _hidden(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
+    def _run_layers(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
         """Return (T, D) after the last layer; None if the plan has no tokens."""
         if not plan.token_ids:
             if self.lockstep:
-                self._walk()
+                self._fetch_every_layer()
             return None
         arrays = self.cache.begin(StepArrays.from_plan(plan, self.cache.block_size))
         num_chosen = num_deferred(arrays.token_ids_T)
@@ -88,7 +88,7 @@ class ModelRunner:
         parts = [self._batch(part, plan.policy, chosen_R) for part in self._parts(arrays)]
         return self._model.forward(*parts, lane=self._lane if len(parts) > 1 else None)
 
-    def _walk(self) -> None:
+    def _fetch_every_layer(self) -> None:
         """Fetch and release every layer without computing."""
         for span in self.weights.spans:
             for index in span:

@@ -18,7 +18,7 @@ from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.kernels.norm import rms_norm
 from tightwire.kernels.packed import dequantize
-from tightwire.model.cache.kv_cache import make_kv_cache
+from tightwire.model.cache.kv_cache import KVCache
 from tightwire.model.layout import make_layout
 from tightwire.model.llama import Llama
 from tightwire.model.open import Checkpoint
@@ -72,7 +72,7 @@ class ThreadRanks:
         for group in self._groups:
             self._stack.callback(group.close)
         self._caches = [
-            make_kv_cache(
+            KVCache(
                 self._config,
                 shard,
                 num_blocks=num_sequences * self._blocks_each,

@@ -61,8 +61,8 @@ def _check(q_THE: Tensor, k_cache_NKPE: Tensor, scale: float, num_decode_rows: i
         raise ValueError(f"attention on a GPU needs q in the caches' {k_cache_NKPE.dtype}, got {q_THE.dtype}")
     if head_dim > _MAX_HEAD_DIM or per_kv_head > _MAX_HEADS_PER_KV_HEAD:
         raise ValueError(
-            f"attention on a GPU takes heads of at most {_MAX_HEAD_DIM} numbers and {_MAX_HEADS_PER_KV_HEAD} query heads "
-            f"a KV head, got {head_dim} and {per_kv_head}"
+            f"attention on a GPU supports heads of at most {_MAX_HEAD_DIM} numbers and {_MAX_HEADS_PER_KV_HEAD} query heads "
+            f"per KV head, got {head_dim} and {per_kv_head}"
         )
     if not scale > 0 or not 0 <= num_decode_rows <= num_tokens:
         raise ValueError(

@@ -65,7 +65,7 @@ def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
     _check_bytes(buf, fmt, num_elems)
     _check_numbers(sum_N)
     if sum_N.dtype != torch.float32:
-        raise ValueError(f"a sum is float32, got {sum_N.dtype}")
+        raise ValueError(f"sum_N must be float32, got {sum_N.dtype}")
     plan = TilePlan(fmt)
     if num_elems:
         launch(
@@ -126,7 +126,7 @@ def _check_numbers(x_N: Tensor) -> None:
 def _check_bytes(buf: Tensor, fmt: BlockFormat, num_elems: int) -> None:
     if buf.dtype != torch.uint8 or not buf.is_contiguous() or buf.numel() != fmt.encoded_bytes(num_elems):
         raise ValueError(
-            f"{num_elems} numbers are {fmt.encoded_bytes(num_elems)} contiguous bytes of uint8 in this format; "
+            f"{num_elems} numbers need {fmt.encoded_bytes(num_elems)} contiguous bytes of uint8 in this format; "
             f"got {buf.numel()} of {buf.dtype}"
         )
 

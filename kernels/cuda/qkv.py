@@ -83,7 +83,9 @@ def _check(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tens
         or strides[1:] != (tokens_per_block * head_dim, head_dim, 1)
         or v_cache.stride() != strides
     ):
-        raise ValueError("rotate_and_cache needs caches alike, and contiguous heads, angles, cache blocks and slots")
+        raise ValueError(
+            "rotate_and_cache needs caches of the same layout, and contiguous heads, angles, cache blocks and slots"
+        )
 
 
 @triton.jit

@@ -67,12 +67,12 @@ def check_attention(
         )
     if q.dtype not in NUMBERS or k_cache.dtype not in NUMBERS or v_cache.dtype != k_cache.dtype:
         raise ValueError(
-            f"attention supports {', '.join(map(str, NUMBERS))}, one for both caches; "
+            f"attention supports {', '.join(map(str, NUMBERS))}, the same for both caches; "
             f"got q {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}"
         )
     if q.stride(2) != 1 or strides[1:] != (tokens_per_block * head_dim, head_dim, 1) or v_cache.stride() != strides:
         raise ValueError(
-            "attention needs the numbers of a head contiguous, each cache block contiguous, and both caches alike; "
+            "attention needs contiguous heads, contiguous cache blocks, and caches of the same layout; "
             f"got strides q {q.stride()}, caches {strides} and {v_cache.stride()}"
         )
     num_seqs = table.shape[0]

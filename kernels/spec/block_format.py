@@ -53,9 +53,9 @@ class BlockFormat:
         if self.group_elems not in _GROUPS:
             raise ValueError(f"group_elems must be one of {list(_GROUPS)}, got {self.group_elems}")
         if self.spikes and (self.symmetric or self.hadamard or self.bits not in _SPIKE_BITS):
-            raise ValueError(f"spikes are for asymmetric, unrotated codes of {_SPIKE_BITS} bits")
+            raise ValueError(f"spikes need asymmetric codes of {_SPIKE_BITS} bits without hadamard")
         if self.float8 and (self.bits != 8 or self.symmetric or self.hadamard or self.spikes):
-            raise ValueError("float8 codes have 8 bits, and no further option")
+            raise ValueError("float8 needs 8 bits, without symmetric, hadamard or spikes")
 
     @property
     def plane_bits(self) -> tuple[int, ...]:

@@ -91,9 +91,7 @@ def quantize(x_OD: Tensor, packed: PackedFormat) -> PackedMatrix:
         least, offset = -most, 0 if packed.bits == 8 else 8
     scale_OG1 = _float16_at_least(reach_OG1 / most)
     if not bool((scale_OG1.isfinite() & minimum_OG1.isfinite()).all()):
-        raise ValueError(
-            f"{packed.name} keeps scales as float16; these numbers are too large for that, infinite or NaN"
-        )
+        raise ValueError(f"{packed.name} stores scales as float16; these numbers are too large, infinite or NaN")
     codes_OGN = ((x_OGN - minimum_OG1.float()) / scale_OG1.float()).round().clamp_(least, most)
     codes_OGN = codes_OGN.nan_to_num_(0.0).add_(offset)  # 0 / 0 where all are zero, or equal to the minimum
     if packed.bits == 8:

@@ -1,6 +1,5 @@
 """The paged KV cache of one rank: fixed-size blocks of P tokens, addressed through block tables."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -61,7 +60,6 @@ class CacheSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class KVCache:
     """``CacheSource`` with all layers on the device; blocks are never moved or copied.
 
@@ -69,53 +67,33 @@ class KVCache:
     contiguous, because attention kernels read it as a unit.
     """
 
-    layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values (N, local_K, P, E)
+    layers_at_a_time = None
 
-    @property
-    def num_blocks(self) -> int:
-        return self._first.shape[0]
-
-    @property
-    def block_size(self) -> int:
-        return self._first.shape[2]
-
-    @property
-    def block_stride(self) -> int:
-        return self._first.stride(0)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._first.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._first.device
-
-    @property
-    def layers_at_a_time(self) -> None:
-        return None
+    def __init__(
+        self,
+        config: LlamaConfig,
+        shard: Shard,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate the whole cache. On a CPU, pages take no physical memory until they are first written."""
+        shape = (config.num_layers, num_blocks, shard.local_kv_heads, block_size, config.head_dim)
+        keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        self.num_blocks, self.block_size, self.dtype, self.device = num_blocks, block_size, dtype, device
+        self.block_stride = keys.stride(1)
+        self._layers = tuple(zip(keys.unbind(), values.unbind(), strict=True))
 
     def begin(self, step: StepArrays) -> StepArrays:
         return step
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.layers[index]
+        return self._layers[index]
 
     def release(self, index: int) -> None:
         """Does nothing: all layers stay on the device."""
 
     def close(self) -> None:
         """Does nothing: there are no threads."""
-
-    @property
-    def _first(self) -> Tensor:
-        return self.layers[0][0]
-
-
-def make_kv_cache(
-    config: LlamaConfig, shard: Shard, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> KVCache:
-    """Allocate the whole cache. On a CPU, pages take no physical memory until they are first written."""
-    shape = (config.num_layers, num_blocks, shard.local_kv_heads, block_size, config.head_dim)
-    keys, values = (torch.empty(shape, dtype=dtype, device=device).unbind() for _ in range(2))
-    return KVCache(layers=tuple(zip(keys, values, strict=True)))

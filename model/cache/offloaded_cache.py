@@ -102,7 +102,7 @@ class OffloadedCache:
         renamed, blocks = gather_blocks(step, self.block_size)
         blocks_N, read_I, written_J = blocks.blocks_N, blocks.read_I, blocks.written_J
         if len(blocks_N) > self.num_blocks:
-            raise ValueError(f"a step needs {len(blocks_N)} cache blocks; there is room for {self.num_blocks}")
+            raise ValueError(f"a step needs {len(blocks_N)} cache blocks, but only {self.num_blocks} fit on the device")
         fetch, save = runs_of(blocks_N[read_I], read_I), runs_of(written_J, blocks_N[written_J])
         self._steps.put(_Moves(torch.from_numpy(fetch), torch.from_numpy(save)))
         return renamed
@@ -136,7 +136,7 @@ class OffloadedCache:
         try:
             buffer = self.pool.use(index, self._timeout_s)
         except TimeoutError as error:
-            raise CacheError(f"keys and values of layer {index} do not come from the host: {error}") from None
+            raise CacheError(f"keys and values of layer {index} did not arrive from the host: {error}") from None
         self._waited_s += time.perf_counter() - start_s
         return buffer.number
 

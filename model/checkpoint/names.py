@@ -75,4 +75,4 @@ def check_tensors(reader: CheckpointReader, config: LlamaConfig) -> None:
     for name, want in expected_tensors(config):
         found = reader.shape(name)
         if found != want:
-            raise ModelError(f"tensor {name} has shape {found}, but the model's configuration asks for {want}")
+            raise ModelError(f"tensor {name} has shape {found}, but the model's configuration requires {want}")

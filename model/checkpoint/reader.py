@@ -110,7 +110,7 @@ class WeightFile:
                 raise ModelError(f"{self.path}: cannot be read at {offset + done}: {error.strerror}") from None
             if got == 0:
                 raise ModelError(
-                    f"{self.path}: ends at {offset + done}, {len(out_B) - done} bytes early; was it truncated since it was opened?"
+                    f"{self.path}: ends at {offset + done}, {len(out_B) - done} bytes early; it may have been truncated after it was opened"
                 )
             done += got
 

@@ -139,7 +139,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         raise ModelError(f"{path}: its safetensors header is damaged: {error!r}") from None
     want = 8 + header_bytes + max(ends, default=0)
     if want > file.size:
-        raise ModelError(f"{path}: truncated: {file.size} of {want} bytes; fetch it again")
+        raise ModelError(f"{path}: truncated: {file.size} of {want} bytes; download it again")
     return entries
 
 
@@ -148,5 +148,5 @@ def _entry(path: Path, file: WeightFile, data_start: int, name: str, info: dict[
     begin, end = info["data_offsets"]
     entry = _Entry(file, info["dtype"], tuple(info["shape"]), data_start + begin)
     if entry.dtype in _DTYPES and (begin < 0 or end - begin != math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize):
-        raise ModelError(f"{path}: tensor {name} says {entry.shape} {entry.dtype}, but its place is {begin}..{end}")
+        raise ModelError(f"{path}: tensor {name} is {entry.shape} {entry.dtype}, but has bytes {begin} to {end}")
     return entry

@@ -63,7 +63,7 @@ def check_place(out: Path, check_replaced: Callable[[Path], object]) -> None:
         ModelError: ``whole_folder`` cannot create ``out`` here.
     """
     if not out.parent.is_dir():
-        raise ModelError(f"{out}: there is no folder {out.parent}; make it first")
+        raise ModelError(f"{out}: the folder {out.parent} does not exist; create it first")
     if out.is_dir():
         if os.path.ismount(out):
             raise ModelError(f"{out}: is a mount point; give a folder inside it, such as {out / 'model'}")
@@ -72,7 +72,7 @@ def check_place(out: Path, check_replaced: Callable[[Path], object]) -> None:
     elif os.path.lexists(out):
         raise ModelError(f"{out}: exists and is not a folder; give another name")
     if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise ModelError(f"{out.parent}: is not writable; give another place")
+        raise ModelError(f"{out.parent}: is not writable; choose another folder")
 
 
 def _remove_leftovers(out: Path, say: Callable[[str], object]) -> None:
@@ -87,11 +87,11 @@ def _remove_leftovers(out: Path, say: Callable[[str], object]) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ModelError(
-                f"{out}: is being made by another process, in {path.name}; wait for it, or give another name"
+                f"{out}: is being written by another process, in {path.name}; wait for it, or give another name"
             ) from None
         else:
             shutil.rmtree(path, ignore_errors=True)
-            say(f"removed {path}, an unfinished leftover")
+            say(f"removed {path}, which an earlier run left unfinished")
         finally:
             os.close(lock)
 

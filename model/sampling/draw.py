@@ -93,7 +93,7 @@ def draw(logits_RV: Tensor, best_R: Tensor, filters: Filters, uniform_R: Tensor,
     uniform_R1 = uniform_R[:, None]
     if filters.top_k_R1 is None:
         up_to_RV = weights_RV.cumsum(-1)
-        ids_R1 = _land(up_to_RV, up_to_RV[:, -1:], uniform_R1)
+        ids_R1 = _pick(up_to_RV, up_to_RV[:, -1:], uniform_R1)
     else:
         vocab_size = logits_RV.shape[1]
         descending_V = torch.arange(_ID_MASK, _ID_MASK - vocab_size, -1, device=logits_RV.device)
@@ -133,7 +133,7 @@ def _draw_sorted(
     # Keep a token if those before it have not reached the wanted mass. This gives the smallest set with mass >= top_p.
     kept_RC = (up_to_RC - weights_RC).double() < wanted_R1
     num_kept_R1 = torch.minimum(kept_RC.sum(-1, keepdim=True), filters.top_k_R1).clamp_(1, width)
-    place_R1 = _land(up_to_RC, up_to_RC.gather(1, num_kept_R1 - 1), uniform_R1).clamp_(max=width - 1)
+    place_R1 = _pick(up_to_RC, up_to_RC.gather(1, num_kept_R1 - 1), uniform_R1).clamp_(max=width - 1)
     ids_R1 = _ID_MASK - (keys_RC.gather(1, place_R1) & _ID_MASK)
     if width < vocab_size and not waits:
         return torch.where(settled_R1, ids_R1, UNSETTLED)
@@ -165,7 +165,7 @@ def largest_keys(keys_RV: Tensor, width: int) -> Tensor:
     return keys_RV.sort(-1, descending=True).values
 
 
-def _land(up_to_RC: Tensor, mass_R1: Tensor, uniform_R1: Tensor) -> Tensor:
+def _pick(up_to_RC: Tensor, mass_R1: Tensor, uniform_R1: Tensor) -> Tensor:
     """Return the index of the first entry whose running sum exceeds ``uniform * mass``; its weight is never 0."""
     target_R1 = torch.minimum((uniform_R1 * mass_R1.double()).long(), mass_R1 - 1)
     return torch.searchsorted(up_to_RC, target_R1, right=True)

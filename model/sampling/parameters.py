@@ -5,7 +5,7 @@ effect to the sampler. The body's field is copied by name.
 """
 
 import enum
-from typing import Annotated, get_type_hints
+from typing import Annotated, Protocol, get_type_hints
 
 import msgspec
 
@@ -61,6 +61,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_tokens(self) -> bool:
         return _any_set(self, _NEED_TOKENS)
+
+
+class SamplingRow(Protocol):
+    """The fields of a sequence that the sampler reads. Rows are compared by identity."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]  # banned until min_tokens tokens are generated
+    token_ids: list[int]  # prompt, then output
+    num_prompt_tokens: int
 
 
 # As in vLLM: below this temperature only the largest float32 logit keeps a nonzero probability.

@@ -5,29 +5,20 @@ Cost: 5 V bytes per sequence with penalties (246 KB for SmolLM2, 641 KB for Llam
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.sampling.parameters import SamplingRow
 
 _CPU_ROWS = 8  # temporaries fit in the CPU cache
-
-
-class PenalizedRow(Protocol):
-    """The fields of a sequence that penalties use. Rows are compared by identity."""
-
-    params: SamplingParams
-    token_ids: list[int]  # prompt, then output
-    num_prompt_tokens: int
 
 
 @dataclass(slots=True)
 class _Counts:
     """Token counts of one sequence."""
 
-    row: PenalizedRow  # kept alive, so that no other object gets its id()
+    row: SamplingRow  # kept alive, so that no other object gets its id()
     num_counted: int  # of its token_ids
     count_V: Tensor  # int32, how often each token is in the output
     in_prompt_V: Tensor  # bool
@@ -44,7 +35,7 @@ class PenaltyTables:
     def num_rows(self) -> int:
         return len(self._counts)
 
-    def apply_(self, logits_RV: Tensor, indices: Sequence[int], rows: Sequence[PenalizedRow]) -> None:
+    def apply_(self, logits_RV: Tensor, indices: Sequence[int], rows: Sequence[SamplingRow]) -> None:
         """Penalize in place the rows of ``logits_RV`` at ``indices``, which belong to ``rows``.
 
         For tokens of prompt or output, divide positive logits by repetition_penalty and multiply negative ones by it.
@@ -58,7 +49,7 @@ class PenaltyTables:
             index = torch.tensor(indices[part], device=self._device)
             logits_RV[index] = self._penalize(logits_RV[index], counts[part])
 
-    def release(self, row: PenalizedRow) -> None:
+    def release(self, row: SamplingRow) -> None:
         """Drop the row's counts, if there are any."""
         self._counts.pop(id(row), None)
 
@@ -75,7 +66,7 @@ class PenaltyTables:
         scaled_RV = torch.where(logits_RV > 0, logits_RV / repetition, logits_RV * repetition)
         return torch.where(prompt_RV | used_RV, scaled_RV, logits_RV) - frequency * count_RV - presence * used_RV
 
-    def _update(self, row: PenalizedRow) -> _Counts:
+    def _update(self, row: SamplingRow) -> _Counts:
         counts = self._counts.get(id(row))
         if counts is None:
             counts = self._counts[id(row)] = self._start(row)
@@ -86,7 +77,7 @@ class PenaltyTables:
             counts.num_counted += len(new)
         return counts
 
-    def _start(self, row: PenalizedRow) -> _Counts:
+    def _start(self, row: SamplingRow) -> _Counts:
         in_prompt_V = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
         prompt = torch.tensor(row.token_ids[: row.num_prompt_tokens], dtype=torch.int64, device=self._device)
         in_prompt_V[prompt] = True

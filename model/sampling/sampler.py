@@ -9,7 +9,7 @@ A row's result depends on that row alone (see ``draw``); tests check bit-identit
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,18 +17,9 @@ from torch import Tensor
 
 from tightwire.model.sampling.draw import MAX_VOCAB_SIZE, UNSETTLED, Filters, draw, mix_seed, uniforms
 from tightwire.model.sampling.logprobs import Scoring, TokenScore, score_tokens
-from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.model.sampling.parameters import SamplingParams, SamplingRow
 from tightwire.model.sampling.penalties import PenaltyTables
 from tightwire.model.transfer import Download, upload
-
-
-class SamplingRow(Protocol):
-    """The fields of a sequence that the sampler reads. Rows are compared by identity."""
-
-    params: SamplingParams
-    stop_ids: frozenset[int]  # banned until min_tokens tokens are generated
-    token_ids: list[int]  # prompt, then output
-    num_prompt_tokens: int
 
 
 class Sampled(NamedTuple):
@@ -46,10 +37,20 @@ class Choice:
     row must be sorted first. ``wait`` does that and reports the row in ``late``.
     """
 
-    def __init__(self, ids_R: Tensor, scoring: "_Scored | None", choose_late: "Callable[[], Choice] | None") -> None:
-        """``choose_late``: draws again with sorting, and keeps the logits alive; None if no row can be late."""
+    def __init__(
+        self,
+        ids_R: Tensor,
+        scored_rows: Sequence[int],
+        scoring: Scoring | None,
+        choose_late: "Callable[[], Choice] | None",
+    ) -> None:
+        """
+        Args:
+            scored_rows: the rows of ``scoring``, in its order.
+            choose_late: draws again with sorting, and keeps the logits alive; None if no row can be late.
+        """
         self.ids_R = ids_R
-        self._scoring, self._choose_late = scoring, choose_late
+        self._scored_rows, self._scoring, self._choose_late = scored_rows, scoring, choose_late
         self._download = Download([ids_R])
 
     def wait(self) -> Sampled:
@@ -60,7 +61,7 @@ class Choice:
             return self._choose_late().wait()._replace(late=late)
         scores: list[TokenScore | None] = [None] * len(token_ids)
         if self._scoring is not None:
-            for row, score in zip(self._scoring.rows, self._scoring.scoring.wait(), strict=True):
+            for row, score in zip(self._scored_rows, self._scoring.wait(), strict=True):
                 scores[row] = score
         return Sampled(token_ids, scores)
 
@@ -107,13 +108,12 @@ class Sampler:
             ids_R = greedy_R
             for group in batch.groups:
                 ids_R = group.draw_into(ids_R, processed_RV, best_R, positions_R, waits=waits)
-            scored = None
+            scoring = None
             if batch.scored is not None:
-                target = ids_R[batch.scored].clamp(min=0)
-                scored = _Scored(batch.scored_rows, Scoring(logits_RV[batch.scored], target, batch.top_n))
+                scoring = Scoring(logits_RV[batch.scored], ids_R[batch.scored].clamp(min=0), batch.top_n)
             ids_R = torch.where(best_R.isfinite(), ids_R, -1).int()
             may_be_late = not waits and any(group.filters.top_k_R1 is not None for group in batch.groups)
-            return Choice(ids_R, scored, (lambda: choose(waits=True)) if may_be_late else None)
+            return Choice(ids_R, batch.scored_rows, scoring, (lambda: choose(waits=True)) if may_be_late else None)
 
         return choose(waits=waits)
 
@@ -146,25 +146,15 @@ class Sampler:
             return logits_RV
         logits_RV = logits_RV.clone()
         if batch.bias is not None:
-            logits_RV.index_put_((batch.bias.row, batch.bias.token_id), batch.bias.value, accumulate=True)
+            row_I, token_id_I, value_I = batch.bias
+            logits_RV.index_put_((row_I, token_id_I), value_I, accumulate=True)
         if banned:
-            row, token_id = upload(banned, torch.int64, self._device).unbind(1)
-            logits_RV.index_put_((row, token_id), torch.full((), -torch.inf, device=self._device))
+            row_I, token_id_I = upload(banned, torch.int64, self._device).unbind(1)
+            logits_RV.index_put_((row_I, token_id_I), torch.full((), -torch.inf, device=self._device))
         if batch.penalized:
             rows = [batch.rows[r] for r in batch.penalized]
             self._penalties.apply_(logits_RV, batch.penalized, rows)
         return logits_RV
-
-
-class _Scored(NamedTuple):
-    rows: list[int]
-    scoring: Scoring
-
-
-class _Bias(NamedTuple):
-    row: Tensor
-    token_id: Tensor
-    value: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +230,13 @@ class _Batch:
         )
 
 
-def _bias_tensors(params: list[SamplingParams], device: torch.device) -> _Bias | None:
+def _bias_tensors(params: list[SamplingParams], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return rows, token ids and biases; None if there are none."""
     entries = [(r, token_id, value) for r, p in enumerate(params) for token_id, value in p.logit_bias.items()]
     if not entries:
         return None
     rows, token_ids, values = zip(*entries, strict=True)
-    return _Bias(
+    return (
         upload(rows, torch.int64, device),
         upload(token_ids, torch.int64, device),
         upload(values, torch.float32, device),

@@ -34,7 +34,7 @@ class ChatTemplate:
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
         except jinja2.TemplateError as error:
-            raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from None
+            raise ChatTemplateError(f"the model's chat template rejects these messages: {error}") from None
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
             raise ChatTemplateError(f"the model's chat template fails on these messages: {error!r}") from None
 

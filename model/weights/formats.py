@@ -82,7 +82,7 @@ def _choose(fused: Fused, stored: Sequence[str], quantization: str) -> PackedFor
     if any(name in PACKED_FORMATS for name in stored):
         raise ValueError(
             f"--quantization {quantization}: the file holds {', '.join(fused.names)} in {' and '.join(stored)}, and quantizing "
-            "twice loses accuracy twice; use auto (as the file holds them), none (expanded), or a file in floats"
+            "twice loses accuracy twice; use auto (as the file holds them), none (expanded), or an unquantized file"
         )
     if len(fused.columns) % GROUP_ELEMS:
         raise ValueError(

@@ -54,8 +54,8 @@ def check_codec(codec: str, stored: Iterable[PackedLayer], formats: WeightFormat
     """
     if codec != "none" and all(layer.is_plain for layer in stored):
         raise ValueError(
-            f"{codec} has nothing to encode: the layers' matrices are packed ({formats.name}) and travel as they are; leave "
-            "--weight-codec out, or have them unpacked first with --quantization none"
+            f"{codec} has nothing to encode: the layers' matrices are already packed ({formats.name}); omit "
+            "--weight-codec, or unpack the matrices with --quantization none"
         )
 
 

@@ -57,7 +57,7 @@ class StreamedWeights:
         self._order = [layer for layer in range(len(plain)) if layer not in resident]
         if len(self._order) <= NUM_BUFFERS:
             raise ValueError(
-                f"{NUM_BUFFERS} buffers hold all of {len(self._order)} streamed layers; keep them resident"
+                f"the {NUM_BUFFERS} buffers hold all {len(self._order)} streamed layers; keep them resident"
             )
         self.spans = _spans(len(plain), resident)
         self.fetcher = LayerFetcher(store, plain, self._order, device)
@@ -124,7 +124,7 @@ class StreamedWeights:
 
     def _take(self, index: int) -> int:
         if (due := next(self._turn)) != index:
-            raise RuntimeError(f"streamed layers come in order: {due} is next, and {index} was asked for")
+            raise RuntimeError(f"streamed layers must be requested in order: expected {due}, got {index}")
         start_s = time.perf_counter()
         buffer = self._use(index)
         late_s = self.fetcher.late_since(index, start_s)
@@ -140,7 +140,7 @@ class StreamedWeights:
                 # Other ranks may compute for any length of time. The transport has a deadline, and the server monitors
                 # them.
                 if self.store.others_late(index)[1] < math.inf:
-                    raise WeightsError(f"layer {index} does not come from {self.store.name}: {error}") from None
+                    raise WeightsError(f"layer {index} did not arrive from {self.store.name}: {error}") from None
 
 
 def _spans(num_layers: int, resident: Mapping[int, LayerWeights]) -> tuple[range, ...]:

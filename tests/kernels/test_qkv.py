@@ -74,7 +74,10 @@ def _check_refusals(group: Group) -> None:
         ((qkv, cos[:2], sin, k_cache, v_cache, slots), "needs cos and sin (3, 32) and slots (3,)"),
         ((qkv, cos, sin, k_cache, v_cache.half(), slots), "caches in one of"),
         ((qkv, cos, sin, k_cache, v_cache, slots.long()), "int32 slots"),
-        ((qkv, cos, sin, k_cache, v_cache.transpose(1, 2).contiguous().transpose(1, 2), slots), "caches alike"),
+        (
+            (qkv, cos, sin, k_cache, v_cache.transpose(1, 2).contiguous().transpose(1, 2), slots),
+            "caches of the same layout",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             qkv_triton.rotate_and_cache(*arguments)

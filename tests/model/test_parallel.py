@@ -129,7 +129,7 @@ def test_all_ranks_get_the_tokens_that_rank_0_chose(world_size: int) -> None:
 
 
 def test_a_plan_that_defers_more_tokens_than_were_chosen_is_refused() -> None:
-    with pytest.raises(ValueError, match="defers 4 tokens to the last step, and 3 were given"):
+    with pytest.raises(ValueError, match="4 deferred tokens, but the last step chose 3"):
         run_in_process(1, _last_chosen, 4)
 
 

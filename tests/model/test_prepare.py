@@ -21,7 +21,7 @@ from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.group.group import in_process_groups
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.cache.kv_cache import make_kv_cache
+from tightwire.model.cache.kv_cache import KVCache
 from tightwire.model.checkpoint.errors import ModelError, PrepareError
 from tightwire.model.layout import make_layout
 from tightwire.model.llama import Llama
@@ -80,9 +80,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {  # kind, keys of config.j
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "dtype"), [("plain", "float32"), *((name, "bfloat16") for name in sorted(MODELS))])
 @pytest.mark.parametrize("tp", [1, 2, 3])
-@pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_prepared_folder_holds_the_tensors_that_ranks_load(tmp_path: Path, name: str, tp: int, dtype: str) -> None:
     kind, keys, quantization = MODELS[name]
     model = make_tiny_gguf(tmp_path / "m.gguf", kind, **keys) if kind else make_tiny(tmp_path / "m", **keys)
@@ -155,7 +154,7 @@ def streamed_logits(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> lis
     outer, layers = load_prepared(prepared, 0)
     store = prepared.store(0, verify=True)
     weights = StreamedWeights(outer, {0: layers[0]}, store, prepared.packed(0).plain, CPU, timeout_s=20)
-    cache = make_kv_cache(
+    cache = KVCache(
         prepared.config, prepared.layout.shards[0], num_blocks=8, block_size=16, dtype=torch.float32, device=CPU
     )
     model = Llama(prepared.config, TensorParallel(group, prepared.layout, None), weights, cache, 128)
@@ -270,7 +269,7 @@ def test_a_disk_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "pwrite", failing)
     words = "the disk is full; free some space" if code != errno.EIO else os.strerror(code)
-    with pytest.raises(PrepareError, match=f"out: cannot be written, and nothing was kept: {words}"):
+    with pytest.raises(PrepareError, match=f"out: cannot be written, so nothing was kept: {words}"):
         prepare(checkpoint, tmp_path / "out", PrepareOptions(tp=2))
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 

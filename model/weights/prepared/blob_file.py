@@ -85,12 +85,12 @@ class BlobFile:
             self._scratch = page_aligned(PIECE_BYTES + 2 * PAGE_BYTES, torch.device("cpu")).numpy().data
         return self._scratch
 
-    def expect(self, offset: int, num_bytes: int) -> None:
+    def prefetch(self, offset: int, num_bytes: int) -> None:
         """Start reading this part into the page cache; does nothing if reads are direct."""
         if not self.direct:
             os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
-    def forget(self) -> None:
+    def drop_from_cache(self) -> None:
         """Drop the file from the page cache, so that the next reads come from the disk."""
         os.fsync(self._fd)  # dirty pages would stay in the cache
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -109,7 +109,7 @@ class BlobFile:
             whole = num_bytes - num_bytes % PAGE_BYTES if self.direct and got + num_bytes < len(view) else num_bytes
             if not whole:
                 raise _TemporaryError(
-                    f"{self.path}: ends inside {what}: at byte {offset} {len(view)} bytes were wanted, and {got + num_bytes} came",
+                    f"{self.path}: ends inside {what}: expected {len(view)} bytes at byte {offset}, got {got + num_bytes}",
                     "copy the folder again, or make it again with `tightwire prepare`",
                 )
             got += whole
@@ -119,7 +119,7 @@ class BlobFile:
             return os.preadv(self._fd, [view], offset)
         except OSError as error:
             failure = f"{self.path}: {what}, {len(view)} bytes at byte {offset}: cannot be read: {error.strerror}"
-            advice = "look at the disk with `tightwire prepare --check` and at the kernel's log"
+            advice = "check the folder with `tightwire prepare --check`, and the kernel's log"
             if error.errno in _TEMPORARY:
                 raise _TemporaryError(failure, advice) from None
             raise WeightsError(f"{failure}; {advice}") from None
@@ -211,14 +211,14 @@ def choose_io(asked: str, paths: Sequence[Path], available_bytes: int) -> str:
         ValueError: the file system does not support direct reads, or ``asked`` is unknown.
     """
     if asked not in DISK_IO:
-        raise ValueError(f"reads from a disk are one of {', '.join(DISK_IO)}, got {asked!r}")
+        raise ValueError(f"disk I/O must be one of {', '.join(DISK_IO)}, got {asked!r}")
     if asked == "buffered":
         return asked
     possible = all(reads_direct(path) for path in paths)
     if asked == "direct" and not possible:
         raise ValueError(
-            f"{paths[0].parent}: its file system cannot read around the page cache, so direct reads are not possible; use "
-            "buffered ones, or put the folder on a local disk"
+            f"{paths[0].parent}: its file system does not support direct reads, which bypass the page cache; use "
+            "buffered reads, or put the folder on a local disk"
         )
     large = sum(path.stat().st_size for path in paths) > available_bytes // 2
     return "direct" if possible and (large or asked == "direct") else "buffered"

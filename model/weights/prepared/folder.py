@@ -95,7 +95,7 @@ class DiskStore(LocalStore):
         digest = hashlib.sha256() if layer in self._unverified else None
         read_blob(self._file, self._blobs[layer], f"layer {layer}", into, moved, digest)
         self._unverified.discard(layer)
-        self._expect_next(layer)
+        self._prefetch_next(layer)
         return into
 
     def read_parts(self, layer: int, parts: Sequence[tuple[int, Tensor]], moved: Moved) -> None:
@@ -113,13 +113,13 @@ class DiskStore(LocalStore):
     def close(self) -> None:
         self._file.close()
 
-    def _expect_next(self, layer: int) -> None:
+    def _prefetch_next(self, layer: int) -> None:
         """Start reading the next layer into the page cache before the caller asks for it."""
         if self._last is not None:
             self._next[self._last] = layer
         self._last = layer
         blob = self._blobs[self._next.get(layer, (layer + 1) % len(self._blobs))]
-        self._file.expect(blob.offset, min(PIECE_BYTES, blob.num_bytes))
+        self._file.prefetch(blob.offset, min(PIECE_BYTES, blob.num_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
         for rank, written in enumerate(manifest.ranks):
             wanted = [blob.num_bytes for blob in prepared.packed(rank).blobs]
             if written.shard != cuts_of(layout.shards[rank]) or [b.num_bytes for b in written.blobs] != wanted:
-                raise ValueError(f"rank {rank}'s part is cut differently")
+                raise ValueError(f"rank {rank}'s shard differs")
     except (ValueError, KeyError) as error:
         raise ModelError(
             f"{folder}: {MANIFEST} does not match config.json and this version of Tightwire: {error}; make the folder again "
@@ -231,7 +231,7 @@ def find_damage(folder: Path, manifest: Manifest, moved: Moved = lambda num_byte
             yield str(error)
             continue
         try:
-            file.forget()
+            file.drop_from_cache()
             for what, blob in zip(
                 [_OUTER, *map("layer {}".format, range(len(written.layers)))], written.blobs, strict=True
             ):

@@ -112,4 +112,6 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return msgspec.json.decode(body, type=Manifest)
     except msgspec.DecodeError as error:
-        raise ModelError(f"{path}: cannot be understood by this version of Tightwire: {error}; {again}") from None
+        raise ModelError(
+            f"{path}: does not have the fields that this version of Tightwire reads: {error}; {again}"
+        ) from None

@@ -19,6 +19,10 @@ def all_formats() -> list[BlockFormat]:
     return formats + [BlockFormat(8, size, float8=True) for size in (32, 64, 128)]
 
 
+def formats_with(group_elems: int) -> list[BlockFormat]:
+    return [fmt for fmt in all_formats() if fmt.group_elems == group_elems]
+
+
 def format_id(fmt: BlockFormat) -> str:
     flags = {"sym": fmt.symmetric, "had": fmt.hadamard, "sr": fmt.spikes, "fp8": fmt.float8}
     return "-".join([f"{fmt.bits}", f"g{fmt.group_elems}", *(name for name, on in flags.items() if on)])

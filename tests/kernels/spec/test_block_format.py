@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.kernels.block_data import all_formats, format_id
+from helpers.kernels.block_data import all_formats
 
 from tightwire.kernels.spec.block_format import BlockFormat
 from tightwire.kernels.spec.block_quant import encode_reference
@@ -31,9 +31,9 @@ def test_bits_on_the_wire(fmt: BlockFormat, bits_per_number: float) -> None:
     assert fmt.encoded_bytes(4096) * 8 == bits_per_number * 4096
 
 
-@pytest.mark.parametrize("fmt", all_formats(), ids=format_id)
-def test_sections_fill_the_message(fmt: BlockFormat) -> None:
-    for num_elems in (0, 1, 127, 128, 1000):
+@pytest.mark.parametrize("num_elems", [0, 1, 127, 128, 1000])
+def test_sections_fill_the_message(num_elems: int) -> None:
+    for fmt in all_formats():
         starts = fmt.section_starts(num_elems)
         assert starts[0] == 0
         assert list(starts) == sorted(starts)
@@ -67,10 +67,10 @@ def test_codes_are_at_the_places_of_the_layout(bits: int, group_elems: int) -> N
     [
         ({"bits": 7}, "bits must be one of [8, 6, 5, 4, 3, 2], got 7"),
         ({"bits": 4, "group_elems": 16}, "group_elems must be one of [32, 64, 128], got 16"),
-        ({"bits": 8, "spikes": True}, "spikes are for"),
-        ({"bits": 4, "spikes": True, "hadamard": True}, "spikes are for"),
-        ({"bits": 4, "float8": True}, "float8 codes have 8 bits"),
-        ({"bits": 8, "float8": True, "symmetric": True}, "float8 codes have 8 bits"),
+        ({"bits": 8, "spikes": True}, "spikes need"),
+        ({"bits": 4, "spikes": True, "hadamard": True}, "spikes need"),
+        ({"bits": 4, "float8": True}, "float8 needs 8 bits"),
+        ({"bits": 8, "float8": True, "symmetric": True}, "float8 needs 8 bits"),
     ],
 )
 def test_options_that_cannot_be_combined_are_refused(options: dict[str, Any], message: str) -> None:

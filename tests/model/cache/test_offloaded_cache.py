@@ -233,7 +233,7 @@ def test_a_step_that_begins_before_the_last_was_saved_is_detected(
     with local_engine(checkpoint, num_blocks=40, max_model_len=256, buffer_blocks=40) as local:
         (cache,) = caches_of(local)
         cache._timeout_s = 0.2
-        with pytest.raises(CacheError, match="do not come from the host: .* is released for 4"):
+        with pytest.raises(CacheError, match="did not arrive from the host: .* is released for 4"):
             continue_prompts(local.engine, PROMPTS, max_tokens=4)
 
 
@@ -270,7 +270,7 @@ def test_a_step_that_needs_more_than_a_buffer_is_refused(checkpoint: Checkpoint)
     with local_engine(checkpoint, num_blocks=40, max_model_len=256, buffer_blocks=16) as local:
         (cache,) = caches_of(local)
         cache.num_blocks = 3
-        with pytest.raises(ValueError, match="a step needs 4 cache blocks; there is room for 3"):
+        with pytest.raises(ValueError, match="a step needs 4 cache blocks, but only 3 fit"):
             continue_prompts(local.engine, PROMPTS[:1], max_tokens=2)
 
 

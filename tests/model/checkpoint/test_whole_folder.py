@@ -111,7 +111,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with whole_folder(out, check_replaced=refuse) as folder:
         fill(folder)
-        with pytest.raises(ModelError, match="is being made by another process"):
+        with pytest.raises(ModelError, match="is being written by another process"):
             whole_folder(out, check_replaced=refuse).__enter__()
         with whole_folder(tmp_path / "other", check_replaced=refuse) as other:
             fill(other)
@@ -129,7 +129,7 @@ def test_files_named_alike_are_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("missing/out", "there is no folder .*missing; make it first"),
+        ("missing/out", "the folder .*missing does not exist; create it first"),
         ("file", "exists and is not a folder"),
         ("/", "is a mount point"),
     ],
@@ -143,7 +143,7 @@ def test_places_that_are_refused(tmp_path: Path, place: str, message: str) -> No
 
 def test_an_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(ModelError, match="is not writable; give another place"):
+    with pytest.raises(ModelError, match="is not writable; choose another folder"):
         whole_folder(tmp_path / "out", check_replaced=refuse).__enter__()
 
 

@@ -17,6 +17,7 @@ class Row:
     params: SamplingParams
     token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
 
 
 def row(prompt: list[int], output: list[int], **kw: Any) -> Row:

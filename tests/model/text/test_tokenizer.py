@@ -108,10 +108,10 @@ def test_templates_render_as_in_transformers(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("template", "named"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        ("{{ raise_exception('roles must alternate') }}", "rejects these messages: roles must alternate"),
         ("{{ messages[0].content + 1 }}", "fails on these messages"),
-        ("{{ messages.append(1) }}", "refuses these messages"),
-        ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "rejects these messages"),
+        ("{{ ''.__class__.__mro__ }}", "rejects these messages"),
         ("{% for %}", "cannot be compiled"),
     ],
 )

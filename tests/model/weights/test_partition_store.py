@@ -201,7 +201,7 @@ def test_a_gather_that_stalls_times_out(tmp_path: Path, monkeypatch: pytest.Monk
                     own.layer(layer)
                     own.release(layer)
             with pytest.raises(
-                WeightsError, match="layer 2 does not come from the parts that ranks 0, 1 keep: no bytes arrived"
+                WeightsError, match="layer 2 did not arrive from the parts that ranks 0, 1 keep: no bytes arrived"
             ):
                 weights[0].layer(2)
         finally:

@@ -259,7 +259,7 @@ def test_a_hanging_source_times_out(checkpoint: Checkpoint, monkeypatch: pytest.
         for weights in streamed_of(local):
             weights._timeout_s = 0.1
         with pytest.raises(
-            WeightsError, match=r"layer 0 does not come from the checkpoint's files: no bytes arrived for 0\.1 s"
+            WeightsError, match=r"layer 0 did not arrive from the checkpoint's files: no bytes arrived for 0\.1 s"
         ):
             continue_prompts(local.engine, PROMPTS, max_tokens=2)
 
@@ -267,11 +267,11 @@ def test_a_hanging_source_times_out(checkpoint: Checkpoint, monkeypatch: pytest.
 def test_layers_out_of_order_and_too_few_are_refused(checkpoint: Checkpoint) -> None:
     with local_engine(checkpoint, weight_plan=plan_for(6, "host")) as local:
         (weights,) = streamed_of(local)
-        with pytest.raises(RuntimeError, match="0 is next, and 3 was asked for"):
+        with pytest.raises(RuntimeError, match="expected 0, got 3"):
             weights.layer(3)
     two = WeightPlan(source="stream", origin="host", streamed=(1, 4))
     with (
-        pytest.raises(ValueError, match="2 buffers hold all of 2 streamed layers"),
+        pytest.raises(ValueError, match="the 2 buffers hold all 2 streamed layers"),
         local_engine(checkpoint, weight_plan=two),
     ):
         pass

@@ -80,7 +80,6 @@ _BIG: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 3072, "num_hidd
     [
         ("checkpoint", "host", "none", "buffered"),
         ("checkpoint", "host", "int4", "buffered"),
-        ("prepared", "disk", "none", "buffered"),
         ("prepared", "disk", "none", "direct"),
         ("prepared", "disk", "int8", "buffered"),
     ],

@@ -91,7 +91,7 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
         (["{tmp}/tiny", "{tmp}/out", "--dtype", "float16"], "--dtype float16: the checkpoint is in bfloat16"),
         (
             ["{tmp}/tiny", "{tmp}/out", "--quantization", "int8", "--weight-codec", "int8"],
-            "int8-g64 has nothing to encode: the layers' matrices are packed (Q8_0)",
+            "int8-g64 has nothing to encode: the layers' matrices are already packed (Q8_0)",
         ),
         (["{tmp}/tiny", "{tmp}/tiny"], "exists and is not a prepared folder"),
         (["{tmp}/tiny", "{tmp}/tiny", "--force"], "exists and is not a prepared folder"),
@@ -160,7 +160,7 @@ def test_what_a_killed_run_leaves_is_neither_opened_nor_kept(
     model = make_tiny(tmp_path / "tiny")
     with preparing(tmp_path) as process:
         assert prepare([str(model), str(out)]) == 2
-        assert f"is being made by another process, in out.partial-{process.pid}" in capsys.readouterr().err
+        assert f"is being written by another process, in out.partial-{process.pid}" in capsys.readouterr().err
         process.kill()
         process.wait(60)
     left = tmp_path / f"out.partial-{process.pid}"
@@ -168,5 +168,5 @@ def test_what_a_killed_run_leaves_is_neither_opened_nor_kept(
     assert prepare(["--check", str(left)]) == 2
     assert "was not finished by `tightwire prepare`" in capsys.readouterr().err
     assert prepare([str(model), str(out)]) == 0
-    assert f"removed {left}, an unfinished leftover" in capsys.readouterr().err
+    assert f"removed {left}, which an earlier run left unfinished" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large.json", "out", "tiny"]
