@@ -95,7 +95,7 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
         ),
         (["{tmp}/tiny", "{tmp}/tiny"], "exists and is not a prepared folder"),
         (["{tmp}/tiny", "{tmp}/tiny", "--force"], "exists and is not a prepared folder"),
-        (["{tmp}/tiny", "{tmp}/none/out"], "make it first"),
+        (["{tmp}/tiny", "{tmp}/none/out"], "create it first"),
         (["--check", "{tmp}/tiny"], "is not a prepared folder"),
         (["--check", "{tmp}/none"], "is not a folder"),
     ],
