@@ -262,7 +262,9 @@ def test_a_hanging_move_times_out(checkpoint: Checkpoint, monkeypatch: pytest.Mo
     with local_engine(checkpoint, num_blocks=40, max_model_len=256, buffer_blocks=40) as local:
         (cache,) = caches_of(local)
         cache._timeout_s = 0.05
-        with pytest.raises(CacheError, match=r"keys and values of layer 0 did not arrive .* no bytes arrived for 0\.05 s"):
+        with pytest.raises(
+            CacheError, match=r"keys and values of layer 0 did not arrive .* no bytes arrived for 0\.05 s"
+        ):
             continue_prompts(local.engine, PROMPTS, max_tokens=2)
 
 
