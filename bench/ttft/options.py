@@ -172,19 +172,19 @@ def find_facts(options: TtftOptions) -> ServerFacts:
             f"--concurrency {max(options.concurrency)} with {longest} tokens each needs {blocks} KV blocks, but there are "
             f"{plan.num_blocks}, so requests would queue; raise --kv-cache-memory"
         )
-    elem_bytes, hidden_size = ELEM_BYTES[plan.dtype], checkpoint.config.hidden_size
+    hidden_size = checkpoint.config.hidden_size
     return ServerFacts(
         config=config,
         dtype=plan.dtype,
         proof=Proof(
             ModelShape(
                 num_layers=checkpoint.config.num_layers,
-                row_bytes=hidden_size * elem_bytes,
+                row_bytes=hidden_size * ELEM_BYTES[plan.dtype],
                 step_tokens=config.engine.max_num_batched_tokens,
                 overlap=plan.overlap,
             ),
             WireFormulas(
-                world_size=parallel.tp, num_nodes=parallel.nodes, wire_nodes=parallel.wire_nodes, elem_bytes=elem_bytes
+                world_size=parallel.tp, num_nodes=parallel.nodes, wire_nodes=parallel.wire_nodes, dtype=plan.dtype
             ),
         ),
         chooser=decision.comm.chooser,

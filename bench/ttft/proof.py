@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+from tightwire.comm.all_reduce.entry import ELEM_BYTES, Setting, Work
 from tightwire.comm.all_reduce.registry import make_all_reduce, parse_all_reduce
-from tightwire.comm.all_reduce.two_shot import two_shot_bytes
 from tightwire.comm.group.nodes import in_process_node_groups
 from tightwire.comm.ledger.counters import Count
-from tightwire.comm.protocols import AllReduce
 from tightwire.model.step_arrays import cut_row
 
 SITES = ("o_proj", "down_proj")  # whose sums an arm chooses
@@ -84,11 +83,12 @@ class WireFormulas:
         wire_nodes: what the emulated wire joins: the nodes, or every rank when there is one node.
     """
 
-    def __init__(self, *, world_size: int, num_nodes: int, wire_nodes: int, elem_bytes: int) -> None:
-        self.world_size, self.wire_nodes, self.elem_bytes = world_size, wire_nodes, elem_bytes
-        self._groups = in_process_node_groups(world_size, num_nodes)
-        self._algorithms = cache(self._make)
-        self.sent = cache(self._sent)
+    def __init__(self, *, world_size: int, num_nodes: int, wire_nodes: int, dtype: str) -> None:
+        self.world_size, self.elem_bytes = world_size, ELEM_BYTES[dtype]
+        self._setting = Setting("process-group", "cpu", world_size, num_nodes, dtype)
+        self._per_node = world_size // wire_nodes
+        self._group = in_process_node_groups(world_size, num_nodes)[0]
+        self.sent = cache(self._sent)  # (name, message bytes): bytes that rank 0 sends
 
     def slack(self, name: str) -> int:
         """Largest difference in bytes between one message and its share of many, because slices are whole groups."""
@@ -102,25 +102,16 @@ class WireFormulas:
         With one rank on a node that is what the rank sends. With several, ranks of all-to-all algorithms send equally to
         all others, and of a ring only a node's last rank sends to the next node.
         """
-        per_node = self.world_size // self.wire_nodes
-        sent = self.sent(name, 0, message_bytes)
-        if per_node == 1 or name in ("ring", "native"):
+        entry, sent = parse_all_reduce(name).entry, self.sent(name, message_bytes)
+        if self._per_node == 1 or entry.neighbours_only:
             return sent
-        if name.startswith("hierarchical"):
-            inside = two_shot_bytes(0, per_node, message_bytes // self.elem_bytes, self.elem_bytes)
-            return per_node * (sent - inside)
+        if entry.needs_nodes:
+            return self._per_node * self._work(name, message_bytes).node_bytes
         return self.all_to_all_crossing(sent)
 
     def all_to_all_crossing(self, sent: float) -> float:
         """Of the ``sent`` bytes of each rank of an all-to-all exchange."""
-        per_node = self.world_size // self.wire_nodes
-        return sent * per_node * (self.world_size - per_node) / (self.world_size - 1)
-
-    def rounds(self, name: str) -> int:
-        """How often the ranks wait for the wire in one message."""
-        if name == "one-shot":
-            return 1
-        return 2 * (self.world_size - 1) if name in ("ring", "native") else 2
+        return sent * self._per_node * (self.world_size - self._per_node) / (self.world_size - 1)
 
     def prompt_use(self, messages: Iterable[Message], gathered_bytes: int) -> WireUse:
         """Of a prompt's AllReduces and the logits gather of its last row, of which a rank sends ``gathered_bytes``."""
@@ -128,14 +119,17 @@ class WireFormulas:
         for message in messages:
             if message.phase == "prefill":
                 crossing += self.crossing(message.algorithm, message.message_bytes)
-                rounds += self.rounds(message.algorithm)
+                work = self._work(message.algorithm, message.message_bytes)
+                rounds += work.node_rounds or work.rounds
         return WireUse(crossing, rounds)
 
-    def _sent(self, name: str, rank: int, message_bytes: int) -> int:
-        return self._algorithms(name)[rank].wire_bytes(message_bytes // self.elem_bytes, self.elem_bytes)
+    def _sent(self, name: str, message_bytes: int) -> int:
+        return make_all_reduce(name, self._group).wire_bytes(message_bytes // self.elem_bytes, self.elem_bytes)
 
-    def _make(self, name: str) -> list[AllReduce]:
-        return [make_all_reduce(name, group) for group in self._groups]
+    def _work(self, name: str, message_bytes: int) -> Work:
+        parsed = parse_all_reduce(name)
+        assert parsed.entry.work is not None, "the policy names an algorithm"
+        return parsed.entry.work(self._setting, message_bytes, *parsed.codecs)
 
 
 class ArmPolicy:
@@ -181,7 +175,7 @@ class Proof:
         expected: dict[tuple[str, str], tuple[int, int, int]] = defaultdict(lambda: (0, 0, 0))
         for name, phase, size in self.messages(policy, cell.prompt_len, output_len):
             calls, message_bytes, sent = expected[name, phase]
-            expected[name, phase] = calls + 1, message_bytes + size, sent + self.formulas.sent(name, 0, size)
+            expected[name, phase] = calls + 1, message_bytes + size, sent + self.formulas.sent(name, size)
         return [
             f"{key[0]} in {key[1]}: {_totals(seen.get(key))}, expected {_totals(expected.get(key))}"
             for key in sorted(seen.keys() | expected.keys())
@@ -210,7 +204,7 @@ class Proof:
                 faults.append(f"{count.algorithm} ran in {count.phase}, but the policy names {sorted(allowed)}")
                 continue
             mean = count.message_bytes // count.calls
-            expected = count.calls * self.formulas.sent(count.algorithm, 0, mean)
+            expected = count.calls * self.formulas.sent(count.algorithm, mean)
             if abs(count.bytes_sent - expected) > count.calls * self.formulas.slack(count.algorithm):
                 faults.append(
                     f"{count.algorithm} in {count.phase} sent {count.bytes_sent} B in {count.calls} calls, but its formula "

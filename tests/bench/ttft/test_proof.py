@@ -12,7 +12,7 @@ from tightwire.comm.ledger.counters import Count
 
 # Rows of 64 numbers, of which int8 makes one group of 128 in two: odd numbers of rows show the rounding.
 SHAPE = ModelShape(num_layers=2, row_bytes=128, step_tokens=5)
-PROOF = Proof(SHAPE, WireFormulas(world_size=2, num_nodes=1, wire_nodes=2, elem_bytes=2))
+PROOF = Proof(SHAPE, WireFormulas(world_size=2, num_nodes=1, wire_nodes=2, dtype="bfloat16"))
 FLASH = ArmPolicy(lines("flash-int8"))
 TWO_SHOT = ArmPolicy(lines("two-shot"))
 ALONE, BESIDE = Cell(prompt_len=7, concurrency=1), Cell(prompt_len=7, concurrency=2)
@@ -20,7 +20,7 @@ ALONE, BESIDE = Cell(prompt_len=7, concurrency=1), Cell(prompt_len=7, concurrenc
 
 def count(algorithm: str, phase: str, *messages: int, op: str = "all_reduce", extra: int = 0) -> Count:
     """Of messages of so many rows each."""
-    sent = sum(PROOF.formulas.sent(algorithm, 0, rows * 128) for rows in messages) + extra
+    sent = sum(PROOF.formulas.sent(algorithm, rows * 128) for rows in messages) + extra
     return Count(op, algorithm, phase, len(messages), sent, sent, 0.1, sum(messages) * 128)
 
 
@@ -97,7 +97,7 @@ def test_where_halves_take_turns_each_has_messages_of_its_own() -> None:
 
 def formulas(world_size: int, nodes: int, wire_nodes: int | None = None) -> WireFormulas:
     return WireFormulas(
-        world_size=world_size, num_nodes=nodes, wire_nodes=nodes if wire_nodes is None else wire_nodes, elem_bytes=2
+        world_size=world_size, num_nodes=nodes, wire_nodes=nodes if wire_nodes is None else wire_nodes, dtype="bfloat16"
     )
 
 
@@ -113,7 +113,7 @@ def test_what_crosses_between_nodes_is_what_the_groups_across_count(name: str) -
 
 def test_flat_algorithms_send_two_thirds_to_the_other_of_two_nodes() -> None:
     wire = formulas(4, 2)
-    assert wire.sent("two-shot", 0, 12_288) == 18_432
+    assert wire.sent("two-shot", 12_288) == 18_432
     assert wire.crossing("two-shot", 12_288) == 2 * 18_432 * 2 / 3
     assert wire.crossing("ring", 12_288) == 18_432
     assert formulas(2, 1, wire_nodes=2).crossing("two-shot", 12_288) == 12_288

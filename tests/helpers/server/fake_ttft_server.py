@@ -109,7 +109,7 @@ class FakeTtftServer(FakeServer):
         for message in self.proof.messages(policy, prompt_len, output_len):
             lies = self.runs_instead is not None and len(self.bodies) > self.runs_instead_from
             algorithm = self.runs_instead or "" if lies else message.algorithm
-            sent = self.proof.formulas.sent(algorithm, 0, message.message_bytes)
+            sent = self.proof.formulas.sent(algorithm, message.message_bytes)
             totals = self._counts.setdefault((algorithm, message.phase), [0, 0, 0])
             for place, amount in enumerate((1, message.message_bytes, sent)):
                 totals[place] += amount
