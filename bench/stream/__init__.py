@@ -1,1 +1,1 @@
-"""Implements ``tightwire bench stream``, which times steps with streamed weights. Start with ``bench``."""
+"""``tightwire bench stream``: times steps with streamed weights. Open ``bench.py`` first."""

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from tightwire.bench.options import parse_options
-from tightwire.bench.ranks import open_replicas
+from tightwire.bench.ranks import RankOptions, open_ranks, open_replicas
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.stream import report
 from tightwire.bench.stream.measure import Answered, Event, measure, measure_shared
 from tightwire.bench.stream.options import ROUNDS, Arm, StreamBenchOptions
-from tightwire.bench.stream.rank import open_stream_ranks
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.model.checkpoint.errors import PrepareError
 from tightwire.model.layout import make_layout
@@ -88,11 +87,9 @@ class StreamBench(Bench):
         options = self._options
         if not self._own:
             return
-        with (
-            self._prepared_folders(checkpoint, tp) as folders,
-            open_stream_ranks(tp, options.device, options.timeout_s) as (ranks, transport),
-        ):
-            self.facts["transports"][tp] = transport
+        chosen = RankOptions(ranks=tp, device=options.device, timeout_s=options.timeout_s)
+        with self._prepared_folders(checkpoint, tp) as folders, open_ranks(chosen) as (ranks, joined):
+            self.facts["transports"][tp] = joined["transport"]
             events = ranks.stream(measure, options, checkpoint.location, folders)
             self._collect(self._new_cells(tp, tp), self._own, events)
 

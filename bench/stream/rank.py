@@ -1,20 +1,14 @@
-"""Starts the ranks of ``bench stream`` and runs steps on them without an engine, all ranks in step."""
+"""Runs steps on one rank of ``bench stream`` without an engine, all ranks in step."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.bench.ranks import RankOptions, open_ranks
 from tightwire.bench.stream.options import Load, StreamBenchOptions
-from tightwire.comm.group.group import Group, open_process_group
-from tightwire.comm.group.local_ranks import LocalRanks, silence_after
+from tightwire.comm.group.group import Group
 from tightwire.comm.group.partition_groups import PartitionPeers
-from tightwire.comm.group.topology import Topology
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import one_for_all
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
@@ -145,28 +139,3 @@ def _plan(
         num_decode_rows=len(token_ids) if is_decode else 0,
         logit_rows=np.cumsum(query_lens) - 1,
     )
-
-
-@contextmanager
-def open_stream_ranks(num_ranks: int, device: str, timeout_s: float) -> Iterator[tuple[LocalRanks, str]]:
-    """Start ranks on this machine; yields them and the name of their transport.
-
-    Raises:
-        ValueError: the machine does not support the options.
-        LocalRankError: the ranks could not join.
-    """
-    if num_ranks > 1:
-        options = RankOptions(ranks=num_ranks, device=device, timeout_s=timeout_s)
-        with open_ranks(options) as (ranks, facts):
-            yield ranks, facts["transport"]
-        return
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device")
-    with LocalRanks(1, partial(open_single_rank, device), silence_s=silence_after(timeout_s)) as ranks:
-        yield ranks, "none"
-
-
-def open_single_rank(device: str, rank: int) -> Group:
-    """The group of one rank, which needs no others."""
-    own = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    return open_process_group(Topology(rank, 1), store=HashStore(), device=own)
