@@ -1,4 +1,4 @@
-// The block codec: kernels/spec/block_quant.py to the byte, whose module docstrings have the arithmetic and the layout.
+// The block codec: the bytes of kernels/spec/block_quant.py, which has the arithmetic; block_format.py has the layout.
 //
 // Of each group the numbers are made as float32, rotated if the format says so, and encoded; or decoded, turned back and
 // stored. A format's bits and group size are template arguments, its other options are looked at once a group.
@@ -111,11 +111,9 @@ struct Plane {
     // Bits `shift` to `shift + BITS` of each code. Bits above the code's may hold anything.
     static void store(char *plane, const I32 *codes, int shift, bool is_last) {
         constexpr int step = is_narrow ? LANES : bytes;
-UNROLL
-        for (int byte = 0; byte < step; byte += LANES) {
+        UNROLL for (int byte = 0; byte < step; byte += LANES) {
             I32 packed = splat_int(0);
-UNROLL
-            for (int at = byte; at < SIZE; at += step) {
+            UNROLL for (int at = byte; at < SIZE; at += step) {
                 I32 field = shift ? shift_right(codes[at / LANES], shift) : codes[at / LANES];
                 if (!is_last || is_narrow) field = field & splat_int(mask);
                 packed = packed | shift_left(field, shifts(at));
@@ -134,8 +132,8 @@ UNROLL
 
 // --- e4m3 floats ----------------------------------------------------------------------------------------------------
 
-// The nearest, ties to even, for numbers from -448 to 448. Down to 2^-6 the exponent is rebased from 127 to 7 and 20 bits
-// of mantissa are rounded off; below, codes count steps of 2^-9, which is what the lowest bit of 2^14 is worth.
+// The nearest, ties to even, for numbers from -448 to 448. Down to 2^-6 the exponent's bias goes from 127 to 7 and 20 bits of
+// mantissa are rounded off; below, codes count steps of 2^-9, the value of the lowest bit of 2^14.
 INLINE I32 to_e4m3(F32 value) {
     I32 bits = bits_of(value), size = bits & splat_int(0x7FFFFFFF);
     I32 sign = shift_right(bits, 24) & splat_int(0x80);
@@ -153,6 +151,20 @@ INLINE F32 from_e4m3(I32 code) {
 
 // --- rotation -------------------------------------------------------------------------------------------------------
 
+template <int... LANE>
+struct Lanes {};
+template <int COUNT, int... LANE>
+struct FirstLanes : FirstLanes<COUNT - 1, COUNT - 1, LANE...> {};
+template <int... LANE>
+struct FirstLanes<0, LANE...> {
+    using type = Lanes<LANE...>;
+};
+using RegLanes = FirstLanes<REG_LANES>;
+// Each lane's value goes to the lane STEP apart.
+template <int STEP, int... LANE>
+INLINE FloatReg partners(FloatReg value, Lanes<LANE...>) {
+    return __builtin_shufflevector(value, value, (LANE ^ STEP)...);
+}
 // a + b and a - b of lanes STEP apart, all over the vector.
 template <int STEP>
 INLINE F32 butterfly(F32 value) {
@@ -164,14 +176,9 @@ INLINE F32 butterfly(F32 value) {
             out.reg[i] = i == first ? value.reg[first] + value.reg[second] : value.reg[first] - value.reg[second];
         }
     } else {
-        IntReg partners;
         FloatReg signs;
-        for (int lane = 0; lane < REG_LANES; lane++) {
-            partners[lane] = lane ^ STEP;
-            signs[lane] = lane & STEP ? -1.0f : 1.0f;
-        }
-        for (int i = 0; i < REGS; i++)
-            out.reg[i] = value.reg[i] * signs + __builtin_shuffle(value.reg[i], partners);
+        for (int lane = 0; lane < REG_LANES; lane++) signs[lane] = lane & STEP ? -1.0f : 1.0f;
+        for (int i = 0; i < REGS; i++) out.reg[i] = value.reg[i] * signs + partners<STEP>(value.reg[i], RegLanes::type());
     }
     return out;
 }
@@ -180,21 +187,17 @@ template <int COUNT>
 static void rotate_vectors(float *numbers, float factor) {
     constexpr int rounds = COUNT == 8 ? 3 : COUNT == 4 ? 2 : 1;
     F32 x[COUNT];
-UNROLL
-    for (int i = 0; i < COUNT; i++)
+    UNROLL for (int i = 0; i < COUNT; i++)
         x[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(numbers + LANES * i)))));
-UNROLL
-    for (int round = 0; round < rounds; round++) {
+    UNROLL for (int round = 0; round < rounds; round++) {
         const int apart = 1 << round;
-UNROLL
-        for (int i = 0; i < COUNT; i++) {
+        UNROLL for (int i = 0; i < COUNT; i++) {
             if (i & apart) continue;
             F32 a = x[i], b = x[i + apart];
             x[i] = a + b, x[i + apart] = a - b;
         }
     }
-UNROLL
-    for (int i = 0; i < COUNT; i++) store(numbers + LANES * i, x[i] * splat(factor));
+    UNROLL for (int i = 0; i < COUNT; i++) store(numbers + LANES * i, x[i] * splat(factor));
 }
 // A group times the Hadamard matrix of its size: entries 1 and -1, not scaled.
 static void rotate(float *numbers, int64_t size, float factor = 1.0f) {
@@ -213,8 +216,7 @@ struct Extremes {
 template <int COUNT>
 INLINE Extremes find_extremes(const F32 *x) {
     F32 low = splat(INFINITE), high = splat(-INFINITE), check = splat(0.0f);
-UNROLL
-    for (int i = 0; i < COUNT; i++) {
+    UNROLL for (int i = 0; i < COUNT; i++) {
         low = minimum(x[i], low), high = maximum(x[i], high);
         check = fma(x[i], splat(0.0f), check);  // NaN from the first infinity or NaN on
     }
@@ -225,8 +227,7 @@ UNROLL
 template <int COUNT>
 INLINE int find_first(const F32 *x, float value) {
     int place = 0;
-UNROLL
-    for (int i = COUNT - 1; i >= 0; i--) {
+    UNROLL for (int i = COUNT - 1; i >= 0; i--) {
         const uint32_t mask = mask_of(x[i] == splat(value));
         place = mask ? LANES * i + __builtin_ctz(mask) : place;
     }
@@ -258,8 +259,7 @@ INLINE void take_spikes(const F32 *x, Extremes &extremes, Spikes &spikes) {
         spikes.values[i] = nearest_bf16(values[i]);
         are_finite = are_finite && (spikes.values[i] & 0x7FFF) < INFINITE_BF16;
     }
-UNROLL
-    for (int i = 0; i < COUNT; i++) {
+    UNROLL for (int i = 0; i < COUNT; i++) {
         I32 places = lane_numbers() + splat_int(LANES * i);
         I32 taken = (places == splat_int(spikes.places[0])) | (places == splat_int(spikes.places[1]));
         others[i] = select(taken, splat(__builtin_nanf("")), x[i]);
@@ -268,61 +268,68 @@ UNROLL
     extremes.are_finite = are_finite;
 }
 
+struct Scaling {
+    uint32_t scale_bits = NAN_BF16, zero_bits = 0;
+    float zero = 0.0f, inverse = 0.0f, top = 0.0f;
+    int level = 0;  // what is added to a code
+};
+// False if the group must decode to NaN: with the scaling as it is then, numbers of 0 get codes of 0.
+template <class Shape>
+INLINE bool choose_scaling(const Extremes &extremes, bool has_zeros, Scaling &scaling) {
+    const float low = extremes.low, high = extremes.high;
+    float zero = 0.0f, span = high > -low ? high : -low;
+    float top = Shape::is_float8 ? FLOAT8_MAX : (float)Shape::max_level;
+    uint32_t zero_bits = 0;
+    if (has_zeros) {
+        zero_bits = bf16_below(low + 0.0f);
+        zero = from_bf16(zero_bits);
+        span = high - zero, top = (float)Shape::max_code;
+    }
+    const float ratio = span / top;
+    const uint32_t scale_bits = bf16_above(ratio > MIN_SCALE ? ratio : MIN_SCALE);
+    const float scale = from_bf16(scale_bits);
+    if (!(extremes.are_finite && top * scale + zero < INFINITE)) return false;
+    scaling = {scale_bits, zero_bits, zero, 1.0f / scale, top, has_zeros ? 0 : Shape::max_level};
+    return true;
+}
+
 template <class Shape>
 static void encode_group(const Message &message, int64_t group, const float *numbers) {
     constexpr int COUNT = Shape::num_vectors;
     F32 x[COUNT];
-UNROLL
-    for (int i = 0; i < COUNT; i++) x[i] = load(numbers + LANES * i);
+    UNROLL for (int i = 0; i < COUNT; i++) x[i] = load(numbers + LANES * i);
     Extremes extremes = find_extremes<COUNT>(x);
     Spikes spikes;
     const bool has_spikes = Shape::may_have_spikes && message.format.spikes;
     if constexpr (Shape::may_have_spikes)
         if (has_spikes) take_spikes<COUNT>(x, extremes, spikes);
-
-    const float low = extremes.low, high = extremes.high;
-    uint32_t zero_bits = 0;
-    float zero = 0.0f, span = high > -low ? high : -low;
-    float top = Shape::is_float8 ? FLOAT8_MAX : (float)Shape::max_level;
-    int level = Shape::max_level;
-    if (message.has_zeros) {
-        zero_bits = bf16_below(low + 0.0f);
-        zero = from_bf16(zero_bits);
-        span = high - zero, top = (float)Shape::max_code, level = 0;
-    }
-    const float ratio = span / top;
-    uint32_t scale_bits = bf16_above(ratio > MIN_SCALE ? ratio : MIN_SCALE);
-    const float scale = from_bf16(scale_bits);
-    float inverse = 1.0f / scale;
-    if (!(extremes.are_finite && top * scale + zero < INFINITE)) {
-        zero = 0.0f, inverse = 0.0f, level = 0;
-        scale_bits = NAN_BF16, zero_bits = 0;
+    Scaling scaling;
+    if (!choose_scaling<Shape>(extremes, message.has_zeros, scaling)) {
         spikes = {{0, 0}, {NAN_BF16, NAN_BF16}};
-UNROLL
-        for (int i = 0; i < COUNT; i++) x[i] = splat(0.0f);
+        UNROLL for (int i = 0; i < COUNT; i++) x[i] = splat(0.0f);
     }
 
-    store_u16(message.scales + 2 * group, scale_bits);
-    if (message.has_zeros) store_u16(message.zeros + 2 * group, zero_bits);
+    store_u16(message.scales + 2 * group, scaling.scale_bits);
+    if (message.has_zeros) store_u16(message.zeros + 2 * group, scaling.zero_bits);
+    if (has_spikes) {
+        for (int i = 0; i < 2; i++) {
+            store_u16(message.spikes + 2 * (i * message.num_groups + group), spikes.values[i]);
+            message.places[i * message.num_groups + group] = (char)spikes.places[i];
+        }
+    }
     I32 codes[COUNT];
-UNROLL
-    for (int i = 0; i < COUNT; i++) {
-        F32 scaled = (x[i] - splat(zero)) * splat(inverse);
-        // Only spikes need be clamped: the roundings of the scale's inverse and of the product stay below half a step.
-        if (has_spikes) scaled = minimum(maximum(scaled, splat(0.0f)), splat(top));
-        codes[i] = Shape::is_float8 ? to_e4m3(scaled) : bits_of(scaled + splat(ROUND_TO_INTEGER)) + splat_int(level);
+    UNROLL for (int i = 0; i < COUNT; i++) {
+        F32 scaled = (x[i] - splat(scaling.zero)) * splat(scaling.inverse);
+        // Only spikes must be clamped: the roundings of the scale's inverse and of the product stay below half a step.
+        if (has_spikes) scaled = minimum(maximum(scaled, splat(0.0f)), splat(scaling.top));
+        I32 rounded = bits_of(scaled + splat(ROUND_TO_INTEGER)) + splat_int(scaling.level);
+        codes[i] = Shape::is_float8 ? to_e4m3(scaled) : rounded;
     }
     using Low = Plane<Shape::low_bits, Shape::size>;
     Low::store(message.low_plane + group * Low::bytes, codes, 0, Shape::high_bits == 0);
     if constexpr (Shape::high_bits > 0) {
         using High = Plane<Shape::high_bits, Shape::size>;
         High::store(message.high_plane + group * High::bytes, codes, Shape::low_bits, true);
-    }
-    if (has_spikes) {
-        for (int i = 0; i < 2; i++) {
-            store_u16(message.spikes + 2 * (i * message.num_groups + group), spikes.values[i]);
-            message.places[i * message.num_groups + group] = (char)spikes.places[i];
-        }
     }
 }
 
@@ -368,8 +375,7 @@ struct CodedGroup {
 template <class Shape>
 static void decode_group(const Message &message, int64_t group, float *numbers) {
     const CodedGroup<Shape> coded(message, group);
-UNROLL
-    for (int at = 0; at < Shape::size; at += LANES) store(numbers + at, coded.numbers(at));
+    UNROLL for (int at = 0; at < Shape::size; at += LANES) store(numbers + at, coded.numbers(at));
     if (Shape::may_have_spikes && message.format.spikes) {
         for (int i = 0; i < 2; i++) {
             // Masked, so that a damaged message writes into the group only.
@@ -396,15 +402,13 @@ INLINE void decode_to_bf16(const CodedGroup<Shape> &coded, char *target) {
         }
         return;
     }
-UNROLL
-    for (int at = 0; at < Shape::size; at += 2 * LANES) {
+    UNROLL for (int at = 0; at < Shape::size; at += 2 * LANES) {
         F32 first = coded.numbers(at), second = coded.numbers(at + LANES);
         __m512i narrow = (__m512i)_mm512_cvtne2ps_pbh((__m512)second.reg[0], (__m512)first.reg[0]);
         _mm512_storeu_si512(target + 2 * at, narrow);
     }
 #else
-UNROLL
-    for (int at = 0; at < Shape::size; at += LANES) BFloat16::store(target + 2 * at, coded.numbers(at));
+    UNROLL for (int at = 0; at < Shape::size; at += LANES) BFloat16::store(target + 2 * at, coded.numbers(at));
 #endif
 }
 
@@ -445,8 +449,7 @@ static void encode_groups(const tw_code_args &args, int64_t start, int64_t stop)
             const int64_t first = group * Shape::size, count = args.num_elems - first;
             const char *source = (const char *)args.numbers + Number::size * first;
             if (count >= Shape::size) {
-UNROLL
-                for (int at = 0; at < Shape::size; at += LANES)
+                UNROLL for (int at = 0; at < Shape::size; at += LANES)
                     store(numbers + at, Number::load(source + Number::size * at));
             } else {
                 for (int64_t at = 0; at < count; at += LANES)
