@@ -238,19 +238,19 @@ typedef float Float4 __attribute__((vector_size(16)));
 // Combines all lanes in one fixed tree: lanes 8 apart, then 4, 2 and 1.
 template <class Combine>
 INLINE float fold(F32 value, Combine combine) {
-    Float4 four;
-    if constexpr (REGS == 1) {
-        auto v = value.reg[0];
-        Float8 low = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
-        Float8 high = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-        Float8 eight = combine(low, high);
-        four = combine(__builtin_shufflevector(eight, eight, 0, 1, 2, 3), __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
-    } else if constexpr (REGS == 2) {
-        Float8 eight = combine(value.reg[0], value.reg[1]);
-        four = combine(__builtin_shufflevector(eight, eight, 0, 1, 2, 3), __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
-    } else {
-        four = combine(combine(value.reg[0], value.reg[2]), combine(value.reg[1], value.reg[3]));
-    }
+#if defined(__AVX512F__)
+    auto v = value.reg[0];
+    Float8 low = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
+    Float8 high = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    Float8 eight = combine(low, high);
+#elif defined(__AVX2__)
+    Float8 eight = combine(value.reg[0], value.reg[1]);
+#endif
+#if defined(__x86_64__)
+    Float4 four = combine(__builtin_shufflevector(eight, eight, 0, 1, 2, 3), __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+#else
+    Float4 four = combine(combine(value.reg[0], value.reg[2]), combine(value.reg[1], value.reg[3]));
+#endif
     four = combine(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
     four = combine(four, __builtin_shufflevector(four, four, 1, 0, 3, 2));
     return four[0];
