@@ -58,9 +58,11 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe(self, num_nodes: int) -> str:
         """One line for the log."""
-        asked = "unlimited" if self.asked_bytes_per_s is None else _rate(self.asked_bytes_per_s)
-        measured = self.measured_bytes_per_s
-        rate = f"{asked} requested" if measured is None else f"{_rate(measured)} measured of {asked}"
+        asked, measured = self.asked_bytes_per_s, self.measured_bytes_per_s
+        if measured is None:
+            rate = f"{_rate(asked)} requested" if asked else "no rate limit"
+        else:
+            rate = f"{_rate(measured)} measured" + (f" of {_rate(asked)}" if asked else "")
         why = f" ({self.reason})" if self.reason else ""
         return f"link {self.name} between {num_nodes} nodes: {rate}, {self.how}{why}"
 

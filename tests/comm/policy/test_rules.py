@@ -29,7 +29,7 @@ def test_a_quarantined_algorithm_is_replaced_by_the_next_best_and_the_reason_say
     policy = Policy((Rule("o_proj", "decode", (choice("one-shot", "two-shot", "ring"),)),))
     (left,) = policy.without({"one-shot": "off by 3"}).choices("o_proj", 0, "decode")
     assert left.algorithms == ("two-shot", "ring")
-    assert "in place of one-shot" in left.reason and "off by 3" in left.reason
+    assert "replaces one-shot" in left.reason and "off by 3" in left.reason
 
 
 def test_bands_that_come_to_the_same_algorithm_are_joined() -> None:
