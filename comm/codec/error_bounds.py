@@ -143,9 +143,8 @@ _MAX_RANKS = 8  # more ranks do not change a relative error
 def relative_rms_error(reduce_codec: Codec, gather_codec: Codec, num_ranks: int) -> float:
     """RMS of (result - exact sum) over RMS of the exact sum, for a two-shot sum with these codecs on its two legs.
 
-    The numbers are Gaussian, with 0.8 % of the channels about 20 times as large, the same channels on every rank.
-    Outliers like these are hard for a group's shared scale. Rounding to the model's dtype is not counted. Cost: a few
-    milliseconds, on the CPU.
+    The numbers are Gaussian, with 0.8 % of the channels about 20 times as large, the same channels on every rank: such
+    outliers are hard for a group's shared scale. Rounding to the dtype is not counted. Cost: a few milliseconds, on the CPU.
     """
     if reduce_codec.exact and gather_codec.exact:
         return 0.0

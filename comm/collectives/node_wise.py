@@ -2,9 +2,6 @@
 
 This is qgZ of ZeRO++ (arXiv 2306.10209, section 3.3): of N ranks on K nodes of L, a plain all-to-all sends L (K-1)/K of a
 tensor out of every node, this one (K-1)/K. Each number is quantized twice, once in each leg, each leg with its own codec.
-
-Any shape and number of elements: slices are those of ``collectives.reduce_scatter``, short or empty ones included. Prepare
-codecs with ``collectives.prepare_codecs``.
 """
 
 from contextlib import nullcontext

@@ -1,14 +1,11 @@
 """All-gather of shards that are encoded once and gathered often into permanent memory: weights during training.
 
 A plain all-gather (``gather_shards``) is one round. Over nodes there are two legs: ``gather_across`` gets the shards of this
-rank's place on every node, ``gather_inside`` shares them inside the node. The first leg's result is 1/L of the tensor. Nodes
-that keep it hold a complete copy, and can gather again without the link between nodes (hpZ of ZeRO++, arXiv 2306.10209).
-Slices are equal: (N,) is W shards of N / W. Every rank gets the same bits either way.
+rank's place on every node, ``gather_inside`` shares them inside the node, so 1/L of the bytes leave a node of L ranks. Nodes
+that keep the first leg's result can gather again without the link between nodes (hpZ of ZeRO++, arXiv 2306.10209).
 
-Nothing is allocated: encoded bytes go to ``room``, (W c(N/W),) uint8 or more; exact ones do too in two legs.
-
-Bytes out of a node of L ranks, with M encoded bytes in all, on K nodes: M (K-1)/K with two legs. In the plain form each of L
-ranks sends its own shard to W - L others: L times as much.
+Slices are equal: (N,) is W shards of N / W. Every rank gets the same bits either way. Nothing is allocated: encoded bytes go
+to ``room``, (W c(N/W),) uint8 or more; exact ones do too in two legs.
 """
 
 from collections.abc import Sequence

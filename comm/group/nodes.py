@@ -38,9 +38,7 @@ def join_nodes(
     interface: str | None = None,
     segment_fd: int | None = None,
 ) -> Group:
-    """Add this rank's subgroups (inside its node and across nodes) to ``group``; return ``group`` if there is one node.
-
-    All ranks of ``group`` call this. Closing the result closes ``group`` and both subgroups.
+    """Add this rank's subgroups (inside its node and across nodes) to ``group``, if there are several nodes. Collective.
 
     Args:
         topology: the one that ``group`` was opened with.
@@ -116,7 +114,7 @@ def renumbered(
 ) -> CommError:
     """Convert ``error`` of a subgroup with these ``ranks``; ``culprits`` are group-wide ranks."""
     return type(error)(
-        f"rank {rank} is without {name_ranks(culprits)} of {world_size}, {where}, where ranks "
+        f"rank {rank} lost {name_ranks(culprits)} of {world_size} {where}; from here on ranks "
         f"{', '.join(map(str, ranks))} are numbered from 0: {error}",
         culprits,
     )
@@ -146,8 +144,7 @@ def run_leg(
     """Call ``fn(...)``, which communicates over ``leg``: one of the groups of ``group.nodes``, or ``group`` itself.
 
     Raises:
-        CommError: the error of the leg's transport, with ranks numbered as in ``group``. It blames the ranks that
-            caused the failure, not ranks that failed because they waited for another.
+        CommError: the error of the leg's transport, which names the ranks that caused it, numbered as in ``group``.
     """
     try:
         return fn(*args, **kwargs)
@@ -177,7 +174,7 @@ def _explain(group: Group, nodes: NodeGroups, leg: Group, error: CommError) -> C
         notes = nodes.notes.exchange(own, grace_s=min(_GRACE_S, _GRACE_SHARE * group.timeout_s))
         others = [rank for rank in range(group.world_size) if rank != group.rank]
         culprits = ranks_at_fault(own, notes, others)
-    where = f"seen {'inside' if leg is nodes.inside else 'across'} nodes"
+    where = f"{'inside' if leg is nodes.inside else 'across'} nodes"
     return renumbered(error, ranks, where, group.rank, group.world_size, culprits)
 
 

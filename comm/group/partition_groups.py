@@ -103,7 +103,7 @@ class PartitionPeers:
         except CommError as error:
             ranks, topology = self.at.inside, self.at.topology
             culprits = [ranks[rank] for rank in error.ranks]
-            where = "with whom it shares weights inside nodes"
+            where = "among the ranks of its node with the same weights"
             raise renumbered(error, ranks, where, topology.rank, topology.world_size, culprits) from error
 
     def close(self) -> None:

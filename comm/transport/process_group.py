@@ -27,8 +27,7 @@ from tightwire.comm.ledger.recording import Begun
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 from tightwire.comm.transport.store_notes import FailureNotes, Note, ranks_at_fault
 
-# The longest wait of a failed rank for the others' notes: the time for a broken connection to propagate around the group,
-# limited to a share of the deadline when that is short.
+# The longest wait of a failed rank for the others' notes.
 _GRACE_S = 1.0
 _GRACE_SHARE = 0.2
 _TIME_SPENT = re.compile(r", [0-9.]+ s$")  # at the end of a description of a running collective

@@ -148,4 +148,4 @@ def test_all_name_the_rank_that_is_gone_not_those_who_miss_it(end: str, shared_m
     assert set(seen) >= {0, 1, 2}
     for rank in (0, 1, 2):
         assert seen[rank].ranks == (BAD_RANK,), f"rank {rank}: {seen[rank]}"
-        assert f"rank {rank} is without rank 3 of 4" in seen[rank].message
+        assert f"rank {rank} lost rank 3 of 4" in seen[rank].message

@@ -111,7 +111,7 @@ def test_a_pass_names_the_missing_rank(end: str, shared_memory: bool, tmp_path: 
         assert isinstance(seen, Seen), seen
         assert seen.ranks == (BAD_RANK,), seen
         assert seen.error == ("CollectiveTimeoutError" if end == "hangs" else "PeerLostError")
-        assert f"rank {rank} is without rank 2 of 3, with whom it shares weights inside nodes" in seen.message
+        assert f"rank {rank} lost rank 2 of 3 among the ranks of its node with the same weights" in seen.message
 
 
 def _close_in_a_gather(group: Group, world: World, work: Work) -> bool:
