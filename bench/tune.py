@@ -5,19 +5,19 @@ Ranks are processes of this machine. Every result is checked; an algorithm with 
 """
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 from rich.console import Console
 
 from tightwire.bench.comm.cells import Cells
-from tightwire.bench.comm.measure import Computed, MeasurePlan, Timed, compute_alone, measure
+from tightwire.bench.comm.measure import MeasurePlan, Timed, compute_alone, measure
 from tightwire.bench.ranks import TRANSPORTS, RankOptions, open_ranks
 from tightwire.bench.report.console import make_console, progress_bar
 from tightwire.bench.report.quiet import OthersWatch
@@ -56,7 +56,7 @@ _MAX_CALLS = 300  # of one algorithm at one size; more do not move the median
 _ROW_STEP = 4  # from one message size to the next
 
 
-class CrowdedError(ValueError):
+class CrowdedError(Exception):
     """Other programs used too much of the machine for the times to be worth keeping."""
 
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
         for measured in measure_all(plan):
             show(console, plan, measured)
             write_tuned(plan.path, plan.host, [measured])
-    except (LocalRankError, OSError, ValueError) as error:
+    except (LocalRankError, CrowdedError, OSError, ValueError) as error:
         sys.stderr.write(f"tightwire tune: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -184,65 +184,53 @@ def measure_all(plan: TunePlan) -> Iterator[Measured]:
         CrowdedError: other programs used too much of the machine.
         ValueError: the only transport does not work.
     """
-    progress = progress_bar()
-    with progress:
-        num_sizes = sum(len(plan.sizes(setting)) for setting in plan.settings)
-        task, done = progress.add_task("starting ranks", total=num_sizes), 0
+    with progress_bar() as progress:
         for setting in plan.settings:
-            sizes = plan.sizes(setting)
-
-            def report(index: float, setting: Setting = setting, done: int = done) -> None:
-                progress.update(task, description=setting.transport, completed=done + index)
-
-            per_size_s = (plan.seconds - _START_S * len(plan.settings)) / num_sizes
+            task = progress.add_task(setting.transport, total=len(plan.sizes(setting)))
             try:
-                yield _measure_setting(setting, plan.request, sizes, per_size_s, report)
-            except CrowdedError:
-                raise
+                yield _measure_setting(plan, setting, partial(progress.update, task))
             except ValueError as error:
                 if len(plan.settings) == 1:
                     raise
                 progress.console.print(f"{setting.transport} is left out: {error}", markup=False, soft_wrap=True)
-            done += len(sizes)
 
 
-def _measure_setting(
-    setting: Setting, request: PolicyRequest, sizes: Sequence[int], per_size_s: float, report: Callable[[float], None]
-) -> Measured:
+def _measure_setting(tune: TunePlan, setting: Setting, update_progress: Callable[..., None]) -> Measured:
     options = RankOptions(
         ranks=setting.world_size, device=setting.device, transport=setting.transport, nodes=setting.num_nodes
     )
-    order = _ends_first(sizes)
+    num_sizes = sum(len(tune.sizes(each)) for each in tune.settings)
     plan = MeasurePlan(
-        algorithms=tuple(Chooser(request, CostModel(setting)).candidates()),
-        sizes=order,
+        algorithms=tuple(Chooser(tune.request, CostModel(setting)).candidates()),
+        sizes=_ends_first(tune.sizes(setting)),
         dtype=setting.dtype,
         repeats=_MAX_CALLS,
-        seconds_per_size=max(_MIN_SECONDS_PER_SIZE, per_size_s),
+        seconds_per_size=max(_MIN_SECONDS_PER_SIZE, (tune.seconds - _START_S * len(tune.settings)) / num_sizes),
         seed=0,
     )
-    cells, computed = Cells(setting.world_size), list[Computed]()
+    cells = Cells(setting.world_size)
     deadline: float | None = None  # set at the first answer, because ranks may compile before it
     with open_ranks(options) as (ranks, _):
         watch = OthersWatch(ranks.pids)
         for rank, event in ranks.stream(measure, plan):
             cells.add(rank, event)
             now = time.monotonic()
-            deadline = deadline or now + _OVERRUN * plan.seconds_per_size * len(order)
+            deadline = deadline or now + _OVERRUN * plan.seconds_per_size * len(plan.sizes)
             if rank == 0 and isinstance(event, Timed):
-                report(order.index(event.size) + event.done / event.rounds)
+                update_progress(completed=plan.sizes.index(event.size) + event.done / event.rounds)
             if now > deadline and cells.rows():
                 break  # the sizes that are left lie between measured ones
         else:
-            # On CUDA a whole AllReduce is one kernel, so there is no computing apart from it.
-            computed = [answer for _, answer in ranks.stream(compute_alone, plan)] if setting.device == "cpu" else []
+            if setting.device == "cpu":  # on CUDA a whole AllReduce is one kernel: there is no computing apart from it
+                for rank, computed in ranks.stream(compute_alone, plan):
+                    cells.add(rank, computed)
         others = watch.share()
     if others > _MAX_OTHERS_SHARE:
         raise CrowdedError(
             f"other programs used {others:.0%} of this machine's cores while {setting.transport} was measured, so its times are "
             "not kept; run tune again when the machine is idle"
         )
-    return judge(setting, cells, computed)
+    return judge(setting, cells)
 
 
 def _ends_first(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -253,13 +241,9 @@ def _ends_first(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def judge(setting: Setting, cells: Cells, computed: Sequence[Computed]) -> Measured:
+def judge(setting: Setting, cells: Cells) -> Measured:
     """Medians of correct calls, the slowest rank's computing, and the first fault of each wrong algorithm."""
-    slowest: dict[tuple[str, int], float] = {}
-    for one in computed:
-        key = (one.algorithm, one.size)
-        slowest[key] = max(slowest.get(key, 0.0), statistics.median(one.seconds))
-    rows = cells.rows()
+    rows = sorted(cells.rows(), key=lambda row: row["size"])
     wrong: dict[str, str] = {}
     for row in rows:
         if row["faults"]:
@@ -276,6 +260,7 @@ def judge(setting: Setting, cells: Cells, computed: Sequence[Computed]) -> Measu
         for row in rows
     )
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    by_size = sorted(slowest.items(), key=lambda entry: entry[0][1])
-    computing = tuple(Computing(name, size, seconds * 1e6) for (name, size), seconds in by_size)
+    computing = tuple(
+        Computing(row["algorithm"], row["size"], row["computing_s"] * 1e6) for row in rows if row["computing_s"]
+    )
     return Measured(setting=setting, points=tuple(points), computing=computing, wrong=wrong, date=date)

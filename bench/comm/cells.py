@@ -139,7 +139,6 @@ class Cells:
             "name": f"{row['name']}, {self._link}",
             "link": self._link,
             "link_bytes_per_s": rate,
-            "computing_s": computing_s,
             "predicted_s": predicted_s,
             "over_predicted": row["seconds"]["p50"] / predicted_s if predicted_s else None,
         }
@@ -165,6 +164,7 @@ def _row(cell: Cell, seconds: Mapping[str, Any], speed_up: float | None) -> dict
         "relative_error": next((c.relative_error for c in checks if c.relative_error is not None), None),
         "share_of_bound": next((c.share_of_bound for c in checks if c.share_of_bound is not None), None),
         "speed_up_over_native": speed_up,
+        "computing_s": cell.computing_s,
         "faults": cell.faults(),
         "samples": {"seconds": cell.samples()},
         "batch": neighbour_batch(seconds["n"]),

@@ -33,7 +33,6 @@ class Arm:
     """``call(i)`` runs it on the buffers of set i modulo the number of sets; ``is_right`` checks the answer."""
 
     name: str
-    codec: str = ""
     call: Callable[[int], object]
     moved_bytes: int  # read and written by one call, each byte once
     is_right: Callable[[], bool]
@@ -42,63 +41,60 @@ class Arm:
 def copy_arm(num_bytes: int, device: torch.device) -> Arm:
     """torch's copy of ``num_bytes``: the limit that memory sets."""
     x_N = torch.arange(num_bytes, device=device).to(torch.uint8)
-    return _arm("copy", "", lambda: (x_N.clone(), x_N.clone()), lambda x, out: out.copy_(x), 2 * num_bytes, lambda: x_N)
+    return _arm("copy", lambda: (x_N.clone(), x_N.clone()), lambda x, out: out.copy_(x), 2 * num_bytes, lambda: x_N)
 
 
 def codec_arms(name: str, num_bytes: int, dtype: torch.dtype, device: torch.device) -> Iterator[Arm]:
     """The four operations of a codec on ``num_bytes`` of numbers; memory is made beforehand, as in an AllReduce."""
     fmt = parse_codec(name).format
-    if fmt is None:
-        raise ValueError(f"codec {name!r} does not quantize; there is nothing to time")
-    num_elems = num_bytes // dtype.itemsize
+    assert fmt is not None, "the options refuse codecs that do not quantize"
+    n = num_bytes // dtype.itemsize
     generator = torch.Generator(device=device).manual_seed(0)
-    x_N = torch.randn(num_elems, generator=generator, device=device).to(dtype)
+    x_N = torch.randn(n, generator=generator, device=device).to(dtype)
     encoded = reference.encode_reference(x_N, fmt)
-    plain_bytes, encoded_bytes = x_N.nbytes, encoded.nbytes
-    bufs = [encoded] * _NUM_SUMMED
+    plain, packed, bufs = x_N.nbytes, encoded.nbytes, [encoded] * _NUM_SUMMED
 
-    def decode_added() -> Tensor:
-        sum_N = torch.ones(num_elems, device=device)
+    def added() -> Tensor:
+        sum_N = torch.ones(n, device=device)
         reference.decode_add_reference(encoded, fmt, sum_N)
         return sum_N
 
-    yield _arm(
-        "encode",
-        name,
-        lambda: (x_N.clone(), torch.empty_like(encoded)),
-        lambda x_N, out: block_quant.encode(x_N, fmt, out),
-        plain_bytes + encoded_bytes,
-        lambda: encoded,
-    )
-    yield _arm(
-        "decode",
-        name,
-        lambda: (encoded.clone(), torch.empty_like(x_N)),
-        lambda buf, out: block_quant.decode(buf, fmt, num_elems, dtype, out),
-        plain_bytes + encoded_bytes,
-        lambda: reference.decode_reference(encoded, fmt, num_elems, dtype),
-    )
-    yield _arm(
-        "decode-add",
-        name,
-        lambda: (encoded.clone(), torch.zeros(num_elems, device=device)),
-        lambda buf, sum_N: block_quant.decode_add(buf, fmt, sum_N),
-        encoded_bytes + 8 * num_elems,
-        decode_added,
-    )
-    yield _arm(
-        "decode-reduce-encode",
-        name,
-        lambda: ([buf.clone() for buf in bufs], torch.empty_like(encoded)),
-        lambda bufs, out: block_quant.decode_reduce_encode(bufs, fmt, fmt, num_elems, out),
-        (_NUM_SUMMED + 1) * encoded_bytes,
-        lambda: reference.decode_reduce_encode_reference(bufs, fmt, fmt, num_elems),
-    )
+    # Input and output of a call, the call, bytes that it moves, and the output that it must give.
+    operations: list[
+        tuple[Callable[[], tuple[Any, Tensor]], Callable[[Any, Tensor], object], int, Callable[[], Tensor]]
+    ]
+    operations = [
+        (
+            lambda: (x_N.clone(), torch.empty_like(encoded)),
+            lambda x_N, out: block_quant.encode(x_N, fmt, out),
+            plain + packed,
+            lambda: encoded,
+        ),
+        (
+            lambda: (encoded.clone(), torch.empty_like(x_N)),
+            lambda buf, out: block_quant.decode(buf, fmt, n, dtype, out),
+            plain + packed,
+            lambda: reference.decode_reference(encoded, fmt, n, dtype),
+        ),
+        (
+            lambda: (encoded.clone(), torch.zeros(n, device=device)),
+            lambda buf, sum_N: block_quant.decode_add(buf, fmt, sum_N),
+            packed + 8 * n,
+            added,
+        ),
+        (
+            lambda: ([buf.clone() for buf in bufs], torch.empty_like(encoded)),
+            lambda bufs, out: block_quant.decode_reduce_encode(bufs, fmt, fmt, n, out),
+            (_NUM_SUMMED + 1) * packed,
+            lambda: reference.decode_reduce_encode_reference(bufs, fmt, fmt, n),
+        ),
+    ]
+    for operation, parts in zip(OPERATIONS, operations, strict=True):
+        yield _arm(operation, *parts)
 
 
 def _arm(
     name: str,
-    codec: str,
     make_set: Callable[[], tuple[Any, Tensor]],
     run: Callable[[Any, Tensor], object],
     moved_bytes: int,
@@ -113,13 +109,7 @@ def _arm(
         run(source, out)
         return torch.equal(out, expected())
 
-    return Arm(
-        name=name,
-        codec=codec,
-        call=lambda i: run(*sets[i % len(sets)]),
-        moved_bytes=moved_bytes,
-        is_right=is_right,
-    )
+    return Arm(name=name, call=lambda i: run(*sets[i % len(sets)]), moved_bytes=moved_bytes, is_right=is_right)
 
 
 def product_arms(num_rows: int, num_outputs: int, num_inputs: int) -> Iterator[Arm]:
@@ -141,12 +131,7 @@ def _product(name: str, product: Callable[..., Tensor], x_TD: Tensor, weight: Ma
     def call(i: int) -> None:
         results[:] = [product(x_TD, weights[i % len(weights)])]
 
-    return Arm(
-        name=name,
-        call=call,
-        moved_bytes=weight.nbytes,
-        is_right=lambda: _is_product(results[0], x_TD, weight),
-    )
+    return Arm(name=name, call=call, moved_bytes=weight.nbytes, is_right=lambda: _is_product(results[0], x_TD, weight))
 
 
 def _copy_of(weight: Matrix) -> Matrix:
@@ -154,13 +139,11 @@ def _copy_of(weight: Matrix) -> Matrix:
 
 
 def _is_product(result_TO: Tensor, x_TD: Tensor, weight: Matrix) -> bool:
-    """Within what rounding inputs and result to ``x_TD.dtype``, and sums in float32, can amount to."""
+    """True within the errors of rounding inputs and result to ``x_TD.dtype`` and of sums in float32."""
     plain_OD = dequantize_reference(weight, torch.float32) if isinstance(weight, PackedMatrix) else weight
     exact_TO = x_TD.double() @ plain_OD.double().T
     magnitude_TO = x_TD.double().abs() @ plain_OD.double().abs().T
-    bound_TO = (
-        torch.finfo(x_TD.dtype).eps * magnitude_TO + x_TD.shape[1] * torch.finfo(torch.float32).eps * magnitude_TO
-    )
+    bound_TO = (torch.finfo(x_TD.dtype).eps + x_TD.shape[1] * torch.finfo(torch.float32).eps) * magnitude_TO
     return bool(((result_TO.double() - exact_TO).abs() <= bound_TO).all())
 
 
@@ -174,23 +157,18 @@ def seconds_per_call(
     """Seconds of one call, ``repeats`` times or as often as fit into ``limit_s``, but at least three times."""
     for i in range(_WARM_UP_CALLS):
         call(i)  # compiles, too
-    sample = _graph_sampler(call, device) if device.type == "cuda" else _host_sampler(call)
     samples: list[float] = []
+
+    def on_host() -> float:
+        start = time.perf_counter()
+        call(len(samples))
+        return time.perf_counter() - start
+
+    sample = _graph_sampler(call, device) if device.type == "cuda" else on_host
     deadline = time.monotonic() + limit_s
     while len(samples) < 3 or (len(samples) < repeats and time.monotonic() < deadline):
         samples.append(sample())
     return samples
-
-
-def _host_sampler(call: Callable[[int], object]) -> Callable[[], float]:
-    counter = iter(range(1 << 62))
-
-    def sample() -> float:
-        start = time.perf_counter()
-        call(next(counter))
-        return time.perf_counter() - start
-
-    return sample
 
 
 def _graph_sampler(call: Callable[[int], object], device: torch.device) -> Callable[[], float]:

@@ -55,7 +55,7 @@ def test_explain_and_serve_use_the_tuned_times(model: Path, cache: Path, capsys:
     before = explained(capsys, *flags(model))
     assert before["measured"] is None
 
-    assert main(["tune", *flags(model, "--seconds", "30", "--transport", "shared-memory")]) == 0
+    assert main(["tune", *flags(model, "--seconds", "15", "--transport", "shared-memory")]) == 0
     shown = capsys.readouterr().out
     assert "one-shot" in shown and "over shared-memory" in shown and "written to" in shown
 
@@ -199,7 +199,7 @@ def test_an_algorithm_with_a_wrong_answer_is_recorded_as_wrong() -> None:
         )
         cells.add(0, Timed(size=64, seconds={name: [1e-6] * 3}, changed=(), done=3, rounds=3))
     setting = Setting(transport="process-group", device="cpu", world_size=1, num_nodes=1, dtype="float32")
-    measured = tune_module.judge(setting, cells, [])
+    measured = tune_module.judge(setting, cells)
     assert set(measured.wrong) == {"one-shot"} and "7 times the algorithm's bound" in measured.wrong["one-shot"]
     assert set(measured.rows()) == {"ring"}
 
