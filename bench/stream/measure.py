@@ -139,7 +139,7 @@ def _measure_arm(
             forget = None
             if prepared is not None and not direct:
                 path = prepared.paths[rank.group.rank]
-                forget = stack.enter_context(closing(BlobFile(path, direct=False))).forget
+                forget = stack.enter_context(closing(BlobFile(path, direct=False))).drop_from_cache
             yield from _Turns(rank, arm, resident.runner, runner, forget).blocks()
         if peers is not None:
             peers.await_all()  # a replica that ended earlier would be missing in the others' gathers
