@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.policy.rules import Policy
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
-from tightwire.model.open import Checkpoint
+from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
@@ -188,3 +189,12 @@ def prompt_logits(runner: ModelRunner, prompt: Sequence[int], block_size: int = 
     logits_TV = runner.execute(plan)
     assert logits_TV is not None
     return logits_TV
+
+
+def greedy_text(model: Path, prompt: str, max_tokens: int) -> str:
+    """The text that one rank in float32 continues ``prompt`` with."""
+    checkpoint = open_checkpoint(str(model))
+    tokenizer = checkpoint.tokenizer()
+    with local_engine(checkpoint, max_model_len=128) as local:
+        (token_ids,) = continue_prompts(local.engine, [tokenizer.encode(prompt)], max_tokens=max_tokens)
+    return tokenizer.decode(token_ids)

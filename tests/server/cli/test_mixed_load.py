@@ -126,9 +126,8 @@ def _gauge(server: str, name: str) -> float:
     return float(next(line.split()[-1] for line in lines if line.startswith(f"tightwire_{name} ")))
 
 
-@pytest.mark.parametrize("plan_ahead", ["off", "on"])
-def test_a_seeded_answer_does_not_depend_on_its_neighbours(plan_ahead: str, tmp_path: Path) -> None:
-    """In the default number format too (bfloat16 here): alone, then in a crowd, on a server of its own."""
+def test_a_seeded_answer_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+    """In the default number format too (bfloat16 here), with steps planned ahead: alone, then in a crowd."""
 
     async def run(url: str) -> tuple[str, list[str]]:
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
@@ -146,9 +145,9 @@ def test_a_seeded_answer_does_not_depend_on_its_neighbours(plan_ahead: str, tmp_
 
     model = make_tiny(tmp_path / "tiny", seed=1)
     arguments = ("--tp", "2", "--port", "0", "--dtype", "bfloat16", "--kv-cache-memory", "64MiB")
-    with ServerProcess(tmp_path / "run", str(model), *arguments, "--plan-ahead", plan_ahead) as process:
+    with ServerProcess(tmp_path / "run", str(model), *arguments, "--plan-ahead", "on") as process:
         url = process.wait_ready()
         alone, together = asyncio.run(run(url))
-        assert (_gauge(url, "engine_steps_planned_ahead_total") > 0) == (plan_ahead == "on")
+        assert _gauge(url, "engine_steps_planned_ahead_total") > 0
 
     assert together == [alone]

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from helpers.server.local_engine import greedy_text
 from helpers.server.server_process import ServerProcess, complete, get
 from tiny import make_tiny
 
@@ -21,9 +22,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    with ServerProcess(tmp_path_factory.mktemp("resident") / "run", str(model), *_SMALL) as server:
-        return complete(server.wait_ready(), 20).json()["choices"][0]["text"]
+def answer(model: Path) -> str:
+    return greedy_text(model, "hello", 20)
 
 
 def test_answers_as_with_resident_weights_and_says_what_streams(model: Path, answer: str, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """A server with several AllReduces: each request uses the one it names, to the byte, and /comm lists all."""
 
 import json
-from pathlib import Path
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import pytest
 from helpers.server.server_process import ServerProcess, get
 from tiny import make_tiny
 
@@ -45,27 +47,37 @@ def _expected(*messages: tuple[str, str, int, int]) -> dict[tuple[str, str], tup
     }
 
 
-def test_each_request_uses_the_allreduce_that_it_names(tmp_path: Path) -> None:
-    path = tmp_path / "mix.json"
+@pytest.fixture(scope="module")
+def by_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("policy") / "mix.json"
     path.write_text(json.dumps(_POLICY))
-    model, by_file = make_tiny(tmp_path / "tiny"), f"policy:{path}"
+    return f"policy:{path}"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, by_file: str) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("extra")
     flags = ["--tp", "2", "--device", "cpu", "--allreduce", "two-shot", "--port", "0"]
     extra = ["--allreduce-extra", f"ring,{_LOSSY},{by_file}"]
-    with ServerProcess(tmp_path / "temp", str(model), *flags, *extra) as server:
-        url = server.wait_ready()
-        answers = {name: _ask(url, name) for name in (None, "two-shot", "ring", _LOSSY, by_file)}
-        chat = _ask(url, "ring", "chat/completions")
-        refused = _ask(url, "one-shot")
-        comm: dict[str, Any] = get(f"{url}/comm").json()
+    with ServerProcess(folder / "temp", str(make_tiny(folder / "tiny")), *flags, *extra) as server:
+        yield server.wait_ready()
+        assert server.end() == 0
+
+
+def test_each_request_uses_the_allreduce_that_it_names(url: str, by_file: str) -> None:
+    answers = {name: _ask(url, name) for name in (None, "two-shot", "ring", _LOSSY, by_file)}
+    chat = _ask(url, "ring", "chat/completions")
+    refused = _ask(url, "one-shot")
+    comm: dict[str, Any] = get(f"{url}/comm").json()
 
     rows, steps = answers[None]["usage"]["prompt_tokens"], _NUM_GENERATED - 1
     for own in (None, "two-shot"):
         expected = _expected(("two-shot", "prefill", 5, rows), ("two-shot", "decode", 5 * steps, 1))
         assert _sums(answers[own]) == expected
-        assert answers[own]["system_fingerprint"] == "tightwire-tp2-two-shot-bfloat16"
+        assert answers[own]["system_fingerprint"].startswith("tightwire-tp2-two-shot-bfloat16-")
     assert _sums(answers["ring"]) == _expected(("ring", "prefill", 5, rows), ("ring", "decode", 5 * steps, 1))
     assert {name for name, _ in _sums(chat)} == {"ring"}
-    assert chat["system_fingerprint"] == "tightwire-tp2-ring-bfloat16"
+    assert chat["system_fingerprint"].startswith("tightwire-tp2-ring-bfloat16-")
 
     exact = comm["extra"][_LOSSY][0]["algorithm"]  # what auto comes to for embeddings, and for generated rows
     assert _sums(answers[_LOSSY]) == _expected(
@@ -85,3 +97,19 @@ def test_each_request_uses_the_allreduce_that_it_names(tmp_path: Path) -> None:
     assert (first["algorithm"], first["layers"]) == (_LOSSY, [1])
     assert first["reason"] == "policy file mix.json: it bears it"
     assert all(verdict["ok"] for verdict in comm["self_test"]) and len(comm["self_test"]) >= 5
+
+
+def test_the_parts_of_the_time_to_first_token_add_up(url: str) -> None:
+    wanted = {"timing": True, "comm": True, "allreduce": _LOSSY}
+    body = {"prompt": "hello " * 20, "max_tokens": 4, "ignore_eos": True, "tightwire": wanted}
+    start_s = time.monotonic()
+    extra = httpx.post(f"{url}/v1/completions", json=body, timeout=240, trust_env=False).json()["tightwire"]
+    seconds = time.monotonic() - start_s
+
+    parts = {name: part for name, part in extra["timing"].items() if name != "ttft_s"}
+    assert sum(parts.values()) == pytest.approx(extra["timing"]["ttft_s"]) and extra["timing"]["ttft_s"] < seconds
+    assert len(parts) == 9 and all(part > 0 for part in parts.values())
+    counters = {(c["algorithm"], c["phase"]): c for c in extra["comm"]["counters"]}
+    lossy = counters.pop((_LOSSY, "prefill"))
+    assert parts["codec_s"] == pytest.approx(lossy["codec_seconds"]) and lossy["codec_seconds"] < lossy["seconds"]
+    assert {counter["codec_seconds"] for counter in counters.values()} == {0.0}
