@@ -45,7 +45,7 @@ def observe_router(serving: Serving) -> APIRouter:
     @router.get("/health", openapi_extra=_READY_DOC, summary="Same as /health/ready")
     async def ready() -> Response:
         status = serving.status
-        model = serving.slot.model
+        model = serving.holder.model
         health = Health(status=str(status.phase), reason=status.reason, kernels=model.info.kernels if model else "")
         return _health(200 if status.phase is Phase.READY else 503, health)
 
