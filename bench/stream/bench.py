@@ -125,7 +125,7 @@ class StreamBench(Bench):
 
     def _collect(self, cells: report.Cells, arms: Sequence[Arm], events: Iterator[tuple[int, Event]]) -> None:
         """Add the events of ``arms`` to ``cells``, and show each arm when it has all its blocks."""
-        each = ROUNDS * (1 + 2 * len(self._options.loads)) * cells.world_size
+        each = ROUNDS * (1 + 2 * len(self._options.batches)) * cells.world_size
         blocks: Counter[Arm] = Counter()
         with self.progress:
             task = self.progress.add_task(f"tp {cells.tp}", total=len(arms) * each)
@@ -160,9 +160,8 @@ class StreamBench(Bench):
             raise ValueError(
                 f"--stream-layers must be {LEAST_STREAMED} to {config.num_layers}, the model's layers, got {num_streamed}"
             )
-        for flag, num_tokens in (("--context", options.context), ("--prompt-rows", options.prompt_rows or 0)):
-            if num_tokens > config.max_positions:
-                raise ValueError(f"{flag}: {num_tokens} tokens exceed the model's {config.max_positions} positions")
+        if options.context > config.max_positions:
+            raise ValueError(f"--context {options.context} exceeds the model's {config.max_positions} positions")
         return {
             "model": options.model,
             "weights": formats.describe(options.dtype),

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from tightwire.bench.ranks import ReplicaPlan, join_replica
-from tightwire.bench.stream.options import ROUNDS, Arm, Load, StreamBenchOptions
+from tightwire.bench.stream.options import ROUNDS, Arm, StreamBenchOptions
 from tightwire.bench.stream.rank import Rank, greedy_tokens
 from tightwire.comm.buffers import BufferConflictError, BufferEvent, OrderCheck
 from tightwire.comm.group.group import Group
@@ -77,7 +77,7 @@ class Timed:
 
     arm: Arm
     kind: str  # compute, fetch, step
-    load: Load | None  # None for fetch
+    batch: int | None  # None for fetch
     seconds: list[float]
     traces: list[PassTrace]
     disorder: str | None  # the first wrong order in the buffers' trace so far
@@ -167,18 +167,18 @@ class _Turns:
 
     def blocks(self) -> Iterator[Timed]:
         options = self._rank.options
-        turns = [("fetch", None), *((kind, load) for kind in ("compute", "step") for load in options.loads)]
+        turns = [("fetch", None), *((kind, batch) for kind in ("compute", "step") for batch in options.batches)]
         # The same order on all ranks, because their passes are collective.
         order = random.Random(f"{options.seed}/{self._arm.name}")
         for number in range(ROUNDS):
             order.shuffle(turns)
             count = (options.repeats + number) // ROUNDS
-            for kind, load in turns:
-                yield self._block(kind, load, count)
+            for kind, batch in turns:
+                yield self._block(kind, batch, count)
 
-    def _block(self, kind: str, load: Load | None, count: int) -> Timed:
+    def _block(self, kind: str, batch: int | None, count: int) -> Timed:
         self._await_full()
-        seconds, begins = self._rank.passes(self._pass_of(kind, load), count, self._prepare)
+        seconds, begins = self._rank.passes(self._pass_of(kind, batch), count, self._prepare)
         self._await_full()
         new = list(self._weights.pool.events)
         self._weights.pool.events.clear()  # nothing is in flight, so no event is lost
@@ -187,16 +187,16 @@ class _Turns:
         return Timed(
             arm=self._arm,
             kind=kind,
-            load=load,
+            batch=batch,
             seconds=seconds,
             traces=traces if traced else [],
             disorder=self._disorder(new),
         )
 
-    def _pass_of(self, kind: str, load: Load | None) -> Callable[[], object]:
-        if load is None:
+    def _pass_of(self, kind: str, batch: int | None) -> Callable[[], object]:
+        if batch is None:
             return self._fetch
-        runner, step = self._resident if kind == "compute" else self._streamed, self._rank.step(load)
+        runner, step = self._resident if kind == "compute" else self._streamed, self._rank.step(batch)
         return lambda: runner.execute(step)
 
     def _fetch(self) -> None:

@@ -1,4 +1,4 @@
-"""Options of ``tightwire bench stream``, and the arms and loads that they name."""
+"""Options of ``tightwire bench stream``, and the arms that they name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,18 +50,6 @@ class Arm:
         )
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Load:
-    """One kind of step: a token for each of ``rows`` sequences, or one prompt of ``rows`` tokens."""
-
-    is_decode: bool
-    rows: int
-
-    @property
-    def name(self) -> str:
-        return f"batch {self.rows}" if self.is_decode else f"prompt {self.rows}"
-
-
 def _unique(parse: Callable[[str], tuple[Any, ...]]) -> Callable[[str], tuple[Any, ...]]:
     return lambda text: tuple(dict.fromkeys(parse(text)))
 
@@ -99,7 +87,6 @@ class StreamBenchOptions(OutputOptions):
     batches: tuple[int, ...] = option(
         (1, 8, 32), "sequences in a decode step", metavar="N,N", parse=_unique(parse_integers), least=1
     )
-    prompt_rows: int | None = option(None, "also time a step with one prompt of N tokens", metavar="N", least=2)
     context: int = option(64, "tokens of each sequence", metavar="N", least=2)
     stream_layers: int | None = option(None, "stream N layers, spread evenly (all)", metavar="N", least=LEAST_STREAMED)
     dtype: str = option("bfloat16", "of activations", choices=("bfloat16", "float16", "float32"))
@@ -134,8 +121,3 @@ class StreamBenchOptions(OutputOptions):
             for codec in self.codecs
             if codec == "none" or source != "files"
         )
-
-    @property
-    def loads(self) -> tuple[Load, ...]:
-        prompts = () if self.prompt_rows is None else (Load(False, self.prompt_rows),)
-        return (*(Load(True, batch) for batch in self.batches), *prompts)

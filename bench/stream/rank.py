@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from tightwire.bench.stream.options import Load, StreamBenchOptions
+from tightwire.bench.stream.options import StreamBenchOptions
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.partition_groups import PartitionPeers
 from tightwire.comm.policy.routes import Routes, make_candidates
@@ -49,7 +49,7 @@ class Rank:
     def build(
         self, plan: WeightPlan, prepared: Prepared | None = None, peers: PartitionPeers | None = None
     ) -> ModelRunner:
-        longest = max(self.options.context, self.options.prompt_rows or 0, _LEAST_LEN)
+        longest = max(self.options.context, _LEAST_LEN)
         each = -(-self.options.context // BLOCK_SIZE)
         return build_runner(
             self._config,
@@ -71,8 +71,10 @@ class Rank:
         shard = self._layout.shards[self.group.rank]
         return WeightSizes(self._config, shard, self._formats, self._dtype, plan.codec).per_pass(plan)
 
-    def step(self, load: Load) -> StepPlan:
-        return make_step(load, self.options.context, self._config.vocab_size, self.options.seed)
+    def step(self, batch: int) -> StepPlan:
+        """A decode step with random tokens: the last of each of ``batch`` sequences."""
+        token_ids = np.random.default_rng(self.options.seed).integers(0, self._config.vocab_size, batch)
+        return _plan(token_ids, [1] * batch, [self.options.context] * batch, is_decode=True)
 
     def passes(
         self, run: Callable[[], object], count: int, prepare: Callable[[], None] | None = None
@@ -105,14 +107,6 @@ def _routes(name: str, group: Group) -> Routes:
     """The same AllReduce for every message."""
     policy = one_for_all(name)
     return Routes([(name, policy)], make_candidates([policy], group))
-
-
-def make_step(load: Load, context: int, vocab_size: int, seed: int) -> StepPlan:
-    """A step with random tokens: the last token of each of ``rows`` sequences of ``context`` tokens, or one whole prompt."""
-    token_ids = np.random.default_rng(seed).integers(0, vocab_size, load.rows)
-    if load.is_decode:
-        return _plan(token_ids, [1] * load.rows, [context] * load.rows, is_decode=True)
-    return _plan(token_ids, [load.rows], [load.rows], is_decode=False)
 
 
 def greedy_tokens(runner: ModelRunner, group: Group, prompt: Sequence[int], num_tokens: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Cells, columns, text and page of ``bench stream``: the step of an arm under a load, and what bounds it."""
+"""Cells, columns, text and page of ``bench stream``: the step of an arm with a batch, and its bound."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,7 +9,7 @@ from tightwire.bench.report.page import Item, Text, bars, lines
 from tightwire.bench.report.statistics import describe
 from tightwire.bench.report.table import Column, Row, Table
 from tightwire.bench.stream.measure import Answered, Event, Timed
-from tightwire.bench.stream.options import Arm, Load
+from tightwire.bench.stream.options import Arm
 
 _NEAR, _HIDDEN = 0.1, 0.95  # the verdict counts cells this near to the bound, and with this much overlap
 _FETCH, _COMPUTE = Column("fetch ms", "fetch_s", ",.1f", 1e3), Column("compute ms", "compute_s", ",.1f", 1e3)
@@ -49,44 +49,43 @@ class Cells:
     tp: int
     world_size: int  # above tp for replicas that run the same steps
     answers: dict[Arm, dict[int, Answered]] = field(default_factory=dict)
-    blocks: dict[tuple[Arm, str, Load | None], dict[int, list[Timed]]] = field(default_factory=dict)
+    blocks: dict[tuple[Arm, str, int | None], dict[int, list[Timed]]] = field(default_factory=dict)
 
     def add(self, rank: int, event: Event) -> None:
         if isinstance(event, Answered):
             self.answers.setdefault(event.arm, {})[rank] = event
         else:
-            self.blocks.setdefault((event.arm, event.kind, event.load), {}).setdefault(rank, []).append(event)
+            self.blocks.setdefault((event.arm, event.kind, event.batch), {}).setdefault(rank, []).append(event)
 
     def rows(self, of: Arm | None = None) -> list[dict[str, Any]]:
         """Every cell (``of`` one arm) with all kinds of passes, in the order of the arms."""
         return [
-            self._row(arm, load)
+            self._row(arm, batch)
             for arm in self.answers
             if of in (None, arm)
-            for load in sorted({load for own, _, load in self.blocks if own == arm and load}, key=_decode_first)
-            if all(self._seconds(arm, kind, each) for kind, each in _kinds(load).items())
+            for batch in sorted({batch for own, _, batch in self.blocks if own == arm and batch})
+            if all(self._seconds(arm, kind, each) for kind, each in _kinds(batch).items())
         ]
 
-    def _row(self, arm: Arm, load: Load) -> dict[str, Any]:
-        samples = {kind: self._seconds(arm, kind, of) for kind, of in _kinds(load).items()}
+    def _row(self, arm: Arm, batch: int) -> dict[str, Any]:
+        samples = {kind: self._seconds(arm, kind, of) for kind, of in _kinds(batch).items()}
         fetch_s, compute_s, step_s = (median(samples[kind]) for kind in ("fetch", "compute", "step"))
         answer, step_bytes = self.answers[arm][0], [answer.step_bytes for answer in self.answers[arm].values()]
         wire_s = max(step_bytes) / arm.rate if arm.rate else None
         bound_s = max(fetch_s, compute_s)
-        overlaps = [min(trace.overlap for trace in traces) for traces in self._by_pass(arm, "step", load, "traces")]
-        plain = self._seconds(Arm(arm.source, "none", arm.rate), "step", load)
+        overlaps = [min(trace.overlap for trace in traces) for traces in self._by_pass(arm, "step", batch, "traces")]
+        plain = self._seconds(Arm(arm.source, "none", arm.rate), "step", batch)
         return {
-            "name": f"{arm.name}, tp {self.tp}, {load.name}",
+            "name": f"{arm.name}, tp {self.tp}, batch {batch}",
             "arm": arm.name.replace(arm.source, f"{arm.source} ({answer.io})", 1) if answer.io else arm.name,
-            "load": load.name,
+            "load": f"batch {batch}",
             "tp": self.tp,
             "dp": self.world_size // self.tp,
             "source": arm.source,
             "io": answer.io or None,
             "codec": arm.codec,
             "rate_bytes_per_s": arm.rate or None,
-            "step_kind": "decode" if load.is_decode else "prompt",
-            "rows": load.rows,
+            "rows": batch,
             "bytes_per_step": max(step_bytes),  # of the rank that fetches most
             "bytes_per_step_all_ranks": sum(step_bytes),
             "seconds": asdict(describe(samples["step"])),  # pyright: ignore[reportArgumentType]
@@ -101,19 +100,19 @@ class Cells:
             "over_wire_bound": None if wire_s is None else step_s / max(wire_s, compute_s),
             "overlap": median(overlaps) if overlaps else None,
             "speed_up_over_none": median(plain) / step_s if plain else None,
-            "tokens_per_s": load.rows / step_s,
+            "tokens_per_s": batch / step_s,
             "same_tokens": min(map(_share_of_same, self.answers[arm].values())),
             "faults": self._faults(arm),
             "samples": samples,
         }
 
-    def _seconds(self, arm: Arm, kind: str, load: Load | None) -> list[float]:
+    def _seconds(self, arm: Arm, kind: str, batch: int | None) -> list[float]:
         """Each pass on the slowest rank, of the passes that all ranks reported."""
-        return [max(passes) for passes in self._by_pass(arm, kind, load, "seconds")]
+        return [max(passes) for passes in self._by_pass(arm, kind, batch, "seconds")]
 
-    def _by_pass(self, arm: Arm, kind: str, load: Load | None, what: str) -> list[tuple[Any, ...]]:
+    def _by_pass(self, arm: Arm, kind: str, batch: int | None, what: str) -> list[tuple[Any, ...]]:
         """The values of every rank, pass by pass; [] until all ranks reported."""
-        ranks = self.blocks.get((arm, kind, load), {})
+        ranks = self.blocks.get((arm, kind, batch), {})
         if len(ranks) < self.world_size:
             return []
         by_rank = ([value for block in blocks for value in getattr(block, what)] for blocks in ranks.values())
@@ -136,18 +135,14 @@ class Cells:
         return list(dict.fromkeys(found))
 
 
-def _kinds(load: Load) -> dict[str, Load | None]:
-    return {"fetch": None, "compute": load, "step": load}
+def _kinds(batch: int) -> dict[str, int | None]:
+    return {"fetch": None, "compute": batch, "step": batch}
 
 
 def _share_of_same(answer: Answered) -> float:
     """The share of greedy tokens before the first that differs from resident weights'."""
     pairs = list(zip(answer.tokens, answer.resident_tokens, strict=True))
     return next((place for place, (own, resident) in enumerate(pairs) if own != resident), len(pairs)) / len(pairs)
-
-
-def _decode_first(load: Load) -> tuple[bool, int]:
-    return not load.is_decode, load.rows
 
 
 def fault_texts(rows: Iterable[Row]) -> list[str]:

@@ -29,7 +29,7 @@ def fixture_model(tmp_path: Path) -> str:
 def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, result, text = bench(
         *(model, *QUICK, "--sources", "host,disk,files", "--codecs", "none,int4", "--rates", "4MB,8MB"),
-        *("--prompt-rows", "16", "--dtype", "float32", "--stream-layers", "4", "--tp", "2"),
+        *("--batches", "3,16", "--dtype", "float32", "--stream-layers", "4", "--tp", "2"),
         *("--output", str(tmp_path / "out"), "--label", "x"),
         capsys=capsys,
     )
@@ -38,11 +38,9 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
     assert "4 of 5 layers streamed" in text and "of 20 cells" in text
     arms = [(source, codec, rate) for source in ("host", "disk") for rate in (4e6, 8e6) for codec in ("none", "int4")]
     arms += [("files", "none", rate) for rate in (4e6, 8e6)]
-    steps = [("decode", 3), ("prompt", 16)]
     assert [
-        (cell["tp"], cell["source"], cell["codec"], cell["rate_bytes_per_s"], cell["step_kind"], cell["rows"])
-        for cell in result["cells"]
-    ] == [(2, *arm, *step) for arm in arms for step in steps]
+        (cell["tp"], cell["source"], cell["codec"], cell["rate_bytes_per_s"], cell["rows"]) for cell in result["cells"]
+    ] == [(2, *arm, batch) for arm in arms for batch in (3, 16)]
     for cell in result["cells"]:
         # The source has the given rate, except for what its token bucket holds after a pause.
         assert cell["fetch_s"] >= 0.97 * cell["bytes_per_step"] / cell["rate_bytes_per_s"] - 0.004
@@ -89,8 +87,7 @@ def test_replicas_that_share_layers_make_the_same_steps(model: str, capsys: pyte
         ),
         (("--stream-layers", "6"), "--stream-layers must be 3 to 5, the model's layers, got 6"),
         (("--tp", "65"), "--tp times --dp must be at most 64"),
-        (("--context", "1025"), "--context: 1025 tokens exceed the model's 1024 positions"),
-        (("--prompt-rows", "1025"), "--prompt-rows: 1025 tokens exceed the model's 1024 positions"),
+        (("--context", "1025"), "--context 1025 exceeds the model's 1024 positions"),
         (("no-such-model",), "no such model: 'no-such-model'"),
     ],
 )

@@ -1,7 +1,7 @@
 import pytest
 
 from tightwire.bench.options import parse_options as parse_bench_options
-from tightwire.bench.stream.options import Arm, Load, StreamBenchOptions
+from tightwire.bench.stream.options import Arm, StreamBenchOptions
 
 
 def parse_options(argv: list[str]) -> StreamBenchOptions:
@@ -9,16 +9,12 @@ def parse_options(argv: list[str]) -> StreamBenchOptions:
 
 
 def test_arms_have_the_codecs_of_their_source(capsys: pytest.CaptureFixture[str]) -> None:
-    options = parse_options(
-        ["m", "--codecs", "none,int4", "--rates", "none,100MB", "--batches", "1,8", "--prompt-rows", "64"]
-        + ["--sources", "host,files"]
-    )
+    options = parse_options(["m", "--codecs", "none,int4", "--rates", "none,100MB"] + ["--sources", "host,files"])
 
     assert [arm.name for arm in options.arms] == [
         *("host none", "host int4", "host none 100MB/s", "host int4 100MB/s"),
         *("files none", "files none 100MB/s"),
     ]
-    assert options.loads == (Load(True, 1), Load(True, 8), Load(False, 64))
 
 
 def test_an_arm_spreads_the_layers_that_it_streams() -> None:
@@ -48,7 +44,6 @@ def test_an_arm_spreads_the_layers_that_it_streams() -> None:
         (["--batches", "0,8"], "--batches: must be at least 1, got 0"),
         (["--repeats", "2"], "--repeats: must be at least 3"),
         (["--stream-layers", "2"], "--stream-layers: must be at least 3"),
-        (["--prompt-rows", "1"], "--prompt-rows: must be at least 2"),
         (["--timeout", "0"], "--timeout: must be above 0"),
         (["--all-reduce", "loud"], "loud"),
         (["--label", "a/b"], "--label"),

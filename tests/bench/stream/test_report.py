@@ -3,18 +3,18 @@ from typing import Any
 import pytest
 
 from tightwire.bench.stream.measure import Answered, PassTrace, Timed
-from tightwire.bench.stream.options import Arm, Load
+from tightwire.bench.stream.options import Arm
 from tightwire.bench.stream.report import Cells, fault_texts, verdict
 
 PLAIN, PACKED = Arm("host", "none", 1000), Arm("host", "int4", 1000)
-BATCH = Load(True, 8)
+BATCH = 8
 
 
 def _timed(arm: Arm, kind: str, seconds: list[float], *, stall_s: float | None = None, **more: Any) -> Timed:
-    load = None if kind == "fetch" else BATCH
+    batch = None if kind == "fetch" else BATCH
     traces = [] if stall_s is None else [PassTrace(pass_s=s, fetch_s=s, stall_s=stall_s) for s in seconds]
     values = {"disorder": None, **more}
-    return Timed(arm=arm, kind=kind, load=load, seconds=seconds, traces=traces, **values)
+    return Timed(arm=arm, kind=kind, batch=batch, seconds=seconds, traces=traces, **values)
 
 
 def _answered(arm: Arm, step_bytes: int, tokens: list[int]) -> Answered:
