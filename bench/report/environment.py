@@ -18,13 +18,14 @@ _PACKAGES = ("torch", "transformers", "numpy", "httpx", "uvicorn")
 
 def describe_environment() -> dict[str, Any]:
     """Facts about this machine and this checkout; a server under test may run elsewhere."""
+    cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "os": platform.platform(),
-        "cpu": cpu_name(),
+        "cpu": cpu[1] if cpu else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "python": platform.python_version(),
         "tightwire": tightwire.__version__,
         "git_revision": git_revision(),
@@ -56,21 +57,8 @@ def _without_secrets(argv: Sequence[str]) -> list[str]:
     program, *rest = argv or [""]
     if Path(program).name in ("tightwire", "__main__.py"):
         program = "tightwire"  # without the folder of the installation
-    argv = [program, *rest]
-    # argparse takes the beginnings of options too: --a, --api
-    shown = [without_password(re.sub(r"^(--a(?:p[a-z-]*)?=).*", r"\1***", word)) for word in argv]
-    hides = re.compile(r"--a(?:p[a-z-]*)?").fullmatch
-    return ["***" if hides(before) else word for before, word in zip(["", *shown], shown, strict=False)]
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
+    shown = [without_password(re.sub(r"^(--api-key=).*", r"\1***", word)) for word in [program, *rest]]
+    return ["***" if before == "--api-key" else word for before, word in zip(["", *shown], shown, strict=False)]
 
 
 def git_revision() -> str | None:
@@ -89,13 +77,6 @@ def git_revision() -> str | None:
         return None
     # Installed in a virtual environment inside another project, git would report that project's commit.
     return done.stdout.strip() or None if tracked.returncode == 0 else None
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def _version(name: str) -> str | None:
