@@ -65,7 +65,7 @@ class OutputOptions:
         None, "write the result to this folder: JSON with raw samples, CSV, HTML page", metavar="DIR"
     )
     label: str | None = option(
-        None, "beginning of the names of those files (the bench's name)", metavar="NAME", parse=check_label
+        None, "beginning of the names of those files (default: the bench's name)", metavar="NAME", parse=check_label
     )
 
 
@@ -172,10 +172,10 @@ def _check_limits(least: float | None, above: float | None, value: Any) -> None:
 def _help(own: Field[Any]) -> str:
     text = own.metadata["help"].replace("%", "%%")
     default: Any = own.default
-    if default in (None, (), "", MISSING) or isinstance(default, (bool, Mapping)):
+    if default in (None, (), "", math.inf, MISSING) or isinstance(default, (bool, Mapping)):
         return text
     values = default if isinstance(default, tuple) else (default,)
-    return f"{text} ({','.join(_show(value, own.metadata['metavar']) for value in values)})"
+    return f"{text} (default: {','.join(_show(value, own.metadata['metavar']) for value in values)})"
 
 
 def _show(value: object, metavar: str) -> str:

@@ -64,19 +64,19 @@ def _parse_links(text: str) -> tuple[Link, ...]:
 class CommBenchOptions(OutputOptions):
     algorithms: tuple[str, ...] = option(
         (),
-        f"{describe_all_reduce_names()} (all whose name needs no codec)",
+        f"{describe_all_reduce_names()} (default: all whose name needs no codec)",
         metavar="NAME,NAME",
         parse=split_all_reduce_names,
     )
     sizes: tuple[int, ...] = option(
         _DEFAULT_SIZES, "bytes of a message before it is encoded", metavar="SIZE,SIZE", parse=parse_sizes, least=4
     )
-    ranks: int = option(2, "processes, one thread each", metavar="N", least=2)
+    ranks: int = option(2, "number of processes, one thread each", metavar="N", least=2)
     dtype: str = option("bfloat16", "data type of the numbers", choices=_DTYPES)
-    device: str = option("cpu", "cuda takes one device per rank", choices=("cpu", "cuda"))
+    device: str = option("cpu", "device of the ranks; cuda needs one for each rank", choices=("cpu", "cuda"))
     transport: str = option(
         "auto",
-        "auto: shared memory between CPU ranks of one node, peer memory between GPUs that have it",
+        "transport between the ranks; auto: shared memory between CPU ranks of one node, peer memory between GPUs that have it",
         choices=TRANSPORTS,
     )
     links: tuple[Link, ...] = option(
@@ -88,7 +88,7 @@ class CommBenchOptions(OutputOptions):
         parse=_parse_links,
     )
     nodes: int | None = option(
-        None, "divide the ranks among this many equal nodes (1; with --link one for each rank)", metavar="K"
+        None, "divide the ranks among this many equal nodes (default: 1; with --link one for each rank)", metavar="K"
     )
     repeats: int = option(50, "timed calls of each algorithm at a size", metavar="N", least=3)
     seconds_per_size: float = option(

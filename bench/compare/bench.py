@@ -46,7 +46,7 @@ class CompareOptions(OutputOptions):
     )
     metrics: tuple[str, ...] = option(
         (),
-        "compare only these metrics, and let each of them decide (all; the bench says which decide)",
+        "compare only these metrics, and let each of them decide (default: all; the bench says which decide)",
         metavar="NAME,NAME",
         flag="--metric",
         parse=parse_names,

@@ -34,13 +34,13 @@ def _parse_matrix(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelBenchOptions(OutputOptions):
-    device: str = option("auto", "auto: cuda if torch has it", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "device; auto: cuda if torch has it", choices=("auto", "cpu", "cuda"))
     parts: tuple[str, ...] = option(_PARTS, "what to time", metavar="NAME,NAME", parse=parse_names)
     dtype: str = option("bfloat16", "data type of the numbers", choices=("bfloat16", "float16", "float32"))
     codecs: tuple[str, ...] = option(_CODECS, "codecs to time", metavar="NAME,NAME", parse=parse_names)
     sizes: tuple[int, ...] = option(
         (),
-        "bytes of numbers to encode (64KiB to 64MiB; on CPU to 16MiB)",
+        "bytes of numbers to encode (default: 64KiB to 64MiB; on a CPU to 16MiB)",
         metavar="SIZE,SIZE",
         parse=parse_sizes,
         least=4,
@@ -49,7 +49,11 @@ class KernelBenchOptions(OutputOptions):
         (1, 2, 4, 16, 64, 512), "rows of a matrix product", metavar="N,N", parse=parse_integers, least=1
     )
     matrix: tuple[int, int] = option(
-        (3072, 576), "outputs and inputs of its weights, such as 3072x576", metavar="OxI", parse=_parse_matrix, least=1
+        (3072, 576),
+        "outputs and inputs of the weights of a matrix product, such as 3072x576",
+        metavar="OxI",
+        parse=_parse_matrix,
+        least=1,
     )
     repeats: int = option(50, "samples of each operation", metavar="N", least=1)
     seconds_per_arm: float = option(

@@ -45,7 +45,7 @@ class OffloadOptions(OutputOptions):
     dtype: str = option("bfloat16", "data type of the weights", choices=("bfloat16", "float16", "float32"))
     device: str = option("cpu", "device of both sides", choices=("cpu", "cuda"))
     threads: int = option(
-        None, "threads of each side (all cores)", default_factory=lambda: len(os.sched_getaffinity(0)), least=1
+        None, "threads of each side (default: all cores)", default_factory=lambda: len(os.sched_getaffinity(0)), least=1
     )
     context: int = option(64, "tokens per sequence", metavar="N", least=2)
     batches: tuple[int, ...] = option((1, 8), "sequences per step", metavar="N,N", parse=parse_integers, least=1)

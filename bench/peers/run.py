@@ -46,14 +46,18 @@ _CONVERT = Path(__file__).resolve().with_name("convert_weights.py")
 class PeersOptions(OutputOptions):
     servers: tuple[str, ...] = option(
         DEFAULT_ARMS,
-        f"of {', '.join(ARMS)}; also tightwire-tpN:ALGORITHM, and NAME=URL of a running server; the first one is the baseline",
+        f"servers to compare: {', '.join(ARMS)}, tightwire-tpN:ALGORITHM, or NAME=URL of a running server; the first is the baseline",
         metavar="A,B",
         parse=parse_names,
     )
-    peers: Path | None = option(None, "the folder that install.sh filled (the cache folder)", metavar="DIR")
-    weights: Path | None = option(None, "folder for the weights as the peers read them (with the peers)", metavar="DIR")
+    peers: Path | None = option(
+        None, "the folder that install.sh filled (default: peers in the cache folder)", metavar="DIR"
+    )
+    weights: Path | None = option(
+        None, "folder for the weights in the formats of the peers (default: weights in --peers)", metavar="DIR"
+    )
     model: str = option("smollm2-135m", "a name or a .gguf file")
-    rounds: int = option(5, "loads on each server; below 5 there is no verdict", metavar="N", least=1)
+    rounds: int = option(5, "number of rounds; below 5 there is no verdict", metavar="N", least=1)
     concurrency: tuple[int, ...] = option(
         (1, 8, 32), "requests in flight", metavar="N,N", parse=parse_integers, least=1
     )
@@ -62,7 +66,7 @@ class PeersOptions(OutputOptions):
     )
     input_len: int = option(128, "prompt tokens", metavar="N")
     output_len: int = option(32, "tokens to generate", metavar="N")
-    seed: int = option(1, "of prompts and of the order of servers", metavar="N")
+    seed: int = option(1, "seed of prompts and of the order of servers", metavar="N")
     time_limit: float = option(math.inf, "start no round that would end later", metavar="S", above=0)
     start_timeout: float = option(900.0, "longest start of a server", metavar="S")
     wait_for_quiet: float = option(0.0, "longest wait for other programs to finish", metavar="S")

@@ -64,18 +64,24 @@ def parse_slo(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeBenchOptions(OutputOptions):
-    url: str = option("http://127.0.0.1:8000", "the server")
-    model: str | None = option(None, "the model to ask for (the first one that the server lists)", metavar="NAME")
+    url: str = option("http://127.0.0.1:8000", "address of the server")
+    model: str | None = option(
+        None, "the model to ask for (default: the first one that the server lists)", metavar="NAME"
+    )
     api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY")
     concurrency: tuple[int, ...] = option(
         (),
-        "requests in flight; several numbers run one after the other (1)",
+        "requests in flight; several numbers run one after the other (default: 1)",
         metavar="N,N",
         parse=parse_integers,
         least=1,
     )
     request_rate: tuple[float, ...] = option(
-        (), "instead: requests per second, Poisson arrivals", metavar="R,R", parse=parse_numbers, above=0
+        (),
+        "instead of --concurrency: requests per second, with Poisson arrivals",
+        metavar="R,R",
+        parse=parse_numbers,
+        above=0,
     )
     num_requests: tuple[int, ...] = option(
         (32,),
@@ -85,28 +91,30 @@ class ServeBenchOptions(OutputOptions):
         least=1,
     )
     warmups: int | None = option(
-        None, "requests sent first and not counted (as many as the concurrency)", metavar="N", least=0
+        None, "requests sent first and not counted (default: as many as the concurrency)", metavar="N", least=0
     )
     workload: str | Path = option(
         "random",
-        "random words; sharegpt: lengths as in ShareGPT; shared-prefix: groups of prompts with a common beginning; or a JSONL "
-        "file whose lines have prompt or messages, and optionally max_tokens",
+        "prompts to send. random: random words; sharegpt: lengths as in ShareGPT; shared-prefix: groups of prompts with a common "
+        "beginning; or a JSONL file whose lines have prompt or messages, and optionally max_tokens",
         metavar="W",
         parse=_parse_workload,
     )
     input_len: int | None = option(
         None,
-        "prompt tokens: all of random (512), the mean of sharegpt (161), the unshared end of shared-prefix (128)",
+        "prompt tokens. random: of all (default: 512); sharegpt: their mean (161); shared-prefix: of the unshared end (128)",
         metavar="N",
         least=1,
     )
     output_len: int | None = option(
-        None, "tokens to generate (64); for sharegpt their mean (338)", metavar="N", least=1
+        None, "tokens to generate (default: 64); for sharegpt their mean (default: 338)", metavar="N", least=1
     )
     prefix_len: int = option(512, "tokens of a shared prefix", metavar="N", least=1)
     prefix_groups: int = option(4, "number of shared prefixes", metavar="N", least=1)
-    endpoint: str = option("completions", "for generated prompts", choices=("completions", "chat"))
-    ignore_eos: bool | None = option(None, "generate the full length (on for generated prompts, off for a file)")
+    endpoint: str = option("completions", "endpoint for generated prompts", choices=("completions", "chat"))
+    ignore_eos: bool | None = option(
+        None, "generate the full length (default: on for generated prompts, off for a file)"
+    )
     temperature: float = option(0.0, "sampling temperature", metavar="T", least=0)
     extra_body: dict[str, Any] = option(
         None, "more fields for every request", metavar="JSON", parse=_parse_json_object, default_factory=dict
@@ -114,7 +122,7 @@ class ServeBenchOptions(OutputOptions):
     # With the same prompts as in an earlier run, the server's prefix cache would be warm.
     seed: int = option(
         None,
-        "of prompts and arrivals (a fresh one, printed and recorded)",
+        "seed of prompts and arrivals (default: a fresh one, printed and recorded)",
         metavar="N",
         default_factory=lambda: secrets.randbelow(1 << 31),
     )

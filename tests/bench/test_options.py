@@ -72,6 +72,12 @@ def test_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]) -> Non
         parse("--help")
 
     text = " ".join(capsys.readouterr().out.split())
-    for words in ("how many (1,4)", "of towels (1MiB)", "in metres (any)", "100% style (crawl)", "longest swim (60)"):
+    for words in (
+        "how many (default: 1,4)",
+        "of towels (default: 1MiB)",
+        "in metres (any)",
+        "style (default: crawl)",
+        "swim (default: 60)",
+    ):
         assert words in text
     assert "of waves (a fresh one) " in text
