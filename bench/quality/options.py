@@ -100,7 +100,7 @@ class QualityOptions(OutputOptions):
         parse=split_all_reduce_names,
     )
     world_sizes: tuple[int, ...] = option((2, 4, 8), "numbers of ranks", metavar="N,N", parse=parse_integers)
-    text: Path | None = option(None, "UTF-8 text to measure on (English prose of the project)", metavar="FILE")
+    text: Path | None = option(None, "UTF-8 text to measure on (default: English prose of the project)", metavar="FILE")
     tokens: int = option(50_000, "tokens to measure on, spread over the text", metavar="N", least=1)
     window: int = option(512, "tokens of context: the text is cut into windows of N tokens", metavar="N", least=16)
     batch: int = option(4, "windows in one forward pass", metavar="N", least=1)

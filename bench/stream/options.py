@@ -77,7 +77,7 @@ class StreamBenchOptions(OutputOptions):
     )
     rates: tuple[int, ...] = option(
         (),
-        "bytes/s to which each rank's source is throttled, such as none,100MB,1GB (none)",
+        "bytes/s to which each rank's source is throttled, such as none,100MB,1GB (default: none)",
         metavar="BYTES,BYTES",
         parse=_unique(lambda text: tuple(map(_parse_rate, text.split(",")))),
         default_factory=lambda: (0,),
@@ -88,7 +88,9 @@ class StreamBenchOptions(OutputOptions):
         (1, 8, 32), "sequences in a decode step", metavar="N,N", parse=_unique(parse_integers), least=1
     )
     context: int = option(64, "tokens of each sequence", metavar="N", least=2)
-    stream_layers: int | None = option(None, "stream N layers, spread evenly (all)", metavar="N", least=LEAST_STREAMED)
+    stream_layers: int | None = option(
+        None, "stream N layers, spread evenly (default: all)", metavar="N", least=LEAST_STREAMED
+    )
     dtype: str = option("bfloat16", "of activations", choices=("bfloat16", "float16", "float32"))
     quantization: str = option("none", "of the weights", choices=("auto", "none", "int8", "int4"))
     device: str = option("cpu", "cuda takes one device per rank", choices=("cpu", "cuda"))

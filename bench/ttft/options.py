@@ -39,7 +39,7 @@ class TtftOptions(OutputOptions):
         parse=split_all_reduce_names,
     )
     baseline: str | None = option(
-        None, "the AllReduce that the others are compared with (the first lossless one)", metavar="NAME"
+        None, "the AllReduce that the others are compared with (default: the first lossless one)", metavar="NAME"
     )
     prompt_lens: tuple[int, ...] = option(
         (128, 512, 2048), "prompt tokens", metavar="N,N", parse=parse_integers, least=1
