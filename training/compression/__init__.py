@@ -1,7 +1,6 @@
-"""Sums gradients over nodes, after each node has summed its own. Start with ``make``.
+"""Gradient compressors: sum gradients between nodes, after each node has summed its own. Start with ``make``.
 
-``engine.compressor`` defines the interface of a compressor and ``config.compression`` its options. ``dense`` sums exactly,
-``quantized`` sums through codecs, ``dgc`` sends the largest elements and applies momentum, ``top_k`` sends the largest
-elements for any optimizer. Compressors see flat float32 tensors by bucket name and the position of each parameter in them, but
-not the engine.
+``engine.compressor`` defines the interface and ``config.compression`` the options. ``dense`` sends every element, exactly or
+encoded; ``sparse`` and ``dgc`` send the largest elements. A compressor gets float32 shards by name and the position of each
+parameter in them.
 """

@@ -1,1 +1,1 @@
-"""Formulas for the memory, arithmetic and disk space of a run. Start with ``rank_memory``."""
+"""Formulas for the bytes, operations, memory and seconds of a training step. Start with ``step``."""

@@ -68,7 +68,7 @@ def _sum_some_steps(group: Group, options: CompressorOptions) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: type(options).__name__)
 def test_ranks_get_the_same_bits_and_send_the_formulas_bytes(world_size: int, options: CompressorOptions) -> None:
     results = run_in_process(world_size, _sum_some_steps, options)
