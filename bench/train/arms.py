@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tightwire.training.config.tree import ModelConfig
-from tightwire.training.start.model import StartingModel, open_start
+from tightwire.training.start.model import StartingModel, open_starting_model
 
 _ADAMW = {"name": "adamw", "lr": 1e-3}
 _SGD = {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0}
@@ -85,4 +85,6 @@ def open_model(model: str, seed: int) -> StartingModel:
     Raises:
         ModelError: there is no such model.
     """
-    return open_start(ModelConfig.model_validate(model_values(model)), seed=seed, keep_in=Path(), texts=lambda: ())
+    return open_starting_model(
+        ModelConfig.model_validate(model_values(model)), seed=seed, keep_in=Path(), texts=lambda: ()
+    )

@@ -49,7 +49,7 @@ def _file_crc(path: Path) -> int:
 
 _NAME = re.compile(r"step-\d{8,}")
 _PARTIAL = ".partial"
-_ABOUT = "tightwire.json"
+_DESCRIPTION = "tightwire.json"
 _FORMAT = 2
 
 
@@ -81,14 +81,14 @@ def remove_partial(run: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def publish(partial: Path, folder: Path, about: Mapping[str, Any]) -> None:
-    """Write ``about`` into a folder that is otherwise complete, then rename the folder.
+def publish(partial: Path, folder: Path, description: Mapping[str, Any]) -> None:
+    """Write ``description`` into a folder that is otherwise complete, then rename the folder.
 
     Raises:
         OSError: the disk reported an error.
     """
-    with (partial / _ABOUT).open("w", encoding="utf-8") as file:
-        json.dump({"format": _FORMAT, "crc32": _crc_of(about), **about}, file, indent=1)
+    with (partial / _DESCRIPTION).open("w", encoding="utf-8") as file:
+        json.dump({"format": _FORMAT, "crc32": _crc_of(description), **description}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync(partial)
@@ -109,46 +109,46 @@ def prune(run: Path, keep: int) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def read_about(folder: Path) -> dict[str, Any]:
+def read_description(folder: Path) -> dict[str, Any]:
     """The description that ``publish`` wrote.
 
     Raises:
         CheckpointError: it is missing, damaged, or of another format.
     """
     try:
-        said = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: is not a checkpoint of `tightwire train`: {error}") from None
-    if not isinstance(said, dict) or "format" not in said:
-        raise CheckpointError(f"{folder}: is not a checkpoint of `tightwire train`: {_ABOUT} has no format")
-    if (found := said.pop("format")) != _FORMAT:
+    if not isinstance(description, dict) or "format" not in description:
+        raise CheckpointError(f"{folder}: is not a checkpoint of `tightwire train`: {_DESCRIPTION} has no format")
+    if (found := description.pop("format")) != _FORMAT:
         raise CheckpointError(
             f"{folder}: has format {found}, but this version reads format {_FORMAT}; resume with the version that wrote it"
         )
-    if said.pop("crc32", None) != _crc_of(said):
-        raise CheckpointError(f"{folder}: {_ABOUT} is damaged{_instead(folder)}")
-    return said
+    if description.pop("crc32", None) != _crc_of(description):
+        raise CheckpointError(f"{folder}: {_DESCRIPTION} is damaged{_advice(folder)}")
+    return description
 
 
-def check_files(folder: Path, said: Mapping[str, Any], *, rank: int, world_size: int) -> None:
+def check_files(folder: Path, description: Mapping[str, Any], *, rank: int, world_size: int) -> None:
     """Check this rank's share of the files against their CRC-32. Not collective.
 
     Raises:
         CheckpointError: a file is damaged or cannot be read.
     """
-    if damage := find_damage(folder, said["digests"], rank=rank, world_size=world_size):
-        raise CheckpointError(f"{folder}: {damage}{_instead(folder)}")
+    if damage := find_damage(folder, description["digests"], rank=rank, world_size=world_size):
+        raise CheckpointError(f"{folder}: {damage}{_advice(folder)}")
 
 
-def _instead(folder: Path) -> str:
+def _advice(folder: Path) -> str:
     before = newest_before(folder.parent, step_of(folder))
     if before is None:
         return "; there is no earlier checkpoint, so start again with another `run`"
     return f"; remove this folder, and the same command resumes from the previous checkpoint {before}"
 
 
-def _crc_of(about: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(about).encode())
+def _crc_of(description: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(description).encode())
 
 
 def _sync(folder: Path) -> None:

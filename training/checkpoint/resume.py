@@ -9,7 +9,7 @@ import torch
 import tightwire
 from tightwire.model.checkpoint.config import LlamaConfig, config_to_hf
 from tightwire.training.checkpoint.files import FlatShard, keys_in, read_chunks
-from tightwire.training.checkpoint.folders import checkpoints_in, read_about
+from tightwire.training.checkpoint.folders import checkpoints_in, read_description
 from tightwire.training.checkpoint.state import (
     CompressorReader,
     RunState,
@@ -48,7 +48,9 @@ def identity_of(config: TrainConfig, llama: LlamaConfig, *, name: str, files: st
     )
 
 
-def about(config: TrainConfig, identity: Identity, state: RunState, *, step: int, position: int) -> dict[str, Any]:
+def describe_checkpoint(
+    config: TrainConfig, identity: Identity, state: RunState, *, step: int, position: int
+) -> dict[str, Any]:
     """The JSON description stored in a checkpoint beside its tensors."""
     return {
         "step": step,
@@ -86,33 +88,33 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
         OtherRunError: model, data order, optimizer or gradient compressor differ (the message names what), or the
             checkpoint has more steps than ``schedule.steps``.
     """
-    said = read_about(folder)
-    if differing := _difference(said["model"], identity.model):
-        names = said["model"]["name"], identity.model["name"]
+    description = read_description(folder)
+    if differing := _difference(description["model"], identity.model):
+        names = description["model"]["name"], identity.model["name"]
         named = " ({}, not {})".format(*names) if names[0] != names[1] else ""
         raise OtherRunError(
             f"{folder} is a checkpoint of another model{named}: {differing}. Give another `run`, or the "
             "checkpoint's model"
         )
-    if differing := _difference(said["order"], identity.order):
+    if differing := _difference(description["order"], identity.order):
         raise OtherRunError(
             f"{folder}: the order of the data would differ: {differing}. Restore that value, or start a new `run` from "
             "the exported model (model.start)"
         )
     for name, own in (("optimizer", config.optimizer.torch_name), ("between", config.parallel.between.kind)):
-        if said[name] != own:
+        if description[name] != own:
             raise OtherRunError(
-                f"{folder} was written with {name} {said[name]}, but this run has {own}; use {said[name]}, or another `run`"
+                f"{folder} was written with {name} {description[name]}, but this run has {own}; use {description[name]}, or another `run`"
             )
-    if said["step"] > config.schedule.steps:
+    if description["step"] > config.schedule.steps:
         raise OtherRunError(
             f"{folder} has more steps than schedule.steps={config.schedule.steps}; give at least "
-            f"{said['step']}, or another `run`"
+            f"{description['step']}, or another `run`"
         )
-    return said
+    return description
 
 
-def restore(folder: Path, said: Mapping[str, Any], state: RunState, *, seed: int, rank: int) -> None:
+def restore(folder: Path, description: Mapping[str, Any], state: RunState, *, seed: int, rank: int) -> None:
     """Restore weights, optimizer, gradient compressor and random states from a checked checkpoint. Not collective.
 
     Raises:
@@ -121,13 +123,15 @@ def restore(folder: Path, said: Mapping[str, Any], state: RunState, *, seed: int
     """
     keys = keys_in(folder)
     _check_parameters(folder, state.shards, parameters_in(keys))
-    _check_trained(folder, state.shards, keys, said["config"]["model"]["frozen"])
-    wanted = wanted_state(state, said["scalars"], keys)
+    _check_trained(folder, state.shards, keys, description["config"]["model"]["frozen"])
+    wanted = wanted_state(state, description["scalars"], keys)
     random = wanted_random(keys, rank)
     wanted += random.values()
     reader = None
-    if state.compressor is not None and said["scalars"]["between"]:
-        reader = CompressorReader(state.compressor, state, said["scalars"], saved_replicas=said["replicas"])
+    if state.compressor is not None and description["scalars"]["between"]:
+        reader = CompressorReader(
+            state.compressor, state, description["scalars"], saved_replicas=description["replicas"]
+        )
         wanted += reader.wanted()
     with torch.no_grad():
         read_chunks(folder, wanted)

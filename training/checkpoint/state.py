@@ -106,7 +106,7 @@ def snapshot(state: RunState, rank: int) -> list[Chunk]:
     return [chunk._replace(numbers=chunk.numbers.detach().to("cpu", copy=True)) for chunk in chunks]
 
 
-def not_finite(state: RunState) -> list[str]:
+def find_not_finite(state: RunState) -> list[str]:
     """Flat parameters with inf or NaN on this rank, in weights, optimizer state or compressor state. Cost: reads all of it once."""
     kept = {} if state.compressor is None else state.compressor.state_dict()
     numbers = [(key.partition("/")[2], value) for key, value in kept.items()]

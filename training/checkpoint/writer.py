@@ -36,12 +36,12 @@ class Checkpointer:
         """Whether this rank's file is written or has failed."""
         return self._write is not None and self._write.done
 
-    def begin(self, step: int, chunks: Sequence[Chunk], about: Mapping[str, Any]) -> None:
+    def begin(self, step: int, chunks: Sequence[Chunk], description: Mapping[str, Any]) -> None:
         """Start to write this rank's ``chunks`` in a thread. Collective. The previous checkpoint must be completed."""
         assert self._write is None, "the previous checkpoint is not completed"
         self._folder = folder_of(self._run, step)
         plans = self._control.gather(plan_of(chunks))
-        self._write = _Write(partial_of(self._folder), chunks, plans, self._control.rank, about)
+        self._write = _Write(partial_of(self._folder), chunks, plans, self._control.rank, description)
 
     def complete(self) -> "Completed":
         """Wait until all ranks have written, publish the checkpoint and remove old ones. Collective."""
@@ -57,7 +57,7 @@ class Checkpointer:
                     finish(write.folder, write.plans, [results for results, _, _ in parts])
                     digests = {name: crc for _, digests, _ in parts for name, crc in digests.items()}
                     digests |= file_digests(write.folder, [TABLE_OF_CONTENTS])
-                    publish(write.folder, self._folder, {**write.about, "digests": digests})
+                    publish(write.folder, self._folder, {**write.description, "digests": digests})
             except OSError as error:
                 errors.append(f"rank 0: {error}")
             if errors:
@@ -87,9 +87,9 @@ class _Write:
     """One rank's file of one checkpoint, and the thread that writes it."""
 
     def __init__(
-        self, folder: Path, chunks: Sequence[Chunk], plans: Sequence[Any], rank: int, about: Mapping[str, Any]
+        self, folder: Path, chunks: Sequence[Chunk], plans: Sequence[Any], rank: int, description: Mapping[str, Any]
     ) -> None:
-        self.folder, self.plans, self.about = folder, plans, about
+        self.folder, self.plans, self.description = folder, plans, description
         self.results: list[WriteResult] = []
         self.digests: dict[str, int] = {}
         self.error = ""

@@ -224,7 +224,7 @@ class Engine:
         except BaseException:
             self._is_broken = True  # lanes may wait for ranks that never join
             raise
-        run.leave()
+        run.release_weights()
         self._hooks.micro_batch = None
 
     def _check_idle(self) -> None:

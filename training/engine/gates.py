@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 TakeGrad = Callable[[Tensor], None]
 
 
-class Passage(Protocol):
+class BlockEvents(Protocol):
     """Receives the events of backward through one call of a block."""
 
     def backward_begins(self) -> None: ...
@@ -31,20 +31,20 @@ class Passage(Protocol):
     def backward_ends(self) -> None: ...
 
 
-def gate_inputs(passage: Passage, anchor: Tensor, args: Any) -> tuple[Tensor, Any]:
+def gate_inputs(events: BlockEvents, anchor: Tensor, args: Any) -> tuple[Tensor, Any]:
     """Gate the tensors in ``args``. Returns the gated anchor, for the block's weights, and the gated ``args``."""
     leaves, spec = tree_flatten(args)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    gated = _InputGate.apply(passage, anchor, *(leaves[i] for i in places))
+    gated = _InputGate.apply(events, anchor, *(leaves[i] for i in places))
     for i, leaf in zip(places, gated[1:], strict=True):
         leaves[i] = leaf
     return gated[0], tree_unflatten(leaves, spec)
 
 
-def gate_outputs(passage: Passage, outputs: Any) -> Any:
+def gate_outputs(events: BlockEvents, outputs: Any) -> Any:
     leaves, spec = tree_flatten(outputs)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    gated = _OutputGate.apply(passage, *(leaves[i] for i in places))
+    gated = _OutputGate.apply(events, *(leaves[i] for i in places))
     for i, leaf in zip(places, gated, strict=True):
         leaves[i] = leaf
     return tree_unflatten(leaves, spec)
@@ -61,27 +61,27 @@ def weight(anchor: Tensor, values: Tensor, take: TakeGrad) -> Tensor:
 
 class _InputGate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passage: Passage, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.passage = passage
+    def forward(ctx: Any, events: BlockEvents, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.events = events
         ctx.set_materialize_grads(False)
         return anchor.view_as(anchor), *(x.view_as(x) for x in inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.passage.backward_ends()
+        ctx.events.backward_ends()
         return None, None, *grads[1:]
 
 
 class _OutputGate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passage: Passage, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.passage = passage
+    def forward(ctx: Any, events: BlockEvents, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.events = events
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.passage.backward_begins()
+        ctx.events.backward_begins()
         return None, *grads
 
 

@@ -31,7 +31,7 @@ NUM_BUFFERS = 2
 
 
 @dataclass(slots=True)
-class Place:
+class BucketBuffer:
     """A bucket's gradient buffer and the shard of their sums. ``in_place``: both are the same memory."""
 
     flat_param: FlatParameter
@@ -53,7 +53,7 @@ def alternates(options: EngineOptions, bucket: Bucket) -> bool:
     return bucket.block is not None and options.sharding.reduce_when == "backward"
 
 
-def lies_in_buffer(options: EngineOptions, bucket: Bucket, shard_ranks: int) -> bool:
+def is_in_buffer(options: EngineOptions, bucket: Bucket, shard_ranks: int) -> bool:
     """Whether the optimizer's gradient is the buffer that backward writes."""
     return shard_ranks == 1 and options.reduce_dtype == torch.float32 and not alternates(options, bucket)
 
@@ -80,17 +80,17 @@ class Gradients:
         self._plan, self._options, self._trace, self._compressor = plan, options, trace, compressor
         self._lane_group, self._group = lane_group, shard_group(lane_group, options.sharding)
         self._patience_s = PATIENCE * lane_group.timeout_s
-        self._places = self._make_places(lane_group.device)
+        self._bucket_buffers = self._make_bucket_buffers(lane_group.device)
         self._layouts: dict[int, list[tuple[int, int]]] = {}  # by shared buffer: parameters' (start, length)
         self._lane = Lane("reduce", lane_group.device, self._close_pools)
 
     def grad(self, bucket: Bucket) -> Tensor:
         """(N / ranks,) float32: this rank's shard of the bucket's gradient; valid from ``finish`` to the next step."""
-        return self._places[bucket.number].grad_S
+        return self._bucket_buffers[bucket.number].grad_S
 
     def begin(self, bucket: Bucket, last: bool) -> None:
         """Wait until backward may write ``bucket``'s gradients to its buffer. ``last``: the step's last micro-batch."""
-        place = self._places[bucket.number]
+        place = self._bucket_buffers[bucket.number]
         if place.is_last:
             raise RuntimeError(
                 f"gradients of {bucket.name} came after they were reduced; run one backward per micro-batch, and set "
@@ -114,7 +114,7 @@ class Gradients:
 
     def add(self, bucket: Bucket, param: ParamSpan, grad: Tensor) -> None:
         """Write a parameter's gradient to the bucket's buffer, or add it if the parameter has one there."""
-        place = self._places[bucket.number]
+        place = self._bucket_buffers[bucket.number]
         if not place.is_open:
             raise RuntimeError(f"a gradient of {param.name} came outside the backward of {bucket.name}")
         target = param.of(place.buffer_N)
@@ -126,7 +126,7 @@ class Gradients:
 
     def end(self, bucket: Bucket, last: bool) -> None:
         """Backward has written all of ``bucket``'s gradients of this micro-batch."""
-        place = self._places[bucket.number]
+        place = self._bucket_buffers[bucket.number]
         place.is_open = False
         if not place.alternates and not last:
             return
@@ -142,7 +142,7 @@ class Gradients:
     def end_step(self) -> None:
         """Called after the last micro-batch: reduce, in plan order, the buckets that backward has not completed."""
         for bucket in self._buckets():
-            place = self._places[bucket.number]
+            place = self._bucket_buffers[bucket.number]
             if place.is_last:
                 continue
             if place.alternates:
@@ -159,13 +159,13 @@ class Gradients:
         Raises:
             RuntimeError: the step's last micro-batch has not run.
         """
-        if not all(place.is_last for place in self._places.values()):
+        if not all(place.is_last for place in self._bucket_buffers.values()):
             raise RuntimeError("the step's last micro-batch has not run; pass last=True to it")
         start_s = time.perf_counter()
         self._lane.finish(self._patience_s)
         self.waited_s += time.perf_counter() - start_s
         for bucket in self._buckets():
-            place = self._places[bucket.number]
+            place = self._bucket_buffers[bucket.number]
             place.grad_S.div_(self._lane_group.world_size)
             place.has_sum = place.is_last = False
             place.written.clear()
@@ -176,7 +176,7 @@ class Gradients:
         self._close_pools(reason)
         self._lane.close()
 
-    def _reduce(self, bucket: Bucket, place: Place, last: bool) -> None:
+    def _reduce(self, bucket: Bucket, place: BucketBuffer, last: bool) -> None:
         place.pool.use(bucket.number, math.inf)  # the thread that waits for the lane has a deadline
         with self._trace.span("reduce", bucket.name, place.name):
             if not place.in_place:
@@ -190,7 +190,7 @@ class Gradients:
         for pool in self._pools():
             pool.moved()
 
-    def _add_sum(self, bucket: Bucket, place: Place) -> None:
+    def _add_sum(self, bucket: Bucket, place: BucketBuffer) -> None:
         """Add the reduced sum to the shard. Separate, so that the sum is freed before the compressor allocates."""
         sum_S = self._sum(bucket, place.buffer_N)
         place.grad_S.add_(sum_S) if place.has_sum else place.grad_S.copy_(sum_S)
@@ -203,14 +203,14 @@ class Gradients:
             return hierarchical_reduce_scatter(group, grad_N, inside, across, dtype)
         return run_leg(self._lane_group, group, reduce_scatter, group, grad_N, inside, dtype)
 
-    def _complete(self, bucket: Bucket, place: Place) -> None:
+    def _complete(self, bucket: Bucket, place: BucketBuffer) -> None:
         """Sum over replicas, once the shard has the sum of all micro-batches."""
         if not place.has_sum:
             place.grad_S.zero_()
         if self._compressor is not None:
             place.grad_S.copy_(self._compressor(bucket.name, place.grad_S))
 
-    def _make_places(self, device: torch.device) -> dict[int, Place]:
+    def _make_bucket_buffers(self, device: torch.device) -> dict[int, BucketBuffer]:
         options, ranks, size = self._options, self._plan.shard_ranks, self._options.reduce_dtype.itemsize
         room = max((bucket.trainable.num_elems for bucket in self._plan.blocks if bucket.trainable), default=0)
         shared = BufferPool(NUM_BUFFERS, room * size, device) if options.sharding.reduce_when == "backward" else None
@@ -225,17 +225,19 @@ class Gradients:
             buffer_N = pool.buffers[number].memory.view(options.reduce_dtype)[: flat_param.num_elems]
             if not alternating:
                 buffer_N.zero_()
-            in_place = lies_in_buffer(options, bucket, ranks)
+            in_place = is_in_buffer(options, bucket, ranks)
             grad_S = buffer_N if in_place else torch.zeros(flat_param.num_elems // ranks, device=device)
             name = f"gradients {number if alternating else bucket.name}"
-            places[bucket.number] = Place(flat_param, pool, number, name, buffer_N, grad_S, alternating, in_place)
+            places[bucket.number] = BucketBuffer(
+                flat_param, pool, number, name, buffer_N, grad_S, alternating, in_place
+            )
         return places
 
     def _buckets(self) -> list[Bucket]:
         return [bucket for bucket in self._plan.buckets if bucket.trainable is not None]
 
     def _pools(self) -> list[BufferPool]:
-        return list({id(place.pool): place.pool for place in self._places.values()}.values())
+        return list({id(place.pool): place.pool for place in self._bucket_buffers.values()}.values())
 
     def _close_pools(self, reason: BaseException) -> None:
         for pool in self._pools():

@@ -79,13 +79,13 @@ def engine_memory(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, r
         gradient_shards=sum(
             _FLOAT32_BYTES * flat_param.num_elems // world
             for bucket, flat_param in trainable
-            if not gradients.lies_in_buffer(options, bucket, world)
+            if not gradients.is_in_buffer(options, bucket, world)
         ),
         weight_buffers=options.num_buffers * compute * max(map(weights.weight_elems, alternating), default=0),
         kept_weights=sum(
             compute * weights.weight_elems(bucket)
             for bucket in plan.buckets
-            if bucket not in alternating and not weights.lies_in_shard(options, bucket, world)
+            if bucket not in alternating and not weights.is_in_shard(options, bucket, world)
         ),
         gradient_buffers=gradients.NUM_BUFFERS
         * reduce

@@ -37,7 +37,8 @@ class MicroBatch:
         self._ahead = options.num_buffers if options.prefetch == "explicit" else 0
         self._in_use: list[Bucket] = []  # buckets without gates, from their first use on
         self._made: dict[ParamSpan, Tensor] = {}  # parameters of buckets without gates, shared by tied modules
-        self._owed: dict[int, set[ParamSpan]] = {}  # by bucket without gates, parameters that await gradients
+        # By bucket without gates: parameters that await gradients.
+        self._missing_gradients: dict[int, set[ParamSpan]] = {}
         self._awaiting: set[int] = set()  # blocks whose backward has not ended
         if self._ahead:
             for bucket in plan.buckets:
@@ -74,7 +75,7 @@ class MicroBatch:
         if bucket.block is not None:
             return weight(anchor, values, lambda grad: self._gradients.add(bucket, param, grad))
         if param not in self._made:
-            self._owed.setdefault(bucket.number, set()).add(param)
+            self._missing_gradients.setdefault(bucket.number, set()).add(param)
             self._made[param] = weight(anchor, values, lambda grad: self._take(bucket, param, grad))
         return self._made[param]
 
@@ -95,7 +96,7 @@ class MicroBatch:
         if bucket.trainable is not None:
             self._gradients.end(bucket, self._last)
 
-    def leave(self) -> None:
+    def release_weights(self) -> None:
         """Release the weights after forward and backward."""
         for bucket in self._in_use:
             self._weights.done(bucket, keep=True)
@@ -112,9 +113,9 @@ class MicroBatch:
         """Take a gradient of a bucket without gates. The bucket is complete when all used parameters have theirs."""
         self._gradients.begin(bucket, self._last)
         self._gradients.add(bucket, param, grad)
-        owed = self._owed[bucket.number]
-        owed.discard(param)
-        if not owed:
+        missing = self._missing_gradients[bucket.number]
+        missing.discard(param)
+        if not missing:
             self._gradients.end(bucket, self._last)
 
 

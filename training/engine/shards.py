@@ -97,13 +97,13 @@ class Secondary:
         name = shard.flat_param.name
         copy = self._copies[name]
         if self._versions.get(name) != shard.version:
-            self._bring(shard, copy, out_N, room)
+            self._fetch_copy(shard, copy, out_N, room)
         elif self._codec is None:
             gather_inside(self._group, copy, shard.codec, out_N, room)
         else:
             gather_node_copy(self._group, copy, self._codec, out_N, room)
 
-    def _bring(self, shard: MainShard, copy: Tensor, out_N: Tensor, room: Tensor) -> None:
+    def _fetch_copy(self, shard: MainShard, copy: Tensor, out_N: Tensor, room: Tensor) -> None:
         name = shard.flat_param.name
         self._versions.pop(name, None)  # the copy is overwritten from here on
         if self._codec is None:

@@ -30,7 +30,7 @@ PATIENCE = 4  # in timeouts of a collective: a wait for the lane may include ear
 
 
 @dataclass(slots=True)
-class Place:
+class BucketBuffer:
     """A bucket's weight buffer. ``pool`` None: the main shard is the buffer. ``alternates``: other buckets share it."""
 
     pool: BufferPool | None
@@ -51,7 +51,7 @@ def alternates(options: EngineOptions, bucket: Bucket) -> bool:
     return bucket.block is not None and not options.sharding.keep_weights
 
 
-def lies_in_shard(options: EngineOptions, bucket: Bucket, shard_ranks: int) -> bool:
+def is_in_shard(options: EngineOptions, bucket: Bucket, shard_ranks: int) -> bool:
     """Whether the main shard itself is the buffer that modules compute with."""
     return shard_ranks == 1 and options.compute_dtype == torch.float32 and not alternates(options, bucket)
 
@@ -93,7 +93,7 @@ class Weights:
         self._group = shard_group(lane_group, options.sharding)
         self._patience_s = PATIENCE * lane_group.timeout_s
         self._secondary = Secondary(options, shards, kept_buckets(options, plan.blocks), lane_group)
-        self._places = self._make_places(lane_group.device)
+        self._bucket_buffers = self._make_bucket_buffers(lane_group.device)
         num_nodes = 1 if self._group.nodes is None else self._group.nodes.across.world_size
         shape = GroupShape(num_nodes, self._group.world_size // num_nodes)
         self._room = torch.empty(room_bytes(plan, options, shape), dtype=torch.uint8, device=lane_group.device)
@@ -102,16 +102,16 @@ class Weights:
 
     def request(self, bucket: Bucket) -> None:
         """Have the lane gather ``bucket``, unless it is gathered or requested already."""
-        place = self._places[bucket.number]
+        place = self._bucket_buffers[bucket.number]
         if place.pool is None or bucket.number in self._held:
             return
         self._held.add(bucket.number)
-        self._lane.start(lambda: self._bring(bucket, place))
+        self._lane.start(lambda: self._gather_bucket(bucket, place))
 
     def use(self, bucket: Bucket) -> None:
         """Wait until ``bucket`` is gathered; it stays so until ``done``."""
         self.request(bucket)
-        place = self._places[bucket.number]
+        place = self._bucket_buffers[bucket.number]
         if place.pool is None:
             return
         start_s = time.perf_counter()
@@ -121,7 +121,7 @@ class Weights:
 
     def done(self, bucket: Bucket, keep: bool) -> None:
         """End the use of ``bucket``. ``keep``: do not release it, because it will be used again in this version."""
-        place = self._places[bucket.number]
+        place = self._bucket_buffers[bucket.number]
         if place.pool is None:
             return
         self._trace.end("compute", bucket.name, place.name)
@@ -133,18 +133,18 @@ class Weights:
 
     def view(self, bucket: Bucket, flat_param: FlatParameter, param: ParamSpan) -> Tensor:
         """A view of a parameter in its buffer, without the buffer's version counter: the lane writes there later."""
-        return param.of(self._places[bucket.number].views[flat_param.name].data)
+        return param.of(self._bucket_buffers[bucket.number].views[flat_param.name].data)
 
     def drop_blocks(self) -> None:
         """Release the blocks that were kept or gathered ahead."""
         for bucket in self._plan.blocks:
-            if self._places[bucket.number].alternates:
+            if self._bucket_buffers[bucket.number].alternates:
                 self._drop(bucket)
 
     def changed(self) -> None:
         """Release buckets of an older version."""
         for bucket in self._plan.buckets:
-            place = self._places[bucket.number]
+            place = self._bucket_buffers[bucket.number]
             if any(
                 place.versions.get(flat_param.name) != self._shards[flat_param.name].version
                 for flat_param in bucket.flat_params
@@ -156,13 +156,13 @@ class Weights:
         self._lane.close()
 
     def _drop(self, bucket: Bucket) -> None:
-        place = self._places[bucket.number]
+        place = self._bucket_buffers[bucket.number]
         if place.pool is not None and bucket.number in self._held:
             place.pool.use(bucket.number, self._patience_s)  # the lane may still be gathering it
             place.pool.release(bucket.number)
             self._held.remove(bucket.number)
 
-    def _bring(self, bucket: Bucket, place: Place) -> None:
+    def _gather_bucket(self, bucket: Bucket, place: BucketBuffer) -> None:
         assert place.pool is not None
         place.pool.fill(bucket.number, place.number)
         with self._trace.span("gather", bucket.name, place.name):
@@ -185,7 +185,7 @@ class Weights:
         else:
             run_leg(self._lane_group, group, gather_shards, group, shard.wire(), shard.codec, out_N, self._room)
 
-    def _make_places(self, device: torch.device) -> list[Place]:
+    def _make_bucket_buffers(self, device: torch.device) -> list[BucketBuffer]:
         options, size = self._options, self._options.compute_dtype.itemsize
         room = max((weight_elems(bucket) for bucket in self._plan.blocks), default=0)
         shared = None
@@ -193,20 +193,20 @@ class Weights:
             shared = BufferPool(options.num_buffers, room * size, device)
         places = []
         for bucket in self._plan.buckets:
-            if lies_in_shard(options, bucket, self._plan.shard_ranks):
+            if is_in_shard(options, bucket, self._plan.shard_ranks):
                 views = {flat_param.name: self._shards[flat_param.name].main.data for flat_param in bucket.flat_params}
-                places.append(Place(None, 0, bucket.name, views, False, {}))
+                places.append(BucketBuffer(None, 0, bucket.name, views, False, {}))
                 continue
             alternating = alternates(options, bucket)
             number = (bucket.block or 0) % options.num_buffers if alternating else 0
             pool = shared if alternating and shared is not None else BufferPool(1, weight_elems(bucket) * size, device)
             name = f"weights {number if alternating else bucket.name}"
             views = _make_views(bucket, pool.buffers[number].memory.view(options.compute_dtype))
-            places.append(Place(pool, number, name, views, alternating, {}))
+            places.append(BucketBuffer(pool, number, name, views, alternating, {}))
         return places
 
     def _pools(self) -> list[BufferPool]:
-        return list({id(place.pool): place.pool for place in self._places if place.pool is not None}.values())
+        return list({id(place.pool): place.pool for place in self._bucket_buffers if place.pool is not None}.values())
 
     def _close_pools(self, reason: BaseException) -> None:
         for pool in self._pools():

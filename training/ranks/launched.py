@@ -14,11 +14,11 @@ def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology
     Raises:
         ValueError: the launcher's variables are invalid, or the ranks do not divide equally over ``nodes``.
     """
-    told = Topology.from_environment(environment)
+    from_launcher = Topology.from_environment(environment)
     if nodes is None:
-        return told
+        return from_launcher
     try:
-        return Topology(told.rank, told.world_size, told.local_rank, nodes)
+        return Topology(from_launcher.rank, from_launcher.world_size, from_launcher.local_rank, nodes)
     except ValueError as error:
         raise ValueError(f"parallel.nodes={nodes}: {error}") from None
 

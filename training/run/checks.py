@@ -26,13 +26,13 @@ _MAY_DIFFER = ("run", "data.files", "data.held_out_files", "export.folder", "log
 _MOST_KEYS = 5  # keys in the error message
 
 
-def check_told_alike(config: TrainConfig, data: RunData, control: Control) -> None:
+def check_same_configuration(config: TrainConfig, data: RunData, control: Control) -> None:
     """Collective.
 
     Raises:
         ValueError: configuration values or data differ between ranks; the message names them.
     """
-    own = {key: value for key, value in _flat(to_values(config), "") if not key.startswith(_MAY_DIFFER)}
+    own = {key: value for key, value in _flatten(to_values(config), "") if not key.startswith(_MAY_DIFFER)}
     own["the fingerprint of data.files"] = describe_files(data.documents.files)
     if data.held_out_documents is not None:
         own["the fingerprint of data.held_out_files"] = describe_files(data.held_out_documents.files)
@@ -40,10 +40,10 @@ def check_told_alike(config: TrainConfig, data: RunData, control: Control) -> No
     keys = list(dict.fromkeys(key for values in ranks for key in values))
     differing = [key for key in keys if any(values.get(key) != ranks[0].get(key) for values in ranks)]
     if differing:
-        told = "; ".join(_values_of(key, ranks) for key in differing[:_MOST_KEYS])
+        differences = "; ".join(_values_of(key, ranks) for key in differing[:_MOST_KEYS])
         rest = f"; and {len(differing) - _MOST_KEYS} more" if len(differing) > _MOST_KEYS else ""
         raise ValueError(
-            f"ranks have different configurations: {told}{rest}. Start all ranks with the same configuration and files"
+            f"ranks have different configurations: {differences}{rest}. Start all ranks with the same configuration and files"
         )
 
 
@@ -65,10 +65,10 @@ def check_replicas(state: RunState, shard_rank: int, control: Control) -> None:
             )
 
 
-def _flat(values: Mapping[str, Any], under: str) -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], under: str) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{under}{name}.")
+            yield from _flatten(value, f"{under}{name}.")
         else:
             yield f"{under}{name}", value
 
@@ -83,7 +83,7 @@ def _values_of(key: str, ranks: list[dict[str, Any]]) -> str:
 _MODEL, _CONFIG = "model", "config.yaml"
 
 
-def make_folder(config: TrainConfig, control: Control) -> Path:
+def make_run_folder(config: TrainConfig, control: Control) -> Path:
     """Create the run's folder, remove unfinished files of a killed run, and write the configuration there. Collective.
 
     Raises:
@@ -99,18 +99,18 @@ def make_folder(config: TrainConfig, control: Control) -> Path:
             except OSError as failure:
                 raise ValueError(f"run: {run} cannot be written to: {failure}") from None
             try:
-                check_out(export_place(config, run))
+                check_out(find_export_folder(config, run))
             except (OSError, ValueError) as failure:
                 raise ValueError(f"export.folder: {failure}") from None
     _check_shared(run, control)
     return run
 
 
-def export_place(config: TrainConfig, run: Path) -> Path:
+def find_export_folder(config: TrainConfig, run: Path) -> Path:
     return Path(config.export.folder).expanduser() if config.export.folder else run / _MODEL
 
 
-def check_room(config: TrainConfig, run: Path, *, checkpoint_bytes: int, num_parameters: int) -> None:
+def check_disk_space(config: TrainConfig, run: Path, *, checkpoint_bytes: int, num_parameters: int) -> None:
     """Check the disk space for the checkpoints still to come and for the exported model.
 
     Raises:
@@ -118,7 +118,7 @@ def check_room(config: TrainConfig, run: Path, *, checkpoint_bytes: int, num_par
     """
     more = config.checkpoint.keep + 1 - min(config.checkpoint.keep, len(checkpoints_in(run)))
     model_bytes = num_parameters * getattr(torch, config.export.dtype).itemsize
-    out = export_place(config, run).parent
+    out = find_export_folder(config, run).parent
     _check_disk(
         "run",
         run,

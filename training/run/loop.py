@@ -17,7 +17,7 @@ import torch
 
 from tightwire.training.checkpoint.files import CheckpointError
 from tightwire.training.checkpoint.folders import newest_before, step_of
-from tightwire.training.checkpoint.state import RunState, not_finite, snapshot
+from tightwire.training.checkpoint.state import RunState, find_not_finite, snapshot
 from tightwire.training.checkpoint.writer import Checkpointer
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
@@ -52,7 +52,7 @@ class Loop:
     batches: ReadAhead[Batch]
     evaluate: Callable[[int], EvaluationRecord] | None
     checkpointer: Checkpointer
-    about: Callable[[int, int], Mapping[str, Any]]  # a checkpoint's metadata, by step and position
+    describe: Callable[[int, int], Mapping[str, Any]]  # a checkpoint's metadata, by step and position
     terminal: Terminal
     log: RunLog | None  # None on ranks that do not write it
     stop_signal: Callable[[], int]
@@ -95,7 +95,7 @@ class Loop:
                 self._save()
             if is_broken:
                 self._end_without_data()
-        self._settle(raising=True)
+        self._complete_checkpoint(raising=True)
         return signal
 
     def _begin(self) -> int:
@@ -146,7 +146,7 @@ class Loop:
         if self.peak_flops is not None and self.config.log.peak_tflops is None:
             # A step can be faster than the measured peak, because other programs may have run during that measurement.
             self.peak_flops = max(self.peak_flops, reached)
-        self._tell(
+        self._log_record(
             StepRecord(
                 step=self.step,
                 loss=sum(losses) / len(losses),
@@ -161,7 +161,7 @@ class Loop:
             )
         )
         if all(written):
-            self._settle(raising=False)
+            self._complete_checkpoint(raising=False)
         return int(max(signals)), any(broken)
 
     def _gradients(self) -> float:
@@ -184,26 +184,26 @@ class Loop:
             for shard in self.state.shards
             if shard.flat_N.grad is not None and not shard.flat_N.grad.isfinite().all()
         ]
-        self._settle(raising=False)
+        self._complete_checkpoint(raising=False)
         ranks = self.control.gather((loss, own))
         names = sorted({name for _, names in ranks for name in names})
         losses = ", ".join(f"{loss:.4g}" for loss, _ in ranks)
         raise DivergedError(
             f"step {self.step + 1}: the gradient is inf or NaN in {', '.join(names) or 'no single shard'} (the "
-            f"ranks' losses: {losses}); {self._remedy()}"
+            f"ranks' losses: {losses}); {self._advice()}"
         )
 
     def _check_finite(self) -> None:
         """Raise DivergedError if weights or optimizer state are not finite. Collective."""
-        names = sorted({name for names in self.control.gather(not_finite(self.state)) for name in names})
+        names = sorted({name for names in self.control.gather(find_not_finite(self.state)) for name in names})
         if names:
-            self._settle(raising=False)
+            self._complete_checkpoint(raising=False)
             raise DivergedError(
                 f"step {self.step}: weights or optimizer state are inf or NaN in {', '.join(names)}; they are not "
-                f"saved, and {self._remedy()}"
+                f"saved, and {self._advice()}"
             )
 
-    def _remedy(self) -> str:
+    def _advice(self) -> str:
         """How to continue. A checkpoint counts as good only if it is older than the failed step."""
         newest = self.last_checkpoint
         good = newest_before(Path(self.config.run).expanduser(), self.step)
@@ -221,7 +221,7 @@ class Loop:
 
     def _end_without_data(self) -> None:
         """Raise BrokenDataError after saving. Collective."""
-        self._settle(raising=True)
+        self._complete_checkpoint(raising=True)
         text = next(text for text in self.control.gather(self._data_error) if text)
         raise BrokenDataError(
             f"after step {self.step}: {text}. The trained weights are in {self.last_checkpoint}; repair the file without changing "
@@ -230,17 +230,17 @@ class Loop:
 
     def _evaluate(self) -> None:
         if self.evaluate is not None:
-            self._tell(self.evaluate(self.step))
+            self._log_record(self.evaluate(self.step))
 
     def _save(self) -> None:
-        self._settle(raising=False)
+        self._complete_checkpoint(raising=False)
         if self.step == self._saved_step:
             return
         chunks = snapshot(self.state, self.control.rank)
-        self.checkpointer.begin(self.step, chunks, self.about(self.step, self.position))
+        self.checkpointer.begin(self.step, chunks, self.describe(self.step, self.position))
         self._saved_step = self.step
 
-    def _settle(self, *, raising: bool) -> None:
+    def _complete_checkpoint(self, *, raising: bool) -> None:
         """Wait for a checkpoint in progress, if any. Collective."""
         if not self.checkpointer.writing:
             return
@@ -260,7 +260,7 @@ class Loop:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _tell(self, record: StepRecord | EvaluationRecord) -> None:
+    def _log_record(self, record: StepRecord | EvaluationRecord) -> None:
         if self.log is not None:
             try:
                 self.log.add(record)

@@ -15,8 +15,8 @@ from tightwire.training.checkpoint.files import CheckpointError
 from tightwire.training.checkpoint.folders import check_files
 from tightwire.training.checkpoint.resume import (
     OtherRunError,
-    about,
     check_checkpoint,
+    describe_checkpoint,
     find_checkpoint,
     identity_of,
     restore,
@@ -33,12 +33,18 @@ from tightwire.training.estimate.memory import checkpoint_bytes
 from tightwire.training.log.run_log import EvaluationRecord, RunLog, check_packages
 from tightwire.training.log.terminal import Terminal, make_terminal
 from tightwire.training.ranks.launched import find_topology, open_store
-from tightwire.training.run.checks import check_replicas, check_room, check_told_alike, export_place, make_folder
+from tightwire.training.run.checks import (
+    check_disk_space,
+    check_replicas,
+    check_same_configuration,
+    find_export_folder,
+    make_run_folder,
+)
 from tightwire.training.run.evaluate import Evaluator, write_samples
 from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
-from tightwire.training.run.setup import Ranks, check_ranks, engine_options, find_device, make_trained, meet
+from tightwire.training.run.setup import Ranks, check_ranks, connect_ranks, engine_options, find_device, make_trained
 from tightwire.training.start.export import export_folder
-from tightwire.training.start.model import StartingModel, open_start
+from tightwire.training.start.model import StartingModel, open_starting_model
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -88,7 +94,7 @@ def run_training(config: TrainConfig, environment: Mapping[str, str] = os.enviro
     data = RunData.find(config)
     device = find_device(config.device, topology)
     store = open_store(environment, topology, timeout_s=config.parallel.timeout_s)
-    with meet(config.parallel, topology, store, device) as ranks, StopSignals() as signals:
+    with connect_ranks(config.parallel, topology, store, device) as ranks, StopSignals() as signals:
         run = Run(config, options, data, ranks)
         try:
             return run.train(lambda: signals.number)
@@ -105,9 +111,9 @@ class Run:
             ValueError: ranks have different configurations, a folder cannot be written, or there is no such model.
         """
         self._config, self._data, self._control = config, data, ranks.control
-        check_told_alike(config, data, ranks.control)
-        self._folder = make_folder(config, ranks.control)
-        self._start = _open_start(config, data, self._folder, ranks)
+        check_same_configuration(config, data, ranks.control)
+        self._folder = make_run_folder(config, ranks.control)
+        self._start = _open_starting_model(config, data, self._folder, ranks)
         self._identity = identity_of(
             config, self._start.config, name=self._start.name, files=describe_files(data.documents.files)
         )
@@ -116,7 +122,7 @@ class Run:
         compressor = config.parallel.between
         with ranks.control.failing_together(ValueError):
             if ranks.control.rank == 0:  # rank 0 writes the model
-                check_room(
+                check_disk_space(
                     config,
                     self._folder,
                     checkpoint_bytes=checkpoint_bytes(config.optimizer, plan, compressor, replicas),
@@ -138,7 +144,7 @@ class Run:
             with control.failing_together(ValueError):
                 if control.rank == 0:
                     log = RunLog(self._folder, after_step=step, tensorboard=config.log.tensorboard)
-            terminal.say(self._beginning(checkpoint))
+            terminal.say(self._describe_start(checkpoint))
             loop = Loop(
                 config=config,
                 model=self._trained.model,
@@ -148,7 +154,7 @@ class Run:
                 batches=batches,
                 evaluate=self._evaluation() if config.evaluation.every else None,
                 checkpointer=Checkpointer(self._folder, control, keep=config.checkpoint.keep),
-                about=lambda step, position: about(
+                describe=lambda step, position: describe_checkpoint(
                     config, self._identity, self._trained.state, step=step, position=position
                 ),
                 terminal=terminal,
@@ -190,12 +196,12 @@ class Run:
             torch.manual_seed(config.seed + control.rank)
         else:
             with control.failing_together(OtherRunError, CheckpointError):
-                said = check_checkpoint(checkpoint, self._identity, config)
-                check_files(checkpoint, said, rank=control.rank, world_size=control.world_size)
+                description = check_checkpoint(checkpoint, self._identity, config)
+                check_files(checkpoint, description, rank=control.rank, world_size=control.world_size)
             with control.failing_together(OtherRunError, CheckpointError):
-                restore(checkpoint, said, trained.state, seed=config.seed, rank=control.rank)
+                restore(checkpoint, description, trained.state, seed=config.seed, rank=control.rank)
             trained.engine.all_weights_changed()
-            step, position = said["step"], said["position"]
+            step, position = description["step"], description["position"]
         check_replicas(trained.state, trained.engine.shard_rank, control)
         return checkpoint, step, position
 
@@ -242,7 +248,7 @@ class Run:
             return self._config.log.peak_tflops * 1e12
         return peak_flops(self._trained.device, getattr(torch, self._config.model.compute_dtype))
 
-    def _beginning(self, checkpoint: Path | None) -> str:
+    def _describe_start(self, checkpoint: Path | None) -> str:
         config, world_size = self._config, self._control.world_size
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
         start = "random weights" if config.model.shape is not None else self._start.name
@@ -251,7 +257,7 @@ class Run:
 
     def _export(self, terminal: Terminal) -> None:
         config = self._config
-        out = export_place(config, self._folder)
+        out = find_export_folder(config, self._folder)
         error = export_folder(
             out,
             self._trained.engine.full_tensors(),
@@ -267,11 +273,11 @@ class Run:
         terminal.say(f"model {out}: tightwire serve {out}")
 
 
-def _open_start(config: TrainConfig, data: RunData, run: Path, ranks: Ranks) -> StartingModel:
+def _open_starting_model(config: TrainConfig, data: RunData, run: Path, ranks: Ranks) -> StartingModel:
     """Rank 0 opens the model first: it may download a model or train a tokenizer, which the other ranks then read."""
 
     def start() -> StartingModel:
-        return open_start(
+        return open_starting_model(
             config.model, seed=config.seed, keep_in=run / _TOKENIZER, texts=lambda: data.training(0, in_order=True)
         )
 

@@ -127,7 +127,7 @@ def find_device(wanted: str, topology: Topology) -> torch.device:
     return torch.device("cuda", topology.local_rank)
 
 
-def meet(parallel: ParallelConfig, topology: Topology, store: Store, device: torch.device) -> Ranks:
+def connect_ranks(parallel: ParallelConfig, topology: Topology, store: Store, device: torch.device) -> Ranks:
     """Connect all ranks.
 
     Raises:

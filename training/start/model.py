@@ -62,7 +62,9 @@ class StartingModel:
         return out
 
 
-def open_start(config: ModelConfig, *, seed: int, keep_in: Path, texts: Callable[[], Iterable[str]]) -> StartingModel:
+def open_starting_model(
+    config: ModelConfig, *, seed: int, keep_in: Path, texts: Callable[[], Iterable[str]]
+) -> StartingModel:
     """Open the model to continue from, or create a new one.
 
     Args:

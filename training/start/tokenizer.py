@@ -48,11 +48,11 @@ def _learn(vocab_size: int, texts: Iterable[str]) -> Backend:
         initial_alphabet=byte_characters(),
         show_progress=False,
     )
-    backend.train_from_iterator(_some(texts), trainer)
+    backend.train_from_iterator(_limit(texts), trainer)
     return backend
 
 
-def _some(texts: Iterable[str]) -> Iterator[str]:
+def _limit(texts: Iterable[str]) -> Iterator[str]:
     taken = 0
     for text in texts:
         yield text

@@ -59,14 +59,14 @@ def train(
 ) -> list[int]:
     """Run it; what each rank's ended with. The first rank's error is raised. ``others``: ranks that are told otherwise."""
     torch.set_num_threads(1)
-    options, told = engine_options(config), dict.fromkeys(range(world_size), config) | dict(others or {})
+    options, from_launcher = engine_options(config), dict.fromkeys(range(world_size), config) | dict(others or {})
     check_ranks(config, options, Topology(0, world_size, num_nodes=num_nodes))
     groups = in_process_train_groups(world_size, num_nodes)
     controls = [Control(group) for group in in_process_groups(world_size)]
 
     def one(rank: int) -> int:
         with Ranks(groups=groups[rank], control=controls[rank]) as ranks:
-            run = Run(told[rank], options, RunData.find(told[rank]), ranks)
+            run = Run(from_launcher[rank], options, RunData.find(from_launcher[rank]), ranks)
             try:
                 return run.train(stop_signal)
             finally:

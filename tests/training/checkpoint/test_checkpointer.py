@@ -16,7 +16,7 @@ from tightwire.training.checkpoint.folders import (
     checkpoints_in,
     folder_of,
     partial_of,
-    read_about,
+    read_description,
     remove_partial,
 )
 from tightwire.training.checkpoint.writer import Checkpointer
@@ -40,7 +40,7 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     checkpoints = _checkpointer(tmp_path)
     assert [_save(checkpoints, step) for step in (5, 10, 15)] == ["", "", ""]
     assert checkpoints_in(tmp_path) == [folder_of(tmp_path, 10), folder_of(tmp_path, 15)]
-    assert read_about(folder_of(tmp_path, 15))["step"] == 15
+    assert read_description(folder_of(tmp_path, 15))["step"] == 15
 
 
 def test_a_folder_is_a_checkpoint_only_when_complete(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_damaged_file_is_named_with_the_previous_checkpoint(
     checkpoints = _checkpointer(tmp_path)
     _save(checkpoints, 5)
     _save(checkpoints, 10)
-    check_files(folder := folder_of(tmp_path, 10), read_about(folder), rank=0, world_size=1)
+    check_files(folder := folder_of(tmp_path, 10), read_description(folder), rank=0, world_size=1)
 
     if harm is Path.mkdir:
         (folder / name).unlink()
@@ -107,7 +107,7 @@ def test_a_damaged_file_is_named_with_the_previous_checkpoint(
 
     with pytest.raises(CheckpointError, match=f"{name} {words}.*the previous checkpoint .*step-00000005"):
         for rank in range(3):
-            check_files(folder, read_about(folder), rank=rank, world_size=3)
+            check_files(folder, read_description(folder), rank=rank, world_size=3)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_damaged_description_is_refused(tmp_path: Path, text: str, words: str)
     _save(_checkpointer(tmp_path), 5)
     (folder_of(tmp_path, 5) / "tightwire.json").write_text(text)
     with pytest.raises(CheckpointError, match=words):
-        read_about(folder_of(tmp_path, 5))
+        read_description(folder_of(tmp_path, 5))
 
 
 def test_partial_checkpoints_of_a_killed_run_are_removed(tmp_path: Path) -> None:
@@ -139,4 +139,4 @@ def test_partial_checkpoints_of_a_killed_run_are_removed(tmp_path: Path) -> None
 def test_another_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     folder_of(tmp_path, 5).mkdir()
     with pytest.raises(CheckpointError, match="is not a checkpoint of `tightwire train`"):
-        read_about(folder_of(tmp_path, 5))
+        read_description(folder_of(tmp_path, 5))

@@ -19,7 +19,7 @@ from tightwire.training.estimate.activations import LiveBytes
 from tightwire.training.estimate.memory import RankMemory, rank_memory
 from tightwire.training.ranks.groups import TrainGroups, in_process_train_groups
 from tightwire.training.run.setup import engine_options, make_trained
-from tightwire.training.start.model import build_model, config_of, open_start
+from tightwire.training.start.model import build_model, config_of, open_starting_model
 
 _SIZES = (
     "model.shape={hidden_size: 64, num_hidden_layers: 3, num_attention_heads: 4, intermediate_size: 160, vocab_size: 2048}",
@@ -58,7 +58,7 @@ def _formula(config: TrainConfig) -> RankMemory:
 
 def _step(groups: TrainGroups, config: TrainConfig) -> int:
     """The most bytes of tensors in two steps, from before the model was made."""
-    start = open_start(config.model, seed=0, keep_in=Path(), texts=lambda: ())
+    start = open_starting_model(config.model, seed=0, keep_in=Path(), texts=lambda: ())
     with LiveBytes() as live:
         trained = make_trained(config, engine_options(config), start, groups)
         for _ in range(2):

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.open import open_checkpoint
-from tightwire.training.checkpoint.folders import checkpoints_in, read_about
+from tightwire.training.checkpoint.folders import checkpoints_in, read_description
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.log.run_log import LOG
 from tightwire.training.run import run
@@ -80,7 +80,7 @@ def test_residuals_are_averaged_over_another_number_of_replicas(tmp_path: Path) 
     train(config, 2, stop_signal=_StopAfter(config, 2))
     train(make_config(tmp_path, between, "batch.micro_sequences=1"), 4)
 
-    assert read_about(checkpoints_in(Path(config.run))[-1])["replicas"] == 4
+    assert read_description(checkpoints_in(Path(config.run))[-1])["replicas"] == 4
     assert len(losses(config)) == 6
 
 
@@ -147,14 +147,16 @@ def test_the_log_has_time_bytes_and_memory_of_each_step(tmp_path: Path) -> None:
     assert (Path(config.run) / "loss.svg").read_text().startswith("<?xml")
 
 
-@pytest.mark.parametrize("told", [None, 1e-9])
+@pytest.mark.parametrize("given_tflops", [None, 1e-9])
 def test_measured_mfu_is_at_most_one_unless_the_peak_is_given(
-    told: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given_tflops: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "peak_flops", lambda device, dtype: 1.0)  # beside a program that took all the cores
-    config = make_config(tmp_path, f"log.peak_tflops={'null' if told is None else told}", "schedule.steps=2")
+    config = make_config(
+        tmp_path, f"log.peak_tflops={'null' if given_tflops is None else given_tflops}", "schedule.steps=2"
+    )
     train(config)
-    assert all((line["mfu"] <= 1) == (told is None) for line in log_lines(config))
+    assert all((line["mfu"] <= 1) == (given_tflops is None) for line in log_lines(config))
 
 
 def test_as_many_blocks_as_buffers_are_trained(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tightwire.model.checkpoint.names import expected_tensors
 from tightwire.model.open import open_checkpoint
 from tightwire.training.config.tree import ModelConfig, ShapeConfig
 from tightwire.training.start.export import export_folder
-from tightwire.training.start.model import StartingModel, open_start
+from tightwire.training.start.model import StartingModel, open_starting_model
 from tightwire.training.start.tokenizer import train_bpe
 
 _SHAPE = ShapeConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
@@ -19,7 +19,7 @@ _SHAPE = ShapeConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
 
 @pytest.fixture
 def start(tmp_path: Path) -> StartingModel:
-    return open_start(ModelConfig(shape=_SHAPE), seed=0, keep_in=tmp_path / "tokenizer", texts=list)
+    return open_starting_model(ModelConfig(shape=_SHAPE), seed=0, keep_in=tmp_path / "tokenizer", texts=list)
 
 
 def _tensors(start: StartingModel, given: list[str]) -> Iterator[tuple[str, Tensor]]:
