@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.attention import paged_attention
+from tightwire.kernels.layer_ops import add_rms_norm, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
-from tightwire.kernels.norm import add_rms_norm, rms_norm
-from tightwire.kernels.qkv import rotate_and_cache
 from tightwire.kernels.spec.attention import PackedSequences
-from tightwire.kernels.swiglu import swiglu
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.layout import Shard

@@ -15,8 +15,8 @@ from torch import Tensor
 from tightwire.comm.lane import Lane
 from tightwire.comm.protocols import KernelSums
 from tightwire.kernels.cpu.library import available
+from tightwire.kernels.layer_ops import rms_norm
 from tightwire.kernels.linear import linear_to_float
-from tightwire.kernels.norm import rms_norm
 from tightwire.model.cache.kv_cache import CacheSource
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.decode_program import DecodeProgram

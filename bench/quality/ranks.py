@@ -16,7 +16,7 @@ from tightwire.bench.quality.setting import Arm
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.policy.routes import Routes, make_candidates
-from tightwire.kernels.norm import rms_norm
+from tightwire.kernels.layer_ops import rms_norm
 from tightwire.kernels.packed import dequantize
 from tightwire.model.cache.kv_cache import KVCache
 from tightwire.model.layout import make_layout

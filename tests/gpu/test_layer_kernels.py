@@ -3,13 +3,11 @@
 import pytest
 import torch
 
+from tightwire.kernels.layer_ops import add_rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
-from tightwire.kernels.norm import add_rms_norm
-from tightwire.kernels.qkv import rotate_and_cache
 from tightwire.kernels.spec.layer_ops import add_rms_norm_reference, rotate_and_cache_reference, swiglu_reference
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS
-from tightwire.kernels.swiglu import swiglu
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.model.paged_batch import attend
 
-from tightwire.kernels.qkv import write_kv
+from tightwire.kernels.layer_ops import write_kv
 from tightwire.kernels.spec.attention import HeadGroups, paged_attention_reference, write_kv_reference
 
 DEVICES = [

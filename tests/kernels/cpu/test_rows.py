@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 
-from tightwire.kernels.qkv import apply_rope
+from tightwire.kernels.layer_ops import apply_rope
 from tightwire.kernels.spec.layer_ops import apply_rope_reference
 
 

@@ -1,13 +1,40 @@
-"""Rotation of queries and keys, and writing new keys and values to the cache: the work between projection and attention."""
+"""The operations of a layer besides its matrix products and attention: normalization, rotation, cache writes, SwiGLU.
+
+A row's bits depend on that row alone. ``spec.layer_ops`` has the references.
+"""
 
 from importlib import import_module
+from types import ModuleType
 
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import available
-from tightwire.kernels.cpu.rows import apply_rope_cpu, write_kv_cpu
+from tightwire.kernels.cpu.rows import add_rms_norm_cpu, apply_rope_cpu, rms_norm_cpu, swiglu_cpu, write_kv_cpu
 from tightwire.kernels.spec.attention import write_kv_reference
-from tightwire.kernels.spec.layer_ops import apply_rope_reference
+from tightwire.kernels.spec.layer_ops import (
+    add_rms_norm_reference,
+    apply_rope_reference,
+    rms_norm_reference,
+    swiglu_reference,
+)
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """``rms_norm_reference``, equal to it but for the order of the fp32 sum over D.
+
+    Raises:
+        ValueError: shapes or dtypes of x and weight that do not match.
+    """
+    if x_TD.is_cuda:
+        return _triton("norm").rms_norm(x_TD, weight_D, eps)
+    return (rms_norm_cpu if available() else rms_norm_reference)(x_TD, weight_D, eps)
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``add_rms_norm_reference`` in one pass: the normalized sum and the sum itself, both new tensors."""
+    if x_TD.is_cuda:
+        return _triton("norm").add_rms_norm(x_TD, residual_TD, weight_D, eps)
+    return (add_rms_norm_cpu if available() else add_rms_norm_reference)(x_TD, residual_TD, weight_D, eps)
 
 
 def apply_rope(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
@@ -57,11 +84,26 @@ def rotate_and_cache(
         ValueError: shapes or dtypes that do not match, or (on CPU) a slot outside the cache.
     """
     if qkv_THE.is_cuda:
-        triton = import_module("tightwire.kernels.cuda.qkv")  # imported on first use: a CPU host need not have Triton
-        return triton.rotate_and_cache(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
+        return _triton("qkv").rotate_and_cache(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
     num_kv_heads = k_cache_NKPE.shape[1]
     # Queries and keys are adjacent and rotate by the same angles: one call serves both.
     rotated_THE = apply_rope(qkv_THE[:, : qkv_THE.shape[1] - num_kv_heads], cos_TE, sin_TE)
     v_TKE = qkv_THE[:, qkv_THE.shape[1] - num_kv_heads :]
     write_kv(rotated_THE[:, -num_kv_heads:], v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
     return rotated_THE[:, :-num_kv_heads]
+
+
+def swiglu(gate_up_T2F: Tensor) -> Tensor:
+    """``swiglu_reference``, within a few units in the last place of float32 before it rounds; contiguous.
+
+    Raises:
+        ValueError: an odd number of columns, or a dtype without a kernel.
+    """
+    if gate_up_T2F.is_cuda:
+        return _triton("swiglu").swiglu(gate_up_T2F)
+    return (swiglu_cpu if available() else swiglu_reference)(gate_up_T2F)
+
+
+def _triton(name: str) -> ModuleType:
+    """Import the Triton kernels on first use, because a CPU host need not have Triton."""
+    return import_module(f"tightwire.kernels.cuda.{name}")

@@ -1,0 +1,218 @@
+"""Norms and SwiGLU within their roundings; rotation with the cache's write to the bit, on a CPU and as on a GPU."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.kernels.interpreted import InterpretedRank, needs_triton
+from torch import Tensor
+
+from tightwire.comm.group.group import Group
+from tightwire.kernels.layer_ops import add_rms_norm, rms_norm, rotate_and_cache, swiglu
+from tightwire.kernels.spec.layer_ops import (
+    add_rms_norm_reference,
+    rms_norm_reference,
+    rotate_and_cache_reference,
+    swiglu_reference,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _assert_norm_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal but for the order of one sum over D, which moves the float32 scale by some roundings.
+
+    That may tip the first rounding to the dtype over; the weight then scales it, and rounds again.
+    """
+    eps32, eps = torch.finfo(torch.float32).eps, torch.finfo(want.dtype).eps
+    bound = want.float().abs() * (8 * eps32 + (2 * eps if want.dtype != torch.float32 else 0.0))
+    assert ((got.float() - want.float()).abs() <= bound).all()
+    if want.dtype != torch.float32:
+        assert (got == want).float().mean() > 0.99  # a rounding tips over seldom
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 576), (3, 16), (5, 37), (2, 7), (700, 576)])
+def test_norm_matches_the_reference(dtype: torch.dtype, num_tokens: int, size: int) -> None:
+    x = torch.randn(num_tokens, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    residual = x.flip(0) * 3
+
+    _assert_norm_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+    normed, total = add_rms_norm(x, residual, weight, 1e-5)
+    want_normed, want_total = add_rms_norm_reference(x, residual, weight, 1e-5)
+    assert torch.equal(total, want_total)
+    _assert_norm_close(normed, want_normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_a_row_does_not_depend_on_the_others(dtype: torch.dtype, num_threads: Callable[[int], None]) -> None:
+    x = torch.randn(700, 576).to(dtype)
+    weight = torch.randn(576).to(dtype)
+    num_threads(2)
+    whole = rms_norm(x, weight, 1e-6)
+    num_threads(1)
+    for row in (0, 1, 350, 699):
+        assert torch.equal(rms_norm(x[row : row + 1], weight, 1e-6)[0], whole[row])
+
+
+def test_norm_a_view_is_read_without_a_copy_and_not_changed() -> None:
+    wide = torch.randn(4, 100)
+    before = wide.clone()
+    x = wide[:, 10:60]
+    weight = torch.ones(50)
+    assert torch.equal(rms_norm(x, weight, 1e-5), rms_norm(x.contiguous(), weight, 1e-5))
+    assert torch.equal(add_rms_norm(x, x, weight, 1e-5)[1], x * 2)
+    assert torch.equal(wide, before)
+
+
+def test_norm_no_rows() -> None:
+    assert rms_norm(torch.zeros(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        (torch.zeros(2, 8), torch.ones(7), "weight (D,); got (2, 8), (2, 8) and (7,)"),
+        (torch.zeros(8, 2).T, torch.ones(8), "contiguous rows"),
+        (
+            torch.zeros(2, 8, dtype=torch.float64),
+            torch.ones(8, dtype=torch.float64),
+            "torch.float16; got torch.float64",
+        ),
+        (torch.zeros(2, 8), torch.ones(8, dtype=torch.bfloat16), "got torch.float32, torch.float32 and torch.bfloat16"),
+    ],
+)
+def test_norm_arguments_that_do_not_match_are_refused(x: torch.Tensor, weight: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rms_norm(x, weight, 1e-5)
+
+
+def _assert_swiglu_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """silu within some roundings of float32; in 16 bits that seldom tips its rounding, and the product rounds again."""
+    eps32, eps = torch.finfo(torch.float32).eps, torch.finfo(want.dtype).eps
+    bound = want.float().abs() * (8 * eps32 + (2 * eps if want.dtype != torch.float32 else 0.0)) + 1e-35
+    assert ((got.float() - want.float()).abs() <= bound).all()
+    if want.dtype != torch.float32:
+        assert (got == want).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 1536), (3, 16), (5, 37), (2, 7), (200, 1536)])
+def test_swiglu_matches_the_reference(dtype: torch.dtype, num_tokens: int, width: int) -> None:
+    gate_up = (torch.randn(num_tokens, 2 * width, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
+    _assert_swiglu_close(swiglu(gate_up), swiglu_reference(gate_up))
+    half = gate_up[:, : width // 2 * 2]
+    _assert_swiglu_close(swiglu(half), swiglu_reference(half))
+
+
+def test_swiglu_gates_of_all_float32_magnitudes() -> None:
+    gates = torch.tensor([0.0, -0.0, 1e-40, 20.0, 80.0, 88.0, 89.0, 1e30, -20.0, -80.0, -88.0, -89.0, -1e30])
+    gate_up = torch.cat((gates, torch.ones_like(gates)))[None]
+    _assert_swiglu_close(swiglu(gate_up), swiglu_reference(gate_up))
+    assert swiglu(torch.tensor([[float("inf"), 2.0]])).item() == float("inf")
+
+
+def test_swiglu_nan_stays_nan() -> None:
+    assert swiglu(torch.tensor([[float("nan"), 1.0]])).isnan().all()
+
+
+def test_swiglu_a_row_does_not_depend_on_the_others(num_threads: Callable[[int], None]) -> None:
+    gate_up = torch.randn(300, 3072).bfloat16()
+    num_threads(2)
+    whole = swiglu(gate_up)
+    num_threads(1)
+    for row in (0, 150, 299):
+        assert torch.equal(swiglu(gate_up[row : row + 1])[0], whole[row])
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "message"),
+    [
+        (torch.zeros(2, 7), "swiglu needs (T, 2F)"),
+        (torch.zeros(8, 2).T, "contiguous rows"),
+        (torch.zeros(2, 8, dtype=torch.float64), "torch.float16; got (2, 8) torch.float64"),
+    ],
+)
+def test_swiglu_arguments_that_do_not_match_are_refused(gate_up: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        swiglu(gate_up)
+
+
+SHAPES = [(1, 1, 1, 8, 16), (3, 9, 3, 64, 16), (5, 8, 1, 80, 32), (2, 32, 8, 128, 16), (17, 6, 2, 10, 8)]
+
+
+def _inputs(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Callable[[], tuple[Tensor, Tensor]], Tensor]:
+    """qkv as a view, cosines and sines, makers of empty caches, and slots in no order."""
+    num_tokens, num_heads, num_kv_heads, head_dim, tokens_per_block = shape
+    generator = torch.Generator().manual_seed(num_tokens)
+    wide = torch.randn(num_tokens, num_heads + 2 * num_kv_heads + 1, head_dim, generator=generator).to(dtype)
+    angles = torch.randn(num_tokens, head_dim // 2, generator=generator) * 100
+    slots = torch.randperm(8 * tokens_per_block, generator=generator)[:num_tokens].int()
+    cache = torch.full((8, num_kv_heads, tokens_per_block, head_dim), -7.0, dtype=dtype)
+    return wide[:, 1:], angles.cos(), angles.sin(), lambda: (cache.clone(), cache.clone()), slots
+
+
+def _assert_the_references_bits(function: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    qkv, cos, sin, caches, slots = _inputs(shape, dtype)
+    got_caches, want_caches = caches(), caches()
+    got = function(qkv, cos, sin, *got_caches, slots)
+    want = rotate_and_cache_reference(qkv, cos, sin, *want_caches, slots)
+    assert torch.equal(got, want), f"{shape} {dtype}"
+    assert all(map(torch.equal, got_caches, want_caches)), f"{shape} {dtype}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rotation_on_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    _assert_the_references_bits(rotate_and_cache, shape, dtype)
+
+
+def _check_interpreted(group: Group) -> None:
+    from tightwire.kernels.cuda import qkv as qkv_triton
+
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            _assert_the_references_bits(qkv_triton.rotate_and_cache, shape, dtype)
+
+
+def _check_padding(group: Group) -> None:
+    """A padding row's slot is negative: nothing is stored for it, and the others are what they would be without it."""
+    from tightwire.kernels.cuda import qkv as qkv_triton
+
+    qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
+    got_caches, want_caches = caches(), caches()
+    qkv_triton.rotate_and_cache(qkv, cos, sin, *got_caches, torch.where(torch.arange(3) == 1, -1, slots).int())
+    kept = [0, 2]
+    rotate_and_cache_reference(qkv[kept], cos[kept], sin[kept], *want_caches, slots[kept])
+    assert all(map(torch.equal, got_caches, want_caches))
+
+
+def _check_refusals(group: Group) -> None:
+    from tightwire.kernels.cuda import qkv as qkv_triton
+
+    qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
+    k_cache, v_cache = caches()
+    for arguments, message in (
+        ((qkv[:, :6], cos, sin, k_cache, v_cache, slots), "needs qkv (T, H + 2 K, E)"),
+        ((qkv, cos[:2], sin, k_cache, v_cache, slots), "needs cos and sin (3, 32) and slots (3,)"),
+        ((qkv, cos, sin, k_cache, v_cache.half(), slots), "caches in one of"),
+        ((qkv, cos, sin, k_cache, v_cache, slots.long()), "int32 slots"),
+        (
+            (qkv, cos, sin, k_cache, v_cache.transpose(1, 2).contiguous().transpose(1, 2), slots),
+            "caches of the same layout",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            qkv_triton.rotate_and_cache(*arguments)
+    nothing = qkv_triton.rotate_and_cache(qkv[:0], cos[:0], sin[:0], k_cache, v_cache, slots[:0])
+    assert nothing.shape == (0, 9, 64)
+
+
+@needs_triton
+@pytest.mark.parametrize("check", [_check_interpreted, _check_padding, _check_refusals])
+def test_rotation_in_the_interpreter(check: Callable[[Group], None], interpreted: InterpretedRank) -> None:
+    interpreted(check)
