@@ -22,12 +22,15 @@ VERBS: dict[str, tuple[str, str]] = {
         "compare streamed weights with accelerate's offloading",
     ),
     "peers": ("tightwire.bench.peers.run:PeersBench.main", "compare with other servers: vLLM, llama.cpp, transformers"),
-    "quality": ("tightwire.bench.quality.bench:main", "measure the accuracy that a quantized AllReduce costs"),
+    "quality": (
+        "tightwire.bench.quality.bench:QualityBench.main",
+        "measure the accuracy that a quantized AllReduce costs",
+    ),
     "roofline": ("tightwire.bench.peers.roofline:RooflineBench.main", "compare serving with the device's own rates"),
     "serve": ("tightwire.bench.serve.bench:ServeBench.main", "put load on a running server: TTFT, TPOT, throughput"),
-    "stream": ("tightwire.bench.stream.bench:main", "time steps with streamed weights"),
+    "stream": ("tightwire.bench.stream.bench:StreamBench.main", "time steps with streamed weights"),
     "train": ("tightwire.bench.train.bench:main", "time training steps between emulated nodes"),
-    "ttft": ("tightwire.bench.ttft.bench:main", "compare AllReduces on one server by time to first token"),
+    "ttft": ("tightwire.bench.ttft.bench:TtftBench.main", "compare AllReduces on one server by time to first token"),
 }
 
 

@@ -23,7 +23,7 @@ from tightwire.bench.peers.process import PeerError
 from tightwire.bench.report.statistics import compare
 from tightwire.bench.report.table import Column, Metric
 from tightwire.bench.run import Bench, BenchFailedError
-from tightwire.bench.stream.options import Arm, Load, StreamBenchOptions
+from tightwire.bench.stream.options import Arm, StreamBenchOptions
 from tightwire.bench.stream.rank import Rank, greedy_tokens, open_single_rank
 from tightwire.comm.group.group import Group
 from tightwire.model.checkpoint.errors import ModelError
@@ -94,7 +94,7 @@ class OffloadBench(Bench[OffloadOptions]):
             dtype=options.dtype,
             device=options.device,
         )
-        with open_single_rank(options.device, 0) as group, Peer(options) as peer, ExitStack() as runners_stack:
+        with open_single_rank(options.device) as group, Peer(options) as peer, ExitStack() as runners_stack:
             rank = Rank(group, stream, open_checkpoint(str(options.model)))
             plans = {"resident": EVERYTHING_RESIDENT}
             for source in ("host", "disk"):
@@ -149,7 +149,7 @@ class OffloadBench(Bench[OffloadOptions]):
                 if side == "accelerate":
                     seconds = peer.steps(arm, batch, steps)["seconds"]
                 else:
-                    runner, step = runners[arm], rank.step(Load(True, batch))
+                    runner, step = runners[arm], rank.step(batch)
                     seconds, _ = rank.passes(lambda runner=runner, step=step: runner.execute(step), steps)
                 self._seconds[side, arm, batch].append(statistics.median(seconds))
 

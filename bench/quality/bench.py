@@ -4,11 +4,10 @@ Every arm is compared with the exact model of the same number of ranks: same sha
 interrupted run keeps its measurements.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tightwire.bench.options import parse_options
 from tightwire.bench.quality import report
 from tightwire.bench.quality.measure import Measured, make_pool, measure_arms
 from tightwire.bench.quality.options import QualityOptions
@@ -22,17 +21,15 @@ from tightwire.comm.policy.policy_file import PolicyFile, write_policy_file
 from tightwire.server.plan.devices import num_cores
 
 
-def main(argv: Sequence[str]) -> int:
-    """Return 0, 1 if the run failed, 2 for bad options, 130 after Ctrl-C."""
+class QualityBench(Bench[QualityOptions]):
+    """Exit codes: 0, 1 if the run failed, 2 for bad options, 130 after Ctrl-C."""
+
+    verb = "quality"
+    options_type = QualityOptions
     description = (
         "Measure the accuracy that quantized AllReduces cost a model: perplexity, KL of next-token distributions, greedy texts, "
         "signal to noise by layer. Ranks are threads, so any number of them is possible."
     )
-    return QualityBench(parse_options(QualityOptions, argv, verb="quality", description=description)).run()
-
-
-class QualityBench(Bench):
-    verb = "quality"
     metrics = tuple(Metric(name=name, unit="nats", better="better", worse="worse") for name in ("kl", "nll"))
     columns = report.CSV_COLUMNS
     pairing_keys = ("text", "model", "window")
@@ -40,7 +37,6 @@ class QualityBench(Bench):
 
     def __init__(self, options: QualityOptions) -> None:
         super().__init__(options)
-        self._options = options
         self._setting: Setting | None = None
         self._mix: PolicyFile | None = None
         self._search: dict[str, Any] | None = None
@@ -48,13 +44,13 @@ class QualityBench(Bench):
         self._policy_file: str | None = None
 
     def measure(self) -> None:
-        setting = self._setting = make_setting(self._options)
+        setting = self._setting = make_setting(self.options)
         self.facts = setting.facts()
         self.print(report.describe_setting(self.facts), report.LEGEND, "")
         try:
             with self.progress, make_pool(num_cores()) as pool:
                 self._task = self.progress.add_task("loading", total=None)
-                for world_size in self._options.world_sizes:
+                for world_size in self.options.world_sizes:
                     with self._open_ranks(setting, world_size) as ranks:
                         self._measure_ranks(setting, ranks, pool)
             self._write_policy(setting)
@@ -62,7 +58,7 @@ class QualityBench(Bench):
             raise BenchFailedError(str(error)) from error
 
     def _open_ranks(self, setting: Setting, world_size: int) -> ThreadRanks:
-        options = self._options
+        options = self.options
         return ThreadRanks(
             setting.checkpoint,
             world_size,
@@ -76,7 +72,7 @@ class QualityBench(Bench):
         def show(step: str) -> None:
             self.progress.update(self._task, description=f"{ranks.world_size} ranks: {step}")
 
-        if self._options.search is not None and self._mix is None:
+        if self.options.search is not None and self._mix is None:
             self._mix, self._search = find_mix(setting, ranks, pool, show)
         measured = Measured(world_size=ranks.world_size)
         self._measured.append(measured)
@@ -96,7 +92,7 @@ class QualityBench(Bench):
         Raises:
             ValueError: no arm is within the budget.
         """
-        if (path := self._options.write_policy) is None:
+        if (path := self.options.write_policy) is None:
             return
         file, choice = self._mix, self._choice()
         if choice is not None:
@@ -110,7 +106,7 @@ class QualityBench(Bench):
 
     def _choice(self) -> dict[str, Any] | None:
         """The cheapest arm within the budget; None without a budget or before the first cell."""
-        budget = self._options.budget
+        budget = self.options.budget
         if budget is None or self._setting is None:
             return None
         served = {arm.name for arm in self._arms(self._setting) if arm.weight_codec == "none"}

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from tightwire.bench.options import parse_options
 from tightwire.bench.ranks import RankOptions, open_ranks, open_replicas
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
@@ -32,24 +31,21 @@ from tightwire.model.weights.residency import LEAST_STREAMED, check_codec
 from tightwire.server.plan.devices import num_cores
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0, 1 for a wrong answer or a failed rank, 2 for bad options, 130 after Ctrl-C."""
+class StreamBench(Bench[StreamBenchOptions]):
+    """Exit codes: 0, 1 for a wrong answer or a failed rank, 2 for bad options, 130 after Ctrl-C."""
+
+    verb = "stream"
+    options_type = StreamBenchOptions
     description = (
         "Time steps with streamed weights beside fetching alone and computing alone, in turns in the same processes; check that "
         "the answers are those of resident weights."
     )
-    return StreamBench(parse_options(StreamBenchOptions, argv, verb="stream", description=description)).run()
-
-
-class StreamBench(Bench):
-    verb = "stream"
     metrics = (Metric(name="step", unit="ms", scale=1e3),)
     columns = report.CSV_COLUMNS
     failures = ((LocalRankError, 1), (PrepareError, 1), (ValueError, 2))
 
     def __init__(self, options: StreamBenchOptions) -> None:
         super().__init__(options)
-        self._options = options
         self._own = [arm for arm in options.arms if not arm.is_shared]
         self._shared = [arm for arm in options.arms if arm.is_shared]
         self._groups: list[report.Cells] = []
@@ -64,7 +60,7 @@ class StreamBench(Bench):
         return "Streamed weights", report.describe_setting(self.facts)
 
     def measure(self) -> None:
-        options = self._options
+        options = self.options
         checkpoint = open_checkpoint(options.model, options.seed)
         self.facts = self._describe(checkpoint)
         self.print(report.describe_setting(self.facts), "")
@@ -84,7 +80,7 @@ class StreamBench(Bench):
 
     def _measure_own(self, tp: int, checkpoint: Checkpoint) -> None:
         """Measure the arms that need no other replicas."""
-        options = self._options
+        options = self.options
         if not self._own:
             return
         chosen = RankOptions(ranks=tp, device=options.device, timeout_s=options.timeout_s)
@@ -95,7 +91,7 @@ class StreamBench(Bench):
 
     def _measure_shared(self, tp: int, checkpoint: Checkpoint) -> None:
         """Measure the arms of replicas that share layers, each with new replicas."""
-        options = self._options
+        options = self.options
         if not self._shared:
             return
         cells = self._new_cells(tp, tp * options.dp)
@@ -107,7 +103,7 @@ class StreamBench(Bench):
     @contextmanager
     def _prepared_folders(self, checkpoint: Checkpoint, tp: int) -> Iterator[Mapping[str, str]]:
         """Temporary prepared folders by codec. They are beside the results, so --output chooses the disk."""
-        options = self._options
+        options = self.options
         with tempfile.TemporaryDirectory(prefix="stream-", dir=options.output) as place:
             folders: dict[str, str] = {}
             for codec in dict.fromkeys(arm.codec for arm in self._own if arm.is_prepared):
@@ -125,7 +121,7 @@ class StreamBench(Bench):
 
     def _collect(self, cells: report.Cells, arms: Sequence[Arm], events: Iterator[tuple[int, Event]]) -> None:
         """Add the events of ``arms`` to ``cells``, and show each arm when it has all its blocks."""
-        each = ROUNDS * (1 + 2 * len(self._options.batches)) * cells.world_size
+        each = ROUNDS * (1 + 2 * len(self.options.batches)) * cells.world_size
         blocks: Counter[Arm] = Counter()
         with self.progress:
             task = self.progress.add_task(f"tp {cells.tp}", total=len(arms) * each)
@@ -146,7 +142,7 @@ class StreamBench(Bench):
         Raises:
             ValueError: the model cannot be measured with these options.
         """
-        options, config = self._options, checkpoint.config
+        options, config = self.options, checkpoint.config
         formats = choose_formats(checkpoint.reader(), config, options.quantization)
         for tp in options.tp:
             check_split(make_layout(config, tp), config, formats)

@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.bench.stream.options import StreamBenchOptions
-from tightwire.comm.group.group import Group
+from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.partition_groups import PartitionPeers
+from tightwire.comm.group.topology import Topology
 from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.policy.rules import one_for_all
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
@@ -133,3 +135,9 @@ def _plan(
         num_decode_rows=len(token_ids) if is_decode else 0,
         logit_rows=np.cumsum(query_lens) - 1,
     )
+
+
+def open_single_rank(device: str) -> Group:
+    """The group of one rank in this process."""
+    own = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    return open_process_group(Topology(0, 1), store=HashStore(), device=own)

@@ -21,12 +21,9 @@ from tightwire.server.cli.remote import Remote, RemoteError, connect
 _START_TIMEOUT_S = 1800.0  # weights may have to be fetched, or read from a slow disk
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0, 1 for a wrong answer or a server that failed, 2 for bad options, 130 after Ctrl-C."""
-    return TtftBench(parse_options(argv)).run()
+class TtftBench(Bench[TtftOptions]):
+    """Exit codes: 0, 1 for a wrong answer or a server that failed, 2 for bad options, 130 after Ctrl-C."""
 
-
-class TtftBench(Bench):
     verb = "ttft"
     metrics = (
         Metric(name="ttft_ratio"),
@@ -40,14 +37,19 @@ class TtftBench(Bench):
 
     def __init__(self, options: TtftOptions, start: Callable[[Sequence[str]], ServerChild] = ServerChild) -> None:
         super().__init__(options)
-        self._options, self._start = options, start
+        self._start = start
         self._measurement: Measurement | None = None
         self._server_log: list[str] = []
 
+    @classmethod
+    def main(cls, argv: Sequence[str]) -> int:
+        """The options include those of the server."""
+        return cls(parse_options(argv)).run()
+
     def measure(self) -> None:
-        facts = find_facts(self._options)
+        facts = find_facts(self.options)
         self.facts = dict(facts.known)
-        measurement = self._measurement = Measurement(self._options, facts, self._show)
+        measurement = self._measurement = Measurement(self.options, facts, self._show)
         self.print(report.describe_setting(self.facts), f"{measurement.num_turns} turns with warm-ups and checks", "")
         with self.watch_others(), self.progress:
             self._task = self.progress.add_task("starting the server", total=None)
@@ -78,7 +80,7 @@ class TtftBench(Bench):
             return result | {"recommended": []}
         measured = self._measurement.measured
         return result | {
-            "recommended": [] if error else summary.recommend(measured, self._options),
+            "recommended": [] if error else summary.recommend(measured, self.options),
             "comm": measured.comm,
             "samples": summary.request_samples(measured),
             "raw": {"server_log": self._server_log},

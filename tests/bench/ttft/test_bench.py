@@ -11,7 +11,7 @@ from helpers.server.fake_ttft_server import FakeTtftServer
 from tiny import make_tiny
 
 from tightwire.bench.ttft import report
-from tightwire.bench.ttft.bench import TtftBench, main
+from tightwire.bench.ttft.bench import TtftBench
 from tightwire.bench.ttft.options import TtftOptions, find_facts, parse_options
 from tightwire.bench.ttft.server import ServerChild, ServerDiedError
 
@@ -178,7 +178,7 @@ def test_a_real_server_passes_every_proof(model: Path, capsys: pytest.CaptureFix
     flags = (
         f"{model} --device cpu --kv-cache-memory 8MiB --max-num-batched-tokens 64 --prompt-lens 100 --concurrency 1,3"
     )
-    assert main([*flags.split(), "--algorithms", "auto,flash-int4", "--repeats", "2", "--output-len", "3"]) == 0
+    assert TtftBench.main([*flags.split(), "--algorithms", "auto,flash-int4", "--repeats", "2", "--output-len", "3"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["arm"], row["concurrency"]) for row in result["cells"]] == [
         *(("auto", 1), ("flash-int4", 1), ("auto", 3), ("flash-int4", 3))
