@@ -178,7 +178,9 @@ def test_a_real_server_passes_every_proof(model: Path, capsys: pytest.CaptureFix
     flags = (
         f"{model} --device cpu --kv-cache-memory 8MiB --max-num-batched-tokens 64 --prompt-lens 100 --concurrency 1,3"
     )
-    assert TtftBench.main([*flags.split(), "--algorithms", "auto,flash-int4", "--repeats", "2", "--output-len", "3"]) == 0
+    assert (
+        TtftBench.main([*flags.split(), "--algorithms", "auto,flash-int4", "--repeats", "2", "--output-len", "3"]) == 0
+    )
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(row["arm"], row["concurrency"]) for row in result["cells"]] == [
         *(("auto", 1), ("flash-int4", 1), ("auto", 3), ("flash-int4", 3))
