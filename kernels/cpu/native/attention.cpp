@@ -102,18 +102,19 @@ static Buffers make_buffers(int64_t num_rows, int64_t head_dim) {
     return {padded, floats[0], floats[1], floats[2], floats[3], floats[4], floats[5], floats[6], floats[7]};
 }
 
-// Copies four floats of each of four rows (of 16 lanes; of two rows of 8), one behind the other.
-INLINE FloatReg load_fours(const char *const *rows, int64_t offset) {
+// Four floats of every fourth row: of four rows with registers of sixteen lanes, of two with eight, of one with four.
+INLINE FloatReg load_fours(const float *row, int64_t stride) {
 #if defined(__AVX512F__)
-    __m512 fours = _mm512_castps128_ps512(_mm_loadu_ps((const float *)(rows[0] + offset)));
-    fours = _mm512_insertf32x4(fours, _mm_loadu_ps((const float *)(rows[4] + offset)), 1);
-    fours = _mm512_insertf32x4(fours, _mm_loadu_ps((const float *)(rows[8] + offset)), 2);
-    return (FloatReg)_mm512_insertf32x4(fours, _mm_loadu_ps((const float *)(rows[12] + offset)), 3);
+    __m512 fours = _mm512_castps128_ps512(_mm_loadu_ps(row));
+    fours = _mm512_insertf32x4(fours, _mm_loadu_ps(row + 4 * stride), 1);
+    fours = _mm512_insertf32x4(fours, _mm_loadu_ps(row + 8 * stride), 2);
+    return (FloatReg)_mm512_insertf32x4(fours, _mm_loadu_ps(row + 12 * stride), 3);
 #elif defined(__AVX2__)
-    __m256 fours = _mm256_castps128_ps256(_mm_loadu_ps((const float *)(rows[0] + offset)));
-    return (FloatReg)_mm256_insertf128_ps(fours, _mm_loadu_ps((const float *)(rows[4] + offset)), 1);
+    __m256 fours = _mm256_castps128_ps256(_mm_loadu_ps(row));
+    return (FloatReg)_mm256_insertf128_ps(fours, _mm_loadu_ps(row + 4 * stride), 1);
 #else
-    return (FloatReg)vld1q_f32((const float *)(rows[0] + offset));
+    (void)stride;
+    return (FloatReg)vld1q_f32(row);
 #endif
 }
 
@@ -134,17 +135,17 @@ INLINE FloatReg pick(FloatReg a, FloatReg b) {
 }
 
 // Sixteen floats of each of sixteen rows become sixteen rows of sixteen.
-INLINE void transpose(const char *const *rows, int64_t offset, float *target, int64_t stride) {
+INLINE void transpose(const float *rows, int64_t row_stride, float *target, int64_t target_stride) {
     UNROLL for (int column = 0; column < LANES; column += 4) {
         UNROLL for (int i = 0; i < REGS; i++) {
             FloatReg fours[4];
-            UNROLL for (int row = 0; row < 4; row++) fours[row] = load_fours(rows + REG_LANES * i + row, offset + 4 * column);
+            UNROLL for (int row = 0; row < 4; row++) fours[row] = load_fours(rows + (REG_LANES * i + row) * row_stride + column, row_stride);
             FloatReg first = pick<0, 4, 1, 5>(fours[0], fours[1]), second = pick<0, 4, 1, 5>(fours[2], fours[3]);
             FloatReg third = pick<2, 6, 3, 7>(fours[0], fours[1]), fourth = pick<2, 6, 3, 7>(fours[2], fours[3]);
             FloatReg columns[] = {pick<0, 1, 4, 5>(first, second), pick<2, 3, 6, 7>(first, second),
                                   pick<0, 1, 4, 5>(third, fourth), pick<2, 3, 6, 7>(third, fourth)};
             UNROLL for (int k = 0; k < 4; k++)
-                memcpy(target + (column + k) * stride + REG_LANES * i, &columns[k], sizeof columns[k]);
+                memcpy(target + (column + k) * target_stride + REG_LANES * i, &columns[k], sizeof columns[k]);
         }
     }
 }
@@ -177,15 +178,22 @@ struct CacheWalk {
     }
 };
 
+// `count` 16-bit numbers, and zeros up to `padded`.
+static void copy_row(const char *source, int64_t count, int64_t padded, char *target) {
+    const int64_t whole = count / (2 * LANES) * (2 * LANES);
+    for (int64_t at = 0; at < whole; at += 2 * LANES) store(target + 2 * at, load(source + 2 * at));
+    if (whole == count) return;
+    memset(target + 2 * whole, 0, 2 * (padded - whole));
+    memcpy(target + 2 * whole, source + 2 * whole, 2 * (count - whole));
+}
+
 // The next sixteen keys, of which `count` exist, into columns of `keys_t`, and their values into rows of `values`.
 template <class Number>
 static void read_keys(const tw_attend_args &args, CacheWalk &walk, int64_t count, const Buffers &buffers, float *keys_t,
                       float *values) {
     const int64_t padded = buffers.padded;
-    const char *rows[LANES];
     for (int key = 0; key < LANES; key++) {
         float *row = buffers.staged + padded * key, *value_row = values + padded * key;
-        rows[key] = (const char *)row;
         if (key < count) {
             const int64_t offset = walk.next();
             widen<Number>((const char *)args.k_cache + offset, args.head_dim, row);
@@ -195,32 +203,30 @@ static void read_keys(const tw_attend_args &args, CacheWalk &walk, int64_t count
             memset(value_row, 0, 4 * padded);
         }
     }
-    for (int64_t at = 0; at < padded; at += LANES) transpose(rows, 4 * at, keys_t + KEYS * at, KEYS);
+    for (int64_t at = 0; at < padded; at += LANES) transpose(buffers.staged + at, padded, keys_t + KEYS * at, KEYS);
 }
 
-// The same of bfloat16 numbers in pairs: two neighbours of a key, and for values two keys that follow each other.
+// The same of bfloat16 numbers in pairs: two neighbours of a key, and for values two keys that follow each other. Staged
+// first, key and value in one row: transposing in place takes longer, because memory is read out of order.
 static void read_keys_in_pairs(const tw_attend_args &args, CacheWalk &walk, int64_t count, const Buffers &buffers,
                                float *keys_t, float *values) {
-    const int64_t padded = buffers.padded, row_bytes = 2 * args.head_dim;
-    const bool in_place = args.head_dim % (2 * LANES) == 0;  // else whole vectors would read behind a row
-    const char *keys[LANES], *value_rows[LANES];
+    const int64_t padded = buffers.padded, value_at = 2 * padded;
     for (int key = 0; key < LANES; key++) {
         char *row = (char *)(buffers.staged + padded * key);
-        const int64_t offset = key < count ? walk.next() : 0;
-        const char *k = (const char *)args.k_cache + offset, *v = (const char *)args.v_cache + offset;
-        if (key >= count || !in_place) {
+        if (key < count) {
+            const int64_t offset = walk.next();
+            copy_row((const char *)args.k_cache + offset, args.head_dim, padded, row);
+            copy_row((const char *)args.v_cache + offset, args.head_dim, padded, row + value_at);
+        } else {
             memset(row, 0, 4 * padded);
-            if (key < count) memcpy(row, k, row_bytes), memcpy(row + 2 * padded, v, row_bytes);
-            k = row, v = row + 2 * padded;
         }
-        keys[key] = k, value_rows[key] = v;
-        for (int64_t at = 0; at < row_bytes; at += 64) prefetch(k + at), prefetch(v + at);
     }
-    for (int64_t at = 0; at < padded / 2; at += LANES) transpose(keys, 4 * at, keys_t + KEYS * at, KEYS);
+    for (int64_t at = 0; at < padded / 2; at += LANES) transpose(buffers.staged + at, padded, keys_t + KEYS * at, KEYS);
     for (int key = 0; key < LANES; key += 2) {
+        const char *first = (const char *)(buffers.staged + padded * key) + value_at, *second = first + 4 * padded;
         for (int64_t at = 0; at < padded; at += LANES) {
-            I32 first = load_low_halves(value_rows[key] + 2 * at), second = load_low_halves(value_rows[key + 1] + 2 * at);
-            store(values + padded * (key / 2) + at, floats_of(first | shift_left(second, 16)));
+            I32 pairs = load_low_halves(first + 2 * at) | shift_left(load_low_halves(second + 2 * at), 16);
+            store(values + padded * (key / 2) + at, floats_of(pairs));
         }
     }
 }
@@ -282,8 +288,7 @@ static void read_queries(const tw_attend_args &args, const Rows &rows, const Buf
         const char *source = (const char *)args.q + token * args.q_token_stride + head * args.q_head_stride;
         float *target = buffers.queries + padded * row;
         if (IN_PAIRS) {
-            memset(target, 0, 4 * padded);
-            memcpy(target, source, 2 * args.head_dim);
+            copy_row(source, args.head_dim, padded, (char *)target);
         } else {
             for (int64_t at = 0; at < padded; at += LANES)
                 store(target + at, load_numbers<Number>(source + Number::size * at, args.head_dim - at) * scale);
