@@ -139,11 +139,12 @@ INLINE void transpose(const float *rows, int64_t row_stride, float *target, int6
     UNROLL for (int column = 0; column < LANES; column += 4) {
         UNROLL for (int i = 0; i < REGS; i++) {
             FloatReg fours[4];
-            UNROLL for (int row = 0; row < 4; row++) fours[row] = load_fours(rows + (REG_LANES * i + row) * row_stride + column, row_stride);
-            FloatReg first = pick<0, 4, 1, 5>(fours[0], fours[1]), second = pick<0, 4, 1, 5>(fours[2], fours[3]);
-            FloatReg third = pick<2, 6, 3, 7>(fours[0], fours[1]), fourth = pick<2, 6, 3, 7>(fours[2], fours[3]);
-            FloatReg columns[] = {pick<0, 1, 4, 5>(first, second), pick<2, 3, 6, 7>(first, second),
-                                  pick<0, 1, 4, 5>(third, fourth), pick<2, 3, 6, 7>(third, fourth)};
+            const float *first = rows + REG_LANES * i * row_stride + column;
+            UNROLL for (int row = 0; row < 4; row++) fours[row] = load_fours(first + row * row_stride, row_stride);
+            FloatReg low_01 = pick<0, 4, 1, 5>(fours[0], fours[1]), low_23 = pick<0, 4, 1, 5>(fours[2], fours[3]);
+            FloatReg high_01 = pick<2, 6, 3, 7>(fours[0], fours[1]), high_23 = pick<2, 6, 3, 7>(fours[2], fours[3]);
+            FloatReg columns[] = {pick<0, 1, 4, 5>(low_01, low_23), pick<2, 3, 6, 7>(low_01, low_23),
+                                  pick<0, 1, 4, 5>(high_01, high_23), pick<2, 3, 6, 7>(high_01, high_23)};
             UNROLL for (int k = 0; k < 4; k++)
                 memcpy(target + (column + k) * target_stride + REG_LANES * i, &columns[k], sizeof columns[k]);
         }
