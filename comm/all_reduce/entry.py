@@ -91,7 +91,7 @@ class Entry:
     def refusal(self, setting: Setting) -> str | None:
         """Return why ``auto`` may not use the exact form in this setting; None: it may."""
         if self.needs_nodes and setting.num_nodes == 1:
-            return "there is one node, where it is two-shot"
+            return "on one node it is the same as two-shot"
         if self.depends_on_place and setting.world_size > 2 and setting.device == "cpu":
             return "sums depend on an element's place, so a text would depend on other requests"
         return None

@@ -42,7 +42,7 @@ def join_nodes(
 
     Args:
         topology: the one that ``group`` was opened with.
-        store, join_timeout_s, name, interface: as for ``comm.group.open_process_group``.
+        store, join_timeout_s, name, interface: as for ``comm.group.group.open_process_group``.
         segment_fd: memory that the ranks of this node share (``comm.transport.segment``, made for ``topology.ranks_per_node``).
     Raises:
         ValueError: the ranks have different numbers of nodes.

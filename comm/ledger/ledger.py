@@ -84,7 +84,9 @@ class Ledger:
         totals.recent_s[totals.calls % NUM_RECENT] = seconds
         totals.calls += 1
         totals.seconds += seconds
-        totals.add_bytes(bytes_sent, bytes_sent if exact_bytes is None else exact_bytes, num_bytes)
+        totals.bytes_sent += bytes_sent
+        totals.exact_bytes += bytes_sent if exact_bytes is None else exact_bytes
+        totals.message_bytes += num_bytes
         self._spent_s += seconds
         if self.coding_s or self._hides_coding:
             self._end_coding(totals)

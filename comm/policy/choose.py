@@ -1,7 +1,7 @@
-"""Makes the policy: an AllReduce for each site, phase and size, with the reasons.
+"""Makes the policy: an AllReduce for each site, phase and size, with the reasons. The only definition of ``auto``.
 
 Two rules precede speed. A lossy algorithm is chosen only if it was named or an error budget allows it, and a budget applies
-to prompt rows only. And within a phase a row's sum must not depend on the size of its message, or a text would depend on
+to prefill rows only. And within a phase a row's sum must not depend on the size of its message, or a text would depend on
 other requests. So ``auto`` first chooses an order of adding for the phase, and switches by size only between algorithms of
 that order, which give the same bits.
 """
@@ -174,7 +174,7 @@ class Chooser:
             found = "; ".join(f"{name}: {reason}" for name, reason in refused.items() if name in lossless_names())
             raise QuarantinedError(
                 f"auto has no AllReduce left for {phase} messages ({found}). Name one with --allreduce, choose another "
-                "--transport, or run `tightwire tune` again if what was measured no longer holds"
+                "--transport, or run `tightwire tune` again if the measurements are out of date"
             )
         ranked = sorted(orders, key=lambda order: self._phase_us(phase, orders[order]))
         members = orders[ranked[0]]
@@ -289,7 +289,7 @@ class Chooser:
             return f"{us / best_us:.2f} times as slow"
         if any({name, chosen} <= set(names) for names in admitted.orders.values()):
             return f"gains less than {100 * (_KEEP_WITHIN - 1):.0f} %"
-        return "slower over all sizes of the phase, which keeps to one order of summing"
+        return "slower over all sizes of the phase, which uses one order of summing"
 
     def _phase_us(self, phase: str, names: list[str]) -> float:
         if phase == "decode":

@@ -1,6 +1,6 @@
 """Policy files: an AllReduce for each layer, written by a bench that measured its effect, used by ``serve``.
 
-A file names algorithms, lossy ones too, for prompt and for generated rows. Messages without a rule are handled as without a
+A file names algorithms, lossy ones too, for prefill and for decode rows. Messages without a rule are handled as without a
 file. The file records the model shape it was made for, and a model of another shape refuses it.
 """
 

@@ -1,6 +1,6 @@
 """The policy: rules that name an AllReduce for each message, made once by ``choose`` and given to every rank.
 
-A message has a site (its place in the model), a layer, a phase (prompt rows or generated rows) and a size. This module has
+A message has a site (its place in the model), a layer, a phase (prefill or decode rows) and a size. This module has
 names only and imports no torch; ``routes`` turns names into AllReduces.
 """
 

@@ -5,13 +5,12 @@ So each rank that fails leaves a note (its collective and the ranks it waited fo
 at fault are those without a note. Nothing is written unless a collective fails.
 """
 
-import json
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+import msgspec
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.errors import CollectiveTimeoutError, name_ranks
@@ -52,8 +51,7 @@ class FactExchange:
 _POLL_S = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """``timed_out`` tells a silent peer from a broken connection; ``missed`` are the ranks waited for, if known."""
 
     timed_out: bool
@@ -85,11 +83,11 @@ class FailureNotes:
     def _exchange(self, note: Note, grace_s: float, found: dict[int, Note]) -> None:
         start = time.monotonic()
         try:
-            self._store.set(f"failed/{self._rank}", json.dumps(asdict(note)))
+            self._store.set(f"failed/{self._rank}", msgspec.json.encode(note))  # pyright: ignore[reportArgumentType]: bytes are taken too
             while time.monotonic() - start < grace_s:
                 for rank in self._others:
                     if rank not in found and self._store.check([f"failed/{rank}"]):
-                        found[rank] = _parse(self._store.get(f"failed/{rank}"))
+                        found[rank] = msgspec.json.decode(self._store.get(f"failed/{rank}"), type=Note)
                 silent = set(self._others) - set(found)
                 if not silent or (time.monotonic() - start > grace_s / 2 and silent <= missed_by(note, found)):
                     return
@@ -113,8 +111,3 @@ def ranks_at_fault(own: Note, notes: dict[int, Note], others: Iterable[int]) -> 
     if own.timed_out or any(note.timed_out for note in notes.values()):
         return silent or missed
     return (missed & silent) or silent or missed
-
-
-def _parse(raw: bytes) -> Note:
-    fields = json.loads(raw)
-    return Note(timed_out=fields["timed_out"], missed=tuple(fields["missed"]), doing=fields["doing"])

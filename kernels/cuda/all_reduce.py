@@ -16,7 +16,7 @@ takes part in every call, even with nothing to do, and one stream runs all calls
 so a captured CUDA graph can be replayed between other calls.
 
 A block reads only what blocks with the same number wrote, in any process, and waits only for those. The buffers limit a
-launch's message; ``comm.transport.peer_all_reduce`` cuts longer ones.
+launch's message; ``comm.transport.peer_memory`` cuts longer ones.
 """
 
 from dataclasses import dataclass

@@ -221,7 +221,7 @@ class Recorded(msgspec.Struct, frozen=True, tag=True):
     rank: int
     id: int
     events: list[Event]
-    clock: str  # the clock of their times (``comm.trace.clock_name``)
+    clock: str  # the clock of their times (``comm.ledger.recording.clock_name``)
     last: bool
 
 

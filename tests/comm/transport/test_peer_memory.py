@@ -138,9 +138,7 @@ def _miss_one(group: Group, first_path: str, path: str) -> str | None:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "cases"), [(2, CASES), (3, FEW_CASES), (4, FEW_CASES[1:3])], ids=["2", "3", "4"]
-)
+@pytest.mark.parametrize(("world_size", "cases"), [(2, CASES), (3, FEW_CASES)], ids=["2", "3"])
 def test_sums_are_the_generic_algorithms(world_size: int, cases: list[tuple[str, int, torch.dtype]]) -> None:
     with _shared_file(world_size) as path:
         run_interpreted(world_size, _check_sums, path, cases)
@@ -154,4 +152,6 @@ def test_messages_are_the_librarys() -> None:
 def test_a_missing_rank_ends_in_an_error_that_names_it() -> None:
     with _shared_file(3) as first_path, _shared_file(3) as path:
         messages = run_interpreted(3, _miss_one, first_path, path)
-    assert messages[1] is None and all("Results since are NaN" in message for message in (messages[0], messages[2]))
+    assert messages[1] is None and all(
+        "Results since then are NaN" in message for message in (messages[0], messages[2])
+    )
