@@ -293,10 +293,3 @@ def test_bad_options_are_refused(argv: list[str], says: str, capsys: pytest.Capt
 
     assert exit_.value.code == 2
     assert says in capsys.readouterr().err
-
-
-def test_an_unknown_bench_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["swim"]) == 2
-    assert "unknown bench 'swim'; choose one of comm, compare, kernels" in capsys.readouterr().err
-    assert main(["--help"]) == 0
-    assert "serve" in capsys.readouterr().out
