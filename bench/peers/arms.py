@@ -91,24 +91,23 @@ def vllm(setup: Setup, ranks: int) -> Arm:
     )
 
 
-def llama_cpp(setup: Setup, file: str, numbers: str) -> Arm:
+def llama_cpp(setup: Setup) -> Arm:
     """``--parallel`` gives every request in flight a sequence of its own; without it later requests would wait."""
-    path = setup.gguf if file == "gguf" else setup.weights / file
-    command = [_installed(setup, "llama.cpp/llama-server"), "--model", str(path), "--alias", "peer"]
+    command = [_installed(setup, "llama.cpp/llama-server"), "--model", str(setup.gguf), "--alias", "peer"]
     command += ["--ctx-size", str(MAX_TOKENS * MAX_REQUESTS), "--parallel", str(MAX_REQUESTS)]
     command += ["--threads", str(setup.num_threads), "--threads-batch", str(setup.num_threads)]
     command += ["--host", "127.0.0.1", "--port", "{port}"]
-    return Arm(name=f"llama.cpp, {numbers}", numbers=numbers, command=tuple(command))
+    return Arm(name="llama.cpp, 4-bit", numbers="4-bit", command=tuple(command))
 
 
-def transformers(setup: Setup, *, continuous_batching: bool) -> Arm:
+def transformers(setup: Setup) -> Arm:
     folder = str(setup.weights / "hf")
     command = [_installed(setup, "transformers/bin/transformers"), "serve", folder, "--device", "cpu"]
     command += ["--dtype", setup.torch_dtype, "--host", "127.0.0.1", "--port", "{port}"]
     return Arm(
-        name="transformers serve" + (", continuous batching" if continuous_batching else ""),
+        name="transformers serve",
         numbers=setup.torch_dtype,
-        command=(*command, *(["--continuous-batching"] if continuous_batching else [])),
+        command=tuple(command),
         env={"OMP_NUM_THREADS": str(setup.num_threads), "HF_HUB_CACHE": str(setup.weights), **_OFFLINE},
         model=folder,
         ignore_eos=False,
@@ -122,15 +121,12 @@ ARMS: dict[str, Callable[[Setup], Arm]] = {
     "tightwire-tp1-q4": lambda setup: tightwire(setup, 1, packed=True),
     "vllm": lambda setup: vllm(setup, 1),
     "vllm-tp2": lambda setup: vllm(setup, 2),
-    "llama.cpp-q4": lambda setup: llama_cpp(setup, "gguf", "4-bit"),
-    "llama.cpp-f16": lambda setup: llama_cpp(setup, "f16.gguf", "float16"),
-    "llama.cpp-bf16": lambda setup: llama_cpp(setup, "bf16.gguf", "bfloat16"),
-    "transformers": lambda setup: transformers(setup, continuous_batching=False),
-    "transformers-cb": lambda setup: transformers(setup, continuous_batching=True),
+    "llama.cpp-q4": llama_cpp,
+    "transformers": transformers,
 }
 DEFAULT_ARMS = (
     *("tightwire-tp2", "tightwire-tp1", "tightwire-tp2-q4"),
-    *("vllm", "llama.cpp-f16", "llama.cpp-q4", "transformers"),
+    *("vllm", "llama.cpp-q4", "transformers"),
 )
 
 

@@ -306,7 +306,7 @@ def _make_setup(options: PeersOptions) -> Setup:
 
 def _convert(setup: Setup) -> None:
     """Write the weights in the formats of the peers unless they exist."""
-    if all((setup.weights / name).exists() for name in ("hf", "f16.gguf", "bf16.gguf")):
+    if (setup.weights / "hf").exists():
         return
     sys.stderr.write(f"converting {setup.gguf.name} for the peers, in {setup.weights}\n")
     python = setup.peers / "transformers" / "bin" / "python"
