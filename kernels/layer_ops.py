@@ -26,14 +26,14 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         ValueError: shapes or dtypes of x and weight that do not match.
     """
     if x_TD.is_cuda:
-        return _triton("norm").rms_norm(x_TD, weight_D, eps)
+        return _triton().rms_norm(x_TD, weight_D, eps)
     return (rms_norm_cpu if available() else rms_norm_reference)(x_TD, weight_D, eps)
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``add_rms_norm_reference`` in one pass: the normalized sum and the sum itself, both new tensors."""
     if x_TD.is_cuda:
-        return _triton("norm").add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        return _triton().add_rms_norm(x_TD, residual_TD, weight_D, eps)
     return (add_rms_norm_cpu if available() else add_rms_norm_reference)(x_TD, residual_TD, weight_D, eps)
 
 
@@ -84,7 +84,7 @@ def rotate_and_cache(
         ValueError: shapes or dtypes that do not match, or (on CPU) a slot outside the cache.
     """
     if qkv_THE.is_cuda:
-        return _triton("qkv").rotate_and_cache(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
+        return _triton().rotate_and_cache(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
     num_kv_heads = k_cache_NKPE.shape[1]
     # Queries and keys are adjacent and rotate by the same angles: one call serves both.
     rotated_THE = apply_rope(qkv_THE[:, : qkv_THE.shape[1] - num_kv_heads], cos_TE, sin_TE)
@@ -100,10 +100,10 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
         ValueError: an odd number of columns, or a dtype without a kernel.
     """
     if gate_up_T2F.is_cuda:
-        return _triton("swiglu").swiglu(gate_up_T2F)
+        return _triton().swiglu(gate_up_T2F)
     return (swiglu_cpu if available() else swiglu_reference)(gate_up_T2F)
 
 
-def _triton(name: str) -> ModuleType:
+def _triton() -> ModuleType:
     """Import the Triton kernels on first use, because a CPU host need not have Triton."""
-    return import_module(f"tightwire.kernels.cuda.{name}")
+    return import_module("tightwire.kernels.cuda.layer_ops")

@@ -172,27 +172,27 @@ def test_rotation_on_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def _check_interpreted(group: Group) -> None:
-    from tightwire.kernels.cuda import qkv as qkv_triton
+    from tightwire.kernels.cuda import layer_ops as triton_ops
 
     for shape in SHAPES:
         for dtype in DTYPES:
-            _assert_the_references_bits(qkv_triton.rotate_and_cache, shape, dtype)
+            _assert_the_references_bits(triton_ops.rotate_and_cache, shape, dtype)
 
 
 def _check_padding(group: Group) -> None:
     """A padding row's slot is negative: nothing is stored for it, and the others are what they would be without it."""
-    from tightwire.kernels.cuda import qkv as qkv_triton
+    from tightwire.kernels.cuda import layer_ops as triton_ops
 
     qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
     got_caches, want_caches = caches(), caches()
-    qkv_triton.rotate_and_cache(qkv, cos, sin, *got_caches, torch.where(torch.arange(3) == 1, -1, slots).int())
+    triton_ops.rotate_and_cache(qkv, cos, sin, *got_caches, torch.where(torch.arange(3) == 1, -1, slots).int())
     kept = [0, 2]
     rotate_and_cache_reference(qkv[kept], cos[kept], sin[kept], *want_caches, slots[kept])
     assert all(map(torch.equal, got_caches, want_caches))
 
 
 def _check_refusals(group: Group) -> None:
-    from tightwire.kernels.cuda import qkv as qkv_triton
+    from tightwire.kernels.cuda import layer_ops as triton_ops
 
     qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
     k_cache, v_cache = caches()
@@ -207,8 +207,8 @@ def _check_refusals(group: Group) -> None:
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            qkv_triton.rotate_and_cache(*arguments)
-    nothing = qkv_triton.rotate_and_cache(qkv[:0], cos[:0], sin[:0], k_cache, v_cache, slots[:0])
+            triton_ops.rotate_and_cache(*arguments)
+    nothing = triton_ops.rotate_and_cache(qkv[:0], cos[:0], sin[:0], k_cache, v_cache, slots[:0])
     assert nothing.shape == (0, 9, 64)
 
 

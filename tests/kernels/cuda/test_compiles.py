@@ -99,7 +99,7 @@ def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
 
 @pytest.mark.parametrize("adds", [False, True])
 def test_norm(adds: bool) -> None:
-    from tightwire.kernels.cuda.norm import _rms_norm_row
+    from tightwire.kernels.cuda.layer_ops import _rms_norm_row
 
     types = dict.fromkeys(("x", "residual", "weight", "out", "total"), "*bf16")
     ptx = _ptx(_rms_norm_row, H100, {**types, "eps": "fp32"}, {"ADDS": adds, "PLACES": 4096})
@@ -160,7 +160,7 @@ def test_attention_of_one_chunk_and_the_merge_of_several() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rotation_and_cache(dtype: torch.dtype) -> None:
     """Nothing is fused, or a sum would round once where the reference rounds twice; 16-bit numbers move in vectors."""
-    from tightwire.kernels.cuda.qkv import _rotate_and_cache_heads
+    from tightwire.kernels.cuda.layer_ops import _rotate_and_cache_heads
 
     types = {**dict.fromkeys(("qkv", "k_cache", "v_cache", "q_out"), TYPES[dtype]), "slots": "*i32"}
     types |= dict.fromkeys(("cos", "sin"), "*fp32")
@@ -171,7 +171,7 @@ def test_rotation_and_cache(dtype: torch.dtype) -> None:
 
 
 def test_swiglu() -> None:
-    from tightwire.kernels.cuda.swiglu import _swiglu_part
+    from tightwire.kernels.cuda.layer_ops import _swiglu_part
 
     ptx = _ptx(_swiglu_part, A100, {"gate_up": "*bf16", "out": "*bf16"}, {"PLACES": 1024})
     assert "div.full" not in ptx and "div.rn" in ptx

@@ -1,4 +1,7 @@
-"""Rotates queries and keys and writes the KV cache on a GPU, in one pass over memory."""
+"""The row operations of a layer on a GPU, each in one pass over memory: normalization, rotation with the cache's write, SwiGLU.
+
+The residual sum of ``add_rms_norm`` is rounded to the numbers' type before it is stored and normalized, as in torch.
+"""
 
 # Type checkers cannot follow a kernel's body: constants have the attributes of the objects they stand for.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
@@ -12,20 +15,88 @@ from tightwire.kernels.cuda.launch import launch, padded
 from tightwire.kernels.cuda.numbers import narrowed, raw, widened
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
-_PROGRAM_PAIRS = 1024  # each of 128 threads rotates eight pairs: a vector of 16-bit numbers from either half of a head
+_MAX_ROW_ELEMS = 1 << 16  # a row is held in the registers of one program
+# Each of 128 threads rotates eight pairs: a vector of 16-bit numbers from either half of a head.
+_ROTATED_PAIRS = 1024
+_GATED_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 threads
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Compute ``layer_ops.rms_norm_reference``, one program per row; only the order of the float32 sum over D and the root's last bit differ.
+
+    Raises:
+        ValueError: shapes or dtypes do not match, or rows are too long for a program.
+    """
+    _check_norm(x_TD, x_TD, weight_D)
+    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    _normalize(x_TD, x_TD, weight_D, out_TD, out_TD, eps, adds=False)
+    return out_TD
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute ``layer_ops.add_rms_norm_reference``, one program per row: the normalized sum and the sum itself, both new tensors."""
+    _check_norm(x_TD, residual_TD, weight_D)
+    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    sum_TD = torch.empty_like(out_TD)
+    _normalize(x_TD, residual_TD, weight_D, out_TD, sum_TD, eps, adds=True)
+    return out_TD, sum_TD
+
+
+def _check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    if residual.shape != x.shape or weight.shape != x.shape[1:] or x.stride(1) != 1 or residual.stride(1) != 1:
+        raise ValueError(
+            "rms_norm needs x and residual (T, D) with contiguous rows and weight (D,); "
+            f"got {tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
+        )
+    if x.dtype not in _NUMBERS or weight.dtype != x.dtype or residual.dtype != x.dtype or weight.stride(0) != 1:
+        raise ValueError(
+            f"rms_norm needs x, residual and weight in one of {', '.join(map(str, _NUMBERS))}; "
+            f"got {x.dtype}, {residual.dtype} and {weight.dtype}"
+        )
+    if x.shape[1] > _MAX_ROW_ELEMS:
+        raise ValueError(f"rms_norm takes rows of at most {_MAX_ROW_ELEMS} numbers, got {x.shape[1]}")
+
+
+def _normalize(
+    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, adds: bool
+) -> None:
+    num_rows, size = x.shape
+    if num_rows:
+        given = x, residual, weight, out, total, x.stride(0), residual.stride(0), size, eps
+        launch(_rms_norm_row, num_rows, x.device, *given, adds, triton.next_power_of_2(size))
+
+
+@triton.jit(do_not_specialize=["eps"])
+def _rms_norm_row(
+    x, residual, weight, out, total, x_stride, residual_stride, size, eps, ADDS: tl.constexpr, PLACES: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    kept = place < size
+    dtype: tl.constexpr = x.dtype.element_ty
+    value = widened(tl.load(raw(x) + row * x_stride + place, mask=kept, other=0))
+    if ADDS:
+        value += widened(tl.load(raw(residual) + row * residual_stride + place, mask=kept, other=0))
+        stored = narrowed(value, dtype)
+        tl.store(raw(total) + row * size + place, stored, mask=kept)
+        value = widened(stored)
+    mean = tl.sum(value * value, 0) / size
+    normed = widened(narrowed(value * tl.div_rn(1.0, tl.sqrt_rn(mean + eps)), dtype))
+    factor = widened(tl.load(raw(weight) + place, mask=kept, other=0))
+    tl.store(raw(out) + row * size + place, narrowed(normed * factor, dtype), mask=kept)
 
 
 def rotate_and_cache(
     qkv_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, slot_T: Tensor
 ) -> Tensor:
-    """Compute ``qkv.rotate_and_cache`` for CUDA tensors. The returned queries are contiguous."""
-    _check(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
+    """Compute ``layer_ops.rotate_and_cache`` for CUDA tensors. The returned queries are contiguous."""
+    _check_rotation(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
     num_tokens, num_all_heads, head_dim = qkv_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     num_heads = num_all_heads - 2 * num_kv_heads
     q_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv_THE.dtype, device=qkv_THE.device)
     pairs = padded(head_dim // 2)
-    heads_at_once = min(padded(num_all_heads), max(1, _PROGRAM_PAIRS // pairs))
+    heads_at_once = min(padded(num_all_heads), max(1, _ROTATED_PAIRS // pairs))
     if num_tokens:
         launch(
             _rotate_and_cache_heads,
@@ -52,7 +123,7 @@ def rotate_and_cache(
     return q_THE
 
 
-def _check(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def _check_rotation(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, num_kv_heads, tokens_per_block, cache_dim = k_cache.shape
     strides = k_cache.stride()
@@ -151,3 +222,40 @@ def _rotate_and_cache_heads(
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
     return widened(narrowed(x, dtype))
+
+
+def swiglu(gate_up_T2F: Tensor) -> Tensor:
+    """Compute ``layer_ops.swiglu_reference``, with the same rounding steps; the result is contiguous.
+
+    The error of exp(-gate), and so of silu, is ``|gate|`` units of float32: silu loses some digits for large negative
+    gates, where it is nearly 0.
+
+    Raises:
+        ValueError: an odd number of columns, non-contiguous rows, or a dtype without a kernel.
+    """
+    num_tokens, columns = gate_up_T2F.shape
+    if columns % 2 or gate_up_T2F.dtype not in _NUMBERS or gate_up_T2F.stride(1) != 1:
+        raise ValueError(
+            f"swiglu needs (T, 2F) with contiguous rows in one of {', '.join(map(str, _NUMBERS))}; "
+            f"got {tuple(gate_up_T2F.shape)} {gate_up_T2F.dtype} with strides {gate_up_T2F.stride()}"
+        )
+    width = columns // 2
+    out_TF = torch.empty((num_tokens, width), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
+    parts = -(-width // _GATED_ELEMS)
+    if out_TF.numel():
+        given = gate_up_T2F, out_TF, gate_up_T2F.stride(0), width, parts, _GATED_ELEMS
+        launch(_swiglu_part, num_tokens * parts, out_TF.device, *given)
+    return out_TF
+
+
+@triton.jit
+def _swiglu_part(gate_up, out, row_stride, width, parts, PLACES: tl.constexpr):
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    place = tl.program_id(0) % parts * PLACES + tl.arange(0, PLACES)
+    kept = place < width
+    gates = raw(gate_up) + row * row_stride
+    dtype: tl.constexpr = out.dtype.element_ty
+    gate = widened(tl.load(gates + place, mask=kept, other=0))
+    up = widened(tl.load(gates + width + place, mask=kept, other=0))
+    silu = widened(narrowed(tl.div_rn(gate, 1.0 + tl.exp(-gate)), dtype))
+    tl.store(raw(out) + row * width + place, narrowed(silu * up, dtype), mask=kept)
