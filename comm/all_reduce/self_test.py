@@ -63,7 +63,7 @@ def agree(world: Group, verdicts: Sequence[Verdict], group_size: int) -> list[Ve
         wrong = [rank for rank, report in enumerate(reports) if report[index]]
         if wrong and verdict.ok:
             group = range(wrong[0] // group_size * group_size, (wrong[0] // group_size + 1) * group_size)
-            detail = f"right here, wrong between ranks {group.start} to {group.stop - 1}, whose log says how"
+            detail = f"correct here, wrong on ranks {group.start} to {group.stop - 1}; see their log"
             verdict = Verdict(algorithm=verdict.algorithm, ok=False, detail=detail)
         agreed.append(verdict)
     return agreed
@@ -99,9 +99,9 @@ class _Check:
             return f"{size}: changed its input"
         num_wrong, largest = self.known.errors(result, all_reduce)
         if num_wrong:
-            return f"{size}: {num_wrong} of {given.numel()} sums are off by more than it states, one by {largest:.3g}"
+            return f"{size}: {num_wrong} of {given.numel()} sums exceed the error bound, the largest error is {largest:.3g}"
         stated = all_reduce.wire_bytes(given.numel(), given.element_size())
-        return "" if sent == stated else f"{size}: sent {sent} B and states {stated}"
+        return "" if sent == stated else f"{size}: sent {sent} B, expected {stated}"
 
 
 def _judge(group: Group, name: str, all_reduce: AllReduce, checks: Sequence[_Check]) -> Verdict:
@@ -115,7 +115,7 @@ def _judge(group: Group, name: str, all_reduce: AllReduce, checks: Sequence[_Che
             return Verdict(algorithm=name, ok=False, detail=f"rank {rank}: {text}")
     for rank, report in enumerate(reports):
         if report != reports[0]:
-            return Verdict(algorithm=name, ok=False, detail=f"ranks 0 and {rank} hold different bits")
+            return Verdict(algorithm=name, ok=False, detail=f"ranks 0 and {rank} have different bits")
     sizes = " and ".join(check.words for check in checks)
     return Verdict(algorithm=name, ok=True, detail=f"checked with {sizes} of {str(checks[0].known.dtype)[6:]}")
 

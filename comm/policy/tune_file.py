@@ -192,7 +192,7 @@ def check_writable(path: Path) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
         raise OSError(
-            f"{path} cannot be written ({error.strerror}), and times are kept there; make it writable, or set "
+            f"{path} cannot be written ({error.strerror}); measured times are stored there: make it writable, or set "
             "XDG_CACHE_HOME to a folder that is"
         ) from None
 

@@ -50,7 +50,7 @@ def _own_objection(world_size: int, device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed; python -m pip install 'tightwire[cuda]'"
     if torch.cuda.get_device_capability(device) < _CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} is older than what Triton compiles for (compute capability 7.0)"
+        return f"{torch.cuda.get_device_name(device)} is too old for Triton, which needs compute capability 7.0"
     if world_size > _MAX_RANKS:
         return f"{world_size} ranks are more than the {_MAX_RANKS} that a kernel's failure mask names"
     return None
@@ -65,7 +65,7 @@ def _objection_to_peers(device: torch.device, facts: Sequence[Sequence[str]]) ->
         if not uuid:
             continue  # that rank reports its own objection
         if uuid not in local:
-            return f"rank {peer}'s GPU is hidden from it; show all ranks the same CUDA_VISIBLE_DEVICES"
+            return f"rank {peer}'s GPU is not visible to it; give all ranks the same CUDA_VISIBLE_DEVICES"
         index = local[uuid]
         if index != device.index and not torch.cuda.can_device_access_peer(device, index):
             return f"CUDA offers no access from its GPU to rank {peer}'s (no NVLink, and no peer access over PCIe)"

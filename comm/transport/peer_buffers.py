@@ -122,4 +122,4 @@ def _verify(views: Sequence[Tensor], exchange: FactExchange, name: str, device: 
     exchange.share(f"{name}, read", b"")
     own.zero_()
     torch.cuda.synchronize(device)
-    return f"what {name_ranks(wrong)} wrote did not arrive" if wrong else None
+    return f"writes of {name_ranks(wrong)} did not arrive" if wrong else None

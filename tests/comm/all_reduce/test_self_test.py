@@ -81,12 +81,12 @@ def _check(group: Group, break_it: Break) -> list[Verdict]:
 @pytest.mark.parametrize(
     ("break_it", "found"),
     [
-        (off_by_a_little, "rank 0: 256 B: 1 of 64 sums are off by more than it states, one by 0.1"),
-        (not_a_number, "rank 0: 256 B: 1 of 64 sums are off"),
-        (other_bits_on_the_last_rank, "ranks 0 and 2 hold different bits"),
+        (off_by_a_little, "rank 0: 256 B: 1 of 64 sums exceed the error bound, the largest error is 0.1"),
+        (not_a_number, "rank 0: 256 B: 1 of 64 sums exceed"),
+        (other_bits_on_the_last_rank, "ranks 0 and 2 have different bits"),
         (other_input, "rank 0: 256 B: changed its input"),
         (other_shape, "rank 0: 256 B: gave (63,)"),
-        (more_bytes, "rank 0: 256 B: sent 528 B and states 512"),
+        (more_bytes, "rank 0: 256 B: sent 528 B, expected 512"),
         (wrong_only_when_large, "rank 0: 2048 B: "),
         (raises, "rank 0: raised RuntimeError: no such kernel"),
     ],
@@ -161,11 +161,11 @@ def _check_repeated(group: Group, break_it: Break) -> list[Verdict]:
 @pytest.mark.parametrize(
     ("break_it", "found"),
     [
-        (halves_swapped, r"rank 0: 1080000 B: 2\d{5} of 270000 sums are off"),
-        (groups_swapped, "rank 0: 1080000 B: 256 of 270000 sums are off"),
-        (last_is_off, "rank 0: 1080000 B: 1 of 270000 sums are off by more than it states, one by 0.1"),
+        (halves_swapped, r"rank 0: 1080000 B: 2\d{5} of 270000 sums exceed"),
+        (groups_swapped, "rank 0: 1080000 B: 256 of 270000 sums exceed"),
+        (last_is_off, "rank 0: 1080000 B: 1 of 270000 sums exceed the error bound, the largest error is 0.1"),
         (last_is_not_given_back, "rank 0: 1080000 B: changed its input"),
-        (not_a_number, "rank 0: 1080000 B: 1 of 270000 sums are off by more than it states, one by nan"),
+        (not_a_number, "rank 0: 1080000 B: 1 of 270000 sums exceed the error bound, the largest error is nan"),
     ],
 )
 def test_a_fault_in_a_message_of_repeated_numbers_is_found(break_it: Break, found: str) -> None:
@@ -187,7 +187,7 @@ def test_every_algorithm_passes_with_repeated_numbers_that_end_within_a_group() 
 
 def _found_in_one_of_two(world: Group) -> list[Verdict]:
     own = [
-        Verdict(algorithm="ring", ok=world.rank < 2, detail="ranks 0 and 1 hold different bits"),
+        Verdict(algorithm="ring", ok=world.rank < 2, detail="ranks 0 and 1 have different bits"),
         Verdict(algorithm="one-shot", ok=True, detail="checked"),
     ]
     return agree(world, own, 2)
@@ -196,8 +196,8 @@ def _found_in_one_of_two(world: Group) -> list[Verdict]:
 def test_what_one_replica_found_wrong_is_wrong_for_all() -> None:
     agreed = run_in_process(4, _found_in_one_of_two)
     assert [[verdict.ok for verdict in verdicts] for verdicts in agreed] == [[False, True]] * 4
-    assert agreed[0][0].detail == "right here, wrong between ranks 2 to 3, whose log says how"
-    assert agreed[3][0].detail == "ranks 0 and 1 hold different bits"
+    assert agreed[0][0].detail == "correct here, wrong on ranks 2 to 3; see their log"
+    assert agreed[3][0].detail == "ranks 0 and 1 have different bits"
 
 
 CPU = torch.device("cpu")

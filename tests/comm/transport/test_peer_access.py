@@ -61,7 +61,7 @@ def test_missing_triton_and_old_gpus_are_reasons(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(peer_access, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
-    assert "GTX 1080 is older" in (peer_access._own_objection(2, GPU) or "")
+    assert "GTX 1080 is too old" in (peer_access._own_objection(2, GPU) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert "32 ranks" in (peer_access._own_objection(32, GPU) or "")
     assert peer_access._own_objection(31, GPU) is None
@@ -73,7 +73,7 @@ def test_missing_triton_and_old_gpus_are_reasons(monkeypatch: pytest.MonkeyPatch
         ([(host_identity(), "a"), (host_identity(), "a")], None),  # ranks that share a GPU
         ([(host_identity(), "a"), (host_identity(), "")], None),  # that rank says itself what is wrong
         ([(host_identity(), "a"), ("elsewhere", "b")], "rank 1 is on another host"),
-        ([(host_identity(), "a"), (host_identity(), "c")], "rank 1's GPU is hidden from it"),
+        ([(host_identity(), "a"), (host_identity(), "c")], "rank 1's GPU is not visible to it"),
         ([(host_identity(), "a"), (host_identity(), "b")], "no access from its GPU to rank 1's"),
     ],
 )
