@@ -108,13 +108,13 @@ def _peers(machine: _Machine) -> Iterator[Advice]:
 
 def _links(machine: _Machine) -> Iterator[Advice]:
     """An idle link may be slow to save power, but it is never narrower."""
-    gpus = {gpu.bus_id: gpu for gpu in machine.gpus.gpus} if machine.gpus else {}
+    gpus = {gpu.link.address: gpu for gpu in machine.gpus.gpus} if machine.gpus else {}
     links = machine.pci.links if machine.pci else []
     for link in links:
         yield from _link(link, gpus.get(link.address))
     for gpu in gpus.values():  # a virtual machine may hide links that its driver reports
-        if gpu.bus_id not in {link.address for link in links}:
-            yield from _link(_as_link(gpu), gpu)
+        if gpu.link.address not in {link.address for link in links}:
+            yield from _link(gpu.link, gpu)
 
 
 def _link(link: Link, gpu: Gpu | None) -> Iterator[Advice]:
@@ -136,22 +136,6 @@ def _link(link: Link, gpu: Gpu | None) -> Iterator[Advice]:
             yield Advice("note", f"{slow}; idle links slow down, so check again under load")
     if link.slot_max_width is not None and link.max_width is not None and link.slot_max_width < link.max_width:
         yield Advice("note", f"{name} is x{link.max_width} in a slot that is x{link.slot_max_width}")
-
-
-def _as_link(gpu: Gpu) -> Link:
-    return Link(
-        address=gpu.bus_id,
-        kind="gpu",
-        name=gpu.name,
-        gt_per_s=_gt_per_s(gpu.pcie_gen),
-        max_gt_per_s=_gt_per_s(gpu.max_pcie_gen),
-        width=gpu.pcie_width,
-        max_width=gpu.max_pcie_width,
-    )
-
-
-def _gt_per_s(generation: int | None) -> float | None:
-    return {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}.get(generation or 0)
 
 
 def _least(*values: float | None) -> float | None:

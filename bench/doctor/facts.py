@@ -69,7 +69,7 @@ class Link(Struct, frozen=True):
 
     def __str__(self) -> str:
         speed = f"{_text(self.gt_per_s)} of {_text(self.max_gt_per_s)} GT/s"
-        text = f"{self.address} {self.name}, x{_text(self.width)} of x{_text(self.max_width)}, {speed}"
+        text = f"{f'{self.address} {self.name}'.strip()}, x{_text(self.width)} of x{_text(self.max_width)}, {speed}"
         if (self.slot_max_gt_per_s, self.slot_max_width) == (None, None):
             return text
         return f"{text}, slot x{_text(self.slot_max_width)} {_text(self.slot_max_gt_per_s)} GT/s"
@@ -104,13 +104,9 @@ class IsolationFacts(Struct, frozen=True, tag="isolation"):
 class Gpu(Struct, frozen=True):
     index: int
     name: str
-    bus_id: str
     memory_bytes: int
     driver: str
-    pcie_gen: int | None
-    max_pcie_gen: int | None
-    pcie_width: int | None
-    max_pcie_width: int | None
+    link: Link  # as the driver reports it
     power_state: str | None  # P0 is full speed; links slow down in other states
 
 
@@ -131,9 +127,7 @@ class GpuFacts(Struct, frozen=True, tag="gpus"):
             yield "driver", self.absent_reason
         for gpu in self.gpus:
             yield f"GPU {gpu.index}", f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, driver {gpu.driver}"
-            gen = f"gen {_text(gpu.pcie_gen)} of {_text(gpu.max_pcie_gen)}"
-            width = f"x{_text(gpu.pcie_width)} of x{_text(gpu.max_pcie_width)}"
-            yield "", f"{gpu.bus_id}, PCIe {gen}, {width}, {gpu.power_state or 'power state unknown'}"
+            yield "", f"{gpu.link}, {gpu.power_state or 'power state unknown'}"
         for links in self.nvlinks:
             total = links.num_active + links.num_inactive
             yield f"NVLink {links.gpu}", f"{links.num_active} of {total} active, {links.gb_per_s:g} GB/s together"

@@ -13,6 +13,7 @@ from tightwire.bench.doctor.facts import (
     CudaFacts,
     Gpu,
     GpuFacts,
+    Link,
     NvLinks,
     PeerFacts,
     PeerTest,
@@ -24,6 +25,7 @@ _QUERY = (
     *("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max", "pstate"),
 )
 _MIB = 1 << 20
+_GT_PER_S = {"1": 2.5, "2": 5.0, "3": 8.0, "4": 16.0, "5": 32.0, "6": 64.0}  # by PCIe generation
 
 
 def gpus() -> GpuFacts:
@@ -52,13 +54,17 @@ def parse_gpus(csv: str) -> list[Gpu]:
             Gpu(
                 index=int(index or 0),
                 name=name or "unknown",
-                bus_id=(bus_id or "").lower()[-12:],  # as in sysfs: 0000:0a:00.0, from 00000000:0A:00.0
                 memory_bytes=int(memory or 0) * _MIB,
                 driver=driver or "unknown",
-                pcie_gen=_int(gen),
-                max_pcie_gen=_int(max_gen),
-                pcie_width=_int(width),
-                max_pcie_width=_int(max_width),
+                link=Link(
+                    address=(bus_id or "").lower()[-12:],  # as in sysfs: 0000:0a:00.0, from 00000000:0A:00.0
+                    kind="gpu",
+                    name="",
+                    gt_per_s=_GT_PER_S.get(gen or ""),
+                    max_gt_per_s=_GT_PER_S.get(max_gen or ""),
+                    width=_int(width),
+                    max_width=_int(max_width),
+                ),
                 power_state=state,
             )
         )

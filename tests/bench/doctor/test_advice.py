@@ -42,13 +42,9 @@ MEMORY = MemoryFacts(
 GPU = Gpu(
     index=0,
     name="RTX 3090",
-    bus_id="0000:01:00.0",
     memory_bytes=24 << 30,
     driver="580",
-    pcie_gen=4,
-    max_pcie_gen=4,
-    pcie_width=16,
-    max_pcie_width=16,
+    link=Link("0000:01:00.0", "gpu", "", 16.0, 16.0, 16, 16),
     power_state="P8",
 )
 LINK = Link(
@@ -158,7 +154,7 @@ def test_gpus_that_torch_cannot_use() -> None:
     assert texts(of(NO_CUDA, gpus), "problem") == ["the driver has 1 GPUs, but torch 2.13.0+cpu is a CPU build"]
     broken = replace(cuda(0), available=False)
     assert texts(of(broken, gpus), "problem") == ["the driver has 1 GPUs, but torch 2.13.0 cannot use them"]
-    two = replace(gpus, gpus=[GPU, replace(GPU, index=1, bus_id="0000:02:00.0")])
+    two = replace(gpus, gpus=[GPU, replace(GPU, index=1, link=replace(GPU.link, address="0000:02:00.0"))])
     assert "CUDA_VISIBLE_DEVICES" in texts(of(cuda(1), two), "note")[0]
 
 
@@ -181,9 +177,9 @@ def test_a_device_in_a_smaller_slot_gets_a_note() -> None:
 
 
 def test_links_that_only_the_driver_reports() -> None:
-    gpus = GpuFacts(absent_reason=None, gpus=[replace(GPU, pcie_width=8)])
+    gpus = GpuFacts(absent_reason=None, gpus=[replace(GPU, link=replace(GPU.link, width=8))])
     assert "x8 of x16" in texts(of(gpus, cuda(1), PciFacts(links=[])), "problem")[0]
-    unknown = replace(GPU, pcie_gen=None, max_pcie_gen=None, pcie_width=None, max_pcie_width=None)
+    unknown = replace(GPU, link=Link("0000:01:00.0", "gpu", "", None, None, None, None))
     assert of(replace(gpus, gpus=[unknown]), cuda(1), PciFacts(links=[]))[0].kind == "use"
 
 

@@ -35,7 +35,7 @@ FACTS: tuple[Facts, ...] = (
     IsolationFacts(40, ["iommu=pt"], None, "lspci shows ACS to root only"),
     GpuFacts(
         None,
-        [Gpu(0, "RTX 3090", "0000:01:00.0", 24 << 30, "580.65", 1, 4, None, 16, None)],
+        [Gpu(0, "RTX 3090", 24 << 30, "580.65", Link("0000:01:00.0", "gpu", "", 2.5, 16.0, None, 16), None)],
         [NvLinks(0, 3, 1, 75.0)],
     ),
     CudaFacts("2.13.0", "13.0", "2.29.1", True, [CudaDevice(i, "RTX 3090", 24 << 30, "8.6") for i in (0, 1)], [(0, 1)]),
@@ -64,7 +64,7 @@ def test_every_kind_of_facts_is_shown_within_80_columns() -> None:
         "0000:01:00.0 10de:2204, x8 of x16, 2.5 of 16 GT/s, slot x8 8 GT/s",
         "40 groups",
         "unknown: lspci shows ACS to root only",
-        "PCIe gen 1 of 4, x? of x16, power state unknown",
+        "0000:01:00.0, x? of x16, 2.5 of 16 GT/s, power state unknown",
         "3 of 4 active, 75 GB/s together",
         "claimed for 1 of 2 pairs",
         "GPU 0 -> 1 WRONG: copy engine: 7 values arrived wrong",

@@ -23,10 +23,11 @@ GPU 2: Tesla T4 (UUID: GPU-1111)
 
 def test_gpus() -> None:
     first, second = parse_gpus(QUERY)
-    assert (first.index, first.name, first.bus_id) == (0, "NVIDIA GeForce RTX 3090", "0000:0a:00.0")
+    assert (first.index, first.name, first.link.address) == (0, "NVIDIA GeForce RTX 3090", "0000:0a:00.0")
     assert (first.memory_bytes, first.driver) == (24 << 30, "580.65.06")
-    assert (first.pcie_gen, first.max_pcie_gen, first.pcie_width, first.max_pcie_width) == (1, 4, 8, 16)
-    assert (second.pcie_gen, second.max_pcie_width, second.power_state) == (None, None, "P0")
+    link = first.link
+    assert (link.gt_per_s, link.max_gt_per_s, link.width, link.max_width) == (2.5, 16.0, 8, 16)
+    assert (second.link.gt_per_s, second.link.max_width, second.power_state) == (None, None, "P0")
 
 
 def test_no_gpu_is_not_a_problem() -> None:
