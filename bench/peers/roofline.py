@@ -42,7 +42,7 @@ class RooflineOptions(OutputOptions):
     output_len: int = option(64, "tokens to generate", metavar="N", least=4)
     crowd: int = option(64, "requests in flight", metavar="N", least=1)
     batched_tokens: int = option(8192, "--max-num-batched-tokens of the server", metavar="N", least=1)
-    no_peer: bool = option(False, "do not measure transformers")
+    peer: bool = option(True, "measure transformers too (default: yes)")
     start_timeout: float = option(240.0, "longest start of the server, and run of transformers", metavar="S", above=0)
 
     @property
@@ -75,7 +75,7 @@ class RooflineBench(Bench[RooflineOptions]):
         self.facts = {**model, "device": options.device_type, **rates}
         loads = _measure_server(options, checkpoint)
         self.measured = summarize(checkpoint.config, rates, loads)
-        if not options.no_peer:
+        if options.peer:
             token_s = _measure_transformers(options, checkpoint.config)
             name = "a generated token, transformers"
             self.measured.append({"name": name, "seconds": token_s, "samples": {"seconds": [token_s]}})
