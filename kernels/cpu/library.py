@@ -8,6 +8,7 @@ kernels/spec; the log says so once. Imports no torch.
 
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from filelock import FileLock
 from tightwire.kernels.cpu import build
 
 _log = logging.getLogger(__name__)
+_loading = threading.Lock()
 
 ffi: Any = cffi.FFI()
 
@@ -59,6 +61,12 @@ lib: Any = _Library()
 @cache
 def _load() -> tuple[Any, str]:
     """The library and its level; (None, "spec") if there is none."""
+    with _loading:  # two threads may both find the cache empty
+        return _load_once()
+
+
+@cache
+def _load_once() -> tuple[Any, str]:
     usable, asked = build.usable_levels(), os.environ.get("TIGHTWIRE_KERNELS", "")
     if asked not in ("", "sanitize", "spec", *usable):
         raise ValueError(f"TIGHTWIRE_KERNELS={asked} is not possible; this CPU runs {', '.join([*usable, 'spec'])}")
