@@ -161,7 +161,7 @@ class Prepared:
         return pack_model(self.config, self.layout.shards[rank], self.formats, self.dtype, self.codec)
 
     def choose_io(self, asked: str, available_bytes: int) -> str:
-        """Resolve ``auto`` to ``direct`` or ``buffered`` for all ranks (``disk_store.choose_io``)."""
+        """Resolve ``auto`` to ``direct`` or ``buffered`` for all ranks (``blob_file.choose_io``)."""
         return choose_io(asked, self.paths, available_bytes)
 
     def store(self, rank: int, io: str = "buffered", *, verify: bool = False, patience_s: float = 1.0) -> DiskStore:

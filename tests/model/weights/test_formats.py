@@ -222,6 +222,6 @@ def test_a_tensor_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path))
     formats = choose_formats(checkpoint.reader(), checkpoint.config, "int8")
     with pytest.raises(
-        ModelError, match=r"tensor model.layers.1.mlp.up_proj.weight cannot be quantized: Q8_0 keeps scales"
+        ModelError, match=r"tensor model.layers.1.mlp.up_proj.weight cannot be quantized: Q8_0 stores scales"
     ):
         load(checkpoint, formats, 1)
