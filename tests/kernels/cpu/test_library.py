@@ -81,3 +81,14 @@ def test_the_library_loads_without_torch() -> None:
 )
 def test_kernels_import_without_the_library(name: str) -> None:
     assert _run(f"import tightwire.{name}", TIGHTWIRE_KERNELS="spec").returncode == 0
+
+
+def test_threads_that_load_it_together_share_one_library() -> None:
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+from tightwire.kernels.cpu.library import lib, level
+with ThreadPoolExecutor(8) as pool:
+    assert len({f.result() for f in [pool.submit(level) for _ in range(64)]}) == 1
+"""
+    done = _run(code)
+    assert done.returncode == 0, done.stderr
