@@ -75,10 +75,11 @@ class LocalRanks:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_rank_main, args=(rank, open_group, theirs), daemon=True)
-                process.start()
+                with _ctrl_c_waits():  # `kill` must know every process that was started
+                    process.start()
+                    self._processes.append(process)
                 theirs.close()
                 self._pipes.append(ours)
-                self._processes.append(process)
             for _ in self._events(""):
                 pass  # joined
         except BaseException:
@@ -157,17 +158,21 @@ class LocalRanks:
         return LocalRankError(rank, f"rank {rank} of {self.world_size} {reason}")
 
 
-def _start_fork_server() -> None:
-    """Start the fork server with Ctrl-C blocked: during its imports a signal would print a traceback.
-
-    Child processes inherit the blocked signal. In this process a Ctrl-C is pending until it is unblocked.
-    """
-    resource_tracker.ensure_running()  # first, because starting it unblocks Ctrl-C
+@contextlib.contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Block Ctrl-C; one that comes meanwhile takes effect at the end. Child processes inherit the blocked signal."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_fork_server() -> None:
+    """Start the fork server with Ctrl-C blocked: during its imports a signal would print a traceback."""
+    resource_tracker.ensure_running()  # first, because starting it unblocks Ctrl-C
+    with _ctrl_c_waits():
+        forkserver.ensure_running()
 
 
 def _rank_main(rank: int, open_group: Callable[[int], Group], pipe: Connection) -> None:
