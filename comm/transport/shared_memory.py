@@ -23,7 +23,7 @@ from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 from tightwire.comm.transport.shared_all_reduce import SharedAllReduce
 from tightwire.comm.transport.shared_board import BARRIER, EXCHANGE, GATHER, SHIFT
-from tightwire.comm.transport.shared_turns import SharedTurns
+from tightwire.comm.transport.shared_waits import SharedTurns
 from tightwire.kernels.cpu.shared_sums import call_word
 
 

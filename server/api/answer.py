@@ -6,8 +6,8 @@ A stream that breaks ends with an error event. A client that disconnects cancels
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
-from typing import Any, Protocol, TypedDict, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import Protocol, TypedDict, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from tightwire.server.api.disconnect import ClientGoneError, cancel_on_disconnect, end_tasks, wait_for_disconnect
 from tightwire.server.api.errors import to_api_error
 from tightwire.server.api.generation import Delta, Sequence, generate
 from tightwire.server.api.responses import PromptTokensDetails, Usage
@@ -29,30 +30,6 @@ _DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection before the answer was ready."""
-
-
-async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; cancels it if the client disconnects first.
-
-    The request's body must have been read: until then ``receive`` returns the body.
-
-    Raises:
-        ClientGoneError: the client disconnected.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_for_disconnect(receive))
-    try:
-        # No deadline here: the engine client fails every wait on a dead or hung rank, so the work always ends.
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        await _end(task, gone)
-
-
 class EventStream(StreamingResponse):
     """Server-sent events. ``close`` runs when they end, or when the client disconnects."""
 
@@ -64,13 +41,13 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self.stream_response(send))
-        gone = asyncio.ensure_future(_wait_for_disconnect(receive))
+        gone = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
         finally:
-            await _end(sending, gone)
+            await end_tasks(sending, gone)
             await self._frames.aclose()
             await self._close()
 
@@ -78,18 +55,6 @@ class EventStream(StreamingResponse):
 def encode_frame(event: msgspec.Struct) -> bytes:
     """One event; JSON has no raw line break, so one ``data:`` line carries it."""
     return b"data: " + _encoder.encode(event) + b"\n\n"
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks that still run and wait for their cleanup, so that none outlives the request."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Heading(TypedDict):

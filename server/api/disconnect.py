@@ -1,0 +1,45 @@
+"""Cancels a request's work when its client disconnects."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before the answer was ready."""
+
+
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``; cancels it if the client disconnects first.
+
+    The request's body must have been read: until then ``receive`` returns the body.
+
+    Raises:
+        ClientGoneError: the client disconnected.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(wait_for_disconnect(receive))
+    try:
+        # No deadline here: the engine client fails every wait on a dead or hung rank, so the work always ends.
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        await end_tasks(task, gone)
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks that still run and wait for their cleanup, so that none outlives the request."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
