@@ -13,6 +13,7 @@ from tightwire.kernels.cpu.linear_widened import linear_widened, rows_are_indepe
 from tightwire.kernels.packed import dequantize
 from tightwire.kernels.spec.layer_ops import linear_reference
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
+from tightwire.kernels.spec.packed_int8 import linear_int8_reference
 
 # Numbers of packed weights that are unpacked at a time for torch's product: little memory next to a model.
 _UNPACKED_ELEMS = 1 << 22
@@ -34,7 +35,7 @@ def linear(
 
     Packed weights stay packed in memory. On CPU the result is that of the same numbers in float32, bit for bit, and rounded;
     but when the CPU multiplies bfloat16 in pairs (AVX512-BF16) and x is bfloat16, the weights are rounded to it first. For
-    decode rows they are unpacked in registers.
+    decode rows they are unpacked in registers. A format with ``int8_activations`` is multiplied as in ``spec.packed_int8``.
 
     Args:
         num_decode_rows: the number of decode rows, which come first, one or a few at a time. The rest are prefill rows,
@@ -49,7 +50,7 @@ def linear(
         return F.linear(x_TD, weight_OD, bias_O)
     if on_cpu and not available():
         return linear_reference(x_TD, weight_OD, bias_O)
-    one_product = on_cpu and x_TD.dtype != torch.bfloat16
+    one_product = on_cpu and (x_TD.dtype != torch.bfloat16 or _has_int8_activations(weight_OD))
     if num_decode_rows is None or num_decode_rows >= len(x_TD) or one_product:
         return _single_product(x_TD, weight_OD, bias_O)
     if num_decode_rows == 0:
@@ -65,6 +66,8 @@ def linear_to_float(x_RD: Tensor, weight_OD: Matrix) -> Tensor:
     """
     if x_RD.device.type == "cpu":
         if not available():
+            if isinstance(weight_OD, PackedMatrix) and weight_OD.format.int8_activations:
+                return linear_int8_reference(x_RD, weight_OD, None, torch.float32)
             return F.linear(x_RD.float(), dequantize(weight_OD, torch.float32))
         return linear_to_float_cpu(x_RD, weight_OD)
     if isinstance(weight_OD, PackedMatrix):
@@ -72,6 +75,10 @@ def linear_to_float(x_RD: Tensor, weight_OD: Matrix) -> Tensor:
     if x_RD.dtype == torch.float32:
         return F.linear(x_RD, weight_OD)
     return torch.mm(x_RD, weight_OD.t(), out_dtype=torch.float32)
+
+
+def _has_int8_activations(weight_OD: Matrix) -> bool:
+    return isinstance(weight_OD, PackedMatrix) and weight_OD.format.int8_activations
 
 
 def _single_product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import available
-from tightwire.kernels.cpu.linear import unpack_cpu
+from tightwire.kernels.cpu.linear import interleave_cpu, unpack_cpu
 from tightwire.kernels.cpu.run import NUMBER_KIND
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, dequantize_reference
 
@@ -22,5 +22,18 @@ def dequantize(matrix: Matrix, dtype: torch.dtype) -> Tensor:
 def embedding(token_ids_T: Tensor, table_VD: Matrix, dtype: torch.dtype) -> Tensor:
     """(T, D) in ``dtype``, a new tensor; of a packed table only these rows are unpacked."""
     if isinstance(table_VD, PackedMatrix):
+        if table_VD.interleaved:
+            _check_indices(token_ids_T, table_VD.shape[0])
+            return unpack_cpu(table_VD, dtype, token_ids_T.long())
         return dequantize(table_VD.take(token_ids_T), dtype)
     return F.embedding(token_ids_T, table_VD).to(dtype)
+
+
+def interleave(matrix: PackedMatrix) -> PackedMatrix:
+    """The same matrix with its rows interleaved in place, if it is on a CPU with compiled kernels; else as it is."""
+    return interleave_cpu(matrix) if matrix.device.type == "cpu" and available() else matrix
+
+
+def _check_indices(indices_T: Tensor, num_rows: int) -> None:
+    if len(indices_T) and not 0 <= int(indices_T.min()) <= int(indices_T.max()) < num_rows:
+        raise IndexError(f"indices {int(indices_T.min())} to {int(indices_T.max())} of a table of {num_rows} rows")

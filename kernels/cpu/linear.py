@@ -5,8 +5,11 @@ float32 it gives a row other bits when it is alone. Here an output's bits depend
 not on the number of rows or threads.
 
 On CPUs with AVX512-BF16 bfloat16 numbers are multiplied as they are, in pairs; elsewhere they are widened to float32.
-Packed weights give the bits of the same numbers in float32, or in bfloat16 where bfloat16 is multiplied in pairs.
+Packed weights give the bits of the same numbers in float32, or in bfloat16 where bfloat16 is multiplied in pairs; or those
+of ``packed_int8`` where their format says so.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,10 +17,13 @@ from torch import Tensor
 from tightwire.kernels.cpu.library import has_pairs, lib, struct
 from tightwire.kernels.cpu.run import NUMBER_KIND, run_on_items, run_on_rows
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix
-from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS
+from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS, PACKED_FORMATS
 
 # One thread multiplies with this many weights (with eight rows, or waiting for memory with fewer) in about 100 us.
 _WORK_PER_THREAD = 1 << 20
+
+# Added to the kind of a packed format (native/packed.h), and the smallest such kind.
+_INT8, _INTERLEAVED, _INT8_KINDS = 3, 6, 6
 
 
 def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None) -> Tensor:
@@ -37,9 +43,11 @@ def _product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: 
     num_outputs = weight_OD.shape[0]
     out_TO = torch.empty((num_tokens, num_outputs), dtype=out_dtype)
     in_pairs = x_TD.dtype == torch.bfloat16 and has_pairs()
-    if not in_pairs:
-        x_TD = x_TD.float()
     weight, weight_stride, weight_kind = matrix_integers(weight_OD)
+    if weight_kind >= _INT8_KINDS:
+        x_TD = _quantize_rows(x_TD)
+    elif not in_pairs:
+        x_TD = x_TD.float()
     arguments = (
         out_TO.data_ptr(),
         x_TD.data_ptr(),
@@ -60,10 +68,24 @@ def _product(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: 
     return out_TO
 
 
+def _quantize_rows(x_TD: Tensor) -> Tensor:
+    """(T, bytes) uint8: the activations as integer products read them."""
+    num_tokens, num_inputs = x_TD.shape
+    num_groups = num_inputs // GROUP_ELEMS
+    out_TB = torch.empty(num_tokens, num_groups * lib.tw_activation_group_bytes(), dtype=torch.uint8)
+    stride = x_TD.stride(0) * x_TD.element_size()
+    arguments = (out_TB.data_ptr(), x_TD.data_ptr(), stride, NUMBER_KIND[x_TD.dtype], num_groups)
+    run_on_rows("tw_quantize_rows", struct("tw_quantize_args", arguments), num_tokens, num_inputs)
+    return out_TB
+
+
 def matrix_integers(weight_OD: Matrix) -> tuple[int, int, int]:
     """A matrix as kernels know it: address, bytes from row to row, kind of its numbers or blocks."""
     if isinstance(weight_OD, PackedMatrix):
-        return weight_OD.blocks_OB.data_ptr(), weight_OD.blocks_OB.stride(0), weight_OD.format.kind
+        kind = weight_OD.format.kind
+        if weight_OD.format.int8_activations:
+            kind += _INTERLEAVED if weight_OD.interleaved else _INT8
+        return weight_OD.blocks_OB.data_ptr(), weight_OD.blocks_OB.stride(0), kind
     return weight_OD.data_ptr(), weight_OD.stride(0) * weight_OD.element_size(), NUMBER_KIND[weight_OD.dtype]
 
 
@@ -93,11 +115,26 @@ def _check(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
         raise ValueError(f"linear needs contiguous rows; got strides {x.stride()} and {strides}")
 
 
-def unpack_cpu(matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
-    """``packed.dequantize`` for CPU tensors and a dtype of ``NUMBER_KIND``."""
+def unpack_cpu(matrix: PackedMatrix, dtype: torch.dtype, indices_T: Tensor | None = None) -> Tensor:
+    """``packed.dequantize`` of all rows, or of those with these int64 indices, for CPU tensors and a dtype of ``NUMBER_KIND``."""
     num_rows, num_columns = matrix.shape
-    out_OD = torch.empty(num_rows, num_columns, dtype=dtype)
+    num_unpacked = num_rows if indices_T is None else len(indices_T)
+    out_OD = torch.empty(num_unpacked, num_columns, dtype=dtype)
     blocks, row_stride, kind = matrix_integers(matrix)
-    arguments = (out_OD.data_ptr(), blocks, NUMBER_KIND[dtype], kind, row_stride, num_columns // GROUP_ELEMS)
-    run_on_rows("tw_unpack", struct("tw_unpack_args", arguments), num_rows, num_columns)
+    indices = 0 if indices_T is None else indices_T.data_ptr()
+    num_groups = num_columns // GROUP_ELEMS
+    arguments = (out_OD.data_ptr(), blocks, indices, NUMBER_KIND[dtype], kind, row_stride, num_rows, num_groups)
+    run_on_rows("tw_unpack", struct("tw_unpack_args", arguments), num_unpacked, num_columns)
     return out_OD
+
+
+def interleave_cpu(matrix: PackedMatrix) -> PackedMatrix:
+    """The same matrix with its rows interleaved in place, for products with activations in 8 bits.
+
+    Cost: a pass over the matrix, and as much memory as sixteen rows for each thread.
+    """
+    num_rows, num_columns = matrix.shape
+    arguments = (matrix.blocks_OB.data_ptr(), matrix.format.kind, num_columns // GROUP_ELEMS)
+    num_panels = num_rows // INTERLEAVED_ROWS
+    run_on_rows("tw_interleave", struct("tw_interleave_args", arguments), num_panels, INTERLEAVED_ROWS * num_columns)
+    return replace(matrix, interleaved=True)

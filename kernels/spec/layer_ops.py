@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tightwire.kernels.spec.attention import write_kv_reference
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, dequantize_reference
+from tightwire.kernels.spec.packed_int8 import linear_int8_reference
 
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -54,5 +55,7 @@ def swiglu_reference(gate_up_T2F: Tensor) -> Tensor:
 def linear_reference(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``. Packed weights are rounded to the dtype of x, as on a GPU; ``linear`` says where on CPU."""
     if isinstance(weight_OD, PackedMatrix):
+        if weight_OD.format.int8_activations:
+            return linear_int8_reference(x_TD, weight_OD, bias_O)
         weight_OD = dequantize_reference(weight_OD, x_TD.dtype)
     return F.linear(x_TD, weight_OD, bias_O)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PackedFormat
+from tightwire.kernels.spec.packed_format import GROUP_ELEMS, INTERLEAVED_ROWS, PackedFormat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,12 +18,14 @@ class PackedMatrix:
 
     Args:
         blocks_OB: (O, bytes of a row) uint8, contiguous rows.
+        interleaved: each full 16 rows lie side by side (``packed_int8.interleave_reference``).
     Raises:
         ValueError: the blocks are not bytes, or a row is not whole blocks.
     """
 
     blocks_OB: Tensor
     format: PackedFormat
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         blocks, block_bytes = self.blocks_OB, self.format.block_bytes
@@ -46,11 +48,14 @@ class PackedMatrix:
         return self.blocks_OB.nbytes
 
     def rows(self, first: int, stop: int) -> "PackedMatrix":
-        """A view of some rows."""
-        return PackedMatrix(self.blocks_OB[first:stop], self.format)
+        """A view of some rows; of an interleaved matrix, whole sixteens."""
+        if self.interleaved and (first % INTERLEAVED_ROWS or (stop % INTERLEAVED_ROWS and stop != len(self.blocks_OB))):
+            raise ValueError(f"rows {first} to {stop} of an interleaved matrix are not whole {INTERLEAVED_ROWS}s")
+        return PackedMatrix(self.blocks_OB[first:stop], self.format, self.interleaved)
 
     def take(self, indices_T: Tensor) -> "PackedMatrix":
-        """A copy of the rows with these indices."""
+        """A copy of the rows with these indices; not of an interleaved matrix."""
+        assert not self.interleaved
         return PackedMatrix(self.blocks_OB.index_select(0, indices_T), self.format)
 
 
@@ -114,15 +119,23 @@ def _float16_at_least(x: Tensor) -> Tensor:
 
 def dequantize_reference(matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
     """(O, D): the numbers of the blocks, computed in float32, rounded once to ``dtype``."""
+    codes_OGN, scale_OG1, minimum_OG1 = block_parts(matrix)
+    x_OGN = scale_OG1 * codes_OGN
+    if minimum_OG1 is not None:
+        x_OGN = x_OGN + minimum_OG1
+    return x_OGN.flatten(1).to(dtype)
+
+
+def block_parts(matrix: PackedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes (O, G, 32), around zero in formats without a minimum, scales (O, G, 1) and minima, all float32."""
+    assert not matrix.interleaved
     packed = matrix.format
     blocks_OGB = matrix.blocks_OB.unflatten(1, (-1, packed.block_bytes))
     scale_OG1 = blocks_OGB[..., :2].contiguous().view(torch.float16).float()
     codes_OGB = blocks_OGB[..., packed.header_bytes :]
     if packed.bits == 8:
-        x_OGN = scale_OG1 * codes_OGB.view(torch.int8).float()
-    else:
-        codes_OGN = torch.cat([codes_OGB & 15, codes_OGB >> 4], -1).float()
-        x_OGN = scale_OG1 * (codes_OGN if packed.has_minimum else codes_OGN - 8)
-    if packed.has_minimum:
-        x_OGN = x_OGN + blocks_OGB[..., 2:4].contiguous().view(torch.float16).float()
-    return x_OGN.flatten(1).to(dtype)
+        return codes_OGB.view(torch.int8).float(), scale_OG1, None
+    codes_OGN = torch.cat([codes_OGB & 15, codes_OGB >> 4], -1).float()
+    if not packed.has_minimum:
+        return codes_OGN - 8, scale_OG1, None
+    return codes_OGN, scale_OG1, blocks_OGB[..., 2:4].contiguous().view(torch.float16).float()

@@ -19,16 +19,23 @@ Source: block_q8_0, block_q4_0 and block_q4_1 of llama.cpp, ggml/src/ggml-common
 from dataclasses import dataclass
 
 GROUP_ELEMS = 32
+INTERLEAVED_ROWS = 16  # of an interleaved matrix (packed_int8)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
-    """One kind of block, under GGUF's name. ``kind`` is its integer in kernels, where plain numbers have 0 to 2."""
+    """One kind of block, under GGUF's name.
+
+    Args:
+        kind: its integer in kernels, where plain numbers have 0 to 2.
+        int8_activations: products round activations to 8 bits (packed_int8). The bytes are the same.
+    """
 
     name: str
     kind: int
     bits: int
     has_minimum: bool = False
+    int8_activations: bool = False
 
     @property
     def header_bytes(self) -> int:

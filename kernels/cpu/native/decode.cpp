@@ -69,7 +69,8 @@ static void multiply(const tw_decode_program &program, tw_phase *phase, const tw
     };
     run_phase(phase, (num_outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
         // Each thread prepares all rows for itself: that costs less than waiting for another.
-        if (!args.x) args.x = (address)prepare_rows((const char *)x, program.num_rows, num_inputs, program.kind, &args.x_stride);
+        if (!args.x)
+            args.x = (address)prepare_rows((const char *)x, program.num_rows, num_inputs, program.kind, matrix.kind, &args.x_stride);
         const int64_t start = PANEL * panel, stop = start + PANEL;
         tw_linear(&args, start, stop < num_outputs ? stop : num_outputs);
     });

@@ -68,7 +68,7 @@ TW_API void tw_best_keys(address keys, address x, int64_t stride, int64_t num_ro
 // --- linear.cpp: matrix products ------------------------------------------------------------------------------------
 
 // out (T, O) = x (T, D) @ weight (O, D)^T + bias. Items are outputs, drawn in panels of tw_panel(). `x` is bfloat16 if
-// `in_pairs`, else float32; `out` and `bias` are of `kind`.
+// `in_pairs`, else float32, or quantized rows if the weight's kind is an integer kind; `out` and `bias` are of `kind`.
 typedef struct {
     address out, x, weight, bias;
     int64_t x_stride, weight_stride, weight_kind, num_tokens, num_outputs, num_inputs, kind, in_pairs;
@@ -78,12 +78,30 @@ TW_API int64_t tw_panel(void);
 // Whether bfloat16 numbers are multiplied in pairs (AVX512-BF16).
 TW_API int64_t tw_has_pairs(void);
 
-// Packed rows to plain numbers of `out_kind`, contiguous in `out`.
+// Packed rows to plain numbers of `out_kind`, contiguous in `out`: row i of `out` is row i of the `num_rows`, or row
+// indices[i] (int64).
 typedef struct {
-    address out, blocks;
-    int64_t out_kind, kind, row_stride, num_groups;
+    address out, blocks, indices;
+    int64_t out_kind, kind, row_stride, num_rows, num_groups;
 } tw_unpack_args;
 TW_API void tw_unpack(const void *unpack_args, int64_t start, int64_t stop);
+
+// --- int8.cpp: products of packed weights with activations in 8 bits --------------------------------------------------
+
+// Rows of `kind` as groups of tw_activation_group_bytes(), which tw_linear multiplies with integer kinds of weights.
+typedef struct {
+    address out, x;
+    int64_t x_stride, kind, num_groups;
+} tw_quantize_args;
+TW_API void tw_quantize_rows(const void *quantize_args, int64_t start, int64_t stop);
+TW_API int64_t tw_activation_group_bytes(void);
+
+// Interleave sixteens of contiguous packed rows in place. Items are sixteens.
+typedef struct {
+    address blocks;
+    int64_t kind, num_groups;
+} tw_interleave_args;
+TW_API void tw_interleave(const void *interleave_args, int64_t start, int64_t stop);
 
 // --- attention.cpp: paged causal attention --------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@
 // on the way for one row and once for several.
 #include "linear.h"
 
+#include "int8.h"
 #include "packed.h"
 #include "parallel.h"
 
@@ -367,6 +368,7 @@ static int64_t rows_at_once(int64_t num_rows, int64_t row_bytes) {
 
 void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
     const tw_linear_args &args = *(const tw_linear_args *)linear_args;
+    if (is_int8(args.weight_kind)) return multiply_int8(args, start, stop);
     const int64_t at_once = rows_at_once(args.num_tokens, (args.in_pairs ? 2 : 4) * args.num_inputs);
     alignas(64) float sums[MAX_ROWS * PANEL];
     for (int64_t first = start; first < stop; first += PANEL) {
@@ -397,7 +399,8 @@ void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
 int64_t tw_panel(void) { return PANEL; }
 int64_t tw_has_pairs(void) { return PAIRS; }
 
-const char *prepare_rows(const char *x, int64_t num_rows, int64_t depth, int64_t kind, int64_t *stride) {
+const char *prepare_rows(const char *x, int64_t num_rows, int64_t depth, int64_t kind, int64_t weight_kind, int64_t *stride) {
+    if (is_int8(weight_kind)) return quantize_rows(x, num_rows, depth, kind, stride);
     if (kind == FLOAT32 || (PAIRS && kind == BFLOAT16)) {
         *stride = depth * size_of(kind);
         return x;
@@ -408,21 +411,32 @@ const char *prepare_rows(const char *x, int64_t num_rows, int64_t depth, int64_t
     return rows;
 }
 
+// The blocks of a row; those of an interleaved one are gathered into `scratch`.
+static const char *row_blocks(const tw_unpack_args &args, int64_t row, char *scratch) {
+    const char *panel = (const char *)args.blocks + args.row_stride * (row / LANES * LANES);
+    const int64_t lane = row % LANES;
+    if (!is_interleaved(args.kind) || row - lane + LANES > args.num_rows) return panel + args.row_stride * lane;
+    read_interleaved_row(scratch, panel, args.kind, lane, args.num_groups);
+    return scratch;
+}
+
 void tw_unpack(const void *unpack_args, int64_t start, int64_t stop) {
     const tw_unpack_args &args = *(const tw_unpack_args *)unpack_args;
-    with_packed(args.kind, [&](auto format) {
+    with_packed(stored_kind(args.kind), [&](auto format) {
         using Format = decltype(format);
+        char *scratch = (char *)thread_scratch(WIDENED_WEIGHTS, Format::block_bytes * args.num_groups / 4 + 1);
         with_kind(args.out_kind, [&](auto number) {
             using Number = decltype(number);
-            for (int64_t row = start; row < stop; row++)
+            for (int64_t row = start; row < stop; row++) {
+                const char *blocks = row_blocks(args, args.indices ? ((const int64_t *)args.indices)[row] : row, scratch);
                 for (int64_t group = 0; group < args.num_groups; group++) {
                     char numbers[4 * GROUP];
-                    const char *block = (const char *)args.blocks + args.row_stride * row + Format::block_bytes * group;
                     char *out = (char *)args.out + Number::size * GROUP * (args.num_groups * row + group);
-                    unpack_groups<Format, false>(numbers, block, 1);
+                    unpack_groups<Format, false>(numbers, blocks + Format::block_bytes * group, 1);
                     Number::store(out, load(numbers));
                     Number::store(out + Number::size * LANES, load(numbers + 4 * LANES));
                 }
+            }
         });
     });
 }

@@ -17,8 +17,14 @@ using Q8_0 = PackedFormat<8, false>;
 using Q4_0 = PackedFormat<4, false>;
 using Q4_1 = PackedFormat<4, true>;
 
-enum PackedKind : int64_t { KIND_Q8_0 = 3, KIND_Q4_0 = 4, KIND_Q4_1 = 5 };
+// Three more of each: INT8_KINDS are multiplied with activations in 8 bits, INTERLEAVED_KINDS too, and full sixteens of
+// their rows are interleaved (int8.cpp).
+enum PackedKind : int64_t { KIND_Q8_0 = 3, KIND_Q4_0 = 4, KIND_Q4_1 = 5, INT8_KINDS = 6, INTERLEAVED_KINDS = 9 };
 INLINE bool is_packed(int64_t kind) { return kind >= KIND_Q8_0; }
+INLINE bool is_int8(int64_t kind) { return kind >= INT8_KINDS; }
+INLINE bool is_interleaved(int64_t kind) { return kind >= INTERLEAVED_KINDS; }
+// The kind of the blocks of an integer kind.
+INLINE int64_t stored_kind(int64_t kind) { return KIND_Q8_0 + (kind - KIND_Q8_0) % 3; }
 
 template <class Work>
 INLINE auto with_packed(int64_t kind, Work work) {
