@@ -6,7 +6,7 @@ number of ranks serves the same model.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS, Q4_1, Q8_0, PackedFormat
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -33,6 +33,14 @@ class WeightFormats:
         return self.packed.get(fused.names[0])  # all parts have one format
 
     @property
+    def has_int8_activations(self) -> bool:
+        return any(packed.int8_activations for packed in self.packed.values())
+
+    def with_int8_activations(self) -> "WeightFormats":
+        """The same formats, multiplied with activations in 8 bits."""
+        return replace(self, packed={name: replace(own, int8_activations=True) for name, own in self.packed.items()})
+
+    @property
     def name(self) -> str:
         """The formats, such as ``Q4_1+Q8_0``, most frequent first; empty if all matrices are plain."""
         return "+".join(name for name, _ in Counter(packed.name for packed in self.packed.values()).most_common())
@@ -44,7 +52,8 @@ class WeightFormats:
             found[dtype if stored in _PLAIN_TYPES else f"{dtype}, expanded from {stored}"] += 1
         if set(found) <= {dtype}:
             return f"weights and activations in {dtype}"
-        return f"weight matrices: {'; '.join(f'{count} in {kind}' for kind, count in found.most_common())}"
+        matrices = "; ".join(f"{count} in {kind}" for kind, count in found.most_common())
+        return f"weight matrices: {matrices}{'; activations in int8' if self.has_int8_activations else ''}"
 
 
 def choose_formats(reader: CheckpointReader, config: LlamaConfig, quantization: str) -> WeightFormats:

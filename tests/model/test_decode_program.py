@@ -20,12 +20,16 @@ from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import make_plan
 from tightwire.model.weights.formats import choose_formats
+from tightwire.model.weights.residency import EVERYTHING_RESIDENT, WeightPlan
 
 _BLOCK_SIZE, _MAX_BLOCKS, _VOCAB = 16, 8, 304
 
 
-def _runner(model: Path, dtype: torch.dtype, quantization: str = "auto") -> ModelRunner:
+def _runner(
+    model: Path, dtype: torch.dtype, quantization: str = "auto", *, int8: bool = False, **options: Any
+) -> ModelRunner:
     checkpoint = open_checkpoint(str(model))
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, quantization)
     return build_runner(
         checkpoint.config,
         checkpoint.reader(),
@@ -36,7 +40,8 @@ def _runner(model: Path, dtype: torch.dtype, quantization: str = "auto") -> Mode
             max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
             num_blocks=32 * _MAX_BLOCKS,
             block_size=_BLOCK_SIZE,
-            formats=choose_formats(checkpoint.reader(), checkpoint.config, quantization),
+            formats=formats.with_int8_activations() if int8 else formats,
+            **options,
         ),
     )
 
@@ -104,10 +109,34 @@ def test_packed_weights_give_the_same_bits_in_both_executions(quant: str, dtype:
     assert torch.equal(by_themselves["auto"], by_themselves["none"]) == rounded_alike
 
 
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "Q4_1"])
+def test_int8_activations_give_the_same_bits_however_a_layer_is_run(
+    quant: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """By the decode program and beside a prompt, token by token and as a prompt, resident and streamed."""
+    path = make_tiny_gguf(tmp_path / "m.gguf", quant, attention_bias=True, num_hidden_layers=4)
+    streamed = WeightPlan(source="stream", origin="host", streamed=(1, 2, 3))
+    float_logits = _execute(_runner(path, dtype), [(5, 5)], 0)
+    seen = []
+    for plan in (EVERYTHING_RESIDENT, streamed):
+        runner = _runner(path, dtype, int8=True, weight_plan=plan)
+        prompts = _execute(runner, [(context, context) for context in _CONTEXTS], 0)
+        generated = [(1, context) for context in _CONTEXTS]
+        by_themselves = _execute(runner, generated, len(_CONTEXTS))
+        assert torch.equal(by_themselves, _execute(runner, [*generated, (3, 3)], len(_CONTEXTS))[: len(_CONTEXTS)])
+        seen.append((prompts, by_themselves))
+        runner.close()
+    assert all(map(torch.equal, *seen))
+    int8_logits = seen[0][0][:5]
+    assert 0 < (int8_logits - float_logits).abs().max() < 0.1 * float_logits.abs().max()
+
+
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_threads_that_share_packed_weights_change_no_bit(quantization: str, tmp_path: Path) -> None:
-    runner = _runner(make_tiny(tmp_path, num_hidden_layers=6), torch.bfloat16, quantization)
+@pytest.mark.parametrize("int8", [False, True])
+def test_threads_that_share_packed_weights_change_no_bit(quantization: str, int8: bool, tmp_path: Path) -> None:
+    runner = _runner(make_tiny(tmp_path, num_hidden_layers=6), torch.bfloat16, quantization, int8=int8)
     _execute(runner, [(context, context) for context in _CONTEXTS], 0)
     generated = [(1, context) for context in _CONTEXTS]
     beside = _execute(runner, [*generated, (3, 3)], len(_CONTEXTS))[: len(_CONTEXTS)]
