@@ -5,7 +5,7 @@ Every arm has several sets of buffers and uses another one in each call, so that
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.kernels import block_quant
 from tightwire.kernels.linear import linear
+from tightwire.kernels.packed import dequantize, interleave
 from tightwire.kernels.spec import block_quant as reference
-from tightwire.kernels.spec.packed import Matrix, PackedMatrix, dequantize_reference, quantize
+from tightwire.kernels.spec.packed import Matrix, PackedMatrix, quantize
 from tightwire.kernels.spec.packed_format import PACKED_FORMATS
+from tightwire.kernels.spec.packed_int8 import quantize_activations
 
 OPERATIONS = ("encode", "decode", "decode-add", "decode-reduce-encode")
 _MAX_SETS = 16
@@ -122,6 +124,9 @@ def product_arms(num_rows: int, num_outputs: int, num_inputs: int) -> Iterator[A
         yield _product(f"{name} torch", F.linear, x_TD.to(dtype), weight_OD.to(dtype))
     for packed in PACKED_FORMATS.values():
         yield _product(packed.name, linear, x_TD.bfloat16(), quantize(weight_OD, packed))
+    for packed in PACKED_FORMATS.values():
+        weight = interleave(quantize(weight_OD, replace(packed, int8_activations=True)))
+        yield _product(f"{packed.name} int8", linear, x_TD.bfloat16(), weight)
 
 
 def _product(name: str, product: Callable[..., Tensor], x_TD: Tensor, weight: Matrix) -> Arm:
@@ -135,15 +140,22 @@ def _product(name: str, product: Callable[..., Tensor], x_TD: Tensor, weight: Ma
 
 
 def _copy_of(weight: Matrix) -> Matrix:
-    return weight.clone() if isinstance(weight, Tensor) else PackedMatrix(weight.blocks_OB.clone(), weight.format)
+    return weight.clone() if isinstance(weight, Tensor) else replace(weight, blocks_OB=weight.blocks_OB.clone())
 
 
 def _is_product(result_TO: Tensor, x_TD: Tensor, weight: Matrix) -> bool:
-    """True within the errors of rounding inputs and result to ``x_TD.dtype`` and of sums in float32."""
-    plain_OD = dequantize_reference(weight, torch.float32) if isinstance(weight, PackedMatrix) else weight
+    """True within the errors of rounding inputs and result to ``x_TD.dtype`` and of sums in float32.
+
+    Activations in 8 bits are rounded first.
+    """
+    dtype = x_TD.dtype
+    if isinstance(weight, PackedMatrix) and weight.format.int8_activations:
+        codes_TGN, scale_TG = quantize_activations(x_TD)
+        x_TD = (codes_TGN * scale_TG.unsqueeze(-1)).flatten(1)
+    plain_OD = dequantize(weight, torch.float32)
     exact_TO = x_TD.double() @ plain_OD.double().T
     magnitude_TO = x_TD.double().abs() @ plain_OD.double().abs().T
-    bound_TO = (torch.finfo(x_TD.dtype).eps + x_TD.shape[1] * torch.finfo(torch.float32).eps) * magnitude_TO
+    bound_TO = (torch.finfo(dtype).eps + x_TD.shape[1] * torch.finfo(torch.float32).eps) * magnitude_TO
     return bool(((result_TO.double() - exact_TO).abs() <= bound_TO).all())
 
 

@@ -13,7 +13,16 @@ from tightwire.bench.quality.measure import Measured, make_pool, measure_arms
 from tightwire.bench.quality.options import QualityOptions
 from tightwire.bench.quality.ranks import ThreadRanks
 from tightwire.bench.quality.search import arm_policy_file, find_mix
-from tightwire.bench.quality.setting import MIX, NUM_PROMPTS, PROMPT_TOKENS, Arm, Setting, file_arm, make_setting
+from tightwire.bench.quality.setting import (
+    MIX,
+    NUM_PROMPTS,
+    PLAIN_WEIGHTS,
+    PROMPT_TOKENS,
+    Arm,
+    Setting,
+    file_arm,
+    make_setting,
+)
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.table import Metric
 from tightwire.bench.run import Bench, BenchFailedError
@@ -109,7 +118,7 @@ class QualityBench(Bench[QualityOptions]):
         budget = self.options.budget
         if budget is None or self._setting is None:
             return None
-        served = {arm.name for arm in self._arms(self._setting) if arm.weight_codec == "none"}
+        served = {arm.name for arm in self._arms(self._setting) if arm.weights == PLAIN_WEIGHTS}
         if not (rows := [row for row in self.cells() if row["algorithm"] in served]):
             return None
         sizes = sorted({row["world_size"] for row in rows})

@@ -17,6 +17,9 @@ from tightwire.model.weights.formats import QUANTIZATIONS
 
 POLICY = "policy:"  # an arm that uses a policy file
 WEIGHTS = "weights:"  # an arm with exact sums and encoded weights
+INT8_ACTIVATIONS = (
+    "activations:int8"  # an arm with exact sums; packed weights are multiplied with activations in 8 bits
+)
 _BUDGET = re.compile(r"(kl)=([0-9.eE+-]+)|(ppl)=([0-9.eE+-]+)%")
 _MAX_RANKS = 64
 _ALGORITHMS = (
@@ -80,6 +83,8 @@ def check_name(name: str) -> None:
         codecs = [f"{WEIGHTS}{codec}" for codec in WEIGHT_CODECS if codec != "none"]
         if name not in codecs:
             raise ValueError(f"{name!r} is not a weight codec; use {' or '.join(codecs)}")
+    elif name == INT8_ACTIVATIONS:
+        pass
     elif name.partition(":")[0] == "hierarchical":
         raise ValueError(
             f"{name!r} sums between nodes, but these ranks are on one node; measure its quantized exchange as "
@@ -95,7 +100,7 @@ class QualityOptions(OutputOptions):
     algorithms: tuple[str, ...] = option(
         _ALGORITHMS,
         f"what to measure: {describe_all_reduce_names()}, {POLICY}FILE, {WEIGHTS}int8 or {WEIGHTS}int4 (weights encoded as by "
-        "`serve --weight-codec`)",
+        f"`serve --weight-codec`), {INT8_ACTIVATIONS} (in products with the layers' packed weights)",
         metavar="NAME,NAME",
         parse=split_all_reduce_names,
     )
@@ -130,7 +135,7 @@ class QualityOptions(OutputOptions):
     def __post_init__(self) -> None:
         for name in (*self.algorithms, *filter(None, [self.search])):
             check_name(name)
-        if self.search is not None and self.search.startswith(WEIGHTS):
+        if self.search is not None and self.search.startswith((WEIGHTS, INT8_ACTIVATIONS)):
             raise ValueError(f"--search {self.search}: a mix consists of AllReduces; name an AllReduce")
         for flag, values in (("--algorithms", self.algorithms), ("--world-sizes", self.world_sizes)):
             if not values or len(set(values)) < len(values):

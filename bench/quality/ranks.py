@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from tightwire.bench.quality.setting import Arm
+from tightwire.bench.quality.setting import PLAIN_WEIGHTS, Arm
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.policy.routes import Routes, make_candidates
@@ -82,8 +82,8 @@ class ThreadRanks:
             )
             for shard in self._layout.shards
         ]
-        self._weights: dict[str, list[WeightSource]] = {}  # by codec, in rank order
-        outers = [weights.outer for weights in self._weights_of("none")]
+        self._weights: dict[tuple[str, bool], list[WeightSource]] = {}  # by ``Arm.weights``, in rank order
+        outers = [weights.outer for weights in self._weights_of(PLAIN_WEIGHTS)]
         self._final_norm_D = outers[0].final_norm
         self.head_VD = torch.cat([dequantize(outer.head, torch.float32) for outer in outers])
         self._models: list[list[Llama]] = []  # by arm, in rank order
@@ -94,11 +94,11 @@ class ThreadRanks:
         Raises:
             ValueError: an arm's codec cannot encode the weights.
         """
-        by_codec = {codec: self._make_models(arms, codec, make_routes) for codec in {arm.weight_codec for arm in arms}}
-        self._models = [by_codec[arm.weight_codec] for arm in arms]
+        made = {kind: self._make_models(arms, kind, make_routes) for kind in {arm.weights for arm in arms}}
+        self._models = [made[arm.weights] for arm in arms]
 
-    def _make_models(self, arms: Sequence[Arm], codec: str, make_routes: MakeRoutes) -> list[Llama]:
-        weights = self._weights_of(codec)
+    def _make_models(self, arms: Sequence[Arm], kind: tuple[str, bool], make_routes: MakeRoutes) -> list[Llama]:
+        weights = self._weights_of(kind)
         return self._on_ranks(
             lambda rank: Llama(
                 self._config,
@@ -109,16 +109,17 @@ class ThreadRanks:
             )
         )
 
-    def _weights_of(self, codec: str) -> list[WeightSource]:
-        """Each rank's weights: resident without a codec, otherwise streamed through it."""
-        if codec not in self._weights:
-            self._weights[codec] = self._on_ranks(lambda rank: self._load(codec, rank))
-            for weights in self._weights[codec]:
+    def _weights_of(self, kind: tuple[str, bool]) -> list[WeightSource]:
+        """Each rank's weights of an ``Arm.weights``: resident without a codec, otherwise streamed through it."""
+        if kind not in self._weights:
+            self._weights[kind] = self._on_ranks(lambda rank: self._load(*kind, rank))
+            for weights in self._weights[kind]:
                 self._stack.callback(weights.close)
-        return self._weights[codec]
+        return self._weights[kind]
 
-    def _load(self, codec: str, rank: int) -> WeightSource:
+    def _load(self, codec: str, int8_activations: bool, rank: int) -> WeightSource:
         plan = EVERYTHING_RESIDENT
+        formats = self._formats.with_int8_activations() if int8_activations else self._formats
         if codec != "none":
             if self.num_layers < LEAST_STREAMED:
                 raise ValueError(
@@ -126,7 +127,7 @@ class ThreadRanks:
                 )
             plan = WeightPlan(source="stream", origin="host", codec=codec, streamed=tuple(range(self.num_layers)))
         reader, shard = self._checkpoint.reader(), self._layout.shards[rank]
-        files = CheckpointStore.for_plan(reader, self._config, shard, plan, self._dtype, self._formats)
+        files = CheckpointStore.for_plan(reader, self._config, shard, plan, self._dtype, formats)
         return load_weights(files, plan, device=self._device, timeout_s=_TIMEOUT_S)
 
     def prefill(self, token_ids_BL: Tensor, arm: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightwire.bench.quality.options import POLICY, WEIGHTS, QualityOptions, check_name
+from tightwire.bench.quality.options import INT8_ACTIVATIONS, POLICY, WEIGHTS, QualityOptions, check_name
 from tightwire.bench.text import ENGLISH_NAME, english_text, read_text
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import in_process_groups
@@ -31,6 +31,8 @@ EXACT = "exact"
 MIX = "mix"  # the mix that ``--search`` finds
 LOSSY_SITES = ("o_proj", "down_proj")
 
+PLAIN_WEIGHTS = ("none", False)  # ``Arm.weights`` of the exact model
+
 Place = tuple[str, int]  # site and layer
 NUM_PROMPTS = 16  # of greedy texts
 PROMPT_TOKENS = 128
@@ -42,6 +44,12 @@ class Arm:
     name: str
     policy: Policy
     weight_codec: str = "none"  # as ``serve --weight-codec`` sets it for the layers' matrices
+    int8_activations: bool = False  # in products with the layers' packed matrices
+
+    @property
+    def weights(self) -> tuple[str, bool]:
+        """Arms that are equal in this share their weights."""
+        return self.weight_codec, self.int8_activations
 
     def algorithm(self, site: str, layer: int) -> str:
         """The AllReduce of prompt rows at this site and layer."""
@@ -59,6 +67,7 @@ def exact_arm() -> Arm:
 
 def make_arm(name: str, config: LlamaConfig) -> Arm:
     """Make an arm that sums as ``serve --allreduce NAME`` does.
+    ``activations:int8`` sums exactly and multiplies packed weights with activations in 8 bits.
     ``policy:FILE`` stands for ``serve --comm-policy FILE`` and ``weights:CODEC`` for ``serve --weight-codec CODEC``.
     The AllReduce applies to prompt rows. Decode rows and embeddings are exact unless a policy file says otherwise.
 
@@ -68,6 +77,8 @@ def make_arm(name: str, config: LlamaConfig) -> Arm:
     check_name(name)
     if name.startswith(WEIGHTS):
         return Arm(name=name, policy=one_for_all(LOSSLESS), weight_codec=name.removeprefix(WEIGHTS))
+    if name == INT8_ACTIVATIONS:
+        return Arm(name=name, policy=one_for_all(LOSSLESS), int8_activations=True)
     if name.startswith(POLICY):
         return file_arm(name, read_policy_file(Path(name.removeprefix(POLICY))), config)
     return one_algorithm_arm(name, name)
@@ -238,6 +249,10 @@ def make_setting(options: QualityOptions) -> Setting:
         raise ValueError(
             f"{', '.join(coded)}: a weight codec encodes plain matrices only, but these are packed ({formats.name}); use "
             "--quantization none"
+        )
+    if not formats.packed and any(arm.int8_activations for arm in arms):
+        raise ValueError(
+            f"{INT8_ACTIVATIONS} is for packed weights, and these are plain; add --quantization int8 or int4"
         )
     windows = make_windows(
         checkpoint.tokenizer(),

@@ -56,7 +56,8 @@ def test_products_of_plain_and_packed_weights_are_timed_by_rows(capsys: pytest.C
     assert cli.main(args) == 0
 
     cells = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
-    names = ("bfloat16", "bfloat16 torch", "float32", "float32 torch", "Q8_0", "Q4_0", "Q4_1")
+    packed = ("Q8_0", "Q4_0", "Q4_1")
+    names = ("bfloat16", "bfloat16 torch", "float32", "float32 torch", *packed, *(f"{name} int8" for name in packed))
     assert [(cell["rows"], cell["operation"]) for cell in cells] == [(rows, name) for rows in (1, 3) for name in names]
     assert all(cell["right"] for cell in cells)
     assert cells[0]["bytes_per_s"] == pytest.approx(2 * 64 * 96 / cells[0]["seconds"])

@@ -53,6 +53,19 @@ def test_encoded_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert result["choice"]["algorithm"] == "one-shot"
 
 
+def test_activations_in_eight_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(make_tiny(tmp_path / "tiny", head_dim=32))
+    options = ["--world-sizes", "2", "--dtype", "float32", "--quantization", "int8"]
+
+    argv = [*options, "--algorithms", "one-shot,activations:int8", "--budget", "kl=10"]
+    status, result, _ = bench(model, *SMALL, *argv, capsys=capsys)
+
+    assert status == 0 and result["error"] is None
+    exact, int8 = result["cells"]
+    assert (int8["algorithm"], exact["kl_max"]) == ("activations:int8", 0)
+    assert 0 < int8["kl_mean"] < 0.01 and result["choice"]["algorithm"] == "one-shot"
+
+
 def test_a_run_with_a_mix(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = tmp_path / "mix.json"
     names = "one-shot,flash-int8,flash-int6,flash:int4-had,int4-had"
@@ -143,6 +156,7 @@ def test_an_interrupted_run_keeps_its_measurements(
         (["--algorithms", "hierarchical:int8"], "ranks are on one"),
         (["--algorithms", "weights:int3"], "use weights:int8 or weights:int4"),
         (["--search", "weights:int8"], "a mix consists of AllReduces"),
+        (["--search", "activations:int8"], "a mix consists of AllReduces"),
         (["--algorithms", "flash-int8,flash-int8"], "takes different values"),
         (["--world-sizes", "1,2"], "2 to 64, got 1,2"),
         (["--world-sizes", "two"], "got 'two'"),
@@ -172,6 +186,7 @@ def test_options_that_model_or_text_forbid_are_refused_before_weights_are_read(
         (["--world-sizes", "5"], "at most 4, the number of the model's query heads"),
         (["--window", "1024"], "exceeds the model's 512 positions"),
         (["--algorithms", "weights:int8", "--quantization", "int8"], "encodes plain matrices only"),
+        (["--algorithms", "activations:int8"], "is for packed weights"),
         (["--output", str(tmp_path / "file")], "cannot be written"),
     ):
         status, result, text = bench(model, "--world-sizes", "2", *argv, capsys=capsys)
