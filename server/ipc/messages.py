@@ -169,12 +169,12 @@ class StreamForecast(msgspec.Struct, frozen=True):
     def describe(self) -> str:
         """One line for the log."""
         token_s, first_s = _longest(self.pass_s, self.decode_s), _longest(self.pass_s, self.prompt_s)
-        rows = f"about {self.break_even_rows}" if first_s else "an unknown number of"
+        rows = f"about {self.break_even_rows} or more" if first_s else "an unknown number of"
         return (
             f"streaming: {format_bytes(self.pass_bytes)} a step, received at {self.bytes_per_s / 1e6:.0f} MB/s during warm-up; "
             f"a single sequence gets {_known(token_s and 1 / token_s)} tokens/s (resident: "
             f"{_known(self.decode_s and 1 / self.decode_s)}), the first token after 512 prompt tokens takes "
-            f"{_known(first_s)} s (resident: {_known(self.prompt_s)}); with {rows} or more prompt tokens a step, computing "
+            f"{_known(first_s)} s (resident: {_known(self.prompt_s)}); with {rows} prompt tokens a step, computing "
             "takes longer than the transfer"
         )
 

@@ -12,19 +12,19 @@ def forecast(**known: float) -> str:
 
 def test_the_longer_of_the_way_and_the_computing_is_forecast() -> None:
     words = forecast(bytes_per_s=1e8, pass_s=0.1, decode_s=0.05, prompt_s=0.5, break_even_rows=4096)
-    assert "3MiB a step came at 100 MB/s" in words
+    assert "3MiB a step, received at 100 MB/s" in words
     assert "gets about 10 tokens/s (resident: about 20)" in words
     assert "takes about 0.5 s (resident: about 0.5)" in words
-    assert "from about 4096 prompt tokens" in words
+    assert "with about 4096 or more prompt tokens" in words
 
 
 @pytest.mark.parametrize(
     ("known", "words"),
     [
         ({"bytes_per_s": 1e8, "pass_s": 0.1, "prompt_s": 0.5}, "gets unknown tokens/s (resident: unknown), the first"),
-        ({"bytes_per_s": 1e8, "pass_s": 0.1, "decode_s": 0.1}, "tokens takes unknown s (resident: unknown); from an"),
+        ({"bytes_per_s": 1e8, "pass_s": 0.1, "decode_s": 0.1}, "tokens takes unknown s (resident: unknown); with an"),
         ({"decode_s": 0.1, "prompt_s": 0.5}, "gets unknown tokens/s (resident: about 10)"),
-        ({}, "from an unknown number of prompt tokens a step on"),
+        ({}, "with an unknown number of prompt tokens a step"),
     ],
 )
 def test_what_was_not_measured_is_unknown(known: dict[str, float], words: str) -> None:
