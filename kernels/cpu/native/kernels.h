@@ -17,9 +17,8 @@ typedef void (*tw_kernel)(const void *arguments, int64_t start, int64_t stop);
 
 // --- library and threads --------------------------------------------------------------------------------------------
 
-// Hash of the sources that the library was built from, and the level it was built for.
+// Hash of the sources that the library was built from; library.py looks for its text in the file.
 TW_API const char *tw_source_hash(void);
-TW_API const char *tw_level(void);
 // Use this GOMP_parallel, the one of the OpenMP that torch has loaded, for every parallel region.
 TW_API void tw_set_parallel(address gomp_parallel);
 // Run a kernel over items 0 to num_items on `num_threads` threads, which draw `step` items at a time. Returns when all are done.

@@ -4,6 +4,7 @@
 // them: attention behind a product takes as long on two such threads as on one.
 #include "parallel.h"
 
+#include <pthread.h>
 #include <stdlib.h>
 
 typedef void (*GompParallel)(void (*)(void *), void *, unsigned, unsigned);
@@ -39,9 +40,25 @@ struct Scratch {
 };
 static thread_local Scratch scratch[SCRATCH_USES];
 
+// Frees a thread's scratch memory when the thread ends. (A C++ destructor would need libstdc++.)
+static void free_scratch(void *buffers) {
+    for (int use = 0; use < SCRATCH_USES; use++) {
+        Scratch &own = ((Scratch *)buffers)[use];
+        free(own.floats);
+        own = {nullptr, 0};
+    }
+}
+static pthread_key_t scratch_key;
+static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
+static void make_scratch_key() {
+    if (pthread_key_create(&scratch_key, free_scratch)) abort();
+}
+
 float *thread_scratch(ScratchUse use, int64_t num_floats) {
     Scratch &own = scratch[use];
     if (own.size < num_floats) {
+        pthread_once(&scratch_once, make_scratch_key);
+        if (pthread_setspecific(scratch_key, scratch)) abort();
         free(own.floats);
         void *memory = nullptr;
         if (posix_memalign(&memory, 64, sizeof(float) * num_floats)) abort();
@@ -51,4 +68,3 @@ float *thread_scratch(ScratchUse use, int64_t num_floats) {
 }
 
 const char *tw_source_hash(void) { return TW_SOURCE_HASH; }
-const char *tw_level(void) { return TW_LEVEL; }
