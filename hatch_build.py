@@ -40,7 +40,9 @@ class BuildKernels(BuildHookInterface):
         levels = build.usable_levels()[-1:] if version == "editable" else list(build.machine_levels())
         for level in levels:
             try:
-                build.build(level)
+                library = build.build(level)
+                # Named one by one: a folder that was built in before may hold others, which no sdist or wheel should have.
+                build_data["artifacts"].append(library.relative_to(Path(__file__).parent).as_posix())
             except RuntimeError as error:
                 if version != "editable":
                     raise

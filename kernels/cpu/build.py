@@ -111,7 +111,7 @@ def build(level: str, *, sanitize: bool = False) -> Path:
 
     Raises:
         NoCompilerError: there is no compiler.
-        RuntimeError: the compiler fails; the message ends with its output.
+        RuntimeError: the compiler cannot be run, or fails; then the message ends with its output.
     Cost: about 20 s of one core.
     """
     compiler = find_compiler()
@@ -121,10 +121,13 @@ def build(level: str, *, sanitize: bool = False) -> Path:
     options, _ = machine_levels()[level]
     if compiler[1:2] == ["-m"]:  # zig names CPUs with underscores
         options = [option.replace("x86-64-v", "x86_64_v") for option in options]
-    defines = [f'-DTW_SOURCE_HASH="{source_hash()}"', f'-DTW_LEVEL="{level}"']
+    defines = [f'-DTW_SOURCE_HASH="{source_hash()}"']
     sources = [str(file) for file in sorted(SOURCES.glob("*.cpp"))]
     command = [*compiler, *_FLAGS, *(_SANITIZE if sanitize else []), *options, *defines, *sources, "-o", str(partial)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:  # $CXX may name a program that does not exist
+        raise RuntimeError(f"the C++ compiler {compiler[0]} cannot be run: {error.strerror}") from error
     if done.returncode != 0:
         partial.unlink(missing_ok=True)
         raise RuntimeError(f"compiling the CPU kernels failed: {' '.join(command)}\n{done.stderr[-4000:]}")

@@ -82,6 +82,12 @@ def test_a_failed_build_says_why_and_leaves_the_old_library(sources: Path) -> No
     assert [file.name for file in build.BUILT.iterdir()] == [build.library_path(level).name]
 
 
+def test_a_compiler_that_does_not_exist_is_a_failed_build(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match=r"the C\+\+ compiler no-such-compiler cannot be run: No such file"):
+        build.build(build.usable_levels()[0])
+
+
 def test_a_changed_source_changes_the_hash(sources: Path) -> None:
     before = build.source_hash()
     (sources / "one.cpp").write_text('extern "C" int one() { return 2; }\n')
