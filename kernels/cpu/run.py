@@ -34,7 +34,7 @@ def run_on_items(name: str, arguments: Any, num_items: int, items_at_once: int, 
 
 def run_on_rows(name: str, arguments: Any, num_rows: int, row_elems: int) -> None:
     """``run_on_items`` of rows, on several threads when there are many."""
-    rows_at_once = max(1, _ELEMS_AT_ONCE // row_elems)
+    rows_at_once = max(1, _ELEMS_AT_ONCE // max(1, row_elems))
     run_on_items(name, arguments, num_rows, rows_at_once, num_rows * row_elems // _ELEMS_PER_THREAD)
 
 

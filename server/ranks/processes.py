@@ -27,7 +27,7 @@ from tightwire.server.ranks.parent_death import die_with_parent, ignore_terminal
 WORKER = (sys.executable, "-m", "tightwire.server.ranks.worker")
 # The store resolves the names of clients, and warns where there is no DNS.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Ranks:

@@ -42,3 +42,8 @@ def test_rows_with_gaps_and_other_kinds_of_numbers() -> None:
     x_RV = torch.randn(9, 700, generator=torch.Generator().manual_seed(0))
     for view in (x_RV[:, :300], x_RV[::2], x_RV.t(), x_RV.bfloat16()):
         assert torch.equal(best_keys(view, 0), best_keys_reference(view, 0))
+
+
+def test_rows_without_numbers_are_refused_as_by_the_reference() -> None:
+    with pytest.raises(IndexError, match="non-zero size"):
+        best_keys(torch.zeros(2, 0), 0)

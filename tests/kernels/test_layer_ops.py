@@ -216,3 +216,8 @@ def _check_refusals(group: Group) -> None:
 @pytest.mark.parametrize("check", [_check_interpreted, _check_padding, _check_refusals])
 def test_rotation_in_the_interpreter(check: Callable[[Group], None], interpreted: InterpretedRank) -> None:
     interpreted(check)
+
+
+def test_rows_without_numbers_are_empty() -> None:
+    x_TD = torch.zeros(2, 0)
+    assert rms_norm(x_TD, torch.zeros(0), 1e-5).shape == swiglu(x_TD).shape == (2, 0)
