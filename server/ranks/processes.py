@@ -19,6 +19,7 @@ import tightwire
 from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.wire import Wire
 from tightwire.comm.transport.segment import make_segment, why_unusable
+from tightwire.kernels.cpu.library import available
 from tightwire.server.ipc.channels import make_address
 from tightwire.server.plan.devices import num_cores
 from tightwire.server.plan.rank_setup import RankIdentity, RankWork
@@ -220,4 +221,6 @@ def _environment(world_size: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")])),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the device order of the memory budget
         "PYTHONUNBUFFERED": "1",
+        # `why_unusable` has loaded them here, and said why if it cannot: ranks neither try to build them again nor repeat it.
+        **({} if world_size == 1 or available() else {"TIGHTWIRE_KERNELS": "spec"}),
     }
