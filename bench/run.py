@@ -159,7 +159,7 @@ class Bench(ABC, Generic[_Options]):
             self.note(f"{describe_others(share)}; times are too long\n")
 
     def _end(self, error: str | None, status: int) -> int:
-        """A result that cannot be written is an error of the run, beside the one it has."""
+        """Show and write the result; the run also fails if that cannot be written. Returns the exit code."""
         result = self.result(error)
         self.show_end(result)
         if error is not None:

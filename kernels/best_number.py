@@ -1,6 +1,6 @@
 """The best number of each row and its column, as one integer that sorts as they do: ranks compare their logits by it.
 
-On CPU one pass per row; torch takes nine operations, each of them a cold start behind a step's weights.
+On CPU one pass per row. torch takes nine operations, each slow because a step's weights have just filled the caches.
 """
 
 import torch

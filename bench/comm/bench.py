@@ -92,7 +92,10 @@ class CommBenchOptions(OutputOptions):
     )
     repeats: int = option(50, "timed calls of each algorithm at a size", metavar="N", least=3)
     seconds_per_size: float = option(
-        5.0, "time for the calls at a size; reduces the repeats to three at the least", metavar="S", above=0
+        5.0,
+        "time for the calls at a size; slow calls are repeated less often, but at least three times",
+        metavar="S",
+        above=0,
     )
     seed: int = option(0, "seed of the numbers and of the order of calls", metavar="N")
     timeout_s: float = option(60.0, "longest wait in a collective", metavar="S", flag="--timeout", above=0)

@@ -57,7 +57,10 @@ class KernelBenchOptions(OutputOptions):
     )
     repeats: int = option(50, "samples of each operation", metavar="N", least=1)
     seconds_per_arm: float = option(
-        2.0, "time for the samples of an operation; reduces them to three at the least", metavar="S", above=0
+        2.0,
+        "time for the samples of an operation; a slow one gets fewer samples, but at least three",
+        metavar="S",
+        above=0,
     )
 
     def __post_init__(self) -> None:

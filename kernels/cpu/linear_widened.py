@@ -1,11 +1,11 @@
-"""Matrix products of many bfloat16 rows on CPUs without bfloat16 units (AVX2): widened to float32, as torch does not.
+"""Matrix products of many bfloat16 rows on CPUs without bfloat16 units (AVX2): converts to float32, then uses torch.
 
-There torch multiplies bfloat16 matrices with scalar code: 9 GFLOP/s on a Zen 3 core, where its float32 product reaches
-80 and this file 62 to 78 (512 rows, 3072 outputs of 576 inputs, the weights widened in every call). ``linear_cpu`` is
-at 60 to 67 whatever their number: behind from some hundred rows on, and ahead below, at 64 rows with 61 to 42.
+On such a CPU torch multiplies bfloat16 matrices with scalar code: 9 GFLOP/s on a Zen 3 core. Its float32 product reaches
+80 GFLOP/s, and this file 62 to 78 (512 rows, 3072 outputs of 576 inputs, weights converted in every call). ``linear_cpu``
+reaches 60 to 67 with any number of rows: it is slower above about a hundred rows, and faster below (64 rows: 61 against 42).
 
-In float32 torch picks its kernel by the number of rows, and kernels differ in the order they add in; from a few rows a
-thread on it is one kernel. So few rows are padded, and whether that holds here is asked once, by trying.
+torch chooses its float32 kernel by the number of rows, and its kernels add in different orders; above a few rows per thread
+it always uses the same one. Fewer rows are therefore padded. ``rows_are_independent`` tests once whether this holds here.
 """
 
 import functools
@@ -19,7 +19,7 @@ _PROBE_OUTPUTS, _PROBE_INPUTS = 256, 512
 
 
 def torch_has_bfloat16_products() -> bool:
-    """Whether this CPU multiplies bfloat16 in its vector or matrix units, as torch sees it."""
+    """Whether torch uses bfloat16 vector or matrix units of this CPU."""
     # Builds without oneDNN do not have the question either.
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

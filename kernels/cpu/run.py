@@ -20,9 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 def run_on_items(name: str, arguments: Any, num_items: int, items_at_once: int, max_threads: int) -> None:
-    """Call the kernel ``name`` over all items: at once, or in turns on torch's threads if ``max_threads`` is at least 2.
+    """Call the kernel ``name`` over all items: in one call, or in steps on torch's threads if ``max_threads`` is at least 2.
 
-    Cost: of several threads some 5 us, and 50 after some idle milliseconds; below 50 us of work ask for one.
+    Cost: starting several threads takes about 5 us, or 50 us after a few idle milliseconds; use one thread for less than
+    50 us of work.
     """
     num_threads = torch.get_num_threads()
     if min(max_threads, num_threads) < 2:

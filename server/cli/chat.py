@@ -28,7 +28,7 @@ from tightwire.server.cli.remote import (
 )
 
 _READ_TIMEOUT_S = 300.0  # longest silence within an answer
-_HELP = "/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer\n"
+_HELP = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer\n"
 # Escape sequences in a model's answer could rewrite the screen or the clipboard, so only text is printed.
 _CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], None)
 _PRINTABLE = {code: to for code, to in _CONTROLS.items() if chr(code) not in "\n\t"}

@@ -147,7 +147,7 @@ TW_API void tw_publish(const tw_board *board, int64_t turn, int64_t call);
 TW_API int64_t tw_wait_for(const tw_board *board, int64_t process, int64_t turn);
 TW_API int64_t tw_wait_for_all(const tw_board *board, int64_t turn);
 // out = the sum of all processes' x, in float32 in their order, rounded once. `step` is 0 in the first call. Returns
-// TW_DONE, TW_MISMATCH (the processes make unlike calls), or the step to call again with: a process did not come in time.
+// TW_DONE, TW_MISMATCH (the processes' calls differ), or the step to call again with: a process did not come in time.
 #define TW_DONE -1
 #define TW_MISMATCH -2
 TW_API int64_t tw_one_shot(const tw_board *board, address x, address out, int64_t num_elems, int64_t kind, int64_t step);
