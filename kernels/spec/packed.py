@@ -62,16 +62,6 @@ class PackedMatrix:
 Matrix = Tensor | PackedMatrix
 
 
-def empty_packed(num_rows: int, num_columns: int, packed: PackedFormat, device: torch.device) -> PackedMatrix:
-    """An uninitialized matrix.
-
-    Raises:
-        ValueError: rows that are not whole groups.
-    """
-    row_bytes = packed.row_bytes(num_columns)
-    return PackedMatrix(torch.empty(num_rows, row_bytes, dtype=torch.uint8, device=device), packed)
-
-
 def quantize(x_OD: Tensor, packed: PackedFormat) -> PackedMatrix:
     """Each group's numbers as the nearest codes under the narrowest scale that reaches them all.
 
