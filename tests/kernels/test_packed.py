@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightwire.kernels.packed import dequantize, embedding
-from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, empty_packed, quantize
+from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
 from tightwire.kernels.spec.packed_format import GROUP_ELEMS, PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
 
 FORMATS = list(PACKED_FORMATS.values())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CPU = torch.device("cpu")
 
 each_format = pytest.mark.parametrize("packed", FORMATS, ids=list(PACKED_FORMATS))
 
@@ -120,13 +119,13 @@ def test_rows_without_whole_groups_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Q8_0 packs rows of whole groups of 32 numbers, got 40"):
         quantize(torch.zeros(2, 40), Q8_0)
     with pytest.raises(ValueError, match="got 8"):
-        empty_packed(3, 8, Q4_1, CPU)
+        Q4_1.row_bytes(8)
     with pytest.raises(ValueError, match=re.escape("whole blocks of 18 bytes; got (2, 40) torch.uint8")):
         PackedMatrix(torch.zeros(2, 40, dtype=torch.uint8), Q4_0)
 
 
 def test_sizes() -> None:
-    matrix = empty_packed(3, 96, Q4_1, CPU)
+    matrix = quantize(torch.zeros(3, 96), Q4_1)
     assert matrix.shape == (3, 96) and matrix.nbytes == 3 * 3 * 20
     assert matrix.rows(1, 3).shape == (2, 96)
     assert [packed.row_bytes(64) for packed in FORMATS] == [68, 36, 40]
