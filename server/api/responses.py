@@ -57,11 +57,13 @@ class Health(Struct):
     """``status``: live, ready, loading, draining or dead. ``reason``: what is loading, or why the engine died.
 
     ``kernels``: the level of the CPU kernels, such as v4-bf16 (spec: torch's reference); empty on a GPU and before ready.
+    ``activations``: inputs of products with packed weights, float or int8; empty before ready.
     """
 
     status: str
     reason: str = ""
     kernels: str = ""
+    activations: str = ""
 
 
 class CommCost(CommTotals, frozen=True, kw_only=True):

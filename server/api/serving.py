@@ -26,6 +26,7 @@ class ModelInfo:
     transport: str = "none"
     dtype: str = ""
     weights: str = ""  # their packed formats, such as Q4_1+Q8_0; empty: not packed
+    activations: str = "float"  # inputs of products with packed weights: float or int8
     kernels: str = ""  # level of the CPU kernels, such as v4-bf16; empty on a GPU
     default_seed: int = 0  # for requests without a seed; 0: a random seed per request
     created: int = field(default_factory=lambda: int(time.time()))
@@ -38,7 +39,9 @@ class ModelInfo:
         """
         own = self.policies[0]
         allreduce = (own if policy is None else policy) + self.allreduce.removeprefix(own)
-        return "-".join(filter(None, ["tightwire", f"tp{self.tp}", allreduce, self.dtype, self.weights, self.kernels]))
+        activations = "int8-activations" if self.activations == "int8" else ""
+        parts = ["tightwire", f"tp{self.tp}", allreduce, self.dtype, self.weights, activations, self.kernels]
+        return "-".join(filter(None, parts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

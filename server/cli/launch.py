@@ -114,6 +114,7 @@ class _Server:
             transport=decision.plan.transport,
             dtype=decision.plan.dtype,
             weights=decision.formats.name,
+            activations=decision.plan.activations,
             kernels=level() if decision.plan.device == "cpu" else "",
             default_seed=options.seed,
         )
@@ -170,7 +171,8 @@ class _Server:
 
 
 def _numbers(info: ModelInfo) -> str:
-    return f"{info.weights} weights, {info.dtype}" if info.weights else info.dtype
+    dtype = f"{info.dtype} with int8 activations" if info.activations == "int8" else info.dtype
+    return f"{info.weights} weights, {dtype}" if info.weights else dtype
 
 
 def _wire(info: ModelInfo, comm: CommSetup | None) -> str:

@@ -31,6 +31,12 @@ class ModelOptions:
         "get 8 bits)",
         ("auto", "none", "int8", "int4"),
     )
+    activations: str = option(
+        "auto",
+        "inputs of products with packed weights, on a CPU. int8: rounded to 8 bits in groups of 32, as llama.cpp does, which is "
+        "faster; float: in --dtype; auto: float",
+        ("auto", "float", "int8"),
+    )
     seed: int = option(0, "seed of random weights, and of requests without a seed (0: a new seed for each request)")
 
     def __post_init__(self) -> None:

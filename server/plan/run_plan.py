@@ -28,7 +28,13 @@ from tightwire.server.plan.memory_budget import MemoryBudget
 from tightwire.server.plan.progress import Progress
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 from tightwire.server.plan.rank_setup import NamedPolicy, RunPlan
-from tightwire.server.plan.setting import choose_overlap, choose_plan_ahead, choose_transport, decide_setting
+from tightwire.server.plan.setting import (
+    choose_activations,
+    choose_overlap,
+    choose_plan_ahead,
+    choose_transport,
+    decide_setting,
+)
 from tightwire.server.plan.weight_decision import IN_FILES, Files, as_prepared, decide_weights
 
 FETCH_STOPS_S = 2.0  # a fetch reports, and so checks ``stopped``, several times a second
@@ -117,6 +123,9 @@ def decide(
     layout = make_layout(model, parallel.tp, parallel.tp_split)
     check_split(layout, model, formats)
     setting, gpus = decide_setting(config, model, link)
+    activations = choose_activations(config.model.activations, setting.device, formats)
+    if activations == "int8":
+        formats = formats.with_int8_activations()
     inputs = MemoryInputs(
         model=model,
         layout=layout,
@@ -140,6 +149,7 @@ def decide(
     plan = RunPlan(
         device=setting.device,
         dtype=setting.dtype,
+        activations=activations,
         allreduce=describe_request(parallel),
         transport=setting.transport,
         transport_reason=choose_transport(parallel, setting.device, link)[1],

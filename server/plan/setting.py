@@ -9,6 +9,7 @@ from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import make_layout
+from tightwire.model.weights.formats import WeightFormats
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 from tightwire.server.plan.devices import CudaDevice, cuda_devices
@@ -112,6 +113,23 @@ def _choose_device(asked: str, options: ParallelOptions, gpus: Sequence[CudaDevi
             f"use {fewer}"
         )
     return device
+
+
+def choose_activations(asked: str, device: str, formats: WeightFormats) -> str:
+    """Return ``float`` or ``int8``.
+
+    Raises:
+        ValueError: int8 is not possible here.
+    """
+    if asked == "int8" and device != "cpu":
+        raise ValueError(
+            "--activations int8 works on a CPU, and the ranks run on CUDA; leave it out, or use --device cpu"
+        )
+    if asked == "int8" and not formats.packed:
+        raise ValueError(
+            "--activations int8 is for packed weights, and these are plain; add --quantization int8 or int4, or leave it out"
+        )
+    return "int8" if asked == "int8" else "float"
 
 
 def choose_dtype(options: ModelOptions, model: LlamaConfig, device: str) -> str:

@@ -6,7 +6,7 @@ Imports torch and other heavy modules; ``worker`` is the light process around it
 import resource
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import msgspec
@@ -48,6 +48,8 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         checkpoint = open_checkpoint(work.location, work.config.model.seed)
         layout = make_layout(checkpoint.config, work.config.parallel.tp, work.config.parallel.tp_split)
         formats = formats_of(checkpoint, work.config.model.quantization)
+        if plan.activations == "int8":
+            formats = formats.with_int8_activations()
     with reporter.stage("join"):
         joining = _Joining(identity, work, _open_store(identity, work.config.timeouts.comm_timeout_s))
         world = joining.world()
@@ -248,9 +250,10 @@ def _load(
     progress: Callable[[float], None],
 ) -> ModelRunner:
     plan, engine = work.plan, work.config.engine
+    prepared = checkpoint.prepared
     return build_runner(
         checkpoint.config,
-        checkpoint.prepared or checkpoint.reader(),
+        replace(prepared, int8_activations=plan.activations == "int8") if prepared else checkpoint.reader(),
         layout,
         groups,
         RunnerOptions(

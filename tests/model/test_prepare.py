@@ -131,8 +131,9 @@ def test_shares_are_kept(tmp_path: Path) -> None:
     assert prepared.layout == make_layout(prepared.config, 2, (3.0, 1.0)) != make_layout(prepared.config, 2)
 
 
-def runner_of(checkpoint: Checkpoint, quantization: str) -> ModelRunner:
+def runner_of(checkpoint: Checkpoint, quantization: str, *, int8: bool = False) -> ModelRunner:
     (group,) = in_process_groups(1)
+    formats = choose_formats(checkpoint.reader(), checkpoint.config, quantization)
     return build_runner(
         checkpoint.config,
         checkpoint.reader(),
@@ -143,7 +144,7 @@ def runner_of(checkpoint: Checkpoint, quantization: str) -> ModelRunner:
             max_model_len=128,
             num_blocks=8,
             block_size=16,
-            formats=choose_formats(checkpoint.reader(), checkpoint.config, quantization),
+            formats=formats.with_int8_activations() if int8 else formats,
         ),
     )
 
@@ -166,12 +167,12 @@ def streamed_logits(prepared: Prepared, prompts: Sequence[Sequence[int]]) -> lis
         weights.close()
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_streamed_from_the_disk_gives_the_same_logits(tmp_path: Path, quantization: str) -> None:
+@pytest.mark.parametrize(("quantization", "int8"), [("none", False), ("int8", False), ("int8", True)])
+def test_streamed_from_the_disk_gives_the_same_logits(tmp_path: Path, quantization: str, int8: bool) -> None:
     model = make_tiny(tmp_path / "m", num_hidden_layers=6, head_dim=32)
-    runner = runner_of(open_checkpoint(str(model)), quantization)
+    runner = runner_of(open_checkpoint(str(model)), quantization, int8=int8)
     prompts = [[1, 2, 3], list(range(40)), [7]]
-    prepared = prepared_of(model, tmp_path / "out", quantization=quantization)
+    prepared = replace(prepared_of(model, tmp_path / "out", quantization=quantization), int8_activations=int8)
     for got, prompt in zip(streamed_logits(prepared, prompts), prompts, strict=True):
         assert torch.equal(got, prompt_logits(runner, prompt))
 

@@ -130,6 +130,7 @@ class Prepared:
     manifest: Manifest
     config: LlamaConfig
     layout: Layout
+    int8_activations: bool = False  # multiply packed matrices with activations in 8 bits
 
     @property
     def tp(self) -> int:
@@ -150,7 +151,8 @@ class Prepared:
     @property
     def formats(self) -> WeightFormats:
         packed = {name: PACKED_FORMATS[kind] for name, kind in self.manifest.packed.items()}
-        return WeightFormats(packed, self.manifest.plain)
+        formats = WeightFormats(packed, self.manifest.plain)
+        return formats.with_int8_activations() if self.int8_activations else formats
 
     @property
     def paths(self) -> tuple[Path, ...]:

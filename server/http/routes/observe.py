@@ -45,8 +45,9 @@ def observe_router(serving: Serving) -> APIRouter:
     @router.get("/health", openapi_extra=_READY_DOC, summary="Same as /health/ready")
     async def ready() -> Response:
         status = serving.status
-        model = serving.holder.model
-        health = Health(status=str(status.phase), reason=status.reason, kernels=model.info.kernels if model else "")
+        health = Health(status=str(status.phase), reason=status.reason)
+        if (model := serving.holder.model) is not None:
+            health.kernels, health.activations = model.info.kernels, model.info.activations
         return _health(200 if status.phase is Phase.READY else 503, health)
 
     @router.get("/metrics", openapi_extra=_METRICS_DOC, summary="For Prometheus", response_class=Response)

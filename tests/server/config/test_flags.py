@@ -11,7 +11,7 @@ from tightwire.server.config import flags
 from tightwire.server.config.serve import ServeConfig, option_fields
 
 FROZEN = {
-    "model": "model served_model_name device dtype quantization seed",
+    "model": "model served_model_name device dtype quantization activations seed",
     "parallel": "tp dp tp_split allreduce allreduce_decode comm_error_budget "
     "comm_policy allreduce_extra transport nodes link link_emulation overlap",
     "engine": "max_model_len max_num_seqs max_num_batched_tokens block_size prefix_cache "

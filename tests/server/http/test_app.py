@@ -294,6 +294,7 @@ async def test_comm_report_is_the_difference_over_the_request(client: httpx.Asyn
 
 
 async def test_while_loading_only_liveness_and_metrics_respond(engine: FakeEngine) -> None:
+    unknown = {"kernels": "", "activations": ""}
     engine.state = EngineState(phase=Phase.LOADING, reason="rank 0: weights 40%")
     async with _client(app_for(engine, loaded=False)) as client:
         assert (await client.get("/health/live")).status_code == 200
@@ -301,7 +302,7 @@ async def test_while_loading_only_liveness_and_metrics_respond(engine: FakeEngin
         for path in ("/health", "/health/ready"):
             response = await client.get(path)
             assert response.status_code == 503
-            assert response.json() == {"status": "loading", "reason": "rank 0: weights 40%", "kernels": ""}
+            assert response.json() == {"status": "loading", "reason": "rank 0: weights 40%", **unknown}
         for response in (await client.get("/v1/models"), await client.post("/v1/chat/completions", json=CHAT)):
             assert response.status_code == 503
             assert response.json()["error"]["type"] == "service_unavailable_error"
@@ -310,8 +311,9 @@ async def test_while_loading_only_liveness_and_metrics_respond(engine: FakeEngin
 
 
 async def test_an_engine_without_its_tokenizer_is_not_ready(engine: FakeEngine) -> None:
+    unknown = {"kernels": "", "activations": ""}
     async with _client(app_for(engine, loaded=False)) as client:
-        assert (await client.get("/health")).json() == {"status": "loading", "reason": "tokenizer", "kernels": ""}
+        assert (await client.get("/health")).json() == {"status": "loading", "reason": "tokenizer", **unknown}
 
 
 async def test_draining_rejects_new_work_and_still_reports_status(

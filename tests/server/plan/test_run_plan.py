@@ -178,6 +178,28 @@ def test_packed_weights_are_counted_as_they_are_and_told(tmp_path: Path) -> None
     assert (num_bytes["none"] - norms) * 20 == (num_bytes["auto"] - norms) * 64  # bytes of 32 numbers
 
 
+@pytest.mark.usefixtures("gpus")
+def test_int8_activations_are_for_packed_weights_on_a_cpu(tmp_path: Path) -> None:
+    def plan_for(quant: str, **options: str) -> run_plan.Decision:
+        path = make_tiny_gguf(tmp_path / f"{quant}.gguf", quant)
+        return run_plan.prepare(make_config({"model": str(path), "device": "cpu"} | options), Progress(1, print))[1]
+
+    for asked, used in (("auto", "float"), ("float", "float"), ("int8", "int8")):
+        decision = plan_for("Q4_1", activations=asked)
+        assert decision.plan.activations == used
+        assert decision.formats.has_int8_activations == (used == "int8")
+        assert ("weight matrices: 16 in Q4_1; activations in int8" in decision.summary().splitlines()) == (
+            used == "int8"
+        )
+    with pytest.raises(
+        ValueError, match=r"--activations int8 is for packed weights, .* add --quantization int8 or int4"
+    ):
+        plan_for("F16", activations="int8")
+    assert plan_for("F16", activations="int8", quantization="int4").plan.activations == "int8"
+    with pytest.raises(ValueError, match="--activations int8 works on a CPU, and the ranks run on CUDA"):
+        plan_for("Q4_1", activations="int8", device="cuda")
+
+
 def test_a_split_through_a_group_of_packed_weights_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     path = make_tiny_gguf(tmp_path / "m.gguf", "Q8_0")
     options = {"model": str(path), "device": "cpu", "tp": 4}
