@@ -59,6 +59,9 @@ def write_kv(k_TKE: Tensor, v_TKE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: T
             written).
     """
     if k_cache_NKPE.device.type != "cpu" or not available():
+        num_slots = k_cache_NKPE.shape[0] * k_cache_NKPE.shape[2]
+        if k_cache_NKPE.device.type == "cpu" and not bool(((slot_T >= 0) & (slot_T < num_slots)).all()):
+            raise ValueError(f"slots are {slot_T.tolist()}; the cache has slots 0 to {num_slots - 1}")
         write_kv_reference(k_TKE, v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
     else:
         write_kv_cpu(k_TKE, v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)

@@ -69,7 +69,9 @@ def _load() -> tuple[Any, str]:
 def _load_once() -> tuple[Any, str]:
     usable, asked = build.usable_levels(), os.environ.get("TIGHTWIRE_KERNELS", "")
     if asked not in ("", "sanitize", "spec", *usable):
-        raise ValueError(f"TIGHTWIRE_KERNELS={asked} is not possible; this CPU runs {', '.join([*usable, 'spec'])}")
+        raise ValueError(
+            f"TIGHTWIRE_KERNELS={asked}: this CPU has no such level; it has {', '.join([*usable, 'spec'])}"
+        )
     if not usable:
         _log.warning("this CPU has no compiled kernels (x86 needs AVX2, FMA and F16C); torch computes instead, slowly")
     if asked == "spec" or not usable:
@@ -85,7 +87,12 @@ def _load_once() -> tuple[Any, str]:
 def _open(wanted: str, *, sanitize: bool) -> Any:
     path = build.library_path(wanted, sanitize=sanitize)
     if build.SOURCES.exists() and not _is_current(path):
-        build.BUILT.mkdir(exist_ok=True)
+        try:
+            build.BUILT.mkdir(exist_ok=True)
+        except OSError as error:
+            raise RuntimeError(
+                f"{path} is missing and cannot be built there ({error}); install Tightwire again"
+            ) from error
         with FileLock(f"{path}.lock"):
             if not _is_current(path):  # another process may have built it meanwhile
                 _log.warning("building the CPU kernels for level %s, about 20 s", wanted)

@@ -41,7 +41,7 @@ def test_a_named_level_is_loaded() -> None:
 def test_a_level_that_the_cpu_lacks_is_refused() -> None:
     done = _run(PRODUCT, TIGHTWIRE_KERNELS="v9")
     assert done.returncode != 0
-    assert "TIGHTWIRE_KERNELS=v9 is not possible; this CPU runs" in done.stderr
+    assert "TIGHTWIRE_KERNELS=v9: this CPU has no such level; it has" in done.stderr
 
 
 BROKEN = """
@@ -57,6 +57,12 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so_once(tmp_path: ob
     assert done.stdout == "spec\n", done.stderr
     assert done.stderr.count("the CPU kernels cannot be used, so torch computes instead") == 1
     assert "install g++" in done.stderr
+
+
+def test_an_install_that_cannot_be_written_says_what_to_do() -> None:
+    done = _run(BROKEN.format(folder="/proc/kernels") + PRODUCT, TIGHTWIRE_KERNELS="")
+    assert done.stdout == "spec\n", done.stderr
+    assert "cannot be built there" in done.stderr and "install Tightwire again" in done.stderr
 
 
 def test_a_library_that_does_not_load_is_not_fatal(tmp_path: object) -> None:
