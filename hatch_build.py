@@ -27,6 +27,8 @@ class BuildKernels(BuildHookInterface):
 
     def dependencies(self) -> list[str]:
         build = _load_build()
+        if self.target_name != "wheel" or not build.machine_levels():
+            return []
         try:
             build.find_compiler()
         except build.NoCompilerError:

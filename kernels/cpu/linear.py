@@ -110,6 +110,10 @@ def _check(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
             f"linear needs x, weight (unless packed) and bias in one of {', '.join(map(str, NUMBER_KIND))}; "
             f"got {x.dtype}, {stored} and {None if bias is None else bias.dtype}"
         )
+    if weight.device != x.device or (bias is not None and bias.device != x.device):
+        raise ValueError(
+            f"linear needs x, weight and bias on one device; x is on {x.device}, the weight on {weight.device}"
+        )
     strides = weight.blocks_OB.stride() if isinstance(weight, PackedMatrix) else weight.stride()
     if x.stride(1) != 1 or strides[1] != 1 or (bias is not None and bias.stride(0) != 1):
         raise ValueError(f"linear needs contiguous rows; got strides {x.stride()} and {strides}")

@@ -257,7 +257,7 @@ static __attribute__((noinline)) void multiply_packed(char *c, const char *x, co
                         FloatReg weights = block_numbers<Format>(block, header, half, reg);
                         sums[column][reg] = fma_reg(SingleDot<Float32>::load_a(inputs), weights, sums[column][reg]);
                     }
-                }
+            }
         }
     }
     float out[COLS];
