@@ -20,11 +20,7 @@ _CHUNK_BYTES = 1 << 22
 
 
 def file_digests(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """The CRC-32 of each file of ``folder``.
-
-    Raises:
-        OSError: a file is missing or cannot be read.
-    """
+    """The CRC-32 of each file of ``folder``. Raises OSError: a file is missing or cannot be read."""
     return {name: _file_crc(folder / name) for name in sorted(set(names))}
 
 
@@ -110,11 +106,7 @@ def prune(run: Path, keep: int) -> None:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """The description that ``publish`` wrote.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of another format.
-    """
+    """The description that ``publish`` wrote. Raises CheckpointError: it is missing, damaged, or of another format."""
     try:
         description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

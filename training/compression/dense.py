@@ -59,11 +59,7 @@ def dense_bytes(rank: int, world_size: int, num_elems: int) -> int:
 
 
 def codecs_of(options: QuantizedOptions) -> tuple[Codec, Codec]:
-    """The reduce codec and the gather codec.
-
-    Raises:
-        ValueError: a codec does not exist.
-    """
+    """The reduce codec and the gather codec. Raises ValueError: a codec does not exist."""
     return parse_codec(options.reduce_codec), parse_codec(options.gather_codec)
 
 

@@ -56,10 +56,7 @@ SHARDINGS = {
 
 
 def parse_sharding(name: str) -> Sharding:
-    """
-    Raises:
-        ValueError: there is no such sharding; the message lists all names.
-    """
+    """Raises ValueError: there is no such sharding; the message lists all names."""
     if name not in SHARDINGS:
         raise ValueError(f"unknown sharding {name!r}; choose one of {', '.join(SHARDINGS)}")
     return SHARDINGS[name]

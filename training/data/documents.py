@@ -64,11 +64,7 @@ class Documents:
 
 
 def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """The files that match any pattern, sorted, each once.
-
-    Raises:
-        DataError: a pattern matches no file.
-    """
+    """The files that match any pattern, sorted, each once. Raises DataError: a pattern matches no file."""
     found: set[Path] = set()
     for pattern in patterns:
         files = {

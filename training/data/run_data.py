@@ -24,10 +24,7 @@ class RunData:
 
     @classmethod
     def find(cls, config: TrainConfig) -> "RunData":
-        """
-        Raises:
-            DataError: a pattern matches no file.
-        """
+        """Raises DataError: a pattern matches no file."""
 
         def documents(patterns: list[str]) -> Documents:
             return Documents(files=find_files(patterns), text_key=config.data.text_key, parted_by=config.data.parted_by)
@@ -40,10 +37,7 @@ class RunData:
         )
 
     def check_documents(self) -> None:
-        """
-        Raises:
-            DataError: the files contain no document; the message names the files.
-        """
+        """Raises DataError: the files contain no document; the message names the files."""
         for key, documents in (("files", self.documents), ("held_out_files", self.held_out_documents)):
             if documents is not None and next(iter(documents), None) is None:
                 names = ", ".join(map(str, documents.files[:_MOST_NAMES]))
@@ -86,11 +80,7 @@ class RunData:
         return micro_batches(sequences, self.config.batch.micro_sequences)
 
     def held_out_sequences(self, tokenizer: Tokenizer, end_token_id: int) -> list[TokenSequence]:
-        """The evaluation blocks of all ranks.
-
-        Raises:
-            DataError: the held-out documents do not fill one block.
-        """
+        """The evaluation blocks of all ranks. Raises DataError: the held-out documents do not fill one block."""
         sequence_tokens = self.config.data.sequence_tokens
         packed = pack_sequences(
             self.held_out(),

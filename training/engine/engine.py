@@ -180,11 +180,7 @@ class Engine:
                 yield param.name, param.of(full_N)
 
     def load_full(self, tensor_of: Callable[[str], Tensor]) -> None:
-        """Set every parameter to ``tensor_of(name)``. Not collective.
-
-        Raises:
-            ValueError: a tensor has another shape.
-        """
+        """Set every parameter to ``tensor_of(name)``. Not collective. Raises ValueError: a tensor has another shape."""
         for flat_param, main in self.named_flat_params():
             copy_into_shard(tensor_of, cut_shard(flat_param, self.shard_rank, self.plan.shard_ranks), main.data)
         self.all_weights_changed()

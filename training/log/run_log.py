@@ -105,10 +105,7 @@ class RunLog:
     """Only one rank writes it. ``after_step``: the step of the checkpoint that the run resumes from, or 0."""
 
     def __init__(self, run: Path, *, after_step: int, tensorboard: bool) -> None:
-        """
-        Raises:
-            ValueError: the log file cannot be written.
-        """
+        """Raises ValueError: the log file cannot be written."""
         self._path = run / LOG
         try:
             _drop_after(self._path, after_step)
@@ -148,10 +145,7 @@ class RunLog:
 
 
 def check_packages(config: LogConfig) -> None:
-    """
-    Raises:
-        ValueError: an enabled option needs a package that is not installed.
-    """
+    """Raises ValueError: an enabled option needs a package that is not installed."""
     for option, package in (("tensorboard", "tensorboard"), ("plot", "matplotlib")):
         if getattr(config, option) and importlib.util.find_spec(package) is None:
             raise ValueError(

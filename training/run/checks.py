@@ -27,11 +27,7 @@ _MOST_KEYS = 5  # keys in the error message
 
 
 def check_same_configuration(config: TrainConfig, data: RunData, control: Control) -> None:
-    """Collective.
-
-    Raises:
-        ValueError: configuration values or data differ between ranks; the message names them.
-    """
+    """Collective. Raises ValueError: configuration values or data differ between ranks; the message names them."""
     own = {key: value for key, value in _flatten(to_values(config), "") if not key.startswith(_MAY_DIFFER)}
     own["the fingerprint of data.files"] = describe_files(data.documents.files)
     if data.held_out_documents is not None:

@@ -30,11 +30,7 @@ from tightwire.training.start.model import config_of
 
 
 def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
-    """The report as text.
-
-    Raises:
-        ValueError: a run with this configuration would fail its checks.
-    """
+    """The report as text. Raises ValueError: a run with this configuration would fail its checks."""
     topology = _topology(config, environment)
     options = engine_options(config)
     check_ranks(config, options, topology)

@@ -55,10 +55,7 @@ class Trained:
 
 
 def engine_options(config: TrainConfig) -> EngineOptions:
-    """
-    Raises:
-        ValueError: the options contradict each other; the message uses the configuration's names.
-    """
+    """Raises ValueError: the options contradict each other; the message uses the configuration's names."""
     parallel = config.parallel
     names = [name for name in EngineOptions.__dataclass_fields__ if name not in _OWN_OPTIONS]
     try:
@@ -73,10 +70,7 @@ def engine_options(config: TrainConfig) -> EngineOptions:
 
 
 def check_ranks(config: TrainConfig, options: EngineOptions, topology: Topology) -> None:
-    """
-    Raises:
-        ValueError: the configuration does not fit these ranks.
-    """
+    """Raises ValueError: the configuration does not fit these ranks."""
     config.batch.accumulation(topology.world_size)
     try:
         check_options(config.parallel.between)
@@ -99,10 +93,7 @@ def check_ranks(config: TrainConfig, options: EngineOptions, topology: Topology)
 
 
 def check_sequences(config: TrainConfig, llama: LlamaConfig) -> None:
-    """
-    Raises:
-        ValueError: sequences have more tokens than the model has positions.
-    """
+    """Raises ValueError: sequences have more tokens than the model has positions."""
     if config.data.sequence_tokens > llama.max_positions:
         raise ValueError(
             f"data.sequence_tokens={config.data.sequence_tokens} is more than the model's {llama.max_positions} positions; "
@@ -111,10 +102,7 @@ def check_sequences(config: TrainConfig, llama: LlamaConfig) -> None:
 
 
 def find_device(wanted: str, topology: Topology) -> torch.device:
-    """
-    Raises:
-        ValueError: this host has fewer CUDA devices than ranks.
-    """
+    """Raises ValueError: this host has fewer CUDA devices than ranks."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -128,11 +116,7 @@ def find_device(wanted: str, topology: Topology) -> torch.device:
 
 
 def connect_ranks(parallel: ParallelConfig, topology: Topology, store: Store, device: torch.device) -> Ranks:
-    """Connect all ranks.
-
-    Raises:
-        CollectiveTimeoutError: some ranks did not connect.
-    """
+    """Connect all ranks. Raises CollectiveTimeoutError: some ranks did not connect."""
     groups = open_train_groups(topology, store=store, device=device, timeout_s=parallel.timeout_s)
     control = open_process_group(
         topology, store=store, device=torch.device("cpu"), timeout_s=parallel.timeout_s, name="train/control"
