@@ -9,7 +9,7 @@ from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.flash import FlashAllReduce, flash_bytes
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
 from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce, two_shot_bytes
-from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.group.group import Group
 from tightwire.training.config.compression import DenseOptions, QuantizedOptions
 from tightwire.training.engine.flat_parameters import ShardLayout
@@ -58,30 +58,22 @@ def dense_bytes(rank: int, world_size: int, num_elems: int) -> int:
     return two_shot_bytes(rank, world_size, num_elems, FLOAT32_BYTES)
 
 
-def codecs_of(options: QuantizedOptions) -> tuple[Codec, Codec]:
-    """The reduce codec and the gather codec. Raises ValueError: a codec does not exist."""
-    return parse_codec(options.reduce_codec), parse_codec(options.gather_codec)
-
-
 def quantized_bytes(rank: int, world_size: int, num_elems: int, options: QuantizedOptions) -> int:
-    return flash_bytes(rank, world_size, num_elems, FLOAT32_BYTES, *codecs_of(options))
+    codecs = parse_codec(options.reduce_codec), parse_codec(options.gather_codec)
+    return flash_bytes(rank, world_size, num_elems, FLOAT32_BYTES, *codecs)
 
 
 class AllReduceCompressor:
     """Sums every element with one AllReduce. Stateless."""
 
-    def __init__(self, name: str, all_reduce: BaseAllReduce, replicas: Replicas) -> None:
-        self.name = name
-        self._all_reduce, self._replicas = all_reduce, replicas
+    def __init__(self, name: str, all_reduce: BaseAllReduce) -> None:
+        self.name, self._all_reduce = name, all_reduce
 
     def __call__(self, name: str, sum_N: Tensor) -> Tensor:
         return self._all_reduce(sum_N)
 
     def step_done(self) -> None:
         pass
-
-    def wire_bytes(self, name: str) -> int:
-        return self._all_reduce.wire_bytes(self._replicas.shard(name).num_elems, FLOAT32_BYTES)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}
@@ -95,7 +87,7 @@ class AllReduceCompressor:
 
 def make_dense(replicas: Replicas, _: DenseOptions) -> AllReduceCompressor:
     """Exact: float32, in node order, so every rank gets the same bits. Sends 2 (n-1)/n of the shard, for n nodes."""
-    return AllReduceCompressor("dense", exact_all_reduce(replicas.group), replicas)
+    return AllReduceCompressor("dense", exact_all_reduce(replicas.group))
 
 
 def make_quantized(replicas: Replicas, options: QuantizedOptions) -> AllReduceCompressor:
@@ -109,4 +101,5 @@ def make_quantized(replicas: Replicas, options: QuantizedOptions) -> AllReduceCo
     Cost: ``flash_bytes``, about (n-1)/n (r + g)/8 bytes an element for codecs of r and g bits.
     """
     name = f"quantized:{options.reduce_codec},{options.gather_codec}"
-    return AllReduceCompressor(name, FlashAllReduce(replicas.group, *codecs_of(options), name=name), replicas)
+    codecs = parse_codec(options.reduce_codec), parse_codec(options.gather_codec)
+    return AllReduceCompressor(name, FlashAllReduce(replicas.group, *codecs, name=name))

@@ -3,53 +3,42 @@
 from collections.abc import Callable
 from typing import Any
 
+from tightwire.comm.codec.codec import parse_codec
 from tightwire.training.compression.dense import (
     FLOAT32_BYTES,
     Replicas,
-    codecs_of,
     dense_bytes,
     make_dense,
     make_quantized,
     quantized_bytes,
 )
-from tightwire.training.compression.dgc import DgcCompressor, TopKCompressor
-from tightwire.training.compression.sparse import clip_bytes, sparse_bytes
-from tightwire.training.config.compression import (
-    CompressorOptions,
-    DenseOptions,
-    DgcOptions,
-    QuantizedOptions,
-    SparseOptions,
-    TopKOptions,
-)
+from tightwire.training.compression.sparse import SparseCompressor, clip_bytes, sparse_bytes
+from tightwire.training.config.compression import CompressorOptions, DgcOptions, QuantizedOptions, SparseOptions
 from tightwire.training.engine.compressor import GradientCompressor
 from tightwire.training.engine.flat_parameters import ShardLayout
 
-_SLOTS: dict[type[CompressorOptions], Callable[[Replicas, Any], GradientCompressor]] = {
-    DenseOptions: make_dense,
-    QuantizedOptions: make_quantized,
-    TopKOptions: TopKCompressor,
-    DgcOptions: DgcCompressor,
+_MAKERS: dict[str, Callable[[Replicas, Any], GradientCompressor]] = {
+    "dense": make_dense,
+    "quantized": make_quantized,
+    "top-k": SparseCompressor,
+    "dgc": SparseCompressor,
 }
 
 
 def make_compressor(options: CompressorOptions, replicas: Replicas) -> GradientCompressor:
     """Make the compressor that ``options`` describe; all ranks of ``replicas.group`` pass the same options."""
-    return _SLOTS[type(options)](replicas, options)
+    return _MAKERS[options.kind](replicas, options)
 
 
 def check_options(options: CompressorOptions) -> None:
-    """Check what the configuration cannot, because it does not import torch.
-
-    Raises:
-        ValueError: a codec does not exist.
-    """
+    """Raises ValueError: a codec does not exist. The configuration cannot check this, because it does not import torch."""
     if isinstance(options, QuantizedOptions):
-        codecs_of(options)
+        parse_codec(options.reduce_codec)
+        parse_codec(options.gather_codec)
 
 
 def compressor_bytes(options: CompressorOptions, shard: ShardLayout, *, rank: int, world_size: int, step: int) -> int:
-    """``GradientCompressor.wire_bytes`` without a group: bytes that node ``rank`` of ``world_size`` sends for ``shard``."""
+    """Exact number of bytes that node ``rank`` of ``world_size`` sends for ``shard`` at ``step``."""
     if isinstance(options, SparseOptions):
         return sparse_bytes(rank, world_size, shard, options, step)
     if isinstance(options, QuantizedOptions):
@@ -66,5 +55,5 @@ def inside_bytes(options: CompressorOptions, shard: ShardLayout, ranks_per_node:
 
 def kept_bytes(options: CompressorOptions, shard: ShardLayout) -> int:
     """Bytes that a compressor keeps for ``shard`` from step to step, in memory and in a checkpoint."""
-    num_flats = 2 if isinstance(options, DgcOptions) else 1 if isinstance(options, TopKOptions) else 0
+    num_flats = 2 if isinstance(options, DgcOptions) else 1 if isinstance(options, SparseOptions) else 0
     return num_flats * shard.num_elems * FLOAT32_BYTES

@@ -1,12 +1,11 @@
-"""Base of the sparse gradient compressors: sends the largest accumulated elements and keeps the rest.
+"""Sparse gradient compressors: send the largest accumulated elements and keep the rest.
 
 The largest elements are selected per parameter, so parameters of a small scale are sent too. Values are mean gradients
 of a node (the sum over its ranks divided by their number), so the kept state stays valid on another number of ranks,
-and weight decay needs no rescaling (see ``dgc``). The rounding error of sent values is kept too.
+and weight decay needs no rescaling. The rounding error of sent values is kept too.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from tightwire.comm.collectives.collectives import all_gather, sparse_all_gather, sparse_all_gather_bytes
 from tightwire.comm.group.group import Group
 from tightwire.training.compression.dense import Replicas, dense_bytes, exact_all_reduce
-from tightwire.training.config.compression import SparseOptions
+from tightwire.training.config.compression import DgcOptions, SparseOptions
 from tightwire.training.engine.flat_parameters import ShardLayout, ShardSpan
 
 # For 4 million normally distributed values at 99.9 % sparsity, sampling takes 16 ms instead of 70. For smaller tensors
@@ -108,14 +107,33 @@ def sparse_bytes(rank: int, world_size: int, shard: ShardLayout, options: Sparse
     return num_bytes
 
 
-class SparseCompressor(ABC):
-    """Keeps the elements that it does not send; a subclass defines the values that accumulate.
+class SparseCompressor:
+    """Top-k with error feedback, and deep gradient compression (DGC), which adds momentum.
 
-    State: ``residual/NAME``, (N,) float32, and the step number; all allocated at construction. Cost: ``sparse_bytes``,
-    two rounds, ``top_elements`` of each span, and temporary memory for one span.
+    Top-k works with any optimizer: v <- v + g; send the largest of v; v <- v - what was sent. An element that is not sent stays
+    in the residual v and is sent later as the sum of several steps. An optimizer that divides by a running root mean square,
+    such as Adam, sees a sum of T steps once in T steps, and its root mean square is sqrt(T) times that of dense gradients. So at
+    sparsity s its updates are up to sqrt(1 / (1 - s)) times smaller than dense ones: use a lower sparsity or a higher learning
+    rate. Source: sparsified SGD with memory, arXiv 1809.07599.
+
+    With DGC each node computes, with g the mean gradient of its ranks, m the momentum, d the weight decay and w the weights:
+
+        g <- clip(g) + d w                  local clipping (8) and weight decay (12)
+        u <- m u + g                        momentum correction (7); with Nesterov, v below gets g + m u
+        v <- v + u
+        send the largest of v; v <- v - what was sent; u <- 0 where sent        momentum factor masking (9)
+        result: the sum of what all nodes sent, divided by the number of nodes; the optimizer is plain SGD without momentum
+
+    Numbers in parentheses are equations of the article on DGC in Paddle. Gradients are means over a node, not divided by
+    the number of nodes N (equation 12), so the decay term is d w and not d/N w, which would lose precision.
+    Steps before the warm-up, and small parameters always, use momentum SGD on the exact sum. Its bits equal those of
+    ``torch.optim.SGD(momentum, weight_decay, nesterov)`` if N and the ranks per node are powers of two. When compression
+    starts, its velocity continues as u on every node. Masking clears the momentum of every element sent, so a low
+    sparsity leaves little momentum; sparsity 0 is SGD without it. Source: arXiv 1712.01887.
+
+    State: ``residual/NAME``, (N,) float32, with DGC also ``velocity/NAME``, and the step number; all allocated at construction.
+    Cost: ``sparse_bytes``, two rounds, ``top_elements`` of each span, and temporary memory for one span.
     """
-
-    name: str
 
     def __init__(self, replicas: Replicas, options: SparseOptions) -> None:
         for name, shard in replicas.shards.items():
@@ -125,8 +143,15 @@ class SparseCompressor(ABC):
                     "shard it over more ranks, or use parallel.between.kind=dense or quantized"
                 )
         self._replicas, self._options = replicas, options
+        self._dgc = options if isinstance(options, DgcOptions) else None
+        self.name = "top-k" if self._dgc is None else "dgc"
         self._all_reduce = exact_all_reduce(replicas.group)
-        self._residuals = self._zeros()
+        kinds = ("residual",) if self._dgc is None else ("residual", "velocity")
+        self._kept = {  # by their names in ``state_dict``
+            f"{kind}/{name}": torch.zeros(shard.num_elems, device=replicas.group.device)
+            for kind in kinds
+            for name, shard in replicas.shards.items()
+        }
         self._step = 0
         self._summed: set[str] = set()
 
@@ -154,15 +179,11 @@ class SparseCompressor(ABC):
         self._step += 1
         self._summed.clear()
 
-    def wire_bytes(self, name: str) -> int:
-        group = self._replicas.group
-        return sparse_bytes(group.rank, group.world_size, self._replicas.shard(name), self._options, self._step)
-
     def state_dict(self) -> dict[str, Tensor]:
-        return {_STEP: torch.tensor(self._step), **self._kept()}
+        return {_STEP: torch.tensor(self._step), **self._kept}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        own = self._kept()
+        own = self._kept
         if {_STEP, *own} != set(state):
             different = sorted({_STEP, *own} ^ set(state))
             raise ValueError(
@@ -195,7 +216,7 @@ class SparseCompressor(ABC):
         means = [sum_N[span.place].div_(per_node) for span in spans]
         if self._options.clip_norm is not None:
             clip_spans(means, local_norm(self._options.clip_norm, group.world_size), self._replicas.inside)
-        residual_N = self._residuals[name]
+        residual_N = self._kept[f"residual/{name}"]
         chosen = []
         for span, mean in zip(spans, means, strict=True):
             kept = residual_N[span.place]
@@ -208,25 +229,21 @@ class SparseCompressor(ABC):
         indices_K = torch.cat(chosen)
         values_K = _on_wire(residual_N[indices_K], _VALUE_TYPES[self._options.value_type])
         residual_N[indices_K] -= values_K.float()
-        self._sent(name, indices_K)
+        if self._dgc is not None and self._dgc.mask_momentum:
+            self._kept[f"velocity/{name}"][indices_K] = 0.0
         for indices, values in sparse_all_gather(group, indices_K.int(), values_K):
             sum_N.index_add_(0, indices, values.float(), alpha=per_node)
 
-    @abstractmethod
     def _direction(self, name: str, span: ShardSpan, mean: Tensor) -> Tensor:
         """The values to accumulate for a span, given its mean gradient, which may be overwritten."""
-
-    @abstractmethod
-    def _sent(self, name: str, indices_K: Tensor) -> None:
-        """Called when these elements of the shard are about to be sent."""
-
-    def _kept(self) -> dict[str, Tensor]:
-        """The tensors kept from step to step, by their names in ``state_dict``."""
-        return {f"residual/{name}": residual_N for name, residual_N in self._residuals.items()}
-
-    def _zeros(self) -> dict[str, Tensor]:
-        device = self._replicas.group.device
-        return {name: torch.zeros(shard.num_elems, device=device) for name, shard in self._replicas.shards.items()}
+        dgc, weights = self._dgc, self._replicas.weights
+        if dgc is None:
+            return mean
+        if dgc.weight_decay and span.decays and weights is not None:
+            mean.add_(weights(name)[span.place], alpha=dgc.weight_decay)
+        velocity = self._kept[f"velocity/{name}"][span.place]
+        velocity.mul_(dgc.momentum).add_(mean)
+        return mean.add_(velocity, alpha=dgc.momentum) if dgc.nesterov else velocity
 
 
 def _on_wire(values_K: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,10 +16,10 @@ class GradientCompressor(Protocol):
     name: str
 
     def __call__(self, name: str, sum_N: Tensor) -> Tensor:
-        """Turn (N,) this node's sum of ``bucket``'s gradients into (N,) the sum over nodes; same bits on every rank.
+        """Turn (N,) this node's sum of a flat parameter's gradients into the sum over nodes; same bits on every rank.
 
-        The engine, not the compressor, divides by the number of ranks. The compressor may overwrite ``sum_N``; the result may share
-        its memory.
+        The engine, not the compressor, divides by the number of ranks. The compressor may overwrite ``sum_N``; the result
+        may share its memory.
 
         Raises:
             RuntimeError: a compressor with state was called twice for ``name`` in one step; sum the micro-batches first.
@@ -31,18 +31,10 @@ class GradientCompressor(Protocol):
         """Called once per step, after all flat parameters are summed and before the optimizer steps."""
         ...
 
-    def wire_bytes(self, name: str) -> int:
-        """Exact number of bytes that this rank sends to other nodes in the next call for ``bucket``."""
-        ...
-
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's state kept from step to step, {} if none. Its tensors are not copied."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a ``state_dict`` of the same flat parameters.
-
-        Raises:
-            ValueError: names or sizes differ. To change the number of ranks, resume from a checkpoint.
-        """
+        """Restore a ``state_dict`` of the same flat parameters. Raises ValueError: names or sizes differ."""
         ...

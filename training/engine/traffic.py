@@ -9,7 +9,7 @@ With M the bytes of an encoded bucket and W = K L ranks on K nodes, per rank and
     reduce_scatter   (W-1) M/W     of which between nodes (W-L) M/W
       hierarchical   (L-1) M'/L + (K-1) M"/W, the second term between nodes; M' and M" are M in each leg's codec
 
-The gradient compressor is not included; see ``GradientCompressor.wire_bytes``.
+The gradient compressor is not included; see ``compression.make.compressor_bytes``.
 """
 
 from collections.abc import Iterator

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tightwire.comm.group.group import Group
 from tightwire.training.compression.dense import Replicas
-from tightwire.training.compression.dgc import DgcCompressor
+from tightwire.training.compression.make import compressor_bytes
+from tightwire.training.compression.sparse import SparseCompressor
 from tightwire.training.config.compression import DgcOptions
 from tightwire.training.engine.flat_parameters import cut_shard
 
@@ -31,9 +32,10 @@ def _train(group: Group, options: DgcOptions, steps: int = _STEPS) -> tuple[Tens
     """Weights after some steps, computed as the engine does, and the compressor's state."""
     weights_N = torch.zeros(_FLAT.num_elems)
     replicas = Replicas(group=group, shards={"block": _SHARD}, weights=lambda name: weights_N)
-    between = DgcCompressor(replicas, options)
+    between = SparseCompressor(replicas, options)
     for step in range(steps):
-        sent_before, expected = group.bytes_sent, between.wire_bytes("block")
+        sent_before = group.bytes_sent
+        expected = compressor_bytes(options, _SHARD, rank=group.rank, world_size=group.world_size, step=step)
         total_N = between("block", _gradient(group.rank, step, weights_N))
         assert group.bytes_sent - sent_before == expected
         between.step_done()
@@ -155,7 +157,7 @@ def _on_nodes(group: Group, options: DgcOptions) -> Tensor:
     assert group.nodes is not None
     across, inside = group.nodes.across, group.nodes.inside
     shard = cut_shard(_NODE_FLAT, inside.rank, 2)
-    between = DgcCompressor(Replicas(group=across, inside=inside, shards={"block": shard}), options)
+    between = SparseCompressor(Replicas(group=across, inside=inside, shards={"block": shard}), options)
     result_N = torch.zeros(shard.num_elems)
     for step in range(20):
         node_sum_N = 2 * _node_mean(across.rank, step)[80 * inside.rank : 80 * (inside.rank + 1)]
@@ -165,7 +167,7 @@ def _on_nodes(group: Group, options: DgcOptions) -> Tensor:
 
 
 def _on_whole_nodes(group: Group, options: DgcOptions) -> Tensor:
-    between = DgcCompressor(Replicas(group=group, shards={"block": cut_shard(_NODE_FLAT, 0, 1)}), options)
+    between = SparseCompressor(Replicas(group=group, shards={"block": cut_shard(_NODE_FLAT, 0, 1)}), options)
     result_N = torch.zeros(160)
     for step in range(20):
         result_N = between("block", _node_mean(group.rank, step)) / 2
