@@ -1,23 +1,11 @@
-"""Real text for the benches: English prose that comes with the project, or the user's file.
-
-``texts/ORIGIN.md`` lists the sources and licences of the prose. Callers tokenize it.
-"""
+"""Words, passages and the user's own file for the benches; ``model.text.prose`` has the English prose. Callers tokenize it."""
 
 import random
 from collections.abc import Sequence
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
-ENGLISH_NAME = "English prose of the project (Austen, Twain, Newton, the Jargon File)"
-_PIECES = ("emma", "jargon", "opticks", "tom_sawyer")
-
-
-@cache
-def english_text() -> str:
-    """330 000 characters, about 77 000 tokens of SmolLM2's tokenizer."""
-    folder = files("tightwire.bench") / "texts"
-    return "\n".join((folder / f"{piece}.txt").read_text(encoding="utf-8") for piece in _PIECES)
+from tightwire.model.text.prose import ENGLISH_FOLDER
 
 
 @cache
@@ -28,7 +16,7 @@ def english_words() -> tuple[str, ...]:
     ``tests/bench/serve/test_workload.py``; other vocabularies split a few of them, so the bench calibrates against the
     server's own count.
     """
-    return tuple((files("tightwire.bench") / "texts" / "words.txt").read_text(encoding="utf-8").split())
+    return tuple((ENGLISH_FOLDER / "words.txt").read_text(encoding="utf-8").split())
 
 
 def read_text(path: Path) -> str:

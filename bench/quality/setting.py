@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tightwire.bench.quality.options import INT8_ACTIVATIONS, POLICY, WEIGHTS, QualityOptions, check_name
-from tightwire.bench.text import ENGLISH_NAME, english_text, read_text
+from tightwire.bench.text import read_text
 from tightwire.comm.all_reduce.registry import make_all_reduce
 from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.policy.policy_file import PolicyFile, apply, check_shape, read_policy_file
@@ -23,6 +23,7 @@ from tightwire.comm.policy.rules import Choice, Policy, Rule, one_for_all
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.text.prose import ENGLISH_NAME, english_text
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.model.weights.formats import WeightFormats, check_split, choose_formats
 

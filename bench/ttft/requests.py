@@ -14,9 +14,10 @@ from typing import Any, Self
 import httpx
 
 from tightwire.bench.client import BenchClient, Prompt
-from tightwire.bench.text import Passages, english_text
+from tightwire.bench.text import Passages
 from tightwire.bench.ttft.proof import Cell
 from tightwire.comm.ledger.counters import Count
+from tightwire.model.text.prose import english_text
 from tightwire.server.cli.remote import Remote, ask
 
 _TIMEOUT_S = 1800.0  # of one request: a long prompt over a slow wire takes minutes

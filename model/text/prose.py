@@ -1,0 +1,23 @@
+"""English prose that comes with Tightwire: the text of the benches and of the training examples.
+
+It lives on this floor because bench and training both read it, and training cannot import bench. ``english/ORIGIN.md`` lists
+the sources and licences.
+"""
+
+from functools import cache
+from pathlib import Path
+
+ENGLISH_NAME = "English prose of the project (Austen, Twain, Newton, the Jargon File)"
+ENGLISH_FOLDER = Path(__file__).parent / "english"
+_PIECES = ("emma", "jargon", "opticks", "tom_sawyer")
+
+
+def english_files() -> tuple[Path, ...]:
+    """Four UTF-8 files of paragraphs that blank lines separate."""
+    return tuple(ENGLISH_FOLDER / f"{piece}.txt" for piece in _PIECES)
+
+
+@cache
+def english_text() -> str:
+    """330 000 characters, about 77 000 tokens of SmolLM2's tokenizer."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in english_files())
